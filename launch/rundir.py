@@ -1,0 +1,131 @@
+"""Run directories: the private folder of a stack's sockets, logs and description.
+
+`BASE/NAME/` is 0700 and owned by the user. `stack.json` in it says whose it is; a folder
+whose owner is dead is swept when another stack starts.
+"""
+
+import shutil
+import stat
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from launch.config import run_base
+from protocol.channel import ipc_address
+from protocol.errors import RuntimeFailure
+
+DEFAULT_NAME = "default"
+_DESCRIPTION = "stack.json"
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What a running stack says of itself."""
+
+    pid: int
+    """Of the supervisor."""
+    started: float
+    """Creation time of that process: a pid alone may be somebody else's by now."""
+    model: str
+    draft_model: str
+
+
+class RunDir:
+    """One stack's folder."""
+
+    def __init__(self, name: str) -> None:
+        self.path = run_base() / name
+
+    @property
+    def services_address(self) -> str:
+        """Where services connect."""
+        return ipc_address(str(self.path / "services.sock"))
+
+    @property
+    def clients_address(self) -> str:
+        """Where clients connect."""
+        return ipc_address(str(self.path / "clients.sock"))
+
+    @property
+    def control_address(self) -> str:
+        """Where the supervisor takes commands."""
+        return ipc_address(str(self.path / "control.sock"))
+
+    def log(self, role: str) -> Path:
+        """The log of a process."""
+        return self.path / f"{role}.log"
+
+    def create(self) -> None:
+        """Make the folder, private to this user.
+
+        Raises:
+            RuntimeFailure: a living stack of this name has it, or it is not safely ours.
+        """
+        sweep()
+        base = run_base()
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_private(base)
+        try:
+            self.path.mkdir(mode=0o700)
+        except FileExistsError as error:
+            raise RuntimeFailure(
+                f"a stack named {self.path.name!r} is already running; stop it or use --name"
+            ) from error
+
+    def describe(self, pid: int, model: str, draft_model: str) -> None:
+        """Make the stack known to clients; call when it is ready."""
+        description = Description(pid, psutil.Process(pid).create_time(), model, draft_model)
+        (self.path / _DESCRIPTION).write_bytes(msgspec.json.encode(description))
+
+    def running(self) -> Description | None:
+        """The stack that lives here, if it does."""
+        try:
+            data = (self.path / _DESCRIPTION).read_bytes()
+            description = msgspec.json.decode(data, type=Description)
+        except (OSError, msgspec.DecodeError):
+            return None
+        return description if _alive(description.pid, description.started) else None
+
+    def remove(self) -> None:
+        """Delete the folder with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def claim(path: Path, pid: int) -> None:
+    """Note who is starting a stack in `path`, so that a sweep spares it."""
+    (path / "owner").write_text(f"{pid} {psutil.Process(pid).create_time()}", encoding="utf-8")
+
+
+def sweep() -> None:
+    """Remove the folders of stacks whose supervisor is dead."""
+    base = run_base()
+    if not base.is_dir():
+        return
+    for folder in base.iterdir():
+        try:
+            pid, started = (folder / "owner").read_text(encoding="utf-8").split()
+        except (OSError, ValueError):
+            continue
+        if not _alive(int(pid), float(started)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int, started: float) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _check_private(base: Path) -> None:
+    info = base.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != _own_uid() or info.st_mode & 0o077:
+        raise RuntimeFailure(
+            f"the run folder {str(base)!r} must be a folder of yours with mode 0700; "
+            "remove it or set SSD_RUN_DIR"
+        )
+
+
+def _own_uid() -> int:
+    return psutil.Process().uids().real

@@ -1,0 +1,70 @@
+"""What people see: streamed text, coloured drafts, statistics, live process lines."""
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text as RichText
+
+from protocol.messages import ProcessStatus, Statistics
+
+STYLES = {"target": "", "hit": "green", "miss": "yellow"}
+
+LEGEND = "colours: plain = target's own, green = accepted draft after a hit, yellow = after a miss"
+
+
+def human() -> Console:
+    """Where text for people goes when standard output belongs to machines."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def plain() -> Console:
+    """Standard output, coloured where it is a terminal."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+def process_line(status: ProcessStatus) -> None:
+    """One line per process and change: role, pid, backend, model, state."""
+    model = status.model.rstrip("/").rsplit("/", 1)[-1]
+    fields = (status.role, str(status.pid), status.backend or "-", model or "-", status.state)
+    widths = (13, 8, 6, 24, 0)
+    line = " ".join(field.ljust(width) for field, width in zip(fields, widths, strict=True))
+    human().print(RichText(line.rstrip()))
+
+
+def write(text: str) -> None:
+    """Stream a piece of the answer."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_coloured(console: Console, text: str, origin: str) -> None:
+    """Stream a piece of the answer in the colour of its origin."""
+    console.print(RichText(text, style=STYLES[origin]), end="")
+
+
+def statistics_table(statistics: Statistics) -> Table:
+    """The statistics of one request, as a reader wants them."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in _rows(statistics):
+        table.add_row(name, value)
+    return table
+
+
+def _rows(s: Statistics) -> list[tuple[str, str]]:
+    rows = [
+        ("speed", f"{s.tok_s:.1f} tok/s ({s.decode_s:.2f} s)"),
+        ("time to first token", f"{s.ttft_ms:.0f} ms"),
+        ("rounds", f"{s.rounds}"),
+        ("acceptance", f"{s.acceptance_rate:.2f} ({s.accepted} of {s.drafted} drafted)"),
+        ("mean acceptance length", f"{s.mean_acceptance_length:.2f} tokens per round"),
+        ("by position", " ".join(f"{rate:.2f}" for rate in s.per_position) or "-"),
+        ("cache hits", f"{s.hit_rate:.2f} ({s.cache_hits} of {s.cache_hits + s.cache_misses})"),
+        ("drafting hidden", f"{s.overlap_ratio:.2f}"),
+        ("per round, median", ", ".join(f"{k} {v:.2f} ms" for k, v in s.phase_ms.items())),
+    ]
+    if s.fallbacks:
+        rows.append(("fallbacks", ", ".join(f"{k} {n}" for k, n in s.fallbacks.items())))
+    if s.drafter_restarts or s.verifier_restarts:
+        rows.append(("restarts", f"drafter {s.drafter_restarts}, verifier {s.verifier_restarts}"))
+    return rows

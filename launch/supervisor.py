@@ -1,0 +1,299 @@
+"""The supervisor: parent of all processes. Starts, watches, restarts, swaps and stops them.
+
+After `start` returns, a thread watches the children and serves the control socket; the
+caller's thread is free to be a client of the orchestrator.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from launch.budget import RestartBudget
+from launch.config import StackSettings, share_cores
+from launch.models import Pair
+from launch.process import Child, Lifeline
+from launch.rundir import RunDir, claim
+from orchestrator.client import Client
+from protocol.channel import Deadline, Hub
+from protocol.codec import Decoder
+from protocol.errors import BY_EXIT_CODE, DeadlineExceeded, RuntimeFailure, SsdError
+from protocol.messages import (
+    Done,
+    ProcessStatus,
+    Refusal,
+    Role,
+    ServiceDown,
+    Stack,
+    StackRequest,
+    Status,
+    SwapDrafter,
+    ToSupervisor,
+)
+from protocol.settings import DrafterSettings, OrchestratorSettings, VerifierSettings
+
+_TICK_S = 0.05
+_PATIENCE_S = 3600.0
+
+Report = Callable[[ProcessStatus], None]
+
+
+class Supervisor:
+    """One stack of processes."""
+
+    def __init__(self, settings: StackSettings, pair: Pair, run_dir: RunDir, report: Report) -> None:
+        self._settings = settings
+        self._pair = pair
+        self.run_dir = run_dir
+        self._report = report
+        self._lifeline = Lifeline()
+        self._children: dict[str, Child] = {}
+        self._lost: set[str] = set()
+        self._starting: set[str] = set()
+        self._budgets = {
+            role: RestartBudget(settings.restarts, settings.restart_window_s)
+            for role in ("verifier", "drafter")
+        }
+        self._stopping = threading.Event()
+        self._ended = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self.failure: SsdError | None = None
+        """Why the stack ended by itself, if it did."""
+
+    # ------------------------------------------------------------ start
+
+    def start(self) -> None:
+        """Start all processes and wait until they are ready.
+
+        Raises:
+            ModelError, UsageError: a child could not start, with its reason.
+            RuntimeFailure: a child died, or was not ready in time.
+        """
+        self.run_dir.create()
+        try:
+            claim(self.run_dir.path, os.getpid())
+            for spawn in (self._spawn_orchestrator, self._spawn_verifier, self._spawn_drafter):
+                spawn()
+            self._await_ready()
+            self.run_dir.describe(os.getpid(), self._pair.model, self._pair.draft_model)
+        except BaseException:
+            self.stop()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+        self._watcher.start()
+
+    def _spawn_orchestrator(self) -> None:
+        settings = OrchestratorSettings(
+            lifeline=self._lifeline.child_end,
+            services_address=self.run_dir.services_address,
+            clients_address=self.run_dir.clients_address,
+            run_dir=str(self.run_dir.path),
+            model=self._pair.model,
+            draft_timeout_s=self._settings.draft_timeout_s,
+            verify_timeout_s=self._settings.verify_timeout_s,
+        )
+        log = self.run_dir.log("orchestrator")
+        self._adopt(Child("orchestrator", "orchestrator.main", settings, log))
+
+    def _spawn_verifier(self) -> None:
+        settings = VerifierSettings(
+            lifeline=self._lifeline.child_end,
+            address=self.run_dir.services_address,
+            model=self._pair.model,
+            cores=share_cores(self._pair.backend).verifier,
+            threads=max(1, len(share_cores(self._pair.backend).verifier)),
+            prefill_step_size=self._settings.prefill_step_size,
+        )
+        self._adopt(
+            Child("verifier", "services.verifier", settings, self.run_dir.log("verifier"))
+        )
+
+    def _spawn_drafter(self) -> None:
+        cores = share_cores(self._pair.backend).drafter
+        settings = DrafterSettings(
+            lifeline=self._lifeline.child_end,
+            address=self.run_dir.services_address,
+            backend=self._pair.backend,
+            model=self._pair.draft_model,
+            cores=cores,
+            threads=max(1, len(cores)),
+            prefill_step_size=self._settings.prefill_step_size,
+        )
+        self._adopt(Child("drafter", "services.drafter", settings, self.run_dir.log("drafter")))
+
+    def _adopt(self, child: Child) -> None:
+        self._children[child.role] = child
+        self._tell(child.role, "starting")
+
+    def _await_ready(self) -> None:
+        deadline = Deadline(self._settings.start_timeout_s)
+        with contextlib.closing(Client(self.run_dir.clients_address)) as client:
+            missing = {"verifier", "drafter"}
+            while missing:
+                self._raise_if_dead()
+                if deadline.passed:
+                    raise DeadlineExceeded(
+                        f"the {' and '.join(sorted(missing))} did not become ready within "
+                        f"{deadline.seconds:g} s (start_timeout_s)"
+                    )
+                status = self._ask_status(client)
+                for role in {s.role for s in status.services} & missing if status else set():
+                    missing.remove(role)
+                    self._tell(role, "ready")
+                time.sleep(_TICK_S)
+        self._tell("orchestrator", "ready")
+
+    @staticmethod
+    def _ask_status(client: Client) -> Status | None:
+        try:
+            return client.status(timeout_s=0.5)
+        except DeadlineExceeded:
+            return None
+
+    def _raise_if_dead(self) -> None:
+        """While starting, a child's end is the stack's end; the first cause is what counts."""
+        for child in self._children.values():
+            if child.exit_code is not None:
+                kind = BY_EXIT_CODE.get(child.exit_code, RuntimeFailure)
+                raise kind(child.last_words())
+
+    # ------------------------------------------------------------ watch
+
+    def _watch(self) -> None:
+        control: Hub[ToSupervisor] = Hub(self.run_dir.control_address, Decoder(ToSupervisor))
+        client = Client(self.run_dir.clients_address)
+        with control, contextlib.closing(client):
+            while not self._stopping.is_set() and self.failure is None:
+                control.ready(_TICK_S)
+                self._check_children(client)
+                self._check_starting(client)
+                while received := control.receive():
+                    peer, message = received
+                    control.send(peer, self._obey(message, client))
+        self._ended.set()
+
+    def _check_starting(self, client: Client) -> None:
+        """Say so when a restarted service is ready."""
+        if not self._starting:
+            return
+        status = self._ask_status(client)
+        pids = {service.pid for service in status.services} if status else set()
+        for role in [role for role in self._starting if self._children[role].pid in pids]:
+            self._starting.remove(role)
+            self._tell(role, "ready")
+
+    def _check_children(self, client: Client, but: str = "") -> None:
+        for child in list(self._children.values()):
+            if child.exit_code is None or child.role in {*self._lost, but}:
+                continue
+            if child.role == "orchestrator":
+                self.failure = RuntimeFailure(child.last_words())
+                return
+            self._replace(child, client)
+
+    def _replace(self, child: Child, client: Client) -> None:
+        """Restart a dead service, or declare it lost when its budget is spent."""
+        role: Role = "verifier" if child.role == "verifier" else "drafter"
+        again = self._budgets[role].spend(time.monotonic())
+        reason = child.last_words()
+        if not again:
+            reason = f"{reason}; it was restarted {self._budgets[role].used} times"
+            self._lost.add(role)
+        client.service_down(
+            ServiceDown(role=role, pid=child.pid, reason=reason, final=not again)
+        )
+        self._tell(role, f"died ({reason})" if again else f"lost ({reason})")
+        self._starting.discard(role)
+        if again:
+            self._starting.add(role)
+            (self._spawn_verifier if role == "verifier" else self._spawn_drafter)()
+
+    # ------------------------------------------------------------ commands
+
+    def _obey(self, message: ToSupervisor | SsdError, client: Client) -> Stack | Done | Refusal:
+        try:
+            match message:
+                case StackRequest():
+                    return Stack(processes=[self._status_of(role) for role in self._children])
+                case SwapDrafter():
+                    self._swap(message, client)
+                    return Done()
+                case SsdError():
+                    return Refusal(str(message))
+        except SsdError as error:
+            return Refusal(str(error))
+
+    def _swap(self, message: SwapDrafter, client: Client) -> None:
+        """Start the new drafter beside the old one; the orchestrator then switches over."""
+        old, old_pair = self._children["drafter"], self._pair
+        self._pair = old_pair.with_drafter(message.backend, message.model)
+        self._spawn_drafter()
+        new = self._children["drafter"]
+        try:
+            self._await_drafter(new, client)
+        except SsdError:
+            new.ask_to_end()
+            new.end()
+            self._pair, self._children["drafter"] = old_pair, old
+            raise
+        self._lost.discard("drafter")
+        self._starting.discard("drafter")
+        old.ask_to_end()
+        old.end()
+        self._tell("drafter", "ready")
+
+    def _await_drafter(self, child: Child, client: Client) -> None:
+        deadline = Deadline(self._settings.start_timeout_s)
+        while not deadline.passed and not self._stopping.is_set():
+            if child.exit_code is not None:
+                raise BY_EXIT_CODE.get(child.exit_code, RuntimeFailure)(child.last_words())
+            self._check_children(client, but="drafter")
+            status = self._ask_status(client)
+            if status and child.pid in {service.pid for service in status.services}:
+                return
+            time.sleep(_TICK_S)
+        raise DeadlineExceeded("the new drafter did not become ready in time (start_timeout_s)")
+
+    # ------------------------------------------------------------ status and stop
+
+    def _status_of(self, role: str, state: str = "") -> ProcessStatus:
+        child = self._children[role]
+        budget = self._budgets.get(role)
+        backend = {"orchestrator": "", "verifier": "mlx", "drafter": self._pair.backend}[role]
+        model = self._pair.draft_model if role == "drafter" else self._pair.model
+        return ProcessStatus(
+            role=role,
+            pid=child.pid,
+            backend=backend,
+            model=model,
+            state=state or ("lost" if role in self._lost else "running"),
+            restarts=budget.used if budget else 0,
+        )
+
+    def _tell(self, role: str, state: str) -> None:
+        self._report(self._status_of(role, state))
+
+    def wait(self) -> None:
+        """Return only by an exception: the caller's interrupt, or the stack's own failure."""
+        while self.failure is None:
+            self._ended.wait(_PATIENCE_S)
+        raise self.failure
+
+    def stop(self) -> None:
+        """Stop everything and leave nothing behind; safe to call twice."""
+        self._stopping.set()
+        if self._watcher is not None:
+            self._watcher.join()
+            self._watcher = None
+        self._end_children()
+        self._lifeline.close()
+        self.run_dir.remove()
+
+    def _end_children(self) -> None:
+        for child in self._children.values():
+            child.ask_to_end()
+        for child in self._children.values():
+            child.end()
+
+

@@ -1,0 +1,49 @@
+"""The speculation cache: drafts prepared for the outcomes of the verification in flight."""
+
+from protocol.messages import ENDED, DraftTree, Tokens
+
+
+class SpeculationCache:
+    """Map outcome (accepted, bonus) -> draft, filled depth by depth while the target works.
+
+    It holds the branches of one round at a time. An outcome counts as prepared once its
+    branch has a token.
+    """
+
+    def __init__(self) -> None:
+        self._drafts: dict[tuple[int, int], Tokens] = {}
+        self._order: list[tuple[int, int]] = []
+        self._depth = 0
+
+    def clear(self) -> None:
+        """A new round: what was prepared for the old one is worthless."""
+        self._drafts = {}
+        self._order = []
+        self._depth = 0
+
+    def add(self, tree: DraftTree) -> bool:
+        """Add one depth; False if it does not continue what is here, and was dropped."""
+        if tree.depth != self._depth + 1:
+            return False
+        order = tree.outcomes if tree.depth == 1 else self._order
+        if len(tree.tokens) != len(order):
+            return False
+        self._order = order
+        self._depth = tree.depth
+        for outcome, token in zip(order, tree.tokens, strict=True):
+            draft = self._drafts.setdefault(outcome, [])
+            if token != ENDED and len(draft) == tree.depth - 1:
+                draft.append(token)
+        return True
+
+    def draft(self, accepted: int, bonus: int) -> Tokens:
+        """The prepared continuation of this outcome; empty on a miss."""
+        return self._drafts.get((accepted, bonus), [])
+
+    @property
+    def depth(self) -> int:
+        """How deep the branches are."""
+        return self._depth
+
+    def __len__(self) -> int:
+        return sum(1 for draft in self._drafts.values() if draft)

@@ -1,0 +1,340 @@
+"""The orchestrator's edge: sockets and clock around the pure state of its sequences.
+
+The loop: wait; take what the drafter sent; take what the verifier sent, and send the next
+`Verify` before anything else; then clients. Text is decoded and streamed after that, while
+the target is busy.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from orchestrator.answer import Answer
+from orchestrator.plan import Plan
+from orchestrator.sequence import Action, Emit, Finish, Limits, Phase, Sequence, ToDrafter, ToVerifier
+from orchestrator.services import Peer, Registry, objection
+from orchestrator.statistics import Recorder
+from orchestrator.text import StoppableText
+from orchestrator.tokenizer import TargetTokenizer
+from protocol.channel import Hub, Poller
+from protocol.errors import ProtocolError, UsageError
+from protocol.fingerprint import Vocabulary
+from protocol.messages import (
+    Cancel,
+    DraftTree,
+    Failed,
+    Finished,
+    FromService,
+    Generate,
+    Hello,
+    Message,
+    Prefilled,
+    Refusal,
+    Role,
+    ServiceDown,
+    Status,
+    StatusRequest,
+    Stop,
+    ToOrchestrator,
+    VerificationOutcome,
+    Welcome,
+)
+from protocol.settings import OrchestratorSettings
+
+_log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+
+
+class Orchestrator:
+    """Knows the whole state of every request; see the module's docstring for its loop."""
+
+    def __init__(
+        self,
+        settings: OrchestratorSettings,
+        services: Hub[FromService],
+        clients: Hub[ToOrchestrator],
+        tokenizer: TargetTokenizer,
+        vocabulary: Vocabulary,
+        pid: int,
+    ) -> None:
+        self._settings = settings
+        self._services = services
+        self._clients = clients
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._pid = pid
+        self._registry = Registry()
+        self._answers: dict[int, Answer] = {}
+        self._waiting: deque[Answer] = deque()
+        self._next_number = 1
+        self._woke = 0.0
+
+    def run(self) -> None:
+        """Serve until the process is told to end."""
+        poller = Poller([self._services, self._clients])
+        while True:
+            poller.wait(self._wait_s())
+            self._woke = time.monotonic()
+            while received := self._services.receive():
+                self._from_service(*received)
+            while request := self._clients.receive():
+                self._from_client(*request)
+            self._check_deadlines()
+
+    def _wait_s(self) -> float:
+        deadlines = [a.deadline for a in self._answers.values() if a.deadline is not None]
+        if not deadlines:
+            return _TICK_S
+        return max(0.0, min(_TICK_S, min(deadlines) - time.monotonic()))
+
+    # ------------------------------------------------------------ services
+
+    def _from_service(self, address: bytes, message: FromService | ProtocolError) -> None:
+        peer = self._registry.at(address)
+        match message:
+            case Hello():
+                self._hello(Peer(address, message))
+            case ProtocolError():
+                _log.warning("a service sent nonsense: %s", message)
+            case _ if peer is None:
+                _log.info("dropped a %s of a service that was replaced", type(message).__name__)
+            case VerificationOutcome():
+                self._outcome(message)
+            case DraftTree():
+                self._tree(message)
+            case Failed():
+                self._failed(peer.hello.role, message)
+            case Prefilled():
+                self._prefilled(peer.hello.role, message)
+
+    def _outcome(self, message: VerificationOutcome) -> None:
+        answer = self._answers.get(message.sequence)
+        if answer is None:
+            return
+        hits = answer.sequence.recorder.hits
+        answer.sequence.recorder.verifying_since = None
+        actions = answer.sequence.outcome(message, self._woke)
+        hit = False
+        for action in actions:
+            self._act(answer, action)
+            if isinstance(action, ToVerifier) and answer.sequence.recorder.hits > hits and not hit:
+                hit = True
+                answer.sequence.recorder.phase("dispatch", 1e3 * (time.monotonic() - self._woke))
+
+    def _tree(self, message: DraftTree) -> None:
+        answer = self._answers.get(message.sequence)
+        if answer is not None:
+            answer.sequence.recorder.drew(message.draft_ms, self._woke)
+            self._do(answer, answer.sequence.tree(message, self._woke))
+
+    def _prefilled(self, role: Role, message: Prefilled) -> None:
+        answer = self._answers.get(message.sequence)
+        if answer is not None:
+            answer.sequence.recorder.phase(f"prefill_{role}", message.prefill_ms)
+
+    def _failed(self, role: Role, message: Failed) -> None:
+        _log.warning("the %s failed on sequence %d: %s", role, message.sequence, message.error)
+        answer = self._answers.get(message.sequence)
+        if answer is None:
+            return
+        if role == "verifier":
+            reason = f"the verifier failed: {message.error}"
+            self._do(answer, answer.sequence.finish("error", reason))
+        else:
+            self._do(answer, answer.sequence.drafter_down("drafter_failed"))
+
+    def _hello(self, peer: Peer) -> None:
+        role = peer.hello.role
+        reason = objection(peer.hello, self._vocabulary)
+        if reason is not None:
+            self._registry.refused[role] = reason
+            self._services.send(peer.address, Refusal(reason))
+            return
+        old = self._registry.adopt(peer)
+        self._services.send(peer.address, Welcome())
+        if old is not None:
+            self._services.send(old.address, Stop())
+        for answer in list(self._answers.values()):
+            if role == "verifier":
+                answer.sequence.recorder.verifier_restarts += 1
+                self._do(answer, answer.sequence.verifier_up(peer.hello.max_draft_tokens))
+            else:
+                answer.sequence.recorder.drafter_restarts += 1
+                self._do(answer, answer.sequence.drafter_down("drafter_swapped"))
+                self._do(answer, answer.sequence.drafter_up(peer.hello.context_length))
+
+    def _service_down(self, message: ServiceDown) -> None:
+        current = self._registry.drop(message.role, message.pid)
+        for answer in list(self._answers.values()):
+            if message.role == "drafter" and current:
+                self._do(answer, answer.sequence.drafter_down("drafter_died"))
+            elif message.role == "verifier":
+                if current:
+                    answer.sequence.verifier_down()
+                    answer.deadline = None
+                if message.final:
+                    self._do(answer, answer.sequence.finish("error", message.reason))
+
+    # ------------------------------------------------------------ clients
+
+    def _from_client(self, peer: bytes, message: ToOrchestrator | ProtocolError) -> None:
+        match message:
+            case Generate():
+                self._generate(peer, message)
+            case Cancel():
+                self._cancel(peer, message.request)
+            case StatusRequest():
+                self._clients.send(peer, self._status())
+            case ServiceDown():
+                self._service_down(message)
+            case ProtocolError():
+                self._clients.send(peer, Refusal(str(message)))
+
+    def _status(self) -> Status:
+        return Status(
+            pid=self._pid,
+            model=self._settings.model,
+            services=[peer.status() for peer in self._registry.peers.values()],
+            active=len(self._answers),
+            waiting=len(self._waiting),
+            refused=self._registry.refused,
+        )
+
+    def _generate(self, peer: bytes, message: Generate) -> None:
+        if len(self._waiting) >= self._settings.max_waiting > 0:
+            self._clients.send(peer, Refusal("too many requests are waiting; try again later"))
+            return
+        try:
+            answer = self._new_answer(peer, message)
+        except UsageError as error:
+            self._clients.send(peer, Refusal(str(error)))
+            return
+        self._waiting.append(answer)
+        self._start_waiting()
+
+    def _new_answer(self, peer: bytes, message: Generate) -> Answer:
+        prompt = message.tokens or self._tokenizer.encode(message.messages)
+        context = self._context_length()
+        _check_prompt(prompt, context, self._vocabulary.size)
+        number = self._next_number
+        self._next_number += 1
+        sequence = Sequence(
+            number=number,
+            prompt=prompt,
+            sampling=message.sampling,
+            limits=Limits(message.max_tokens, self._tokenizer.stop_ids, context),
+            plan=Plan(message.mode, message.lookahead, message.fan_out),
+            recorder=Recorder(self._woke),
+        )
+        text = StoppableText(self._tokenizer.stream(), message.stop)
+        return Answer(peer, message.request, sequence, text, len(prompt))
+
+    def _context_length(self) -> int:
+        verifier = self._registry.peers.get("verifier")
+        return verifier.hello.context_length if verifier is not None else 0
+
+    def _start_waiting(self) -> None:
+        verifier = self._registry.peers.get("verifier")
+        drafter = self._registry.peers.get("drafter")
+        while self._waiting and len(self._answers) < self._settings.concurrency:
+            answer = self._waiting.popleft()
+            self._answers[answer.sequence.number] = answer
+            if verifier is not None:
+                self._do(answer, answer.sequence.verifier_up(verifier.hello.max_draft_tokens))
+            if drafter is not None:
+                self._do(answer, answer.sequence.drafter_up(drafter.hello.context_length))
+
+    def _cancel(self, peer: bytes, request: int) -> None:
+        for answer in [*self._answers.values(), *self._waiting]:
+            if (answer.peer, answer.request) == (peer, request):
+                self._do(answer, answer.sequence.finish("cancelled"))
+
+    # ------------------------------------------------------------ actions
+
+    def _do(self, answer: Answer, actions: Iterable[Action]) -> None:
+        for action in actions:
+            self._act(answer, action)
+
+    def _act(self, answer: Answer, action: Action) -> None:
+        match action:
+            case ToVerifier(message):
+                self._to_service("verifier", message)
+                self._expect(answer)
+            case ToDrafter(message):
+                self._to_service("drafter", message)
+                self._expect(answer)
+            case Emit(tokens, origins):
+                if not answer.stopped and tokens:
+                    self._emit(answer, answer.push(tokens, origins))
+            case Finish(reason, error):
+                self._finish(answer, reason, error)
+
+    def _to_service(self, role: Role, message: Message) -> None:
+        peer = self._registry.peers.get(role)
+        if peer is not None:
+            self._services.send(peer.address, message)
+
+    def _expect(self, answer: Answer) -> None:
+        """Set the deadline of whatever the sequence now waits for."""
+        now = time.monotonic()
+        match answer.sequence.phase:
+            case Phase.VERIFYING:
+                answer.deadline = now + self._settings.verify_timeout_s
+                if answer.sequence.recorder.verifying_since is None:
+                    answer.sequence.recorder.verifying_since = now
+            case Phase.DRAFTING:
+                answer.deadline = now + self._settings.draft_timeout_s
+            case Phase.STRANDED | Phase.FINISHED:
+                answer.deadline = None
+
+    def _emit(self, answer: Answer, message: Message) -> None:
+        delivered = self._clients.send(answer.peer, message)
+        if not delivered:
+            self._do(answer, answer.sequence.finish("cancelled"))
+        elif answer.stopped:
+            self._do(answer, answer.sequence.finish("stop"))
+
+    def _finish(self, answer: Answer, reason: str, error: str) -> None:
+        self._answers.pop(answer.sequence.number, None)
+        if answer in self._waiting:
+            self._waiting.remove(answer)
+        rest = "" if answer.stopped else answer.text.flush()
+        if rest:
+            self._clients.send(answer.peer, answer.rest(rest))
+        self._clients.send(
+            answer.peer,
+            Finished(
+                request=answer.request,
+                reason=reason,
+                prompt_tokens=answer.prompt_tokens,
+                statistics=answer.sequence.recorder.summary(),
+                error=error,
+            ),
+        )
+        self._start_waiting()
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        for answer in list(self._answers.values()):
+            if answer.deadline is None or now < answer.deadline:
+                continue
+            if answer.sequence.phase is Phase.DRAFTING:
+                self._do(answer, answer.sequence.draft_is_late())
+            else:
+                limit = self._settings.verify_timeout_s
+                reason = f"the verifier did not answer within {limit:g} s (verify_timeout_s)"
+                self._do(answer, answer.sequence.finish("error", reason))
+
+
+def _check_prompt(prompt: list[int], context_length: int, vocabulary_size: int) -> None:
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    if context_length and len(prompt) >= context_length:
+        raise UsageError(
+            f"the prompt has {len(prompt)} tokens, but the model's context holds "
+            f"{context_length}; shorten it"
+        )
+    if max(prompt) >= vocabulary_size:
+        raise UsageError(f"token {max(prompt)} is not in the vocabulary of {vocabulary_size}")

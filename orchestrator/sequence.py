@@ -1,0 +1,332 @@
+"""One request's state, and what each event does to it: pure, no process and no clock.
+
+Every method takes an event and returns the actions that answer it, in the order in which
+they should be carried out: what the verifier waits for comes first. The committed tokens
+are the truth; a verifier or a drafter that dies is rebuilt from them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import assert_never
+
+from orchestrator.cache import SpeculationCache
+from orchestrator.plan import Plan
+from orchestrator.statistics import Recorder
+from protocol.messages import (
+    CloseSequence,
+    DraftNow,
+    DraftTree,
+    FinishReason,
+    OpenSequence,
+    Origin,
+    Prepare,
+    Sampling,
+    Tokens,
+    VerificationOutcome,
+    Verify,
+)
+
+
+@dataclass(frozen=True)
+class ToVerifier:
+    """Send this to the verifier."""
+
+    message: OpenSequence | Verify | CloseSequence
+
+
+@dataclass(frozen=True)
+class ToDrafter:
+    """Send this to the drafter."""
+
+    message: OpenSequence | Prepare | DraftNow | CloseSequence
+
+
+@dataclass(frozen=True)
+class Emit:
+    """These tokens are part of the answer."""
+
+    tokens: Tokens
+    origins: list[Origin]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The answer is complete."""
+
+    reason: FinishReason
+    error: str = ""
+
+
+Action = ToVerifier | ToDrafter | Emit | Finish
+
+
+class Phase(Enum):
+    """What the sequence waits for."""
+
+    VERIFYING = auto()
+    DRAFTING = auto()
+    """The target waits for a draft."""
+    STRANDED = auto()
+    """There is no verifier."""
+    FINISHED = auto()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where an answer ends."""
+
+    max_tokens: int
+    stop_ids: frozenset[int]
+    context_length: int
+    """0 means unlimited."""
+
+
+class Sequence:
+    """The state machine of one request."""
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        prompt: Tokens,
+        sampling: Sampling,
+        limits: Limits,
+        plan: Plan,
+        recorder: Recorder,
+    ) -> None:
+        self.number = number
+        self.tokens: Tokens = list(prompt)
+        """Prompt and emitted tokens; the last one is pending."""
+        self.phase = Phase.STRANDED
+        self.round = 0
+        self.recorder = recorder
+        self.cache = SpeculationCache()
+        self._sampling = sampling
+        self._limits = limits
+        self._plan = plan
+        self._prompt_length = len(prompt)
+        self._chain: Tokens = []
+        self._origin: Origin = "target"
+        self._has_drafter = False
+        self._drafter_context = 0
+        self._max_draft = 0
+        self._told = 0
+        """How many committed tokens the drafter has been told."""
+        self._accepted = 0
+        """Accepted draft tokens of the last outcome."""
+        self._backup: Tokens = []
+        self._waiting_since = 0.0
+
+    # ------------------------------------------------------------ services come and go
+
+    def verifier_up(self, max_draft_tokens: int) -> Iterator[Action]:
+        """A verifier is ready: (re)open there and verify the pending token."""
+        if self.phase is Phase.FINISHED:
+            return
+        self._max_draft = max_draft_tokens
+        yield ToVerifier(self._open())
+        yield from self._verify([], "target")
+
+    def verifier_down(self) -> None:
+        """The verifier died; the sequence waits for another."""
+        if self.phase is not Phase.FINISHED:
+            self.phase = Phase.STRANDED
+
+    def drafter_up(self, context_length: int) -> Iterator[Action]:
+        """A drafter is ready: open there, and prepare for the round in flight."""
+        if self.phase is Phase.FINISHED or self._plan.mode == "ar":
+            return
+        self._has_drafter = True
+        self._drafter_context = context_length
+        self._told = len(self.tokens) - 1
+        yield ToDrafter(self._open())
+        if self.phase is Phase.VERIFYING:
+            yield from self._prepare()
+
+    def drafter_down(self, reason: str) -> Iterator[Action]:
+        """The drafter died, or failed on this sequence: decode without it."""
+        if not self._has_drafter:
+            return
+        self._has_drafter = False
+        self.cache.clear()
+        if self.phase is Phase.DRAFTING:
+            self.recorder.fallbacks[reason] += 1
+            yield from self._verify(self._backup, "miss")
+
+    def _can_draft(self) -> bool:
+        """Whether there is a drafter, and room in its context for one more round."""
+        ahead = len(self.tokens) + 2 * self._plan.depth + 1
+        return self._has_drafter and not 0 < self._drafter_context < ahead
+
+    def _open(self) -> OpenSequence:
+        return OpenSequence(
+            sequence=self.number, tokens=self.tokens[:-1], sampling=self._sampling
+        )
+
+    # ------------------------------------------------------------ rounds
+
+    def outcome(self, outcome: VerificationOutcome, now: float) -> Iterator[Action]:
+        """The verification ended: commit, look up, and start the next round."""
+        if self.phase is not Phase.VERIFYING or outcome.round != self.round:
+            return
+        self._record(outcome)
+        drafted = self._chain[1:]
+        emitted = [*drafted[: outcome.accepted], outcome.bonus]
+        origins: list[Origin] = [*[self._origin] * outcome.accepted, "target"]
+        kept, reason = self._ending(emitted)
+        self.recorder.verified(len(drafted), min(outcome.accepted, kept))
+        self.recorder.emit(kept, now)
+        self.tokens += emitted[:kept]
+        self._accepted = outcome.accepted
+        if reason is None:
+            yield from self._next_round(outcome, now)
+        yield Emit(emitted[:kept], origins[:kept])
+        if reason is not None:
+            yield from self.finish(reason)
+
+    def _record(self, outcome: VerificationOutcome) -> None:
+        self.recorder.phase("verify", outcome.verify_ms)
+        if self.recorder.rounds:  # before the first round the verifier had nothing to do
+            kind = "idle_hit" if self._origin == "hit" else "idle_other"
+            self.recorder.phase(kind, outcome.idle_ms)
+
+    def _ending(self, emitted: Tokens) -> tuple[int, FinishReason | None]:
+        """How many of these tokens belong to the answer, and why it ends with them if it does.
+
+        A stop token ends the answer and is not part of it.
+        """
+        answered = len(self.tokens) - self._prompt_length
+        room = self._limits.max_tokens - answered
+        context = self._limits.context_length
+        space = context - len(self.tokens) if context else room + 1
+        for index, token in enumerate(emitted[: min(room, space)]):
+            if token in self._limits.stop_ids:
+                return index, "stop"
+        if len(emitted) >= space and space <= room:
+            return space, "context"
+        if len(emitted) >= room:
+            return room, "length"
+        return len(emitted), None
+
+    def _next_round(self, outcome: VerificationOutcome, now: float) -> Iterator[Action]:
+        mode = self._plan.mode
+        if mode == "ar" or not self._can_draft() or self._reach() == 0:
+            if mode != "ar" and not self._can_draft():
+                self.recorder.fallbacks["no_drafter"] += 1
+            yield from self._verify([], "target")
+            return
+        if mode == "sd":
+            yield from self._draft_now(self._plan.depth, now)
+            return
+        prepared = self.cache.draft(outcome.accepted, outcome.bonus)
+        if prepared:
+            self.recorder.hits += 1
+            yield from self._verify(prepared, "hit")
+            return
+        self.recorder.misses += 1
+        self.recorder.fallbacks[self._plan.backup] += 1
+        if self._plan.backup == "draft":
+            yield from self._draft_now(self._plan.backup_tokens, now)
+        else:
+            yield from self._verify([], "target")
+
+    def _reach(self) -> int:
+        """Longest draft that can be verified: the model's limit, and the room that is left."""
+        answered = len(self.tokens) - self._prompt_length
+        reach = min(self._max_draft, self._limits.max_tokens - answered - 1)
+        if self._limits.context_length:
+            reach = min(reach, self._limits.context_length - len(self.tokens) - 1)
+        return max(0, reach)
+
+    def _verify(self, draft: Tokens, origin: Origin) -> Iterator[Action]:
+        """Start a round: the verifier checks the chain while the drafter prepares."""
+        draft = draft[: min(self._plan.depth, self._reach())]
+        self.round += 1
+        self._chain = [self.tokens[-1], *draft]
+        self._origin = origin
+        self.phase = Phase.VERIFYING
+        self.cache.clear()
+        self._backup = []
+        yield ToVerifier(
+            Verify(
+                sequence=self.number,
+                round=self.round,
+                position=len(self.tokens) - 1,
+                chain=self._chain,
+            )
+        )
+        yield from self._prepare()
+
+    def _prepare(self) -> Iterator[Action]:
+        if self._plan.mode != "ssd" or not self._can_draft():
+            return
+        base, tokens = self._news()
+        yield ToDrafter(
+            Prepare(
+                sequence=self.number,
+                round=self.round,
+                base=base,
+                tokens=tokens,
+                chain=self._chain,
+                fan_out=self._plan.fan_out(len(self._chain) - 1),
+                depth=self._plan.depth,
+            )
+        )
+
+    def _draft_now(self, count: int, now: float) -> Iterator[Action]:
+        self.round += 1
+        self._waiting_since = now
+        self.phase = Phase.DRAFTING
+        self._backup = []
+        base, tokens = self._news()
+        yield ToDrafter(
+            DraftNow(
+                sequence=self.number,
+                round=self.round,
+                base=base,
+                tokens=tokens,
+                pending=self.tokens[-1],
+                accepted=self._accepted,
+                count=min(count, self._reach()),
+            )
+        )
+
+    def _news(self) -> tuple[int, Tokens]:
+        """The committed tokens that the drafter has not been told, and where they start."""
+        base = self._told
+        self._told = len(self.tokens) - 1
+        return base, self.tokens[base:-1]
+
+    def tree(self, tree: DraftTree, now: float) -> Iterator[Action]:
+        """One depth arrived: keep it, or go on if it is the draft that the target waits for."""
+        if tree.round != self.round:
+            return
+        match self.phase:
+            case Phase.VERIFYING:
+                self.cache.add(tree)
+            case Phase.DRAFTING:
+                self._backup += [token for token in tree.tokens[:1] if token >= 0]
+                if tree.last:
+                    self.recorder.phase("draft_wait", 1e3 * (now - self._waiting_since))
+                    yield from self._verify(self._backup, "miss")
+            case Phase.STRANDED | Phase.FINISHED:
+                pass
+            case _:
+                assert_never(self.phase)
+
+    def draft_is_late(self) -> Iterator[Action]:
+        """The draft that the target waits for did not come in time: use what there is."""
+        if self.phase is Phase.DRAFTING:
+            self.recorder.fallbacks["late"] += 1
+            yield from self._verify(self._backup, "miss")
+
+    def finish(self, reason: FinishReason, error: str = "") -> Iterator[Action]:
+        """End the request, whatever it waits for."""
+        if self.phase is Phase.FINISHED:
+            return
+        self.phase = Phase.FINISHED
+        yield ToVerifier(CloseSequence(sequence=self.number))
+        if self._has_drafter:
+            yield ToDrafter(CloseSequence(sequence=self.number))
+        yield Finish(reason, error)

@@ -1,0 +1,100 @@
+"""Counts of one request, defined once (README, "Statistics")."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from protocol.messages import Statistics
+
+
+@dataclass
+class Recorder:
+    """Collects while a request runs. Times are seconds of one monotonic clock."""
+
+    received_at: float
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    emitted: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    hits: int = 0
+    misses: int = 0
+    drafter_restarts: int = 0
+    verifier_restarts: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    offered_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    phases: dict[str, list[float]] = field(default_factory=dict)
+    drafting_s: float = 0.0
+    overlapped_s: float = 0.0
+    verifying_since: float | None = None
+
+    def emit(self, tokens: int, now: float) -> None:
+        """`tokens` tokens were emitted."""
+        if tokens == 0:
+            return
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self.last_token_at = now
+        self.emitted += tokens
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """A verification was offered `drafted` tokens and `accepted` of them were emitted."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.offered_at.update(range(drafted))
+        self.accepted_at.update(range(accepted))
+
+    def retract(self, tokens: int) -> None:
+        """The last `tokens` tokens were cut off by a stop string: the bonus, then draft tokens."""
+        self.emitted -= tokens
+        self.accepted -= max(0, tokens - 1)
+
+    def phase(self, name: str, milliseconds: float) -> None:
+        """One sample of a phase."""
+        self.phases.setdefault(name, []).append(milliseconds)
+
+    def drew(self, milliseconds: float, now: float) -> None:
+        """The drafter worked until `now`; what fell into a verification was hidden by it."""
+        started = now - milliseconds / 1e3
+        self.drafting_s += now - started
+        if self.verifying_since is not None:
+            self.overlapped_s += max(0.0, now - max(started, self.verifying_since))
+
+    def summary(self) -> Statistics:
+        """The request's statistics so far."""
+        first = self.first_token_at
+        last = self.last_token_at
+        decode = last - first if first is not None and last is not None else 0.0
+        decoded = max(0, self.emitted - 1)
+        positions = range(max(self.offered_at, default=-1) + 1)
+        return Statistics(
+            ttft_ms=1e3 * (first - self.received_at) if first is not None else 0.0,
+            decode_s=decode,
+            tok_s=_ratio(decoded, decode),
+            rounds=self.rounds,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            acceptance_rate=_ratio(self.accepted, self.drafted),
+            mean_acceptance_length=1.0 + _ratio(self.accepted, self.rounds),
+            per_position=[_ratio(self.accepted_at[i], self.offered_at[i]) for i in positions],
+            cache_hits=self.hits,
+            cache_misses=self.misses,
+            hit_rate=_ratio(self.hits, self.hits + self.misses),
+            fallbacks=dict(self.fallbacks),
+            overlap_ratio=_ratio(self.overlapped_s, self.drafting_s),
+            phase_ms={name: _middle(values) for name, values in self.phases.items()},
+            drafter_restarts=self.drafter_restarts,
+            verifier_restarts=self.verifier_restarts,
+        )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _middle(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0

@@ -1,0 +1,133 @@
+"""The target's tokenizer and chat template, without the weight of `transformers`.
+
+Everything comes from the model folder: `tokenizer.json` for the tokens, the chat template
+of `tokenizer_config.json` or `chat_template.jinja`, the stop tokens of `config.json` and
+`generation_config.json`.
+"""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from protocol.errors import ModelError, UsageError
+from protocol.messages import ChatMessage, Tokens
+
+
+class TargetTokenizer:
+    """Text to tokens and back, for one model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"the model folder {str(folder)!r} has no tokenizer.json")
+        try:
+            self._tokenizer: Any = Tokenizer.from_file(str(path))
+        # The library raises bare Exception for a file it cannot read.
+        except Exception as error:  # noqa: BLE001
+            raise ModelError(f"{str(path)!r} is not a tokenizer description: {error}") from error
+        self._config = _read_json(folder / "tokenizer_config.json")
+        self._template = _chat_template(folder, self._config)
+        self.stop_ids = self._stop_ids(folder)
+
+    def encode(self, messages: list[ChatMessage]) -> Tokens:
+        """The prompt tokens of a conversation, ready for the assistant's answer.
+
+        A model without a chat template gets the contents as plain text.
+        """
+        if self._template is None:
+            text = "\n".join(message.content for message in messages)
+            return list(self._tokenizer.encode(text).ids)
+        try:
+            text = self._template.render(
+                messages=[{"role": m.role, "content": m.content} for m in messages],
+                add_generation_prompt=True,
+                tools=None,
+                **self._special_tokens(),
+            )
+        except jinja2.TemplateError as error:
+            raise UsageError(f"the chat template refuses these messages: {error}") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def stream(self) -> "TextStream":
+        """A fresh incremental decoder."""
+        return TextStream(self._tokenizer)
+
+    def _special_tokens(self) -> dict[str, str]:
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        return {name: _token_text(self._config.get(name)) for name in names}
+
+    def _stop_ids(self, folder: Path) -> frozenset[int]:
+        found: set[int] = set()
+        for name in ("config.json", "generation_config.json"):
+            value = _read_json(folder / name).get("eos_token_id")
+            found.update(value if isinstance(value, list) else [] if value is None else [value])
+        eos = self._tokenizer.token_to_id(_token_text(self._config.get("eos_token")))
+        if eos is not None:
+            found.add(eos)
+        return frozenset(found)
+
+
+class TextStream:
+    """Turns tokens into text as soon as the text is certain (whole UTF-8 characters)."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._stream: Any = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, possibly none."""
+        return self._stream.step(self._tokenizer, token) or ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{str(path)!r} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{str(path)!r} does not hold a JSON object")
+    return content
+
+
+def _token_text(value: Any) -> str:
+    """A special token is given as a string or as an object with its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> jinja2.Template | None:
+    file = folder / "chat_template.jinja"
+    source: Any = file.read_text(encoding="utf-8") if file.is_file() else None
+    source = source or config.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        named = {entry.get("name"): entry.get("template") for entry in source}
+        source = named.get("default")
+    if not isinstance(source, str):
+        return None
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(
+        value, ensure_ascii=False, **options
+    )
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)  # noqa: DTZ005  # templates mean local time
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ModelError(f"the chat template in {str(folder)!r} is broken: {error}") from error
+
+
+def _raise_exception(message: str) -> None:
+    """What chat templates call to refuse a conversation."""
+    raise jinja2.TemplateError(message)

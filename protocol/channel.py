@@ -1,0 +1,168 @@
+"""Sockets with deadlines. The only module that imports zmq.
+
+The orchestrator binds a `Hub` for its services and one for its clients; everybody else
+connects a `Channel`. A Hub knows its peers by opaque `peer` bytes. Sends never block: a
+peer that stopped reading loses messages once its queue is full, and the send says so.
+"""
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+import zmq
+
+from protocol.codec import MAX_MESSAGE_BYTES, Decoder, encode
+from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure
+from protocol.messages import Message
+
+Inbound = TypeVar("Inbound", bound=Message)
+
+_HEARTBEAT_MS = 1000
+_HEARTBEAT_TIMEOUT_MS = 5000
+_QUEUE = 10_000
+
+
+def _configure(socket: zmq.Socket[bytes]) -> None:
+    socket.linger = 200  # ms; a dying process must not hang on an unread farewell
+    socket.sndhwm = socket.rcvhwm = _QUEUE
+    socket.maxmsgsize = MAX_MESSAGE_BYTES
+    # zmq's own ping and pong run in its I/O thread, also while we compute.
+    socket.heartbeat_ivl = _HEARTBEAT_MS
+    socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+
+
+class _Endpoint:
+    """What Hub and Channel share: a socket, its context, and closing both."""
+
+    def __init__(self, kind: int) -> None:
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(kind)
+        _configure(self._socket)
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        return self._socket
+
+    def ready(self, timeout_s: float) -> bool:
+        """Whether a message is waiting, after at most `timeout_s` seconds."""
+        return bool(self._socket.poll(max(0, round(timeout_s * 1000))))
+
+    def close(self) -> None:
+        """Close the socket and its context; safe to call twice."""
+        self._socket.close()
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Channel(_Endpoint, Generic[Inbound]):
+    """One connection to a Hub."""
+
+    def __init__(self, address: str, decoder: Decoder[Inbound]) -> None:
+        super().__init__(zmq.DEALER)
+        self._decoder = decoder
+        self._socket.connect(address)
+
+    def send(self, message: Message) -> None:
+        """Queue a message; raises RuntimeFailure when the peer reads nothing any more."""
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise RuntimeFailure("the orchestrator has stopped reading its messages") from error
+
+    def receive(self, timeout_s: float, what: str) -> Inbound:
+        """The next message.
+
+        Raises:
+            DeadlineExceeded: nothing came in `timeout_s` seconds; `what` names what was awaited.
+            ProtocolError: what came is not a message of this direction.
+        """
+        if not self.ready(timeout_s):
+            raise DeadlineExceeded(f"no {what} within {timeout_s:g} s")
+        return self._decoder.decode(self._socket.recv())
+
+
+class Hub(_Endpoint, Generic[Inbound]):
+    """The bound end: many peers, told apart by `peer` bytes."""
+
+    def __init__(self, address: str, decoder: Decoder[Inbound]) -> None:
+        super().__init__(zmq.ROUTER)
+        self._decoder = decoder
+        # Sending to a peer that is gone must be an error, not a silent drop.
+        self._socket.router_mandatory = True
+        self._socket.bind(address)
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Queue a message for a peer; False if the peer is gone or reads nothing any more."""
+        try:
+            self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        return True
+
+    def receive(self) -> tuple[bytes, Inbound | ProtocolError] | None:
+        """The next waiting (peer, message), or None; a bad message comes as its error."""
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        peer = frames[0]
+        if len(frames) != 2:
+            return peer, ProtocolError(f"expected one frame, got {len(frames) - 1}")
+        try:
+            return peer, self._decoder.decode(frames[1])
+        except ProtocolError as error:
+            return peer, error
+
+
+class Poller:
+    """Waits for any of several endpoints."""
+
+    def __init__(self, endpoints: Sequence[_Endpoint]) -> None:
+        self._poller = zmq.Poller()
+        for endpoint in endpoints:
+            self._poller.register(endpoint.socket, zmq.POLLIN)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return once something can be received, or after `timeout_s` seconds."""
+        self._poller.poll(max(0, round(timeout_s * 1000)))
+
+
+class Deadline:
+    """A point in time after which a wait has failed."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        return self.remaining == 0.0
+
+
+def ipc_address(path: str) -> str:
+    """The zmq address of a Unix socket path; raises RuntimeFailure if the path is too long."""
+    limit = 103  # sun_path holds 104 bytes on macOS, 108 on Linux
+    if len(path.encode()) > limit:
+        raise RuntimeFailure(
+            f"the socket path {path!r} is longer than {limit} bytes; set SSD_RUN_DIR to a short one"
+        )
+    return f"ipc://{path}"
+

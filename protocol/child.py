@@ -1,0 +1,75 @@
+"""What every child of the supervisor does at its start and at its end.
+
+A child reports failure in two ways that need no socket: one line `error: <sentence>` on
+stderr, and the exit code of the error's branch (`errors.py`).
+"""
+
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import setproctitle
+
+from protocol.errors import RuntimeFailure, SsdError
+from protocol.settings import ChildSettings, decode_settings
+
+ERROR_PREFIX = "error: "
+
+C = TypeVar("C", bound=ChildSettings)
+
+
+def main(role: str, kind: type[C], run: Callable[[C], None]) -> int:
+    """Run a child process to its end; returns its exit code."""
+    setproctitle.setproctitle(f"ssd {role}")
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {role} %(levelname)s %(message)s"
+    )
+    try:
+        if len(sys.argv) != 2:
+            raise RuntimeFailure(f"the {role} process is started by `ssd`, not by hand")
+        settings = decode_settings(sys.argv[1], kind)
+        pin(settings.cores)
+        hold_lifeline(settings.lifeline, lambda: settings.on_orphaned())
+        run(settings)
+    except SsdError as error:
+        return _report(str(error), error.exit_code)
+    except MemoryError:
+        return _report(f"the {role} ran out of memory", RuntimeFailure.exit_code)
+    # The last line of defence: the supervisor needs one sentence, the log the whole story.
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        return _report(f"{type(error).__name__}: {error}", RuntimeFailure.exit_code)
+    return 0
+
+
+def _report(sentence: str, code: int) -> int:
+    sys.stderr.write(f"{ERROR_PREFIX}{sentence}\n")
+    sys.stderr.flush()
+    return code
+
+
+def pin(cores: list[int]) -> None:
+    """Keep this process on these cores, where the system can (Linux)."""
+    if cores and sys.platform == "linux":
+        os.sched_setaffinity(0, cores)
+
+
+def hold_lifeline(descriptor: int, farewell: Callable[[], None]) -> None:
+    """End this process as soon as the supervisor is gone, whatever the main thread is doing.
+
+    The supervisor holds the other end of the pipe and never writes; end of file means that
+    it has died, however it died. `farewell` runs before the end.
+    """
+
+    def wait() -> None:
+        os.read(descriptor, 1)
+        try:
+            farewell()
+        finally:
+            os._exit(0)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()

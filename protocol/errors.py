@@ -1,0 +1,58 @@
+"""One exception tree. Each branch owns an exit code, so a script can tell them apart.
+
+SsdError
+├── UsageError        2   a flag, setting, prompt or file the user gave is not usable
+├── ModelError        3   a model folder is missing, broken, unsupported or does not fit its pair
+├── RuntimeFailure    4   a process died, hung, or said something it must not
+│   ├── DeadlineExceeded     a wait took longer than its deadline
+│   ├── ProtocolError        a message could not be decoded, or is illegal in this state
+│   └── ServiceLost          a process that was needed is gone for good
+└── LosslessnessError 5   two modes disagreed although the margin was not a rounding tie
+"""
+
+
+class SsdError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(SsdError):
+    """A flag, setting, prompt or file the user gave is not usable."""
+
+    exit_code = 2
+
+
+class ModelError(SsdError):
+    """A model folder is missing, broken, unsupported, or does not fit its pair."""
+
+    exit_code = 3
+
+
+class RuntimeFailure(SsdError):
+    """A process died, hung, or said something it must not."""
+
+    exit_code = 4
+
+
+class DeadlineExceeded(RuntimeFailure):
+    """A wait took longer than its deadline; the message names what to raise."""
+
+
+class ProtocolError(RuntimeFailure):
+    """A message could not be decoded, or is illegal in this state."""
+
+
+class ServiceLost(RuntimeFailure):
+    """A process that was needed is gone and its restart budget is spent."""
+
+
+class LosslessnessError(SsdError):
+    """Two modes disagreed although the logit margin was not a rounding tie."""
+
+    exit_code = 5
+
+
+BY_EXIT_CODE: dict[int, type[SsdError]] = {
+    error.exit_code: error for error in (UsageError, ModelError, RuntimeFailure, LosslessnessError)
+}

@@ -1,0 +1,49 @@
+"""Which tokens a model speaks: a hash of its token -> id map, read from `tokenizer.json`.
+
+Two models can work as a pair only if their maps are equal; the heights of their heads may
+differ by padding (ALGORITHM, pitfall 9).
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from protocol.errors import ModelError
+
+
+class Vocabulary(NamedTuple):
+    """The identity of a tokenizer's vocabulary."""
+
+    fingerprint: str
+    size: int
+
+
+def vocabulary_of(folder: Path) -> Vocabulary:
+    """The vocabulary of the model in `folder`.
+
+    Raises:
+        ModelError: there is no readable `tokenizer.json`.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        vocab = content["model"]["vocab"]
+        pairs = vocab.items() if isinstance(vocab, dict) else _unigram_pairs(vocab)
+        ids = dict(pairs) | {entry["content"]: entry["id"] for entry in content["added_tokens"]}
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"the model folder {str(folder)!r} has no tokenizer.json; "
+            "models with another kind of tokenizer are not supported"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{str(path)!r} is not a tokenizer description ({error!r})") from error
+    digest = hashlib.sha256()
+    for token, number in sorted(ids.items()):
+        digest.update(f"{token}\0{number}\n".encode())
+    return Vocabulary(digest.hexdigest()[:16], max(ids.values(), default=-1) + 1)
+
+
+def _unigram_pairs(vocab: list[list[object]]) -> list[tuple[object, int]]:
+    """SentencePiece unigram models list [piece, score]; the index is the id."""
+    return [(entry[0], number) for number, entry in enumerate(vocab)]

@@ -1,0 +1,144 @@
+"""How a token is drawn from logits: the coupled rule, on the host, exactly.
+
+The target's token is `argmax(log p / T + g)` over the tokens that the filters keep, with the
+Gumbel noise `g` of `noise.py`: an exact sample of the filtered law, and a pure function of
+(logits, position, Sampling). Greedy is temperature 0. A drafter uses the same noise on its
+own logits, so that its proposal tends to be the same token (README, "Acceptance").
+
+Filters see the law at temperature 1 and the temperature comes last, as in mlx-lm and
+llama.cpp. Each keeps a prefix of the tokens in falling order of probability, so together
+they keep the shortest of these prefixes.
+"""
+
+from collections.abc import Sequence
+from math import exp, log
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.messages import Sampling
+from protocol.noise import gumbel, gumbel_of, hashed
+
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+# Tokens this far (in nats) below the best one are looked at only if their noise demands it.
+_NEAR = 12.0
+
+
+def choose(logits: Floats, positions: Sequence[int], sampling: Sampling) -> list[int]:
+    """One token per row.
+
+    Args:
+        logits: [rows, vocabulary] float32, unnormalised.
+        positions: [rows] the absolute position that each chosen token will have.
+    """
+    if sampling.temperature == 0.0:
+        return [int(token) for token in np.argmax(logits, axis=-1)]
+    return [
+        _choose_row(row, position, sampling)
+        for row, position in zip(logits, positions, strict=True)
+    ]
+
+
+def _choose_row(row: Floats, position: int, sampling: Sampling) -> int:
+    if has_filter(sampling):
+        ids = kept(row, sampling)
+        return int(ids[np.argmax(_scores(row[ids], ids, position, sampling))])
+    return _choose_unfiltered(row, position, sampling)
+
+
+def _scores(logits: Floats, ids: Ids, position: int, sampling: Sampling) -> Floats:
+    noise = gumbel(np, sampling.seed, [position], ids.astype(np.uint32)[None])[0]
+    scores: Floats = logits / np.float32(sampling.temperature) + noise
+    return scores
+
+
+def _choose_unfiltered(row: Floats, position: int, sampling: Sampling) -> int:
+    """The argmax over the whole vocabulary, computing the transform for few tokens only.
+
+    A token more than `_NEAR * T` below the best logit wins only with a noise above a known
+    bound, and noise above a bound is hash bits below one: an integer comparison.
+    """
+    top = float(row.max())
+    all_ids = np.arange(row.size, dtype=np.uint32)
+    bits = hashed(np, sampling.seed, [position], all_ids[None])[0]
+    near = np.flatnonzero(row >= top - _NEAR * sampling.temperature)
+    scores = row[near] / np.float32(sampling.temperature) + gumbel_of(np, bits[near])
+    best = int(np.argmax(scores))
+    bound = float(scores[best]) - top / sampling.temperature + _NEAR
+    # P(g > bound) = 1 - exp(-exp(-bound)); one part in 1e5 allows for float32 rounding.
+    limit = min(2.0**32 - 1, 2.0**32 * (1.0 - exp(-exp(-bound))) * 1.00001 + 1.0)
+    rivals = np.flatnonzero(bits <= np.uint32(limit))
+    candidates = np.union1d(near, rivals)
+    if candidates.size > near.size:
+        scores = row[candidates] / np.float32(sampling.temperature) + gumbel_of(
+            np, bits[candidates]
+        )
+        return int(candidates[np.argmax(scores)])
+    return int(near[best])
+
+
+def has_filter(sampling: Sampling) -> bool:
+    """Whether top-k, top-p or min-p restrict the law."""
+    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
+def kept(row: Floats, sampling: Sampling) -> Ids:
+    """Ids that the filters keep, in falling order of logit; never empty.
+
+    Ties at the border of top-k are broken by the smaller id, so the result is a function of
+    the logits alone.
+    """
+    top = row.max()
+    reach = _NEAR + log(row.size)
+    near = np.flatnonzero(row >= top - np.float32(reach))
+    total = float(np.exp(row - top).sum(dtype=np.float64))
+    if _needs_more(row, near, top, total, sampling):
+        near = np.arange(row.size)
+    order = near[np.lexsort((near, -row[near]))]
+    shares = np.exp(row[order] - top).astype(np.float64) / total
+    size = order.size
+    if sampling.top_k:
+        size = min(size, sampling.top_k)
+    if sampling.top_p < 1.0:
+        before = np.cumsum(shares) - shares
+        size = min(size, int(np.count_nonzero(before < sampling.top_p)))
+    if sampling.min_p > 0.0:
+        size = min(size, int(np.count_nonzero(shares >= sampling.min_p * shares[0])))
+    result: Ids = order[: max(1, size)]
+    return result
+
+
+def _needs_more(
+    row: Floats, near: Ids, top: np.float32, total: float, sampling: Sampling
+) -> bool:
+    """Whether a filter's border may lie beyond the near tokens."""
+    reaches_k = 0 < sampling.top_k <= near.size
+    mass = float(np.exp(row[near] - top).sum(dtype=np.float64)) / total
+    reaches_p = sampling.top_p < 1.0 and mass >= sampling.top_p
+    reaches_min = sampling.min_p > exp(-_NEAR)
+    return not (reaches_k or reaches_p or reaches_min)
+
+
+def ranked(ids: Ids, logits: Floats, positions: Sequence[int], sampling: Sampling) -> Ids:
+    """A drafter's candidates, best first, by the same noise as the target's.
+
+    Args:
+        ids: [rows, n] candidate ids, in falling order of logit.
+        logits: [rows, n] their logits; the filters see the law of these n alone.
+        positions: [rows] the absolute position that the chosen token will have.
+
+    Returns:
+        [rows, n] the ids reordered by score; what the filters drop comes last.
+    """
+    if sampling.temperature == 0.0:
+        return ids
+    scores = logits / np.float32(sampling.temperature)
+    scores = scores + gumbel(np, sampling.seed, positions, ids.astype(np.uint32))
+    if has_filter(sampling):
+        for row in range(ids.shape[0]):
+            scores[row, kept(logits[row], sampling).size :] -= np.float32(1e4)
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    result: Ids = np.take_along_axis(ids, order, axis=-1)
+    return result

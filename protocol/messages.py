@@ -1,0 +1,373 @@
+"""Every message, typed. One union per direction; each docstring says who sends it and what answers.
+
+A message travels as one msgpack map whose `type` is the struct's tag. Unknown fields are
+rejected (`codec.py`). Every message about a round carries (sequence, round), so that a
+stale one can be recognised and dropped. Tokens are ids of the *target's* vocabulary.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+Role = Literal["verifier", "drafter"]
+Mode = Literal["ar", "sd", "ssd"]
+Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Tokens = list[Token]
+
+ENDED = -1
+"""Stands in `DraftTree.tokens` for a branch that has no further token."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Base of all messages: immutable, tagged, strict."""
+
+
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How tokens are drawn from a law (`law.py`); temperature 0 is greedy.
+
+    The output is a function of (model, prompt, Sampling) alone.
+    """
+
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 0.0
+    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)] = 0.0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+
+
+# ---------------------------------------------------------------- handshake, all services
+
+
+class Hello(Message, tag="hello", kw_only=True):
+    """Service -> orchestrator: the first word on a connection. Answer: Welcome or Refusal."""
+
+    protocol: int
+    role: Role
+    pid: int
+    backend: str
+    model: str
+    tokenizer_fingerprint: str
+    """Hash of the token -> id map; empty for a backend that has no model."""
+    vocabulary_size: int
+    """Tokens in that map (not the padded height of the head); 0 without a model."""
+    context_length: int
+    """Tokens the model can attend to; 0 means any number."""
+    compute_unit: str
+    max_draft_tokens: int
+    """Verifier: longest draft it can roll back (0 for recurrent models). Drafter: deepest tree."""
+
+
+class Welcome(Message, tag="welcome"):
+    """Orchestrator -> service: the handshake is complete."""
+
+
+class Refusal(Message, tag="refusal"):
+    """Orchestrator -> service or client: no, and the sentence that says why."""
+
+    reason: str
+
+
+class Stop(Message, tag="stop"):
+    """Orchestrator -> service: finish now, exit with code 0. No answer."""
+
+
+class Failed(Message, tag="failed", kw_only=True):
+    """Service -> orchestrator: the sequence could not be served; the process goes on."""
+
+    sequence: int
+    error: str
+    detail: str = ""
+
+
+# ---------------------------------------------------------------- sequences, both services
+
+
+class OpenSequence(Message, tag="open", kw_only=True):
+    """Orchestrator -> service: prefill these tokens into a fresh KV. Answer: Prefilled or Failed.
+
+    `tokens` excludes the pending token. Opening an open sequence replaces it.
+    """
+
+    sequence: int
+    tokens: Tokens
+    sampling: Sampling
+
+
+class Prefilled(Message, tag="prefilled", kw_only=True):
+    """Service -> orchestrator: the sequence is open and holds `length` tokens."""
+
+    sequence: int
+    length: int
+    prefill_ms: float
+
+
+class CloseSequence(Message, tag="close", kw_only=True):
+    """Orchestrator -> service: forget the sequence and free its KV. No answer."""
+
+    sequence: int
+
+
+# ---------------------------------------------------------------- verifier
+
+
+class Verify(Message, tag="verify", kw_only=True):
+    """Orchestrator -> verifier: verify chain[1:] after chain[0]. Answer: VerificationOutcome.
+
+    `position` is the position of chain[0], the pending token; the KV holds exactly the
+    tokens before it, which the verifier checks.
+    """
+
+    sequence: int
+    round: int
+    position: int
+    chain: Tokens
+
+
+class VerificationOutcome(Message, tag="outcome", kw_only=True):
+    """Verifier -> orchestrator: `accepted` draft tokens stand, then comes `bonus`."""
+
+    sequence: int
+    round: int
+    accepted: int
+    bonus: Token
+    verify_ms: float
+    idle_ms: float
+    """Time the verifier waited between its last answer and this request."""
+
+
+# ---------------------------------------------------------------- drafter
+
+
+class Prepare(Message, tag="prepare", kw_only=True):
+    """Orchestrator -> drafter: prepare branches for the outcomes of the verification of `chain`.
+
+    `tokens` are the committed tokens from position `base` on, so that a drafter can first
+    rewind to `base`; the pending token chain[0] follows them. `fan_out[k]` outcomes are
+    wanted for acceptance length k, each up to `depth` tokens deep. Answer: a stream of
+    DraftTree, one per depth, until done or until newer news arrives.
+    """
+
+    sequence: int
+    round: int
+    base: int
+    tokens: Tokens
+    chain: Tokens
+    fan_out: list[int]
+    depth: int
+
+
+class DraftNow(Message, tag="draft", kw_only=True):
+    """Orchestrator -> drafter: the target waits; draft `count` tokens after `pending` at once.
+
+    Answer: DraftTree with the single branch (accepted, pending), one per depth.
+    """
+
+    sequence: int
+    round: int
+    base: int
+    tokens: Tokens
+    pending: Token
+    accepted: int
+    count: int
+
+
+class DraftTree(Message, tag="tree", kw_only=True):
+    """Drafter -> orchestrator: one depth of every branch prepared in `round`.
+
+    Depth 1 carries `outcomes`, a pair (accepted, bonus token) per branch, which later depths
+    leave empty; `tokens[b]` is the depth-th draft token of branch b, or ENDED. `last` says
+    that no deeper message of this round follows.
+    """
+
+    sequence: int
+    round: int
+    depth: int
+    outcomes: list[tuple[int, Token]]
+    tokens: list[int]
+    draft_ms: float
+    """Time the drafter worked for this message."""
+    last: bool = False
+
+
+ToDrafter = OpenSequence | Prepare | DraftNow | CloseSequence | Welcome | Refusal | Stop
+FromDrafter = Hello | Prefilled | DraftTree | Failed
+ToVerifier = OpenSequence | Verify | CloseSequence | Welcome | Refusal | Stop
+FromVerifier = Hello | Prefilled | VerificationOutcome | Failed
+ToService = OpenSequence | Prepare | DraftNow | Verify | CloseSequence | Welcome | Refusal | Stop
+FromService = Hello | Prefilled | DraftTree | VerificationOutcome | Failed
+
+
+# ---------------------------------------------------------------- clients of the orchestrator
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of a conversation, as chat templates know it."""
+
+    role: str
+    content: str
+
+
+class Generate(Message, tag="generate", kw_only=True):
+    """Client -> orchestrator: answer this. Answers: Text (many), then Finished; or Refusal.
+
+    Exactly one of `messages` (rendered by the chat template) and `tokens` is given.
+    """
+
+    request: int
+    messages: list[ChatMessage] = []
+    tokens: Tokens = []
+    sampling: Sampling = Sampling()
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 256
+    stop: list[str] = []
+    mode: Mode = "ssd"
+    lookahead: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    """Draft tokens per round; 0 leaves it to the orchestrator."""
+    fan_out: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
+    """Branches prepared per round (B); 0 leaves it to the orchestrator."""
+
+
+class Cancel(Message, tag="cancel", kw_only=True):
+    """Client -> orchestrator: stop this request; Finished("cancelled") follows."""
+
+    request: int
+
+
+Origin = Literal["target", "hit", "miss"]
+"""Where an emitted token came from: the target's own, or an accepted draft token of a
+chain that was prepared in time (hit) or drafted while the target waited (miss)."""
+
+
+class Text(Message, tag="text", kw_only=True):
+    """Orchestrator -> client: newly emitted tokens, and the text that became certain with each.
+
+    Text that was held back until the end comes as a last piece without a token.
+    """
+
+    request: int
+    tokens: Tokens
+    origins: list[Origin]
+    pieces: list[str]
+
+    @property
+    def text(self) -> str:
+        """All pieces together."""
+        return "".join(self.pieces)
+
+
+class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one request did. Definitions: README, "Statistics"; times in the unit named."""
+
+    ttft_ms: float
+    decode_s: float
+    tok_s: float
+    """Decoded tokens per second, without prefill and the first token."""
+    rounds: int
+    drafted: int
+    accepted: int
+    acceptance_rate: float
+    mean_acceptance_length: float
+    per_position: list[float]
+    cache_hits: int
+    cache_misses: int
+    hit_rate: float
+    fallbacks: dict[str, int]
+    overlap_ratio: float
+    phase_ms: dict[str, float]
+    """Medians per round: verify, idle (verifier waiting) after a hit and otherwise, dispatch
+    (outcome in -> next Verify out) on a hit, draft_wait (waiting for a draft after a miss)."""
+    drafter_restarts: int
+    verifier_restarts: int
+
+
+FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
+
+
+class Finished(Message, tag="finished", kw_only=True):
+    """Orchestrator -> client: the request is over."""
+
+    request: int
+    reason: FinishReason
+    prompt_tokens: int
+    statistics: Statistics
+    error: str = ""
+
+
+class StatusRequest(Message, tag="status?"):
+    """Client or supervisor -> orchestrator: who is there? Answer: Status."""
+
+
+class ServiceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One service as the orchestrator sees it."""
+
+    role: Role
+    pid: int
+    backend: str
+    model: str
+    compute_unit: str
+    context_length: int
+
+
+class Status(Message, tag="status", kw_only=True):
+    """Orchestrator -> client: itself, and the services that have shaken hands."""
+
+    pid: int
+    model: str
+    services: list[ServiceStatus]
+    active: int
+    waiting: int
+    refused: dict[Role, str] = {}
+    """Why the last service of a role was turned away, until one is welcomed."""
+
+
+class ServiceDown(Message, tag="down", kw_only=True):
+    """Supervisor -> orchestrator: a process ended; `final` means that none will replace it."""
+
+    role: Role
+    pid: int
+    reason: str
+    final: bool
+
+
+ToOrchestrator = Generate | Cancel | StatusRequest | ServiceDown
+FromOrchestrator = Text | Finished | Refusal | Status
+
+
+# ---------------------------------------------------------------- supervisor's control door
+
+
+class SwapDrafter(Message, tag="swap", kw_only=True):
+    """CLI -> supervisor: replace the drafter of the running stack. Answer: Done or Refusal."""
+
+    backend: str
+    model: str = ""
+
+
+class StackRequest(Message, tag="stack?"):
+    """CLI -> supervisor: what is running? Answer: Stack."""
+
+
+class ProcessStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One child of the supervisor."""
+
+    role: str
+    pid: int
+    backend: str
+    model: str
+    state: str
+    restarts: int
+
+
+class Stack(Message, tag="stack", kw_only=True):
+    """Supervisor -> CLI: the processes of this stack."""
+
+    processes: list[ProcessStatus]
+
+
+class Done(Message, tag="done"):
+    """Supervisor -> CLI: the command was carried out."""
+
+
+ToSupervisor = SwapDrafter | StackRequest
+FromSupervisor = Stack | Done | Refusal

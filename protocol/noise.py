@@ -1,0 +1,65 @@
+"""Counter-based Gumbel noise: a pure function of (seed, position, token id).
+
+The coupled acceptance rule needs the same noise in every process, backend and device, and
+for any subset of token ids. So each number is a hash, not a draw: two rounds of MurmurHash3's
+32-bit finaliser over the token id, keyed per position by SplitMix64 on the host. Only
+wrapping uint32 arithmetic is used, so numpy and MLX agree bit for bit on the hash; the
+Gumbel transform of it agrees to float32 rounding.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+_MASK64 = (1 << 64) - 1
+
+# The largest float32 below 1: log1p(-1) would be minus infinity.
+_LARGEST_UNIFORM = 1.0 - 2.0**-24
+
+
+def _splitmix64(x: int) -> int:
+    """One step of SplitMix64 (Steele, Lea, Flood 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _mixed(xp: Any, x: Any) -> Any:
+    """MurmurHash3's fmix32 on a uint32 array."""
+    x = x ^ (x >> xp.array(16, dtype=xp.uint32))
+    x = x * xp.array(0x85EBCA6B, dtype=xp.uint32)
+    x = x ^ (x >> xp.array(13, dtype=xp.uint32))
+    x = x * xp.array(0xC2B2AE35, dtype=xp.uint32)
+    return x ^ (x >> xp.array(16, dtype=xp.uint32))
+
+
+def hashed(xp: Any, seed: int, positions: Sequence[int], ids: Any) -> Any:
+    """32 uniform bits per (position, token).
+
+    Args:
+        xp: the array library, `numpy` or `mlx.core`.
+        seed: any non-negative integer below 2**64.
+        positions: [rows] absolute positions of the tokens to be chosen.
+        ids: [rows, n] or [1, n] uint32 token ids.
+
+    Returns:
+        [rows, n] uint32.
+    """
+    keys = [_splitmix64(_splitmix64(seed) ^ position) for position in positions]
+    low = xp.array([key & 0xFFFFFFFF for key in keys], dtype=xp.uint32)[:, None]
+    high = xp.array([key >> 32 for key in keys], dtype=xp.uint32)[:, None]
+    return _mixed(xp, _mixed(xp, ids ^ low) + high)
+
+
+def gumbel_of(xp: Any, bits: Any) -> Any:
+    """Standard Gumbel variates from 32 uniform bits: small integers give the large values.
+
+    The upper tail, which decides who wins, thus has float32's relative precision.
+    """
+    uniform = (bits.astype(xp.float32) + 0.5) * 2.0**-32
+    return -xp.log(-xp.log1p(-xp.minimum(uniform, _LARGEST_UNIFORM)))
+
+
+def gumbel(xp: Any, seed: int, positions: Sequence[int], ids: Any) -> Any:
+    """[rows, n] float32 standard Gumbel noise; arguments as for `hashed`."""
+    return gumbel_of(xp, hashed(xp, seed, positions, ids))

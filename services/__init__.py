@@ -1,0 +1,1 @@
+"""The actors: verifier and drafter, and the backends that compute for them."""

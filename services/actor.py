@@ -1,0 +1,137 @@
+"""The loop that every service runs: shake hands, then one message in, its answers out.
+
+A service answers a message with an iterator. Between two answers the loop looks for news
+and lets the service say whether it makes the rest of the answers pointless: that is how a
+tree for a round that is over is dropped within one step.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Generator
+from typing import Protocol
+
+import msgspec
+
+from protocol.channel import Channel
+from protocol.errors import ModelError, ProtocolError
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    CloseSequence,
+    DraftNow,
+    Failed,
+    FromService,
+    Hello,
+    Message,
+    OpenSequence,
+    Prepare,
+    Refusal,
+    Role,
+    Stop,
+    ToService,
+    Verify,
+    Welcome,
+)
+
+_log = logging.getLogger(__name__)
+
+_HANDSHAKE_S = 30.0
+_IDLE_S = 3600.0
+
+Work = OpenSequence | CloseSequence | Verify | Prepare | DraftNow
+
+
+class Service(Protocol):
+    """What the loop needs of a verifier or drafter."""
+
+    def handle(self, message: Work) -> Generator[FromService]:
+        """Do the work of one message, yielding its answers as they are ready."""
+        ...
+
+    def supersedes(self, news: Work, current: Work) -> bool:
+        """Whether `news` makes the remaining answers to `current` pointless."""
+        ...
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a service says of itself in Hello, besides what the loop knows."""
+
+    role: Role
+    backend: str
+    model: str
+    tokenizer_fingerprint: str
+    vocabulary_size: int
+    context_length: int
+    compute_unit: str
+    max_draft_tokens: int
+
+
+def serve(channel: Channel[ToService], identity: Identity, service: Service) -> None:
+    """Shake hands and serve until told to stop.
+
+    Raises:
+        ModelError: the orchestrator refused us; the message is its reason.
+        DeadlineExceeded: the orchestrator did not answer the handshake.
+    """
+    shake_hands(channel, identity)
+    inbox: deque[Work | Stop] = deque()
+    while True:
+        _read(channel, inbox, _IDLE_S)
+        if inbox:
+            message = inbox.popleft()
+            if isinstance(message, Stop):
+                return
+            _work(message, channel, inbox, service)
+
+
+def _read(channel: Channel[ToService], inbox: deque[Work | Stop], timeout_s: float) -> None:
+    """Move what has arrived to the inbox; wait for the first only if the inbox is empty."""
+    while channel.ready(0.0 if inbox else timeout_s):
+        message = channel.receive(0.0, "message")
+        if isinstance(message, Welcome | Refusal):
+            raise ProtocolError(f"{type(message).__name__} after the handshake")
+        inbox.append(message)
+
+
+def _work(
+    message: Work, channel: Channel[ToService], inbox: deque[Work | Stop], service: Service
+) -> None:
+    answers = service.handle(message)
+    try:
+        for answer in answers:
+            channel.send(answer)
+            _read(channel, inbox, 0.0)
+            if any(isinstance(n, Stop) or service.supersedes(n, message) for n in inbox):
+                return
+    # One request must not take the process down; its sequence fails with the reason.
+    except Exception as error:
+        _log.exception("%s of sequence %d failed", type(message).__name__, message.sequence)
+        reason = f"{type(error).__name__}: {error}"
+        channel.send(Failed(sequence=message.sequence, error=reason))
+    finally:
+        answers.close()
+
+
+def shake_hands(channel: Channel[ToService], identity: Identity) -> None:
+    """Say Hello and wait to be welcomed; errors as for `serve`."""
+    channel.send(
+        Hello(
+            protocol=PROTOCOL_VERSION,
+            role=identity.role,
+            pid=os.getpid(),
+            backend=identity.backend,
+            model=identity.model,
+            tokenizer_fingerprint=identity.tokenizer_fingerprint,
+            vocabulary_size=identity.vocabulary_size,
+            context_length=identity.context_length,
+            compute_unit=identity.compute_unit,
+            max_draft_tokens=identity.max_draft_tokens,
+        )
+    )
+    match channel.receive(_HANDSHAKE_S, "answer to Hello from the orchestrator"):
+        case Welcome():
+            return
+        case Refusal(reason=reason):
+            raise ModelError(reason)
+        case other:
+            raise ProtocolError(f"expected Welcome or Refusal, got {type(other).__name__}")

@@ -1,0 +1,1 @@
+"""Drafter backends. `interface.py` says how to write one."""

@@ -1,0 +1,87 @@
+"""What a drafter backend is. Read this to write another one.
+
+A backend drafts for sequences that the drafter process names by number. It owns whatever
+state it needs (a KV, a list of tokens) and may do as little as it likes: fewer branches,
+shorter drafts or none at all cost speed only, never correctness, because the target
+verifies every token.
+
+Life of a sequence: `open` with the committed tokens; then, per round, `commit` brings it up
+to date and one of `prepare` or `draft` is asked for; `close` ends it. Methods raise on
+failure and stay usable for other sequences.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from protocol.messages import Sampling, Tokens
+
+
+class Outcome(NamedTuple):
+    """What a verification may return: accepted draft tokens, then the bonus token."""
+
+    accepted: int
+    bonus: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One depth of all branches."""
+
+    outcomes: list[Outcome]
+    """The branches, in an order that all layers of one tree share."""
+    tokens: list[int]
+    """The draft token of each branch at this depth, or `messages.ENDED`."""
+
+
+class BackendIdentity(NamedTuple):
+    """What a backend says of itself in the handshake; see `messages.Hello`."""
+
+    backend: str
+    model: str
+    tokenizer_fingerprint: str
+    vocabulary_size: int
+    context_length: int
+    compute_unit: str
+    max_draft_tokens: int
+
+
+class DraftBackend(Protocol):
+    """A source of drafts."""
+
+    @property
+    def identity(self) -> BackendIdentity:
+        """Fixed once the backend is constructed, which is when models are loaded."""
+        ...
+
+    def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
+        """Start a sequence with these committed tokens (a prefill, say).
+
+        Yields at points where the work may be abandoned; the sequence is open when the
+        generator ends.
+        """
+        ...
+
+    def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
+        """Keep the first `base` committed tokens, drop the rest, then append `tokens`."""
+        ...
+
+    def prepare(
+        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int
+    ) -> Generator[Layer]:
+        """Branches for the outcomes of verifying `chain`, one depth at a time.
+
+        `chain[0]` is the pending token, which follows the committed ones; the target is
+        verifying chain[1:] right now. `fan_out[k]` outcomes (k, bonus) are wanted for each
+        acceptance length k; for k < len(chain) - 1 the bonus cannot be chain[k + 1], which
+        was rejected. The generator may be closed between two layers.
+        """
+        ...
+
+    def draft(self, sequence: int, pending: int, count: int) -> Generator[int]:
+        """Up to `count` draft tokens after the pending token, one at a time."""
+        ...
+
+    def close(self, sequence: int) -> None:
+        """Forget a sequence; unknown ones are ignored."""
+        ...

@@ -1,0 +1,301 @@
+"""The neural backend on MLX: tree drafting in one flat forward per depth.
+
+Per sequence there is a *trunk*, the committed tokens and the chain under verification, in
+the first slots of a `KVStore`, and one *tree* behind it in scratch slots (ALGORITHM §2):
+
+1. The chain is fed to the trunk; the row after chain[j] is the draft's law of the bonus
+   token if exactly j draft tokens are accepted.
+2. Each row forks into its best candidates, without the drafted token, which would have been
+   accepted: the branches.
+3. Each depth is one forward over the last tokens of all branches. A branch sees the trunk up
+   to its fork and its own tokens; its RoPE position is not its slot.
+
+Nothing is computed twice: feeding skips what the trunk already holds, and when the outcome
+was a branch, its rows move from scratch to the trunk.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import ProtocolError
+from protocol.law import Floats, Ids, ranked
+from protocol.messages import Sampling, Tokens
+from services.backends.interface import BackendIdentity, Layer, Outcome
+from services.draft_head import trim_head
+from services.kv import KVStore, windows_of
+from services.model import compute_unit, load
+from services.rope import allow_branches
+
+MAX_DRAFT_TOKENS = 64
+
+_SAMPLED_WIDTH = 64
+"""Candidates per row when noise decides: the best by logit are rarely the best by score."""
+
+
+class Top(NamedTuple):
+    """The best candidates after some tokens, in falling order of logit."""
+
+    ids: Ids
+    """[rows, width] ids in the target's vocabulary."""
+    logits: Floats
+    """[rows, width]."""
+
+
+@dataclass
+class _Tree:
+    """The branches behind the trunk, kept until the next round adopts one or drops all."""
+
+    pending_at: int
+    """Position of the pending token of the round that the tree was grown for."""
+    branches: dict[Outcome, int]
+    fed: list[Tokens]
+    """Per depth, the token of each branch that is in the KV; depth 0 is the bonus token."""
+    slots: list[int]
+    """First scratch slot of each depth."""
+    logits: list[Floats]
+    """Per depth, [branches, head] logits after it."""
+
+
+@dataclass
+class _Sequence:
+    store: KVStore
+    sampling: Sampling
+    tokens: Tokens = field(default_factory=list)
+    """The trunk's tokens; as many as the store's length."""
+    committed: int = 0
+    """How many of them are known to be committed."""
+    tops: dict[int, Top] = field(default_factory=dict)
+    """Position -> candidates after it (one row), for the trunk's recent tokens."""
+    tree: _Tree | None = None
+
+
+class MlxBackend:
+    """See `interface.DraftBackend`."""
+
+    def __init__(self, folder: Path, prefill_step_size: int) -> None:
+        loaded = load(folder)
+        self._model = loaded.module
+        allow_branches(self._model)
+        self._windows = windows_of(self._model)
+        self._head_ids = trim_head(self._model, folder)
+        self._step = prefill_step_size
+        self._bucketed = compute_unit() == "cuda"
+        self._sequences: dict[int, _Sequence] = {}
+        self.identity = BackendIdentity(
+            backend="mlx",
+            model=str(folder),
+            tokenizer_fingerprint=loaded.vocabulary.fingerprint,
+            vocabulary_size=loaded.vocabulary.size,
+            context_length=loaded.context_length,
+            compute_unit=compute_unit(),
+            max_draft_tokens=MAX_DRAFT_TOKENS,
+        )
+        self._head_size = len(self._head_ids) if self._head_ids is not None else loaded.vocabulary.size
+
+    # ------------------------------------------------------------ DraftBackend
+
+    def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
+        """Prefill in chunks; may be abandoned between two."""
+        opened = _Sequence(KVStore(self._windows, self._bucketed), sampling)
+        for start in range(0, len(tokens), self._step):
+            chunk = tokens[start : start + self._step]
+            opened.store.chain(len(chunk))
+            self._model(mx.array(chunk)[None], cache=opened.store.caches)
+            opened.store.evaluate()
+            yield
+        opened.tokens = list(tokens)
+        opened.committed = len(tokens)
+        self._sequences[sequence] = opened
+
+    def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
+        """Note the committed tokens; what the trunk or the tree holds of them is kept."""
+        known = self._known(sequence)
+        if base > known.committed:
+            raise ProtocolError(f"cannot rewind {known.committed} tokens to {base}")
+        self._feed(known, base, tokens, rows=0)
+        known.committed = base + len(tokens)
+
+    def prepare(
+        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int
+    ) -> Generator[Layer]:
+        """Fork every row of the chain, then grow all branches depth by depth."""
+        known = self._known(sequence)
+        width = self._width(known.sampling, max(fan_out, default=0) + 1)
+        self._feed(known, known.committed, chain, rows=len(chain), width=width)
+        self._cut(known, known.committed + len(chain))
+        roots = self._fork(known, chain, fan_out)
+        if not roots:
+            return
+        branches = {root: index for index, root in enumerate(roots)}
+        tree = known.tree = _Tree(known.committed, branches, [], [], [])
+        tokens = [root.bonus for root in roots]
+        for _ in range(depth):
+            tokens = self._grow(known, tree, roots, tokens)
+            yield Layer(roots, tokens)
+
+    def draft(self, sequence: int, pending: int, count: int) -> Generator[int]:
+        """Greedy (by score) continuation on the trunk, one token per forward."""
+        known = self._known(sequence)
+        width = self._width(known.sampling, 1)
+        tail = [pending]
+        for _ in range(count):
+            self._feed(known, known.committed, tail, rows=1, width=width)
+            position = known.committed + len(tail)
+            self._cut(known, position)
+            top = known.tops[position - 1]
+            token = int(ranked(top.ids, top.logits, [position], known.sampling)[0, 0])
+            yield token
+            tail = [*tail, token]
+
+    def close(self, sequence: int) -> None:
+        """Free the KV."""
+        self._sequences.pop(sequence, None)
+
+    # ------------------------------------------------------------ the trunk
+
+    def _known(self, sequence: int) -> _Sequence:
+        if sequence not in self._sequences:
+            raise ProtocolError(f"sequence {sequence} is not open")
+        return self._sequences[sequence]
+
+    @staticmethod
+    def _width(sampling: Sampling, wanted: int) -> int:
+        return wanted if sampling.temperature == 0.0 else max(wanted, _SAMPLED_WIDTH)
+
+    def _feed(
+        self, known: _Sequence, base: int, tokens: Tokens, rows: int, width: int = 1
+    ) -> None:
+        """Make the trunk start with `tokens[:base] + tokens`, computing only what it lacks.
+
+        Afterwards `known.tops` has the candidates after each of the last `rows` of them, at
+        least `width` wide.
+        """
+        wanted = known.tokens[:base] + tokens
+        keep = base + _common_length(known.tokens[base:], tokens)
+        keep = self._adopt(known, wanted, keep, width)
+        first_row = len(wanted) - rows
+        for position in range(first_row, keep):
+            top = known.tops.get(position)
+            if top is None or top.ids.shape[1] < min(width, self._head_size):
+                keep = position
+                break
+        if keep < len(wanted):
+            self._cut(known, keep)
+            self._append(known, wanted[keep:], width if rows else 0)
+
+    def _adopt(self, known: _Sequence, wanted: Tokens, keep: int, width: int) -> int:
+        """If `wanted` goes on along a branch of the tree, move that branch to the trunk."""
+        tree = known.tree
+        if tree is None or keep >= len(wanted):
+            return keep
+        branch = tree.branches.get(Outcome(keep - tree.pending_at - 1, wanted[keep]))
+        known.tree = None
+        if branch is None:
+            return keep
+        fed = [layer[branch] for layer in tree.fed]
+        count = _common_length(fed, wanted[keep:])
+        self._cut(known, keep)
+        known.store.move([slot + branch for slot in tree.slots[:count]])
+        known.tokens = wanted[: keep + count]
+        for depth in range(count):
+            known.tops[keep + depth] = self._top(tree.logits[depth][branch : branch + 1], width)
+        return keep + count
+
+    @staticmethod
+    def _cut(known: _Sequence, length: int) -> None:
+        known.store.trim(length)
+        del known.tokens[length:]
+        known.tops = {p: top for p, top in known.tops.items() if length - 64 <= p < length}
+
+    def _append(self, known: _Sequence, tokens: Tokens, width: int) -> None:
+        start = len(known.tokens)
+        known.store.chain(len(tokens))
+        logits = self._model(mx.array(tokens)[None], cache=known.store.caches)[0]
+        known.tokens.extend(tokens)
+        # A tree's scratch slots lie right behind the old trunk: they are overwritten now.
+        known.tree = None
+        if not width:
+            known.store.evaluate()
+            return
+        rows = self._on_host(logits)
+        for row in range(len(tokens)):
+            known.tops[start + row] = self._top(rows[row : row + 1], width)
+
+    # ------------------------------------------------------------ the tree
+
+    def _fork(self, known: _Sequence, chain: Tokens, fan_out: list[int]) -> list[Outcome]:
+        """The outcomes to prepare for: the best bonus tokens at each acceptance length."""
+        roots: list[Outcome] = []
+        for accepted, wanted in enumerate(fan_out[: len(chain)]):
+            position = known.committed + accepted
+            top = known.tops[position]
+            best = ranked(top.ids, top.logits, [position + 1], known.sampling)[0]
+            rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
+            bonuses = [int(token) for token in best[: wanted + 1] if token != rejected]
+            roots += [Outcome(accepted, bonus) for bonus in bonuses[:wanted]]
+        return roots
+
+    def _grow(
+        self, known: _Sequence, tree: _Tree, roots: list[Outcome], tokens: Tokens
+    ) -> Tokens:
+        """Feed one token per branch; returns the next token of each."""
+        depth, count = len(tree.fed), len(roots)
+        trunk = len(known.tokens)
+        start = trunk + depth * count
+        forks = np.array([root.accepted for root in roots]) + tree.pending_at
+        positions = forks + 1 + depth
+        known.store.branches(
+            start,
+            np.concatenate([np.arange(trunk), *_scratch_positions(forks, depth + 1)]),
+            _visible(trunk, forks, depth + 1),
+        )
+        logits = self._model(mx.array(tokens)[None], cache=known.store.caches)[0]
+        rows = self._on_host(logits)
+        tree.fed.append(tokens)
+        tree.slots.append(start)
+        tree.logits.append(rows)
+        top = self._top(rows, self._width(known.sampling, 1))
+        best = ranked(top.ids, top.logits, [int(p) + 1 for p in positions], known.sampling)
+        return [int(token) for token in best[:, 0]]
+
+    # ------------------------------------------------------------ the head
+
+    def _on_host(self, logits: mx.array) -> Floats:
+        """[rows, head] float32; padded heads have columns that stand for no token."""
+        return np.array(logits[:, : self._head_size].astype(mx.float32), copy=False)
+
+    def _top(self, rows: Floats, width: int) -> Top:
+        """The `width` best candidates of each row of [rows, head] logits."""
+        width = min(width, self._head_size)
+        if width == 1:
+            columns = np.argmax(rows, axis=-1)[:, None]
+        else:
+            columns = np.argpartition(-rows, width - 1, axis=-1)[:, :width]
+            values = np.take_along_axis(rows, columns, axis=-1)
+            columns = np.take_along_axis(columns, np.argsort(-values, axis=-1), axis=-1)
+        ids = columns if self._head_ids is None else self._head_ids[columns]
+        return Top(ids, np.take_along_axis(rows, columns, axis=-1))
+
+
+def _common_length(a: Tokens, b: Tokens) -> int:
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))
+
+
+def _scratch_positions(forks: npt.NDArray[np.int64], depths: int) -> list[npt.NDArray[np.int64]]:
+    """Position of the token in every scratch slot, depth by depth."""
+    return [forks + 1 + depth for depth in range(depths)]
+
+
+def _visible(trunk: int, forks: npt.NDArray[np.int64], depths: int) -> npt.NDArray[np.bool_]:
+    """[branches, trunk + depths * branches]: the trunk up to the fork, and one's own slots."""
+    own = np.tile(np.eye(len(forks), dtype=bool), (1, depths))
+    return np.concatenate([np.arange(trunk)[None] <= forks[:, None], own], axis=1)

@@ -1,0 +1,106 @@
+"""Prompt lookup: draft what followed the last time these words were said. No model.
+
+Good on text that repeats itself: code edits, quotations, summaries.
+"""
+
+from collections.abc import Generator, Iterator
+
+from protocol.errors import ProtocolError
+from protocol.messages import ENDED, Sampling, Tokens
+from services.backends.interface import BackendIdentity, Layer, Outcome
+
+_LONGEST = 4
+_SHORTEST = 2
+MAX_DRAFT_TOKENS = 64
+
+
+class NgramBackend:
+    """See `interface.DraftBackend`."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, Tokens] = {}
+        self.identity = BackendIdentity(
+            backend="ngram",
+            model="",
+            tokenizer_fingerprint="",
+            vocabulary_size=0,
+            context_length=0,
+            compute_unit="cpu",
+            max_draft_tokens=MAX_DRAFT_TOKENS,
+        )
+
+    def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
+        """Remember the tokens; lookup needs no sampling parameters."""
+        del sampling
+        self._tokens[sequence] = list(tokens)
+        yield
+
+    def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
+        """Rewind to `base` and append."""
+        known = self._known(sequence)
+        if base > len(known):
+            raise ProtocolError(f"cannot rewind {len(known)} tokens to {base}")
+        known[base:] = tokens
+
+    def prepare(
+        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int
+    ) -> Generator[Layer]:
+        """One branch per distinct continuation found after each prefix of the chain."""
+        known = self._known(sequence)
+        outcomes: list[Outcome] = []
+        drafts: list[Tokens] = []
+        for accepted, wanted in enumerate(fan_out):
+            rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
+            prefix = known + chain[: accepted + 1]
+            for bonus in _first_distinct(_successors(prefix), wanted, rejected):
+                draft = self._continuation([*prefix, bonus], depth)
+                if draft:
+                    outcomes.append(Outcome(accepted, bonus))
+                    drafts.append(draft)
+        for level in range(max(map(len, drafts), default=0)):
+            yield Layer(outcomes, [d[level] if level < len(d) else ENDED for d in drafts])
+
+    def draft(self, sequence: int, pending: int, count: int) -> Generator[int]:
+        """The continuation of the latest similar place."""
+        yield from self._continuation([*self._known(sequence), pending], count)
+
+    def close(self, sequence: int) -> None:
+        """Forget the tokens."""
+        self._tokens.pop(sequence, None)
+
+    def _known(self, sequence: int) -> Tokens:
+        if sequence not in self._tokens:
+            raise ProtocolError(f"sequence {sequence} is not open")
+        return self._tokens[sequence]
+
+    @staticmethod
+    def _continuation(tokens: Tokens, count: int) -> Tokens:
+        for end in _matches(tokens):
+            return tokens[end : end + count]
+        return []
+
+
+def _matches(tokens: Tokens) -> Iterator[int]:
+    """Indices after earlier occurrences of the tokens' ending: longest ending, latest first."""
+    last = len(tokens) - 1
+    ends = [i + 1 for i in range(last - 1, -1, -1) if tokens[i] == tokens[last]]
+    for length in range(_LONGEST, _SHORTEST - 1, -1):
+        tail = tokens[len(tokens) - length :]
+        for end in ends:
+            if end >= length and tokens[end - length : end] == tail:
+                yield end
+
+
+def _successors(tokens: Tokens) -> Iterator[int]:
+    """Tokens that followed earlier occurrences of the ending, best first."""
+    return (tokens[end] for end in _matches(tokens))
+
+
+def _first_distinct(tokens: Iterator[int], count: int, excluded: int | None) -> Tokens:
+    found: dict[int, None] = {}
+    for token in tokens:
+        if len(found) >= count:
+            break
+        if token != excluded:
+            found[token] = None
+    return list(found)

@@ -1,0 +1,41 @@
+"""`python -m services.drafter SETTINGS`: the drafter process."""
+
+import sys
+from pathlib import Path
+
+from protocol.channel import Channel
+from protocol.child import main
+from protocol.codec import Decoder
+from protocol.messages import ToDrafter, ToService
+from protocol.settings import DrafterSettings
+from services.actor import Identity, serve
+from services.backends.interface import DraftBackend
+from services.drafting import Drafter
+from services.machine import load_blas
+
+
+def run(settings: DrafterSettings) -> None:
+    """Start the backend and serve the orchestrator until told to stop."""
+    backend = _backend(settings)
+    identity = Identity(role="drafter", **backend.identity._asdict())
+    channel: Channel[ToService] = Channel(settings.address, Decoder(ToDrafter))
+    with channel:
+        serve(channel, identity, Drafter(backend))
+
+
+def _backend(settings: DrafterSettings) -> DraftBackend:
+    match settings.backend:
+        case "mlx":
+            load_blas(settings.threads)
+            # MLX must be imported after the BLAS is in place, and only where it computes.
+            from services.backends.mlx import MlxBackend  # noqa: PLC0415
+
+            return MlxBackend(Path(settings.model), settings.prefill_step_size)
+        case "ngram":
+            from services.backends.ngram import NgramBackend  # noqa: PLC0415
+
+            return NgramBackend()
+
+
+if __name__ == "__main__":
+    sys.exit(main("drafter", DrafterSettings, run))

@@ -1,0 +1,100 @@
+"""The drafter service: turns rounds into calls of a backend, and its layers into DraftTrees."""
+
+import time
+from collections.abc import Generator
+
+from protocol.errors import ProtocolError
+from protocol.messages import (
+    CloseSequence,
+    DraftNow,
+    DraftTree,
+    FromService,
+    OpenSequence,
+    Prefilled,
+    Prepare,
+)
+from services.actor import Work
+from services.backends.interface import DraftBackend
+
+
+class Drafter:
+    """Keeps preparing drafts; interruptible between two layers."""
+
+    def __init__(self, backend: DraftBackend) -> None:
+        self._backend = backend
+
+    def supersedes(self, news: Work, current: Work) -> bool:
+        """Any news of the same sequence ends the work on an older round of it."""
+        return not isinstance(current, CloseSequence) and news.sequence == current.sequence
+
+    def handle(self, message: Work) -> Generator[FromService]:
+        """Answer one message (see `actor.Service`)."""
+        match message:
+            case OpenSequence():
+                yield from self._open(message)
+            case Prepare():
+                yield from self._prepare(message)
+            case DraftNow():
+                yield from self._draft(message)
+            case CloseSequence():
+                self._backend.close(message.sequence)
+            case _:
+                raise ProtocolError(f"a drafter cannot handle {type(message).__name__}")
+
+    def _open(self, message: OpenSequence) -> Generator[FromService]:
+        started = time.perf_counter()
+        self._backend.close(message.sequence)
+        for _ in self._backend.open(message.sequence, message.tokens, message.sampling):
+            pass
+        yield Prefilled(
+            sequence=message.sequence,
+            length=len(message.tokens),
+            prefill_ms=1e3 * (time.perf_counter() - started),
+        )
+
+    def _prepare(self, message: Prepare) -> Generator[FromService]:
+        started = time.perf_counter()
+        self._backend.commit(message.sequence, message.base, message.tokens)
+        layers = self._backend.prepare(
+            message.sequence, message.chain, message.fan_out, message.depth
+        )
+        for depth, layer in enumerate(layers, start=1):
+            now = time.perf_counter()
+            yield DraftTree(
+                sequence=message.sequence,
+                round=message.round,
+                depth=depth,
+                outcomes=[(o.accepted, o.bonus) for o in layer.outcomes] if depth == 1 else [],
+                tokens=layer.tokens,
+                draft_ms=1e3 * (now - started),
+                last=depth == message.depth,
+            )
+            started = time.perf_counter()
+
+    def _draft(self, message: DraftNow) -> Generator[FromService]:
+        started = time.perf_counter()
+        self._backend.commit(message.sequence, message.base, message.tokens)
+        outcome = (message.accepted, message.pending)
+        depth = 0
+        for token in self._backend.draft(message.sequence, message.pending, message.count):
+            depth += 1
+            yield DraftTree(
+                sequence=message.sequence,
+                round=message.round,
+                depth=depth,
+                outcomes=[outcome] if depth == 1 else [],
+                tokens=[token],
+                draft_ms=1e3 * (time.perf_counter() - started),
+                last=depth == message.count,
+            )
+            started = time.perf_counter()
+        if depth < message.count:
+            yield DraftTree(
+                sequence=message.sequence,
+                round=message.round,
+                depth=depth + 1,
+                outcomes=[outcome] if depth == 0 else [],
+                tokens=[-1],
+                draft_ms=1e3 * (time.perf_counter() - started),
+                last=True,
+            )

@@ -1,0 +1,206 @@
+"""KV memory in slots: one buffer per layer, an append-only trunk and scratch slots behind it.
+
+mlx-lm asks a cache for its mask (`make_mask`), for the RoPE offset (`offset`) and to store
+keys and values (`update_and_fetch`). A `SlotCache` answers all three from the current
+`Frame`, which its `KVStore` sets before each forward. So one flat sequence of tokens can be
+a chain (a prompt, a verification) or a row of parallel branches, each token with its own
+position and its own view of the slots, and no KV is ever copied to make a branch.
+
+Sliding-window layers keep all slots; the window is a condition in the mask. That costs
+memory and makes rewinding exact.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from protocol.errors import ModelError
+
+_GROWTH = 256
+"""Slots a buffer grows by, and the bucket of key lengths on CUDA."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One forward's view of the slots. The new tokens go to slots [start, start + count)."""
+
+    start: int
+    count: int
+    offset: int | mx.array
+    """RoPE positions: the first of a chain, or [count] of parallel branches."""
+    positions: npt.NDArray[np.int64]
+    """[start + count] position of the token in each slot."""
+    visible: npt.NDArray[np.bool_] | None
+    """[count, start + count] which slots each new token sees; None for a chain."""
+
+
+class SlotCache:
+    """One layer's keys and values; what mlx-lm takes for a KV cache."""
+
+    def __init__(self, store: "KVStore", window: int | None) -> None:
+        self._store = store
+        self.window = window
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    @property
+    def offset(self) -> int | mx.array:
+        """What mlx-lm passes to RoPE: a position, or an array of them."""
+        return self._store.frame.offset
+
+    def make_mask(
+        self, n: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """The attention mask of the current frame; `n` is the frame's count."""
+        if n != self._store.frame.count:
+            raise ValueError(f"the model asks for a mask of {n}, not {self._store.frame.count}")
+        return self._store.mask(window_size or self.window, return_array)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store [1, heads, count, size] at the frame's slots; return all slots up to there."""
+        frame = self._store.frame
+        end = frame.start + frame.count
+        self.keys = _stored(self.keys, keys, frame.start)
+        self.values = _stored(self.values, values, frame.start)
+        reach = self._store.reach(end)
+        return self.keys[..., :reach, :], self.values[..., :reach, :]
+
+    def move(self, slots: mx.array, to: int) -> None:
+        """Copy the rows in `slots` to the consecutive slots from `to` on."""
+        if self.keys is None or self.values is None:
+            raise ValueError("an empty cache has no slots to move")
+        end = to + slots.size
+        self.keys[..., to:end, :] = mx.take(self.keys, slots, axis=2)
+        self.values[..., to:end, :] = mx.take(self.values, slots, axis=2)
+
+    @property
+    def state(self) -> list[mx.array]:
+        """The buffers, for evaluation."""
+        return [array for array in (self.keys, self.values) if array is not None]
+
+
+def _stored(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
+    """`buffer` with `rows` at slot `start`, grown if it must be."""
+    end = start + rows.shape[2]
+    capacity = 0 if buffer is None else buffer.shape[2]
+    if buffer is None or end > capacity:
+        slots = -(-end // _GROWTH) * _GROWTH
+        grown = mx.zeros((1, rows.shape[1], slots, rows.shape[3]), rows.dtype)
+        if buffer is not None:
+            grown[..., :capacity, :] = buffer
+        buffer = grown
+    buffer[..., start:end, :] = rows
+    return buffer
+
+
+class KVStore:
+    """The caches of all layers of one sequence, and the frame they share.
+
+    `length` is the number of trunk tokens; slots from there on are scratch.
+    """
+
+    def __init__(self, windows: Sequence[int | None], bucketed: bool) -> None:
+        self.length = 0
+        self.caches = [SlotCache(self, window) for window in windows]
+        self._bucketed = bucketed
+        self._masks: dict[tuple[int | None, bool], mx.array | str | None] = {}
+        self.frame = Frame(0, 0, 0, np.zeros(0, np.int64), None)
+
+    def _set(self, frame: Frame) -> None:
+        self.frame = frame
+        self._masks = {}
+
+    def chain(self, count: int) -> None:
+        """The next forward appends `count` tokens to the trunk."""
+        end = self.length + count
+        self._set(Frame(self.length, count, self.length, np.arange(end), None))
+        self.length = end
+
+    def branches(
+        self,
+        start: int,
+        positions: npt.NDArray[np.int64],
+        visible: npt.NDArray[np.bool_],
+    ) -> None:
+        """The next forward writes parallel tokens to the scratch slots from `start` on.
+
+        Args:
+            start: first slot written; at least `length`.
+            positions: [start + count] position of the token in every slot, new ones included.
+            visible: [count, start + count] which slots each new token sees.
+        """
+        count = visible.shape[0]
+        offsets = mx.array(positions[start:], dtype=mx.int32)
+        self._set(Frame(start, count, offsets, positions, visible))
+
+    def trim(self, length: int) -> None:
+        """Forget all tokens from `length` on."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot trim {self.length} tokens to {length}")
+        self.length = length
+
+    def move(self, slots: Sequence[int]) -> None:
+        """Append the tokens in these scratch slots to the trunk."""
+        indices = mx.array(list(slots), dtype=mx.int32)
+        for cache in self.caches:
+            cache.move(indices, self.length)
+        self.length += len(slots)
+
+    def reach(self, end: int) -> int:
+        """How many slots attention is given when `end` of them are in use.
+
+        MLX on CUDA builds a plan for every new key length, about 25 ms each; buckets make
+        lengths recur. Elsewhere the exact length is cheaper.
+        """
+        return -(-end // _GROWTH) * _GROWTH if self._bucketed else end
+
+    def mask(self, window: int | None, as_array: bool) -> mx.array | str | None:
+        """The mask of the current frame: None, "causal", or bool [count, reach]."""
+        key = (window, as_array)
+        if key not in self._masks:
+            self._masks[key] = self._build_mask(window, as_array)
+        return self._masks[key]
+
+    def _build_mask(self, window: int | None, as_array: bool) -> mx.array | str | None:
+        frame = self.frame
+        end = frame.start + frame.count
+        windowed = window is not None and end > window
+        if frame.visible is None and not (windowed or self._bucketed):
+            if frame.count == 1:
+                return None
+            if not as_array:
+                return "causal"
+        queries = frame.positions[frame.start :, None]
+        visible = queries >= frame.positions[None] if frame.visible is None else frame.visible
+        if window is not None:
+            visible = visible & (queries - frame.positions[None] < window)
+        padding = self.reach(end) - end
+        return mx.array(np.pad(visible, ((0, 0), (0, padding))))
+
+    def evaluate(self) -> None:
+        """Compute what has been stored so far (after a prefill chunk whose logits are unused)."""
+        mx.eval([cache.state for cache in self.caches])
+
+
+def windows_of(model: Any) -> list[int | None]:
+    """The attention window per layer of an mlx-lm model, None where attention is full.
+
+    Raises:
+        ModelError: a layer keeps a state that cannot be rewound (recurrent, chunked, ...).
+    """
+    windows: list[int | None] = []
+    for cache in make_prompt_cache(model):
+        if type(cache) is KVCache:
+            windows.append(None)
+        elif type(cache) is RotatingKVCache and cache.keep == 0:
+            windows.append(cache.max_size)
+        else:
+            raise ModelError(
+                f"a layer keeps its state in a {type(cache).__name__}, which cannot be rewound"
+            )
+    return windows

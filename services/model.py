@@ -1,0 +1,111 @@
+"""Loading any mlx-lm model folder for this project: dtype, identity, context length."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+from mlx_lm.utils import load_model
+
+from protocol.errors import ModelError
+from protocol.fingerprint import Vocabulary, vocabulary_of
+
+
+class LoadedModel(NamedTuple):
+    """A model in memory and what its folder says about it."""
+
+    module: Any
+    """The mlx-lm model; called as module(tokens[1, n], cache=caches) -> logits[1, n, V]."""
+    folder: Path
+    vocabulary: Vocabulary
+    context_length: int
+
+
+def compute_unit() -> str:
+    """Where MLX computes in this process: "cpu", "metal" or "cuda"."""
+    if mx.default_device() == mx.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def load(folder: Path) -> LoadedModel:
+    """Load the model in `folder`.
+
+    On a CPU the weights become float32, because MLX's quantised and half-precision kernels
+    are slow there; elsewhere they stay in the checkpoint's own format.
+
+    Raises:
+        ModelError: the folder is missing, broken, of an unknown architecture, or too large.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"there is no model folder at {str(folder)!r}")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"the model folder {str(folder)!r} has no config.json")
+    vocabulary = vocabulary_of(folder)
+    module, config = _load(folder)
+    return LoadedModel(module, folder, vocabulary, _context_length(config))
+
+
+def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
+    on_cpu = compute_unit() == "cpu"
+    try:
+        module, config = load_model(folder, lazy=True)
+        if on_cpu:
+            _to_float32(module)
+        mx.eval(module.parameters())
+    except MemoryError as error:
+        raise ModelError(f"not enough memory to load the model {str(folder)!r}") from error
+    except json.JSONDecodeError as error:
+        raise ModelError(f"config.json in {str(folder)!r} is not JSON: {error}") from error
+    # mlx-lm and MLX raise whatever the broken file leads them into.
+    except Exception as error:  # noqa: BLE001
+        raise ModelError(
+            f"cannot load the model {str(folder)!r}: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+    return module, config
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ["no reason given"]
+    return lines[0][:300]
+
+
+def _to_float32(module: nn.Module) -> None:
+    """Replace quantised layers by plain ones and make every floating weight float32."""
+
+    def plain(layer: Any) -> Any:
+        if not hasattr(layer, "scales"):
+            return layer
+        weight = mx.dequantize(
+            layer.weight,
+            layer.scales.astype(mx.float32) if layer.mode == "affine" else layer.scales,
+            layer.biases.astype(mx.float32) if layer.mode == "affine" else None,
+            group_size=layer.group_size,
+            bits=layer.bits,
+            mode=layer.mode,
+        )
+        rows, columns = weight.shape
+        if isinstance(layer, nn.QuantizedEmbedding):
+            replacement: Any = nn.Embedding(1, 1)
+        else:
+            replacement = nn.Linear(1, 1, bias="bias" in layer)
+            if "bias" in layer:
+                replacement.bias = layer.bias
+        replacement.weight = weight.reshape(rows, columns)
+        return replacement
+
+    leaves = tree_map(plain, module.leaf_modules(), is_leaf=nn.Module.is_module)
+    module.update_modules(leaves)
+    module.update(
+        tree_map(
+            lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w,
+            module.parameters(),
+        )
+    )
+
+
+def _context_length(config: dict[str, Any]) -> int:
+    text = config.get("text_config") or config
+    return int(text.get("max_position_embeddings") or 0)
