@@ -1,1 +1,4 @@
-"""The door: command line, settings, supervisor. The only room that prints or reads the environment."""
+"""The door: command line, settings, supervisor.
+
+The only room that prints or reads the environment.
+"""

@@ -99,10 +99,18 @@ def launch_command(name: str, **stack: Any) -> None:
 @click.option("-m", "--max-tokens", type=click.IntRange(min=1), default=256, show_default=True)
 @click.option("--stop", multiple=True, help="End before this text; may be repeated.")
 @click.option("--mode", type=click.Choice(["ar", "sd", "ssd"]), default="ssd", show_default=True)
-@click.option("--num-draft-tokens", type=click.IntRange(0, 64), default=0,
-              help="Draft tokens per round; 0 leaves it to the orchestrator.")
-@click.option("--fan-out", type=click.IntRange(0, 256), default=0,
-              help="Branches prepared per round; 0 leaves it to the orchestrator.")
+@click.option(
+    "--num-draft-tokens",
+    type=click.IntRange(0, 64),
+    default=0,
+    help="Draft tokens per round; 0 leaves it to the orchestrator.",
+)
+@click.option(
+    "--fan-out",
+    type=click.IntRange(0, 256),
+    default=0,
+    help="Branches prepared per round; 0 leaves it to the orchestrator.",
+)
 @click.option("--name", default=DEFAULT_NAME, help="Attach to this stack if it is running.")
 @click.option("--stats", is_flag=True, help="Print statistics after each answer.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per prompt.")

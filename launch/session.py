@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 
 from launch.config import StackSettings
@@ -21,15 +22,9 @@ def session(settings: StackSettings, name: str, report: Report) -> Iterator[Clie
     """
     shared = RunDir(name)
     if _fits(shared, settings):
-        client = Client(shared.clients_address)
-        try:
-            client.status(timeout_s=2.0)
+        with contextlib.closing(Client(shared.clients_address)) as client:
             yield client
-            return
-        except DeadlineExceeded:
-            pass  # it ended between our look and our question
-        finally:
-            client.close()
+        return
     with private_stack(settings, report) as supervisor:
         client = Client(supervisor.run_dir.clients_address)
         with contextlib.closing(client):
@@ -39,9 +34,8 @@ def session(settings: StackSettings, name: str, report: Report) -> Iterator[Clie
 @contextlib.contextmanager
 def private_stack(settings: StackSettings, report: Report) -> Iterator[Supervisor]:
     """A stack of one's own, stopped at the end."""
-    supervisor = Supervisor(
-        settings, pair_of(settings), RunDir(f"private-{os.getpid()}"), report
-    )
+    name = f"private-{os.getpid()}-{secrets.token_hex(2)}"
+    supervisor = Supervisor(settings, pair_of(settings), RunDir(name), report)
     supervisor.start()
     try:
         yield supervisor
@@ -52,6 +46,11 @@ def private_stack(settings: StackSettings, report: Report) -> Iterator[Superviso
 def _fits(run_dir: RunDir, settings: StackSettings) -> bool:
     """Whether a living stack runs the target that is wanted; its drafter is its own affair."""
     running = run_dir.running()
-    if running is None:
+    if running is None or (settings.model and running.model != pair_of(settings).model):
         return False
-    return not settings.model or running.model == pair_of(settings).model
+    with contextlib.closing(Client(run_dir.clients_address)) as client:
+        try:
+            client.status(timeout_s=2.0)
+        except DeadlineExceeded:
+            return False
+    return True

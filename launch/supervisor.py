@@ -42,7 +42,9 @@ Report = Callable[[ProcessStatus], None]
 class Supervisor:
     """One stack of processes."""
 
-    def __init__(self, settings: StackSettings, pair: Pair, run_dir: RunDir, report: Report) -> None:
+    def __init__(
+        self, settings: StackSettings, pair: Pair, run_dir: RunDir, report: Report
+    ) -> None:
         self._settings = settings
         self._pair = pair
         self.run_dir = run_dir
@@ -105,9 +107,7 @@ class Supervisor:
             threads=max(1, len(share_cores(self._pair.backend).verifier)),
             prefill_step_size=self._settings.prefill_step_size,
         )
-        self._adopt(
-            Child("verifier", "services.verifier", settings, self.run_dir.log("verifier"))
-        )
+        self._adopt(Child("verifier", "services.verifier", settings, self.run_dir.log("verifier")))
 
     def _spawn_drafter(self) -> None:
         cores = share_cores(self._pair.backend).drafter
@@ -200,9 +200,7 @@ class Supervisor:
         if not again:
             reason = f"{reason}; it was restarted {self._budgets[role].used} times"
             self._lost.add(role)
-        client.service_down(
-            ServiceDown(role=role, pid=child.pid, reason=reason, final=not again)
-        )
+        client.service_down(ServiceDown(role=role, pid=child.pid, reason=reason, final=not again))
         self._tell(role, f"died ({reason})" if again else f"lost ({reason})")
         self._starting.discard(role)
         if again:
@@ -295,5 +293,3 @@ class Supervisor:
             child.ask_to_end()
         for child in self._children.values():
             child.end()
-
-

@@ -1,6 +1,28 @@
 """The speculation cache: drafts prepared for the outcomes of the verification in flight."""
 
+from dataclasses import dataclass, field
+
 from protocol.messages import ENDED, DraftTree, Tokens
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Draft tokens, and how sure the drafter is of each."""
+
+    tokens: Tokens = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+
+    def add(self, token: int, confidence: float) -> None:
+        """One token more."""
+        self.tokens.append(token)
+        self.confidences.append(confidence)
+
+    def first(self, count: int) -> "Draft":
+        """Its beginning."""
+        return Draft(self.tokens[:count], self.confidences[:count])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 class SpeculationCache:
@@ -11,7 +33,7 @@ class SpeculationCache:
     """
 
     def __init__(self) -> None:
-        self._drafts: dict[tuple[int, int], Tokens] = {}
+        self._drafts: dict[tuple[int, int], Draft] = {}
         self._order: list[tuple[int, int]] = []
         self._depth = 0
 
@@ -26,19 +48,20 @@ class SpeculationCache:
         if tree.depth != self._depth + 1:
             return False
         order = tree.outcomes if tree.depth == 1 else self._order
-        if len(tree.tokens) != len(order):
+        if not len(tree.tokens) == len(tree.confidences) == len(order):
             return False
         self._order = order
         self._depth = tree.depth
-        for outcome, token in zip(order, tree.tokens, strict=True):
-            draft = self._drafts.setdefault(outcome, [])
+        steps = zip(order, tree.tokens, tree.confidences, strict=True)
+        for outcome, token, confidence in steps:
+            draft = self._drafts.setdefault(outcome, Draft())
             if token != ENDED and len(draft) == tree.depth - 1:
-                draft.append(token)
+                draft.add(token, confidence)
         return True
 
-    def draft(self, accepted: int, bonus: int) -> Tokens:
+    def draft(self, accepted: int, bonus: int) -> Draft:
         """The prepared continuation of this outcome; empty on a miss."""
-        return self._drafts.get((accepted, bonus), [])
+        return self._drafts.get((accepted, bonus), Draft())
 
     @property
     def depth(self) -> int:

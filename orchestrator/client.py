@@ -81,8 +81,8 @@ class Client:
                         raise RuntimeFailure("the orchestrator was restarted; the request is lost")
                 case Refusal(reason=reason):
                     raise UsageError(reason)
-                case Finished(request=number, reason="error", error=error) if number == request:
-                    raise RuntimeFailure(error)
+                case Finished(request=number, reason="error", error=why) if number == request:
+                    raise RuntimeFailure(why)
                 case Text(request=number) | Finished(request=number) if number == request:
                     return message
                 case Text() | Finished():
@@ -95,5 +95,3 @@ class Client:
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()
-
-

@@ -1,13 +1,39 @@
 """How many bonus-token candidates to prepare at each acceptance length (Theorem 12).
 
-Misses follow a power law, 1 - p_hit(F) = F^-r. Maximising sum_k P(k) (1 - F_k^-r) under
-sum_k F_k = B, with P(k) = alpha^k (1 - alpha) and P(K) = alpha^K, gives a geometric series
-with a wider last term.
+Misses follow a power law, 1 - h(F) = a F^-r. Maximising sum_k P(k) h(F_k) under
+sum_k F_k = B gives, for P(k) = alpha^k (1 - alpha), P(K) = alpha^K and one law for all k, a
+geometric series with a wider last term (`geometric`). In general, each branch goes where it
+gains most (`allocate`), which is optimal because h is concave.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MissLaw:
+    """h(F) = 1 - scale * F^-exponent, the probability that F candidates hold the bonus token."""
+
+    scale: float
+    exponent: float
+
+    def hit(self, candidates: int) -> float:
+        """h(F); 0 for no candidates."""
+        if candidates == 0:
+            return 0.0
+        misses: float = self.scale * candidates**-self.exponent
+        return 1.0 - misses
+
+
+AFTER_REJECTION = MissLaw(0.73, 0.385)
+"""k < K, drafted token excluded; default pair: .27 .41 .49 .53 .64 .75 for F = 1 2 3 4 8 16."""
+
+AFTER_ALL = MissLaw(0.40, 0.47)
+"""k = K: .60 .71 .76 .80 .85 .89 for the same F."""
 
 
 def geometric(alpha: float, r: float, budget: int, lookahead: int) -> list[float]:
-    """F_0..F_K as real numbers that sum to `budget`.
+    """Theorem 12: F_0..F_K as real numbers that sum to `budget`.
 
     Args:
         alpha: acceptance rate of a draft token, in (0, 1).
@@ -22,19 +48,24 @@ def geometric(alpha: float, r: float, budget: int, lookahead: int) -> list[float
     return [budget * weight / total for weight in weights]
 
 
-def allocate(alpha: float, r: float, budget: int, lookahead: int) -> list[int]:
-    """F_0..F_K as integers: each of `budget` slots goes where it gains most.
+def acceptance_law(rates: Sequence[float]) -> list[float]:
+    """P(k) for k = 0..K, given the acceptance probability of each draft token in turn."""
+    law: list[float] = []
+    reached = 1.0
+    for rate in rates:
+        law.append(reached * (1.0 - rate))
+        reached *= rate
+    return [*law, reached]
 
-    The gain of the (F+1)-th candidate at k is P(k) (h(F+1) - h(F)), with h(0) = 0 and
-    h(F) = 1 - (F+1)^-r: the miss law shifted by one, so that the first candidate has a
-    finite gain too.
-    """
-    weights = [alpha**k * (1.0 - alpha) for k in range(lookahead)] + [alpha**lookahead]
-    fan_out = [0] * (lookahead + 1)
+
+def allocate(law: Sequence[float], budget: int) -> list[int]:
+    """F_0..F_K as integers: each of `budget` branches where P(k) (h(F+1) - h(F)) is largest."""
+    laws = [AFTER_REJECTION] * (len(law) - 1) + [AFTER_ALL]
+    fan_out = [0] * len(law)
+    gains = [chance * miss.hit(1) for chance, miss in zip(law, laws, strict=True)]
     for _ in range(budget):
-        gains = [
-            weight * ((count + 1.0) ** -r - (count + 2.0) ** -r)
-            for weight, count in zip(weights, fan_out, strict=True)
-        ]
-        fan_out[gains.index(max(gains))] += 1
+        best = gains.index(max(gains))
+        fan_out[best] += 1
+        count = fan_out[best]
+        gains[best] = law[best] * (laws[best].hit(count + 1) - laws[best].hit(count))
     return fan_out

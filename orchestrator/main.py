@@ -22,7 +22,14 @@ def run(settings: OrchestratorSettings) -> None:
     with services, clients:
         tokenizer = TargetTokenizer(folder)
         vocabulary = vocabulary_of(folder)
-        Orchestrator(settings, services, clients, tokenizer, vocabulary, os.getpid()).run()
+        Orchestrator(
+            settings,
+            services=services,
+            clients=clients,
+            tokenizer=tokenizer,
+            vocabulary=vocabulary,
+            pid=os.getpid(),
+        ).run()
 
 
 if __name__ == "__main__":

@@ -11,8 +11,18 @@ from collections import deque
 from collections.abc import Iterable
 
 from orchestrator.answer import Answer
+from orchestrator.estimates import Estimates
 from orchestrator.plan import Plan
-from orchestrator.sequence import Action, Emit, Finish, Limits, Phase, Sequence, ToDrafter, ToVerifier
+from orchestrator.sequence import (
+    Action,
+    Emit,
+    Finish,
+    Limits,
+    Phase,
+    Sequence,
+    ToDrafter,
+    ToVerifier,
+)
 from orchestrator.services import Peer, Registry, objection
 from orchestrator.statistics import Recorder
 from orchestrator.text import StoppableText
@@ -25,6 +35,7 @@ from protocol.messages import (
     DraftTree,
     Failed,
     Finished,
+    FinishReason,
     FromService,
     Generate,
     Hello,
@@ -53,6 +64,7 @@ class Orchestrator:
     def __init__(
         self,
         settings: OrchestratorSettings,
+        *,
         services: Hub[FromService],
         clients: Hub[ToOrchestrator],
         tokenizer: TargetTokenizer,
@@ -66,6 +78,7 @@ class Orchestrator:
         self._vocabulary = vocabulary
         self._pid = pid
         self._registry = Registry()
+        self._estimates = Estimates()
         self._answers: dict[int, Answer] = {}
         self._waiting: deque[Answer] = deque()
         self._next_number = 1
@@ -127,6 +140,7 @@ class Orchestrator:
         answer = self._answers.get(message.sequence)
         if answer is not None:
             answer.sequence.recorder.drew(message.draft_ms, self._woke)
+            answer.sequence.recorder.phase(f"draft{message.depth}", message.draft_ms)
             self._do(answer, answer.sequence.tree(message, self._woke))
 
     def _prefilled(self, role: Role, message: Prefilled) -> None:
@@ -225,7 +239,7 @@ class Orchestrator:
             prompt=prompt,
             sampling=message.sampling,
             limits=Limits(message.max_tokens, self._tokenizer.stop_ids, context),
-            plan=Plan(message.mode, message.lookahead, message.fan_out),
+            plan=Plan(message.mode, self._estimates, message.lookahead, message.fan_out),
             recorder=Recorder(self._woke),
         )
         text = StoppableText(self._tokenizer.stream(), message.stop)
@@ -296,7 +310,7 @@ class Orchestrator:
         elif answer.stopped:
             self._do(answer, answer.sequence.finish("stop"))
 
-    def _finish(self, answer: Answer, reason: str, error: str) -> None:
+    def _finish(self, answer: Answer, reason: FinishReason, error: str) -> None:
         self._answers.pop(answer.sequence.number, None)
         if answer in self._waiting:
             self._waiting.remove(answer)

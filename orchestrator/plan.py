@@ -1,42 +1,51 @@
-"""What one round does: the modes `ar`, `sd` and `ssd` are one pipeline with different plans."""
+"""What a round does: the modes `ar`, `sd` and `ssd` are one pipeline with different plans."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from orchestrator.fan_out import allocate
+from orchestrator.estimates import Estimates
+from orchestrator.fan_out import acceptance_law, allocate
 from protocol.messages import Mode
 
-Backup = Literal["draft", "plain"]
-"""After a miss: let the drafter draft while the target waits, or verify the bonus alone."""
+_MAX_DEPTH = 6
+_BRANCHES = 16
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The knobs of a request; defaults were measured on the default pair (README)."""
+    """The knobs of a request, and the decisions they leave open."""
 
     mode: Mode
+    estimates: Estimates
     lookahead: int = 0
-    """Draft tokens per round; 0 picks the mode's default."""
+    """Draft tokens per round; 0 decides each round from what the drafter is sure of."""
     budget: int = 0
     """Branches prepared per round (B); 0 picks the default."""
-    backup: Backup = "draft"
-    backup_tokens: int = 3
-    """Draft tokens asked for after a miss."""
-    alpha: float = 0.6
-    """Prior of the acceptance rate, for the fan-out."""
-    miss_exponent: float = 0.5
-    """Prior of r in the miss law 1 - p_hit(F) = F^-r."""
 
     @property
     def depth(self) -> int:
-        """Draft tokens per round."""
-        return self.lookahead or 4
+        """How deep branches are prepared, and the longest draft that is verified."""
+        return self.lookahead or _MAX_DEPTH
 
-    @property
-    def branches(self) -> int:
-        """Branches prepared per round."""
-        return self.budget or 12
+    def length(self, confidences: Sequence[float]) -> int:
+        """How many tokens of a draft to verify: most expected tokens per second.
 
-    def fan_out(self, drafted: int) -> list[int]:
-        """F_0..F_K for a chain with `drafted` draft tokens."""
-        return allocate(self.alpha, self.miss_exponent, self.branches, drafted)
+        A chain of m draft tokens yields 1 + sum_i prod_{j<=i} p_j tokens in T_v(m + 1).
+        """
+        if self.lookahead:
+            return min(self.lookahead, len(confidences))
+        cost = self.estimates.verify_cost
+        best, best_speed = 0, 1.0 / cost.of(1)
+        expected, reached = 1.0, 1.0
+        for count, confidence in enumerate(confidences, start=1):
+            reached *= self.estimates.calibration.rate(confidence)
+            expected += reached
+            speed = expected / cost.of(count + 1)
+            if speed > best_speed:
+                best, best_speed = count, speed
+        return best
+
+    def fan_out(self, confidences: Sequence[float]) -> list[int]:
+        """F_0..F_K for a chain whose draft tokens have these confidences."""
+        rates = [self.estimates.calibration.rate(confidence) for confidence in confidences]
+        return allocate(acceptance_law(rates), self.budget or _BRANCHES)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import assert_never
 
-from orchestrator.cache import SpeculationCache
+from orchestrator.cache import Draft, SpeculationCache
 from orchestrator.plan import Plan
 from orchestrator.statistics import Recorder
 from protocol.messages import (
+    ENDED,
     CloseSequence,
     DraftNow,
     DraftTree,
@@ -107,6 +108,8 @@ class Sequence:
         self._plan = plan
         self._prompt_length = len(prompt)
         self._chain: Tokens = []
+        self._draft = Draft()
+        """The draft tokens of the chain."""
         self._origin: Origin = "target"
         self._has_drafter = False
         self._drafter_context = 0
@@ -115,7 +118,8 @@ class Sequence:
         """How many committed tokens the drafter has been told."""
         self._accepted = 0
         """Accepted draft tokens of the last outcome."""
-        self._backup: Tokens = []
+        self._backup = Draft()
+        """What has arrived of the draft that the target waits for."""
         self._waiting_since = 0.0
 
     # ------------------------------------------------------------ services come and go
@@ -126,7 +130,7 @@ class Sequence:
             return
         self._max_draft = max_draft_tokens
         yield ToVerifier(self._open())
-        yield from self._verify([], "target")
+        yield from self._verify(Draft(), "target")
 
     def verifier_down(self) -> None:
         """The verifier died; the sequence waits for another."""
@@ -160,9 +164,7 @@ class Sequence:
         return self._has_drafter and not 0 < self._drafter_context < ahead
 
     def _open(self) -> OpenSequence:
-        return OpenSequence(
-            sequence=self.number, tokens=self.tokens[:-1], sampling=self._sampling
-        )
+        return OpenSequence(sequence=self.number, tokens=self.tokens[:-1], sampling=self._sampling)
 
     # ------------------------------------------------------------ rounds
 
@@ -171,11 +173,12 @@ class Sequence:
         if self.phase is not Phase.VERIFYING or outcome.round != self.round:
             return
         self._record(outcome)
-        drafted = self._chain[1:]
-        emitted = [*drafted[: outcome.accepted], outcome.bonus]
-        origins: list[Origin] = [*[self._origin] * outcome.accepted, "target"]
+        draft = self._draft
+        emitted = [*draft.tokens[: outcome.accepted], outcome.bonus]
+        origins: list[Origin] = [self._origin for _ in range(outcome.accepted)]
+        origins.append("target")
         kept, reason = self._ending(emitted)
-        self.recorder.verified(len(drafted), min(outcome.accepted, kept))
+        self.recorder.verified(len(draft), min(outcome.accepted, kept))
         self.recorder.emit(kept, now)
         self.tokens += emitted[:kept]
         self._accepted = outcome.accepted
@@ -186,6 +189,9 @@ class Sequence:
             yield from self.finish(reason)
 
     def _record(self, outcome: VerificationOutcome) -> None:
+        estimates = self._plan.estimates
+        estimates.verify_cost.observe(len(self._draft) + 1, outcome.verify_ms)
+        estimates.calibration.observe(self._draft.confidences, outcome.accepted)
         self.recorder.phase("verify", outcome.verify_ms)
         if self.recorder.rounds:  # before the first round the verifier had nothing to do
             kind = "idle_hit" if self._origin == "hit" else "idle_other"
@@ -214,7 +220,7 @@ class Sequence:
         if mode == "ar" or not self._can_draft() or self._reach() == 0:
             if mode != "ar" and not self._can_draft():
                 self.recorder.fallbacks["no_drafter"] += 1
-            yield from self._verify([], "target")
+            yield from self._verify(Draft(), "target")
             return
         if mode == "sd":
             yield from self._draft_now(self._plan.depth, now)
@@ -224,12 +230,11 @@ class Sequence:
             self.recorder.hits += 1
             yield from self._verify(prepared, "hit")
             return
+        # No stall: the target goes on with the bonus token alone while the drafter prepares
+        # for the next round. Waiting for a draft would cost more than it yields.
         self.recorder.misses += 1
-        self.recorder.fallbacks[self._plan.backup] += 1
-        if self._plan.backup == "draft":
-            yield from self._draft_now(self._plan.backup_tokens, now)
-        else:
-            yield from self._verify([], "target")
+        self.recorder.fallbacks["plain"] += 1
+        yield from self._verify(Draft(), "target")
 
     def _reach(self) -> int:
         """Longest draft that can be verified: the model's limit, and the room that is left."""
@@ -239,15 +244,15 @@ class Sequence:
             reach = min(reach, self._limits.context_length - len(self.tokens) - 1)
         return max(0, reach)
 
-    def _verify(self, draft: Tokens, origin: Origin) -> Iterator[Action]:
+    def _verify(self, draft: Draft, origin: Origin) -> Iterator[Action]:
         """Start a round: the verifier checks the chain while the drafter prepares."""
-        draft = draft[: min(self._plan.depth, self._reach())]
+        self._draft = draft.first(min(self._plan.length(draft.confidences), self._reach()))
         self.round += 1
-        self._chain = [self.tokens[-1], *draft]
+        self._chain = [self.tokens[-1], *self._draft.tokens]
         self._origin = origin
         self.phase = Phase.VERIFYING
         self.cache.clear()
-        self._backup = []
+        self._backup = Draft()
         yield ToVerifier(
             Verify(
                 sequence=self.number,
@@ -269,7 +274,7 @@ class Sequence:
                 base=base,
                 tokens=tokens,
                 chain=self._chain,
-                fan_out=self._plan.fan_out(len(self._chain) - 1),
+                fan_out=self._plan.fan_out(self._draft.confidences),
                 depth=self._plan.depth,
             )
         )
@@ -278,7 +283,7 @@ class Sequence:
         self.round += 1
         self._waiting_since = now
         self.phase = Phase.DRAFTING
-        self._backup = []
+        self._backup = Draft()
         base, tokens = self._news()
         yield ToDrafter(
             DraftNow(
@@ -306,8 +311,11 @@ class Sequence:
             case Phase.VERIFYING:
                 self.cache.add(tree)
             case Phase.DRAFTING:
-                self._backup += [token for token in tree.tokens[:1] if token >= 0]
-                if tree.last:
+                for token, confidence in zip(tree.tokens[:1], tree.confidences, strict=False):
+                    if token != ENDED:
+                        self._backup.add(token, confidence)
+                # A last token that is not worth verifying ends the drafting too.
+                if tree.last or self._plan.length(self._backup.confidences) < len(self._backup):
                     self.recorder.phase("draft_wait", 1e3 * (now - self._waiting_since))
                     yield from self._verify(self._backup, "miss")
             case Phase.STRANDED | Phase.FINISHED:

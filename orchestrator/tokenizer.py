@@ -30,7 +30,7 @@ class TargetTokenizer:
         try:
             self._tokenizer: Any = Tokenizer.from_file(str(path))
         # The library raises bare Exception for a file it cannot read.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             raise ModelError(f"{str(path)!r} is not a tokenizer description: {error}") from error
         self._config = _read_json(folder / "tokenizer_config.json")
         self._template = _chat_template(folder, self._config)
@@ -121,7 +121,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> jinja2.Template | No
         value, ensure_ascii=False, **options
     )
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)  # noqa: DTZ005  # templates mean local time
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:

@@ -42,6 +42,7 @@ class _Endpoint:
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
+        """For polling."""
         return self._socket
 
     def ready(self, timeout_s: float) -> bool:
@@ -154,6 +155,7 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
+        """Whether no time is left."""
         return self.remaining == 0.0
 
 
@@ -165,4 +167,3 @@ def ipc_address(path: str) -> str:
             f"the socket path {path!r} is longer than {limit} bytes; set SSD_RUN_DIR to a short one"
         )
     return f"ipc://{path}"
-

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import setproctitle
 
-from protocol.errors import RuntimeFailure, SsdError
+from protocol.errors import RuntimeFailure, SsdError, UsageError
 from protocol.settings import ChildSettings, decode_settings
 
 ERROR_PREFIX = "error: "
@@ -26,14 +26,14 @@ def main(role: str, kind: type[C], run: Callable[[C], None]) -> int:
     """Run a child process to its end; returns its exit code."""
     setproctitle.setproctitle(f"ssd {role}")
     logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {role} %(levelname)s %(message)s"
+        stream=sys.stderr,
+        level=logging.INFO,
+        format=f"%(asctime)s {role} %(levelname)s %(message)s",
     )
     try:
-        if len(sys.argv) != 2:
-            raise RuntimeFailure(f"the {role} process is started by `ssd`, not by hand")
-        settings = decode_settings(sys.argv[1], kind)
+        settings = decode_settings(_argument(role), kind)
         pin(settings.cores)
-        hold_lifeline(settings.lifeline, lambda: settings.on_orphaned())
+        hold_lifeline(settings.lifeline, settings.on_orphaned)
         run(settings)
     except SsdError as error:
         return _report(str(error), error.exit_code)
@@ -44,6 +44,12 @@ def main(role: str, kind: type[C], run: Callable[[C], None]) -> int:
         traceback.print_exc()
         return _report(f"{type(error).__name__}: {error}", RuntimeFailure.exit_code)
     return 0
+
+
+def _argument(role: str) -> str:
+    if len(sys.argv) != 2:
+        raise UsageError(f"the {role} process is started by `ssd`, not by hand")
+    return sys.argv[1]
 
 
 def _report(sentence: str, code: int) -> int:

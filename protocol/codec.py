@@ -20,8 +20,8 @@ M = TypeVar("M", bound=Message)
 
 def encode(message: Message) -> bytes:
     """The msgpack map of a message, its tag under `type`."""
-    packed: bytes = msgpack.packb(msgspec.to_builtins(message), use_bin_type=True)
-    return packed
+    packed: Any = msgpack.packb(msgspec.to_builtins(message), use_bin_type=True)
+    return bytes(packed)
 
 
 class Decoder(Generic[M]):

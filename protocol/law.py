@@ -110,9 +110,7 @@ def kept(row: Floats, sampling: Sampling) -> Ids:
     return result
 
 
-def _needs_more(
-    row: Floats, near: Ids, top: np.float32, total: float, sampling: Sampling
-) -> bool:
+def _needs_more(row: Floats, near: Ids, top: np.float32, total: float, sampling: Sampling) -> bool:
     """Whether a filter's border may lie beyond the near tokens."""
     reaches_k = 0 < sampling.top_k <= near.size
     mass = float(np.exp(row[near] - top).sum(dtype=np.float64)) / total

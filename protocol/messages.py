@@ -40,7 +40,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # ---------------------------------------------------------------- handshake, all services
 
 
-class Hello(Message, tag="hello", kw_only=True):
+class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """Service -> orchestrator: the first word on a connection. Answer: Welcome or Refusal."""
 
     protocol: int
@@ -59,21 +59,21 @@ class Hello(Message, tag="hello", kw_only=True):
     """Verifier: longest draft it can roll back (0 for recurrent models). Drafter: deepest tree."""
 
 
-class Welcome(Message, tag="welcome"):
+class Welcome(Message, frozen=True, tag="welcome"):
     """Orchestrator -> service: the handshake is complete."""
 
 
-class Refusal(Message, tag="refusal"):
+class Refusal(Message, frozen=True, tag="refusal"):
     """Orchestrator -> service or client: no, and the sentence that says why."""
 
     reason: str
 
 
-class Stop(Message, tag="stop"):
+class Stop(Message, frozen=True, tag="stop"):
     """Orchestrator -> service: finish now, exit with code 0. No answer."""
 
 
-class Failed(Message, tag="failed", kw_only=True):
+class Failed(Message, frozen=True, tag="failed", kw_only=True):
     """Service -> orchestrator: the sequence could not be served; the process goes on."""
 
     sequence: int
@@ -84,7 +84,7 @@ class Failed(Message, tag="failed", kw_only=True):
 # ---------------------------------------------------------------- sequences, both services
 
 
-class OpenSequence(Message, tag="open", kw_only=True):
+class OpenSequence(Message, frozen=True, tag="open", kw_only=True):
     """Orchestrator -> service: prefill these tokens into a fresh KV. Answer: Prefilled or Failed.
 
     `tokens` excludes the pending token. Opening an open sequence replaces it.
@@ -95,7 +95,7 @@ class OpenSequence(Message, tag="open", kw_only=True):
     sampling: Sampling
 
 
-class Prefilled(Message, tag="prefilled", kw_only=True):
+class Prefilled(Message, frozen=True, tag="prefilled", kw_only=True):
     """Service -> orchestrator: the sequence is open and holds `length` tokens."""
 
     sequence: int
@@ -103,7 +103,7 @@ class Prefilled(Message, tag="prefilled", kw_only=True):
     prefill_ms: float
 
 
-class CloseSequence(Message, tag="close", kw_only=True):
+class CloseSequence(Message, frozen=True, tag="close", kw_only=True):
     """Orchestrator -> service: forget the sequence and free its KV. No answer."""
 
     sequence: int
@@ -112,7 +112,7 @@ class CloseSequence(Message, tag="close", kw_only=True):
 # ---------------------------------------------------------------- verifier
 
 
-class Verify(Message, tag="verify", kw_only=True):
+class Verify(Message, frozen=True, tag="verify", kw_only=True):
     """Orchestrator -> verifier: verify chain[1:] after chain[0]. Answer: VerificationOutcome.
 
     `position` is the position of chain[0], the pending token; the KV holds exactly the
@@ -125,7 +125,7 @@ class Verify(Message, tag="verify", kw_only=True):
     chain: Tokens
 
 
-class VerificationOutcome(Message, tag="outcome", kw_only=True):
+class VerificationOutcome(Message, frozen=True, tag="outcome", kw_only=True):
     """Verifier -> orchestrator: `accepted` draft tokens stand, then comes `bonus`."""
 
     sequence: int
@@ -140,7 +140,7 @@ class VerificationOutcome(Message, tag="outcome", kw_only=True):
 # ---------------------------------------------------------------- drafter
 
 
-class Prepare(Message, tag="prepare", kw_only=True):
+class Prepare(Message, frozen=True, tag="prepare", kw_only=True):
     """Orchestrator -> drafter: prepare branches for the outcomes of the verification of `chain`.
 
     `tokens` are the committed tokens from position `base` on, so that a drafter can first
@@ -158,7 +158,7 @@ class Prepare(Message, tag="prepare", kw_only=True):
     depth: int
 
 
-class DraftNow(Message, tag="draft", kw_only=True):
+class DraftNow(Message, frozen=True, tag="draft", kw_only=True):
     """Orchestrator -> drafter: the target waits; draft `count` tokens after `pending` at once.
 
     Answer: DraftTree with the single branch (accepted, pending), one per depth.
@@ -173,7 +173,7 @@ class DraftNow(Message, tag="draft", kw_only=True):
     count: int
 
 
-class DraftTree(Message, tag="tree", kw_only=True):
+class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
     """Drafter -> orchestrator: one depth of every branch prepared in `round`.
 
     Depth 1 carries `outcomes`, a pair (accepted, bonus token) per branch, which later depths
@@ -186,6 +186,8 @@ class DraftTree(Message, tag="tree", kw_only=True):
     depth: int
     outcomes: list[tuple[int, Token]]
     tokens: list[int]
+    confidences: list[float]
+    """Per branch, how sure the drafter is of its token: its own probability, 0 to 1."""
     draft_ms: float
     """Time the drafter worked for this message."""
     last: bool = False
@@ -209,7 +211,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str
 
 
-class Generate(Message, tag="generate", kw_only=True):
+class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """Client -> orchestrator: answer this. Answers: Text (many), then Finished; or Refusal.
 
     Exactly one of `messages` (rendered by the chat template) and `tokens` is given.
@@ -228,7 +230,7 @@ class Generate(Message, tag="generate", kw_only=True):
     """Branches prepared per round (B); 0 leaves it to the orchestrator."""
 
 
-class Cancel(Message, tag="cancel", kw_only=True):
+class Cancel(Message, frozen=True, tag="cancel", kw_only=True):
     """Client -> orchestrator: stop this request; Finished("cancelled") follows."""
 
     request: int
@@ -239,7 +241,7 @@ Origin = Literal["target", "hit", "miss"]
 chain that was prepared in time (hit) or drafted while the target waited (miss)."""
 
 
-class Text(Message, tag="text", kw_only=True):
+class Text(Message, frozen=True, tag="text", kw_only=True):
     """Orchestrator -> client: newly emitted tokens, and the text that became certain with each.
 
     Text that was held back until the end comes as a last piece without a token.
@@ -284,7 +286,7 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
 
 
-class Finished(Message, tag="finished", kw_only=True):
+class Finished(Message, frozen=True, tag="finished", kw_only=True):
     """Orchestrator -> client: the request is over."""
 
     request: int
@@ -294,7 +296,7 @@ class Finished(Message, tag="finished", kw_only=True):
     error: str = ""
 
 
-class StatusRequest(Message, tag="status?"):
+class StatusRequest(Message, frozen=True, tag="status?"):
     """Client or supervisor -> orchestrator: who is there? Answer: Status."""
 
 
@@ -309,7 +311,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     context_length: int
 
 
-class Status(Message, tag="status", kw_only=True):
+class Status(Message, frozen=True, tag="status", kw_only=True):
     """Orchestrator -> client: itself, and the services that have shaken hands."""
 
     pid: int
@@ -321,7 +323,7 @@ class Status(Message, tag="status", kw_only=True):
     """Why the last service of a role was turned away, until one is welcomed."""
 
 
-class ServiceDown(Message, tag="down", kw_only=True):
+class ServiceDown(Message, frozen=True, tag="down", kw_only=True):
     """Supervisor -> orchestrator: a process ended; `final` means that none will replace it."""
 
     role: Role
@@ -337,14 +339,14 @@ FromOrchestrator = Text | Finished | Refusal | Status
 # ---------------------------------------------------------------- supervisor's control door
 
 
-class SwapDrafter(Message, tag="swap", kw_only=True):
+class SwapDrafter(Message, frozen=True, tag="swap", kw_only=True):
     """CLI -> supervisor: replace the drafter of the running stack. Answer: Done or Refusal."""
 
     backend: str
     model: str = ""
 
 
-class StackRequest(Message, tag="stack?"):
+class StackRequest(Message, frozen=True, tag="stack?"):
     """CLI -> supervisor: what is running? Answer: Stack."""
 
 
@@ -359,13 +361,13 @@ class ProcessStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     restarts: int
 
 
-class Stack(Message, tag="stack", kw_only=True):
+class Stack(Message, frozen=True, tag="stack", kw_only=True):
     """Supervisor -> CLI: the processes of this stack."""
 
     processes: list[ProcessStatus]
 
 
-class Done(Message, tag="done"):
+class Done(Message, frozen=True, tag="done"):
     """Supervisor -> CLI: the command was carried out."""
 
 

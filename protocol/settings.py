@@ -19,7 +19,7 @@ class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     pass
 
 
-class ChildSettings(_Settings, kw_only=True):
+class ChildSettings(_Settings, frozen=True, kw_only=True):
     """What every child is told."""
 
     lifeline: int
@@ -31,7 +31,7 @@ class ChildSettings(_Settings, kw_only=True):
         """Clean up because the supervisor cannot."""
 
 
-class ServiceSettings(ChildSettings, kw_only=True):
+class ServiceSettings(ChildSettings, frozen=True, kw_only=True):
     """What a verifier and a drafter have in common."""
 
     address: str
@@ -43,17 +43,17 @@ class ServiceSettings(ChildSettings, kw_only=True):
     prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = 512
 
 
-class VerifierSettings(ServiceSettings, kw_only=True):
+class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     """One verifier process."""
 
 
-class DrafterSettings(ServiceSettings, kw_only=True):
+class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):
     """One drafter process."""
 
     backend: BackendName
 
 
-class OrchestratorSettings(ChildSettings, kw_only=True):
+class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     """The orchestrator process."""
 
     services_address: str

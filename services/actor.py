@@ -22,7 +22,6 @@ from protocol.messages import (
     Failed,
     FromService,
     Hello,
-    Message,
     OpenSequence,
     Prepare,
     Refusal,
@@ -104,7 +103,7 @@ def _work(
             if any(isinstance(n, Stop) or service.supersedes(n, message) for n in inbox):
                 return
     # One request must not take the process down; its sequence fails with the reason.
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         _log.exception("%s of sequence %d failed", type(message).__name__, message.sequence)
         reason = f"{type(error).__name__}: {error}"
         channel.send(Failed(sequence=message.sequence, error=reason))

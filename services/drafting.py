@@ -5,6 +5,7 @@ from collections.abc import Generator
 
 from protocol.errors import ProtocolError
 from protocol.messages import (
+    ENDED,
     CloseSequence,
     DraftNow,
     DraftTree,
@@ -66,6 +67,7 @@ class Drafter:
                 depth=depth,
                 outcomes=[(o.accepted, o.bonus) for o in layer.outcomes] if depth == 1 else [],
                 tokens=layer.tokens,
+                confidences=layer.confidences,
                 draft_ms=1e3 * (now - started),
                 last=depth == message.depth,
             )
@@ -76,7 +78,9 @@ class Drafter:
         self._backend.commit(message.sequence, message.base, message.tokens)
         outcome = (message.accepted, message.pending)
         depth = 0
-        for token in self._backend.draft(message.sequence, message.pending, message.count):
+        for token, confidence in self._backend.draft(
+            message.sequence, message.pending, message.count
+        ):
             depth += 1
             yield DraftTree(
                 sequence=message.sequence,
@@ -84,6 +88,7 @@ class Drafter:
                 depth=depth,
                 outcomes=[outcome] if depth == 1 else [],
                 tokens=[token],
+                confidences=[confidence],
                 draft_ms=1e3 * (time.perf_counter() - started),
                 last=depth == message.count,
             )
@@ -94,7 +99,8 @@ class Drafter:
                 round=message.round,
                 depth=depth + 1,
                 outcomes=[outcome] if depth == 0 else [],
-                tokens=[-1],
+                tokens=[ENDED],
+                confidences=[0.0],
                 draft_ms=1e3 * (time.perf_counter() - started),
                 last=True,
             )

@@ -1,10 +1,11 @@
-"""`python -m services.gguf SOURCE.gguf FOLDER`: a Llama-type GGUF file as an mlx-lm folder.
+"""`python -m services.gguf SOURCE.gguf FOLDER`: a Llama GGUF file as an mlx-lm folder.
 
 The quantised blocks are kept as they are (Q4_0, Q4_1 and Q8_0 are MLX's affine groups of
 32), so the folder is as small and as exact as the file; where MLX computes on a CPU, which
-wants float32, they are dequantised once here instead of at every start. Three things differ in GGUF and are
-undone: tensor names; the rows of q and k, which it orders for interleaved RoPE; and the
-tokenizer, which it stores as lists in the metadata.
+wants float32, they are dequantised once here instead of at every start.
+
+Three things differ in GGUF and are undone: tensor names; the rows of q and k, which it
+orders for interleaved RoPE; and the tokenizer, which it stores as lists in the metadata.
 """
 
 import json
@@ -69,7 +70,7 @@ def _read(source: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
     try:
         loaded: Any = mx.load(str(source), format="gguf", return_metadata=True)
     # MLX raises RuntimeError, ValueError or OSError, as the broken file leads it.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise ModelError(f"{str(source)!r} is not a readable GGUF file: {error}") from error
     weights, metadata = loaded
     return weights, {key: _plain(value) for key, value in metadata.items()}

@@ -54,12 +54,12 @@ class SlotCache:
         return self._store.frame.offset
 
     def make_mask(
-        self, n: int, return_array: bool = False, window_size: int | None = None
+        self, n: int, *, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
         """The attention mask of the current frame; `n` is the frame's count."""
         if n != self._store.frame.count:
             raise ValueError(f"the model asks for a mask of {n}, not {self._store.frame.count}")
-        return self._store.mask(window_size or self.window, return_array)
+        return self._store.mask(window_size or self.window, as_array=return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store [1, heads, count, size] at the frame's slots; return all slots up to there."""
@@ -104,7 +104,7 @@ class KVStore:
     `length` is the number of trunk tokens; slots from there on are scratch.
     """
 
-    def __init__(self, windows: Sequence[int | None], bucketed: bool) -> None:
+    def __init__(self, windows: Sequence[int | None], *, bucketed: bool) -> None:
         self.length = 0
         self.caches = [SlotCache(self, window) for window in windows]
         self._bucketed = bucketed
@@ -159,14 +159,14 @@ class KVStore:
         """
         return -(-end // _GROWTH) * _GROWTH if self._bucketed else end
 
-    def mask(self, window: int | None, as_array: bool) -> mx.array | str | None:
+    def mask(self, window: int | None, *, as_array: bool) -> mx.array | str | None:
         """The mask of the current frame: None, "causal", or bool [count, reach]."""
         key = (window, as_array)
         if key not in self._masks:
-            self._masks[key] = self._build_mask(window, as_array)
+            self._masks[key] = self._build_mask(window, as_array=as_array)
         return self._masks[key]
 
-    def _build_mask(self, window: int | None, as_array: bool) -> mx.array | str | None:
+    def _build_mask(self, window: int | None, *, as_array: bool) -> mx.array | str | None:
         frame = self.frame
         end = frame.start + frame.count
         windowed = window is not None and end > window
@@ -180,7 +180,8 @@ class KVStore:
         if window is not None:
             visible = visible & (queries - frame.positions[None] < window)
         padding = self.reach(end) - end
-        return mx.array(np.pad(visible, ((0, 0), (0, padding))))
+        padded: Any = np.pad(visible, ((0, 0), (0, padding)))
+        return mx.array(padded)
 
     def evaluate(self) -> None:
         """Compute what has been stored so far (after a prefill chunk whose logits are unused)."""

@@ -60,7 +60,7 @@ def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
     except json.JSONDecodeError as error:
         raise ModelError(f"config.json in {str(folder)!r} is not JSON: {error}") from error
     # mlx-lm and MLX raise whatever the broken file leads them into.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise ModelError(
             f"cannot load the model {str(folder)!r}: {type(error).__name__}: {_first_line(error)}"
         ) from error

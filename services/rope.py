@@ -1,12 +1,22 @@
-"""RoPE for tokens that stand side by side: each of a flat row at a position of its own."""
+"""RoPE for tokens that stand side by side: each of a flat row at a position of its own.
 
+`allow_branches` wraps the RoPE of every attention layer so that it also takes an array of
+positions. `use_tables` does the same and, for MLX's CPU backend, which computes sines and
+cosines anew for every layer, shares them among all layers of a forward.
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from protocol.errors import ModelError
+
+Offset = int | mx.array
+"""Position of the first of a chain of tokens, or [tokens] the position of each."""
 
 
 class BranchRope(nn.Module):
@@ -20,7 +30,7 @@ class BranchRope(nn.Module):
         super().__init__()
         self._rope = rope
 
-    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+    def __call__(self, x: mx.array, offset: Offset = 0) -> mx.array:
         """[1, heads, tokens, size] -> the same, rotated."""
         if isinstance(offset, mx.array):
             rotated: mx.array = self._rope(x.swapaxes(0, 2), offset=offset)
@@ -29,19 +39,93 @@ class BranchRope(nn.Module):
         return result
 
 
+class _Tables:
+    """cos and sin of the latest frame, [tokens, size], shared by layers of equal RoPE.
+
+    They are read off the layer's own RoPE, applied to a unit vector, so that every scaling
+    rule is right by construction.
+    """
+
+    def __init__(self, rope: BranchRope, dims: int) -> None:
+        self._rope = rope
+        self._dims = dims
+        self._offset: Offset | None = None
+        self._tables: tuple[mx.array, mx.array] | None = None
+
+    def at(self, offset: Offset, tokens: int, size: int) -> tuple[mx.array, mx.array]:
+        """The tables for these positions; the sine carries the sign of the half it goes to."""
+        if self._tables is None or not self._same(offset) or len(self._tables[0]) != tokens:
+            self._offset, self._tables = offset, self._compute(offset, tokens, size)
+        return self._tables
+
+    def _same(self, offset: Offset) -> bool:
+        if isinstance(offset, mx.array) or isinstance(self._offset, mx.array):
+            return offset is self._offset  # a frame's array is made once and only handed on
+        return offset == self._offset
+
+    def _compute(self, offset: Offset, tokens: int, size: int) -> tuple[mx.array, mx.array]:
+        half, rest = self._dims // 2, size - self._dims
+        unit = mx.concatenate([mx.ones(half), mx.zeros(half), mx.ones(rest)])
+        turned = self._rope(mx.broadcast_to(unit, (1, 1, tokens, size)), offset)[0, 0]
+        cos, sin = turned[:, :half], turned[:, half : self._dims]
+        plain = turned[:, self._dims :]
+        return (
+            mx.concatenate([cos, cos, plain], axis=-1),
+            mx.concatenate([-sin, sin, mx.zeros_like(plain)], axis=-1),
+        )
+
+
+class TableRope(nn.Module):
+    """Rotates by shared tables; half-split layout only."""
+
+    def __init__(self, tables: _Tables, dims: int) -> None:
+        super().__init__()
+        self._tables = tables
+        self._dims = dims
+
+    def __call__(self, x: mx.array, offset: Offset = 0) -> mx.array:
+        """[1, heads, tokens, size] -> the same, rotated."""
+        cos, sin = self._tables.at(offset, x.shape[-2], x.shape[-1])
+        half, dims = self._dims // 2, self._dims
+        parts = [x[..., half:dims], x[..., :half]]
+        if dims < x.shape[-1]:
+            parts.append(x[..., dims:])
+        return x * cos + mx.concatenate(parts, axis=-1) * sin
+
+
+def _attentions(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Every module of the model that has a RoPE, with it."""
+    for _, module in model.named_modules():
+        rope = getattr(module, "rope", None)
+        if isinstance(rope, nn.Module):
+            yield module, rope
+
+
 def allow_branches(model: nn.Module) -> None:
     """Wrap the RoPE of every attention layer of an mlx-lm model.
 
     Raises:
         ModelError: the model has no RoPE to wrap, or one whose base depends on the length.
     """
-    found = False
-    for _, module in model.named_modules():
-        rope = getattr(module, "rope", None)
+    attentions = list(_attentions(model))
+    if not attentions:
+        raise ModelError("the model has no rotary position embedding, so it cannot draft trees")
+    for attention, rope in attentions:
         if isinstance(rope, DynamicNTKScalingRoPE):
             raise ModelError("dynamic NTK RoPE scaling is not supported for drafting")
-        if isinstance(rope, nn.Module) and not isinstance(rope, BranchRope):
-            module.rope = BranchRope(rope)
-            found = True
-    if not found:
-        raise ModelError("the model has no rotary position embedding, so it cannot draft trees")
+        if not isinstance(rope, BranchRope | TableRope):
+            attention.rope = BranchRope(rope)
+
+
+def use_tables(model: nn.Module) -> None:
+    """Let all layers of equal RoPE share their sines and cosines; for MLX's CPU backend."""
+    shared: dict[bytes, _Tables] = {}
+    for attention, rope in _attentions(model):
+        dims = getattr(rope, "dims", None)
+        if dims is None or getattr(rope, "traditional", True):
+            continue
+        if isinstance(rope, DynamicNTKScalingRoPE):
+            continue
+        probe: Any = rope(mx.ones((1, 1, 2, dims)), offset=1000)
+        tables = shared.setdefault(np.array(probe).tobytes(), _Tables(BranchRope(rope), dims))
+        attention.rope = TableRope(tables, dims)

@@ -22,6 +22,7 @@ from protocol.messages import (
     Verify,
 )
 from services.actor import Work
+from services.cpu import tune
 from services.kv import KVStore, windows_of
 from services.model import LoadedModel, compute_unit
 
@@ -44,6 +45,8 @@ class Verifier:
 
     def __init__(self, model: LoadedModel, prefill_step_size: int) -> None:
         self._model = model.module
+        if compute_unit() == "cpu":
+            tune(self._model)
         self._step = prefill_step_size
         self._sequences: dict[int, _Sequence] = {}
         self._idle_since = time.perf_counter()
@@ -138,7 +141,8 @@ class Verifier:
         """The target's token after each token of the chain."""
         if sampling.temperature == 0.0:
             # Only a few integers leave the device.
-            return [int(token) for token in mx.argmax(logits, axis=-1).tolist()]  # type: ignore[union-attr]  # a row of integers
+            tokens: Any = mx.argmax(logits, axis=-1).tolist()
+            return [int(token) for token in tokens]
         rows = host_floats(logits)
         return choose(rows, range(position + 1, position + 1 + len(rows)), sampling)
 

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 from protocol.channel import Channel
+from protocol.child import main
 from protocol.codec import Decoder
 from protocol.messages import ToService, ToVerifier
-from protocol.child import main
 from protocol.settings import VerifierSettings
 from services.actor import Identity, serve
 from services.machine import load_blas

@@ -24,6 +24,13 @@ class Outcome(NamedTuple):
     bonus: int
 
 
+class Drafted(NamedTuple):
+    """One draft token, and how sure the backend is of it (see `Layer.confidences`)."""
+
+    token: int
+    confidence: float
+
+
 @dataclass(frozen=True)
 class Layer:
     """One depth of all branches."""
@@ -32,6 +39,9 @@ class Layer:
     """The branches, in an order that all layers of one tree share."""
     tokens: list[int]
     """The draft token of each branch at this depth, or `messages.ENDED`."""
+    confidences: list[float]
+    """How sure the backend is of each of these tokens, 0 to 1; a rough guess will do, since
+    the orchestrator learns how often tokens of a given confidence are accepted."""
 
 
 class BackendIdentity(NamedTuple):
@@ -78,7 +88,7 @@ class DraftBackend(Protocol):
         """
         ...
 
-    def draft(self, sequence: int, pending: int, count: int) -> Generator[int]:
+    def draft(self, sequence: int, pending: int, count: int) -> Generator[Drafted]:
         """Up to `count` draft tokens after the pending token, one at a time."""
         ...
 

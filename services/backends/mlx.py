@@ -26,11 +26,11 @@ import numpy.typing as npt
 from protocol.errors import ProtocolError
 from protocol.law import Floats, Ids, ranked
 from protocol.messages import Sampling, Tokens
-from services.backends.interface import BackendIdentity, Layer, Outcome
+from services.backends.interface import BackendIdentity, Drafted, Layer, Outcome
 from services.draft_head import trim_head
 from services.kv import KVStore, windows_of
 from services.model import compute_unit, load
-from services.rope import allow_branches
+from services.rope import allow_branches, use_tables
 
 MAX_DRAFT_TOKENS = 64
 
@@ -45,6 +45,8 @@ class Top(NamedTuple):
     """[rows, width] ids in the target's vocabulary."""
     logits: Floats
     """[rows, width]."""
+    totals: Floats
+    """[rows] log-sum-exp of the whole head."""
 
 
 @dataclass
@@ -81,6 +83,8 @@ class MlxBackend:
     def __init__(self, folder: Path, prefill_step_size: int) -> None:
         loaded = load(folder)
         self._model = loaded.module
+        if compute_unit() == "cpu":
+            use_tables(self._model)
         allow_branches(self._model)
         self._windows = windows_of(self._model)
         self._head_ids = trim_head(self._model, folder)
@@ -96,13 +100,15 @@ class MlxBackend:
             compute_unit=compute_unit(),
             max_draft_tokens=MAX_DRAFT_TOKENS,
         )
-        self._head_size = len(self._head_ids) if self._head_ids is not None else loaded.vocabulary.size
+        self._head_size = (
+            len(self._head_ids) if self._head_ids is not None else loaded.vocabulary.size
+        )
 
     # ------------------------------------------------------------ DraftBackend
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Prefill in chunks; may be abandoned between two."""
-        opened = _Sequence(KVStore(self._windows, self._bucketed), sampling)
+        opened = _Sequence(KVStore(self._windows, bucketed=self._bucketed), sampling)
         for start in range(0, len(tokens), self._step):
             chunk = tokens[start : start + self._step]
             opened.store.chain(len(chunk))
@@ -136,10 +142,10 @@ class MlxBackend:
         tree = known.tree = _Tree(known.committed, branches, [], [], [])
         tokens = [root.bonus for root in roots]
         for _ in range(depth):
-            tokens = self._grow(known, tree, roots, tokens)
-            yield Layer(roots, tokens)
+            tokens, confidences = self._grow(known, tree, roots, tokens)
+            yield Layer(roots, tokens, confidences)
 
-    def draft(self, sequence: int, pending: int, count: int) -> Generator[int]:
+    def draft(self, sequence: int, pending: int, count: int) -> Generator[Drafted]:
         """Greedy (by score) continuation on the trunk, one token per forward."""
         known = self._known(sequence)
         width = self._width(known.sampling, 1)
@@ -150,7 +156,7 @@ class MlxBackend:
             self._cut(known, position)
             top = known.tops[position - 1]
             token = int(ranked(top.ids, top.logits, [position], known.sampling)[0, 0])
-            yield token
+            yield Drafted(token, _confidence(top, 0, token))
             tail = [*tail, token]
 
     def close(self, sequence: int) -> None:
@@ -168,9 +174,7 @@ class MlxBackend:
     def _width(sampling: Sampling, wanted: int) -> int:
         return wanted if sampling.temperature == 0.0 else max(wanted, _SAMPLED_WIDTH)
 
-    def _feed(
-        self, known: _Sequence, base: int, tokens: Tokens, rows: int, width: int = 1
-    ) -> None:
+    def _feed(self, known: _Sequence, base: int, tokens: Tokens, rows: int, width: int = 1) -> None:
         """Make the trunk start with `tokens[:base] + tokens`, computing only what it lacks.
 
         Afterwards `known.tops` has the candidates after each of the last `rows` of them, at
@@ -243,8 +247,8 @@ class MlxBackend:
 
     def _grow(
         self, known: _Sequence, tree: _Tree, roots: list[Outcome], tokens: Tokens
-    ) -> Tokens:
-        """Feed one token per branch; returns the next token of each."""
+    ) -> tuple[Tokens, list[float]]:
+        """Feed one token per branch; returns the next token of each, and its confidence."""
         depth, count = len(tree.fed), len(roots)
         trunk = len(known.tokens)
         start = trunk + depth * count
@@ -262,7 +266,8 @@ class MlxBackend:
         tree.logits.append(rows)
         top = self._top(rows, self._width(known.sampling, 1))
         best = ranked(top.ids, top.logits, [int(p) + 1 for p in positions], known.sampling)
-        return [int(token) for token in best[:, 0]]
+        chosen = [int(token) for token in best[:, 0]]
+        return chosen, [_confidence(top, row, token) for row, token in enumerate(chosen)]
 
     # ------------------------------------------------------------ the head
 
@@ -280,7 +285,15 @@ class MlxBackend:
             values = np.take_along_axis(rows, columns, axis=-1)
             columns = np.take_along_axis(columns, np.argsort(-values, axis=-1), axis=-1)
         ids = columns if self._head_ids is None else self._head_ids[columns]
-        return Top(ids, np.take_along_axis(rows, columns, axis=-1))
+        peaks = rows.max(axis=-1)
+        totals = peaks + np.log(np.exp(rows - peaks[:, None]).sum(axis=-1))
+        return Top(ids, np.take_along_axis(rows, columns, axis=-1), totals)
+
+
+def _confidence(top: Top, row: int, token: int) -> float:
+    """The drafter's own probability of a candidate."""
+    column = int(np.flatnonzero(top.ids[row] == token)[0])
+    return float(np.exp(top.logits[row, column] - top.totals[row]))
 
 
 def _common_length(a: Tokens, b: Tokens) -> int:

@@ -7,10 +7,11 @@ from collections.abc import Generator, Iterator
 
 from protocol.errors import ProtocolError
 from protocol.messages import ENDED, Sampling, Tokens
-from services.backends.interface import BackendIdentity, Layer, Outcome
+from services.backends.interface import BackendIdentity, Drafted, Layer, Outcome
 
 _LONGEST = 4
 _SHORTEST = 2
+_CONFIDENCE = {2: 0.35, 3: 0.55, 4: 0.75}
 MAX_DRAFT_TOKENS = 64
 
 
@@ -49,20 +50,25 @@ class NgramBackend:
         known = self._known(sequence)
         outcomes: list[Outcome] = []
         drafts: list[Tokens] = []
+        confidences: list[float] = []
         for accepted, wanted in enumerate(fan_out):
             rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
             prefix = known + chain[: accepted + 1]
             for bonus in _first_distinct(_successors(prefix), wanted, rejected):
-                draft = self._continuation([*prefix, bonus], depth)
+                draft, confidence = _continuation([*prefix, bonus], depth)
                 if draft:
                     outcomes.append(Outcome(accepted, bonus))
                     drafts.append(draft)
+                    confidences.append(confidence)
         for level in range(max(map(len, drafts), default=0)):
-            yield Layer(outcomes, [d[level] if level < len(d) else ENDED for d in drafts])
+            tokens = [draft[level] if level < len(draft) else ENDED for draft in drafts]
+            yield Layer(outcomes, tokens, confidences)
 
-    def draft(self, sequence: int, pending: int, count: int) -> Generator[int]:
+    def draft(self, sequence: int, pending: int, count: int) -> Generator[Drafted]:
         """The continuation of the latest similar place."""
-        yield from self._continuation([*self._known(sequence), pending], count)
+        draft, confidence = _continuation([*self._known(sequence), pending], count)
+        for token in draft:
+            yield Drafted(token, confidence)
 
     def close(self, sequence: int) -> None:
         """Forget the tokens."""
@@ -73,27 +79,28 @@ class NgramBackend:
             raise ProtocolError(f"sequence {sequence} is not open")
         return self._tokens[sequence]
 
-    @staticmethod
-    def _continuation(tokens: Tokens, count: int) -> Tokens:
-        for end in _matches(tokens):
-            return tokens[end : end + count]
-        return []
+
+def _continuation(tokens: Tokens, count: int) -> tuple[Tokens, float]:
+    """What followed the best match, and how sure we are: the longer the match, the surer."""
+    for end, length in _matches(tokens):
+        return tokens[end : end + count], _CONFIDENCE[length]
+    return [], 0.0
 
 
-def _matches(tokens: Tokens) -> Iterator[int]:
-    """Indices after earlier occurrences of the tokens' ending: longest ending, latest first."""
+def _matches(tokens: Tokens) -> Iterator[tuple[int, int]]:
+    """(index after it, length) of earlier occurrences of the ending: longest, latest first."""
     last = len(tokens) - 1
     ends = [i + 1 for i in range(last - 1, -1, -1) if tokens[i] == tokens[last]]
     for length in range(_LONGEST, _SHORTEST - 1, -1):
         tail = tokens[len(tokens) - length :]
         for end in ends:
             if end >= length and tokens[end - length : end] == tail:
-                yield end
+                yield end, length
 
 
 def _successors(tokens: Tokens) -> Iterator[int]:
     """Tokens that followed earlier occurrences of the ending, best first."""
-    return (tokens[end] for end in _matches(tokens))
+    return (tokens[end] for end, _ in _matches(tokens))
 
 
 def _first_distinct(tokens: Iterator[int], count: int, excluded: int | None) -> Tokens:

@@ -1,0 +1,39 @@
+# make demo: set everything up and answer a prompt on the real default pair.
+# make test: set everything up and run the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.pair
+	"$(BIN)/ssd" generate "Explain in three sentences why the sky is blue." --max-tokens 128 --stats
+
+test: $(VENV)/.pair
+	"$(BIN)/python" -m pytest
+
+check: $(VENV)/.installed
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
+	"$(BIN)/mypy"
+	"$(BIN)/pyright"
+
+bench: $(VENV)/.pair
+	"$(BIN)/ssd" bench
+
+# The environment, rebuilt when the project's dependencies change.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	$(PYTHON) -m venv $(VENV)
+	"$(BIN)/python" -m pip install --quiet --upgrade pip
+	"$(BIN)/python" -m pip install --quiet --editable ".[$(EXTRAS)]"
+	touch $@
+
+# The default pair: real weights, converted once per machine.
+$(VENV)/.pair: $(VENV)/.installed $(wildcard launch/default_drafter/*)
+	"$(BIN)/ssd" models add default
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

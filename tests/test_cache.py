@@ -1,0 +1,177 @@
+"""The speculation cache: outcome -> draft, depth by depth."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.cache import Draft, SpeculationCache
+from protocol.messages import ENDED, DraftTree
+
+OUTCOMES = [(0, 5), (1, 5), (2, 7)]
+
+
+def confidence(token: int) -> float:
+    """A number by which a token's confidence is recognised."""
+    return token / 100
+
+
+def tree(depth: int, tokens: list[int], outcomes: list[tuple[int, int]] | None = None) -> DraftTree:
+    return DraftTree(
+        sequence=1,
+        round=1,
+        depth=depth,
+        outcomes=outcomes or [],
+        tokens=tokens,
+        confidences=[confidence(token) for token in tokens],
+        draft_ms=0.0,
+    )
+
+
+def filled(*layers: list[int]) -> SpeculationCache:
+    cache = SpeculationCache()
+    for depth, tokens in enumerate(layers, start=1):
+        assert cache.add(tree(depth, tokens, OUTCOMES if depth == 1 else None))
+    return cache
+
+
+def drafts(cache: SpeculationCache) -> list[list[int]]:
+    return [cache.draft(*outcome).tokens for outcome in OUTCOMES]
+
+
+def test_drafts_grow_depth_by_depth() -> None:
+    """Each depth adds one token to every branch; a draft is usable at any depth."""
+    assert drafts(filled([1, 2, 3])) == [[1], [2], [3]]
+    cache = filled([1, 2, 3], [4, 5, 6], [7, 8, 9])
+    assert drafts(cache) == [[1, 4, 7], [2, 5, 8], [3, 6, 9]]
+    assert cache.depth == 3
+    assert len(cache) == 3
+
+
+def test_other_outcomes_are_misses() -> None:
+    """The key is the pair: another count of accepted tokens or another bonus token misses."""
+    cache = filled([1, 2, 3])
+    assert [cache.draft(*other).tokens for other in [(2, 5), (0, 7), (3, 7)]] == [[], [], []]
+    assert not SpeculationCache().draft(0, 0)
+
+
+def test_ended_branches_stay_ended() -> None:
+    """A branch that has ended gets no further token, even if one is sent for it."""
+    cache = filled([1, 2, 3], [4, ENDED, 6], [7, 8, ENDED])
+    assert drafts(cache) == [[1, 4, 7], [2], [3, 6]]
+
+
+def test_empty_branches_are_misses() -> None:
+    """A branch that ended before its first token is not prepared."""
+    cache = filled([1, ENDED, 3], [4, 5, 6])
+    assert drafts(cache) == [[1, 4], [], [3, 6]]
+    assert len(cache) == 2
+
+
+@pytest.mark.parametrize("depth", [0, -1, 2, 3, 5])
+def test_depths_out_of_order_are_dropped(depth: int) -> None:
+    """Only the next depth is added: a repeated, missed or impossible one changes nothing."""
+    cache = filled([1, 2, 3], [4, 5, 6])
+    if depth == 3:
+        assert cache.add(tree(3, [7, 8, 9]))
+        assert not cache.add(tree(3, [7, 8, 9]))
+        assert drafts(cache) == [[1, 4, 7], [2, 5, 8], [3, 6, 9]]
+        return
+    assert not cache.add(tree(depth, [7, 8, 9], OUTCOMES))
+    assert drafts(cache) == [[1, 4], [2, 5], [3, 6]]
+    assert cache.depth == 2
+
+
+def test_a_second_tree_is_dropped() -> None:
+    """While a round lasts, a first depth of other outcomes does not replace what is there."""
+    cache = filled([1, 2, 3])
+    assert not cache.add(tree(1, [9], [(0, 9)]))
+    assert drafts(cache) == [[1], [2], [3]]
+    assert not cache.draft(0, 9)
+
+
+@pytest.mark.parametrize("tokens", [[], [7, 8], [7, 8, 9, 10]])
+def test_wrong_sized_depths_are_dropped(tokens: list[int]) -> None:
+    """A depth with more or fewer tokens than there are branches changes nothing."""
+    cache = SpeculationCache()
+    assert not cache.add(tree(1, tokens, OUTCOMES))
+    assert len(cache) == 0
+    cache = filled([1, 2, 3])
+    assert not cache.add(tree(2, tokens))
+    assert drafts(cache) == [[1], [2], [3]]
+    assert cache.add(tree(2, [4, 5, 6]))
+
+
+def test_clearing_forgets_everything() -> None:
+    """After a round nothing of it is left, and the next starts at depth one."""
+    cache = filled([1, 2, 3], [4, 5, 6])
+    cache.clear()
+    assert drafts(cache) == [[], [], []]
+    assert (cache.depth, len(cache)) == (0, 0)
+    assert not cache.add(tree(2, [4, 5, 6]))
+    assert cache.add(tree(1, [9], [(0, 5)]))
+    assert drafts(cache) == [[9], [], []]
+
+
+def test_outcomes_named_twice_keep_one_draft() -> None:
+    """Two branches for one outcome give one draft, never a mixture of both."""
+    cache = SpeculationCache()
+    assert cache.add(tree(1, [1, 2], [(0, 5), (0, 5)]))
+    assert cache.add(tree(2, [3, 4]))
+    assert cache.draft(0, 5).tokens == [1, 3]
+
+
+def test_confidences_stay_with_their_tokens() -> None:
+    """Each draft token keeps the confidence that it came with, also behind ended branches."""
+    cache = filled([1, ENDED, 3], [4, 5, 6], [ENDED, 8, 9])
+    for outcome in OUTCOMES:
+        draft = cache.draft(*outcome)
+        assert [confidence(token) for token in draft.tokens] == draft.confidences
+
+
+@pytest.mark.parametrize("confidences", [[], [0.1, 0.2], [0.1, 0.2, 0.3, 0.4]])
+def test_depths_without_their_confidences_are_dropped(confidences: list[float]) -> None:
+    """A depth needs one confidence per token."""
+    cache = SpeculationCache()
+    wrong = msgspec.structs.replace(tree(1, [1, 2, 3], OUTCOMES), confidences=confidences)
+    assert not cache.add(wrong)
+    assert (cache.depth, len(cache)) == (0, 0)
+
+
+def test_what_was_looked_up_does_not_grow() -> None:
+    """A miss is a fresh empty draft: filling it changes no other one."""
+    cache = SpeculationCache()
+    cache.draft(0, 1).add(7, 0.5)
+    assert not cache.draft(0, 1)
+    assert not Draft()
+
+
+def test_the_beginning_of_a_draft_is_a_draft_of_its_own() -> None:
+    """A shortened draft has the first tokens and confidences, and leaves the whole alone."""
+    whole = Draft([1, 2, 3], [0.1, 0.2, 0.3])
+    assert Draft([1, 2], [0.1, 0.2]) == whole.first(2)
+    assert whole == whole.first(9)
+    whole.first(1).add(9, 0.9)
+    assert Draft([1, 2, 3], [0.1, 0.2, 0.3]) == whole
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), unique=True, max_size=6),
+    st.integers(1, 5),
+    st.data(),
+)
+def test_any_tree_is_kept_as_it_was_drafted(
+    outcomes: list[tuple[int, int]], depth: int, data: st.DataObject
+) -> None:
+    """However many branches of whatever lengths: each outcome gets its own draft."""
+    lengths = data.draw(st.lists(st.integers(0, depth), min_size=len(outcomes)))[: len(outcomes)]
+    expected = {
+        outcome: [10 * branch + level for level in range(length)]
+        for branch, (outcome, length) in enumerate(zip(outcomes, lengths, strict=True))
+    }
+    cache = SpeculationCache()
+    for level in range(depth):
+        layer = [d[level] if level < len(d) else ENDED for d in expected.values()]
+        assert cache.add(tree(level + 1, layer, outcomes))
+    assert expected == {outcome: cache.draft(*outcome).tokens for outcome in outcomes}
+    assert len(cache) == sum(1 for draft in expected.values() if draft)

@@ -1,0 +1,137 @@
+"""What is learned at work: the cost of a verification, and the worth of a confidence."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.estimates import Calibration, Estimates, VerifyCost
+from orchestrator.plan import Plan
+from protocol.messages import Mode
+
+CONFIDENCES = st.lists(st.floats(0.0, 1.0), max_size=8)
+
+
+def cost_of(**milliseconds: float) -> VerifyCost:
+    cost = VerifyCost()
+    for tokens, value in milliseconds.items():
+        cost.observe(int(tokens.removeprefix("m")), value)
+    return cost
+
+
+def test_unmeasured_costs_grow_with_the_tokens() -> None:
+    """Before any measurement, more tokens cost more, but less than in proportion."""
+    cost = VerifyCost()
+    assert cost.of(1) < cost.of(2) < cost.of(8) < 8 * cost.of(1)
+
+
+def test_measured_costs_are_told() -> None:
+    """What was measured is what is told, and what lies between lies between."""
+    cost = cost_of(m1=10.0, m5=30.0)
+    assert tuple(map(cost.of, (1, 2, 3, 5))) == (10.0, 15.0, 20.0, 30.0)
+
+
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_costs_are_extrapolated(tokens: int) -> None:
+    """Beyond what was measured, costs keep the assumed shape at the measured scale."""
+    assumed = VerifyCost()
+    scale = 12.0 / assumed.of(3)
+    assert scale * assumed.of(tokens) == pytest.approx(cost_of(m3=12.0).of(tokens))
+
+
+def test_costs_follow_slowly_and_ignore_outliers() -> None:
+    """One slow verification barely shows, a lasting change does."""
+    cost = cost_of(m1=10.0)
+    cost.observe(1, 10_000.0)
+    assert 10.0 < cost.of(1) < 12.0
+    for _ in range(100):
+        cost.observe(1, 20.0)
+    assert cost.of(1) == pytest.approx(20.0, rel=0.01)
+
+
+def test_an_untaught_calibration_believes_the_drafter() -> None:
+    """At first a token's rate is its confidence, to the width of a bin."""
+    calibration = Calibration()
+    for hundredth in range(101):
+        confidence = hundredth / 100
+        assert calibration.rate(confidence) == pytest.approx(confidence, abs=0.051)
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_calibration_learns(accepted: int) -> None:
+    """A confidence whose tokens always stand, or always fall, comes to mean that."""
+    calibration = Calibration()
+    for _ in range(500):
+        calibration.observe([0.55], accepted)
+    assert calibration.rate(0.55) == pytest.approx(accepted, abs=0.02)
+    assert calibration.rate(0.95) == Calibration().rate(0.95)
+
+
+def test_tokens_behind_the_first_rejection_teach_nothing() -> None:
+    """Of a chain, the accepted tokens and the first rejected one were judged; no others."""
+    calibration, fresh = Calibration(), Calibration()
+    calibration.observe([0.95, 0.75, 0.55, 0.35], 1)
+    assert calibration.rate(0.95) > fresh.rate(0.95)
+    assert calibration.rate(0.75) < fresh.rate(0.75)
+    assert fresh.rate(0.55) == calibration.rate(0.55)
+    assert fresh.rate(0.35) == calibration.rate(0.35)
+
+
+@given(CONFIDENCES, st.integers(0, 8), st.floats(0.0, 1.0))
+def test_rates_are_probabilities(confidences: list[float], accepted: int, asked: float) -> None:
+    """Whatever was observed, a rate lies between 0 and 1."""
+    calibration = Calibration()
+    for _ in range(20):
+        calibration.observe(confidences, min(accepted, len(confidences)))
+    assert 0.0 <= calibration.rate(asked) <= 1.0
+
+
+def plan(mode: Mode = "ssd", *, lookahead: int = 0, budget: int = 0) -> Plan:
+    return Plan(mode, Estimates(), lookahead, budget)
+
+
+@given(CONFIDENCES, st.integers(1, 6))
+def test_a_lookahead_that_was_asked_for_is_kept(confidences: list[float], lookahead: int) -> None:
+    """With a lookahead given, that many tokens are verified whatever their confidence."""
+    fixed = plan(lookahead=lookahead)
+    assert fixed.depth == lookahead
+    assert min(lookahead, len(confidences)) == fixed.length(confidences)
+
+
+@given(CONFIDENCES)
+def test_a_chosen_length_is_one_of_the_draft(confidences: list[float]) -> None:
+    """The planner takes a beginning of the draft, possibly none of it."""
+    assert 0 <= plan().length(confidences) <= len(confidences)
+
+
+def test_sure_tokens_are_verified_and_doubtful_ones_are_not() -> None:
+    """A draft is cut where its tokens are no longer worth their verification."""
+    assert plan().length([0.99, 0.99, 0.99]) == 3
+    assert plan().length([0.99, 0.99, 0.01]) == 2
+    assert plan().length([0.01, 0.99]) == 0
+    assert plan().length([]) == 0
+
+
+@given(CONFIDENCES, st.lists(st.floats(1.0, 100.0), min_size=9, max_size=9))
+def test_the_chosen_length_is_the_fastest(confidences: list[float], costs: list[float]) -> None:
+    """No other beginning of the draft promises more tokens per second."""
+    estimates = Estimates()
+    for tokens, milliseconds in enumerate(costs, start=1):
+        estimates.verify_cost.observe(tokens, milliseconds)
+
+    def speed(count: int) -> float:
+        expected, reached = 1.0, 1.0
+        for confidence in confidences[:count]:
+            reached *= estimates.calibration.rate(confidence)
+            expected += reached
+        return expected / costs[count]
+
+    best = max(speed(count) for count in range(len(confidences) + 1))
+    assert speed(Plan("ssd", estimates).length(confidences)) == pytest.approx(best)
+
+
+@given(CONFIDENCES, st.integers(0, 64))
+def test_fan_out_fits_the_chain(confidences: list[float], budget: int) -> None:
+    """There is one count per acceptance length, and they sum to the budget or its default."""
+    counts = plan(budget=budget).fan_out(confidences)
+    assert len(counts) == len(confidences) + 1
+    assert sum(counts) == (budget or sum(plan().fan_out([])))
