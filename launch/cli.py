@@ -10,14 +10,17 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import click
+import msgspec
 
-from launch import generate, show
+from launch import bench, generate, show
 from launch.config import StackSettings, stack_settings
 from launch.control import ask_supervisor
 from launch.models import add_default, pair_of
 from launch.rundir import DEFAULT_NAME, RunDir
 from launch.session import session
 from launch.supervisor import Supervisor
+from launch.yardstick import Yardstick
+from orchestrator.tokenizer import TargetTokenizer
 from protocol.errors import RuntimeFailure, SsdError, UsageError
 from protocol.messages import Generate, ProcessStatus, Sampling, SwapDrafter
 from protocol.settings import BACKENDS
@@ -136,16 +139,21 @@ def _prompts(text: str | None, prompt: str | None, file: Path | None) -> list[ge
     return [generate.Prompt(generate.read_prompt(str(given[0])))]
 
 
-def _answer_options(options: dict[str, Any]) -> generate.Options:
-    """Take the options of the answer out of `options`; what is left configures the stack."""
+def _sampling(options: dict[str, Any]) -> Sampling:
+    """Take the sampling options out of `options`."""
     seed = options.pop("seed")
-    sampling = Sampling(
+    return Sampling(
         temperature=options.pop("temp"),
         top_p=options.pop("top_p"),
         top_k=options.pop("top_k"),
         min_p=options.pop("min_p"),
         seed=generate.new_seed() if seed is None else seed,
     )
+
+
+def _answer_options(options: dict[str, Any]) -> generate.Options:
+    """Take the options of the answer out of `options`; what is left configures the stack."""
+    sampling = _sampling(options)
     template = Generate(
         request=0,
         sampling=sampling,
@@ -173,6 +181,47 @@ def swap_command(backend: str, draft_model: str, name: str) -> None:
     timeout_s = stack_settings({}).start_timeout_s
     ask_supervisor(name, SwapDrafter(backend=backend, model=draft_model), timeout_s)
     show.human().print(f"the stack {name!r} now drafts with {backend}")
+
+
+@cli.command("bench")
+@_stack_options()
+@_sampling_options()
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    help="JSONL file: id, prompt, category; our own ten if left out.",
+)
+@click.option("--limit", type=click.IntRange(min=0), default=0, help="Use so many, evenly.")
+@click.option("-m", "--max-tokens", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option("--modes", default=",".join(bench.MODES), show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all runs.")
+def bench_command(**options: Any) -> None:  # fmt: skip
+    """Measure modes side by side, interleaved, and check that none changes a token."""
+    modes = tuple(options.pop("modes").split(","))
+    if unknown := set(modes) - set(bench.MODES):
+        raise UsageError(f"unknown mode {sorted(unknown)[0]!r}; known: {', '.join(bench.MODES)}")
+    sampling = _sampling(options)
+    if sampling.temperature and set(modes) & set(bench.REFERENCE_MODES):
+        modes = tuple(mode for mode in modes if mode in bench.OUR_MODES)
+        show.human().print("mlx-lm draws other random numbers: left out above temperature 0")
+    prompts = bench.read_prompts(options.pop("prompts"), options.pop("limit"))
+    max_tokens, json_file = options.pop("max_tokens"), options.pop("json_file")
+    settings = _flags(**options)
+    pair = pair_of(settings)
+    with session(settings, "", _silent) as client, Yardstick(pair) as yardstick:
+        tokenizer = TargetTokenizer(Path(pair.model))
+        runs = bench.Bench(client, yardstick, tokenizer, modes, sampling, max_tokens)
+        with show.human().status("measuring") as status:
+            runs.run(prompts, status.update)
+    show.plain().print(bench.table(runs))
+    show.plain().print(bench.phases(runs))
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.encode(runs.runs))
+    runs.check()
+    show.plain().print(
+        f"lossless: every mode gave the tokens of plain decoding "
+        f"({len(runs.divergences)} rounding ties)"
+    )
 
 
 @cli.group("models")

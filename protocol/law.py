@@ -79,6 +79,23 @@ def _choose_unfiltered(row: Floats, position: int, sampling: Sampling) -> int:
     return int(near[best])
 
 
+def distances(row: Floats, position: int, sampling: Sampling, candidates: Sequence[int]) -> float:
+    """How far the scores of two candidates are apart, in logits: how near a tie they are.
+
+    Infinite if the filters keep only one of them.
+    """
+    first, second = candidates
+    if sampling.temperature == 0.0:
+        return abs(float(row[first]) - float(row[second]))
+    if has_filter(sampling):
+        allowed = kept(row, sampling)
+        if not {first, second} <= {int(token) for token in allowed}:
+            return float("inf")
+    ids = np.array([first, second])
+    scores = _scores(row[ids], ids, position, sampling)
+    return abs(float(scores[0]) - float(scores[1])) * sampling.temperature
+
+
 def has_filter(sampling: Sampling) -> bool:
     """Whether top-k, top-p or min-p restrict the law."""
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0

@@ -53,6 +53,14 @@ class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):
     backend: BackendName
 
 
+class ReferenceSettings(_Settings, frozen=True, kw_only=True):
+    """The process that runs mlx-lm itself, for comparison."""
+
+    model: str
+    draft_model: str = ""
+    threads: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
 class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     """The orchestrator process."""
 

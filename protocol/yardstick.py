@@ -1,0 +1,41 @@
+"""What `ssd bench` asks the reference process, one JSON object a line, and what it answers."""
+
+import msgspec
+
+from protocol.messages import Sampling, Tokens
+
+
+class Decode(msgspec.Struct, frozen=True, tag="decode", forbid_unknown_fields=True):
+    """Decode greedily with mlx-lm. Answer: Decoded."""
+
+    tokens: Tokens
+    max_tokens: int
+    stop_ids: list[int]
+    num_draft_tokens: int = 0
+    """0 is without the draft model."""
+
+
+class Decoded(msgspec.Struct, frozen=True):
+    """What mlx-lm generated, and how fast."""
+
+    tokens: Tokens
+    ttft_ms: float
+    decode_s: float
+    """From the first token to the last."""
+
+
+class Margin(msgspec.Struct, frozen=True, tag="margin", forbid_unknown_fields=True):
+    """How near a tie are two candidates for the token after `tokens`? Answer: MarginAnswer."""
+
+    tokens: Tokens
+    candidates: tuple[int, int]
+    sampling: Sampling
+
+
+class MarginAnswer(msgspec.Struct, frozen=True):
+    """The distance of their scores, in logits; infinite if a filter keeps only one."""
+
+    margin: float
+
+
+Question = Decode | Margin

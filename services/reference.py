@@ -1,0 +1,91 @@
+"""`python -m services.reference SETTINGS`: mlx-lm itself, as the yardstick of `ssd bench`.
+
+The same weights, dtype and BLAS as our services, all cores, one process. Speaks JSON lines
+on stdin and stdout, one answer per question (`protocol.yardstick`).
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from protocol.errors import SsdError
+from protocol.law import distances
+from protocol.settings import ReferenceSettings, decode_settings
+from protocol.yardstick import Decode, Decoded, Margin, MarginAnswer, Question
+from services.machine import load_blas
+
+
+class Reference:
+    """The target and the draft model under mlx-lm's own generation loop."""
+
+    def __init__(self, settings: ReferenceSettings) -> None:
+        # MLX must be imported after the BLAS is in place.
+        from services.model import load  # noqa: PLC0415
+
+        self._target = load(Path(settings.model)).module
+        self._draft = load(Path(settings.draft_model)).module if settings.draft_model else None
+
+    def decode(self, question: Decode) -> Decoded:
+        """Greedy decoding by mlx-lm, with or without its draft model."""
+        import mlx.core as mx  # noqa: PLC0415
+        from mlx_lm.generate import generate_step, speculative_generate_step  # noqa: PLC0415
+
+        prompt: Any = mx.array(question.tokens)
+        started = time.perf_counter()
+        steps: Any
+        if question.num_draft_tokens and self._draft is not None:
+            steps = speculative_generate_step(
+                prompt,
+                self._target,
+                self._draft,
+                num_draft_tokens=question.num_draft_tokens,
+                max_tokens=question.max_tokens,
+            )
+        else:
+            steps = generate_step(prompt, self._target, max_tokens=question.max_tokens)
+        times, tokens = [], []
+        for step in steps:
+            token = int(step[0])
+            times.append(time.perf_counter())
+            if token in question.stop_ids:
+                break
+            tokens.append(token)
+        return Decoded(tokens, 1e3 * (times[0] - started), times[-1] - times[0])
+
+    def margin(self, question: Margin) -> MarginAnswer:
+        """How far apart two candidates for the next token are, in logits."""
+        import mlx.core as mx  # noqa: PLC0415
+
+        logits: Any = self._target(mx.array(question.tokens)[None])[0, -1]
+        row = np.array(logits.astype(mx.float32))
+        gap = distances(row, len(question.tokens), question.sampling, question.candidates)
+        return MarginAnswer(gap)
+
+
+def main() -> int:
+    """Answer questions until standard input ends."""
+    try:
+        settings = decode_settings(sys.argv[1], ReferenceSettings)
+        load_blas(settings.threads)
+        reference = Reference(settings)
+        for line in sys.stdin:
+            question = msgspec.json.decode(line, type=Question)
+            match question:
+                case Decode():
+                    answer: Decoded | MarginAnswer = reference.decode(question)
+                case Margin():
+                    answer = reference.margin(question)
+            sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+            sys.stdout.flush()
+    except SsdError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
