@@ -2,10 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from orchestrator.estimates import Estimates
 from orchestrator.fan_out import acceptance_law, allocate
 from protocol.messages import Mode
+
+Backup = Literal["draft", "plain"]
+"""After a miss the drafter drafts while the target waits, or the target goes on with the
+bonus token alone (plain decoding of one token) while the drafter prepares the next round."""
 
 _MAX_DEPTH = 6
 _BRANCHES = 16
@@ -26,6 +31,11 @@ class Plan:
     def depth(self) -> int:
         """How deep branches are prepared, and the longest draft that is verified."""
         return self.lookahead or _MAX_DEPTH
+
+    @property
+    def backup(self) -> Backup:
+        """What follows a miss: with a fixed lookahead the paper's, else no stall."""
+        return "draft" if self.lookahead else "plain"
 
     def length(self, confidences: Sequence[float]) -> int:
         """How many tokens of a draft to verify: most expected tokens per second.

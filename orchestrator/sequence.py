@@ -230,11 +230,12 @@ class Sequence:
             self.recorder.hits += 1
             yield from self._verify(prepared, "hit")
             return
-        # No stall: the target goes on with the bonus token alone while the drafter prepares
-        # for the next round. Waiting for a draft would cost more than it yields.
         self.recorder.misses += 1
-        self.recorder.fallbacks["plain"] += 1
-        yield from self._verify(Draft(), "target")
+        self.recorder.fallbacks[self._plan.backup] += 1
+        if self._plan.backup == "draft":
+            yield from self._draft_now(self._plan.depth, now)
+        else:
+            yield from self._verify(Draft(), "target")
 
     def _reach(self) -> int:
         """Longest draft that can be verified: the model's limit, and the room that is left."""

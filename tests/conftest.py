@@ -1,5 +1,10 @@
 """Settings that all tests share."""
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 # The same examples in every run: a failure is a fact about the code, not about the day.
@@ -7,3 +12,11 @@ settings.register_profile(
     "repeatable", derandomize=True, max_examples=60, deadline=None, database=None
 )
 settings.load_profile("repeatable")
+
+
+@pytest.fixture
+def run_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A private run folder with a path short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="ssd-t-") as folder:
+        monkeypatch.setenv("SSD_RUN_DIR", folder)
+        yield Path(folder)

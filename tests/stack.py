@@ -1,0 +1,120 @@
+"""Helpers for tests with real processes: run directories, stacks, answers, children."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from launch.config import StackSettings
+from launch.session import private_stack
+from launch.supervisor import Supervisor
+from orchestrator.client import Client
+from protocol.messages import (
+    ChatMessage,
+    Finished,
+    Generate,
+    Mode,
+    ProcessStatus,
+    Sampling,
+    Statistics,
+    Text,
+    Tokens,
+)
+
+DEADLINE_S = 60.0
+
+
+class Answered:
+    """One complete answer."""
+
+    def __init__(self, tokens: Tokens, text: str, finished: Finished) -> None:
+        self.tokens = tokens
+        self.text = text
+        self.reason = finished.reason
+        self.statistics: Statistics = finished.statistics
+
+
+class RunningStack:
+    """A stack, its client, and what its supervisor reported."""
+
+    def __init__(self, supervisor: Supervisor, client: Client, lines: list[ProcessStatus]) -> None:
+        self.supervisor = supervisor
+        self.client = client
+        self.lines = lines
+
+    def pid(self, role: str) -> int:
+        """The process that has this role now."""
+        return next(s.pid for s in self.client.status().services if s.role == role)
+
+    def answer(
+        self,
+        prompt: str,
+        *,
+        mode: Mode = "ssd",
+        sampling: Sampling | None = None,
+        max_tokens: int = 32,
+        stop: list[str] | None = None,
+        tokens: Tokens | None = None,
+        lookahead: int = 0,
+        when: Callable[[int], None] | None = None,
+    ) -> Answered:
+        """Ask and wait; `when` is called with the number of tokens after each message."""
+        request = Generate(
+            request=self.client.number(),
+            messages=[] if tokens else [ChatMessage("user", prompt)],
+            tokens=tokens or [],
+            sampling=sampling or Sampling(),
+            max_tokens=max_tokens,
+            stop=stop or [],
+            mode=mode,
+            lookahead=lookahead,
+        )
+        got: Tokens = []
+        text = ""
+        for message in self.client.generate(request):
+            if isinstance(message, Text):
+                got += message.tokens
+                text += message.text
+                if when is not None:
+                    when(len(got))
+            else:
+                return Answered(got, text, message)
+        raise AssertionError("an answer ends with Finished")
+
+
+@contextlib.contextmanager
+def running(settings: StackSettings) -> Iterator[RunningStack]:
+    """A private stack with a client."""
+    lines: list[ProcessStatus] = []
+    with private_stack(settings, lines.append) as supervisor:
+        client = Client(supervisor.run_dir.clients_address)
+        with contextlib.closing(client):
+            yield RunningStack(supervisor, client, lines)
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition with a deadline; fail with `what` if it does not come."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {DEADLINE_S:g} s: {what}")
+        time.sleep(0.02)
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether none of these processes runs any more."""
+    return not any(psutil.pid_exists(p) and _runs(p) for p in pids)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def leftovers(base: Path) -> list[str]:
+    """What is left in the run folder of all stacks."""
+    return sorted(str(p.relative_to(base)) for p in base.rglob("*")) if base.exists() else []

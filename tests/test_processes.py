@@ -1,0 +1,59 @@
+"""Processes by role, and nothing left of them, however the supervisor ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.stack import eventually, gone, leftovers
+from tests.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.processes
+
+ROLES = {"ssd orchestrator", "ssd verifier", "ssd drafter"}
+
+
+@pytest.fixture
+def launched(tmp_path: Path, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`ssd launch` with a tiny pair, ready."""
+    pair = [str(write_tiny_model(tmp_path / name, "llama", seed=n)) for n, name in enumerate("td")]
+    command = [sys.executable, "-m", "launch.cli", "launch", "--name", "s"]
+    process = subprocess.Popen(
+        [*command, "--model", pair[0], "--draft-model", pair[1]],
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    eventually((run_dir / "s" / "stack.json").exists, "the stack is ready")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def title(process: psutil.Process) -> str:
+    return " ".join(process.cmdline()).strip()
+
+
+def test_each_role_is_a_named_process(launched: subprocess.Popen[bytes]) -> None:
+    """`ps` shows one process per role, under the role's name."""
+    assert {title(child) for child in children(launched)} == ROLES
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_is_left(
+    launched: subprocess.Popen[bytes], run_dir: Path, number: signal.Signals
+) -> None:
+    """Ctrl-C, SIGTERM, SIGHUP or SIGKILL of the supervisor: no process, socket or file stays."""
+    pids = [child.pid for child in children(launched)]
+    os.kill(launched.pid, number)
+    launched.wait(30)
+    eventually(lambda: gone(pids), "the children are gone")
+    eventually(lambda: leftovers(run_dir) == [], "the run folder is empty")

@@ -1,0 +1,105 @@
+"""The real pair under real conditions: acceptance and hits, deaths, swaps, and what remains."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from launch.config import StackSettings
+from launch.control import ask_supervisor
+from protocol.messages import Done, Sampling, SwapDrafter
+from tests.stack import DEADLINE_S, RunningStack, eventually, running
+
+pytestmark = [pytest.mark.processes, pytest.mark.model]
+
+PROMPT = "Give me four tips for growing tomatoes on a balcony."
+SAMPLING = Sampling(temperature=0.7, seed=5)
+MAX_TOKENS = 48
+CHAT = (
+    "What should I pack for a week of hiking in the mountains?",
+    "Explain how a bicycle stays upright.",
+    PROMPT,
+)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[RunningStack]:
+    with running(StackSettings()) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stack: RunningStack) -> list[int]:
+    return stack.answer(PROMPT, mode="ar", sampling=SAMPLING, max_tokens=MAX_TOKENS).tokens
+
+
+class Once:
+    """Does something the first time that enough tokens have come."""
+
+    def __init__(self, tokens: int, action: Callable[[], None]) -> None:
+        self._tokens = tokens
+        self._action = action
+        self.done = False
+
+    def __call__(self, tokens: int) -> None:
+        if tokens >= self._tokens and not self.done:
+            self.done = True
+            self._action()
+
+
+def kill(stack: RunningStack, role: str) -> Once:
+    return Once(8, lambda: os.kill(stack.pid(role), signal.SIGKILL))
+
+
+def test_a_killed_drafter_costs_no_token(stack: RunningStack, undisturbed: list[int]) -> None:
+    """SIGKILL of the drafter in mid-answer: same tokens, and it is back for the next answer."""
+    old = stack.pid("drafter")
+    disturb = kill(stack, "drafter")
+    answer = stack.answer(PROMPT, sampling=SAMPLING, max_tokens=MAX_TOKENS, when=disturb)
+    assert disturb.done
+    assert undisturbed == answer.tokens
+    eventually(lambda: has_other(stack, "drafter", old), "a new drafter")
+    assert stack.answer(PROMPT, max_tokens=16).statistics.rounds > 0
+
+
+def test_a_killed_verifier_costs_no_token(stack: RunningStack, undisturbed: list[int]) -> None:
+    """SIGKILL of the verifier in mid-answer: the answer goes on after its restart, unchanged."""
+    disturb = kill(stack, "verifier")
+    answer = stack.answer(PROMPT, sampling=SAMPLING, max_tokens=MAX_TOKENS, when=disturb)
+    assert disturb.done
+    assert undisturbed == answer.tokens
+    assert answer.statistics.verifier_restarts == 1
+
+
+def test_a_swapped_drafter_costs_no_token(stack: RunningStack, undisturbed: list[int]) -> None:
+    """The drafter is exchanged while a request streams: same tokens, other backend after it."""
+    replies: list[object] = []
+
+    def swap() -> None:
+        name = stack.supervisor.run_dir.path.name
+        replies.append(ask_supervisor(name, SwapDrafter(backend="ngram"), DEADLINE_S))
+
+    thread = threading.Thread(target=swap)
+    disturb = Once(8, thread.start)
+    answer = stack.answer(PROMPT, sampling=SAMPLING, max_tokens=MAX_TOKENS, when=disturb)
+    thread.join(DEADLINE_S)
+    assert replies == [Done()]
+    assert undisturbed == answer.tokens
+    backends = {s.role: s.backend for s in stack.client.status().services}
+    assert backends["drafter"] == "ngram"
+
+
+def test_drafts_are_accepted_and_hit() -> None:
+    """With a lookahead of 4: hit rate above 0.4, mean acceptance length above 1.8."""
+    with running(StackSettings()) as stack:
+        answers = [stack.answer(p, max_tokens=64, lookahead=4).statistics for p in CHAT]
+    hits = sum(s.cache_hits for s in answers)
+    assert hits / sum(s.cache_hits + s.cache_misses for s in answers) > 0.4
+    assert 1 + sum(s.accepted for s in answers) / sum(s.rounds for s in answers) > 1.8
+
+
+def has_other(stack: RunningStack, role: str, old: int) -> bool:
+    """Whether the role has a process again, and not the old one."""
+    return any(s.role == role and s.pid != old for s in stack.client.status().services)

@@ -1,0 +1,270 @@
+"""Small random mlx-lm model folders, one per feature that the services must get right.
+
+All families share one tokenizer, so any two of them make a pair. The weights are scaled so
+that the laws are peaked: near ties, which rounding could decide, are rare. A model is a
+function of its arguments alone, tensor by tensor: two models of one family and seed that
+differ in `noise` are close, which makes a drafter whose tokens are often accepted.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+WINDOW = 8
+"""Tokens that a sliding layer of a tiny model sees."""
+
+CONTEXT = 512
+"""`max_position_embeddings` of all families that have it."""
+
+SPECIAL_TOKENS = ("<s>", "</s>", "<|user|>", "<|assistant|>")
+BOS, EOS = 0, 1
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_VOCABULARY_SIZE = 288
+_CORPUS = ("the quick brown fox jumps over the lazy dog", "a draft that is right costs nothing")
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": True,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+_CONFIGS: dict[str, dict[str, Any]] = {
+    # SmolLM2: the head is the embedding.
+    "llama": {"model_type": "llama"},
+    # Llama 3.x: a head of its own, scaled RoPE.
+    "llama3": {"model_type": "llama", "rope_scaling": _LLAMA3, "tie_word_embeddings": False},
+    "linear": {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    # Full and sliding layers in turn.
+    "sliding": {"model_type": "llama", "sliding_window": WINDOW},
+    # Biases, and a head that is taller than the tokenizer.
+    "qwen2": {"model_type": "qwen2", "vocab_size": 320},
+    # Norms of queries and keys.
+    "qwen3": {"model_type": "qwen3"},
+    "yarn": {"model_type": "qwen3", "rope_scaling": _YARN},
+    # Soft-capping: attention is written out and takes array masks only.
+    "gemma2": {
+        "model_type": "gemma2",
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 30.0,
+    },
+    # Sliding layers with a RoPE base of their own.
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 16,
+        "rope_theta": 100000.0,
+        "rope_local_base_freq": 1000.0,
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 2,
+    },
+    # Half of each head is rotated, pairs interleaved.
+    "glm4": {
+        "model_type": "glm4",
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    # 4 bits, groups of 32.
+    "quantized": {"model_type": "llama", "quantization": {"group_size": 32, "bits": 4}},
+    # A recurrent state, which cannot be rewound.
+    "mamba": {
+        "model_type": "mamba",
+        "state_size": 8,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 4,
+    },
+    # Recurrent layers among attention layers.
+    "hybrid": {
+        "model_type": "recurrent_gemma",
+        "attention_bias": False,
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+        "attention_window_size": WINDOW,
+        "block_types": ["recurrent", "attention"],
+    },
+    # RoPE with a base that depends on the length: fine for a target, refused as a drafter.
+    "dynamic": {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+}
+
+# Peaked attention, and blocks that outweigh the embedding: otherwise a model with a tied head
+# repeats its input.
+_NORM_GAINS = {"q_norm": 0.5, "k_norm": 0.5, "post_feedforward_layernorm": 6.0}
+_SCALES_EMBEDDING = {"gemma2": 0.4, "gemma3": 0.4, "hybrid": 0.4}
+
+FAMILIES = tuple(_CONFIGS)
+RECURRENT = ("mamba", "hybrid")
+"""Families whose state cannot be rewound: plain decoding only."""
+VERIFIERS = tuple(name for name in FAMILIES if name not in RECURRENT)
+"""Families that can verify drafts."""
+DRAFTERS = tuple(name for name in VERIFIERS if name != "dynamic")
+"""Families that can draft."""
+
+
+def write_tiny_model(
+    folder: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    layers: int = 3,
+    noise: float = 0.0,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a model folder of a family and return it.
+
+    Args:
+        folder: made if it does not exist.
+        family: one of `FAMILIES`.
+        seed: other seeds are models that have nothing in common.
+        layers: number of layers; the first ones do not depend on how many follow.
+        noise: distance to the model without noise; 0.05 agrees on most tokens, 1 on few.
+        config: entries of `config.json` to add or replace.
+    """
+    full = _config(family, layers) | dict(config or {})
+    module = _module(full)
+    weights = {
+        name: _tensor(name, value, seed, noise) for name, value in tree_flatten(module.parameters())
+    }
+    if full["tie_word_embeddings"]:
+        weights.pop("lm_head.weight", None)
+    if "quantization" in full:
+        module.load_weights(list(weights.items()))
+        nn.quantize(module, **full["quantization"])
+        weights = dict(tree_flatten(module.parameters()))
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    _write_json(folder / "config.json", full)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write the tokenizer that all families share: byte-level BPE, chat template, stop token."""
+    (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": SPECIAL_TOKENS[BOS],
+            "eos_token": SPECIAL_TOKENS[EOS],
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+@cache
+def tokenizer_json() -> str:
+    """The text of `tokenizer.json`."""
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS * 3, trainer)
+    text: str = tokenizer.to_str()
+    return text
+
+
+def vocabulary_size() -> int:
+    """Tokens of the shared tokenizer."""
+    tokenizer: Any = Tokenizer.from_str(tokenizer_json())
+    size: int = tokenizer.get_vocab_size()
+    return size
+
+
+def _config(family: str, layers: int) -> dict[str, Any]:
+    config = {
+        **_COMMON,
+        "vocab_size": vocabulary_size(),
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "num_hidden_layers": layers,
+        **_CONFIGS[family],
+    }
+    if family == "sliding":
+        kinds = ("full_attention", "sliding_attention")
+        config["layer_types"] = [kinds[layer % 2] for layer in range(layers)]
+    if family == "mamba":
+        del config["max_position_embeddings"]
+    return config
+
+
+def _module(config: dict[str, Any]) -> Any:
+    model_class, args_class = _get_classes(config=config)
+    return model_class(args_class.from_dict(config))
+
+
+def _tensor(name: str, initial: mx.array, seed: int, noise: float) -> mx.array:
+    """The weights of one tensor; `initial` is what its module starts with."""
+    weights = _scaled(name, initial, _normal(f"{seed}/{name}", initial.shape))
+    if noise:
+        weights = weights + noise * weights.std() * _normal(f"noise/{seed}/{name}", initial.shape)
+    if "embed" in name or "lm_head" in name:
+        weights[: len(SPECIAL_TOKENS)] *= 0.1  # seldom generated, so that answers are long
+        weights[vocabulary_size() :] = 0.0  # padding
+    return mx.array(weights.astype(np.float32))
+
+
+def _normal(key: str, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    return np.random.default_rng(zlib.crc32(key.encode())).standard_normal(shape)
+
+
+def _scaled(
+    name: str, initial: mx.array, normal: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    start: npt.NDArray[np.float64] = np.array(initial).astype(np.float64)
+    *_, layer, leaf = name.split(".")
+    if leaf == "bias":
+        return 0.5 * normal
+    if "norm" in layer:
+        return start + _NORM_GAINS.get(layer, 0.0) + 0.1 * normal
+    if "embed" in layer:
+        return 0.5 * normal
+    if layer == "lm_head":
+        return 4.0 * normal / np.sqrt(normal.shape[-1])
+    if leaf == "weight" and normal.ndim > 2:
+        return 0.5 * normal
+    if leaf == "weight":
+        writes_residual = layer in ("o_proj", "down_proj", "out_proj", "linear_out")
+        gain = 2.0 if writes_residual or layer in ("q_proj", "k_proj") else 1.0
+        return gain * normal / np.sqrt(normal.shape[-1])
+    return start + 0.3 * normal
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
