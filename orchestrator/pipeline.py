@@ -140,7 +140,7 @@ class Orchestrator:
         answer = self._answers.get(message.sequence)
         if answer is not None:
             answer.sequence.recorder.drew(message.draft_ms, self._woke)
-            answer.sequence.recorder.phase(f"draft{message.depth}", message.draft_ms)
+            answer.sequence.recorder.phase(f"draft_{message.depth}", message.draft_ms)
             self._do(answer, answer.sequence.tree(message, self._woke))
 
     def _prefilled(self, role: Role, message: Prefilled) -> None:

@@ -12,7 +12,7 @@ Backup = Literal["draft", "plain"]
 """After a miss the drafter drafts while the target waits, or the target goes on with the
 bonus token alone (plain decoding of one token) while the drafter prepares the next round."""
 
-_MAX_DEPTH = 6
+_MAX_DEPTH = 4
 _BRANCHES = 16
 
 

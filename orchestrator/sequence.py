@@ -193,6 +193,7 @@ class Sequence:
         estimates.verify_cost.observe(len(self._draft) + 1, outcome.verify_ms)
         estimates.calibration.observe(self._draft.confidences, outcome.accepted)
         self.recorder.phase("verify", outcome.verify_ms)
+        self.recorder.phase(f"verify_{len(self._draft) + 1}", outcome.verify_ms)
         if self.recorder.rounds:  # before the first round the verifier had nothing to do
             kind = "idle_hit" if self._origin == "hit" else "idle_other"
             self.recorder.phase(kind, outcome.idle_ms)

@@ -1,9 +1,12 @@
 """What makes a model faster on MLX's CPU backend without changing what it computes.
 
 1. Sines and cosines are shared by all layers (`rope.use_tables`).
-2. The output head is stored transposed. BLAS then streams it at the memory's full speed for
-   one or two rows; it packs the matrix anew for three or more, which costs twice as much, so
-   a chain's rows go through in pairs.
+2. Matrices with many more rows than columns (the output head, the way into an MLP) are
+   stored transposed. BLAS then streams them at the memory's full speed for one or two rows
+   of input. For three or more it packs the matrix anew on each call, which costs about twice
+   as much, so a short chain goes through in pairs of rows.
+
+Measured on the default target, one core, T_v(1) / T_v(2) / T_v(4): 77 / 98 / 121 ms before.
 """
 
 from typing import Any
@@ -13,16 +16,17 @@ import mlx.nn as nn
 
 from services.rope import use_tables
 
-_PAIRS_UP_TO = 8
-"""Rows from which one product is cheaper than pairs."""
+_LARGE = 8192
+"""Rows from which a matrix no longer fits the caches, and packing it costs the most."""
 
 
 def _times(x: mx.array, transposed: mx.array) -> mx.array:
-    """[1, rows, hidden] @ [hidden, vocabulary]."""
-    rows = x.shape[-2]
-    if rows <= 2 or rows > _PAIRS_UP_TO:
+    """[1, n, columns] @ [columns, rows], by the cheapest number of products."""
+    n = x.shape[-2]
+    pairs_up_to = 12 if transposed.shape[-1] >= _LARGE else 4
+    if n <= 2 or n > pairs_up_to:
         return x @ transposed
-    pairs = [x[..., start : start + 2, :] @ transposed for start in range(0, rows, 2)]
+    pairs = [x[..., start : start + 2, :] @ transposed for start in range(0, n, 2)]
     return mx.concatenate(pairs, axis=-2)
 
 
@@ -43,7 +47,7 @@ class _TransposedEmbedding(nn.Module):
 
 
 class _TransposedLinear(nn.Module):
-    """A head without bias, stored [hidden, vocabulary]."""
+    """A linear layer without bias, stored [columns, rows]."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
@@ -54,13 +58,18 @@ class _TransposedLinear(nn.Module):
 
 
 def tune(model: Any) -> None:
-    """Rearrange an mlx-lm model of float32 weights for the CPU; unknown shapes stay as they are."""
+    """Rearrange an mlx-lm model of float32 weights; layers of other kinds stay as they are."""
     use_tables(model)
-    head: Any = getattr(model, "lm_head", None)
+    for _, module in model.named_modules():
+        for name, child in list(module.children().items()):
+            if type(child) is nn.Linear and "bias" not in child and _is_tall(child):
+                setattr(module, name, _TransposedLinear(child))
     inner: Any = getattr(model, "model", None)
-    if type(head) is nn.Linear and "bias" not in head:
-        model.lm_head = _TransposedLinear(head)
-        mx.eval(model.lm_head.parameters())
-    elif head is None and type(getattr(inner, "embed_tokens", None)) is nn.Embedding:
+    if "lm_head" not in model and type(getattr(inner, "embed_tokens", None)) is nn.Embedding:
         inner.embed_tokens = _TransposedEmbedding(inner.embed_tokens)
-        mx.eval(inner.embed_tokens.parameters())
+    mx.eval(model.parameters())
+
+
+def _is_tall(linear: Any) -> bool:
+    rows, columns = linear.weight.shape
+    return bool(rows >= 2 * columns)

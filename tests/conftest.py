@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from services.machine import load_blas
+
+# The same BLAS as in the processes, before any test imports MLX.
+load_blas(threads=1)
+
 # The same examples in every run: a failure is a fact about the code, not about the day.
 settings.register_profile(
-    "repeatable", derandomize=True, max_examples=60, deadline=None, database=None
+    "repeatable", derandomize=True, max_examples=40, deadline=None, database=None
 )
 settings.load_profile("repeatable")
 

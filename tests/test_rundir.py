@@ -160,7 +160,7 @@ def test_a_described_stack_is_running() -> None:
         msgspec.json.encode(Description(NOBODY, 1.5, "t", "d")),
         msgspec.json.encode(Description(os.getpid(), 1.5, "t", "d")),
     ],
-    ids=str,
+    ids=["empty", "nonsense", "nothing", "nobody", "somebody else"],
 )
 def test_a_dead_or_unreadable_stack_is_not_running(content: bytes) -> None:
     """A description of a dead process, or of nothing, describes no running stack."""

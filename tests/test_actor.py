@@ -1,0 +1,406 @@
+"""The loop of every service, over real sockets: one end in a thread, the other in the test."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import pytest
+
+from protocol.channel import Channel, Hub, ipc_address
+from protocol.codec import Decoder
+from protocol.errors import DeadlineExceeded, ModelError, ProtocolError, RuntimeFailure
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    CloseSequence,
+    DraftTree,
+    Failed,
+    FromService,
+    Hello,
+    Message,
+    OpenSequence,
+    Prefilled,
+    Prepare,
+    Refusal,
+    Sampling,
+    Stop,
+    ToService,
+    Verify,
+    Welcome,
+)
+from services.actor import Identity, Work, serve
+
+PATIENCE_S = 10.0
+
+IDENTITY = Identity(
+    role="drafter",
+    backend="fake",
+    model="/models/fake",
+    tokenizer_fingerprint="abc",
+    vocabulary_size=288,
+    context_length=512,
+    compute_unit="cpu",
+    max_draft_tokens=64,
+)
+
+
+def prepare(round_: int, *, sequence: int = 1, depth: int = 3) -> Prepare:
+    return Prepare(
+        sequence=sequence, round=round_, base=0, tokens=[], chain=[1], fan_out=[1], depth=depth
+    )
+
+
+def opening(sequence: int) -> OpenSequence:
+    return OpenSequence(sequence=sequence, tokens=[1, 2], sampling=Sampling())
+
+
+class FakeService:
+    """Answers `Prepare` with trees of its depth, with a step of the test's between two."""
+
+    def __init__(self) -> None:
+        self.handled: list[Work] = []
+        self.ended: list[Work] = []
+        self.before_answer: Callable[[Work, int], None] = lambda message, number: None
+
+    def handle(self, message: Work) -> Generator[FromService]:
+        self.handled.append(message)
+        try:
+            for number, answer in enumerate(self._answers(message)):
+                self.before_answer(message, number)
+                yield answer
+        finally:
+            self.ended.append(message)
+
+    def supersedes(self, news: Work, current: Work) -> bool:
+        return news.sequence == current.sequence
+
+    def _answers(self, message: Work) -> Iterator[FromService]:
+        match message:
+            case OpenSequence():
+                yield Prefilled(sequence=message.sequence, length=2, prefill_ms=0.0)
+            case Prepare():
+                yield from (tree(message, depth) for depth in range(1, message.depth + 1))
+            case Verify():
+                raise ValueError(f"no verification of {message.chain} here")
+            case _:
+                return
+
+
+def tree(message: Prepare, depth: int) -> DraftTree:
+    return DraftTree(
+        sequence=message.sequence,
+        round=message.round,
+        depth=depth,
+        outcomes=[],
+        tokens=[],
+        confidences=[],
+        draft_ms=0.0,
+    )
+
+
+class Running(NamedTuple):
+    """A service in a thread, and the orchestrator's end of its connection."""
+
+    hub: Hub[FromService]
+    service: FakeService
+    peer: bytes
+    hello: Hello
+    thread: threading.Thread
+    raised: list[BaseException]
+
+    def send(self, *messages: Message) -> None:
+        for message in messages:
+            assert self.hub.send(self.peer, message)
+
+    def receive(self) -> FromService:
+        assert self.hub.ready(PATIENCE_S)
+        received = self.hub.receive()
+        assert received is not None
+        peer, message = received
+        assert peer == self.peer
+        assert not isinstance(message, ProtocolError)
+        return message
+
+    def end(self) -> BaseException | None:
+        """Wait until `serve` has returned; what it raised."""
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+        return self.raised[0] if self.raised else None
+
+
+@pytest.fixture
+def connected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A service that has said Hello and waits for the answer."""
+    address = ipc_address(str(tmp_path_factory.mktemp("z") / "s"))
+    service, raised = FakeService(), list[BaseException]()
+
+    def run() -> None:
+        try:
+            with Channel[ToService](address, Decoder(ToService)) as channel:
+                serve(channel, IDENTITY, service)
+        except BaseException as error:  # noqa: BLE001  # it is looked at in the test's thread
+            raised.append(error)
+
+    with ExitStack() as stack:
+        hub: Hub[FromService] = stack.enter_context(Hub(address, Decoder(FromService)))
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        assert hub.ready(PATIENCE_S)
+        received = hub.receive()
+        assert received is not None
+        peer, hello = received
+        assert isinstance(hello, Hello)
+        yield Running(hub, service, peer, hello, thread, raised)
+        hub.send(peer, Stop())
+        thread.join(PATIENCE_S)
+
+
+@pytest.fixture
+def running(connected: Running) -> Running:
+    """A service that was welcomed."""
+    connected.send(Welcome())
+    return connected
+
+
+# ---------------------------------------------------------------- the handshake
+
+
+def test_hello_says_who_is_there(connected: Running) -> None:
+    """The first word is the identity, with the protocol's version and the process."""
+    hello = connected.hello
+    assert (PROTOCOL_VERSION, os.getpid()) == (hello.protocol, hello.pid)
+    for name in IDENTITY.__struct_fields__:
+        assert getattr(IDENTITY, name) == getattr(hello, name)
+
+
+def test_a_refusal_is_a_model_error(connected: Running) -> None:
+    """Who is turned away ends with the orchestrator's reason, and has handled nothing."""
+    connected.send(Refusal("the tokenizers differ"))
+    error = connected.end()
+    assert isinstance(error, ModelError)
+    assert str(error) == "the tokenizers differ"
+    assert connected.service.handled == []
+
+
+def test_work_before_the_welcome_is_a_protocol_error(connected: Running) -> None:
+    """Anything but Welcome or Refusal is not an answer to Hello."""
+    connected.send(opening(1))
+    error = connected.end()
+    assert isinstance(error, ProtocolError)
+    assert str(error) == "expected Welcome or Refusal, got OpenSequence"
+    assert connected.service.handled == []
+
+
+def test_no_answer_to_hello_is_a_deadline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """An orchestrator that is not there is waited for, but not for ever."""
+    monkeypatch.setattr("services.actor._HANDSHAKE_S", 0.02)
+    address = ipc_address(str(tmp_path_factory.mktemp("z") / "s"))
+    with (
+        Channel[ToService](address, Decoder(ToService)) as channel,
+        pytest.raises(DeadlineExceeded, match=r"no answer to Hello .* within 0\.02 s"),
+    ):
+        channel.socket.linger = 0
+        serve(channel, IDENTITY, FakeService())
+
+
+# ---------------------------------------------------------------- work
+
+
+def test_messages_are_answered_in_order(running: Running) -> None:
+    """One message in, its answers out, then the next."""
+    running.send(opening(1), prepare(5, sequence=2), opening(3))
+    answers = [running.receive() for _ in range(5)]
+    assert [type(answer) for answer in answers] == [Prefilled, *[DraftTree] * 3, Prefilled]
+    assert [answer.sequence for answer in answers if not isinstance(answer, Hello)] == [
+        *(1, 2, 2, 2, 3)
+    ]
+    running.send(Stop())
+    assert running.end() is None
+    assert running.service.handled == running.service.ended
+
+
+def test_answers_leave_as_they_are_ready(running: Running) -> None:
+    """An answer is on its way before the next one is worked on."""
+    gate = threading.Event()
+    running.service.before_answer = lambda message, number: number and gate.wait(PATIENCE_S)  # type: ignore[func-returns-value,return-value]
+    running.send(prepare(1))
+    assert running.receive() == tree(prepare(1), 1)
+    assert not running.hub.ready(0.0)
+    gate.set()
+    assert [running.receive() for _ in range(2)] == [tree(prepare(1), depth) for depth in (2, 3)]
+
+
+def test_one_failure_is_not_the_end(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """A message that cannot be served is answered by Failed; the service goes on."""
+    with caplog.at_level(logging.ERROR):
+        running.send(Verify(sequence=7, round=1, position=0, chain=[4]), opening(8))
+        failed = running.receive()
+        reason = "ValueError: no verification of [4] here"
+        assert failed == Failed(sequence=7, error=reason)
+        assert running.receive() == Prefilled(sequence=8, length=2, prefill_ms=0.0)
+    assert "Verify of sequence 7 failed" in caplog.text
+
+
+def test_a_failure_may_come_after_answers(running: Running) -> None:
+    """What was answered before the failure stands; Failed comes last."""
+
+    def fail_at_depth_two(message: Work, number: int) -> None:
+        if isinstance(message, Prepare) and number == 1:
+            raise MemoryError("no room for more")
+
+    running.service.before_answer = fail_at_depth_two
+    running.send(prepare(1), opening(2))
+    answers = [running.receive() for _ in range(3)]
+    assert answers == [
+        tree(prepare(1), 1),
+        Failed(sequence=1, error="MemoryError: no room for more"),
+        Prefilled(sequence=2, length=2, prefill_ms=0.0),
+    ]
+
+
+def send_at(running: Running, at: int, *messages: Message) -> None:
+    """Send these when the service is about to give its answer number `at` to a Prepare.
+
+    The hub is used by one thread at a time: the test waits for answers meanwhile.
+    """
+    arrived = threading.Event()
+
+    def step(message: Work, number: int) -> None:
+        if isinstance(message, Prepare) and message.round == 1 and number == at:
+            arrived.set()
+            gate.wait(PATIENCE_S)
+
+    gate = threading.Event()
+    running.service.before_answer = step
+    running.send(prepare(1, depth=10**6))
+    assert arrived.wait(PATIENCE_S)
+    running.send(*messages)
+    gate.set()
+
+
+def answers_until(running: Running, last: FromService) -> list[FromService]:
+    answers = [running.receive()]
+    while answers[-1] != last:
+        answers.append(running.receive())
+    return answers
+
+
+def test_superseded_work_is_abandoned(running: Running) -> None:
+    """News that makes the rest pointless ends it before many more answers; then comes the news."""
+    send_at(running, 2, prepare(2, depth=2))
+    answers = answers_until(running, tree(prepare(2), 2))
+    stale = [answer for answer in answers if isinstance(answer, DraftTree) and answer.round == 1]
+    assert answers == [*stale, tree(prepare(2), 1), tree(prepare(2), 2)]
+    assert [tree(prepare(1), depth) for depth in range(1, len(stale) + 1)] == stale
+    assert 2 <= len(stale) < 10**6
+    assert [message.round for message in running.service.ended if isinstance(message, Prepare)][
+        0
+    ] == 1
+
+
+def test_other_sequences_wait_their_turn(running: Running) -> None:
+    """News of another sequence supersedes nothing: it is read, kept, and served in order."""
+
+    def step(message: Work, number: int) -> None:
+        if message == first and number == 1:
+            arrived.set()
+            gate.wait(PATIENCE_S)
+
+    first, arrived, gate = prepare(1, depth=4), threading.Event(), threading.Event()
+    running.service.before_answer = step
+    running.send(first)
+    assert arrived.wait(PATIENCE_S)
+    running.send(opening(2), opening(3))
+    gate.set()
+    answers = [running.receive() for _ in range(6)]
+    assert answers == [
+        *(tree(first, depth) for depth in range(1, 5)),
+        Prefilled(sequence=2, length=2, prefill_ms=0.0),
+        Prefilled(sequence=3, length=2, prefill_ms=0.0),
+    ]
+
+
+def test_a_closed_sequence_is_not_worked_for(running: Running) -> None:
+    """Closing ends the work on a sequence and is handled, without an answer."""
+    send_at(running, 3, CloseSequence(sequence=1), opening(9))
+    answers = answers_until(running, Prefilled(sequence=9, length=2, prefill_ms=0.0))
+    assert 3 <= len(answers) < 10**6
+    assert CloseSequence(sequence=1) in running.service.ended
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_stop_ends_an_idle_service(running: Running) -> None:
+    """Stop is the end without an error."""
+    running.send(opening(1), Stop())
+    assert running.receive() == Prefilled(sequence=1, length=2, prefill_ms=0.0)
+    assert running.end() is None
+
+
+def test_stop_interrupts_work(running: Running) -> None:
+    """A long piece of work is left within one step, and its generator is closed."""
+    send_at(running, 2, Stop())
+    assert running.end() is None
+    assert running.service.ended == running.service.handled
+    assert len(running.service.ended) == 1
+
+
+@pytest.mark.parametrize("message", [Welcome(), Refusal("too late")], ids=str)
+def test_a_second_answer_to_hello_is_a_protocol_error(message: Message, running: Running) -> None:
+    """Welcome and Refusal have no meaning after the handshake."""
+    running.send(opening(1))
+    running.receive()
+    running.send(message)
+    error = running.end()
+    assert isinstance(error, ProtocolError)
+    assert str(error) == f"{type(message).__name__} after the handshake"
+
+
+def test_a_broken_message_blames_no_sequence(running: Running) -> None:
+    """Nonsense while working ends the service as it does while idle; no sequence has failed."""
+
+    def step(message: Work, number: int) -> None:
+        if number == 1:
+            arrived.set()
+            gate.wait(PATIENCE_S)
+
+    arrived, gate = threading.Event(), threading.Event()
+    running.service.before_answer = step
+    running.send(prepare(1, depth=3))
+    assert arrived.wait(PATIENCE_S)
+    running.hub.socket.send_multipart([running.peer, b"nonsense"])
+    gate.set()
+    error = running.end()
+    assert isinstance(error, ProtocolError)
+    while running.hub.ready(0.0):
+        assert not isinstance(running.receive(), Failed)
+
+
+def test_a_deaf_orchestrator_ends_the_service() -> None:
+    """When nothing can be sent any more, there is nobody to tell: the error leaves `serve`."""
+
+    class Deaf:
+        """A channel whose peer has stopped reading after the handshake."""
+
+        def __init__(self) -> None:
+            self.inbox: list[ToService] = [Welcome(), opening(1)]
+            self.sent = 0
+
+        def ready(self, timeout_s: float) -> bool:
+            return bool(self.inbox)
+
+        def receive(self, timeout_s: float, what: str) -> ToService:
+            return self.inbox.pop(0)
+
+        def send(self, message: Message) -> None:
+            self.sent += 1
+            if self.sent > 1:
+                raise RuntimeFailure("the orchestrator has stopped reading its messages")
+
+    with pytest.raises(RuntimeFailure, match="stopped reading"):
+        serve(Deaf(), IDENTITY, FakeService())  # type: ignore[arg-type]  # it has what is used
