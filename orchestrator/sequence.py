@@ -172,31 +172,31 @@ class Sequence:
         """The verification ended: commit, look up, and start the next round."""
         if self.phase is not Phase.VERIFYING or outcome.round != self.round:
             return
-        self._record(outcome)
-        draft = self._draft
+        draft, origin = self._draft, self._origin
         emitted = [*draft.tokens[: outcome.accepted], outcome.bonus]
-        origins: list[Origin] = [self._origin for _ in range(outcome.accepted)]
-        origins.append("target")
         kept, reason = self._ending(emitted)
-        self.recorder.verified(len(draft), min(outcome.accepted, kept))
-        self.recorder.emit(kept, now)
         self.tokens += emitted[:kept]
         self._accepted = outcome.accepted
         if reason is None:
             yield from self._next_round(outcome, now)
+        # The target is busy again: now there is time for the books.
+        self._record(outcome, draft, origin)
+        self.recorder.verified(len(draft), min(outcome.accepted, kept))
+        self.recorder.emit(kept, now)
+        origins: list[Origin] = [origin for _ in range(outcome.accepted)]
+        origins.append("target")
         yield Emit(emitted[:kept], origins[:kept])
         if reason is not None:
             yield from self.finish(reason)
 
-    def _record(self, outcome: VerificationOutcome) -> None:
+    def _record(self, outcome: VerificationOutcome, draft: Draft, origin: Origin) -> None:
         estimates = self._plan.estimates
-        estimates.verify_cost.observe(len(self._draft) + 1, outcome.verify_ms)
-        estimates.calibration.observe(self._draft.confidences, outcome.accepted)
+        estimates.verify_cost.observe(len(draft) + 1, outcome.verify_ms)
+        estimates.calibration.observe(draft.confidences, outcome.accepted)
         self.recorder.phase("verify", outcome.verify_ms)
-        self.recorder.phase(f"verify_{len(self._draft) + 1}", outcome.verify_ms)
+        self.recorder.phase(f"verify_{len(draft) + 1}", outcome.verify_ms)
         if self.recorder.rounds:  # before the first round the verifier had nothing to do
-            kind = "idle_hit" if self._origin == "hit" else "idle_other"
-            self.recorder.phase(kind, outcome.idle_ms)
+            self.recorder.phase("idle_hit" if origin == "hit" else "idle_other", outcome.idle_ms)
 
     def _ending(self, emitted: Tokens) -> tuple[int, FinishReason | None]:
         """How many of these tokens belong to the answer, and why it ends with them if it does.

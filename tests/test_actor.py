@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -164,6 +164,23 @@ def running(connected: Running) -> Running:
     return connected
 
 
+@contextmanager
+def paused(running: Running, message: Work, number: int) -> Iterator[None]:
+    """Send a message; inside, the service is about to give its answer `number` (from 0) to it."""
+    arrived, gate = threading.Event(), threading.Event()
+
+    def step(current: Work, at: int) -> None:
+        if (current, at) == (message, number):
+            arrived.set()
+            gate.wait(PATIENCE_S)
+
+    running.service.before_answer = step
+    running.send(message)
+    assert arrived.wait(PATIENCE_S)
+    yield
+    gate.set()
+
+
 # ---------------------------------------------------------------- the handshake
 
 
@@ -199,12 +216,10 @@ def test_no_answer_to_hello_is_a_deadline(
     """An orchestrator that is not there is waited for, but not for ever."""
     monkeypatch.setattr("services.actor._HANDSHAKE_S", 0.02)
     address = ipc_address(str(tmp_path_factory.mktemp("z") / "s"))
-    with (
-        Channel[ToService](address, Decoder(ToService)) as channel,
-        pytest.raises(DeadlineExceeded, match=r"no answer to Hello .* within 0\.02 s"),
-    ):
+    with Channel[ToService](address, Decoder(ToService)) as channel:
         channel.socket.linger = 0
-        serve(channel, IDENTITY, FakeService())
+        with pytest.raises(DeadlineExceeded, match=r"no answer to Hello .* within 0\.02 s"):
+            serve(channel, IDENTITY, FakeService())
 
 
 # ---------------------------------------------------------------- work
@@ -213,11 +228,12 @@ def test_no_answer_to_hello_is_a_deadline(
 def test_messages_are_answered_in_order(running: Running) -> None:
     """One message in, its answers out, then the next."""
     running.send(opening(1), prepare(5, sequence=2), opening(3))
-    answers = [running.receive() for _ in range(5)]
-    assert [type(answer) for answer in answers] == [Prefilled, *[DraftTree] * 3, Prefilled]
-    assert [answer.sequence for answer in answers if not isinstance(answer, Hello)] == [
-        *(1, 2, 2, 2, 3)
+    expected = [
+        Prefilled(sequence=1, length=2, prefill_ms=0.0),
+        *(tree(prepare(5, sequence=2), depth) for depth in range(1, 4)),
+        Prefilled(sequence=3, length=2, prefill_ms=0.0),
     ]
+    assert expected == [running.receive() for _ in expected]
     running.send(Stop())
     assert running.end() is None
     assert running.service.handled == running.service.ended
@@ -225,12 +241,9 @@ def test_messages_are_answered_in_order(running: Running) -> None:
 
 def test_answers_leave_as_they_are_ready(running: Running) -> None:
     """An answer is on its way before the next one is worked on."""
-    gate = threading.Event()
-    running.service.before_answer = lambda message, number: number and gate.wait(PATIENCE_S)  # type: ignore[func-returns-value,return-value]
-    running.send(prepare(1))
-    assert running.receive() == tree(prepare(1), 1)
-    assert not running.hub.ready(0.0)
-    gate.set()
+    with paused(running, prepare(1), 1):
+        assert running.receive() == tree(prepare(1), 1)
+        assert not running.hub.ready(0.0)
     assert [running.receive() for _ in range(2)] == [tree(prepare(1), depth) for depth in (2, 3)]
 
 
@@ -262,26 +275,6 @@ def test_a_failure_may_come_after_answers(running: Running) -> None:
     ]
 
 
-def send_at(running: Running, at: int, *messages: Message) -> None:
-    """Send these when the service is about to give its answer number `at` to a Prepare.
-
-    The hub is used by one thread at a time: the test waits for answers meanwhile.
-    """
-    arrived = threading.Event()
-
-    def step(message: Work, number: int) -> None:
-        if isinstance(message, Prepare) and message.round == 1 and number == at:
-            arrived.set()
-            gate.wait(PATIENCE_S)
-
-    gate = threading.Event()
-    running.service.before_answer = step
-    running.send(prepare(1, depth=10**6))
-    assert arrived.wait(PATIENCE_S)
-    running.send(*messages)
-    gate.set()
-
-
 def answers_until(running: Running, last: FromService) -> list[FromService]:
     answers = [running.receive()]
     while answers[-1] != last:
@@ -289,47 +282,41 @@ def answers_until(running: Running, last: FromService) -> list[FromService]:
     return answers
 
 
+ENDLESS = prepare(1, depth=10**6)
+
+
 def test_superseded_work_is_abandoned(running: Running) -> None:
     """News that makes the rest pointless ends it before many more answers; then comes the news."""
-    send_at(running, 2, prepare(2, depth=2))
-    answers = answers_until(running, tree(prepare(2), 2))
-    stale = [answer for answer in answers if isinstance(answer, DraftTree) and answer.round == 1]
-    assert answers == [*stale, tree(prepare(2), 1), tree(prepare(2), 2)]
-    assert [tree(prepare(1), depth) for depth in range(1, len(stale) + 1)] == stale
-    assert 2 <= len(stale) < 10**6
-    assert [message.round for message in running.service.ended if isinstance(message, Prepare)][
-        0
-    ] == 1
+    news = prepare(2, depth=2)
+    with paused(running, ENDLESS, 2):
+        running.send(news)
+    answers = answers_until(running, tree(news, 2))
+    stale = answers[:-2]
+    assert [tree(ENDLESS, depth) for depth in range(1, len(stale) + 1)] == stale
+    assert 2 <= len(stale) < ENDLESS.depth
+    assert answers[-2] == tree(news, 1)
+    assert running.service.ended[0] == ENDLESS
 
 
 def test_other_sequences_wait_their_turn(running: Running) -> None:
     """News of another sequence supersedes nothing: it is read, kept, and served in order."""
-
-    def step(message: Work, number: int) -> None:
-        if message == first and number == 1:
-            arrived.set()
-            gate.wait(PATIENCE_S)
-
-    first, arrived, gate = prepare(1, depth=4), threading.Event(), threading.Event()
-    running.service.before_answer = step
-    running.send(first)
-    assert arrived.wait(PATIENCE_S)
-    running.send(opening(2), opening(3))
-    gate.set()
-    answers = [running.receive() for _ in range(6)]
-    assert answers == [
-        *(tree(first, depth) for depth in range(1, 5)),
+    with paused(running, prepare(1), 1):
+        running.send(opening(2), opening(3))
+    expected = [
+        *(tree(prepare(1), depth) for depth in range(1, 4)),
         Prefilled(sequence=2, length=2, prefill_ms=0.0),
         Prefilled(sequence=3, length=2, prefill_ms=0.0),
     ]
+    assert expected == [running.receive() for _ in expected]
 
 
 def test_a_closed_sequence_is_not_worked_for(running: Running) -> None:
     """Closing ends the work on a sequence and is handled, without an answer."""
-    send_at(running, 3, CloseSequence(sequence=1), opening(9))
+    with paused(running, ENDLESS, 3):
+        running.send(CloseSequence(sequence=1), opening(9))
     answers = answers_until(running, Prefilled(sequence=9, length=2, prefill_ms=0.0))
-    assert 3 <= len(answers) < 10**6
-    assert CloseSequence(sequence=1) in running.service.ended
+    assert 3 <= len(answers) < ENDLESS.depth
+    assert running.service.ended[:2] == [ENDLESS, CloseSequence(sequence=1)]
 
 
 # ---------------------------------------------------------------- the end
@@ -344,41 +331,38 @@ def test_stop_ends_an_idle_service(running: Running) -> None:
 
 def test_stop_interrupts_work(running: Running) -> None:
     """A long piece of work is left within one step, and its generator is closed."""
-    send_at(running, 2, Stop())
+    with paused(running, ENDLESS, 2):
+        running.send(Stop())
     assert running.end() is None
-    assert running.service.ended == running.service.handled
-    assert len(running.service.ended) == 1
+    assert running.service.ended == [ENDLESS]
 
 
 @pytest.mark.parametrize("message", [Welcome(), Refusal("too late")], ids=str)
 def test_a_second_answer_to_hello_is_a_protocol_error(message: Message, running: Running) -> None:
     """Welcome and Refusal have no meaning after the handshake."""
-    running.send(opening(1))
-    running.receive()
     running.send(message)
     error = running.end()
     assert isinstance(error, ProtocolError)
     assert str(error) == f"{type(message).__name__} after the handshake"
+    assert running.service.handled == []
 
 
-def test_a_broken_message_blames_no_sequence(running: Running) -> None:
-    """Nonsense while working ends the service as it does while idle; no sequence has failed."""
-
-    def step(message: Work, number: int) -> None:
-        if number == 1:
-            arrived.set()
-            gate.wait(PATIENCE_S)
-
-    arrived, gate = threading.Event(), threading.Event()
-    running.service.before_answer = step
-    running.send(prepare(1, depth=3))
-    assert arrived.wait(PATIENCE_S)
+def test_nonsense_while_idle_ends_the_service(running: Running) -> None:
+    """Who speaks another language is not served any longer."""
     running.hub.socket.send_multipart([running.peer, b"nonsense"])
-    gate.set()
-    error = running.end()
-    assert isinstance(error, ProtocolError)
-    while running.hub.ready(0.0):
-        assert not isinstance(running.receive(), Failed)
+    assert isinstance(running.end(), ProtocolError)
+
+
+def test_nonsense_while_working_blames_no_sequence(running: Running) -> None:
+    """It ends the service as it does while idle; the sequence that is worked on has not failed."""
+    answers: list[FromService] = []
+    with paused(running, prepare(1), 1):
+        running.hub.socket.send_multipart([running.peer, b"nonsense"])
+    while running.thread.is_alive() and not isinstance((answers or [None])[-1], Failed):
+        if running.hub.ready(0.05):
+            answers.append(running.receive())
+    assert [answer for answer in answers if isinstance(answer, Failed)] == []
+    assert isinstance(running.end(), ProtocolError)
 
 
 def test_a_deaf_orchestrator_ends_the_service() -> None:

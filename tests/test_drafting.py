@@ -1,0 +1,156 @@
+"""The drafter service turns a backend's layers into DraftTrees, one per depth."""
+
+from collections.abc import Generator
+from itertools import islice
+
+import pytest
+
+from protocol.errors import ProtocolError
+from protocol.messages import (
+    ENDED,
+    CloseSequence,
+    DraftNow,
+    DraftTree,
+    OpenSequence,
+    Prefilled,
+    Prepare,
+    Sampling,
+    Tokens,
+    Verify,
+)
+from services.actor import Work
+from services.backends.interface import BackendIdentity, Drafted, Layer, Outcome
+from services.drafting import Drafter
+
+ROOTS = [Outcome(0, 5), Outcome(2, 6)]
+OPEN = OpenSequence(sequence=3, tokens=[1, 2, 3], sampling=Sampling(temperature=0.5))
+PREPARE = Prepare(sequence=3, round=9, base=2, tokens=[3, 4], chain=[7, 8], fan_out=[1, 2], depth=3)
+DRAFT = DraftNow(sequence=3, round=9, base=2, tokens=[3, 4], pending=7, accepted=1, count=3)
+
+
+class FakeBackend:
+    """Writes down what it is asked, and has so many layers and draft tokens."""
+
+    def __init__(self, layers: int, drafts: int) -> None:
+        self.asked: list[tuple[object, ...]] = []
+        self._layers = layers
+        self._drafts = drafts
+
+    @property
+    def identity(self) -> BackendIdentity:
+        raise NotImplementedError
+
+    def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
+        self.asked.append(("opening", sequence, tokens, sampling))
+        yield
+        yield
+        self.asked.append(("opened",))
+
+    def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
+        self.asked.append(("commit", sequence, base, tokens))
+
+    def prepare(
+        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int
+    ) -> Generator[Layer]:
+        self.asked.append(("prepare", sequence, chain, fan_out, depth))
+        for depth_ in range(min(depth, self._layers)):
+            self.asked.append(("layer",))
+            yield Layer(ROOTS, [10 + depth_, ENDED], [0.5, 0.0])
+
+    def draft(self, sequence: int, pending: int, count: int) -> Generator[Drafted]:
+        self.asked.append(("draft", sequence, pending, count))
+        for at in range(min(count, self._drafts)):
+            yield Drafted(20 + at, 0.25)
+
+    def close(self, sequence: int) -> None:
+        self.asked.append(("close", sequence))
+
+
+def trees(message: Work, *, layers: int = 9, drafts: int = 9) -> list[DraftTree]:
+    answers = list(Drafter(FakeBackend(layers, drafts)).handle(message))
+    assert all(isinstance(answer, DraftTree) for answer in answers)
+    found = [answer for answer in answers if isinstance(answer, DraftTree)]
+    assert {(3, 9)} >= {(tree.sequence, tree.round) for tree in found}
+    assert [tree.depth for tree in found] == list(range(1, len(found) + 1))
+    assert all(tree.draft_ms >= 0 for tree in found)
+    return found
+
+
+def test_opening_replaces_and_prefills_to_the_end() -> None:
+    """What was there is closed first; Prefilled comes when the backend is done."""
+    backend = FakeBackend(0, 0)
+    [answer] = Drafter(backend).handle(OPEN)
+    assert isinstance(answer, Prefilled)
+    assert (answer.sequence, answer.length) == (3, 3)
+    opening = ("opening", 3, [1, 2, 3], OPEN.sampling)
+    assert backend.asked == [("close", 3), opening, ("opened",)]
+
+
+@pytest.mark.parametrize("layers", [3, 9])
+def test_every_depth_is_a_message(layers: int) -> None:
+    """The outcomes come with the first depth, and the last one says that it is the last."""
+    found = trees(PREPARE, layers=layers)
+    assert [tree.outcomes for tree in found] == [[(0, 5), (2, 6)], [], []]
+    assert [tree.tokens for tree in found] == [[10, ENDED], [11, ENDED], [12, ENDED]]
+    assert [tree.confidences for tree in found] == [[0.5, 0.0]] * 3
+    assert [tree.last for tree in found] == [False, False, True]
+
+
+def test_backends_may_do_less() -> None:
+    """Fewer layers are fewer messages, none is none."""
+    assert [tree.last for tree in trees(PREPARE, layers=2)] == [False, False]
+    assert trees(PREPARE, layers=0) == []
+
+
+def test_layers_are_made_one_by_one() -> None:
+    """After the news is committed, each depth is computed only when it is asked for."""
+    backend = FakeBackend(9, 9)
+    answers = Drafter(backend).handle(PREPARE)
+    assert backend.asked == []
+    list(islice(answers, 2))
+    answers.close()
+    commit = ("commit", 3, 2, [3, 4])
+    assert backend.asked == [commit, ("prepare", 3, [7, 8], [1, 2], 3), ("layer",), ("layer",)]
+
+
+def test_a_draft_is_the_branch_of_its_pending_token() -> None:
+    """DraftNow is answered by a single branch (accepted, pending), a message per token."""
+    found = trees(DRAFT)
+    assert [tree.outcomes for tree in found] == [[(1, 7)], [], []]
+    assert [tree.tokens for tree in found] == [[20], [21], [22]]
+    assert [tree.confidences for tree in found] == [[0.25]] * 3
+    assert [tree.last for tree in found] == [False, False, True]
+
+
+def test_a_short_draft_ends_in_ended() -> None:
+    """The target waits, so it is told that nothing more will come, also if nothing came at all."""
+    found = trees(DRAFT, drafts=1)
+    assert [tree.tokens for tree in found] == [[20], [ENDED]]
+    assert [tree.outcomes for tree in found] == [[(1, 7)], []]
+    assert [tree.last for tree in found] == [False, True]
+    [only] = trees(DRAFT, drafts=0)
+    assert (only.tokens, only.outcomes, only.last) == ([ENDED], [(1, 7)], True)
+
+
+def test_closing_is_handed_on() -> None:
+    """A closed sequence is closed in the backend, without an answer."""
+    backend = FakeBackend(0, 0)
+    assert list(Drafter(backend).handle(CloseSequence(sequence=8))) == []
+    assert backend.asked == [("close", 8)]
+
+
+def test_what_is_not_for_a_drafter_is_refused() -> None:
+    """A verifier's message is a ProtocolError that names it."""
+    with pytest.raises(ProtocolError, match="a drafter cannot handle Verify"):
+        list(Drafter(FakeBackend(0, 0)).handle(Verify(sequence=1, round=1, position=0, chain=[1])))
+
+
+def test_news_of_a_sequence_supersedes_its_older_work() -> None:
+    """Any message of the same sequence does, except that a close is always carried out."""
+    drafter = Drafter(FakeBackend(0, 0))
+    close = CloseSequence(sequence=3)
+    for current in (OPEN, PREPARE, DRAFT):
+        for news in (OPEN, PREPARE, DRAFT, close):
+            assert drafter.supersedes(news, current)
+        assert not drafter.supersedes(CloseSequence(sequence=4), current)
+        assert not drafter.supersedes(current, close)

@@ -1,0 +1,399 @@
+"""The orchestrator's loop between fake hubs: who is told what, and what must not end it."""
+
+from collections import deque
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import pytest
+
+from orchestrator.pipeline import Orchestrator
+from protocol.codec import Decoder, encode
+from protocol.errors import ProtocolError
+from protocol.fingerprint import Vocabulary
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    DraftNow,
+    DraftTree,
+    Failed,
+    Finished,
+    FromService,
+    Generate,
+    Hello,
+    Message,
+    OpenSequence,
+    Prepare,
+    Refusal,
+    ServiceDown,
+    Status,
+    StatusRequest,
+    Stop,
+    Text,
+    ToOrchestrator,
+    VerificationOutcome,
+    Verify,
+    Welcome,
+)
+from protocol.settings import OrchestratorSettings
+
+VERIFIER = Hello(
+    protocol=PROTOCOL_VERSION,
+    role="verifier",
+    pid=11,
+    backend="mlx",
+    model="large",
+    tokenizer_fingerprint="f00d",
+    vocabulary_size=100,
+    context_length=0,
+    compute_unit="cpu",
+    max_draft_tokens=64,
+)
+DRAFTER = msgspec.structs.replace(VERIFIER, role="drafter", pid=12, model="small")
+
+Inbound = TypeVar("Inbound", bound=Message)
+M = TypeVar("M", bound=Message)
+
+
+class ScriptIsOver(Exception):  # no error: how an endless loop ends in a test
+    """Everything that was said has been heard."""
+
+
+class FakeHub(Generic[Inbound]):
+    """A hub whose peers are strings, and whose messages go through the real codec."""
+
+    def __init__(self, decoder: Decoder[Inbound]) -> None:
+        self._decoder = decoder
+        self.inbox: deque[tuple[bytes, Message]] = deque()
+        self.sent: list[tuple[bytes, Message]] = []
+        self.gone: set[bytes] = set()
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        self.sent.append((peer, message))
+        return peer not in self.gone
+
+    def receive(self) -> tuple[bytes, Inbound | ProtocolError] | None:
+        if not self.inbox:
+            return None
+        peer, message = self.inbox.popleft()
+        try:
+            return peer, self._decoder.decode(encode(message))
+        except ProtocolError as error:
+            return peer, error
+
+
+class FakePoller:
+    """Waits for nothing."""
+
+    def __init__(self, hubs: list[FakeHub[Any]]) -> None:
+        self._hubs = hubs
+
+    def wait(self, timeout_s: float) -> None:
+        assert timeout_s >= 0.0
+        if not any(hub.inbox for hub in self._hubs):
+            raise ScriptIsOver
+
+
+class FakeTokenizer:
+    """Every token is one letter, and every conversation the same three tokens."""
+
+    stop_ids = frozenset({99})
+
+    def encode(self, messages: list[Any]) -> list[int]:
+        return [1, 2, 3]
+
+    def stream(self) -> "FakeTokenizer":
+        return self
+
+    def push(self, token: int) -> str:
+        return chr(ord("a") + token % 26)
+
+
+class House:
+    """An orchestrator, and everybody who talks to it."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.services: FakeHub[FromService] = FakeHub(Decoder(FromService))
+        self.clients: FakeHub[ToOrchestrator] = FakeHub(Decoder(ToOrchestrator))
+        services: Any = self.services
+        clients: Any = self.clients
+        tokenizer: Any = FakeTokenizer()
+        self._orchestrator = Orchestrator(
+            OrchestratorSettings(
+                lifeline=0,
+                services_address="",
+                clients_address="",
+                run_dir="",
+                model="large",
+                **settings,
+            ),
+            services=services,
+            clients=clients,
+            tokenizer=tokenizer,
+            vocabulary=Vocabulary("f00d", 100),
+            pid=1,
+        )
+
+    def service(self, peer: bytes, message: Message) -> None:
+        self.services.inbox.append((peer, message))
+        self._settle()
+
+    def client(self, message: Message, peer: bytes = b"c") -> None:
+        self.clients.inbox.append((peer, message))
+        self._settle()
+
+    def _settle(self) -> None:
+        with pytest.raises(ScriptIsOver):
+            self._orchestrator.run()
+
+    def told(self, peer: bytes, kind: type[M]) -> list[M]:
+        """What a peer was sent of one kind."""
+        sent = [*self.services.sent, *self.clients.sent]
+        return [message for to, message in sent if to == peer and isinstance(message, kind)]
+
+    def verified(self, accepted: int, bonus: int, verify_ms: float = 5.0) -> None:
+        """The verifier answers the last Verify."""
+        asked = self.told(b"v", Verify)[-1]
+        self.service(
+            b"v",
+            VerificationOutcome(
+                sequence=asked.sequence,
+                round=asked.round,
+                accepted=accepted,
+                bonus=bonus,
+                verify_ms=verify_ms,
+                idle_ms=0.1,
+            ),
+        )
+
+    def drafted(self, token: int, confidence: float = 0.9) -> None:
+        """The drafter answers the last Prepare with one branch, for bonus token 5."""
+        asked = self.told(b"d", Prepare)[-1]
+        self.service(
+            b"d",
+            DraftTree(
+                sequence=asked.sequence,
+                round=asked.round,
+                depth=1,
+                outcomes=[(0, 5)],
+                tokens=[token],
+                confidences=[confidence],
+                draft_ms=1.0,
+            ),
+        )
+
+
+@pytest.fixture(autouse=True)
+def _no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.pipeline.Poller", FakePoller)
+
+
+@pytest.fixture
+def house() -> House:
+    """With both services."""
+    house = House()
+    house.service(b"v", VERIFIER)
+    house.service(b"d", DRAFTER)
+    return house
+
+
+def ask(request: int = 1, **fields: Any) -> Generate:
+    return Generate(request=request, tokens=[1, 2, 3], **fields)
+
+
+def test_services_are_welcomed(house: House) -> None:
+    """Each fitting service is welcomed, and the status names both."""
+    assert [Welcome()] == house.told(b"v", Welcome)
+    assert [Welcome()] == house.told(b"d", Welcome)
+    house.client(StatusRequest())
+    (status,) = house.told(b"c", Status)
+    assert [service.pid for service in status.services] == [11, 12]
+
+
+def test_a_request_is_answered(house: House) -> None:
+    """Tokens and text arrive as they are verified, then the end with its statistics."""
+    house.client(ask(max_tokens=3, lookahead=2))
+    house.drafted(6)
+    house.verified(0, 5)
+    assert house.told(b"v", Verify)[-1].chain == [5, 6]
+    house.verified(1, 7)
+    texts = house.told(b"c", Text)
+    assert [text.tokens for text in texts] == [[5], [6, 7]]
+    assert [text.origins for text in texts] == [["target"], ["hit", "target"]]
+    assert "".join(text.text for text in texts) == "fgh"
+    (finished,) = house.told(b"c", Finished)
+    assert (
+        finished.reason,
+        finished.prompt_tokens,
+        finished.statistics.cache_hits,
+    ) == ("length", 3, 1)
+
+
+def test_a_misfit_is_refused(house: House) -> None:
+    """A service with another vocabulary is told why, and the status repeats it."""
+    house.service(b"x", msgspec.structs.replace(DRAFTER, tokenizer_fingerprint="beef", pid=13))
+    (refusal,) = house.told(b"x", Refusal)
+    assert "numbers its 100 tokens differently" in refusal.reason
+    house.client(StatusRequest())
+    assert house.told(b"c", Status)[-1].refused == {"drafter": refusal.reason}
+
+
+def test_a_replaced_drafter_is_stopped_and_ignored(house: House) -> None:
+    """The newcomer takes over the open requests; what the old one still says is dropped."""
+    house.client(ask())
+    house.service(b"e", msgspec.structs.replace(DRAFTER, pid=14))
+    assert [Stop()] == house.told(b"d", Stop)
+    assert len(house.told(b"e", OpenSequence)) == len(house.told(b"e", Prepare)) == 1
+    house.drafted(6)
+    house.verified(0, 5)
+    assert house.told(b"v", Verify)[-1].chain == [5]
+
+
+def test_requests_wait_in_line(house: House) -> None:
+    """One request is decoded at a time; the next starts when it ends, in order."""
+    for request in (1, 2, 3):
+        house.client(ask(request, max_tokens=1, mode="ar"))
+    for _ in range(3):
+        house.verified(0, 5)
+    assert [finished.request for finished in house.told(b"c", Finished)] == [1, 2, 3]
+
+
+def test_a_long_line_is_closed() -> None:
+    """With the line full, a request is refused at once."""
+    house = House(max_waiting=1)
+    house.client(ask(1))
+    house.client(ask(2))
+    house.client(ask(3))
+    (refusal,) = house.told(b"c", Refusal)
+    assert "try again later" in refusal.reason
+
+
+def test_waiting_requests_can_be_cancelled(house: House) -> None:
+    """A request that is still in line is cancelled without ever reaching the verifier."""
+    house.client(ask(1))
+    house.client(ask(2))
+    house.client(Cancel(request=2))
+    assert [(f.reason, f.request) for f in house.told(b"c", Finished)] == [("cancelled", 2)]
+    assert len(house.told(b"v", OpenSequence)) == 1
+
+
+def test_a_client_that_is_gone_frees_its_place(house: House) -> None:
+    """A request whose client does not read any more is cancelled, and the next one starts."""
+    house.client(ask(1), peer=b"gone")
+    house.client(ask(2))
+    house.clients.gone.add(b"gone")
+    house.verified(0, 5)
+    assert len(house.told(b"v", OpenSequence)) == 2
+
+
+def test_a_late_draft_is_not_waited_for() -> None:
+    """When the deadline of a draft passes, the target goes on with what there is."""
+    house = House(draft_timeout_s=1e-9)
+    house.service(b"v", VERIFIER)
+    house.service(b"d", DRAFTER)
+    house.client(ask(mode="sd"))
+    house.verified(0, 5)
+    assert len(house.told(b"d", DraftNow)) == 1
+    assert house.told(b"v", Verify)[-1].chain == [5]
+
+
+def test_a_failing_drafter_costs_only_speed(house: House) -> None:
+    """A drafter's failure on a sequence leaves the request with plain decoding."""
+    house.client(ask(max_tokens=2))
+    house.service(b"d", Failed(sequence=1, error="out of memory"))
+    house.verified(0, 5)
+    house.verified(0, 6)
+    assert [finished.reason for finished in house.told(b"c", Finished)] == ["length"]
+
+
+def test_a_failing_verifier_fails_its_request(house: House) -> None:
+    """The client is told the verifier's own words."""
+    house.client(ask())
+    house.service(b"v", Failed(sequence=1, error="out of memory"))
+    (finished,) = house.told(b"c", Finished)
+    assert (finished.reason, finished.error) == ("error", "the verifier failed: out of memory")
+
+
+def test_a_restarted_verifier_resumes(house: House) -> None:
+    """A request survives its verifier: the next one gets the committed tokens."""
+    house.client(ask(max_tokens=3, mode="ar"))
+    house.verified(0, 5)
+    house.client(ServiceDown(role="verifier", pid=11, reason="died", final=False))
+    house.service(b"v", msgspec.structs.replace(VERIFIER, pid=15))
+    assert house.told(b"v", OpenSequence)[-1].tokens == [1, 2, 3]
+    house.verified(0, 6)
+    house.verified(0, 7)
+    (finished,) = house.told(b"c", Finished)
+    assert (finished.reason, finished.statistics.verifier_restarts) == ("length", 1)
+
+
+def failures(house: House) -> dict[int, str]:
+    """Why each request that failed did."""
+    found = {f.request: f.error for f in house.told(b"c", Finished) if f.reason == "error"}
+    refused = {-1 - i: refusal.reason for i, refusal in enumerate(house.told(b"c", Refusal))}
+    return found | refused
+
+
+def test_a_lost_verifier_fails_every_request(house: House) -> None:
+    """Without hope of another verifier, running and waiting requests fail with the reason."""
+    for request in (1, 2, 3):
+        house.client(ask(request))
+    house.client(ServiceDown(role="verifier", pid=11, reason="died too often", final=True))
+    assert failures(house) == dict.fromkeys([1, 2, 3], "died too often")
+
+
+def test_a_lost_verifier_fails_later_requests(house: House) -> None:
+    """A request that comes after the verifier was lost for good is not left waiting."""
+    house.client(ServiceDown(role="verifier", pid=11, reason="died too often", final=True))
+    house.client(ask(7))
+    (reason,) = failures(house).values()
+    assert "died too often" in reason
+
+
+@pytest.mark.parametrize("prompt", [list(range(10)), list(range(30))], ids=["full", "too long"])
+def test_the_context_holds_whenever_the_request_comes(prompt: list[int]) -> None:
+    """A prompt that the context cannot hold fails, also if it came before the verifier."""
+    house = House()
+    house.client(Generate(request=1, tokens=prompt))
+    house.service(b"v", msgspec.structs.replace(VERIFIER, context_length=10))
+    assert len(failures(house)) == 1
+    assert house.told(b"v", Verify) == []
+
+
+def test_the_context_ends_an_answer_whenever_its_request_came() -> None:
+    """An answer stops where the context is full, also if its request came before the verifier."""
+    house = House()
+    house.client(ask(mode="ar"))
+    house.service(b"v", msgspec.structs.replace(VERIFIER, context_length=5))
+    house.verified(0, 5)
+    house.verified(0, 6)
+    assert [finished.reason for finished in house.told(b"c", Finished)] == ["context"]
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize(
+    ("token", "confidence"),
+    [(6, float("nan")), (6, float("inf")), (6, -3.0), (-7, 0.9), (2**40, 0.9)],
+    ids=str,
+)
+def test_a_drafters_nonsense_costs_only_speed(
+    house: House, token: int, confidence: float, lookahead: int
+) -> None:
+    """Not a number, no probability, no token: the verifier sees none of it and the request ends."""
+    house.client(ask(max_tokens=3, lookahead=lookahead))
+    house.drafted(token, confidence)
+    house.verified(0, 5)
+    house.client(ServiceDown(role="drafter", pid=12, reason="died", final=True))
+    house.verified(0, 6)
+    house.verified(0, 7)
+    assert all(0 <= t < 2**31 for verify in house.told(b"v", Verify) for t in verify.chain)
+    assert [finished.reason for finished in house.told(b"c", Finished)] == ["length"]
+
+
+@pytest.mark.parametrize("verify_ms", [0.0, 1e-300])
+def test_a_coarse_clock_does_no_harm(house: House, verify_ms: float) -> None:
+    """A verification that took no measurable time breaks no plan."""
+    house.client(ask(max_tokens=3))
+    for bonus in (5, 6, 7):
+        house.drafted(6)
+        house.verified(0, bonus, verify_ms)
+    assert [finished.reason for finished in house.told(b"c", Finished)] == ["length"]
