@@ -1,7 +1,7 @@
 """`LLM`: a stack of one's own behind a Python object."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -106,10 +106,10 @@ class LLM:
 
     def stream(
         self, prompt: str, params: SamplingParams | None = None
-    ) -> Iterator[Text | Finished]:
+    ) -> Generator[Text | Finished]:
         """Stream one answer: Text events, then Finished with the statistics.
 
-        Closing the iterator early cancels the request.
+        Closing the generator early cancels the request.
         """
         request = (params or SamplingParams()).request(self._client.number(), prompt)
         return self._client.generate(request)

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator
 
 from launch.config import StackSettings
-from launch.models import pair_of
+from launch.models import pair_of, resolve
 from launch.rundir import RunDir
 from launch.supervisor import Report, Supervisor
 from orchestrator.client import Client
@@ -44,9 +44,11 @@ def private_stack(settings: StackSettings, report: Report) -> Iterator[Superviso
 
 
 def _fits(run_dir: RunDir, settings: StackSettings) -> bool:
-    """Whether a living stack runs the target that is wanted; its drafter is its own affair."""
+    """Whether a living stack runs what is wanted; one that names a drafter gets its own stack."""
     running = run_dir.running()
-    if running is None or (settings.model and running.model != pair_of(settings).model):
+    if running is None or settings.draft_model or settings.draft_backend != "auto":
+        return False
+    if settings.model and running.model != str(resolve(settings.model)):
         return False
     with contextlib.closing(Client(run_dir.clients_address)) as client:
         try:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+import psutil
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_model
 
 from protocol.errors import ModelError
@@ -54,7 +55,10 @@ def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
         module, config = load_model(folder, lazy=True)
         if on_cpu:
             _to_float32(module)
+        _check_memory(module, folder)
         mx.eval(module.parameters())
+    except ModelError:
+        raise
     except MemoryError as error:
         raise ModelError(f"not enough memory to load the model {str(folder)!r}") from error
     except json.JSONDecodeError as error:
@@ -65,6 +69,18 @@ def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
             f"cannot load the model {str(folder)!r}: {type(error).__name__}: {_first_line(error)}"
         ) from error
     return module, config
+
+
+def _check_memory(module: nn.Module, folder: Path) -> None:
+    """Refuse a model that does not fit, before the system starts to kill processes."""
+    parameters: Any = tree_flatten(module.parameters())
+    needed = sum(array.nbytes for _, array in parameters)
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise ModelError(
+            f"not enough memory for the model {str(folder)!r}: "
+            f"it needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
+        )
 
 
 def _first_line(error: Exception) -> str:

@@ -329,9 +329,9 @@ def test_a_trimmed_head_drafts_like_the_full_one_restricted(case: str, tmp_path:
     """With `draft_head.json` only its ids are drafted: the full head's best among them."""
     ids: Tokens = np.random.default_rng(5).permutation(VOCABULARY)[:90].tolist()
     setup = trimmed(tmp_path, case.rsplit(maxsplit=1)[-1], ids, **TRIMMED[case])
-    for sampling in SAMPLINGS.values():
+    for sampling in (SAMPLINGS["greedy"], SAMPLINGS["filtered"]):
         line = Line(setup, sampling)
-        for played in SCRIPT[:9]:
+        for played in SCRIPT[:8]:
             line.play(played)
         assert line.outcomes_hit >= 3
 
