@@ -1,10 +1,12 @@
 """The client's side of a request: who asked, the text so far, and what goes back to them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from orchestrator.sequence import Sequence
+from orchestrator.sequence import Phase, Sequence
 from orchestrator.text import StoppableText
-from protocol.messages import Origin, Text, Tokens
+from protocol.messages import Finished, FinishReason, Origin, Text, Tokens
+from protocol.settings import OrchestratorSettings
 
 
 @dataclass
@@ -31,11 +33,40 @@ class Answer:
                 self.stopped = True
                 break
         used = len(pieces)
-        self.sequence.recorder.retract(len(tokens) - used)
+        drafted = sum(origin != "target" for origin in origins[used:])
+        self.sequence.recorder.retract(len(tokens) - used, drafted)
         return Text(
             request=self.request, tokens=tokens[:used], origins=origins[:used], pieces=pieces
+        )
+
+    def expect(self, settings: OrchestratorSettings, now: float) -> None:
+        """Set the deadline of whatever the sequence now waits for."""
+        match self.sequence.phase:
+            case Phase.VERIFYING:
+                self.deadline = now + settings.verify_timeout_s
+                if self.sequence.recorder.verifying_since is None:
+                    self.sequence.recorder.verifying_since = now
+            case Phase.DRAFTING:
+                self.deadline = now + settings.draft_timeout_s
+            case Phase.STRANDED | Phase.FINISHED:
+                self.deadline = None
+
+    def finished(self, reason: FinishReason, error: str) -> Finished:
+        """The last message."""
+        return Finished(
+            request=self.request,
+            reason=reason,
+            prompt_tokens=self.prompt_tokens,
+            statistics=self.sequence.recorder.summary(),
+            error=error,
         )
 
     def rest(self, text: str) -> Text:
         """The message for text that was held back until the end."""
         return Text(request=self.request, tokens=[], origins=[], pieces=[text])
+
+
+def time_left(answers: Iterable[Answer], at_most: float, now: float) -> float:
+    """Seconds until the first deadline among these, between 0 and `at_most`."""
+    deadlines = [answer.deadline for answer in answers if answer.deadline is not None]
+    return max(0.0, min([at_most, *(deadline - now for deadline in deadlines)]))

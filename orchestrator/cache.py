@@ -13,9 +13,9 @@ class Draft:
     confidences: list[float] = field(default_factory=list)
 
     def add(self, token: int, confidence: float) -> None:
-        """One token more."""
+        """One token more; a confidence that is no probability counts as none."""
         self.tokens.append(token)
-        self.confidences.append(confidence)
+        self.confidences.append(confidence if 0.0 <= confidence <= 1.0 else 0.0)
 
     def first(self, count: int) -> "Draft":
         """Its beginning."""

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 _SMOOTHING = 0.1
 """Weight of a new sample in a running mean."""
 
+_SHORTEST_MS = 1e-3
+"""A clock may be too coarse to see a verification; no time at all would make it priceless."""
+
 _UNSEEN_STEP = 0.15
 """Assumed extra cost per token, as a share of one token's, where nothing was measured."""
 
@@ -20,6 +23,7 @@ class VerifyCost:
 
     def observe(self, tokens: int, milliseconds: float) -> None:
         """A verification of `tokens` tokens took this long."""
+        milliseconds = max(milliseconds, _SHORTEST_MS)
         old = self._mean.get(tokens, milliseconds)
         # A single outlier (a page fault storm, a sleeping core) must not change plans.
         sample = min(milliseconds, 2.0 * old)

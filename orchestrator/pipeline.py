@@ -10,22 +10,12 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from orchestrator.answer import Answer
+from orchestrator.actions import Action, Emit, Finish, ToDrafter, ToVerifier
+from orchestrator.admission import admit
+from orchestrator.answer import Answer, time_left
 from orchestrator.estimates import Estimates
-from orchestrator.plan import Plan
-from orchestrator.sequence import (
-    Action,
-    Emit,
-    Finish,
-    Limits,
-    Phase,
-    Sequence,
-    ToDrafter,
-    ToVerifier,
-)
+from orchestrator.sequence import Phase
 from orchestrator.services import Peer, Registry, objection
-from orchestrator.statistics import Recorder
-from orchestrator.text import StoppableText
 from orchestrator.tokenizer import TargetTokenizer
 from protocol.channel import Hub, Poller
 from protocol.errors import ProtocolError, UsageError
@@ -34,7 +24,6 @@ from protocol.messages import (
     Cancel,
     DraftTree,
     Failed,
-    Finished,
     FinishReason,
     FromService,
     Generate,
@@ -44,7 +33,6 @@ from protocol.messages import (
     Refusal,
     Role,
     ServiceDown,
-    Status,
     StatusRequest,
     Stop,
     ToOrchestrator,
@@ -83,24 +71,20 @@ class Orchestrator:
         self._waiting: deque[Answer] = deque()
         self._next_number = 1
         self._woke = 0.0
+        self._lost = ""
+        """Why there will be no verifier any more, if so."""
 
     def run(self) -> None:
         """Serve until the process is told to end."""
         poller = Poller([self._services, self._clients])
         while True:
-            poller.wait(self._wait_s())
+            poller.wait(time_left(self._answers.values(), _TICK_S, time.monotonic()))
             self._woke = time.monotonic()
             while received := self._services.receive():
                 self._from_service(*received)
             while request := self._clients.receive():
                 self._from_client(*request)
             self._check_deadlines()
-
-    def _wait_s(self) -> float:
-        deadlines = [a.deadline for a in self._answers.values() if a.deadline is not None]
-        if not deadlines:
-            return _TICK_S
-        return max(0.0, min(_TICK_S, min(deadlines) - time.monotonic()))
 
     # ------------------------------------------------------------ services
 
@@ -119,8 +103,9 @@ class Orchestrator:
                 self._tree(message)
             case Failed():
                 self._failed(peer.hello.role, message)
-            case Prefilled():
-                self._prefilled(peer.hello.role, message)
+            case Prefilled(sequence=number, prefill_ms=prefill_ms):
+                if answer := self._answers.get(number):
+                    answer.sequence.recorder.phase(f"prefill_{peer.hello.role}", prefill_ms)
 
     def _outcome(self, message: VerificationOutcome) -> None:
         answer = self._answers.get(message.sequence)
@@ -142,11 +127,6 @@ class Orchestrator:
             answer.sequence.recorder.drew(message.draft_ms, self._woke)
             answer.sequence.recorder.phase(f"draft_{message.depth}", message.draft_ms)
             self._do(answer, answer.sequence.tree(message, self._woke))
-
-    def _prefilled(self, role: Role, message: Prefilled) -> None:
-        answer = self._answers.get(message.sequence)
-        if answer is not None:
-            answer.sequence.recorder.phase(f"prefill_{role}", message.prefill_ms)
 
     def _failed(self, role: Role, message: Failed) -> None:
         _log.warning("the %s failed on sequence %d: %s", role, message.sequence, message.error)
@@ -170,26 +150,35 @@ class Orchestrator:
         self._services.send(peer.address, Welcome())
         if old is not None:
             self._services.send(old.address, Stop())
+        if role == "verifier":
+            self._lost = ""
         for answer in list(self._answers.values()):
             if role == "verifier":
-                answer.sequence.recorder.verifier_restarts += 1
-                self._do(answer, answer.sequence.verifier_up(peer.hello.max_draft_tokens))
+                answer.sequence.recorder.verifier_restarts += int(answer.sequence.round > 0)
+                self._verifier_up(answer, peer.hello)
             else:
                 answer.sequence.recorder.drafter_restarts += 1
                 self._do(answer, answer.sequence.drafter_down("drafter_swapped"))
                 self._do(answer, answer.sequence.drafter_up(peer.hello.context_length))
 
+    def _verifier_up(self, answer: Answer, hello: Hello) -> None:
+        self._do(answer, answer.sequence.limit_context(hello.context_length))
+        self._do(answer, answer.sequence.verifier_up(hello.max_draft_tokens))
+
     def _service_down(self, message: ServiceDown) -> None:
         current = self._registry.drop(message.role, message.pid)
+        if message.role == "verifier" and message.final:
+            self._lost = message.reason
+            for answer in [*self._answers.values(), *self._waiting]:
+                self._do(answer, answer.sequence.finish("error", message.reason))
+        if not current:
+            return
         for answer in list(self._answers.values()):
-            if message.role == "drafter" and current:
+            if message.role == "drafter":
                 self._do(answer, answer.sequence.drafter_down("drafter_died"))
-            elif message.role == "verifier":
-                if current:
-                    answer.sequence.verifier_down()
-                    answer.deadline = None
-                if message.final:
-                    self._do(answer, answer.sequence.finish("error", message.reason))
+            else:
+                answer.sequence.verifier_down()
+                answer.deadline = None
 
     # ------------------------------------------------------------ clients
 
@@ -200,50 +189,38 @@ class Orchestrator:
             case Cancel():
                 self._cancel(peer, message.request)
             case StatusRequest():
-                self._clients.send(peer, self._status())
+                active, waiting = len(self._answers), len(self._waiting)
+                status = self._registry.status(self._pid, self._settings.model, active, waiting)
+                self._clients.send(peer, status)
             case ServiceDown():
                 self._service_down(message)
             case ProtocolError():
                 self._clients.send(peer, Refusal(str(message)))
 
-    def _status(self) -> Status:
-        return Status(
-            pid=self._pid,
-            model=self._settings.model,
-            services=[peer.status() for peer in self._registry.peers.values()],
-            active=len(self._answers),
-            waiting=len(self._waiting),
-            refused=self._registry.refused,
-        )
-
     def _generate(self, peer: bytes, message: Generate) -> None:
+        if self._lost:
+            self._clients.send(peer, Refusal(self._lost))
+            return
         if len(self._waiting) >= self._settings.max_waiting > 0:
             self._clients.send(peer, Refusal("too many requests are waiting; try again later"))
             return
         try:
-            answer = self._new_answer(peer, message)
+            answer = admit(
+                message,
+                peer=peer,
+                number=self._next_number,
+                tokenizer=self._tokenizer,
+                vocabulary_size=self._vocabulary.size,
+                context_length=self._context_length(),
+                estimates=self._estimates,
+                now=self._woke,
+            )
         except UsageError as error:
             self._clients.send(peer, Refusal(str(error)))
             return
+        self._next_number += 1
         self._waiting.append(answer)
         self._start_waiting()
-
-    def _new_answer(self, peer: bytes, message: Generate) -> Answer:
-        prompt = message.tokens or self._tokenizer.encode(message.messages)
-        context = self._context_length()
-        _check_prompt(prompt, context, self._vocabulary.size)
-        number = self._next_number
-        self._next_number += 1
-        sequence = Sequence(
-            number=number,
-            prompt=prompt,
-            sampling=message.sampling,
-            limits=Limits(message.max_tokens, self._tokenizer.stop_ids, context),
-            plan=Plan(message.mode, self._estimates, message.lookahead, message.fan_out),
-            recorder=Recorder(self._woke),
-        )
-        text = StoppableText(self._tokenizer.stream(), message.stop)
-        return Answer(peer, message.request, sequence, text, len(prompt))
 
     def _context_length(self) -> int:
         verifier = self._registry.peers.get("verifier")
@@ -256,7 +233,7 @@ class Orchestrator:
             answer = self._waiting.popleft()
             self._answers[answer.sequence.number] = answer
             if verifier is not None:
-                self._do(answer, answer.sequence.verifier_up(verifier.hello.max_draft_tokens))
+                self._verifier_up(answer, verifier.hello)
             if drafter is not None:
                 self._do(answer, answer.sequence.drafter_up(drafter.hello.context_length))
 
@@ -275,10 +252,10 @@ class Orchestrator:
         match action:
             case ToVerifier(message):
                 self._to_service("verifier", message)
-                self._expect(answer)
+                answer.expect(self._settings, time.monotonic())
             case ToDrafter(message):
                 self._to_service("drafter", message)
-                self._expect(answer)
+                answer.expect(self._settings, time.monotonic())
             case Emit(tokens, origins):
                 if not answer.stopped and tokens:
                     self._emit(answer, answer.push(tokens, origins))
@@ -289,19 +266,6 @@ class Orchestrator:
         peer = self._registry.peers.get(role)
         if peer is not None:
             self._services.send(peer.address, message)
-
-    def _expect(self, answer: Answer) -> None:
-        """Set the deadline of whatever the sequence now waits for."""
-        now = time.monotonic()
-        match answer.sequence.phase:
-            case Phase.VERIFYING:
-                answer.deadline = now + self._settings.verify_timeout_s
-                if answer.sequence.recorder.verifying_since is None:
-                    answer.sequence.recorder.verifying_since = now
-            case Phase.DRAFTING:
-                answer.deadline = now + self._settings.draft_timeout_s
-            case Phase.STRANDED | Phase.FINISHED:
-                answer.deadline = None
 
     def _emit(self, answer: Answer, message: Message) -> None:
         delivered = self._clients.send(answer.peer, message)
@@ -317,16 +281,7 @@ class Orchestrator:
         rest = "" if answer.stopped else answer.text.flush()
         if rest:
             self._clients.send(answer.peer, answer.rest(rest))
-        self._clients.send(
-            answer.peer,
-            Finished(
-                request=answer.request,
-                reason=reason,
-                prompt_tokens=answer.prompt_tokens,
-                statistics=answer.sequence.recorder.summary(),
-                error=error,
-            ),
-        )
+        self._clients.send(answer.peer, answer.finished(reason, error))
         self._start_waiting()
 
     def _check_deadlines(self) -> None:
@@ -340,15 +295,3 @@ class Orchestrator:
                 limit = self._settings.verify_timeout_s
                 reason = f"the verifier did not answer within {limit:g} s (verify_timeout_s)"
                 self._do(answer, answer.sequence.finish("error", reason))
-
-
-def _check_prompt(prompt: list[int], context_length: int, vocabulary_size: int) -> None:
-    if not prompt:
-        raise UsageError("the prompt is empty")
-    if context_length and len(prompt) >= context_length:
-        raise UsageError(
-            f"the prompt has {len(prompt)} tokens, but the model's context holds "
-            f"{context_length}; shorten it"
-        )
-    if max(prompt) >= vocabulary_size:
-        raise UsageError(f"token {max(prompt)} is not in the vocabulary of {vocabulary_size}")

@@ -6,11 +6,13 @@ are the truth; a verifier or a drafter that dies is rebuilt from them.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import Enum, auto
 from typing import assert_never
 
+from orchestrator.actions import Action, Emit, Finish, ToDrafter, ToVerifier
 from orchestrator.cache import Draft, SpeculationCache
+from orchestrator.limits import Limits
 from orchestrator.plan import Plan
 from orchestrator.statistics import Recorder
 from protocol.messages import (
@@ -29,39 +31,6 @@ from protocol.messages import (
 )
 
 
-@dataclass(frozen=True)
-class ToVerifier:
-    """Send this to the verifier."""
-
-    message: OpenSequence | Verify | CloseSequence
-
-
-@dataclass(frozen=True)
-class ToDrafter:
-    """Send this to the drafter."""
-
-    message: OpenSequence | Prepare | DraftNow | CloseSequence
-
-
-@dataclass(frozen=True)
-class Emit:
-    """These tokens are part of the answer."""
-
-    tokens: Tokens
-    origins: list[Origin]
-
-
-@dataclass(frozen=True)
-class Finish:
-    """The answer is complete."""
-
-    reason: FinishReason
-    error: str = ""
-
-
-Action = ToVerifier | ToDrafter | Emit | Finish
-
-
 class Phase(Enum):
     """What the sequence waits for."""
 
@@ -71,16 +40,6 @@ class Phase(Enum):
     STRANDED = auto()
     """There is no verifier."""
     FINISHED = auto()
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Where an answer ends."""
-
-    max_tokens: int
-    stop_ids: frozenset[int]
-    context_length: int
-    """0 means unlimited."""
 
 
 class Sequence:
@@ -132,6 +91,13 @@ class Sequence:
         yield ToVerifier(self._open())
         yield from self._verify(Draft(), "target")
 
+    def limit_context(self, context_length: int) -> Iterator[Action]:
+        """What the verifier that is about to be used can attend to; 0 means unlimited."""
+        self._limits = replace(self._limits, context_length=context_length)
+        if context_length and len(self.tokens) >= context_length:
+            reason = f"{len(self.tokens)} tokens do not fit the model's context, {context_length}"
+            yield from self.finish("error", reason)
+
     def verifier_down(self) -> None:
         """The verifier died; the sequence waits for another."""
         if self.phase is not Phase.FINISHED:
@@ -174,7 +140,7 @@ class Sequence:
             return
         draft, origin = self._draft, self._origin
         emitted = [*draft.tokens[: outcome.accepted], outcome.bonus]
-        kept, reason = self._ending(emitted)
+        kept, reason = self._limits.ending(len(self.tokens), self._answered(), emitted)
         self.tokens += emitted[:kept]
         self._accepted = outcome.accepted
         if reason is None:
@@ -198,24 +164,6 @@ class Sequence:
         if self.recorder.rounds:  # before the first round the verifier had nothing to do
             self.recorder.phase("idle_hit" if origin == "hit" else "idle_other", outcome.idle_ms)
 
-    def _ending(self, emitted: Tokens) -> tuple[int, FinishReason | None]:
-        """How many of these tokens belong to the answer, and why it ends with them if it does.
-
-        A stop token ends the answer and is not part of it.
-        """
-        answered = len(self.tokens) - self._prompt_length
-        room = self._limits.max_tokens - answered
-        context = self._limits.context_length
-        space = context - len(self.tokens) if context else room + 1
-        for index, token in enumerate(emitted[: min(room, space)]):
-            if token in self._limits.stop_ids:
-                return index, "stop"
-        if len(emitted) >= space and space <= room:
-            return space, "context"
-        if len(emitted) >= room:
-            return room, "length"
-        return len(emitted), None
-
     def _next_round(self, outcome: VerificationOutcome, now: float) -> Iterator[Action]:
         mode = self._plan.mode
         if mode == "ar" or not self._can_draft() or self._reach() == 0:
@@ -238,17 +186,19 @@ class Sequence:
         else:
             yield from self._verify(Draft(), "target")
 
+    def _answered(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self._prompt_length
+
     def _reach(self) -> int:
         """Longest draft that can be verified: the model's limit, and the room that is left."""
-        answered = len(self.tokens) - self._prompt_length
-        reach = min(self._max_draft, self._limits.max_tokens - answered - 1)
-        if self._limits.context_length:
-            reach = min(reach, self._limits.context_length - len(self.tokens) - 1)
-        return max(0, reach)
+        return min(self._max_draft, self._limits.room(len(self.tokens), self._answered()))
 
     def _verify(self, draft: Draft, origin: Origin) -> Iterator[Action]:
         """Start a round: the verifier checks the chain while the drafter prepares."""
-        self._draft = draft.first(min(self._plan.length(draft.confidences), self._reach()))
+        self._draft = draft.first(
+            min(self._plan.length(draft.confidences), self._reach(), self._speakable(draft))
+        )
         self.round += 1
         self._chain = [self.tokens[-1], *self._draft.tokens]
         self._origin = origin
@@ -264,6 +214,12 @@ class Sequence:
             )
         )
         yield from self._prepare()
+
+    def _speakable(self, draft: Draft) -> int:
+        """How many of the draft's first tokens are in the vocabulary."""
+        size = self._limits.vocabulary_size
+        wrong = (i for i, token in enumerate(draft.tokens) if not 0 <= token < size)
+        return next(wrong, len(draft))
 
     def _prepare(self) -> Iterator[Action]:
         if self._plan.mode != "ssd" or not self._can_draft():

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from protocol.fingerprint import Vocabulary
-from protocol.messages import PROTOCOL_VERSION, Hello, Role, ServiceStatus
+from protocol.messages import PROTOCOL_VERSION, Hello, Role, ServiceStatus, Status
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,17 @@ class Registry:
         old = self.peers.get(peer.hello.role)
         self.peers[peer.hello.role] = peer
         return old
+
+    def status(self, pid: int, model: str, active: int, waiting: int) -> Status:
+        """What clients are told: the orchestrator itself, and its current services."""
+        return Status(
+            pid=pid,
+            model=model,
+            services=[peer.status() for peer in self.peers.values()],
+            active=active,
+            waiting=waiting,
+            refused=self.refused,
+        )
 
     def drop(self, role: Role, pid: int) -> bool:
         """Forget a service that died; False if it was not the current one."""

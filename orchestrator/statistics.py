@@ -30,6 +30,7 @@ class Recorder:
     drafting_s: float = 0.0
     overlapped_s: float = 0.0
     verifying_since: float | None = None
+    _last_accepted: int = 0
 
     def emit(self, tokens: int, now: float) -> None:
         """`tokens` tokens were emitted."""
@@ -47,11 +48,13 @@ class Recorder:
         self.accepted += accepted
         self.offered_at.update(range(drafted))
         self.accepted_at.update(range(accepted))
+        self._last_accepted = accepted
 
-    def retract(self, tokens: int) -> None:
-        """The last `tokens` tokens were cut off by a stop string: the bonus, then draft tokens."""
+    def retract(self, tokens: int, drafted: int) -> None:
+        """The last `tokens` tokens, `drafted` of them draft tokens, were cut by a stop string."""
         self.emitted -= tokens
-        self.accepted -= max(0, tokens - 1)
+        self.accepted -= drafted
+        self.accepted_at.subtract(range(self._last_accepted - drafted, self._last_accepted))
 
     def phase(self, name: str, milliseconds: float) -> None:
         """One sample of a phase."""

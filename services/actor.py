@@ -9,6 +9,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Generator
+from contextlib import closing
 from typing import Protocol
 
 import msgspec
@@ -43,8 +44,11 @@ Work = OpenSequence | CloseSequence | Verify | Prepare | DraftNow
 class Service(Protocol):
     """What the loop needs of a verifier or drafter."""
 
-    def handle(self, message: Work) -> Generator[FromService]:
-        """Do the work of one message, yielding its answers as they are ready."""
+    def handle(self, message: Work) -> Generator[FromService | None]:
+        """Do the work of one message, yielding its answers as they are ready.
+
+        None is a point in long work where it may be abandoned.
+        """
         ...
 
     def supersedes(self, news: Work, current: Work) -> bool:
@@ -95,20 +99,30 @@ def _read(channel: Channel[ToService], inbox: deque[Work | Stop], timeout_s: flo
 def _work(
     message: Work, channel: Channel[ToService], inbox: deque[Work | Stop], service: Service
 ) -> None:
-    answers = service.handle(message)
-    try:
-        for answer in answers:
-            channel.send(answer)
+    with closing(service.handle(message)) as answers:
+        while True:
+            try:
+                answer = next(answers, _DONE)
+            # One request must not take the process down; its sequence fails with the reason.
+            except Exception as error:  # noqa: BLE001
+                _log.exception("%s of sequence %d failed", type(message).__name__, message.sequence)
+                reason = f"{type(error).__name__}: {error}"
+                channel.send(Failed(sequence=message.sequence, error=reason))
+                return
+            if isinstance(answer, _Done):
+                return
+            if answer is not None:
+                channel.send(answer)
             _read(channel, inbox, 0.0)
             if any(isinstance(n, Stop) or service.supersedes(n, message) for n in inbox):
                 return
-    # One request must not take the process down; its sequence fails with the reason.
-    except Exception as error:  # noqa: BLE001
-        _log.exception("%s of sequence %d failed", type(message).__name__, message.sequence)
-        reason = f"{type(error).__name__}: {error}"
-        channel.send(Failed(sequence=message.sequence, error=reason))
-    finally:
-        answers.close()
+
+
+class _Done:
+    """Stands for the end of a service's answers."""
+
+
+_DONE = _Done()
 
 
 def shake_hands(channel: Channel[ToService], identity: Identity) -> None:

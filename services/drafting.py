@@ -25,10 +25,14 @@ class Drafter:
         self._backend = backend
 
     def supersedes(self, news: Work, current: Work) -> bool:
-        """Any news of the same sequence ends the work on an older round of it."""
-        return not isinstance(current, CloseSequence) and news.sequence == current.sequence
+        """Any news of a sequence ends the work on an older round; only its end ends a prefill."""
+        if news.sequence != current.sequence or isinstance(current, CloseSequence):
+            return False
+        return not isinstance(current, OpenSequence) or isinstance(
+            news, OpenSequence | CloseSequence
+        )
 
-    def handle(self, message: Work) -> Generator[FromService]:
+    def handle(self, message: Work) -> Generator[FromService | None]:
         """Answer one message (see `actor.Service`)."""
         match message:
             case OpenSequence():
@@ -42,11 +46,10 @@ class Drafter:
             case _:
                 raise ProtocolError(f"a drafter cannot handle {type(message).__name__}")
 
-    def _open(self, message: OpenSequence) -> Generator[FromService]:
+    def _open(self, message: OpenSequence) -> Generator[FromService | None]:
         started = time.perf_counter()
         self._backend.close(message.sequence)
-        for _ in self._backend.open(message.sequence, message.tokens, message.sampling):
-            pass
+        yield from self._backend.open(message.sequence, message.tokens, message.sampling)
         yield Prefilled(
             sequence=message.sequence,
             length=len(message.tokens),

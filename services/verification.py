@@ -68,7 +68,7 @@ class Verifier:
             and news.sequence == current.sequence
         )
 
-    def handle(self, message: Work) -> Generator[FromService]:
+    def handle(self, message: Work) -> Generator[FromService | None]:
         """Answer one message (see `actor.Service`)."""
         started = time.perf_counter()
         match message:
@@ -88,7 +88,7 @@ class Verifier:
         store = KVStore(self._windows, bucketed=compute_unit() == "cuda")
         return _Sequence(list(store.caches), store, sampling)
 
-    def _open(self, message: OpenSequence, started: float) -> Generator[FromService]:
+    def _open(self, message: OpenSequence, started: float) -> Generator[FromService | None]:
         self._sequences.pop(message.sequence, None)
         sequence = self._new_sequence(message.sampling)
         for start in range(0, len(message.tokens), self._step):
@@ -96,6 +96,7 @@ class Verifier:
             self._forward(sequence, chunk)
             # The chunk's logits stay uncomputed: MLX is lazy and only the KV is asked for.
             mx.eval([cache.state for cache in sequence.caches])
+            yield None
         self._sequences[message.sequence] = sequence
         yield Prefilled(
             sequence=message.sequence,

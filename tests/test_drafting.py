@@ -79,7 +79,7 @@ def trees(message: Work, *, layers: int = 9, drafts: int = 9) -> list[DraftTree]
 def test_opening_replaces_and_prefills_to_the_end() -> None:
     """What was there is closed first; Prefilled comes when the backend is done."""
     backend = FakeBackend(0, 0)
-    [answer] = Drafter(backend).handle(OPEN)
+    *_, answer = Drafter(backend).handle(OPEN)
     assert isinstance(answer, Prefilled)
     assert (answer.sequence, answer.length) == (3, 3)
     opening = ("opening", 3, [1, 2, 3], OPEN.sampling)
@@ -146,11 +146,12 @@ def test_what_is_not_for_a_drafter_is_refused() -> None:
 
 
 def test_news_of_a_sequence_supersedes_its_older_work() -> None:
-    """Any message of the same sequence does, except that a close is always carried out."""
+    """Any message of the same sequence does, but a prefill ends only with its sequence."""
     drafter = Drafter(FakeBackend(0, 0))
     close = CloseSequence(sequence=3)
     for current in (OPEN, PREPARE, DRAFT):
         for news in (OPEN, PREPARE, DRAFT, close):
-            assert drafter.supersedes(news, current)
+            prepares = current is OPEN and news in (PREPARE, DRAFT)
+            assert drafter.supersedes(news, current) is not prepares
         assert not drafter.supersedes(CloseSequence(sequence=4), current)
         assert not drafter.supersedes(current, close)

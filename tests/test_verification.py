@@ -55,7 +55,7 @@ class Line:
         self.number = next(NUMBERS)
         self.committed = list(prompt)
         self.round = 0
-        [opened] = verifier.handle(
+        *_, opened = verifier.handle(
             OpenSequence(sequence=self.number, tokens=prompt[:-1], sampling=sampling)
         )
         assert isinstance(opened, Prefilled)
@@ -236,7 +236,7 @@ def test_opening_again_replaces() -> None:
     line = Line(verifier, list(PROMPTS["long"]), Sampling())
     line.verify([])
     sampling = SAMPLINGS["sampled"]
-    [opened] = verifier.handle(OpenSequence(sequence=line.number, tokens=[11], sampling=sampling))
+    *_, opened = verifier.handle(OpenSequence(sequence=line.number, tokens=[11], sampling=sampling))
     assert isinstance(opened, Prefilled)
     assert opened.length == 1
     line.committed = list(PROMPTS["short"])

@@ -17,16 +17,16 @@ was a branch, its rows move from scratch to the trunk.
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import ProtocolError
-from protocol.law import Floats, Ids, ranked
+from protocol.law import Floats, ranked
 from protocol.messages import Sampling, Tokens
 from services.backends.interface import BackendIdentity, Drafted, Layer, Outcome
+from services.candidates import Top, best_of
 from services.draft_head import trim_head
 from services.kv import KVStore, windows_of
 from services.model import compute_unit, load
@@ -36,17 +36,6 @@ MAX_DRAFT_TOKENS = 64
 
 _SAMPLED_WIDTH = 64
 """Candidates per row when noise decides: the best by logit are rarely the best by score."""
-
-
-class Top(NamedTuple):
-    """The best candidates after some tokens, in falling order of logit."""
-
-    ids: Ids
-    """[rows, width] ids in the target's vocabulary."""
-    logits: Floats
-    """[rows, width]."""
-    totals: Floats
-    """[rows] log-sum-exp of the whole head."""
 
 
 @dataclass
@@ -156,7 +145,7 @@ class MlxBackend:
             self._cut(known, position)
             top = known.tops[position - 1]
             token = int(ranked(top.ids, top.logits, [position], known.sampling)[0, 0])
-            yield Drafted(token, _confidence(top, 0, token))
+            yield Drafted(token, top.confidence(0, token))
             tail = [*tail, token]
 
     def close(self, sequence: int) -> None:
@@ -208,7 +197,9 @@ class MlxBackend:
         known.store.move([slot + branch for slot in tree.slots[:count]])
         known.tokens = wanted[: keep + count]
         for depth in range(count):
-            known.tops[keep + depth] = self._top(tree.logits[depth][branch : branch + 1], width)
+            known.tops[keep + depth] = best_of(
+                tree.logits[depth][branch : branch + 1], width, self._head_ids
+            )
         return keep + count
 
     @staticmethod
@@ -229,7 +220,7 @@ class MlxBackend:
             return
         rows = self._on_host(logits)
         for row in range(len(tokens)):
-            known.tops[start + row] = self._top(rows[row : row + 1], width)
+            known.tops[start + row] = best_of(rows[row : row + 1], width, self._head_ids)
 
     # ------------------------------------------------------------ the tree
 
@@ -264,36 +255,16 @@ class MlxBackend:
         tree.fed.append(tokens)
         tree.slots.append(start)
         tree.logits.append(rows)
-        top = self._top(rows, self._width(known.sampling, 1))
+        top = best_of(rows, self._width(known.sampling, 1), self._head_ids)
         best = ranked(top.ids, top.logits, [int(p) + 1 for p in positions], known.sampling)
         chosen = [int(token) for token in best[:, 0]]
-        return chosen, [_confidence(top, row, token) for row, token in enumerate(chosen)]
+        return chosen, [top.confidence(row, token) for row, token in enumerate(chosen)]
 
     # ------------------------------------------------------------ the head
 
     def _on_host(self, logits: mx.array) -> Floats:
         """[rows, head] float32; padded heads have columns that stand for no token."""
         return np.array(logits[:, : self._head_size].astype(mx.float32), copy=False)
-
-    def _top(self, rows: Floats, width: int) -> Top:
-        """The `width` best candidates of each row of [rows, head] logits."""
-        width = min(width, self._head_size)
-        if width == 1:
-            columns = np.argmax(rows, axis=-1)[:, None]
-        else:
-            columns = np.argpartition(-rows, width - 1, axis=-1)[:, :width]
-            values = np.take_along_axis(rows, columns, axis=-1)
-            columns = np.take_along_axis(columns, np.argsort(-values, axis=-1), axis=-1)
-        ids = columns if self._head_ids is None else self._head_ids[columns]
-        peaks = rows.max(axis=-1)
-        totals = peaks + np.log(np.exp(rows - peaks[:, None]).sum(axis=-1))
-        return Top(ids, np.take_along_axis(rows, columns, axis=-1), totals)
-
-
-def _confidence(top: Top, row: int, token: int) -> float:
-    """The drafter's own probability of a candidate."""
-    column = int(np.flatnonzero(top.ids[row] == token)[0])
-    return float(np.exp(top.logits[row, column] - top.totals[row]))
 
 
 def _common_length(a: Tokens, b: Tokens) -> int:

@@ -1,0 +1,47 @@
+"""What a sequence wants done: the only way in which it touches the world."""
+
+from dataclasses import dataclass
+
+from protocol.messages import (
+    CloseSequence,
+    DraftNow,
+    FinishReason,
+    OpenSequence,
+    Origin,
+    Prepare,
+    Tokens,
+    Verify,
+)
+
+
+@dataclass(frozen=True)
+class ToVerifier:
+    """Send this to the verifier."""
+
+    message: OpenSequence | Verify | CloseSequence
+
+
+@dataclass(frozen=True)
+class ToDrafter:
+    """Send this to the drafter."""
+
+    message: OpenSequence | Prepare | DraftNow | CloseSequence
+
+
+@dataclass(frozen=True)
+class Emit:
+    """These tokens are part of the answer."""
+
+    tokens: Tokens
+    origins: list[Origin]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The answer is complete."""
+
+    reason: FinishReason
+    error: str = ""
+
+
+Action = ToVerifier | ToDrafter | Emit | Finish

@@ -1,0 +1,54 @@
+"""From a client's request to a sequence that can be decoded, or a sentence why not."""
+
+from orchestrator.answer import Answer
+from orchestrator.estimates import Estimates
+from orchestrator.limits import Limits
+from orchestrator.plan import Plan
+from orchestrator.sequence import Sequence
+from orchestrator.statistics import Recorder
+from orchestrator.text import StoppableText
+from orchestrator.tokenizer import TargetTokenizer
+from protocol.errors import UsageError
+from protocol.messages import Generate, Tokens
+
+
+def admit(
+    request: Generate,
+    *,
+    peer: bytes,
+    number: int,
+    tokenizer: TargetTokenizer,
+    vocabulary_size: int,
+    context_length: int,
+    estimates: Estimates,
+    now: float,
+) -> Answer:
+    """The answer to be, under the sequence number `number`; `context_length` 0 is unlimited.
+
+    Raises:
+        UsageError: the prompt is empty, too long, or not of this vocabulary.
+    """
+    prompt = request.tokens or tokenizer.encode(request.messages)
+    _check_prompt(prompt, context_length, vocabulary_size)
+    sequence = Sequence(
+        number=number,
+        prompt=prompt,
+        sampling=request.sampling,
+        limits=Limits(request.max_tokens, tokenizer.stop_ids, context_length, vocabulary_size),
+        plan=Plan(request.mode, estimates, request.lookahead, request.fan_out),
+        recorder=Recorder(now),
+    )
+    text = StoppableText(tokenizer.stream(), request.stop)
+    return Answer(peer, request.request, sequence, text, len(prompt))
+
+
+def _check_prompt(prompt: Tokens, context_length: int, vocabulary_size: int) -> None:
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    if context_length and len(prompt) >= context_length:
+        raise UsageError(
+            f"the prompt has {len(prompt)} tokens, but the model's context holds "
+            f"{context_length}; shorten it"
+        )
+    if max(prompt) >= vocabulary_size:
+        raise UsageError(f"token {max(prompt)} is not in the vocabulary of {vocabulary_size}")
