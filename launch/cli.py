@@ -17,9 +17,10 @@ from launch.config import StackSettings, stack_settings
 from launch.control import ask_supervisor
 from launch.models import add_default, pair_of
 from launch.rundir import DEFAULT_NAME, RunDir
-from launch.session import session
+from launch.session import private_stack, session
 from launch.supervisor import Supervisor
 from launch.yardstick import Yardstick
+from orchestrator.client import Client
 from orchestrator.tokenizer import TargetTokenizer
 from protocol.errors import RuntimeFailure, SsdError, UsageError
 from protocol.messages import Generate, ProcessStatus, Sampling, SwapDrafter
@@ -208,7 +209,11 @@ def bench_command(**options: Any) -> None:  # fmt: skip
     max_tokens, json_file = options.pop("max_tokens"), options.pop("json_file")
     settings = _flags(**options)
     pair = pair_of(settings)
-    with session(settings, "", _silent) as client, Yardstick(pair) as yardstick:
+    with (
+        private_stack(settings, _silent) as supervisor,
+        contextlib.closing(Client(supervisor.run_dir.clients_address)) as client,
+        Yardstick(pair) as yardstick,
+    ):
         tokenizer = TargetTokenizer(Path(pair.model))
         runs = bench.Bench(client, yardstick, tokenizer, modes, sampling, max_tokens)
         with show.human().status("measuring") as status:

@@ -4,6 +4,8 @@
 whose owner is dead is swept when another stack starts.
 """
 
+import contextlib
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -13,10 +15,11 @@ import psutil
 
 from launch.config import run_base
 from protocol.channel import ipc_address
-from protocol.errors import RuntimeFailure
+from protocol.errors import RuntimeFailure, UsageError
 
 DEFAULT_NAME = "default"
 _DESCRIPTION = "stack.json"
+_CLOCK_SLACK_S = 2.0  # a correction of the system clock moves creation times a little
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -34,6 +37,8 @@ class RunDir:
     """One stack's folder."""
 
     def __init__(self, name: str) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise UsageError(f"{name!r} cannot name a stack; use letters, digits, - and _")
         self.path = run_base() / name
 
     @property
@@ -61,10 +66,11 @@ class RunDir:
         Raises:
             RuntimeFailure: a living stack of this name has it, or it is not safely ours.
         """
-        sweep()
         base = run_base()
-        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(FileExistsError):
+            base.mkdir(parents=True, mode=0o700)
         _check_private(base)
+        sweep()
         try:
             self.path.mkdir(mode=0o700)
         except FileExistsError as error:
@@ -97,23 +103,23 @@ def claim(path: Path, pid: int) -> None:
 
 
 def sweep() -> None:
-    """Remove the folders of stacks whose supervisor is dead."""
+    """Remove the folders of stacks whose supervisor is dead; spare those of unknown owners."""
     base = run_base()
-    if not base.is_dir():
-        return
-    for folder in base.iterdir():
+    for folder in base.iterdir() if base.is_dir() else ():
         try:
             pid, started = (folder / "owner").read_text(encoding="utf-8").split()
+            alive = _alive(int(pid), float(started))
         except (OSError, ValueError):
             continue
-        if not _alive(int(pid), float(started)):
+        if not alive:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _alive(pid: int, started: float) -> bool:
     try:
         process = psutil.Process(pid)
-        return process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE
+        same = abs(process.create_time() - started) < _CLOCK_SLACK_S
+        return same and bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

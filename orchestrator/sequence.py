@@ -139,6 +139,9 @@ class Sequence:
         if self.phase is not Phase.VERIFYING or outcome.round != self.round:
             return
         draft, origin = self._draft, self._origin
+        if outcome.accepted > len(draft):
+            yield from self.finish("error", "the verifier accepted more than it was offered")
+            return
         emitted = [*draft.tokens[: outcome.accepted], outcome.bonus]
         kept, reason = self._limits.ending(len(self.tokens), self._answered(), emitted)
         self.tokens += emitted[:kept]
@@ -187,7 +190,6 @@ class Sequence:
             yield from self._verify(Draft(), "target")
 
     def _answered(self) -> int:
-        """Tokens of the answer so far."""
         return len(self.tokens) - self._prompt_length
 
     def _reach(self) -> int:
@@ -222,7 +224,7 @@ class Sequence:
         return next(wrong, len(draft))
 
     def _prepare(self) -> Iterator[Action]:
-        if self._plan.mode != "ssd" or not self._can_draft():
+        if self._plan.mode != "ssd" or not self._can_draft() or self._reach() == 0:
             return
         base, tokens = self._news()
         yield ToDrafter(
@@ -268,7 +270,7 @@ class Sequence:
         match self.phase:
             case Phase.VERIFYING:
                 self.cache.add(tree)
-            case Phase.DRAFTING:
+            case Phase.DRAFTING if tree.depth == len(self._backup) + 1:
                 for token, confidence in zip(tree.tokens[:1], tree.confidences, strict=False):
                     if token != ENDED:
                         self._backup.add(token, confidence)
@@ -276,8 +278,8 @@ class Sequence:
                 if tree.last or self._plan.length(self._backup.confidences) < len(self._backup):
                     self.recorder.phase("draft_wait", 1e3 * (now - self._waiting_since))
                     yield from self._verify(self._backup, "miss")
-            case Phase.STRANDED | Phase.FINISHED:
-                pass
+            case Phase.DRAFTING | Phase.STRANDED | Phase.FINISHED:
+                pass  # out of order, or nobody waits
             case _:
                 assert_never(self.phase)
 

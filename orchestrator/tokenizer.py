@@ -51,7 +51,8 @@ class TargetTokenizer:
                 tools=None,
                 **self._special_tokens(),
             )
-        except jinja2.TemplateError as error:
+        # A template is a program of the model's makers: anything may go wrong in it.
+        except Exception as error:
             raise UsageError(f"the chat template refuses these messages: {error}") from error
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 

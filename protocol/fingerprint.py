@@ -9,7 +9,10 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from protocol.errors import ModelError
+from protocol.messages import Token
 
 
 class Vocabulary(NamedTuple):
@@ -27,21 +30,26 @@ def vocabulary_of(folder: Path) -> Vocabulary:
     """
     path = folder / "tokenizer.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        vocab = content["model"]["vocab"]
-        pairs = vocab.items() if isinstance(vocab, dict) else _unigram_pairs(vocab)
-        ids = dict(pairs) | {entry["content"]: entry["id"] for entry in content["added_tokens"]}
+        ids = _read_ids(path)
     except FileNotFoundError as error:
         raise ModelError(
             f"the model folder {str(folder)!r} has no tokenizer.json; "
             "models with another kind of tokenizer are not supported"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ModelError(f"{str(path)!r} is not a tokenizer description ({error!r})") from error
     digest = hashlib.sha256()
     for token, number in sorted(ids.items()):
         digest.update(f"{token}\0{number}\n".encode())
     return Vocabulary(digest.hexdigest()[:16], max(ids.values(), default=-1) + 1)
+
+
+def _read_ids(path: Path) -> dict[str, int]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocab = content["model"]["vocab"]
+    pairs = vocab.items() if isinstance(vocab, dict) else _unigram_pairs(vocab)
+    added = {entry["content"]: entry["id"] for entry in content["added_tokens"]}
+    return msgspec.convert(dict(pairs) | added, dict[str, Token])
 
 
 def _unigram_pairs(vocab: list[list[object]]) -> list[tuple[object, int]]:

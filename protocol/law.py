@@ -25,6 +25,13 @@ Ids = npt.NDArray[np.int64]
 # Tokens this far (in nats) below the best one are looked at only if their noise demands it.
 _NEAR = 12.0
 
+_COLDEST = 1e-4
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    """Whether the best token always wins: temperature 0, or so low that dividing would overflow."""
+    return sampling.temperature < _COLDEST
+
 
 def choose(logits: Floats, positions: Sequence[int], sampling: Sampling) -> list[int]:
     """One token per row.
@@ -33,7 +40,7 @@ def choose(logits: Floats, positions: Sequence[int], sampling: Sampling) -> list
         logits: [rows, vocabulary] float32, unnormalised.
         positions: [rows] the absolute position that each chosen token will have.
     """
-    if sampling.temperature == 0.0:
+    if is_greedy(sampling):
         return [int(token) for token in np.argmax(logits, axis=-1)]
     return [
         _choose_row(row, position, sampling)
@@ -85,7 +92,7 @@ def distances(row: Floats, position: int, sampling: Sampling, candidates: Sequen
     Infinite if the filters keep only one of them.
     """
     first, second = candidates
-    if sampling.temperature == 0.0:
+    if is_greedy(sampling):
         return abs(float(row[first]) - float(row[second]))
     if has_filter(sampling):
         allowed = kept(row, sampling)
@@ -147,7 +154,7 @@ def ranked(ids: Ids, logits: Floats, positions: Sequence[int], sampling: Samplin
     Returns:
         [rows, n] the ids reordered by score; what the filters drop comes last.
     """
-    if sampling.temperature == 0.0:
+    if is_greedy(sampling):
         return ids
     scores = logits / np.float32(sampling.temperature)
     scores = scores + gumbel(np, sampling.seed, positions, ids.astype(np.uint32))

@@ -130,7 +130,7 @@ class VerificationOutcome(Message, frozen=True, tag="outcome", kw_only=True):
 
     sequence: int
     round: int
-    accepted: int
+    accepted: Annotated[int, msgspec.Meta(ge=0)]
     bonus: Token
     verify_ms: float
     idle_ms: float
@@ -185,8 +185,8 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
     round: int
     depth: int
     outcomes: list[tuple[int, Token]]
-    tokens: list[int]
-    confidences: list[float]
+    tokens: list[Annotated[int, msgspec.Meta(ge=ENDED, lt=2**31)]]
+    confidences: list[Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]]
     """Per branch, how sure the drafter is of its token: its own probability, 0 to 1."""
     draft_ms: float
     """Time the drafter worked for this message."""

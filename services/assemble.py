@@ -28,7 +28,10 @@ def assemble(carried: Path, target: Path, folder: Path) -> None:
     for file in carried.glob("*.json"):
         shutil.copyfile(file, folder / file.name)
     for name in _TOKENIZER_FILES:
-        shutil.copyfile(target / name, folder / name)
+        try:
+            shutil.copyfile(target / name, folder / name)
+        except FileNotFoundError as error:
+            raise ModelError(f"the target {str(target)!r} has no {name}") from error
     mx.save_safetensors(
         str(folder / "model.safetensors"), {**weights, **embedding}, {"format": "mlx"}
     )

@@ -6,16 +6,17 @@ logits then stands for the i-th of these ids. Tokens outside can still be genera
 target, just not drafted.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 import numpy as np
 
 from protocol.errors import ModelError
 from protocol.law import Ids
+from protocol.messages import Token
 
 FILE_NAME = "draft_head.json"
 
@@ -62,10 +63,10 @@ def trim_head(model: Any, folder: Path) -> Ids | None:
 
 def _read_ids(path: Path, height: int) -> Ids:
     try:
-        ids = np.array(json.loads(path.read_text(encoding="utf-8")), dtype=np.int64)
-    except (OSError, ValueError, TypeError) as error:
+        ids = np.array(msgspec.json.decode(path.read_bytes(), type=list[Token]), dtype=np.int64)
+    except (OSError, msgspec.DecodeError) as error:
         raise ModelError(f"{str(path)!r} is not a list of token ids ({error})") from error
-    if ids.ndim != 1 or not ids.size or ids.min() < 0 or ids.max() >= height:
+    if not ids.size or ids.max() >= height:
         raise ModelError(f"{str(path)!r} names token ids outside 0..{height - 1}")
     if np.unique(ids).size != ids.size:
         raise ModelError(f"{str(path)!r} names a token id twice")

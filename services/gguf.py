@@ -49,6 +49,15 @@ def convert(source: Path, folder: Path) -> None:
         ModelError: the file is missing, not GGUF, or not of a kind that is handled here.
     """
     weights, metadata = _read(source)
+    try:
+        _convert(source, folder, weights, metadata)
+    except KeyError as error:
+        raise ModelError(f"{str(source)!r} lacks the metadata {error}") from error
+
+
+def _convert(
+    source: Path, folder: Path, weights: dict[str, mx.array], metadata: dict[str, Any]
+) -> None:
     if metadata.get("general.architecture") != "llama":
         kind = metadata.get("general.architecture")
         raise ModelError(f"{str(source)!r} is a {kind!r} model; only 'llama' can be converted")

@@ -10,6 +10,7 @@ Sliding-window layers keep all slots; the window is a condition in the mask. Tha
 memory and makes rewinding exact.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,9 @@ class SlotCache:
     """One layer's keys and values; what mlx-lm takes for a KV cache."""
 
     def __init__(self, store: "KVStore", window: int | None) -> None:
-        self._store = store
+        # The store owns its caches; a cycle would keep a closed sequence's KV until the
+        # garbage collector comes by.
+        self._store: KVStore = weakref.proxy(store)
         self.window = window
         self.keys: mx.array | None = None
         self.values: mx.array | None = None

@@ -46,7 +46,7 @@ def load(folder: Path) -> LoadedModel:
         raise ModelError(f"the model folder {str(folder)!r} has no config.json")
     vocabulary = vocabulary_of(folder)
     module, config = _load(folder)
-    return LoadedModel(module, folder, vocabulary, _context_length(config))
+    return LoadedModel(module, folder, vocabulary, _context_length(config, folder))
 
 
 def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -66,7 +66,7 @@ def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
     # mlx-lm and MLX raise whatever the broken file leads them into.
     except Exception as error:
         raise ModelError(
-            f"cannot load the model {str(folder)!r}: {type(error).__name__}: {_first_line(error)}"
+            f"cannot load the model {str(folder)!r}: {type(error).__name__}: {_one_line(error)}"
         ) from error
     return module, config
 
@@ -83,9 +83,9 @@ def _check_memory(module: nn.Module, folder: Path) -> None:
         )
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or ["no reason given"]
-    return lines[0][:300]
+def _one_line(error: Exception) -> str:
+    lines = str(error).split() or ["no reason given"]
+    return " ".join(lines)[:300]
 
 
 def _to_float32(module: nn.Module) -> None:
@@ -122,6 +122,12 @@ def _to_float32(module: nn.Module) -> None:
     )
 
 
-def _context_length(config: dict[str, Any]) -> int:
+def _context_length(config: dict[str, Any], folder: Path) -> int:
     text = config.get("text_config") or config
-    return int(text.get("max_position_embeddings") or 0)
+    length = text.get("max_position_embeddings") or 0
+    if not isinstance(length, int) or length < 0:
+        raise ModelError(
+            f"config.json in {str(folder)!r} has {length!r} as max_position_embeddings, "
+            "which is no number of tokens"
+        )
+    return length

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.errors import ModelError, ProtocolError
-from protocol.law import choose
+from protocol.law import choose, is_greedy
 from protocol.messages import (
     CloseSequence,
     FromService,
@@ -140,7 +140,7 @@ class Verifier:
     @staticmethod
     def _chosen(logits: mx.array, position: int, sampling: Sampling) -> list[int]:
         """The target's token after each token of the chain."""
-        if sampling.temperature == 0.0:
+        if is_greedy(sampling):
             # Only a few integers leave the device.
             tokens: Any = mx.argmax(logits, axis=-1).tolist()
             return [int(token) for token in tokens]

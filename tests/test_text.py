@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.answer import Answer
+from orchestrator.statistics import Recorder
 from orchestrator.text import StoppableText
 
 
@@ -22,20 +23,10 @@ class Spelling:
 
 
 @dataclass
-class Cuts:
-    """Where an answer reports the tokens that a stop string cut off."""
-
-    retracted: int = 0
-
-    def retract(self, tokens: int) -> None:
-        self.retracted += tokens
-
-
-@dataclass
 class Asker:
     """As much of a sequence as an answer's text needs."""
 
-    recorder: Cuts = field(default_factory=Cuts)
+    recorder: Recorder = field(default_factory=lambda: Recorder(0.0))
 
 
 def stoppable(strings: list[str], stop: list[str]) -> StoppableText:
@@ -162,6 +153,9 @@ def test_rounds_do_not_matter(strings: list[str], stop: list[str], sizes: list[i
 def test_tokens_after_a_stop_string_are_retracted() -> None:
     """The token that completes a stop string is the last of the answer; the rest never was."""
     one = answer(["a", "EN", "D", "b", "c"], ["END"])
+    recorder = one.sequence.recorder
+    recorder.verified(4, 4)
+    recorder.emit(5, 0.0)
     text = one.push([0, 1, 2, 3, 4], ["hit", "hit", "miss", "hit", "target"])
     assert (
         text.tokens,
@@ -169,8 +163,7 @@ def test_tokens_after_a_stop_string_are_retracted() -> None:
         text.pieces,
     ) == ([0, 1, 2], ["hit", "hit", "miss"], ["a", "", ""])
     assert one.stopped
-    recorder: Any = one.sequence.recorder
-    assert recorder.retracted == 2
+    assert (recorder.emitted, recorder.accepted) == (3, 3)
 
 
 def test_the_rest_has_no_token() -> None:

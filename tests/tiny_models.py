@@ -89,6 +89,27 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "sliding_window_pattern": 2,
     },
+    # Inputs and heads of other sizes per layer, keys and values shared between layers, and a
+    # position that is handed to RoPE as an array of no dimensions.
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": _VOCABULARY_SIZE,
+        "num_kv_shared_layers": 1,
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 2,
+    },
+    # Experts.
+    "moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
     # Half of each head is rotated, pairs interleaved.
     "glm4": {
         "model_type": "glm4",
@@ -126,7 +147,12 @@ _GAINS = {"q_proj": 2.0, "k_proj": 2.0, "in_proj": 3.0, "lm_head": 4.0} | dict.f
     ("o_proj", "down_proj", "out_proj", "linear_out"), 2.0
 )
 _NORM_GAINS = {"q_norm": 0.5, "k_norm": 0.5, "post_feedforward_layernorm": 6.0}
-_EMBEDDING_GAINS = {"gemma2": 0.4, "gemma3": 0.4, "hybrid": 0.4}  # they scale it up by 8
+_EMBEDDING_GAINS = {
+    "gemma2": 0.4,
+    "gemma3": 0.4,
+    "gemma4": 0.4,
+    "hybrid": 0.4,
+}  # they scale it up by 8
 
 FAMILIES = tuple(_CONFIGS)
 RECURRENT = ("mamba", "hybrid")

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import ProtocolError
-from protocol.law import Floats, ranked
+from protocol.law import Floats, is_greedy, ranked
 from protocol.messages import Sampling, Tokens
 from services.backends.interface import BackendIdentity, Drafted, Layer, Outcome
 from services.candidates import Top, best_of
@@ -161,7 +161,7 @@ class MlxBackend:
 
     @staticmethod
     def _width(sampling: Sampling, wanted: int) -> int:
-        return wanted if sampling.temperature == 0.0 else max(wanted, _SAMPLED_WIDTH)
+        return wanted if is_greedy(sampling) else max(wanted, _SAMPLED_WIDTH)
 
     def _feed(self, known: _Sequence, base: int, tokens: Tokens, rows: int, width: int = 1) -> None:
         """Make the trunk start with `tokens[:base] + tokens`, computing only what it lacks.
