@@ -74,11 +74,11 @@ def main() -> int:
         reference = Reference(settings)
         for line in sys.stdin:
             question = msgspec.json.decode(line, type=Question)
-            match question:
-                case Decode():
-                    answer: Decoded | MarginAnswer = reference.decode(question)
-                case Margin():
-                    answer = reference.margin(question)
+            answer: Decoded | MarginAnswer
+            if isinstance(question, Decode):
+                answer = reference.decode(question)
+            else:
+                answer = reference.margin(question)
             sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
             sys.stdout.flush()
     except SsdError as error:

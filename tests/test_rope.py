@@ -125,6 +125,19 @@ def test_tables_rotate_like_the_layers_own_rope(kind: str) -> None:
                 np.testing.assert_allclose(expected, np.array(tabled(x, offset=told)), atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_position_may_be_an_array_of_no_dimensions(kind: str) -> None:
+    """Gemma 4 hands over the first position of a chain like that; it is one number all the same."""
+    rope = MAKERS[kind]()
+    model = Model(rope)
+    use_tables(model)
+    for turn in (BranchRope(rope), model.layers[0].rope):
+        for start in STARTS:
+            x = vectors(6, start)
+            expected = np.array(rope(x, offset=start))
+            np.testing.assert_allclose(expected, np.array(turn(x, mx.array(start))), atol=2e-6)
+
+
 @pytest.mark.parametrize("kind", sorted(set(MAKERS) - set(TABLED)))
 def test_what_tables_cannot_do_stays_as_it_is(kind: str) -> None:
     """Interleaved pairs, and RoPEs that do not say how much they rotate, keep their own."""
@@ -178,7 +191,9 @@ def test_every_layer_is_wrapped_once() -> None:
 
 
 @pytest.mark.parametrize("tables", [False, True])
-@pytest.mark.parametrize("family", ["llama", "llama3", "linear", "yarn", "gemma3", "glm4"])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama3", "linear", "yarn", "gemma3", "gemma4", "glm4"]
+)
 def test_models_compute_the_same_with_it(family: str, *, tables: bool) -> None:
     """Wrapped or tabled, a model gives the logits it gave before."""
     module = load(tiny_folder(family)).module

@@ -247,12 +247,12 @@ def test_opening_again_replaces() -> None:
 
 def test_closing_frees_the_kv_at_once() -> None:
     """The buffers of a closed sequence do not wait for the garbage collector."""
-    verifier = verifier_of("llama")
-    line = Line(verifier, list(PROMPTS["long"]), Sampling())
-    caches = [weakref.ref(cache) for cache in verifier._sequences[line.number].caches]
+    verifier, number = verifier_of("llama"), next(NUMBERS)
+    list(verifier.handle(OpenSequence(sequence=number, tokens=[1, 2, 3], sampling=Sampling())))
+    list(verifier.handle(Verify(sequence=number, round=1, position=3, chain=[4, 5])))
+    caches = [weakref.ref(cache) for cache in verifier._sequences[number].caches]
     assert all(cache() is not None for cache in caches)
-    gc.collect()  # the refusals that `Line` has caught hold on to the sequence
-    line.close()
+    list(verifier.handle(CloseSequence(sequence=number)))
     assert [None] * len(caches) == [cache() for cache in caches]
 
 
