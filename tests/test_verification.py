@@ -1,6 +1,5 @@
 """The verifier commits the tokens of plain decoding, whatever the drafts."""
 
-import gc
 import weakref
 from collections.abc import Iterator
 from functools import cache
