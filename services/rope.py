@@ -19,6 +19,11 @@ Offset = int | mx.array
 """Position of the first of a chain of tokens, or [tokens] the position of each."""
 
 
+def _is_row(offset: Offset) -> bool:
+    """Whether there is a position per token; some models wrap a single one into an array."""
+    return isinstance(offset, mx.array) and offset.ndim > 0
+
+
 class BranchRope(nn.Module):
     """Wraps a layer's RoPE; an array of positions rotates token i by positions[i].
 
@@ -32,7 +37,7 @@ class BranchRope(nn.Module):
 
     def __call__(self, x: mx.array, offset: Offset = 0) -> mx.array:
         """[1, heads, tokens, size] -> the same, rotated."""
-        if isinstance(offset, mx.array):
+        if _is_row(offset):
             rotated: mx.array = self._rope(x.swapaxes(0, 2), offset=offset)
             return rotated.swapaxes(0, 2)
         result: mx.array = self._rope(x, offset=offset)

@@ -109,7 +109,8 @@ def rounded(values: Floats, kind: str) -> Floats:
     scale, low, steps = _blocks(values, kind)
     if kind == "Q4_0":
         low = -8 * scale
-    return (steps * scale + low).astype(np.float32).reshape(values.shape)
+    found: Floats = (steps * scale + low).astype(np.float32).reshape(values.shape)
+    return found
 
 
 def _blocks(values: Floats, kind: str) -> tuple[Any, Any, Any]:

@@ -57,14 +57,17 @@ def opening(sequence: int) -> OpenSequence:
 
 
 class FakeService:
-    """Answers `Prepare` with trees of its depth, with a step of the test's between two."""
+    """Answers `Prepare` with trees of its depth, with a step of the test's between two.
+
+    An `OpenSequence` of n tokens may be abandoned n - 2 times before it is answered.
+    """
 
     def __init__(self) -> None:
         self.handled: list[Work] = []
         self.ended: list[Work] = []
         self.before_answer: Callable[[Work, int], None] = lambda message, number: None
 
-    def handle(self, message: Work) -> Generator[FromService]:
+    def handle(self, message: Work) -> Generator[FromService | None]:
         self.handled.append(message)
         try:
             for number, answer in enumerate(self._answers(message)):
@@ -76,9 +79,10 @@ class FakeService:
     def supersedes(self, news: Work, current: Work) -> bool:
         return news.sequence == current.sequence
 
-    def _answers(self, message: Work) -> Iterator[FromService]:
+    def _answers(self, message: Work) -> Iterator[FromService | None]:
         match message:
             case OpenSequence():
+                yield from [None] * max(0, len(message.tokens) - 2)
                 yield Prefilled(sequence=message.sequence, length=2, prefill_ms=0.0)
             case Prepare():
                 yield from (tree(message, depth) for depth in range(1, message.depth + 1))
@@ -310,6 +314,19 @@ def test_other_sequences_wait_their_turn(running: Running) -> None:
     assert expected == [running.receive() for _ in expected]
 
 
+def test_work_without_answers_may_be_abandoned(running: Running) -> None:
+    """A long prefill is left for news at the points that it names, and says nothing until then."""
+    long = OpenSequence(sequence=1, tokens=[1] * 10**6, sampling=Sampling())
+    with paused(running, long, 2):
+        running.send(opening(1))
+    assert running.receive() == Prefilled(sequence=1, length=2, prefill_ms=0.0)
+    assert running.service.ended[0] == long
+    short = OpenSequence(sequence=2, tokens=[1] * 5, sampling=Sampling())
+    running.send(short)
+    assert running.receive() == Prefilled(sequence=2, length=2, prefill_ms=0.0)
+    assert not running.hub.ready(0.0)
+
+
 def test_a_closed_sequence_is_not_worked_for(running: Running) -> None:
     """Closing ends the work on a sequence and is handled, without an answer."""
     with paused(running, ENDLESS, 3):
@@ -358,7 +375,7 @@ def test_nonsense_while_working_blames_no_sequence(running: Running) -> None:
     answers: list[FromService] = []
     with paused(running, prepare(1), 1):
         running.hub.socket.send_multipart([running.peer, b"nonsense"])
-    while running.thread.is_alive() and not isinstance((answers or [None])[-1], Failed):
+    while running.thread.is_alive() and not (answers and isinstance(answers[-1], Failed)):
         if running.hub.ready(0.05):
             answers.append(running.receive())
     assert [answer for answer in answers if isinstance(answer, Failed)] == []

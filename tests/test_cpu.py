@@ -74,6 +74,16 @@ def test_wide_layers_compute_the_same(family: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(before, after, atol=1e-5 * np.abs(before).max())
 
 
+def test_models_may_multiply_by_the_embedding_themselves(tmp_path: Path) -> None:
+    """Some models take `embed_tokens.weight.T` for their tied head; it must be what it was."""
+    folder = write_tiny_model(tmp_path / "m", "llama", config={"model_type": "seed_oss"})
+    module = load(folder).module
+    expected = logits_of(module)
+    tune(module)
+    for before, after in zip(expected, logits_of(module), strict=True):
+        np.testing.assert_allclose(before, after, atol=1e-5 * np.abs(before).max())
+
+
 @pytest.mark.parametrize("height", [10, 9000])
 def test_any_number_of_rows_is_one_product(height: int) -> None:
     """However the rows are grouped, the result is the matrix product."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from protocol.errors import ModelError
 from services.kv import KVStore, SlotCache, windows_of
@@ -308,3 +308,20 @@ def test_only_recurrent_models_cannot_be_rewound(family: str) -> None:
             windows_of(module)
     else:
         assert len(windows_of(module)) == len(make_prompt_cache(module))
+
+
+def test_a_window_with_a_fixed_beginning_cannot_be_rewound() -> None:
+    """A rotating cache that keeps its first tokens is not a plain sliding window."""
+
+    class Model:
+        keep = 0
+
+        def make_cache(self) -> list[Any]:
+            rotating: Any = RotatingKVCache
+            return [rotating(max_size=WINDOW, keep=self.keep)]
+
+    model = Model()
+    assert windows_of(model) == [WINDOW]
+    model.keep = 4
+    with pytest.raises(ModelError, match="RotatingKVCache, which cannot be rewound"):
+        windows_of(model)

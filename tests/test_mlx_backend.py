@@ -126,6 +126,8 @@ class Round:
     """Which of the prepared outcomes of that length comes true; None for none of them."""
     follow: int = 3
     """Tokens of the hit branch that are verified next."""
+    astray: int = 0
+    """Tokens after these that are not of the branch."""
     back: int = 0
     """How many committed tokens the next `commit` repeats."""
     changed: int = 0
@@ -141,6 +143,7 @@ rounds = st.builds(
     accepted=st.integers(0, 5),
     hit=st.none() | st.integers(0, 2),
     follow=st.integers(0, 4),
+    astray=st.sampled_from([0, 0, 1, 2]),
     back=st.sampled_from([0, 0, 0, 1, 2, 6]),
     changed=st.sampled_from([0, 0, 0, 1, 3]),
 )
@@ -235,6 +238,8 @@ class Line:
             index = hits[played.hit % len(hits)]
             self.pending = roots[index].bonus
             self.next_draft = branch_of(layers, index)[: played.follow]
+            others = [(token + 1) % VOCABULARY for token in branch_of(layers, index)]
+            self.next_draft += others[played.follow :][: played.astray]
             self.outcomes_hit += 1
 
     def _rewrite(self, played: Round) -> None:
@@ -261,7 +266,8 @@ SCRIPT = [
     Round(accepted=1, hit=0, back=3, changed=2),  # true rewinds
     Round(draft=True, layers=2),
     Round(draft=True, depth=4, layers=4),
-    Round(accepted=4, hit=1, follow=4),
+    Round(accepted=4, hit=1, follow=1, astray=2),  # only the beginning of a branch is adopted
+    Round(accepted=1, hit=1, follow=4),
     Round(fan_out=(0, 3, 0, 0, 1), depth=4, layers=4, accepted=1, hit=2, follow=4),
     Round(fan_out=(0, 0)),
 ]
@@ -297,6 +303,36 @@ def test_random_rounds_equal_fresh_drafting(
     for played in script:
         line.play(played)
     setup_of(family).backend.close(line.number)
+
+
+@pytest.mark.parametrize("back", [0, 1, 3])
+def test_a_branch_is_adopted_only_where_it_grew(back: int) -> None:
+    """A bonus token that stands before the fork of its branch, after a rewind, is not a hit."""
+    setup, number = setup_of("llama"), next(NUMBERS)
+    backend = setup.backend
+    list(backend.open(number, list(PROMPT), Sampling()))
+    *_, layer = backend.prepare(number, [120, 160], [2, 2], depth=2)
+    kept = list(PROMPT[: len(PROMPT) - back])
+    for root in layer.outcomes:
+        backend.commit(number, len(kept), [])
+        drafted = list(backend.draft(number, root.bonus, 2))
+        [laws] = setup.laws([[*kept, root.bonus, drafted[0].token]], Sampling())
+        for law, token in zip(laws[len(kept) :], drafted, strict=True):
+            law.check_drafted(token)
+        backend.commit(number, len(kept), [])
+        list(backend.prepare(number, [120, 160], [2, 2], depth=2))
+
+
+def test_candidates_of_replaced_tokens_are_forgotten() -> None:
+    """Tokens that came by `commit`, were taken back, and are now the chain, fork anew."""
+    setup, number = setup_of("llama"), next(NUMBERS)
+    list(setup.backend.open(number, list(PROMPT), Sampling()))
+    list(setup.backend.prepare(number, [120, 160], [3, 3], depth=1))
+    setup.backend.commit(number, len(PROMPT), [50, 60])
+    setup.backend.commit(number, len(PROMPT), [])
+    [layer] = setup.backend.prepare(number, [50, 60], [0, 3], depth=1)
+    [laws] = setup.laws([[*PROMPT, 50, 60]], Sampling())
+    laws[-1].check_best([root.bonus for root in layer.outcomes])
 
 
 def test_interleaved_sequences_do_not_disturb_one_another() -> None:
@@ -421,10 +457,12 @@ def test_an_abandoned_prefill_opens_nothing() -> None:
 
 
 def test_an_empty_prompt_can_be_drafted_for() -> None:
-    """The pending token may be the first of all."""
+    """The pending token may be the first of all; the caller's list stays the caller's."""
     setup, number = setup_of("llama"), next(NUMBERS)
-    list(setup.backend.open(number, [], Sampling()))
+    told: Tokens = []
+    list(setup.backend.open(number, told, Sampling()))
     [drafted] = setup.backend.draft(number, 120, 1)
+    assert told == []
     [[law]] = setup.laws([[120]], Sampling())
     law.check_drafted(drafted)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from launch.bench import read_prompts
 from launch.config import StackSettings
 from launch.control import ask_supervisor
 from protocol.messages import Done, Sampling, SwapDrafter
@@ -17,11 +18,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.model]
 PROMPT = "Give me four tips for growing tomatoes on a balcony."
 SAMPLING = Sampling(temperature=0.7, seed=5)
 MAX_TOKENS = 48
-CHAT = (
-    "What should I pack for a week of hiking in the mountains?",
-    "Explain how a bicycle stays upright.",
-    PROMPT,
-)
+CHAT = [prompt.prompt for prompt in read_prompts(None, 0) if prompt.category == "chat"]
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +89,9 @@ def test_a_swapped_drafter_costs_no_token(stack: RunningStack, undisturbed: list
 
 
 def test_drafts_are_accepted_and_hit() -> None:
-    """With a lookahead of 4: hit rate above 0.4, mean acceptance length above 1.8."""
+    """With a fixed lookahead: hit rate above 0.4, mean acceptance length above 1.8."""
     with running(StackSettings()) as stack:
-        answers = [stack.answer(p, max_tokens=64, lookahead=4).statistics for p in CHAT]
+        answers = [stack.answer(p, max_tokens=128, lookahead=6).statistics for p in CHAT]
     hits = sum(s.cache_hits for s in answers)
     assert hits / sum(s.cache_hits + s.cache_misses for s in answers) > 0.4
     assert 1 + sum(s.accepted for s in answers) / sum(s.rounds for s in answers) > 1.8

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -44,7 +45,8 @@ def test_models_are_functions_of_their_arguments(tmp_path: Path) -> None:
     same = write_tiny_model(tmp_path / "b", "llama") / "model.safetensors"
     seed = write_tiny_model(tmp_path / "c", "llama", seed=1) / "model.safetensors"
     name = "model.layers.0.mlp.up_proj.weight"
-    first, second, third = (np.array(mx.load(str(p))[name]) for p in (path, same, seed))
+    loaded: list[Any] = [mx.load(str(p)) for p in (path, same, seed)]
+    first, second, third = (np.array(weights[name]) for weights in loaded)
     np.testing.assert_array_equal(first, second)
     assert np.abs(first - third).max() > 0.1
 

@@ -244,6 +244,19 @@ def test_opening_again_replaces() -> None:
     assert line.verify(expected[:2]).bonus == expected[2]
 
 
+def test_an_abandoned_prefill_opens_nothing() -> None:
+    """A prefill can be left between two chunks; the sequence is not open then, nor an old one."""
+    verifier = verifier_of("llama", 3)
+    line = Line(verifier, [1, 2, 3], Sampling())
+    again = OpenSequence(sequence=line.number, tokens=[5] * 7, sampling=Sampling())
+    assert list(verifier.handle(again))[:-1] == [None] * 3
+    opening = verifier.handle(again)
+    assert next(opening) is None
+    opening.close()
+    with pytest.raises(ProtocolError, match="is not open"):
+        line.verify([])
+
+
 def test_closing_frees_the_kv_at_once() -> None:
     """The buffers of a closed sequence do not wait for the garbage collector."""
     verifier, number = verifier_of("llama"), next(NUMBERS)

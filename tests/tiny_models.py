@@ -260,7 +260,8 @@ def _module(config: dict[str, Any]) -> Any:
 
 def _weights(family: str, module: Any, seed: int, noise: float) -> dict[str, mx.array]:
     weights: dict[str, mx.array] = {}
-    for name, initial in tree_flatten(module.parameters()):
+    parameters: Any = tree_flatten(module.parameters())
+    for name, initial in parameters:
         tensor = _scaled(name, initial, _normal(f"{seed}/{name}", initial.shape))
         if noise:
             tensor += noise * tensor.std() * _normal(f"noise/{seed}/{name}", initial.shape)
@@ -284,7 +285,8 @@ def _scaled(name: str, initial: mx.array, normal: Floats) -> Floats:
     if "norm" in layer:
         return start + _NORM_GAINS.get(layer, 0.0) + 0.1 * normal
     if leaf == "weight" and normal.ndim == 2 and "embed" not in layer:
-        return _GAINS.get(layer, 1.0) * normal / np.sqrt(normal.shape[-1])
+        scaled: Floats = normal * (_GAINS.get(layer, 1.0) / normal.shape[-1] ** 0.5)
+        return scaled
     if leaf in ("weight", "bias"):
         return 0.5 * normal
     return start + 0.3 * normal
