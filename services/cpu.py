@@ -35,15 +35,21 @@ class _TransposedEmbedding(nn.Module):
 
     def __init__(self, embedding: Any) -> None:
         super().__init__()
-        self.weight = mx.contiguous(embedding.weight.T)
+        self._transposed = mx.contiguous(embedding.weight.T)
+        mx.eval(self._transposed)
+
+    @property
+    def weight(self) -> mx.array:
+        """[vocabulary, hidden], for models that multiply by the embedding themselves."""
+        return self._transposed.T
 
     def __call__(self, ids: mx.array) -> mx.array:
-        rows = mx.take(self.weight, ids.reshape(-1), axis=1).T
+        rows = mx.take(self._transposed, ids.reshape(-1), axis=1).T
         return rows.reshape(*ids.shape, -1)
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits."""
-        return _times(x, self.weight)
+        return _times(x, self._transposed)
 
 
 class _TransposedLinear(nn.Module):

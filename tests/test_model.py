@@ -74,6 +74,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "sizes that do not fit": (edit_config(hidden_size=48), "cannot load the model"),
     "code of its own": (edit_config(model_file="evil.py"), "cannot load the model"),
     "context is a word": (edit_config(max_position_embeddings="long"), "config.json|cannot load"),
+    "context is negative": (edit_config(max_position_embeddings=-5), "config.json|cannot load"),
     "no weights": (remove("model.safetensors"), "No safetensors found"),
     "weights without a header": (cut("model.safetensors", 3), "cannot load the model"),
     "weights with half a header": (cut("model.safetensors", 100), "cannot load the model"),
