@@ -2,8 +2,7 @@
 
 import contextlib
 from collections.abc import Generator, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -11,6 +10,7 @@ from launch.config import stack_settings
 from launch.generate import new_seed
 from launch.session import private_stack
 from orchestrator.client import Client
+from protocol.closing import Closing
 from protocol.errors import UsageError
 from protocol.messages import (
     ChatMessage,
@@ -78,7 +78,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     statistics: Statistics
 
 
-class LLM:
+class LLM(Closing):
     """A loaded pair. Use it as a context manager, or call `close`: it owns processes.
 
     Args:
@@ -135,17 +135,6 @@ class LLM:
     def close(self) -> None:
         """Stop all processes; safe to call twice."""
         self._exit.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _silent(status: ProcessStatus) -> None:

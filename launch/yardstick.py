@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from launch.models import Pair
 from protocol.child import ERROR_PREFIX
+from protocol.closing import Closing
 from protocol.errors import RuntimeFailure
 from protocol.messages import Sampling, Tokens
 from protocol.settings import ReferenceSettings, encode_settings
@@ -21,7 +21,7 @@ LARGEST_TIE = 1e-3
 """Two tokens whose scores are closer than this (in logits) are a rounding tie."""
 
 
-class Yardstick:
+class Yardstick(Closing):
     """mlx-lm in a process of its own, with all cores."""
 
     def __init__(self, pair: Pair) -> None:
@@ -66,14 +66,3 @@ class Yardstick:
         """End the process."""
         self._process.kill()
         self._process.communicate()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

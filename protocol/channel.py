@@ -7,11 +7,11 @@ peer that stopped reading loses messages once its queue is full, and the send sa
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 import zmq
 
+from protocol.closing import Closing
 from protocol.codec import MAX_MESSAGE_BYTES, Decoder, encode
 from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure
 from protocol.messages import Message
@@ -32,7 +32,7 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
 
 
-class _Endpoint:
+class _Endpoint(Closing):
     """What Hub and Channel share: a socket, its context, and closing both."""
 
     def __init__(self, kind: int) -> None:
@@ -53,17 +53,6 @@ class _Endpoint:
         """Close the socket and its context; safe to call twice."""
         self._socket.close()
         self._context.term()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Channel(_Endpoint, Generic[Inbound]):
