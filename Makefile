@@ -17,7 +17,7 @@ check: $(VENV)/.installed
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/mypy"
-	"$(BIN)/pyright"
+	"$(BIN)/pyright" --pythonpath "$(BIN)/python"
 
 bench: $(VENV)/.pair
 	"$(BIN)/ssd" bench
