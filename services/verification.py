@@ -22,9 +22,9 @@ from protocol.messages import (
     Verify,
 )
 from services.actor import Work
-from services.cpu import tune
 from services.kv import KVStore, windows_of
 from services.model import LoadedModel, compute_unit
+from services.rope import use_tables
 
 MAX_DRAFT_TOKENS = 64
 
@@ -46,7 +46,7 @@ class Verifier:
     def __init__(self, model: LoadedModel, prefill_step_size: int) -> None:
         self._model = model.module
         if compute_unit() == "cpu":
-            tune(self._model)
+            use_tables(self._model)
         self._step = prefill_step_size
         self._sequences: dict[int, _Sequence] = {}
         self._idle_since = time.perf_counter()
