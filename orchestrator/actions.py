@@ -29,6 +29,15 @@ class ToDrafter:
 
 
 @dataclass(frozen=True)
+class Foresee:
+    """If the verification in flight ends with this outcome, `verify` will follow: get it ready."""
+
+    accepted: int
+    bonus: int
+    verify: Verify
+
+
+@dataclass(frozen=True)
 class Emit:
     """These tokens are part of the answer."""
 
@@ -44,4 +53,4 @@ class Finish:
     error: str = ""
 
 
-Action = ToVerifier | ToDrafter | Emit | Finish
+Action = ToVerifier | ToDrafter | Foresee | Emit | Finish

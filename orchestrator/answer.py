@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from orchestrator.sequence import Phase, Sequence
+from orchestrator.phase import Phase
+from orchestrator.sequence import Sequence
 from orchestrator.text import StoppableText
 from protocol.messages import Finished, FinishReason, Origin, Text, Tokens
 from protocol.settings import OrchestratorSettings
@@ -18,6 +19,8 @@ class Answer:
     sequence: Sequence
     text: StoppableText
     prompt_tokens: int
+    frames: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """Outcome of the verification in flight -> the encoded `Verify` that it leads to."""
     deadline: float | None = None
     """When to stop waiting for the service that the sequence waits for."""
     stopped: bool = field(default=False)

@@ -63,6 +63,10 @@ class SpeculationCache:
         """The prepared continuation of this outcome; empty on a miss."""
         return self._drafts.get((accepted, bonus), Draft())
 
+    def grown(self) -> list[tuple[int, int]]:
+        """The outcomes whose drafts reach the depth that was added last."""
+        return [o for o in self._order if len(self._drafts[o]) == self._depth]
+
     @property
     def depth(self) -> int:
         """How deep the branches are."""

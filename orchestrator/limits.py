@@ -45,3 +45,8 @@ class Limits:
         if self.context_length:
             room = min(room, self.context_length - length - 1)
         return max(0, room)
+
+    def speakable(self, tokens: Tokens) -> int:
+        """How many of the first of these tokens are in the vocabulary."""
+        wrong = (i for i, token in enumerate(tokens) if not 0 <= token < self.vocabulary_size)
+        return next(wrong, len(tokens))

@@ -10,14 +10,15 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from orchestrator.actions import Action, Emit, Finish, ToDrafter, ToVerifier
+from orchestrator.actions import Action, Emit, Finish, Foresee, ToDrafter, ToVerifier
 from orchestrator.admission import admit
 from orchestrator.answer import Answer, time_left
 from orchestrator.estimates import Estimates
-from orchestrator.sequence import Phase
+from orchestrator.phase import Phase
 from orchestrator.services import Peer, Registry, objection
 from orchestrator.tokenizer import TargetTokenizer
 from protocol.channel import Hub, Poller
+from protocol.codec import encode
 from protocol.errors import ProtocolError, UsageError
 from protocol.fingerprint import Vocabulary
 from protocol.messages import (
@@ -37,6 +38,7 @@ from protocol.messages import (
     Stop,
     ToOrchestrator,
     VerificationOutcome,
+    Verify,
     Welcome,
 )
 from protocol.settings import OrchestratorSettings
@@ -111,15 +113,16 @@ class Orchestrator:
         answer = self._answers.get(message.sequence)
         if answer is None:
             return
-        hits = answer.sequence.recorder.hits
+        foreseen = answer.sequence.foreseen(message)
+        if foreseen:
+            self._to_service("verifier", answer.frames[message.accepted, message.bonus])
+            answer.sequence.recorder.phase("dispatch", 1e3 * (time.monotonic() - self._woke))
         answer.sequence.recorder.verifying_since = None
-        actions = answer.sequence.outcome(message, self._woke)
-        hit = False
-        for action in actions:
-            self._act(answer, action)
-            if isinstance(action, ToVerifier) and answer.sequence.recorder.hits > hits and not hit:
-                hit = True
-                answer.sequence.recorder.phase("dispatch", 1e3 * (time.monotonic() - self._woke))
+        for action in answer.sequence.outcome(message, self._woke):
+            if foreseen and isinstance(action, ToVerifier) and isinstance(action.message, Verify):
+                answer.expect(self._settings, self._woke)  # it is on its way
+            else:
+                self._act(answer, action)
 
     def _tree(self, message: DraftTree) -> None:
         answer = self._answers.get(message.sequence)
@@ -211,7 +214,7 @@ class Orchestrator:
                 number=self._next_number,
                 tokenizer=self._tokenizer,
                 vocabulary_size=self._vocabulary.size,
-                context_length=self._context_length(),
+                context_length=self._registry.context_length,
                 estimates=self._estimates,
                 now=self._woke,
             )
@@ -221,10 +224,6 @@ class Orchestrator:
         self._next_number += 1
         self._waiting.append(answer)
         self._start_waiting()
-
-    def _context_length(self) -> int:
-        verifier = self._registry.peers.get("verifier")
-        return verifier.hello.context_length if verifier is not None else 0
 
     def _start_waiting(self) -> None:
         verifier = self._registry.peers.get("verifier")
@@ -250,19 +249,20 @@ class Orchestrator:
 
     def _act(self, answer: Answer, action: Action) -> None:
         match action:
-            case ToVerifier(message):
-                self._to_service("verifier", message)
+            case ToVerifier(message) | ToDrafter(message):
+                self._to_service(
+                    "verifier" if isinstance(action, ToVerifier) else "drafter", message
+                )
                 answer.expect(self._settings, time.monotonic())
-            case ToDrafter(message):
-                self._to_service("drafter", message)
-                answer.expect(self._settings, time.monotonic())
+            case Foresee(accepted, bonus, verify):
+                answer.frames[accepted, bonus] = encode(verify)
             case Emit(tokens, origins):
                 if not answer.stopped and tokens:
                     self._emit(answer, answer.push(tokens, origins))
             case Finish(reason, error):
                 self._finish(answer, reason, error)
 
-    def _to_service(self, role: Role, message: Message) -> None:
+    def _to_service(self, role: Role, message: Message | bytes) -> None:
         peer = self._registry.peers.get(role)
         if peer is not None:
             self._services.send(peer.address, message)

@@ -6,14 +6,14 @@ are the truth; a verifier or a drafter that dies is rebuilt from them.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
-from enum import Enum, auto
 from typing import assert_never
 
-from orchestrator.actions import Action, Emit, Finish, ToDrafter, ToVerifier
+from orchestrator.actions import Action, Emit, Finish, Foresee, ToDrafter, ToVerifier
 from orchestrator.cache import Draft, SpeculationCache
 from orchestrator.limits import Limits
+from orchestrator.phase import Phase
 from orchestrator.plan import Plan
+from orchestrator.reach import Reach
 from orchestrator.statistics import Recorder
 from protocol.messages import (
     ENDED,
@@ -29,17 +29,6 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-
-
-class Phase(Enum):
-    """What the sequence waits for."""
-
-    VERIFYING = auto()
-    DRAFTING = auto()
-    """The target waits for a draft."""
-    STRANDED = auto()
-    """There is no verifier."""
-    FINISHED = auto()
 
 
 class Sequence:
@@ -63,22 +52,18 @@ class Sequence:
         self.recorder = recorder
         self.cache = SpeculationCache()
         self._sampling = sampling
-        self._limits = limits
         self._plan = plan
-        self._prompt_length = len(prompt)
+        self._reach = Reach(limits, plan, len(prompt))
         self._chain: Tokens = []
         self._draft = Draft()
         """The draft tokens of the chain."""
+        self._ahead: dict[tuple[int, int], tuple[Draft, Verify]] = {}
+        """The rounds that the prepared outcomes lead to."""
         self._origin: Origin = "target"
-        self._has_drafter = False
-        self._drafter_context = 0
-        self._max_draft = 0
         self._told = 0
         """How many committed tokens the drafter has been told."""
-        self._accepted = 0
-        """Accepted draft tokens of the last outcome."""
-        self._backup = Draft()
-        """What has arrived of the draft that the target waits for."""
+        self._accepted = 0  # of the last outcome
+        self._backup = Draft()  # what has arrived of the draft that the target waits for
         self._waiting_since = 0.0
 
     # ------------------------------------------------------------ services come and go
@@ -87,13 +72,13 @@ class Sequence:
         """A verifier is ready: (re)open there and verify the pending token."""
         if self.phase is Phase.FINISHED:
             return
-        self._max_draft = max_draft_tokens
+        self._reach.max_draft = max_draft_tokens
         yield ToVerifier(self._open())
         yield from self._verify(Draft(), "target")
 
     def limit_context(self, context_length: int) -> Iterator[Action]:
         """What the verifier that is about to be used can attend to; 0 means unlimited."""
-        self._limits = replace(self._limits, context_length=context_length)
+        self._reach.limit_context(context_length)
         if context_length and len(self.tokens) >= context_length:
             reason = f"{len(self.tokens)} tokens do not fit the model's context, {context_length}"
             yield from self.finish("error", reason)
@@ -107,8 +92,8 @@ class Sequence:
         """A drafter is ready: open there, and prepare for the round in flight."""
         if self.phase is Phase.FINISHED or self._plan.mode == "ar":
             return
-        self._has_drafter = True
-        self._drafter_context = context_length
+        self._reach.has_drafter = True
+        self._reach.drafter_context = context_length
         self._told = len(self.tokens) - 1
         yield ToDrafter(self._open())
         if self.phase is Phase.VERIFYING:
@@ -116,18 +101,20 @@ class Sequence:
 
     def drafter_down(self, reason: str) -> Iterator[Action]:
         """The drafter died, or failed on this sequence: decode without it."""
-        if not self._has_drafter:
+        if not self._reach.has_drafter:
             return
-        self._has_drafter = False
-        self.cache.clear()
+        self._reach.has_drafter = False
+        backup = self._backup
+        self._forget()
         if self.phase is Phase.DRAFTING:
             self.recorder.fallbacks[reason] += 1
-            yield from self._verify(self._backup, "miss")
+            yield from self._verify(backup, "miss")
 
-    def _can_draft(self) -> bool:
-        """Whether there is a drafter, and room in its context for one more round."""
-        ahead = len(self.tokens) + 2 * self._plan.depth + 1
-        return self._has_drafter and not 0 < self._drafter_context < ahead
+    def _forget(self) -> None:
+        """What was prepared is worthless."""
+        self.cache.clear()
+        self._ahead = {}
+        self._backup = Draft()
 
     def _open(self) -> OpenSequence:
         return OpenSequence(sequence=self.number, tokens=self.tokens[:-1], sampling=self._sampling)
@@ -136,14 +123,14 @@ class Sequence:
 
     def outcome(self, outcome: VerificationOutcome, now: float) -> Iterator[Action]:
         """The verification ended: commit, look up, and start the next round."""
-        if self.phase is not Phase.VERIFYING or outcome.round != self.round:
+        if not self.awaits(outcome.round):
             return
         draft, origin = self._draft, self._origin
         if outcome.accepted > len(draft):
             yield from self.finish("error", "the verifier accepted more than it was offered")
             return
         emitted = [*draft.tokens[: outcome.accepted], outcome.bonus]
-        kept, reason = self._limits.ending(len(self.tokens), self._answered(), emitted)
+        kept, reason = self._reach.ending(len(self.tokens), emitted)
         self.tokens += emitted[:kept]
         self._accepted = outcome.accepted
         if reason is None:
@@ -168,19 +155,19 @@ class Sequence:
             self.recorder.phase("idle_hit" if origin == "hit" else "idle_other", outcome.idle_ms)
 
     def _next_round(self, outcome: VerificationOutcome, now: float) -> Iterator[Action]:
-        mode = self._plan.mode
-        if mode == "ar" or not self._can_draft() or self._reach() == 0:
-            if mode != "ar" and not self._can_draft():
+        planned = self._ahead.get((outcome.accepted, outcome.bonus))
+        if planned is not None:
+            self.recorder.hits += 1
+            yield from self._start(*planned, "hit")
+            return
+        mode, length = self._plan.mode, len(self.tokens)
+        if mode == "ar" or not self._reach.can_speculate(length):
+            if mode != "ar" and not self._reach.can_draft(length):
                 self.recorder.fallbacks["no_drafter"] += 1
             yield from self._verify(Draft(), "target")
             return
         if mode == "sd":
             yield from self._draft_now(self._plan.depth, now)
-            return
-        prepared = self.cache.draft(outcome.accepted, outcome.bonus)
-        if prepared:
-            self.recorder.hits += 1
-            yield from self._verify(prepared, "hit")
             return
         self.recorder.misses += 1
         self.recorder.fallbacks[self._plan.backup] += 1
@@ -189,42 +176,54 @@ class Sequence:
         else:
             yield from self._verify(Draft(), "target")
 
-    def _answered(self) -> int:
-        return len(self.tokens) - self._prompt_length
-
-    def _reach(self) -> int:
-        """Longest draft that can be verified: the model's limit, and the room that is left."""
-        return min(self._max_draft, self._limits.room(len(self.tokens), self._answered()))
+    def _next_verify(self, length: int, chain: Tokens) -> Verify:
+        """The next round's verification; the chain's first token is the last of `length`."""
+        return Verify(sequence=self.number, round=self.round + 1, position=length - 1, chain=chain)
 
     def _verify(self, draft: Draft, origin: Origin) -> Iterator[Action]:
+        """Start a round with as much of this draft as pays."""
+        length = len(self.tokens)
+        draft = self._reach.clip(draft, length)
+        chain = [self.tokens[-1], *draft.tokens]
+        yield from self._start(draft, self._next_verify(length, chain), origin)
+
+    def _start(self, draft: Draft, verify: Verify, origin: Origin) -> Iterator[Action]:
         """Start a round: the verifier checks the chain while the drafter prepares."""
-        self._draft = draft.first(
-            min(self._plan.length(draft.confidences), self._reach(), self._speakable(draft))
-        )
-        self.round += 1
-        self._chain = [self.tokens[-1], *self._draft.tokens]
+        self._draft = draft
+        self.round = verify.round
+        self._chain = verify.chain
         self._origin = origin
         self.phase = Phase.VERIFYING
-        self.cache.clear()
-        self._backup = Draft()
-        yield ToVerifier(
-            Verify(
-                sequence=self.number,
-                round=self.round,
-                position=len(self.tokens) - 1,
-                chain=self._chain,
-            )
-        )
+        self._forget()
+        yield ToVerifier(verify)
         yield from self._prepare()
 
-    def _speakable(self, draft: Draft) -> int:
-        """How many of the draft's first tokens are in the vocabulary."""
-        size = self._limits.vocabulary_size
-        wrong = (i for i, token in enumerate(draft.tokens) if not 0 <= token < size)
-        return next(wrong, len(draft))
+    def awaits(self, number: int) -> bool:
+        """Whether the outcome of this round is what comes next."""
+        return self.phase is Phase.VERIFYING and number == self.round
+
+    def foreseen(self, outcome: VerificationOutcome) -> bool:
+        """Whether the last `Foresee` of this outcome is what it will lead to."""
+        return self.awaits(outcome.round) and (outcome.accepted, outcome.bonus) in self._ahead
+
+    def _foresee(self) -> Iterator[Action]:
+        """Plan the rounds that outcomes with a newly grown draft lead to."""
+        for accepted, bonus in self.cache.grown():
+            length = len(self.tokens) + accepted + 1
+            emitted = [*self._draft.tokens[:accepted], bonus]
+            ends = self._reach.ending(len(self.tokens), emitted)[1]
+            if ends or accepted > len(self._draft) or not self._reach.can_speculate(length):
+                continue
+            draft = self._reach.clip(self.cache.draft(accepted, bonus), length)
+            old = self._ahead.get((accepted, bonus))
+            if old is not None and len(old[0]) == len(draft):
+                continue
+            verify = self._next_verify(length, [bonus, *draft.tokens])
+            self._ahead[accepted, bonus] = draft, verify
+            yield Foresee(accepted, bonus, verify)
 
     def _prepare(self) -> Iterator[Action]:
-        if self._plan.mode != "ssd" or not self._can_draft() or self._reach() == 0:
+        if self._plan.mode != "ssd" or not self._reach.can_speculate(len(self.tokens)):
             return
         base, tokens = self._news()
         yield ToDrafter(
@@ -243,7 +242,7 @@ class Sequence:
         self.round += 1
         self._waiting_since = now
         self.phase = Phase.DRAFTING
-        self._backup = Draft()
+        self._forget()
         base, tokens = self._news()
         yield ToDrafter(
             DraftNow(
@@ -253,7 +252,7 @@ class Sequence:
                 tokens=tokens,
                 pending=self.tokens[-1],
                 accepted=self._accepted,
-                count=min(count, self._reach()),
+                count=min(count, self._reach.longest(len(self.tokens))),
             )
         )
 
@@ -269,7 +268,8 @@ class Sequence:
             return
         match self.phase:
             case Phase.VERIFYING:
-                self.cache.add(tree)
+                if self.cache.add(tree):
+                    yield from self._foresee()
             case Phase.DRAFTING if tree.depth == len(self._backup) + 1:
                 for token, confidence in zip(tree.tokens[:1], tree.confidences, strict=False):
                     if token != ENDED:
@@ -295,6 +295,6 @@ class Sequence:
             return
         self.phase = Phase.FINISHED
         yield ToVerifier(CloseSequence(sequence=self.number))
-        if self._has_drafter:
+        if self._reach.has_drafter:
             yield ToDrafter(CloseSequence(sequence=self.number))
         yield Finish(reason, error)

@@ -58,6 +58,12 @@ class Registry:
         """The service with this address, if it is current."""
         return next((p for p in self.peers.values() if p.address == address), None)
 
+    @property
+    def context_length(self) -> int:
+        """What the target can attend to; 0 while there is none, or no limit."""
+        verifier = self.peers.get("verifier")
+        return verifier.hello.context_length if verifier is not None else 0
+
     def adopt(self, peer: Peer) -> Peer | None:
         """Make a service current; returns the one that it replaces."""
         self.refused.pop(peer.hello.role, None)

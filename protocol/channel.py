@@ -92,10 +92,16 @@ class Hub(_Endpoint, Generic[Inbound]):
         self._socket.router_mandatory = True
         self._socket.bind(address)
 
-    def send(self, peer: bytes, message: Message) -> bool:
-        """Queue a message for a peer; False if the peer is gone or reads nothing any more."""
+    def send(self, peer: bytes, message: Message | bytes) -> bool:
+        """Queue a message, which may be encoded already.
+
+        Returns:
+            False if the peer is gone or reads nothing any more.
+        """
+        frame = message if isinstance(message, bytes) else encode(message)
         try:
-            self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
+            self._socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return False
@@ -105,16 +111,21 @@ class Hub(_Endpoint, Generic[Inbound]):
     def receive(self) -> tuple[bytes, Inbound | ProtocolError] | None:
         """The next waiting (peer, message), or None; a bad message comes as its error."""
         try:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            peer = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        peer = frames[0]
-        if len(frames) != 2:
-            return peer, ProtocolError(f"expected one frame, got {len(frames) - 1}")
+        # The parts of a message arrive together.
+        frame = self._socket.recv() if self._socket.rcvmore else b""
+        if self._socket.rcvmore:
+            return peer, self._too_many()
         try:
-            return peer, self._decoder.decode(frames[1])
+            return peer, self._decoder.decode(frame)
         except ProtocolError as error:
             return peer, error
+
+    def _too_many(self) -> ProtocolError:
+        rest = self._socket.recv_multipart()
+        return ProtocolError(f"expected one frame, got {1 + len(rest)}")
 
 
 class Poller:

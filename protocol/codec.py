@@ -1,7 +1,7 @@
 """Messages to bytes and back: msgpack on the wire, msgspec for the types.
 
-Decoding is strict and bounded: size, nesting, types, ranges and unknown fields are checked,
-and every failure is a ProtocolError that says what was wrong.
+Decoding is strict and bounded: size, nesting, types, ranges and unknown fields are checked
+while the bytes are read, and every failure is a ProtocolError that says what was wrong.
 """
 
 from typing import Any, Generic, TypeVar, get_args
@@ -13,7 +13,6 @@ from protocol.errors import ProtocolError
 from protocol.messages import Message
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-MAX_ARRAY_LENGTH = 4 * 1024 * 1024
 
 M = TypeVar("M", bound=Message)
 
@@ -29,6 +28,7 @@ class Decoder(Generic[M]):
 
     def __init__(self, union: Any) -> None:
         self._union = union
+        self._decode = msgspec.msgpack.Decoder(union).decode
         self._names = sorted(
             str(msgspec.inspect.type_info(member).tag)  # type: ignore[attr-defined]  # StructType has it
             for member in get_args(union) or (union,)
@@ -44,25 +44,11 @@ class Decoder(Generic[M]):
             raise ProtocolError(
                 f"a message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}"
             )
-        return self.from_builtins(unpack(data))
-
-    def from_builtins(self, value: object) -> M:
-        """The message that a decoded msgpack map stands for; raises ProtocolError."""
         try:
-            message: M = msgspec.convert(value, self._union)
-        except msgspec.ValidationError as error:
-            tag = value.get("type") if isinstance(value, dict) else type(value).__name__
+            message: M = self._decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            known = ", ".join(self._names)
             raise ProtocolError(
-                f"message {tag!r} is not valid here ({error}); known: {', '.join(self._names)}"
+                f"{len(data)} bytes are no message that is valid here ({error}); known: {known}"
             ) from error
         return message
-
-
-def unpack(data: bytes) -> object:
-    """One msgpack value, with bounded nesting and lengths; raises ProtocolError."""
-    try:
-        return msgpack.unpackb(
-            data, raw=False, strict_map_key=True, max_array_len=MAX_ARRAY_LENGTH, max_map_len=4096
-        )
-    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        raise ProtocolError(f"a message of {len(data)} bytes is not msgpack: {error}") from error

@@ -75,8 +75,10 @@ class Verifier:
             case OpenSequence():
                 yield from self._open(message, started)
             case Verify():
-                yield self._verify(message, started)
+                outcome = self._verify(message, started)
+                # The next line may lose the core to whoever waited for the outcome.
                 self._idle_since = time.perf_counter()
+                yield outcome
             case CloseSequence():
                 self._sequences.pop(message.sequence, None)
             case _:

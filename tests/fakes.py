@@ -16,6 +16,7 @@ from orchestrator.sequence import (
     Action,
     Emit,
     Finish,
+    Foresee,
     Limits,
     Phase,
     Sequence,
@@ -237,6 +238,7 @@ class Stack:
         self.past: list[DraftTree] = []
         self.past_outcomes: list[VerificationOutcome] = []
         self.actions: list[Action] = []
+        self.foreseen: dict[tuple[int, int], Verify] = {}
         self.now = 0.0
         self.sequence = Sequence(
             number=1,
@@ -261,6 +263,8 @@ class Stack:
                 case ToDrafter(message) if self.drafter is not None:
                     self.drafter.receive(message)
                     self._check_drafter(message)
+                case Foresee(accepted, bonus, verify):
+                    self.foreseen[accepted, bonus] = verify
                 case Emit(tokens, origins):
                     assert len(tokens) == len(origins)
 
@@ -350,12 +354,21 @@ class Stack:
         outcome, self.verifier.answer = self.verifier.answer, None
         self.past_outcomes.append(outcome)
         self.now += 1.0
-        self.do(self.sequence.outcome(outcome, self.now))
+        self._outcome(outcome)
         return True
 
     def outcome_comes_again(self) -> None:
         if self.past_outcomes:
-            self.do(self.sequence.outcome(self.random.choice(self.past_outcomes), self.now))
+            self._outcome(self.random.choice(self.past_outcomes))
+
+    def _outcome(self, outcome: VerificationOutcome) -> None:
+        """What was foreseen of this outcome must be the first thing that happens."""
+        foreseen = self.sequence.foreseen(outcome)
+        before = len(self.actions)
+        self.do(self.sequence.outcome(outcome, self.now))
+        if foreseen:
+            expected = self.foreseen[outcome.accepted, outcome.bonus]
+            assert ToVerifier(expected) == self.actions[before]
 
     def patience_ends(self) -> None:
         self.do(self.sequence.draft_is_late())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from protocol import messages
-from protocol.codec import MAX_ARRAY_LENGTH, MAX_MESSAGE_BYTES, Decoder, encode, unpack
+from protocol.codec import MAX_MESSAGE_BYTES, Decoder, encode
 from protocol.errors import ProtocolError
 from protocol.messages import Message
 
@@ -235,7 +235,7 @@ def test_other_values_are_refused(value: Any) -> None:
 
 def test_other_directions_are_refused() -> None:
     """A message is valid only in the directions that have it, and the error says which are."""
-    with pytest.raises(ProtocolError, match=r"'verify' is not valid here .*known: close, draft"):
+    with pytest.raises(ProtocolError, match=r"valid here .*'verify'.*known: close, draft"):
         DECODERS["ToDrafter"].decode(pack(example(messages.Verify)))
 
 
@@ -252,8 +252,8 @@ GOOD = pack(example(messages.DraftTree))
         GOOD + GOOD,
         b"\x91" * 100_000,
         b"\x81\xa1a" * 100_000,
-        b"\xdd" + (MAX_ARRAY_LENGTH + 1).to_bytes(4, "big"),
-        b"\xdd" + (MAX_ARRAY_LENGTH + 1).to_bytes(4, "big") + bytes(MAX_ARRAY_LENGTH + 1),
+        b"\xdd\xff\xff\xff\xff",
+        GOOD[:1] + b"\xa6tokens\xdd\xff\xff\xff\xff",
         b"\xdf\xff\xff\xff\xff",
         b"\xdb\xff\xff\xff\xff",
         b"\xc6\xff\xff\xff\xff",
@@ -266,7 +266,7 @@ GOOD = pack(example(messages.DraftTree))
 )
 def test_what_is_not_msgpack_is_refused(data: bytes) -> None:
     """Truncated, trailing, too deep, too long and unreadable bytes are ProtocolErrors."""
-    with pytest.raises(ProtocolError, match="is not msgpack"):
+    with pytest.raises(ProtocolError, match="no message"):
         DECODERS["FromService"].decode(data)
 
 
@@ -340,9 +340,3 @@ def test_damaged_messages_are_survived(
     data = pack(example(kind))
     at %= len(data)
     survives(data[:at] + inserted + data[at + removed :])
-
-
-@given(BUILTINS)
-def test_unpacking_loses_nothing(value: Any) -> None:
-    """A msgpack value comes back as it was packed."""
-    assert repr(value) == repr(unpack(pack(value)))

@@ -30,6 +30,7 @@ from protocol.messages import (
     Stop,
     Text,
     ToOrchestrator,
+    ToVerifier,
     VerificationOutcome,
     Verify,
     Welcome,
@@ -58,6 +59,9 @@ class ScriptIsOver(Exception):  # no error: how an endless loop ends in a test
     """Everything that was said has been heard."""
 
 
+TO_VERIFIER: Decoder[Message] = Decoder(ToVerifier)
+
+
 class FakeHub(Generic[Inbound]):
     """A hub whose peers are strings, and whose messages go through the real codec."""
 
@@ -67,7 +71,9 @@ class FakeHub(Generic[Inbound]):
         self.sent: list[tuple[bytes, Message]] = []
         self.gone: set[bytes] = set()
 
-    def send(self, peer: bytes, message: Message) -> bool:
+    def send(self, peer: bytes, message: Message | bytes) -> bool:
+        if isinstance(message, bytes):
+            message = TO_VERIFIER.decode(message)
         self.sent.append((peer, message))
         return peer not in self.gone
 
