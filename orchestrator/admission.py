@@ -35,7 +35,13 @@ def admit(
         prompt=prompt,
         sampling=request.sampling,
         limits=Limits(request.max_tokens, tokenizer.stop_ids, context_length, vocabulary_size),
-        plan=Plan(request.mode, estimates, request.lookahead, request.fan_out),
+        plan=Plan(
+            request.mode,
+            estimates,
+            request.lookahead,
+            request.fan_out,
+            request.fan_out_policy,
+        ),
         recorder=Recorder(now),
     )
     text = StoppableText(tokenizer.stream(), request.stop)

@@ -37,12 +37,6 @@ class SpeculationCache:
         self._order: list[tuple[int, int]] = []
         self._depth = 0
 
-    def clear(self) -> None:
-        """A new round: what was prepared for the old one is worthless."""
-        self._drafts = {}
-        self._order = []
-        self._depth = 0
-
     def add(self, tree: DraftTree) -> bool:
         """Add one depth; False if it does not continue what is here, and was dropped."""
         if tree.depth != self._depth + 1:
@@ -66,6 +60,14 @@ class SpeculationCache:
     def grown(self) -> list[tuple[int, int]]:
         """The outcomes whose drafts reach the depth that was added last."""
         return [o for o in self._order if len(self._drafts[o]) == self._depth]
+
+    def rank(self, accepted: int, bonus: int) -> tuple[int | None, int]:
+        """Which of the bonus tokens prepared at this acceptance length it is, and of how many.
+
+        The best candidate is 0; None stands for none of them.
+        """
+        bonuses = [token for length, token in self._order if length == accepted]
+        return (bonuses.index(bonus) if bonus in bonuses else None), len(bonuses)
 
     @property
     def depth(self) -> int:

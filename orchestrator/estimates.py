@@ -4,6 +4,14 @@ Shared by all requests of a stack. Pure: fed with events, asked for numbers.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.fan_out import AFTER_ALL, AFTER_REJECTION
+from orchestrator.hit_curve import HitCurve
+from orchestrator.pace import Pace
+from protocol.messages import Mode, Origin
+
+ORIGINS: tuple[Origin, ...] = ("target", "hit", "miss")
 
 _SMOOTHING = 0.1
 """Weight of a new sample in a running mean."""
@@ -78,9 +86,71 @@ class Calibration:
         return min(self._BINS - 1, max(0, int(confidence * self._BINS)))
 
 
+class Mean:
+    """A running mean."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._weight = 0.0
+
+    def observe(self, sample: float) -> None:
+        """One sample; the first ones count in full."""
+        self._weight = (1.0 - _SMOOTHING) * self._weight + 1.0
+        self.value += (sample - self.value) / self._weight
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one round taught."""
+
+    mode: Mode
+    speculating: bool
+    """Whether a drafter worked for it, or beside it."""
+    origin: Origin
+    """Where its chain came from."""
+    confidences: Sequence[float]
+    """Of the draft tokens that were verified."""
+    accepted: int
+    prepared: int
+    """How many bonus tokens were prepared for at this acceptance length."""
+    rank: int | None
+    """Which of them it was, 0 for the best; None if none of them."""
+    verify_ms: float
+    idle_ms: float | None
+    """Between the verification before and this one; None for a request's first."""
+
+
 class Estimates:
     """Everything that is learned, for the planner."""
 
     def __init__(self) -> None:
         self.verify_cost = VerifyCost()
-        self.calibration = Calibration()
+        """While a drafter works beside the target, which may slow it down."""
+        self.plain_cost = VerifyCost()
+        self.calibrations = {origin: Calibration() for origin in ORIGINS}
+        self.after_rejection = {origin: HitCurve(AFTER_REJECTION) for origin in ORIGINS}
+        self.after_all = {origin: HitCurve(AFTER_ALL) for origin in ORIGINS}
+        self.idle_ms = {origin: Mean() for origin in ORIGINS}
+        self.acceptance = Mean()
+        """alpha: share of the draft tokens that were looked at and accepted."""
+        self.paces: dict[Mode, Pace] = {"sd": Pace(), "ssd": Pace()}
+
+    def learn(self, lesson: Lesson) -> None:
+        """Take in one round."""
+        tokens = len(lesson.confidences) + 1
+        cost = self.verify_cost if lesson.speculating else self.plain_cost
+        cost.observe(tokens, lesson.verify_ms)
+        self.calibrations[lesson.origin].observe(lesson.confidences, lesson.accepted)
+        for index in range(min(lesson.accepted + 1, len(lesson.confidences))):
+            self.acceptance.observe(float(index < lesson.accepted))
+        if lesson.prepared:
+            rejected = lesson.accepted < len(lesson.confidences)
+            curves = self.after_rejection if rejected else self.after_all
+            curves[lesson.origin].observe(lesson.rank, lesson.prepared)
+        if lesson.idle_ms is None:
+            return
+        self.idle_ms[lesson.origin].observe(lesson.idle_ms)
+        pace = self.paces.get(lesson.mode)
+        # A round without a drafter, or begun before the pace changed, says nothing about it.
+        if pace is not None and pace.speculating == lesson.speculating:
+            pace.observe(lesson.accepted + 1, lesson.idle_ms + lesson.verify_ms)

@@ -8,6 +8,7 @@ gains most (`allocate`), which is optimal because h is concave.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,50 @@ def acceptance_law(rates: Sequence[float]) -> list[float]:
     return [*law, reached]
 
 
-def allocate(law: Sequence[float], budget: int) -> list[int]:
-    """F_0..F_K as integers: each of `budget` branches where P(k) (h(F+1) - h(F)) is largest."""
-    laws = [AFTER_REJECTION] * (len(law) - 1) + [AFTER_ALL]
+def uniform(budget: int, lookahead: int) -> list[int]:
+    """The same number at every acceptance length; what is left over goes to the first ones."""
+    each, rest = divmod(budget, lookahead + 1)
+    return [each + int(k < rest) for k in range(lookahead + 1)]
+
+
+def rounded(counts: Sequence[float]) -> list[int]:
+    """Whole numbers with the same sum, each within one: the largest remainders are rounded up."""
+    whole = [int(count) for count in counts]
+    rest = round(sum(counts)) - sum(whole)
+    by_remainder = sorted(range(len(counts)), key=lambda k: whole[k] - counts[k])
+    for k in by_remainder[:rest]:
+        whole[k] += 1
+    return whole
+
+
+class Curve(Protocol):
+    """h(F), assumed or learned."""
+
+    def hit(self, candidates: int) -> float:
+        """Probability that the bonus token is among the first `candidates`."""
+        ...
+
+
+def allocate(
+    law: Sequence[float],
+    budget: int,
+    rejection: Curve = AFTER_REJECTION,
+    full: Curve = AFTER_ALL,
+) -> list[int]:
+    """F_0..F_K as integers: each of `budget` branches where P(k) (h(F+1) - h(F)) is largest.
+
+    Args:
+        law: P(k) for k = 0..K.
+        budget: B, the number of branches.
+        rejection: h where a draft token was rejected, k < K.
+        full: h where all were accepted, k = K.
+    """
+    curves = [rejection] * (len(law) - 1) + [full]
     fan_out = [0] * len(law)
-    gains = [chance * miss.hit(1) for chance, miss in zip(law, laws, strict=True)]
+    gains = [chance * curve.hit(1) for chance, curve in zip(law, curves, strict=True)]
     for _ in range(budget):
         best = gains.index(max(gains))
         fan_out[best] += 1
         count = fan_out[best]
-        gains[best] = law[best] * (laws[best].hit(count + 1) - laws[best].hit(count))
+        gains[best] = law[best] * (curves[best].hit(count + 1) - curves[best].hit(count))
     return fan_out

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from orchestrator.cache import Draft
 from orchestrator.limits import Limits
 from orchestrator.plan import Plan
-from protocol.messages import FinishReason, Tokens
+from protocol.messages import FinishReason, Origin, Tokens
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Reach:
         """Longest draft that can be verified."""
         return min(self.max_draft, self.limits.room(length, length - self.prompt_length))
 
-    def clip(self, draft: Draft, length: int) -> Draft:
+    def clip(self, draft: Draft, length: int, origin: Origin) -> Draft:
         """As much of the draft as is worth verifying, and can be."""
-        worth = self.plan.length(draft.confidences)
+        worth = self.plan.length(draft.confidences, origin)
         return draft.first(min(worth, self.longest(length), self.limits.speakable(draft.tokens)))

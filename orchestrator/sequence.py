@@ -10,6 +10,7 @@ from typing import assert_never
 
 from orchestrator.actions import Action, Emit, Finish, Foresee, ToDrafter, ToVerifier
 from orchestrator.cache import Draft, SpeculationCache
+from orchestrator.estimates import Lesson
 from orchestrator.limits import Limits
 from orchestrator.phase import Phase
 from orchestrator.plan import Plan
@@ -62,6 +63,7 @@ class Sequence:
         self._origin: Origin = "target"
         self._told = 0
         """How many committed tokens the drafter has been told."""
+        self._speculating = False  # in the round in flight
         self._accepted = 0  # of the last outcome
         self._backup = Draft()  # what has arrived of the draft that the target waits for
         self._waiting_since = 0.0
@@ -112,7 +114,7 @@ class Sequence:
 
     def _forget(self) -> None:
         """What was prepared is worthless."""
-        self.cache.clear()
+        self.cache = SpeculationCache()
         self._ahead = {}
         self._backup = Draft()
 
@@ -125,7 +127,7 @@ class Sequence:
         """The verification ended: commit, look up, and start the next round."""
         if not self.awaits(outcome.round):
             return
-        draft, origin = self._draft, self._origin
+        draft, origin, cache = self._draft, self._origin, self.cache
         if outcome.accepted > len(draft):
             yield from self.finish("error", "the verifier accepted more than it was offered")
             return
@@ -136,7 +138,7 @@ class Sequence:
         if reason is None:
             yield from self._next_round(outcome, now)
         # The target is busy again: now there is time for the books.
-        self._record(outcome, draft, origin)
+        self._learn(outcome, draft, origin, cache)
         self.recorder.verified(len(draft), min(outcome.accepted, kept))
         self.recorder.emit(kept, now)
         origins: list[Origin] = [origin for _ in range(outcome.accepted)]
@@ -145,31 +147,51 @@ class Sequence:
         if reason is not None:
             yield from self.finish(reason)
 
-    def _record(self, outcome: VerificationOutcome, draft: Draft, origin: Origin) -> None:
-        estimates = self._plan.estimates
-        estimates.verify_cost.observe(len(draft) + 1, outcome.verify_ms)
-        estimates.calibration.observe(draft.confidences, outcome.accepted)
+    def _learn(
+        self, outcome: VerificationOutcome, draft: Draft, origin: Origin, cache: SpeculationCache
+    ) -> None:
+        rank, prepared = cache.rank(outcome.accepted, outcome.bonus)
+        # Before the first round the verifier had nothing to do.
+        idle_ms = outcome.idle_ms if self.recorder.rounds else None
+        self._plan.estimates.learn(
+            Lesson(
+                mode=self._plan.mode,
+                speculating=self._speculating,
+                origin=origin,
+                confidences=draft.confidences,
+                accepted=outcome.accepted,
+                prepared=prepared,
+                rank=rank,
+                verify_ms=outcome.verify_ms,
+                idle_ms=idle_ms,
+            )
+        )
+        self.recorder.plain_rounds += not self._speculating
         self.recorder.phase("verify", outcome.verify_ms)
         self.recorder.phase(f"verify_{len(draft) + 1}", outcome.verify_ms)
-        if self.recorder.rounds:  # before the first round the verifier had nothing to do
-            self.recorder.phase("idle_hit" if origin == "hit" else "idle_other", outcome.idle_ms)
+        if idle_ms is not None:
+            self.recorder.phase("idle_hit" if origin == "hit" else "idle_other", idle_ms)
 
     def _next_round(self, outcome: VerificationOutcome, now: float) -> Iterator[Action]:
+        if self._plan.mode == "ar" or not self._plan.speculates:
+            yield from self._verify(Draft(), "target")
+            return
         planned = self._ahead.get((outcome.accepted, outcome.bonus))
         if planned is not None:
             self.recorder.hits += 1
             yield from self._start(*planned, "hit")
             return
-        mode, length = self._plan.mode, len(self.tokens)
-        if mode == "ar" or not self._reach.can_speculate(length):
-            if mode != "ar" and not self._reach.can_draft(length):
+        length = len(self.tokens)
+        if not self._reach.can_speculate(length):
+            if not self._reach.can_draft(length):
                 self.recorder.fallbacks["no_drafter"] += 1
             yield from self._verify(Draft(), "target")
             return
-        if mode == "sd":
+        if self._plan.mode == "sd":
             yield from self._draft_now(self._plan.depth, now)
             return
-        self.recorder.misses += 1
+        if self._speculating:
+            self.recorder.misses += 1
         self.recorder.fallbacks[self._plan.backup] += 1
         if self._plan.backup == "draft":
             yield from self._draft_now(self._plan.depth, now)
@@ -183,7 +205,7 @@ class Sequence:
     def _verify(self, draft: Draft, origin: Origin) -> Iterator[Action]:
         """Start a round with as much of this draft as pays."""
         length = len(self.tokens)
-        draft = self._reach.clip(draft, length)
+        draft = self._reach.clip(draft, length, origin)
         chain = [self.tokens[-1], *draft.tokens]
         yield from self._start(draft, self._next_verify(length, chain), origin)
 
@@ -193,10 +215,12 @@ class Sequence:
         self.round = verify.round
         self._chain = verify.chain
         self._origin = origin
+        self._speculating = self._plan.speculates and self._reach.can_speculate(len(self.tokens))
         self.phase = Phase.VERIFYING
         self._forget()
         yield ToVerifier(verify)
         yield from self._prepare()
+        self.recorder.predicted(*self._plan.expect(draft.confidences, origin))
 
     def awaits(self, number: int) -> bool:
         """Whether the outcome of this round is what comes next."""
@@ -204,7 +228,8 @@ class Sequence:
 
     def foreseen(self, outcome: VerificationOutcome) -> bool:
         """Whether the last `Foresee` of this outcome is what it will lead to."""
-        return self.awaits(outcome.round) and (outcome.accepted, outcome.bonus) in self._ahead
+        ahead = (outcome.accepted, outcome.bonus) in self._ahead
+        return ahead and self.awaits(outcome.round) and self._plan.speculates
 
     def _foresee(self) -> Iterator[Action]:
         """Plan the rounds that outcomes with a newly grown draft lead to."""
@@ -214,7 +239,7 @@ class Sequence:
             ends = self._reach.ending(len(self.tokens), emitted)[1]
             if ends or accepted > len(self._draft) or not self._reach.can_speculate(length):
                 continue
-            draft = self._reach.clip(self.cache.draft(accepted, bonus), length)
+            draft = self._reach.clip(self.cache.draft(accepted, bonus), length, "hit")
             old = self._ahead.get((accepted, bonus))
             if old is not None and len(old[0]) == len(draft):
                 continue
@@ -223,7 +248,7 @@ class Sequence:
             yield Foresee(accepted, bonus, verify)
 
     def _prepare(self) -> Iterator[Action]:
-        if self._plan.mode != "ssd" or not self._reach.can_speculate(len(self.tokens)):
+        if self._plan.mode != "ssd" or not self._speculating:
             return
         base, tokens = self._news()
         yield ToDrafter(
@@ -233,7 +258,7 @@ class Sequence:
                 base=base,
                 tokens=tokens,
                 chain=self._chain,
-                fan_out=self._plan.fan_out(self._draft.confidences),
+                fan_out=self._plan.fan_out(self._draft.confidences, self._origin),
                 depth=self._plan.depth,
             )
         )
@@ -275,7 +300,8 @@ class Sequence:
                     if token != ENDED:
                         self._backup.add(token, confidence)
                 # A last token that is not worth verifying ends the drafting too.
-                if tree.last or self._plan.length(self._backup.confidences) < len(self._backup):
+                worth = self._plan.length(self._backup.confidences, "miss")
+                if tree.last or worth < len(self._backup):
                     self.recorder.phase("draft_wait", 1e3 * (now - self._waiting_since))
                     yield from self._verify(self._backup, "miss")
             case Phase.DRAFTING | Phase.STRANDED | Phase.FINISHED:

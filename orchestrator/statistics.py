@@ -30,6 +30,10 @@ class Recorder:
     drafting_s: float = 0.0
     overlapped_s: float = 0.0
     verifying_since: float | None = None
+    plain_rounds: int = 0
+    plain_tok_s: float = 0.0
+    _predicted_tokens: float = 0.0
+    _predicted_s: float = 0.0
     _last_accepted: int = 0
 
     def emit(self, tokens: int, now: float) -> None:
@@ -49,6 +53,11 @@ class Recorder:
         self.offered_at.update(range(drafted))
         self.accepted_at.update(range(accepted))
         self._last_accepted = accepted
+
+    def predicted(self, tokens: float, milliseconds: float) -> None:
+        """What was expected of a round before it began."""
+        self._predicted_tokens += tokens
+        self._predicted_s += milliseconds / 1e3
 
     def retract(self, tokens: int, drafted: int) -> None:
         """The last `tokens` tokens, `drafted` of them draft tokens, were cut by a stop string."""
@@ -92,6 +101,9 @@ class Recorder:
             phase_ms={name: _middle(values) for name, values in self.phases.items()},
             drafter_restarts=self.drafter_restarts,
             verifier_restarts=self.verifier_restarts,
+            plain_rounds=self.plain_rounds,
+            predicted_tok_s=_ratio(self._predicted_tokens, self._predicted_s),
+            plain_tok_s=self.plain_tok_s,
         )
 
 

@@ -211,6 +211,10 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str
 
 
+FanOutPolicy = Literal["online", "geometric", "uniform"]
+"""How branches are shared out: by what was learned, by Theorem 12, or evenly."""
+
+
 class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """Client -> orchestrator: answer this. Answers: Text (many), then Finished; or Refusal.
 
@@ -228,6 +232,7 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """Draft tokens per round; 0 leaves it to the orchestrator."""
     fan_out: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     """Branches prepared per round (B); 0 leaves it to the orchestrator."""
+    fan_out_policy: FanOutPolicy = "online"
 
 
 class Cancel(Message, frozen=True, tag="cancel", kw_only=True):
@@ -281,6 +286,12 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     (outcome in -> next Verify out) on a hit, draft_wait (waiting for a draft after a miss)."""
     drafter_restarts: int
     verifier_restarts: int
+    plain_rounds: int
+    """Rounds without speculation because plain decoding was faster, or to measure it."""
+    predicted_tok_s: float
+    """What the planner predicted before each round, over the whole answer; 0 if it could not."""
+    plain_tok_s: float
+    """Speed of plain decoding beside which speculation was judged; 0 if never measured."""
 
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]

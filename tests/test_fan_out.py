@@ -13,6 +13,8 @@ from orchestrator.fan_out import (
     acceptance_law,
     allocate,
     geometric,
+    rounded,
+    uniform,
 )
 
 # ALGORITHM.md, section 3.
@@ -148,3 +150,22 @@ def test_more_budget_never_narrows(rates: list[float], budget: int) -> None:
     before, after = allocate(law, budget), allocate(law, budget + 1)
     expected = [0] * len(rates) + [1]
     assert expected == sorted(b - a for a, b in zip(before, after, strict=True))
+
+
+@given(st.integers(0, 100), st.integers(0, 16))
+def test_uniform_spends_the_budget_evenly(budget: int, lookahead: int) -> None:
+    """K + 1 numbers that differ by at most one, earlier ones first."""
+    counts = uniform(budget, lookahead)
+    assert len(counts) == lookahead + 1
+    assert sum(counts) == budget
+    assert max(counts) - min(counts) <= 1
+    assert sorted(counts, reverse=True) == counts
+
+
+@given(ALPHAS, EXPONENTS, st.integers(1, 200), st.integers(0, 16))
+def test_rounding_keeps_the_budget(alpha: float, r: float, budget: int, lookahead: int) -> None:
+    """Whole numbers near the closed form's, with its sum."""
+    exact = geometric(alpha, r, budget, lookahead)
+    counts = rounded(exact)
+    assert sum(counts) == budget
+    assert all(abs(a - b) < 1.0 for a, b in zip(counts, exact, strict=True))

@@ -1,0 +1,46 @@
+"""h(F), learned: how often the bonus token is among a drafter's first F candidates.
+
+A bonus token beyond the prepared candidates is known only to be beyond them, so what is
+learned is the chance that candidate i is the one, given that the i before it are not
+(a hazard, as in survival statistics).
+"""
+
+from orchestrator.fan_out import MissLaw
+
+_RANKS = 32
+"""Candidates whose chances are learned one by one; the prior speaks for those behind."""
+
+_PRIOR = 6.0
+"""Samples that the prior law counts for, per rank."""
+
+_FADE = 0.995
+"""Old samples fade, so that the curve follows the text."""
+
+
+class HitCurve:
+    """One curve, for one kind of round."""
+
+    def __init__(self, prior: MissLaw) -> None:
+        self._prior = prior
+        self._found = [_PRIOR * self._hazard(rank) for rank in range(_RANKS)]
+        self._tried = [_PRIOR] * _RANKS
+
+    def _hazard(self, rank: int) -> float:
+        before = self._prior.hit(rank)
+        return (self._prior.hit(rank + 1) - before) / (1.0 - before)
+
+    def observe(self, rank: int | None, prepared: int) -> None:
+        """The bonus token was candidate `rank` (0 is the best) of `prepared`, or None of them."""
+        for index in range(min(prepared if rank is None else rank + 1, _RANKS)):
+            self._found[index] = _FADE * self._found[index] + float(index == rank)
+            self._tried[index] = _FADE * self._tried[index] + 1.0
+
+    def hit(self, candidates: int) -> float:
+        """Probability that the bonus token is among the first `candidates`; 0 for none."""
+        missed = 1.0
+        for rank in range(candidates):
+            learned = rank < _RANKS
+            missed *= 1.0 - (
+                self._found[rank] / self._tried[rank] if learned else self._hazard(rank)
+            )
+        return 1.0 - missed
