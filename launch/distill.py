@@ -5,6 +5,7 @@ import importlib.resources
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(DistillSettings)}
 _OWN_PROMPTS = "bench_prompts.jsonl"
-_INTERRUPTED = 130
+_LINE_EVERY_S = 10.0
 
 
 def _option(flag: str, help_text: str, kind: Any = None) -> Callable[[F], F]:
@@ -144,26 +145,28 @@ def _run(values: dict[str, Any]) -> distillation.Finished:
                 finished = _drawn(process, bar)
                 if not finished.complete:
                     bar.console.print("stopped; the same command goes on from here")
-                    raise click.exceptions.Exit(_INTERRUPTED) from None
+                    raise
     if not finished.complete:
         show.human().print("stopped; the same command goes on from here")
     return finished
 
 
 def _bar() -> Progress:
+    console = show.human()
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
         TextColumn("{task.fields[details]}"),
-        console=show.human(),
+        console=console,
+        disable=not console.is_terminal,
     )
 
 
 def _drawn(process: Distilling, bar: Progress) -> distillation.Finished:
     """Draw all events; raises what the process died of."""
     tasks = {task.description: task.id for task in bar.tasks}
-    finished = None
+    finished, silent_until = None, 0.0
     for event in process.events():
         match event:
             case distillation.Note():
@@ -171,8 +174,13 @@ def _drawn(process: Distilling, bar: Progress) -> distillation.Finished:
             case distillation.Progress():
                 if event.phase not in tasks:
                     tasks[event.phase] = bar.add_task(event.phase, total=1.0, details="")
+                    silent_until = 0.0
                 details = _details(event)
                 bar.update(tasks[event.phase], completed=event.done, details=details)
+                if not bar.console.is_terminal and time.monotonic() > silent_until:
+                    # A log has no bar: a line now and then.
+                    bar.console.print(f"{event.phase} {event.done:.0%}, {details}")
+                    silent_until = time.monotonic() + _LINE_EVERY_S
             case distillation.Finished():
                 finished = event
     return process.ended(finished)

@@ -35,10 +35,10 @@ class Session:
         return self._asked or time.monotonic() > self._ends
 
     def say(self, event: Event) -> None:
-        """Write one event; progress at most once a second."""
+        """Write one event; progress at most once a second, but for its end."""
         now = time.monotonic()
         if isinstance(event, Progress):
-            if now - self._said < _SAY_EVERY_S:
+            if now - self._said < _SAY_EVERY_S and event.done < 1:
                 return
             self._said = now
         sys.stdout.write(msgspec.json.encode(event).decode() + "\n")

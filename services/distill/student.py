@@ -117,6 +117,10 @@ def new_student(
             f"({type(error).__name__}: {error}); choose others with --init-layers"
         ) from error
     inherited = _inherited(target, chosen, config.get("intermediate_size"))
+    if hasattr(module, "sanitize"):
+        # Some families drop their head here when they see that the weights have none. What
+        # it returns is for weights from a file; ours have been through it.
+        module.sanitize(dict(inherited))
     wanted: Any = dict(tree_flatten(module.parameters()))
     _check_shapes(wanted, inherited)
     module.update(tree_unflatten([(name, inherited[name].astype(dtype)) for name in wanted]))

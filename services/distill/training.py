@@ -22,6 +22,7 @@ from services.distill.objective import LOSSES, coupled_bound
 from services.distill.optimizer import adamw, clipped
 from services.distill.session import Session
 from services.distill.student import Student
+from services.model import compute_unit
 
 _LAST_RATE = 0.02
 """Learning rate at the end, as a share of the highest."""
@@ -30,7 +31,7 @@ _LOGS = 40
 _LOG_EVERY_S = 15.0
 
 
-class _Inputs(NamedTuple):
+class Inputs(NamedTuple):
     """A batch on the device."""
 
     tokens: mx.array
@@ -147,9 +148,11 @@ class Trainer:
         return self._steps[objective](weights, moments, p, inputs, (rate, count))
 
     def _fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return mx.compile(function) if self._settings.compiled else function
+        # On a CPU the compiler alone takes half a minute, and then gains little.
+        fusing = self._settings.compiled and compute_unit() != "cpu"
+        return mx.compile(function) if fusing else function
 
-    def _target_law(self, inputs: _Inputs) -> mx.array:
+    def _target_law(self, inputs: Inputs) -> mx.array:
         logits = self._law.logits(inputs.tokens, inputs.positions)
         return self._law.restricted(logits, self._settings.loss_temperature)
 
@@ -158,7 +161,7 @@ class Trainer:
         loss = LOSSES[objective]
         settings = self._settings
 
-        def mean_loss(weights: Weights, p: mx.array, inputs: _Inputs) -> mx.array:
+        def mean_loss(weights: Weights, p: mx.array, inputs: Inputs) -> mx.array:
             logits = self._student.logits(weights, inputs.tokens, inputs.positions)
             each = loss(p, logits / settings.loss_temperature)
             return _mean(each, inputs.importance)
@@ -167,7 +170,7 @@ class Trainer:
             weights: Weights,
             moments: Moments,
             p: mx.array,
-            inputs: _Inputs,
+            inputs: Inputs,
             schedule: tuple[mx.array, mx.array],
         ) -> _Updated:
             value, gradient = mx.value_and_grad(mean_loss)(weights, p, inputs)
@@ -189,7 +192,7 @@ class Trainer:
         replaced: Any = chosen & (batch.weights > 0)
         return mx.array(replaced)
 
-    def _guessed(self, weights: Weights, inputs: _Inputs, chosen: mx.array) -> mx.array:
+    def _guessed(self, weights: Weights, inputs: Inputs, chosen: mx.array) -> mx.array:
         """The tokens with the drafter's best guess after the chosen positions."""
         tokens, positions, _ = inputs
         columns = mx.argmax(self._student.logits(weights, tokens, positions), axis=-1)
@@ -202,7 +205,7 @@ class Trainer:
 
     # ------------------------------------------------------------ looking
 
-    def _measured(self, weights: Weights, inputs: _Inputs) -> mx.array:
+    def _measured(self, weights: Weights, inputs: Inputs) -> mx.array:
         tokens, positions, importance = inputs
         p = self._law.restricted(self._law.logits(tokens, positions), 1.0)
         q = mx.softmax(self._student.logits(weights, tokens, positions), axis=-1)
@@ -226,6 +229,8 @@ class Trainer:
 
     def _progress(self, position: Position, spent: float, losses: list[float]) -> Progress:
         rows, length = self._batches.shape
+        if not losses:
+            losses = [entry.loss for entry in position.log[-1:]]
         return Progress(
             phase="training",
             done=min(1.0, spent),
@@ -248,8 +253,8 @@ class _Clock:
         return self._before + time.monotonic() - self._started
 
 
-def _on_device(batch: Batch) -> _Inputs:
-    return _Inputs(mx.array(batch.tokens), mx.array(batch.positions), mx.array(batch.weights))
+def _on_device(batch: Batch) -> Inputs:
+    return Inputs(mx.array(batch.tokens), mx.array(batch.positions), mx.array(batch.weights))
 
 
 def _mean(values: mx.array, importance: mx.array) -> mx.array:
