@@ -123,7 +123,7 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     user_tokens: Annotated[int, msgspec.Meta(ge=1)] = 160
     """Longest invented prompt."""
     data_batch: _Count = 0
-    """Sequences generated together; 0: 1024 on a GPU, 8 on a CPU."""
+    """Sequences generated together; 0: 1024 on CUDA, 64 on Metal, 8 on a CPU."""
     data_tokens: _Count = 0
     """Tokens to generate; 0 leaves it to `data_minutes`."""
     data_minutes: _Amount = 0.0
@@ -156,7 +156,7 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     session_minutes: _Amount = 0.0
     """Stop this call, resumable, after so long; 0 is no limit."""
     batch: _Count = 0
-    """Sequences per step; 0: 64 on a GPU, 4 on a CPU."""
+    """Sequences per step; 0: 64 on CUDA, 8 on Metal, 4 on a CPU."""
     learning_rate: Annotated[float, msgspec.Meta(gt=0)] = 1e-3
     warmup: _Share = 0.03
     """Share of the budget."""

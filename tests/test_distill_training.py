@@ -17,7 +17,7 @@ from protocol.settings import DistillSettings
 from services.assemble import assemble
 from services.backends.mlx import MlxBackend
 from services.distill import checkpoint
-from services.distill.data import RowInfo, Shards, Texts, divided
+from services.distill.data import Batch, Batches, RowInfo, Shards, Texts, divided
 from services.distill.evaluation import Drafter, Figures, evaluate
 from services.distill.laws import TargetLaw
 from services.distill.program import distill, judge
@@ -124,6 +124,25 @@ def test_interrupted_and_resumed_is_uninterrupted(done: Run, tmp_path: Path) -> 
         assert all(mx.allclose(one[name], other[name], rtol=0, atol=1e-5) for name in one)
     logs = [[(e.step, e.objective) for e in c.position.log] for c in (first, second)]
     assert logs[0] == logs[1]
+
+
+def test_every_step_has_its_own_batch_once(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over two calls, steps 0 to 5 are asked for in order, none missed and none repeated."""
+    asked: list[int] = []
+    original = Batches.at
+
+    def at(batches: Batches, step: int) -> Batch:
+        asked.append(step)
+        return original(batches, step)
+
+    monkeypatch.setattr(Batches, "at", at)
+    settings = settings_for(target, tmp_path / "out", steps=6, data_tokens=400)
+    distill(settings, Quiet(stop_after=2))
+    assert asked == [0, 1]
+    distill(settings, Quiet())
+    assert asked == [0, 1, 2, 3, 4, 5]
 
 
 def test_another_run_is_refused(done: Run) -> None:

@@ -35,8 +35,9 @@ from services.draft_head import trim_head
 from services.kv import windows_of
 from services.model import LoadedModel, compute_unit, load, to_dense
 
-_ROWS_ON_GPU, _ROWS_ON_CPU = 1024, 8
-_BATCH_ON_GPU, _BATCH_ON_CPU = 64, 4
+# A Mac's GPU shares its memory with everything else; a CUDA card's is its own.
+_ROWS = {"cpu": 8, "metal": 64, "cuda": 1024}
+_BATCH = {"cpu": 4, "metal": 8, "cuda": 64}
 _SPARE_BYTES = 64_000_000
 
 
@@ -60,8 +61,7 @@ def distill(settings: DistillSettings, session: Session) -> None:
 def _distill(settings: DistillSettings, session: Session, folder: RunFolder) -> None:
     target, plan = _target(settings), _plan(settings)
     folder.check_space(_needed_bytes(settings, target.module, plan))
-    rows = settings.data_batch or (_ROWS_ON_CPU if _on_cpu() else _ROWS_ON_GPU)
-    corpus = Corpus(settings, folder.shards, rows)
+    corpus = Corpus(settings, folder.shards, _rows(settings))
     state = checkpoint.load(folder.path)
     # Once training has begun its texts are fixed.
     if state is None and not corpus.fill(target.module, target.vocabulary.size, session):
@@ -124,14 +124,10 @@ def judge(settings: DistillSettings, session: Session) -> None:
 # ---------------------------------------------------------------- models
 
 
-def _on_cpu() -> bool:
-    return compute_unit() == "cpu"
-
-
 def _dtype(settings: DistillSettings) -> mx.Dtype:
     name: str = settings.precision
     if name == "auto":
-        name = "float32" if _on_cpu() else "bfloat16"
+        name = "float32" if compute_unit() == "cpu" else "bfloat16"
     chosen: mx.Dtype = getattr(mx, name)
     return chosen
 
@@ -188,13 +184,17 @@ def _trainer(
 
 
 def _training_batch(settings: DistillSettings) -> int:
-    return settings.batch or (_BATCH_ON_CPU if _on_cpu() else _BATCH_ON_GPU)
+    return settings.batch or _BATCH[compute_unit()]
+
+
+def _rows(settings: DistillSettings) -> int:
+    return settings.data_batch or _ROWS[compute_unit()]
 
 
 def _greedy_answers(settings: DistillSettings, target: LoadedModel, session: Session) -> Texts:
     """The target's own greedy answers to the given prompts."""
     prompts = read_prompts(settings)
-    step = settings.data_batch or (_ROWS_ON_CPU if _on_cpu() else _ROWS_ON_GPU)
+    step = _rows(settings)
     parts = []
     for start in range(0, len(prompts), step):
         some = prompts[start : start + step]
