@@ -29,6 +29,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     validation_sequences: int
     generation_seconds: float
     training_seconds: float
+    peak_memory_gb: float
+    """Of MLX, in the last call of the run."""
     steps: int
     figures: Figures
     costs: Costs

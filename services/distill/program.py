@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from protocol.distillation import Finished, Note
 from protocol.errors import ModelError, UsageError
+from protocol.fingerprint import vocabulary_of
 from protocol.law import Ids
 from protocol.settings import DistillSettings
 from services.distill import card, checkpoint
@@ -21,7 +22,7 @@ from services.distill.generation import ANSWER, USER, Rows, generate
 from services.distill.laws import TargetLaw, check_layout
 from services.distill.run_folder import RunFolder, recorded
 from services.distill.session import Session
-from services.distill.speed import measure, predict
+from services.distill.speed import Costs, measure, predict
 from services.distill.student import (
     Student,
     chosen_layers,
@@ -67,6 +68,8 @@ def _distill(settings: DistillSettings, session: Session, folder: RunFolder) -> 
     if state is None and not corpus.fill(target.module, target.vocabulary.size, session):
         session.say(Finished(out=settings.out, complete=False))
         return
+    # The buffers of generation have other shapes than those of training.
+    mx.clear_cache()
     texts = folder.shards.read()
     learned, held = divided(texts, settings.held_out, len(settings.temperatures))
     head_ids = _head_ids(settings, learned, target.vocabulary.size)
@@ -82,23 +85,9 @@ def _distill(settings: DistillSettings, session: Session, folder: RunFolder) -> 
     export(folder.path, target, state.weights, config=plan.config, head_ids=head_ids)
     figures = _judge(settings, target, folder.path, held)
     costs = measure(target, folder.path, [int(token) for token in held.tokens[0]])
-    report = card.Report(
-        target=settings.target,
-        compute_unit=compute_unit(),
-        layers=plan.layers,
-        parameters=sum(array.size for array in state.weights.values()),
-        head_size=target.vocabulary.size if head_ids is None else len(head_ids),
-        training_tokens=int((learned.kinds == ANSWER).sum()),
-        validation_sequences=len(held.rows),
-        generation_seconds=sum(info.seconds for info in folder.shards.infos()),
-        training_seconds=state.position.seconds,
-        steps=state.position.step,
-        figures=figures,
-        costs=costs,
-        prediction=predict(figures, costs),
-        settings=settings,
-        log=state.position.log,
-    )
+    seconds = sum(info.seconds for info in folder.shards.infos())
+    facts = _Facts(learned, held, seconds, head_ids)
+    report = _report(settings, plan, state, facts, (figures, costs))
     card.write(folder.path, report)
     session.say(_finished(settings, report))
 
@@ -233,6 +222,44 @@ def _judge(settings: DistillSettings, target: LoadedModel, folder: Path, texts: 
     deployed = Drafter(drafter.module, head_ids)
     size = target.vocabulary.size
     return evaluate(target.module, deployed, size, texts, _training_batch(settings))
+
+
+class _Facts(NamedTuple):
+    """What a report says of the texts and the head."""
+
+    learned: Texts
+    held: Texts
+    seconds: float
+    head_ids: Ids | None
+
+
+def _report(
+    settings: DistillSettings,
+    plan: _Plan,
+    state: checkpoint.Checkpoint,
+    facts: _Facts,
+    verdict: tuple[Figures, Costs],
+) -> card.Report:
+    figures, costs = verdict
+    whole = vocabulary_of(Path(settings.target)).size
+    return card.Report(
+        target=settings.target,
+        compute_unit=compute_unit(),
+        layers=plan.layers,
+        parameters=sum(array.size for array in state.weights.values()),
+        head_size=whole if facts.head_ids is None else len(facts.head_ids),
+        training_tokens=int((facts.learned.kinds == ANSWER).sum()),
+        validation_sequences=len(facts.held.rows),
+        generation_seconds=facts.seconds,
+        training_seconds=state.position.seconds,
+        peak_memory_gb=mx.get_peak_memory() / 1e9,
+        steps=state.position.step,
+        figures=figures,
+        costs=costs,
+        prediction=predict(figures, costs),
+        settings=settings,
+        log=state.position.log,
+    )
 
 
 def _finished(settings: DistillSettings, report: card.Report) -> Finished:
