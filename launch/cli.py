@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 import msgspec
 
-from launch import bench, generate, show
+from launch import bench, distill, generate, show
 from launch.config import StackSettings, stack_settings
 from launch.control import ask_supervisor
 from launch.models import add_default, pair_of
@@ -227,6 +227,9 @@ def bench_command(**options: Any) -> None:  # fmt: skip
         f"lossless: every mode gave the tokens of plain decoding "
         f"({len(runs.divergences)} rounding ties)"
     )
+
+
+cli.add_command(distill.command)
 
 
 @cli.group("models")

@@ -36,6 +36,17 @@ class TargetTokenizer:
         self._template = _chat_template(folder, self._config)
         self.stop_ids = self._stop_ids(folder)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model knows conversations."""
+        return self._template is not None
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that texts begin with, if the model has one."""
+        found = self._tokenizer.token_to_id(_token_text(self._config.get("bos_token")))
+        return None if found is None else int(found)
+
     def encode(self, messages: list[ChatMessage]) -> Tokens:
         """The prompt tokens of a conversation, ready for the assistant's answer.
 

@@ -83,6 +83,89 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
 
+Objective = Literal["ce", "tv", "coupled", "rank"]
+OBJECTIVES: tuple[Objective, ...] = ("ce", "tv", "coupled", "rank")
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+PRECISIONS: tuple[Precision, ...] = ("auto", "float32", "bfloat16", "float16")
+
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Amount = Annotated[float, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class DistillSettings(ChildSettings, frozen=True, kw_only=True):
+    """One distillation: a drafter trained on the target's own law (`services/distill`)."""
+
+    target: str
+    """Folder of the target."""
+    out: str
+    """Folder of the run, and of the drafter; with `evaluate_only`, of the drafter to judge."""
+    evaluate_only: bool = False
+    threads: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Threads of the BLAS on Linux."""
+    precision: Precision = "auto"
+    """Of the forward passes: auto is bfloat16 on a GPU and float32 on a CPU."""
+    compiled: bool = True
+    """Whether MLX fuses the training step."""
+    seed: _Count = 0
+
+    opening: list[int] = []
+    """Tokens before the user's words; all that is given where the target invents the prompt."""
+    turn: list[int] = []
+    """Tokens between the user's last word and the assistant's first; empty: no chat."""
+    stop_ids: list[int] = []
+    prompts: str = ""
+    """File of tokenised prompts (`protocol.distillation.TokenPrompt`, one JSON a line)."""
+    temperatures: Annotated[tuple[_Amount, ...], msgspec.Meta(min_length=1)] = (0.0, 0.3, 0.7, 1.0)
+    """Of the answers, in equal shares; the user's words are always drawn at 1."""
+    length: Annotated[int, msgspec.Meta(ge=16)] = 512
+    """Tokens of a sequence, prompt included."""
+    user_tokens: Annotated[int, msgspec.Meta(ge=1)] = 160
+    """Longest invented prompt."""
+    data_batch: _Count = 0
+    """Sequences generated together; 0: 1024 on CUDA, 64 on Metal, 8 on a CPU."""
+    data_tokens: _Count = 0
+    """Tokens to generate; 0 leaves it to `data_minutes`."""
+    data_minutes: _Amount = 0.0
+    """Time to generate; 0 with `data_tokens` 0: half of `minutes`."""
+    held_out: Annotated[float, msgspec.Meta(gt=0, le=0.5)] = 0.05
+    """Share of the sequences that is kept for validation."""
+
+    layers: Annotated[int, msgspec.Meta(ge=1)] = 2
+    """Layers of the drafter, copied from the target's first and last ones."""
+    init_layers: list[_Count] = []
+    """Which layers of the target to copy instead."""
+    head_size: _Count = 0
+    """The drafter's head keeps this many tokens, the most frequent ones; 0 keeps all."""
+    mlp: _Count = 0
+    """Hidden columns that each MLP keeps, those of largest norm; 0 keeps all."""
+
+    objective: Objective = "tv"
+    """Loss of the last `finish` of the budget; before it, soft cross-entropy."""
+    finish: _Share = 0.5
+    loss_temperature: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Temperature of both laws in the loss."""
+    user_weight: _Share = 0.0
+    """Weight of the user's tokens in the loss; the answer's tokens have 1."""
+    on_policy: _Share = 0.0
+    """Share of the answer tokens that is replaced by the drafter's own guess."""
+    minutes: _Amount = 10.0
+    """Training time, over all resumptions."""
+    steps: _Count = 0
+    """Training steps, over all resumptions; 0 leaves it to `minutes`."""
+    session_minutes: _Amount = 0.0
+    """Stop this call, resumable, after so long; 0 is no limit."""
+    batch: _Count = 0
+    """Sequences per step; 0: 64 on CUDA, 8 on Metal, 4 on a CPU."""
+    learning_rate: Annotated[float, msgspec.Meta(gt=0)] = 1e-3
+    warmup: _Share = 0.03
+    """Share of the budget."""
+    weight_decay: _Amount = 0.01
+    clip: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Largest norm of the gradient."""
+    checkpoint_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+
+
 S = TypeVar("S", bound=_Settings)
 
 

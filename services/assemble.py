@@ -15,14 +15,15 @@ import mlx.core as mx
 from protocol.errors import ModelError
 
 _EMBEDDING = "model.embed_tokens."
+_HEAD = "lm_head."
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def assemble(carried: Path, target: Path, folder: Path) -> None:
     """Write the draft model `folder`; raises ModelError if a part is missing."""
     weights = _weights(carried)
-    embedding = {k: v for k, v in _weights(target).items() if k.startswith(_EMBEDDING)}
-    if not embedding:
+    embedding = {k: v for k, v in _weights(target).items() if k.startswith((_EMBEDDING, _HEAD))}
+    if not any(key.startswith(_EMBEDDING) for key in embedding):
         raise ModelError(f"the target {str(target)!r} has no tensor {_EMBEDDING}weight")
     folder.mkdir(parents=True, exist_ok=True)
     for file in carried.glob("*.json"):

@@ -50,15 +50,20 @@ def trim_head(model: Any, folder: Path) -> Ids | None:
     path = folder / FILE_NAME
     if not path.exists():
         return None
+    ids = _read_ids(path, model.model.embed_tokens.weight.shape[0])
+    keep_rows(model, ids)
+    return ids
+
+
+def keep_rows(model: Any, ids: Ids) -> None:
+    """Trim the head of an mlx-lm model to these token ids, in this order."""
     embedding = model.model.embed_tokens
-    ids = _read_ids(path, embedding.weight.shape[0])
     if "lm_head" in model:
         head = nn.Linear(1, 1, bias=False)
         head.weight = _rows(model.lm_head, ids)
         model.lm_head = head
     else:
         model.model.embed_tokens = _TrimmedEmbedding(embedding, _rows(embedding, ids))
-    return ids
 
 
 def _read_ids(path: Path, height: int) -> Ids:

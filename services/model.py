@@ -54,7 +54,7 @@ def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
     try:
         module, config = load_model(folder, lazy=True)
         if on_cpu:
-            _to_float32(module)
+            to_dense(module, mx.float32)
         _check_memory(module, folder)
         mx.eval(module.parameters())
     except ModelError:
@@ -88,8 +88,8 @@ def _one_line(error: Exception) -> str:
     return " ".join(lines)[:300]
 
 
-def _to_float32(module: nn.Module) -> None:
-    """Replace quantised layers by plain ones and make every floating weight float32."""
+def to_dense(module: nn.Module, dtype: mx.Dtype) -> None:
+    """Replace quantised layers by plain ones and give every floating weight this type."""
 
     def plain(layer: Any) -> Any:
         if not hasattr(layer, "scales"):
@@ -116,7 +116,7 @@ def _to_float32(module: nn.Module) -> None:
     module.update_modules(leaves)
     module.update(
         tree_map(
-            lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w,
+            lambda w: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w,
             module.parameters(),
         )
     )

@@ -1,0 +1,90 @@
+"""How a target's conversations look as tokens: what `ssd distill` samples between."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from orchestrator.tokenizer import TargetTokenizer
+from protocol.distillation import TokenPrompt
+from protocol.errors import UsageError
+from protocol.messages import ChatMessage, Tokens
+
+_PROBES = ("Why", "go", "7")
+"""Words that differ in every token: what their conversations share is the template."""
+
+
+class Form(NamedTuple):
+    """The template's tokens around the user's words."""
+
+    opening: Tokens
+    turn: Tokens
+    """Empty if the model knows no conversations; texts then start at `opening`."""
+
+
+class _Prompt(msgspec.Struct, frozen=True):
+    """One line of a prompts file; other fields are allowed and ignored."""
+
+    prompt: str
+    category: str = ""
+
+
+def form_of(tokenizer: TargetTokenizer) -> Form:
+    """The form of a model's conversations.
+
+    Raises:
+        UsageError: the model has neither a chat template nor a token that texts begin with.
+    """
+    if not tokenizer.has_template:
+        if tokenizer.bos_id is None:
+            raise UsageError(
+                "the target has neither a chat template nor a beginning-of-text token; "
+                "give prompts of your own with --prompts"
+            )
+        return Form([tokenizer.bos_id], [])
+    probes = [tokenizer.encode([ChatMessage("user", probe)]) for probe in _PROBES]
+    opening = _shared(probes)
+    turn = _shared([probe[len(opening) :][::-1] for probe in probes])[::-1]
+    if not opening or not turn:
+        raise UsageError(
+            "the target's chat template does not frame the user's words; "
+            "give prompts of your own with --prompts"
+        )
+    return Form(opening, turn)
+
+
+def _shared(sequences: list[Tokens]) -> Tokens:
+    """The longest common prefix."""
+    shared: Tokens = []
+    for column in zip(*sequences, strict=False):
+        if len(set(column)) > 1:
+            break
+        shared.append(column[0])
+    return shared
+
+
+def tokenise(source: Path, tokenizer: TargetTokenizer, destination: Path) -> None:
+    """Put the prompts of a JSONL file through the chat template, one `TokenPrompt` a line.
+
+    Raises:
+        UsageError: the file cannot be read, or a line is no prompt.
+    """
+    try:
+        lines = source.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the prompts file {str(source)!r} cannot be read: {error}") from error
+    encoded = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            prompt = msgspec.json.decode(line, type=_Prompt)
+        except msgspec.DecodeError as error:
+            raise UsageError(f"{str(source)!r}, line {number}: {error}") from error
+        if not prompt.prompt.strip():
+            raise UsageError(f"{str(source)!r}, line {number}: the prompt is empty")
+        tokens = tokenizer.encode([ChatMessage("user", prompt.prompt)])
+        encoded.append(msgspec.json.encode(TokenPrompt(tokens, prompt.category)))
+    if not encoded:
+        raise UsageError(f"the prompts file {str(source)!r} has no prompts")
+    destination.write_bytes(b"\n".join(encoded))

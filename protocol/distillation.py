@@ -1,0 +1,47 @@
+"""What a distillation is given as prompts, and what it says while it runs.
+
+The process writes one JSON object a line on stdout; the door draws them.
+"""
+
+import msgspec
+
+from protocol.messages import Token
+
+
+class TokenPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One prompt, through the chat template, up to the assistant's first token."""
+
+    tokens: list[Token]
+    category: str = ""
+
+
+class Note(msgspec.Struct, frozen=True, tag="note"):
+    """A sentence for the user."""
+
+    text: str
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """Where a phase stands; sent about once a second."""
+
+    phase: str
+    """"generating" or "training"."""
+    done: float
+    """Share of the phase's budget, 0 to 1."""
+    seconds_left: float
+    tok_s: float
+    loss: float | None = None
+    acceptance: float | None = None
+    """Validation: expected acceptance under the coupled rule at temperature 1, lower bound."""
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """The last word: the figures of the drafter, as they stand in `distill.json`."""
+
+    out: str
+    complete: bool
+    """False if the run was interrupted and can be resumed."""
+    figures: dict[str, object] = {}
+
+
+Event = Note | Progress | Finished

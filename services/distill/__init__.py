@@ -1,0 +1,1 @@
+"""Distillation: a drafter trained on the target's own law, over the target's own texts."""

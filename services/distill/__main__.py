@@ -1,0 +1,23 @@
+"""`python -m services.distill SETTINGS`: one distillation, or one judgement of a drafter."""
+
+import sys
+
+from protocol.child import main
+from protocol.settings import DistillSettings
+from services.distill.session import Session
+from services.machine import load_blas
+
+
+def run(settings: DistillSettings) -> None:
+    """Distil or judge, as the settings say."""
+    session = Session(60 * settings.session_minutes)
+    session.listen()
+    load_blas(settings.threads)
+    # MLX must be imported after the BLAS is in place.
+    from services.distill.program import distill, judge  # noqa: PLC0415
+
+    (judge if settings.evaluate_only else distill)(settings, session)
+
+
+if __name__ == "__main__":
+    sys.exit(main("distill", DistillSettings, run))

@@ -1,0 +1,92 @@
+"""Keys and values of many sequences of one length, for generation.
+
+All rows stand at the same position, so one offset and one mask serve them all. Attention
+gets the whole buffer, a multiple of `_BUCKET` slots, and an explicit mask: MLX on CUDA builds
+a plan for every new key length, so lengths must recur.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+_BUCKET = 128
+
+
+class BatchStore:
+    """The caches of all layers and the position they share."""
+
+    def __init__(self, windows: Sequence[int | None]) -> None:
+        self.offset = 0
+        self.count = 0
+        self.caches = [BatchCache(self, window) for window in windows]
+        self._masks: dict[int | None, mx.array] = {}
+
+    def advance(self, count: int) -> None:
+        """The next forward appends `count` tokens to every row."""
+        self.offset += self.count
+        self.count = count
+        self._masks = {}
+
+    @property
+    def slots(self) -> int:
+        """Slots that attention sees, used or not."""
+        return -(-(self.offset + self.count) // _BUCKET) * _BUCKET
+
+    def mask(self, window: int | None) -> mx.array:
+        """[count, slots] bool: which slots each new token sees."""
+        if window not in self._masks:
+            queries = mx.arange(self.offset, self.offset + self.count)[:, None]
+            keys = mx.arange(self.slots)[None]
+            visible = keys <= queries
+            if window is not None:
+                visible = visible & (queries - keys < window)
+            self._masks[window] = visible
+        return self._masks[window]
+
+    @property
+    def state(self) -> list[mx.array]:
+        """The buffers, for evaluation."""
+        return [array for cache in self.caches for array in cache.state]
+
+
+class BatchCache:
+    """One layer's keys and values; what mlx-lm takes for a KV cache."""
+
+    def __init__(self, store: BatchStore, window: int | None) -> None:
+        self._store = store
+        self._window = window
+        self._keys: mx.array | None = None
+        self._values: mx.array | None = None
+
+    @property
+    def offset(self) -> int:
+        """Position of the first new token."""
+        return self._store.offset
+
+    def make_mask(
+        self, n: int, *, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """[n, slots] bool; an array always."""
+        del n, return_array
+        return self._store.mask(window_size or self._window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store [rows, heads, count, size]; return all slots."""
+        self._keys = self._stored(self._keys, keys)
+        self._values = self._stored(self._values, values)
+        return self._keys, self._values
+
+    def _stored(self, buffer: mx.array | None, new: mx.array) -> mx.array:
+        slots, start = self._store.slots, self._store.offset
+        held = 0 if buffer is None else buffer.shape[2]
+        if held < slots:
+            empty = mx.zeros((*new.shape[:2], slots - held, new.shape[3]), new.dtype)
+            buffer = empty if buffer is None else mx.concatenate([buffer, empty], axis=2)
+        assert buffer is not None  # noqa: S101  # a first store always grows
+        buffer[..., start : start + new.shape[2], :] = new
+        return buffer
+
+    @property
+    def state(self) -> list[mx.array]:
+        """The buffers, for evaluation."""
+        return [array for array in (self._keys, self._values) if array is not None]

@@ -1,0 +1,91 @@
+"""The state of a training run in one file, replaced at once: a crash leaves the old one.
+
+With the step, everything random in a run is known: batches, positions and substitutions are
+functions of (seed, step).
+"""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import msgspec
+
+from protocol.errors import RuntimeFailure, UsageError
+from services.distill.laws import Weights
+
+_NAME = "checkpoint.safetensors"
+_PARTIAL = "checkpoint.partial.safetensors"
+
+
+class Moments(NamedTuple):
+    """AdamW's running means of the gradient and of its square."""
+
+    first: Weights
+    second: Weights
+
+
+class LogEntry(msgspec.Struct, frozen=True):
+    """One line of the training log."""
+
+    step: int
+    seconds: float
+    loss: float
+    """Mean since the last entry; its meaning changes with the objective."""
+    objective: str
+    acceptance: float
+    """Validation: mean lower bound of coupled acceptance at temperature 1."""
+
+
+class Position(msgspec.Struct, frozen=True):
+    """Where a run stands."""
+
+    step: int = 0
+    seconds: float = 0.0
+    """Training time spent, over all calls."""
+    log: list[LogEntry] = []
+
+
+class Checkpoint(NamedTuple):
+    """Everything that training needs to go on."""
+
+    weights: Weights
+    moments: Moments
+    position: Position
+
+
+def save(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the checkpoint; raises RuntimeFailure if the disk refuses."""
+    arrays = {
+        **{f"weights/{name}": array for name, array in checkpoint.weights.items()},
+        **{f"first/{name}": array for name, array in checkpoint.moments.first.items()},
+        **{f"second/{name}": array for name, array in checkpoint.moments.second.items()},
+    }
+    position = msgspec.json.encode(checkpoint.position).decode()
+    partial = folder / _PARTIAL
+    try:
+        mx.save_safetensors(str(partial), arrays, {"position": position})
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(folder / _NAME)
+    except (OSError, RuntimeError) as error:
+        raise RuntimeFailure(f"cannot write a checkpoint to {str(folder)!r}: {error}") from error
+
+
+def load(folder: Path) -> Checkpoint | None:
+    """The last checkpoint, if there is one; raises UsageError if it is not readable."""
+    path = folder / _NAME
+    if not path.is_file():
+        return None
+    try:
+        loaded: Any = mx.load(str(path), return_metadata=True)
+        arrays, metadata = loaded
+        mx.eval(arrays)
+        position = msgspec.json.decode(metadata["position"], type=Position)
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise UsageError(f"{str(path)!r} is not a checkpoint: {error}") from error
+    parts: dict[str, Weights] = {"weights": {}, "first": {}, "second": {}}
+    for key, array in arrays.items():
+        part, _, name = key.partition("/")
+        parts[part][name] = array
+    return Checkpoint(parts["weights"], Moments(parts["first"], parts["second"]), position)

@@ -1,0 +1,132 @@
+"""The generating phase: the target's texts, batch by batch, until there are enough."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.distillation import Note, Progress, TokenPrompt
+from protocol.errors import UsageError
+from protocol.messages import Tokens
+from protocol.settings import DistillSettings
+from services.distill.data import RowInfo, ShardInfo, Shards
+from services.distill.generation import ANSWER, USER, Chat, Rows, generate
+from services.distill.session import Session
+
+_ROOM = 16
+"""Tokens that an answer must have room for."""
+_LOOK_STEPS = 32
+
+
+def chat_of(settings: DistillSettings) -> Chat:
+    """The conversation's form."""
+    return Chat(settings.turn, settings.stop_ids, settings.user_tokens)
+
+
+def read_prompts(settings: DistillSettings) -> list[TokenPrompt]:
+    """The given prompts that leave room for an answer."""
+    try:
+        lines = Path(settings.prompts).read_bytes().splitlines()
+        prompts = [msgspec.json.decode(line, type=TokenPrompt) for line in lines]
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"the prompts {settings.prompts!r} cannot be read: {error}") from error
+    fitting = [p for p in prompts if 0 < len(p.tokens) <= settings.length - _ROOM]
+    if not fitting:
+        raise UsageError(f"no prompt leaves room for an answer; raise --length {settings.length}")
+    return fitting
+
+
+class Corpus:
+    """Fills a run's shards."""
+
+    def __init__(self, settings: DistillSettings, shards: Shards, batch: int) -> None:
+        self._settings = settings
+        self._shards = shards
+        self._batch = batch
+        self._prompts = read_prompts(settings) if settings.prompts else []
+        infos = shards.infos()
+        self._number = len(infos)
+        self._rows = sum(len(info.rows) for info in infos)
+        self._tokens = sum(info.generated for info in infos)
+        self._seconds = sum(info.seconds for info in infos)
+
+    def fill(self, target: Any, vocabulary: int, session: Session) -> bool:
+        """Generate what is missing; False if the session stopped it."""
+        while self._spent() < 1:
+            if session.stopping:
+                return False
+            rows, infos = self._next_rows()
+            if not infos:
+                session.say(Note("every prompt was answered at every temperature"))
+                break
+            started = time.monotonic()
+            steps = iter(range(_LOOK_STEPS, 1 << 30, _LOOK_STEPS))
+            made = generate(
+                target,
+                vocabulary,
+                rows,
+                chat_of(self._settings),
+                lambda: self._looked(session, len(infos) * next(steps), started),  # noqa: B023
+            )
+            if made is None:
+                return False
+            tokens, kinds = made
+            generated = int(((kinds == ANSWER) | (kinds == USER)).sum())
+            seconds = time.monotonic() - started
+            self._shards.add(self._number, tokens, kinds, ShardInfo(infos, generated, seconds))
+            self._number += 1
+            self._rows += len(infos)
+            self._tokens += generated
+            self._seconds += seconds
+        return True
+
+    def _spent(self, tokens: int = 0, seconds: float = 0.0) -> float:
+        """Share of the budget that is spent, with so much more."""
+        settings = self._settings
+        if settings.data_tokens:
+            return (self._tokens + tokens) / settings.data_tokens
+        minutes = settings.data_minutes or settings.minutes / 2
+        return (self._seconds + seconds) / max(60 * minutes, 1e-9)
+
+    def _looked(self, session: Session, tokens: int, started: float) -> bool:
+        seconds = time.monotonic() - started
+        spent = min(1.0, self._spent(tokens, seconds))
+        passed = self._seconds + seconds
+        session.say(
+            Progress(
+                phase="generating",
+                done=spent,
+                seconds_left=passed * (1 - spent) / max(spent, 1e-9),
+                tok_s=tokens / max(seconds, 1e-9),
+            )
+        )
+        return session.stopping
+
+    def _next_rows(self) -> tuple[Rows, list[RowInfo]]:
+        settings = self._settings
+        numbers = range(self._rows, self._rows + self._batch)
+        if self._prompts:
+            total = len(self._prompts) * len(settings.temperatures)
+            asked = [self._asked(number) for number in numbers if number < total]
+            infos, given = [info for info, _ in asked], [tokens for _, tokens in asked]
+        else:
+            turn = settings.temperatures
+            infos = [RowInfo(number, turn[number % len(turn)]) for number in numbers]
+            given = [settings.opening] * self._batch
+        return Rows(
+            given,
+            invents=not self._prompts and bool(settings.turn),
+            temperatures=[info.temperature for info in infos],
+            length=settings.length,
+            seed=(settings.seed << 20) + self._number,
+        ), infos
+
+    def _asked(self, number: int) -> tuple[RowInfo, Tokens]:
+        """Row `number`: all prompts in turn, then again, each at its next temperature."""
+        passed, place = divmod(number, len(self._prompts))
+        turn = self._settings.temperatures
+        prompt = self._prompts[place]
+        # As many numbers to a prompt as there are temperatures: see `data.divided`.
+        info = RowInfo(place * len(turn), turn[(place + passed) % len(turn)], prompt.category)
+        return info, prompt.tokens

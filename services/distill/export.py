@@ -1,0 +1,85 @@
+"""The drafter as folders: one that mlx-lm loads, and one without the target's embedding.
+
+The second, `carried/`, is what travels: `services.assemble` adds the embedding of a target
+that is already there.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+from mlx.utils import tree_flatten
+
+from protocol.errors import RuntimeFailure
+from protocol.law import Ids
+from services.distill.laws import Weights
+from services.draft_head import FILE_NAME
+from services.model import LoadedModel
+
+CARRIED = "carried"
+
+_SHARED = ("embed", "lm_head")
+_QUANTISATION = ("quantization", "quantization_config")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+def export(
+    out: Path,
+    target: LoadedModel,
+    weights: Weights,
+    *,
+    config: dict[str, Any],
+    head_ids: Ids | None,
+) -> None:
+    """Write the drafter to `out` and, without the embedding, to `out/carried`.
+
+    Args:
+        target: the target, dense.
+        weights: the trained parameters.
+        config: the drafter's `config.json`.
+    """
+    original: dict[str, Any] = json.loads((target.folder / "config.json").read_text("utf-8"))
+    named = original.get("torch_dtype", original.get("dtype"))
+    half = mx.bfloat16 if named == "bfloat16" else mx.float16
+    flat: Any = tree_flatten(target.module.parameters())
+    shared = {name: a for name, a in flat if any(part in name for part in _SHARED)}
+    carried = out / CARRIED
+    # Only the embedding that is added later is quantised, if the target's is.
+    quantised = {k: v for k, v in original.items() if k in _QUANTISATION}
+    try:
+        carried.mkdir(parents=True, exist_ok=True)
+        _write(out, {**weights, **shared}, config, head_ids, half)
+        _write(carried, weights, {**config, **quantised}, head_ids, mx.float16)
+        for name in _TOKENIZER_FILES:
+            if (target.folder / name).is_file():
+                shutil.copyfile(target.folder / name, out / name)
+    except (OSError, RuntimeError) as error:
+        raise RuntimeFailure(f"cannot write the drafter to {str(out)!r}: {error}") from error
+
+
+def _write(
+    folder: Path, weights: Weights, config: dict[str, Any], head_ids: Ids | None, dtype: mx.Dtype
+) -> None:
+    """The weights come last and at once: a folder that has them is complete."""
+    described = {key: value for key, value in config.items() if key != "dtype"}
+    described["torch_dtype"] = str(dtype).removeprefix("mlx.core.")
+    (folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
+    head = folder / FILE_NAME
+    if head_ids is None:
+        head.unlink(missing_ok=True)
+    else:
+        head.write_bytes(msgspec.json.encode([int(token) for token in head_ids]))
+    # Not a name that a loader would look for.
+    partial = folder / "partial.safetensors"
+    arrays = {name: array.astype(dtype) for name, array in weights.items()}
+    mx.save_safetensors(str(partial), arrays, {"format": "mlx"})
+    partial.replace(folder / "model.safetensors")

@@ -1,0 +1,93 @@
+"""Logits at chosen positions, and the target's law there.
+
+Most of a small drafter's cost is its head, and most positions of a batch are not learned
+from, so the head sees only those that are.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from protocol.errors import ModelError
+
+Weights = dict[str, mx.array]
+"""Parameters by their path in the model."""
+
+
+def begin(arrays: Any) -> None:
+    """Let the device compute these arrays, and any nesting of them, without waiting."""
+    start: Any = mx.async_eval
+    start(arrays)
+
+
+def number(array: mx.array) -> float:
+    """The value of an array of one element; waits for the device."""
+    value: Any = array.item()
+    return float(value)
+
+
+class _At:
+    """Stands in for a model's body: the same hidden states, at some positions only."""
+
+    def __init__(self, body: Any, positions: mx.array) -> None:
+        self._body = body
+        self._positions = positions
+
+    def __call__(self, *arguments: Any, **named: Any) -> mx.array:
+        hidden = self._body(*arguments, **named)
+        chosen: mx.array = hidden.reshape(-1, hidden.shape[-1])[self._positions]
+        return chosen[None]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
+
+
+def check_layout(model: Any) -> None:
+    """Raise ModelError unless the model has its decoder in `model.model.layers`."""
+    body: Any = getattr(model, "model", None)
+    if body is None or not hasattr(body, "layers") or not hasattr(body, "embed_tokens"):
+        kind = getattr(model, "model_type", type(model).__name__)
+        raise ModelError(f"models of type {kind!r} cannot be distilled: no model.layers in them")
+
+
+def logits_at(model: Any, tokens: mx.array, positions: mx.array) -> mx.array:
+    """What an mlx-lm model predicts after some of the tokens.
+
+    Whatever a family does around its head (soft-capping, scaling) is the model's own code.
+
+    Args:
+        tokens: [rows, length].
+        positions: [count] flat indices into rows * length.
+
+    Returns:
+        [count, head] float32 logits.
+    """
+    body = model.model
+    model.model = _At(body, positions)
+    try:
+        logits: mx.array = model(tokens)
+    finally:
+        model.model = body
+    return logits[0].astype(mx.float32)
+
+
+class TargetLaw:
+    """The target's law over the tokens that the drafter knows."""
+
+    def __init__(self, model: Any, vocabulary: int, head_ids: mx.array | None) -> None:
+        self._model = model
+        self._vocabulary = vocabulary
+        self._head_ids = head_ids
+
+    def logits(self, tokens: mx.array, positions: mx.array) -> mx.array:
+        """[count, vocabulary] float32."""
+        return logits_at(self._model, tokens, positions)[:, : self._vocabulary]
+
+    def restricted(self, logits: mx.array, temperature: float) -> mx.array:
+        """[count, head] probabilities; a trimmed head's do not sum to 1, and should not."""
+        law = mx.softmax(logits / temperature, axis=-1, precise=True)
+        return law if self._head_ids is None else mx.take(law, self._head_ids, axis=-1)
+
+    def ids_of(self, columns: mx.array) -> mx.array:
+        """The token ids that these columns of the drafter's head stand for."""
+        return columns if self._head_ids is None else self._head_ids[columns]

@@ -1,0 +1,64 @@
+"""What the drafter is trained on, given both laws at a position.
+
+`p` is the target's law over the tokens that the drafter's head knows; the mass that a
+trimmed head cannot reach is missing from its sum, so every measure of acceptance is honest.
+`q` is the drafter's law and sums to 1.
+"""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from protocol.settings import Objective
+
+Loss = Callable[[mx.array, mx.array], mx.array]
+"""(p [count, head], logits of q [count, head]) -> loss [count]."""
+
+_SHARPER = 0.25
+"""Temperature of the target's law in `rank`: nearly its order, but ties still share."""
+
+
+def overlap(p: mx.array, q: mx.array) -> mx.array:
+    """[count] sum of min(p, q): acceptance under the rejection rule, 1 - TV."""
+    return mx.minimum(p, q).sum(axis=-1)
+
+
+def coupled_bound(p: mx.array, q: mx.array) -> mx.array:
+    """[count] (1 - TV) / (1 + TV): least acceptance under the coupled rule (Daliri et al.)."""
+    common = overlap(p, q)
+    return common / (2.0 - common)
+
+
+def cross_entropy(p: mx.array, logits: mx.array) -> mx.array:
+    """[count] soft labels; a position weighs as much as the head can reach of it."""
+    return p.sum(axis=-1) * mx.logsumexp(logits, axis=-1) - (p * logits).sum(axis=-1)
+
+
+def total_variation(p: mx.array, logits: mx.array) -> mx.array:
+    """[count] rejections per token under the rejection rule."""
+    return 1.0 - overlap(p, mx.softmax(logits, axis=-1))
+
+
+def coupled(p: mx.array, logits: mx.array) -> mx.array:
+    """[count] most rejections per token under the coupled rule.
+
+    Steeper than total variation where the laws nearly agree, flatter where they do not: it
+    gives up positions that a small drafter cannot learn.
+    """
+    return 1.0 - coupled_bound(p, mx.softmax(logits, axis=-1))
+
+
+def rank(p: mx.array, logits: mx.array) -> mx.array:
+    """[count] cross-entropy of the sharpened target: greedy acceptance, and hits, go by order."""
+    sharp = mx.power(mx.maximum(p, 1e-12), 1.0 / _SHARPER)
+    total = sharp.sum(axis=-1, keepdims=True)
+    # The sharpened law keeps the mass that can be reached, as in `cross_entropy`.
+    return cross_entropy(sharp / total * p.sum(axis=-1, keepdims=True), logits)
+
+
+LOSSES: dict[Objective, Loss] = {
+    "ce": cross_entropy,
+    "tv": total_variation,
+    "coupled": coupled,
+    "rank": rank,
+}

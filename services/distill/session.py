@@ -1,0 +1,45 @@
+"""One call of the process: its voice, its clock, and whether it was asked to stop."""
+
+import signal
+import sys
+import time
+from types import FrameType
+
+import msgspec
+
+from protocol.distillation import Event, Progress
+
+_SAY_EVERY_S = 1.0
+
+
+class Session:
+    """Speaks JSON lines on stdout; SIGINT, SIGTERM and the time limit ask it to stop."""
+
+    def __init__(self, limit_s: float = 0.0) -> None:
+        self._ends = time.monotonic() + limit_s if limit_s else float("inf")
+        self._asked = False
+        self._said = 0.0
+
+    def listen(self) -> None:
+        """Take SIGINT and SIGTERM as a wish to stop at the next safe point."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._asked = True
+
+    @property
+    def stopping(self) -> bool:
+        """Whether to save what there is and end."""
+        return self._asked or time.monotonic() > self._ends
+
+    def say(self, event: Event) -> None:
+        """Write one event; progress at most once a second, but for its end."""
+        now = time.monotonic()
+        if isinstance(event, Progress):
+            if now - self._said < _SAY_EVERY_S and event.done < 1:
+                return
+            self._said = now
+        sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,183 @@
+"""The drafter: an ordinary mlx-lm model of the target's family, with a few of its layers.
+
+It starts as a copy of those layers. Embedding and head are the target's own and stay frozen.
+A narrower MLP keeps the hidden columns of largest norm; the residual width cannot change,
+because the embedding is shared.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from protocol.errors import ModelError, UsageError
+from protocol.law import Ids
+from services.distill.laws import Weights, logits_at
+from services.draft_head import keep_rows
+
+_LAYER = "model.layers."
+_FROZEN = ("embed", "lm_head")
+_NOT_BY_LAYER = ("architectures", "eos_token_id")
+_INTO_MLP = ("gate_proj.weight", "up_proj.weight", "gate_proj.bias", "up_proj.bias")
+_OUT_OF_MLP = "down_proj.weight"
+
+
+def chosen_layers(total: int, count: int, given: list[int]) -> list[int]:
+    """Which of the target's layers to copy: half from the start, half from the end.
+
+    Raises:
+        UsageError: there are not so many, or a given one does not exist.
+    """
+    if given:
+        if max(given) >= total or len(set(given)) < len(given):
+            raise UsageError(f"--init-layers must name different layers from 0 to {total - 1}")
+        return given
+    if count > total:
+        raise UsageError(f"the target has {total} layers; the drafter cannot have {count}")
+    first = (count + 1) // 2
+    return [*range(first), *range(total - (count - first), total)]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The target's `config.json`; raises ModelError if it does not count its layers."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not isinstance(config.get("num_hidden_layers"), int):
+        raise ModelError(f"config.json in {str(folder)!r} does not say num_hidden_layers")
+    return config
+
+
+def drafter_config(target: dict[str, Any], chosen: list[int], mlp: int) -> dict[str, Any]:
+    """The target's configuration with fewer layers; raises UsageError if `mlp` cannot be."""
+    config = {k: v for k, v in target.items() if k not in ("quantization", "quantization_config")}
+    total = config["num_hidden_layers"]
+    config["num_hidden_layers"] = len(chosen)
+    for key, value in config.items():
+        # Kinds of layers, window sizes, head counts: whatever is listed layer by layer.
+        if isinstance(value, list) and len(value) == total and key not in _NOT_BY_LAYER:
+            config[key] = [value[layer] for layer in chosen]
+    if "mlp_only_layers" in config:
+        dense = config["mlp_only_layers"]
+        config["mlp_only_layers"] = [new for new, old in enumerate(chosen) if old in dense]
+    if mlp:
+        width = config.get("intermediate_size")
+        if not isinstance(width, int) or not mlp <= width:
+            raise UsageError(f"--mlp must be between 1 and the target's {width} columns")
+        config["intermediate_size"] = mlp
+    return config
+
+
+class Student:
+    """The drafter in training."""
+
+    def __init__(self, module: Any, head_ids: Ids | None, dtype: mx.Dtype) -> None:
+        self.module = module
+        self.head_ids = head_ids
+        """What the columns of the logits stand for; None if untrimmed."""
+        self._dtype = dtype
+        if head_ids is not None:
+            keep_rows(module, head_ids)
+        flat: Any = tree_flatten(module.parameters())
+        self.weights: Weights = {
+            name: array.astype(mx.float32)
+            for name, array in flat
+            if not any(part in name for part in _FROZEN)
+        }
+        """The trainable parameters, in full precision."""
+        mx.eval(self.weights, module.parameters())
+
+    def logits(self, weights: Weights, tokens: mx.array, positions: mx.array) -> mx.array:
+        """[count, head] float32 with these weights, computed in the student's precision."""
+        cast = [(name, array.astype(self._dtype)) for name, array in weights.items()]
+        self.module.update(tree_unflatten(cast))
+        return logits_at(self.module, tokens, positions)
+
+
+def new_student(
+    target: Any,
+    config: dict[str, Any],
+    chosen: list[int],
+    head_ids: Ids | None,
+    dtype: mx.Dtype,
+) -> Student:
+    """A drafter made of layers of `target`, a dense mlx-lm model.
+
+    Raises:
+        ModelError: the family does not allow these layers.
+    """
+    try:
+        arguments: Any = type(target.args).from_dict(config)
+        module: Any = type(target)(arguments)
+    # The families check their configuration in their own ways.
+    except Exception as error:
+        raise ModelError(
+            f"layers {chosen} of the target do not make a model of their own "
+            f"({type(error).__name__}: {error}); choose others with --init-layers"
+        ) from error
+    inherited = _inherited(target, chosen, config.get("intermediate_size"))
+    if hasattr(module, "sanitize"):
+        # Some families drop their head here when they see that the weights have none. What
+        # it returns is for weights from a file; ours have been through it.
+        module.sanitize(dict(inherited))
+    wanted: Any = dict(tree_flatten(module.parameters()))
+    _check_shapes(wanted, inherited)
+    module.update(tree_unflatten([(name, inherited[name].astype(dtype)) for name in wanted]))
+    return Student(module, head_ids, dtype)
+
+
+def _check_shapes(wanted: Weights, inherited: Weights) -> None:
+    for name, array in wanted.items():
+        if name not in inherited or inherited[name].shape != array.shape:
+            raise ModelError(
+                f"the target's layers do not fit the drafter at {name!r}; "
+                "choose layers of one kind with --init-layers, and no --mlp"
+            )
+
+
+def _inherited(target: Any, chosen: list[int], width: Any) -> Weights:
+    """The target's parameters under the drafter's names."""
+    flat: Any = tree_flatten(target.parameters())
+    new_number = {str(old): new for new, old in enumerate(chosen)}
+    inherited: Weights = {}
+    for name, array in flat:
+        if not name.startswith(_LAYER):
+            inherited[name] = array
+            continue
+        old, _, rest = name.removeprefix(_LAYER).partition(".")
+        if old in new_number:
+            inherited[f"{_LAYER}{new_number[old]}.{rest}"] = array
+    if isinstance(width, int):
+        for layer in range(len(chosen)):
+            _narrow(inherited, f"{_LAYER}{layer}.mlp.", width)
+    return inherited
+
+
+def _narrow(weights: Weights, prefix: str, width: int) -> None:
+    """Keep the `width` hidden columns of an MLP whose weights have the largest norms."""
+    out = weights.get(prefix + _OUT_OF_MLP)
+    if out is None or out.ndim != 2 or out.shape[1] <= width:
+        return
+    into = [weights[prefix + leaf] for leaf in _INTO_MLP[:2] if prefix + leaf in weights]
+    norm = mx.linalg.norm(out.astype(mx.float32), axis=0)
+    for matrix in into:
+        norm = norm * mx.linalg.norm(matrix.astype(mx.float32), axis=1)
+    kept = mx.array(np.sort(np.argsort(-np.array(norm), kind="stable")[:width]))
+    weights[prefix + _OUT_OF_MLP] = out[:, kept]
+    for leaf in _INTO_MLP:
+        if prefix + leaf in weights:
+            weights[prefix + leaf] = weights[prefix + leaf][kept]
+
+
+def frequent_ids(tokens: Ids, vocabulary: int, size: int, always: list[int]) -> Ids:
+    """The ids of a trimmed head, ascending: `always`, then the most frequent tokens.
+
+    Tokens that never occurred follow in the order of their ids, which for a learned
+    vocabulary is nearly that of their frequency.
+    """
+    counts = np.bincount(tokens, minlength=vocabulary)[:vocabulary].astype(np.int64)
+    counts[always] = len(tokens) + 1
+    order = np.lexsort((np.arange(vocabulary), -counts))
+    ids: Ids = np.sort(order[: min(size, vocabulary)]).astype(np.int64)
+    return ids

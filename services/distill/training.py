@@ -1,0 +1,270 @@
+"""The training loop: AdamW on the loss at the answer's positions, within a budget.
+
+A step is a pure function of (weights, moments, batch), so MLX can fuse it. The loop stays one
+step ahead of the device: it reads the loss of the step before while the next one runs.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from protocol.distillation import Progress
+from protocol.errors import RuntimeFailure
+from protocol.settings import DistillSettings, Objective
+from services.distill.checkpoint import Checkpoint, LogEntry, Moments, Position
+from services.distill.data import Batch, Batches
+from services.distill.laws import TargetLaw, Weights, begin, number
+from services.distill.objective import LOSSES, coupled_bound
+from services.distill.optimizer import adamw, clipped
+from services.distill.session import Session
+from services.distill.student import Student
+from services.model import compute_unit
+
+_LAST_RATE = 0.02
+"""Learning rate at the end, as a share of the highest."""
+_LOGS = 40
+"""Entries of the training log in a run that is limited by steps."""
+_LOG_EVERY_S = 15.0
+
+
+class Inputs(NamedTuple):
+    """A batch on the device."""
+
+    tokens: mx.array
+    positions: mx.array
+    importance: mx.array
+
+
+class _Updated(NamedTuple):
+    loss: mx.array
+    weights: Weights
+    moments: Moments
+
+
+class Budget(NamedTuple):
+    """How much training there is to be: in steps if they are given, else in seconds."""
+
+    steps: int
+    seconds: float
+
+    def spent(self, position: Position) -> float:
+        """Share of it that is spent."""
+        if self.steps:
+            return position.step / self.steps
+        return position.seconds / max(self.seconds, 1e-9)
+
+
+def learning_rate(settings: DistillSettings, spent: float) -> float:
+    """Linear warm-up, then half a cosine."""
+    rise = min(1.0, (spent + 1e-3) / max(settings.warmup, 1e-3))
+    fall = _LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * min(spent, 1.0)))
+    return settings.learning_rate * rise * fall
+
+
+class Trainer:
+    """One student, one target law, one stream of batches."""
+
+    def __init__(
+        self,
+        settings: DistillSettings,
+        student: Student,
+        law: TargetLaw,
+        *,
+        batches: Batches,
+        validation: Batches,
+    ) -> None:
+        self._student = student
+        self._law = law
+        self._batches = batches
+        self._validation = validation
+        self._settings = settings
+        self._steps: dict[Objective, Callable[..., _Updated]] = {}
+        self._p = self._fused(self._target_law)
+        self._guess = self._fused(self._guessed)
+        self._measure = self._fused(self._measured)
+
+    def start(self) -> Checkpoint:
+        """The state before the first step."""
+        weights = self._student.weights
+        zeros = {name: mx.zeros_like(array) for name, array in weights.items()}
+        return Checkpoint(weights, Moments(zeros, dict(zeros)), Position())
+
+    def run(
+        self, checkpoint: Checkpoint, session: Session, save: Callable[[Checkpoint], None]
+    ) -> Checkpoint:
+        """Train until the budget is spent or the session stops; returns where it ended."""
+        budget = Budget(self._settings.steps, 60 * self._settings.minutes)
+        weights, moments, position = checkpoint
+        clock = _Clock(position.seconds)
+        saved, losses = clock.seconds(), list[float]()
+        pending: mx.array | None = None
+        while budget.spent(position) < 1 and not session.stopping:
+            spent = budget.spent(position)
+            objective = self._objective(spent)
+            updated = self._step(weights, moments, position.step, objective, spent)
+            begin(updated)
+            if pending is not None:
+                losses.append(_finite(pending))
+            pending, weights, moments = updated
+            position = Position(position.step + 1, clock.seconds(), position.log)
+            if self._is_log_time(position, budget):
+                losses.append(_finite(pending))
+                pending = None
+                position = self._logged(weights, position, losses, objective)
+                losses = []
+            session.say(self._progress(position, budget.spent(position), losses))
+            if clock.seconds() - saved > self._settings.checkpoint_s:
+                save(Checkpoint(weights, moments, position))
+                saved = clock.seconds()
+        if pending is not None:
+            losses.append(_finite(pending))
+        position = Position(position.step, clock.seconds(), position.log)
+        done = Checkpoint(weights, moments, position)
+        save(done)
+        return done
+
+    # ------------------------------------------------------------ one step
+
+    def _objective(self, spent: float) -> Objective:
+        return "ce" if spent < 1 - self._settings.finish else self._settings.objective
+
+    def _step(
+        self, weights: Weights, moments: Moments, step: int, objective: Objective, spent: float
+    ) -> _Updated:
+        batch = self._batches.at(step)
+        inputs = _on_device(batch)
+        if self._settings.on_policy:
+            tokens = self._guess(weights, inputs, self._replaced(batch, step))
+            inputs = inputs._replace(tokens=tokens)
+        p = self._p(inputs)
+        if objective not in self._steps:
+            self._steps[objective] = self._fused(self._updating(objective))
+        rate = mx.array(learning_rate(self._settings, spent))
+        count = mx.array(float(step + 1))
+        return self._steps[objective](weights, moments, p, inputs, (rate, count))
+
+    def _fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        # On a CPU the compiler alone takes half a minute, and then gains little.
+        fusing = self._settings.compiled and compute_unit() != "cpu"
+        return mx.compile(function) if fusing else function
+
+    def _target_law(self, inputs: Inputs) -> mx.array:
+        logits = self._law.logits(inputs.tokens, inputs.positions)
+        return self._law.restricted(logits, self._settings.loss_temperature)
+
+    def _updating(self, objective: Objective) -> Callable[..., _Updated]:
+        """The step of one objective: gradient, clipping, AdamW."""
+        loss = LOSSES[objective]
+        settings = self._settings
+
+        def mean_loss(weights: Weights, p: mx.array, inputs: Inputs) -> mx.array:
+            logits = self._student.logits(weights, inputs.tokens, inputs.positions)
+            each = loss(p, logits / settings.loss_temperature)
+            return _mean(each, inputs.importance)
+
+        def update(
+            weights: Weights,
+            moments: Moments,
+            p: mx.array,
+            inputs: Inputs,
+            schedule: tuple[mx.array, mx.array],
+        ) -> _Updated:
+            value, gradient = mx.value_and_grad(mean_loss)(weights, p, inputs)
+            gradient = clipped(gradient, settings.clip)
+            rate, count = schedule
+            new, moved = adamw(
+                weights, gradient, moments, count=count, rate=rate, decay=settings.weight_decay
+            )
+            return _Updated(value, new, moved)
+
+        return update
+
+    # ------------------------------------------------------------ on-policy prefixes
+
+    def _replaced(self, batch: Batch, step: int) -> mx.array:
+        """[count] which positions' next token the drafter replaces."""
+        chance = np.random.default_rng([self._settings.seed, 3, step])
+        chosen = chance.random(batch.positions.shape) < self._settings.on_policy
+        replaced: Any = chosen & (batch.weights > 0)
+        return mx.array(replaced)
+
+    def _guessed(self, weights: Weights, inputs: Inputs, chosen: mx.array) -> mx.array:
+        """The tokens with the drafter's best guess after the chosen positions."""
+        tokens, positions, _ = inputs
+        columns = mx.argmax(self._student.logits(weights, tokens, positions), axis=-1)
+        guess = self._law.ids_of(columns)
+        flat = tokens.reshape(-1)
+        following = positions + 1
+        # Adding differences: the padding's positions repeat, and must change nothing.
+        change = mx.where(chosen, guess.astype(flat.dtype) - flat[following], 0)
+        return flat.at[following].add(change).reshape(tokens.shape)
+
+    # ------------------------------------------------------------ looking
+
+    def _measured(self, weights: Weights, inputs: Inputs) -> mx.array:
+        tokens, positions, importance = inputs
+        p = self._law.restricted(self._law.logits(tokens, positions), 1.0)
+        q = mx.softmax(self._student.logits(weights, tokens, positions), axis=-1)
+        return _mean(coupled_bound(p, q), importance)
+
+    def _logged(
+        self, weights: Weights, position: Position, losses: list[float], objective: Objective
+    ) -> Position:
+        inputs = _on_device(self._validation.in_order(0))
+        acceptance = number(self._measure(weights, inputs))
+        mean = sum(losses) / len(losses)
+        entry = LogEntry(position.step, position.seconds, mean, objective, acceptance)
+        return Position(position.step, position.seconds, [*position.log, entry])
+
+    @staticmethod
+    def _is_log_time(position: Position, budget: Budget) -> bool:
+        if budget.steps:
+            return position.step % max(1, budget.steps // _LOGS) == 0
+        last = position.log[-1].seconds if position.log else 0.0
+        return position.seconds - last > _LOG_EVERY_S
+
+    def _progress(self, position: Position, spent: float, losses: list[float]) -> Progress:
+        rows, length = self._batches.shape
+        if not losses:
+            losses = [entry.loss for entry in position.log[-1:]]
+        return Progress(
+            phase="training",
+            done=min(1.0, spent),
+            seconds_left=position.seconds * max(0.0, 1 - spent) / max(spent, 1e-9),
+            tok_s=position.step * rows * length / max(position.seconds, 1e-9),
+            loss=losses[-1] if losses else None,
+            acceptance=position.log[-1].acceptance if position.log else None,
+        )
+
+
+class _Clock:
+    """Training time over all calls."""
+
+    def __init__(self, before: float) -> None:
+        self._before = before
+        self._started = time.monotonic()
+
+    def seconds(self) -> float:
+        """Spent so far."""
+        return self._before + time.monotonic() - self._started
+
+
+def _on_device(batch: Batch) -> Inputs:
+    return Inputs(mx.array(batch.tokens), mx.array(batch.positions), mx.array(batch.weights))
+
+
+def _mean(values: mx.array, importance: mx.array) -> mx.array:
+    return (values * importance).sum() / mx.maximum(importance.sum(), 1.0)
+
+
+def _finite(loss: mx.array) -> float:
+    value = number(loss)
+    if not math.isfinite(value):
+        raise RuntimeFailure(
+            f"the loss became {value}; lower --learning-rate and resume from the last checkpoint"
+        )
+    return value

@@ -1,0 +1,77 @@
+"""What the drafter is trained on, against numpy on small laws."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from protocol.settings import OBJECTIVES
+from services.distill.checkpoint import Moments
+from services.distill.objective import LOSSES, coupled_bound, overlap
+from services.distill.optimizer import adamw, clipped
+
+P = np.array([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.2, 0.1, 0.1]])  # the last lacks reach
+LOGITS = np.array([[0.2, -1.0, 0.5], [2.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+Q = np.exp(LOGITS) / np.exp(LOGITS).sum(axis=1, keepdims=True)
+SHARP = P**4 / (P**4).sum(axis=1, keepdims=True) * P.sum(axis=1, keepdims=True)
+
+MINIMA = np.minimum(P, Q).sum(axis=1)
+FULL_MAXIMA = np.maximum(P, Q).sum(axis=1) + 1 - P.sum(axis=1)  # q is 0 out of reach
+VALUES = {
+    "ce": -(P * np.log(Q)).sum(axis=1),
+    "tv": 1 - MINIMA,
+    "coupled": 1 - MINIMA / FULL_MAXIMA,
+    "rank": -(SHARP * np.log(Q)).sum(axis=1),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_losses_are_their_formulas(name: str) -> None:
+    """Each loss equals its formula, with the mass that a trimmed head cannot reach counted."""
+    loss = next(function for key, function in LOSSES.items() if key == name)
+    found = np.array(loss(mx.array(P), mx.array(LOGITS)))
+    np.testing.assert_allclose(found, VALUES[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_losses_pull_towards_the_target(name: str) -> None:
+    """A small step against the gradient lowers every loss and raises the best token's logit."""
+    loss = next(function for key, function in LOSSES.items() if key == name)
+    p, logits = mx.array(P[:1]), mx.array(LOGITS[:1])
+
+    def total(at: mx.array) -> mx.array:
+        return loss(p, at).sum()
+
+    gradient = mx.grad(total)(logits)
+    assert total(logits - 0.01 * gradient).item() < total(logits).item()
+    assert np.array(gradient)[0, 0] < 0
+
+
+def test_acceptance_of_equal_laws_is_whole() -> None:
+    """p = q: overlap and the coupled bound are 1."""
+    p = mx.array(Q)
+    np.testing.assert_allclose(np.array(overlap(p, p)), 1, rtol=1e-6)
+    np.testing.assert_allclose(np.array(coupled_bound(p, p)), 1, rtol=1e-6)
+
+
+def test_adamw_first_step() -> None:
+    """The first step has the size of the rate, against the gradient's sign, plus the decay."""
+    weights = {"w": mx.array([1.0, -2.0])}
+    zeros = {"w": mx.zeros(2)}
+    new, moments = adamw(
+        weights,
+        {"w": mx.array([0.3, -5.0])},
+        Moments(zeros, zeros),
+        count=mx.array(1.0),
+        rate=mx.array(0.1),
+        decay=0.01,
+    )
+    np.testing.assert_allclose(np.array(new["w"]), [1 - 0.1 - 0.001, -2 + 0.1 + 0.002], rtol=1e-5)
+    np.testing.assert_allclose(np.array(moments.first["w"]), [0.03, -0.5], rtol=1e-5)
+
+
+def test_the_gradient_is_clipped_as_a_whole() -> None:
+    """Norm 5 with a limit of 1: everything is divided by 5; below the limit nothing changes."""
+    gradient = {"a": mx.array([3.0]), "b": mx.array([4.0])}
+    small = clipped(gradient, 1.0)
+    np.testing.assert_allclose([small["a"].item(), small["b"].item()], [0.6, 0.8], rtol=1e-5)
+    assert clipped(gradient, 10.0)["b"].item() == 4.0
