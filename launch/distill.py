@@ -58,6 +58,7 @@ def _numbers(kind: type) -> Any:
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the run and the drafter.")
 @click.option("--evaluate", help="Judge this drafter instead of training one.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: prompt, category.")
+@click.option("--texts", multiple=True, help="Learn from the texts of this run; may be repeated.")
 @_option("--minutes", "Training time, over all resumptions.")
 @_option("--steps", "Training steps instead of time.")
 @_option("--session-minutes", "Stop this call, resumable, after so long.")
@@ -107,6 +108,7 @@ def _settings_of(options: dict[str, Any], target: Path) -> dict[str, Any]:
     evaluate, out = options.pop("evaluate"), options.pop("out")
     if (evaluate is None) == (out is None):
         raise UsageError("give either --out, to train, or --evaluate, to judge a drafter")
+    options["texts"] = [str(Path(run).expanduser().resolve()) for run in options["texts"]]
     options["compiled"] = not options.pop("no_compile")
     values = {key: value for key, value in options.items() if value is not None}
     folder = resolve(evaluate) if evaluate is not None else out.expanduser().resolve()

@@ -114,6 +114,8 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     turn: list[int] = []
     """Tokens between the user's last word and the assistant's first; empty: no chat."""
     stop_ids: list[int] = []
+    texts: list[str] = []
+    """Folders of runs whose texts are learned from; empty: this run generates its own."""
     prompts: str = ""
     """File of tokenised prompts (`protocol.distillation.TokenPrompt`, one JSON a line)."""
     temperatures: Annotated[tuple[_Amount, ...], msgspec.Meta(min_length=1)] = (0.0, 0.3, 0.7, 1.0)

@@ -10,6 +10,7 @@ orders for interleaved RoPE; and the tokenizer, which it stores as lists in the 
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def _convert(
     tensors = {_name(key): _tensor(key, value, heads) for key, value in weights.items()}
     if compute_unit() == "cpu":
         tensors = _dequantised(tensors)
-        config.pop("quantization", None)
+    elif bits := _bits(tensors):
+        config["quantization"] = _quantization(bits)
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
     _write_json(folder / "config.json", config)
     _write_tokenizer(folder, metadata)
@@ -111,6 +113,7 @@ def _tensor(key: str, value: mx.array, heads: tuple[int, int]) -> mx.array:
 
 def _dequantised(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     result: dict[str, mx.array] = {}
+    bits = _bits(tensors)
     for name, value in tensors.items():
         layer, _, leaf = name.rpartition(".")
         if leaf != "weight":
@@ -124,7 +127,7 @@ def _dequantised(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
             scales.astype(mx.float32),
             tensors[f"{layer}.biases"].astype(mx.float32),
             group_size=_GROUP_SIZE,
-            bits=value.shape[1] * 32 // (scales.shape[1] * _GROUP_SIZE),
+            bits=bits[layer],
         )
     return result
 
@@ -150,9 +153,30 @@ def _config(metadata: dict[str, Any], weights: dict[str, mx.array]) -> dict[str,
         "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
         "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
     }
-    if any(key.endswith(".scales") for key in weights):
-        config["quantization"] = {"group_size": _GROUP_SIZE, "bits": 4}
     return config
+
+
+def _bits(tensors: dict[str, mx.array]) -> dict[str, int]:
+    """Layer -> bits per weight, for the layers that are quantised."""
+    suffix = ".scales"
+    layers = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
+    return {
+        layer: tensors[f"{layer}.weight"].shape[1]
+        * 32
+        // (tensors[layer + suffix].shape[1] * _GROUP_SIZE)
+        for layer in layers
+    }
+
+
+def _quantization(bits: dict[str, int]) -> dict[str, Any]:
+    """What mlx-lm reads: the commonest width for all, and each layer that has another."""
+    common = Counter(bits.values()).most_common(1)[0][0]
+    others = {
+        layer: {"group_size": _GROUP_SIZE, "bits": width}
+        for layer, width in bits.items()
+        if width != common
+    }
+    return {"group_size": _GROUP_SIZE, "bits": common, **others}
 
 
 def _write_tokenizer(folder: Path, metadata: dict[str, Any]) -> None:

@@ -110,6 +110,18 @@ class Shards:
         return self._folder / f"shard-{number:05d}.{ending}"
 
 
+def joined(parts: list[Texts]) -> Texts:
+    """The texts of several runs; raises UsageError if their sequences differ in length."""
+    lengths = {part.tokens.shape[1] for part in parts}
+    if len(lengths) > 1:
+        raise UsageError(f"the texts have sequences of different --length: {sorted(lengths)}")
+    return Texts(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.kinds for part in parts]),
+        [row for part in parts for row in part.rows],
+    )
+
+
 def divided(texts: Texts, share: float, temperatures: int) -> tuple[Texts, Texts]:
     """Training and validation texts; every `1/share`-th group is held out.
 

@@ -15,7 +15,7 @@ from protocol.law import Ids
 from protocol.settings import DistillSettings
 from services.distill import card, checkpoint
 from services.distill.corpus import Corpus, chat_of, read_prompts
-from services.distill.data import Batches, RowInfo, Shards, Texts, divided
+from services.distill.data import Batches, RowInfo, Shards, Texts, divided, joined
 from services.distill.evaluation import Drafter, Figures, evaluate
 from services.distill.export import export
 from services.distill.generation import ANSWER, USER, Rows, generate
@@ -62,15 +62,17 @@ def distill(settings: DistillSettings, session: Session) -> None:
 def _distill(settings: DistillSettings, session: Session, folder: RunFolder) -> None:
     target, plan = _target(settings), _plan(settings)
     folder.check_space(_needed_bytes(settings, target.module, plan))
-    corpus = Corpus(settings, folder.shards, _rows(settings))
     state = checkpoint.load(folder.path)
     # Once training has begun its texts are fixed.
-    if state is None and not corpus.fill(target.module, target.vocabulary.size, session):
-        session.say(Finished(out=settings.out, complete=False))
-        return
+    if state is None and not settings.texts:
+        corpus = Corpus(settings, folder.shards, _rows(settings))
+        if not corpus.fill(target.module, target.vocabulary.size, session):
+            session.say(Finished(out=settings.out, complete=False))
+            return
     # The buffers of generation have other shapes than those of training.
     mx.clear_cache()
-    texts = folder.shards.read()
+    sources = _sources(settings, folder)
+    texts = joined([source.read() for source in sources])
     learned, held = divided(texts, settings.held_out, len(settings.temperatures))
     head_ids = _head_ids(settings, learned, target.vocabulary.size)
     student = new_student(target.module, plan.config, plan.layers, head_ids, plan.dtype)
@@ -85,7 +87,7 @@ def _distill(settings: DistillSettings, session: Session, folder: RunFolder) -> 
     export(folder.path, target, state.weights, config=plan.config, head_ids=head_ids)
     figures = _judge(settings, target, folder.path, held)
     costs = measure(target, folder.path, [int(token) for token in held.tokens[0]])
-    seconds = sum(info.seconds for info in folder.shards.infos())
+    seconds = sum(info.seconds for source in sources for info in source.infos())
     facts = _Facts(learned, held, seconds, head_ids)
     report = _report(settings, plan, state, facts, (figures, costs))
     card.write(folder.path, report)
@@ -102,12 +104,18 @@ def judge(settings: DistillSettings, session: Session) -> None:
         known = recorded(folder)
         if known is None:
             raise UsageError(f"{settings.out!r} holds no run with held-out texts; give --prompts")
-        everything = Shards(folder / "data").read()
+        runs = known["texts"] or [folder]
+        everything = joined([Shards(Path(run, "data")).read() for run in runs])
         _, texts = divided(everything, known["held_out"], len(known["temperatures"]))
     figures = _judge(settings, target, folder, texts)
     session.say(
         Finished(out=settings.out, complete=True, figures={"figures": msgspec.to_builtins(figures)})
     )
+
+
+def _sources(settings: DistillSettings, folder: RunFolder) -> list[Shards]:
+    """Where the run's texts are: its own, or those of the runs that it was given."""
+    return [Shards(Path(run, "data")) for run in settings.texts] or [folder.shards]
 
 
 # ---------------------------------------------------------------- models
@@ -205,11 +213,7 @@ def _greedy_answers(settings: DistillSettings, target: LoadedModel, session: Ses
             raise UsageError("stopped before the target had answered")
         infos = [RowInfo(start + i, 0.0, prompt.category) for i, prompt in enumerate(some)]
         parts.append(Texts(made[0], made[1].astype(np.uint8), infos))
-    return Texts(
-        np.concatenate([part.tokens for part in parts]),
-        np.concatenate([part.kinds for part in parts]),
-        [row for part in parts for row in part.rows],
-    )
+    return joined(parts)
 
 
 def _judge(settings: DistillSettings, target: LoadedModel, folder: Path, texts: Texts) -> Figures:
