@@ -26,6 +26,13 @@ class Plan:
     """Draft tokens per round; 0 decides each round from what the drafter is sure of."""
     budget: int = 0
     """Branches prepared per round (B); 0 picks the default."""
+    sampled: bool = False
+    """Drafts are drawn at random (rejection rule): what was drawn must not decide its use."""
+
+    @property
+    def held_back(self) -> int:
+        """For Saguaro sampling: branches that a row can expect (F), at least one."""
+        return max(1, (self.budget or _BRANCHES) // (self.depth + 1))
 
     @property
     def depth(self) -> int:
@@ -44,6 +51,8 @@ class Plan:
         """
         if self.lookahead:
             return min(self.lookahead, len(confidences))
+        if self.sampled:
+            return self._unseen_length(confidences)
         cost = self.estimates.verify_cost
         best, best_speed = 0, 1.0 / cost.of(1)
         expected, reached = 1.0, 1.0
@@ -54,6 +63,27 @@ class Plan:
             if speed > best_speed:
                 best, best_speed = count, speed
         return best
+
+    def _unseen_length(self, confidences: Sequence[float]) -> int:
+        """The length where no token, nor what follows it, has a say in its own use.
+
+        Each confidence belongs to the law of a token, and so depends on the tokens before it.
+        A token is used if going on pays, were all that follow as sure as this one.
+        """
+        cost = self.estimates.verify_cost
+        expected, reached = 1.0, 1.0
+        for count, confidence in enumerate(confidences):
+            rate = self.estimates.calibration.rate(confidence)
+            ahead, chance, best = expected, reached, 0.0
+            for length in range(count + 1, len(confidences) + 1):
+                chance *= rate
+                ahead += chance
+                best = max(best, ahead / cost.of(length + 1))
+            if best <= expected / cost.of(count + 1):
+                return count
+            reached *= rate
+            expected += reached
+        return len(confidences)
 
     def fan_out(self, confidences: Sequence[float]) -> list[int]:
         """F_0..F_K for a chain whose draft tokens have these confidences."""

@@ -16,7 +16,6 @@ from orchestrator.plan import Plan
 from orchestrator.reach import Reach
 from orchestrator.statistics import Recorder
 from protocol.messages import (
-    ENDED,
     CloseSequence,
     DraftNow,
     DraftTree,
@@ -136,7 +135,10 @@ class Sequence:
         if reason is None:
             yield from self._next_round(outcome, now)
         # The target is busy again: now there is time for the books.
-        self._record(outcome, draft, origin)
+        estimates = self._plan.estimates
+        estimates.verify_cost.observe(len(draft) + 1, outcome.verify_ms)
+        estimates.calibration.observe(draft.confidences, outcome.accepted)
+        self.recorder.timed(outcome, len(draft) + 1, hit=origin == "hit")
         self.recorder.verified(len(draft), min(outcome.accepted, kept))
         self.recorder.emit(kept, now)
         origins: list[Origin] = [origin for _ in range(outcome.accepted)]
@@ -144,15 +146,6 @@ class Sequence:
         yield Emit(emitted[:kept], origins[:kept])
         if reason is not None:
             yield from self.finish(reason)
-
-    def _record(self, outcome: VerificationOutcome, draft: Draft, origin: Origin) -> None:
-        estimates = self._plan.estimates
-        estimates.verify_cost.observe(len(draft) + 1, outcome.verify_ms)
-        estimates.calibration.observe(draft.confidences, outcome.accepted)
-        self.recorder.phase("verify", outcome.verify_ms)
-        self.recorder.phase(f"verify_{len(draft) + 1}", outcome.verify_ms)
-        if self.recorder.rounds:  # before the first round the verifier had nothing to do
-            self.recorder.phase("idle_hit" if origin == "hit" else "idle_other", outcome.idle_ms)
 
     def _next_round(self, outcome: VerificationOutcome, now: float) -> Iterator[Action]:
         planned = self._ahead.get((outcome.accepted, outcome.bonus))
@@ -176,16 +169,21 @@ class Sequence:
         else:
             yield from self._verify(Draft(), "target")
 
-    def _next_verify(self, length: int, chain: Tokens) -> Verify:
-        """The next round's verification; the chain's first token is the last of `length`."""
-        return Verify(sequence=self.number, round=self.round + 1, position=length - 1, chain=chain)
+    def _next_verify(self, length: int, pending: int, draft: Draft) -> Verify:
+        """The next round's verification; the pending token is the last of `length`."""
+        return Verify(
+            sequence=self.number,
+            round=self.round + 1,
+            position=length - 1,
+            chain=[pending, *draft.tokens],
+            laws=draft.drawn_from,
+        )
 
     def _verify(self, draft: Draft, origin: Origin) -> Iterator[Action]:
         """Start a round with as much of this draft as pays."""
         length = len(self.tokens)
         draft = self._reach.clip(draft, length)
-        chain = [self.tokens[-1], *draft.tokens]
-        yield from self._start(draft, self._next_verify(length, chain), origin)
+        yield from self._start(draft, self._next_verify(length, self.tokens[-1], draft), origin)
 
     def _start(self, draft: Draft, verify: Verify, origin: Origin) -> Iterator[Action]:
         """Start a round: the verifier checks the chain while the drafter prepares."""
@@ -218,7 +216,7 @@ class Sequence:
             old = self._ahead.get((accepted, bonus))
             if old is not None and len(old[0]) == len(draft):
                 continue
-            verify = self._next_verify(length, [bonus, *draft.tokens])
+            verify = self._next_verify(length, bonus, draft)
             self._ahead[accepted, bonus] = draft, verify
             yield Foresee(accepted, bonus, verify)
 
@@ -235,6 +233,7 @@ class Sequence:
                 chain=self._chain,
                 fan_out=self._plan.fan_out(self._draft.confidences),
                 depth=self._plan.depth,
+                held_back=self._plan.held_back,
             )
         )
 
@@ -253,6 +252,7 @@ class Sequence:
                 pending=self.tokens[-1],
                 accepted=self._accepted,
                 count=min(count, self._reach.longest(len(self.tokens))),
+                held_back=self._plan.held_back,
             )
         )
 
@@ -271,11 +271,10 @@ class Sequence:
                 if self.cache.add(tree):
                     yield from self._foresee()
             case Phase.DRAFTING if tree.depth == len(self._backup) + 1:
-                for token, confidence in zip(tree.tokens[:1], tree.confidences, strict=False):
-                    if token != ENDED:
-                        self._backup.add(token, confidence)
+                grown = self._backup.grow(tree, 0)
+                worth = self._plan.length(self._backup.confidences)
                 # A last token that is not worth verifying ends the drafting too.
-                if tree.last or self._plan.length(self._backup.confidences) < len(self._backup):
+                if tree.last or not grown or worth < len(self._backup):
                     self.recorder.phase("draft_wait", 1e3 * (now - self._waiting_since))
                     yield from self._verify(self._backup, "miss")
             case Phase.DRAFTING | Phase.STRANDED | Phase.FINISHED:

@@ -19,7 +19,7 @@ from protocol.messages import (
     Verify,
 )
 from services.actor import Work
-from services.backends.interface import BackendIdentity, Drafted, Layer, Outcome
+from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
 from services.drafting import Drafter
 
 ROOTS = [Outcome(0, 5), Outcome(2, 6)]
@@ -50,14 +50,16 @@ class FakeBackend:
         self.asked.append(("commit", sequence, base, tokens))
 
     def prepare(
-        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int
+        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
     ) -> Generator[Layer]:
         self.asked.append(("prepare", sequence, chain, fan_out, depth))
         for depth_ in range(min(depth, self._layers)):
             self.asked.append(("layer",))
             yield Layer(ROOTS, [10 + depth_, ENDED], [0.5, 0.0])
 
-    def draft(self, sequence: int, pending: int, count: int) -> Generator[Drafted]:
+    def draft(
+        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
+    ) -> Generator[Drafted]:
         self.asked.append(("draft", sequence, pending, count))
         for at in range(min(count, self._drafts)):
             yield Drafted(20 + at, 0.25)
