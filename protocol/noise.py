@@ -1,11 +1,12 @@
 """Counter-based randomness: pure functions of the seed and of where a number is used.
 
-Gumbel noise is a function of (seed, position, token id), uniform numbers one of (seed,
-stream, counters). The coupled acceptance rule needs the same noise in every process, backend and device, and
-for any subset of token ids. So each number is a hash, not a draw: two rounds of MurmurHash3's
-32-bit finaliser over the token id, keyed per position by SplitMix64 on the host. Only
-wrapping uint32 arithmetic is used, so numpy and MLX agree bit for bit on the hash; the
-Gumbel transform of it agrees to float32 rounding.
+Gumbel noise is one of (seed, position, token id). The coupled acceptance rule needs the same
+noise in every process, backend and device, and for any subset of token ids. So each number is
+a hash, not a draw: two rounds of MurmurHash3's 32-bit finaliser over the token id, keyed per
+position by SplitMix64 on the host. Only wrapping uint32 arithmetic is used, so numpy and MLX
+agree bit for bit on the hash; the Gumbel transform of it agrees to float32 rounding.
+
+Uniform numbers, for the rejection rule, are a function of (seed, stream, counters).
 """
 
 from collections.abc import Sequence

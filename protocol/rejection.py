@@ -88,8 +88,9 @@ def drafter_law(ids: Ids, logits: Floats, sampling: Sampling, held_back: int) ->
 
 def _tempered(logits: Floats, temperature: float) -> Doubles:
     exact = logits.astype(np.float64)
-    weights: Doubles = np.exp((exact - exact.max()) / temperature)
-    return weights / weights.sum()
+    weights = np.exp((exact - exact.max()) / temperature)
+    result: Doubles = weights / weights.sum()
+    return result
 
 
 def draw(law: Law, number: float) -> int:

@@ -55,8 +55,9 @@ def best_bonuses(top: Top, position: int, sampling: Sampling) -> Ids:
     Under the rejection rule its noise cannot be known, so the best are the likeliest.
     """
     if by_rejection(sampling):
-        return top.ids[0]
-    best: Ids = ranked(top.ids, top.logits, [position], sampling)[0]
+        best: Ids = top.ids[0]
+    else:
+        best = ranked(top.ids, top.logits, [position], sampling)[0]
     return best
 
 

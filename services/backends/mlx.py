@@ -243,12 +243,7 @@ class MlxBackend:
         return roots
 
     def _grow(
-        self,
-        known: _Sequence,
-        tree: _Tree,
-        roots: list[Outcome],
-        tokens: Tokens,
-        turn: Turn = NO_TURN,
+        self, known: _Sequence, tree: _Tree, roots: list[Outcome], tokens: Tokens, turn: Turn
     ) -> list[Drafted]:
         """Feed one token per branch; returns the next token of each."""
         depth, count = len(tree.fed), len(roots)
