@@ -129,6 +129,52 @@ def test_the_chosen_length_is_the_fastest(confidences: list[float], costs: list[
     assert speed(Plan("ssd", estimates).length(confidences)) == pytest.approx(best)
 
 
+@given(
+    CONFIDENCES,
+    CONFIDENCES,
+    st.lists(st.floats(1.0, 100.0), min_size=9, max_size=9),
+    st.integers(0, 8),
+)
+def test_what_was_drawn_does_not_decide_its_own_use(
+    confidences: list[float], others: list[float], costs: list[float], shared: int
+) -> None:
+    """For sampled drafts, a token's use depends on its own law and those before it alone.
+
+    The law of a token is what its draw does not change; the laws after it, it does.
+    """
+    estimates = Estimates()
+    for tokens, milliseconds in enumerate(costs, start=1):
+        estimates.verify_cost.observe(tokens, milliseconds)
+    sampled = Plan("ssd", estimates, sampled=True)
+    count = min(len(confidences), len(others))
+    first, other = confidences[:count], [*confidences[:shared], *others[shared:]][:count]
+    assert min(shared, sampled.length(first)) == min(shared, sampled.length(other))
+    # While the target waits, drafting ends at the first token that is not worth it.
+    lengths = [sampled.length(first[:size]) for size in range(count + 1)]
+    ends = next((size for size, length in enumerate(lengths) if length < size), count + 1)
+    assert all(length == size for size, length in enumerate(lengths[:ends]))
+    assert ends > count or lengths[ends] == ends - 1
+
+
+def test_sampled_drafts_go_on_where_going_on_pays() -> None:
+    """A step in the cost does not end a draft whose tokens are all sure."""
+    estimates = Estimates()
+    for tokens, milliseconds in enumerate([10.0, 21.0, 22.0, 23.0, 24.0], start=1):
+        estimates.verify_cost.observe(tokens, milliseconds)
+    sampled = Plan("ssd", estimates, sampled=True)
+    assert sampled.length([0.99] * 4) == 4
+    assert sampled.length([0.99]) == 0
+    assert sampled.length([0.01, 0.99, 0.99, 0.99]) == 0
+
+
+@pytest.mark.parametrize(("lookahead", "budget", "expected"), [(0, 0, 3), (4, 20, 4), (6, 3, 1)])
+def test_saguaro_holds_back_what_a_row_can_expect(
+    lookahead: int, budget: int, expected: int
+) -> None:
+    """F is the branches that each acceptance length gets on average, at least one."""
+    assert expected == plan(lookahead=lookahead, budget=budget).held_back
+
+
 @given(CONFIDENCES, st.integers(0, 64))
 def test_fan_out_fits_the_chain(confidences: list[float], budget: int) -> None:
     """There is one count per acceptance length, and they sum to the budget or its default."""
