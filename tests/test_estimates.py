@@ -1,7 +1,7 @@
 """What is learned at work: the cost of a verification, and the worth of a confidence."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.estimates import Calibration, Estimates, VerifyCost
@@ -129,22 +129,23 @@ def test_the_chosen_length_is_the_fastest(confidences: list[float], costs: list[
     assert speed(Plan("ssd", estimates).length(confidences)) == pytest.approx(best)
 
 
+@settings(max_examples=200)
 @given(
     CONFIDENCES,
     CONFIDENCES,
-    st.lists(st.floats(1.0, 100.0), min_size=9, max_size=9),
+    st.lists(st.floats(0.0, 8.0), min_size=9, max_size=9),
     st.integers(0, 8),
 )
 def test_what_was_drawn_does_not_decide_its_own_use(
-    confidences: list[float], others: list[float], costs: list[float], shared: int
+    confidences: list[float], others: list[float], steps: list[float], shared: int
 ) -> None:
     """For sampled drafts, a token's use depends on its own law and those before it alone.
 
     The law of a token is what its draw does not change; the laws after it, it does.
     """
     estimates = Estimates()
-    for tokens, milliseconds in enumerate(costs, start=1):
-        estimates.verify_cost.observe(tokens, milliseconds)
+    for tokens in range(1, 10):
+        estimates.verify_cost.observe(tokens, 10.0 + sum(steps[:tokens]))
     sampled = Plan("ssd", estimates, sampled=True)
     count = min(len(confidences), len(others))
     first, other = confidences[:count], [*confidences[:shared], *others[shared:]][:count]
@@ -154,6 +155,16 @@ def test_what_was_drawn_does_not_decide_its_own_use(
     ends = next((size for size, length in enumerate(lengths) if length < size), count + 1)
     assert all(length == size for size, length in enumerate(lengths[:ends]))
     assert ends > count or lengths[ends] == ends - 1
+
+
+def test_the_next_token_has_no_say_in_this_ones_use() -> None:
+    """Where the fastest length would take the first token for the second's sake, or leave it."""
+    estimates = Estimates()
+    for tokens, milliseconds in enumerate([10.0, 15.0, 15.5], start=1):
+        estimates.verify_cost.observe(tokens, milliseconds)
+    fastest, sampled = Plan("ssd", estimates), Plan("ssd", estimates, sampled=True)
+    assert [fastest.length([0.4, 0.99]), fastest.length([0.4, 0.01])] == [2, 0]
+    assert [sampled.length([0.4, 0.99]), sampled.length([0.4, 0.01])] == [2, 1]
 
 
 def test_sampled_drafts_go_on_where_going_on_pays() -> None:

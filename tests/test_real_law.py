@@ -14,6 +14,7 @@ from launch.models import pair_of
 from orchestrator.tokenizer import TargetTokenizer
 from protocol.messages import ChatMessage, OpenSequence, Sampling, Tokens, Verify
 from protocol.rejection import Law, target_law
+from protocol.sampling import of_drafter
 from services.backends.interface import Drafted, Turn
 from services.backends.mlx import MlxBackend
 from services.model import load
@@ -25,7 +26,11 @@ pytestmark = pytest.mark.model
 ANSWERS = 240
 QUESTION = "Name a colour, and say why you like it."
 PLAIN = Sampling(temperature=1.0, acceptance="rejection")
-SAGUARO = msgspec.structs.replace(PLAIN, saguaro=0.4)
+SAMPLINGS = {
+    "cold draft": msgspec.structs.replace(PLAIN, draft_temperature=0.2),
+    "saguaro": msgspec.structs.replace(PLAIN, saguaro=0.1),
+}
+"""Drafts that differ from the target by so much that a wrong rule shows soon."""
 BINS = 6
 
 
@@ -71,7 +76,7 @@ class Rounds:
     def play(self, sampling: Sampling) -> tuple[Tokens, Tokens]:
         """The chain of a round with two draft tokens, and what it commits."""
         self.verifier._sequences[1].sampling = sampling
-        self.drafter._sequences[1].sampling = sampling
+        self.drafter._sequences[1].sampling = of_drafter(sampling)
         draft: list[Drafted] = list(self.drafter.draft(1, self.pending, 2, Turn(1, 3)))
         chain = [self.pending, *(found.token for found in draft)]
         laws = [found.law for found in draft]
@@ -90,16 +95,20 @@ def bin_of(law: Law, token: int) -> tuple[int, list[float]]:
     return int(bins[law.ids == token][0]), [float(share) for share in shares]
 
 
-def test_tokens_follow_the_targets_law() -> None:
-    """The first token, and the second given the first, with and without Saguaro sampling."""
-    rounds = Rounds()
+@pytest.fixture(scope="module")
+def rounds() -> Rounds:
+    return Rounds()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_tokens_follow_the_targets_law(rounds: Rounds, sampling: Sampling) -> None:
+    """The first token, and the second given the first, have the law of plain decoding."""
     first: Counter[int] = Counter()
     second: Counter[int] = Counter()
     expected = np.zeros(BINS)
     drafted = 0
     for seed in range(ANSWERS):
-        sampling = msgspec.structs.replace(SAGUARO if seed % 2 else PLAIN, seed=seed)
-        chain, tokens = rounds.play(sampling)
+        chain, tokens = rounds.play(msgspec.structs.replace(sampling, seed=seed))
         first[tokens[0]] += 1
         drafted += len(tokens) - 1
         if len(tokens) > 1:  # then the second token was judged, or drawn, after the first
@@ -113,4 +122,4 @@ def test_tokens_follow_the_targets_law() -> None:
         ONE_IN_A_THOUSAND,
     )
     assert_law(second, dict(enumerate(expected / second.total())), ONE_IN_A_THOUSAND)
-    assert min(drafted, second.total()) > ANSWERS / 4
+    assert ANSWERS / 10 < second.total() < drafted < 2 * ANSWERS
