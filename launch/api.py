@@ -13,6 +13,7 @@ from orchestrator.client import Client
 from protocol.closing import Closing
 from protocol.errors import UsageError
 from protocol.messages import (
+    Acceptance,
     ChatMessage,
     Finished,
     FinishReason,
@@ -24,6 +25,7 @@ from protocol.messages import (
     Text,
     Tokens,
 )
+from protocol.sampling import check
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,15 +36,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    """None draws one; the same seed gives the same answer in every mode."""
+    """None draws one; the same seed gives the same answer in every mode if coupled."""
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     mode: Mode = "ssd"
+    acceptance: Acceptance = "coupled"
+    """coupled: the tokens of plain decoding; rejection: their law."""
+    draft_temp: float | None = None
+    """The drafter's own temperature; None is the target's."""
+    draft_top_p: float | None = None
+    saguaro_c: float = 1.0
+    """Rejection: the draft's weight for tokens that are prepared for; 1 is off."""
 
     def request(self, number: int, prompt: str) -> Generate:
         """The orchestrator's request for one prompt; raises UsageError if a value is invalid."""
         try:
-            return msgspec.convert(
+            request = msgspec.convert(
                 {
                     "type": "generate",
                     "request": number,
@@ -56,6 +65,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         except msgspec.ValidationError as error:
             raise UsageError(f"SamplingParams: {error}") from error
+        check(request.sampling)
+        return request
 
     def _sampling(self) -> Sampling:
         return Sampling(
@@ -64,6 +75,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             top_k=self.top_k,
             min_p=self.min_p,
             seed=new_seed() if self.seed is None else self.seed,
+            acceptance=self.acceptance,
+            draft_temperature=self.draft_temp,
+            draft_top_p=self.draft_top_p,
+            saguaro=self.saguaro_c,
         )
 
 

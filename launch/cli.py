@@ -4,10 +4,10 @@ import contextlib
 import importlib.util
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import click
 import msgspec
@@ -16,6 +16,7 @@ from launch import bench, distill, generate, show
 from launch.config import StackSettings, stack_settings
 from launch.control import ask_supervisor
 from launch.models import add_default, pair_of
+from launch.options import sampling_options, stack_options, take_sampling
 from launch.rundir import DEFAULT_NAME, RunDir
 from launch.session import private_stack, session
 from launch.supervisor import Supervisor
@@ -23,48 +24,10 @@ from launch.yardstick import Yardstick
 from orchestrator.client import Client
 from orchestrator.tokenizer import TargetTokenizer
 from protocol.errors import RuntimeFailure, SsdError, UsageError
-from protocol.messages import Generate, ProcessStatus, Sampling, SwapDrafter
+from protocol.messages import Generate, ProcessStatus, SwapDrafter
 from protocol.settings import BACKENDS
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 _INTERRUPTED = 130
-
-
-def _apply(decorators: list[Callable[[F], F]]) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
-
-    return decorate
-
-
-def _stack_options() -> Callable[[F], F]:
-    return _apply(
-        [
-            click.option("--model", help="Target: model folder or hub name."),
-            click.option("--draft-model", help="Drafter: model folder or hub name."),
-            click.option("--draft-backend", type=click.Choice(["auto", *BACKENDS])),
-            click.option("--prefill-step-size", type=click.IntRange(min=1)),
-        ]
-    )
-
-
-def _sampling_options() -> Callable[[F], F]:
-    d = Sampling()
-    unit = click.FloatRange(0, 1)
-    return _apply(
-        [
-            click.option("--temp", "--temperature", type=click.FloatRange(0, 100),
-                         default=d.temperature, show_default=True, help="0 is greedy."),
-            click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=d.top_p),
-            click.option("--top-k", type=click.IntRange(min=0), default=d.top_k),
-            click.option("--min-p", type=unit, default=d.min_p),
-            click.option("--seed", type=click.IntRange(0, 2**63 - 1),
-                         help="Same seed, same answer; drawn and reported if left out."),
-        ]
-    )  # fmt: skip
 
 
 def _flags(**values: Any) -> StackSettings:
@@ -78,7 +41,7 @@ def cli() -> None:
 
 
 @cli.command("launch")
-@_stack_options()
+@stack_options()
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
 def launch_command(name: str, **stack: Any) -> None:
     """Start a stack and keep it running until Ctrl-C."""
@@ -95,8 +58,8 @@ def launch_command(name: str, **stack: Any) -> None:
 
 @cli.command("generate")
 @click.argument("text", required=False)
-@_stack_options()
-@_sampling_options()
+@stack_options()
+@sampling_options()
 @click.option("-p", "--prompt", help="The prompt; - reads standard input.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: id, prompt.")
 @click.option("--system-prompt", default="", help="Put before the prompt.")
@@ -140,21 +103,9 @@ def _prompts(text: str | None, prompt: str | None, file: Path | None) -> list[ge
     return [generate.Prompt(generate.read_prompt(str(given[0])))]
 
 
-def _sampling(options: dict[str, Any]) -> Sampling:
-    """Take the sampling options out of `options`."""
-    seed = options.pop("seed")
-    return Sampling(
-        temperature=options.pop("temp"),
-        top_p=options.pop("top_p"),
-        top_k=options.pop("top_k"),
-        min_p=options.pop("min_p"),
-        seed=generate.new_seed() if seed is None else seed,
-    )
-
-
 def _answer_options(options: dict[str, Any]) -> generate.Options:
     """Take the options of the answer out of `options`; what is left configures the stack."""
-    sampling = _sampling(options)
+    sampling = take_sampling(options)
     template = Generate(
         request=0,
         sampling=sampling,
@@ -185,8 +136,8 @@ def swap_command(backend: str, draft_model: str, name: str) -> None:
 
 
 @cli.command("bench")
-@_stack_options()
-@_sampling_options()
+@stack_options()
+@sampling_options()
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path),
@@ -201,7 +152,7 @@ def bench_command(**options: Any) -> None:  # fmt: skip
     modes = tuple(options.pop("modes").split(","))
     if unknown := set(modes) - set(bench.MODES):
         raise UsageError(f"unknown mode {sorted(unknown)[0]!r}; known: {', '.join(bench.MODES)}")
-    sampling = _sampling(options)
+    sampling = take_sampling(options)
     if sampling.temperature and set(modes) & set(bench.REFERENCE_MODES):
         modes = tuple(mode for mode in modes if mode in bench.OUR_MODES)
         show.human().print("mlx-lm draws other random numbers: left out above temperature 0")
@@ -223,10 +174,7 @@ def bench_command(**options: Any) -> None:  # fmt: skip
     if json_file is not None:
         json_file.write_bytes(msgspec.json.encode(runs.runs))
     runs.check()
-    show.plain().print(
-        f"lossless: every mode gave the tokens of plain decoding "
-        f"({len(runs.divergences)} rounding ties)"
-    )
+    show.plain().print(runs.verdict())
 
 
 cli.add_command(distill.command)

@@ -10,6 +10,7 @@ from orchestrator.text import StoppableText
 from orchestrator.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from protocol.messages import Generate, Tokens
+from protocol.sampling import by_rejection, check
 
 
 def admit(
@@ -26,8 +27,10 @@ def admit(
     """The answer to be, under the sequence number `number`; `context_length` 0 is unlimited.
 
     Raises:
-        UsageError: the prompt is empty, too long, or not of this vocabulary.
+        UsageError: the prompt is empty, too long, or not of this vocabulary, or the sampling
+            parameters contradict each other.
     """
+    check(request.sampling)
     prompt = request.tokens or tokenizer.encode(request.messages)
     _check_prompt(prompt, context_length, vocabulary_size)
     sequence = Sequence(
@@ -41,6 +44,7 @@ def admit(
             request.lookahead,
             request.fan_out,
             request.fan_out_policy,
+            sampled=by_rejection(request.sampling),
         ),
         recorder=Recorder(now),
     )

@@ -2,24 +2,56 @@
 
 from dataclasses import dataclass, field
 
-from protocol.messages import ENDED, DraftTree, Tokens
+from protocol.messages import ENDED, DraftLaw, DraftTree, Tokens
+from protocol.sampling import is_sound
+
+_NOT_DRAWN = DraftLaw()
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft tokens, and how sure the drafter is of each."""
+    """Draft tokens, how sure the drafter is of each, and what each was drawn from."""
 
     tokens: Tokens = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
+    laws: list[DraftLaw] = field(default_factory=list)
 
-    def add(self, token: int, confidence: float) -> None:
-        """One token more; a confidence that is no probability counts as none."""
+    def add(self, token: int, confidence: float, law: DraftLaw = _NOT_DRAWN) -> None:
+        """One token more; a confidence that is no probability counts as none.
+
+        Whether a drawn token is offered must not depend on the draw (`protocol.rejection`),
+        so the confidence in it is a function of its law.
+        """
+        confidence = max(law.probabilities, default=confidence)
         self.tokens.append(token)
         self.confidences.append(confidence if 0.0 <= confidence <= 1.0 else 0.0)
+        self.laws.append(law)
+
+    def grow(self, tree: DraftTree, branch: int) -> bool:
+        """Take a branch's token of this depth; False if there is none that can be used."""
+        if len(self) != tree.depth - 1 or branch >= min(len(tree.tokens), len(tree.confidences)):
+            return False
+        token = tree.tokens[branch]
+        law = tree.laws[branch] if branch < len(tree.laws) else _NOT_DRAWN
+        if token == ENDED or not is_sound(law, token):
+            return False
+        self.add(token, tree.confidences[branch], law)
+        return True
+
+    @property
+    def drawn_from(self) -> list[DraftLaw]:
+        """The laws as they are sent; empty if no token was drawn."""
+        return self.laws if any(law.tokens for law in self.laws) else []
+
+    @property
+    def largest(self) -> Tokens:
+        """Per draft token, the largest that might have been drawn in its place."""
+        pairs = zip(self.tokens, self.laws, strict=True)
+        return [max(law.tokens, default=token) for token, law in pairs]
 
     def first(self, count: int) -> "Draft":
         """Its beginning."""
-        return Draft(self.tokens[:count], self.confidences[:count])
+        return Draft(self.tokens[:count], self.confidences[:count], self.laws[:count])
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -44,13 +76,12 @@ class SpeculationCache:
         order = tree.outcomes if tree.depth == 1 else self._order
         if not len(tree.tokens) == len(tree.confidences) == len(order):
             return False
+        if len(tree.laws) not in (0, len(order)):
+            return False
         self._order = order
         self._depth = tree.depth
-        steps = zip(order, tree.tokens, tree.confidences, strict=True)
-        for outcome, token, confidence in steps:
-            draft = self._drafts.setdefault(outcome, Draft())
-            if token != ENDED and len(draft) == tree.depth - 1:
-                draft.add(token, confidence)
+        for branch, outcome in enumerate(order):
+            self._drafts.setdefault(outcome, Draft()).grow(tree, branch)
         return True
 
     def draft(self, accepted: int, bonus: int) -> Draft:

@@ -19,6 +19,9 @@ _SMOOTHING = 0.1
 _SHORTEST_MS = 1e-3
 """A clock may be too coarse to see a verification; no time at all would make it priceless."""
 
+_UNSEEN_RATE = 0.5
+"""Assumed acceptance rate of a draft token."""
+
 _UNSEEN_STEP = 0.15
 """Assumed extra cost per token, as a share of one token's, where nothing was measured."""
 
@@ -89,8 +92,9 @@ class Calibration:
 class Mean:
     """A running mean."""
 
-    def __init__(self) -> None:
-        self.value = 0.0
+    def __init__(self, assumed: float = 0.0) -> None:
+        self.value = assumed
+        """The assumed value, until there is a sample."""
         self._weight = 0.0
 
     def observe(self, sample: float) -> None:
@@ -131,9 +135,19 @@ class Estimates:
         self.after_rejection = {origin: HitCurve(AFTER_REJECTION) for origin in ORIGINS}
         self.after_all = {origin: HitCurve(AFTER_ALL) for origin in ORIGINS}
         self.idle_ms = {origin: Mean() for origin in ORIGINS}
-        self.acceptance = Mean()
+        self.acceptance = {origin: Mean(_UNSEEN_RATE) for origin in ORIGINS}
         """alpha: share of the draft tokens that were looked at and accepted."""
+        self.tree_step_ms = Mean()
+        """T_d(B): one depth of all branches."""
+        self.backup_ms = Mean()
+        """Per token drafted while the target waited."""
         self.paces: dict[Mode, Pace] = {"sd": Pace(), "ssd": Pace()}
+
+    @property
+    def draft_token_ms(self) -> float:
+        """What a token costs that is drafted while the target waits."""
+        # One token costs no more than a layer of them; before it was tried, about half.
+        return self.backup_ms.value or 0.5 * self.tree_step_ms.value
 
     def learn(self, lesson: Lesson) -> None:
         """Take in one round."""
@@ -142,7 +156,7 @@ class Estimates:
         cost.observe(tokens, lesson.verify_ms)
         self.calibrations[lesson.origin].observe(lesson.confidences, lesson.accepted)
         for index in range(min(lesson.accepted + 1, len(lesson.confidences))):
-            self.acceptance.observe(float(index < lesson.accepted))
+            self.acceptance[lesson.origin].observe(float(index < lesson.accepted))
         if lesson.prepared:
             rejected = lesson.accepted < len(lesson.confidences)
             curves = self.after_rejection if rejected else self.after_all

@@ -7,17 +7,17 @@ them. Where speculation is slower, decoding is plain, with ever rarer trials.
 
 from dataclasses import dataclass, field
 
-_TRIAL = 16
+_TRIAL = 24
 """Rounds of speculation before it is judged."""
 _BASELINE = 4
 """Plain rounds that measure plain decoding."""
 _SETTLING = 2
 """Rounds after a change that say nothing: the drafter ends its step, or has no tree yet."""
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 96, 768
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 512
 _STALE = 512
 """Rounds after which a close race needs a new baseline."""
 _CLOSE = 1.15
-_FADE = 0.95
+_FADE = 0.98
 
 
 @dataclass

@@ -1,8 +1,13 @@
-"""What a round does: the modes `ar`, `sd` and `ssd` are one pipeline with different plans."""
+"""What a round does: the modes `ar`, `sd` and `ssd` are one pipeline with different plans.
+
+A decision is worth its expected tokens, less what its time could have brought at the speed
+of late (renewal reward): maximising tokens - speed * time each round maximises the tokens
+per second of the whole.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from orchestrator.estimates import Estimates
 from orchestrator.fan_out import (
@@ -14,10 +19,6 @@ from orchestrator.fan_out import (
     uniform,
 )
 from protocol.messages import FanOutPolicy, Mode, Origin
-
-Backup = Literal["draft", "plain"]
-"""After a miss the drafter drafts while the target waits, or the target goes on with the
-bonus token alone (plain decoding of one token) while the drafter prepares the next round."""
 
 _MAX_DEPTH = 4
 _BRANCHES = 16
@@ -41,6 +42,13 @@ class Plan:
     budget: int = 0
     """Branches prepared per round (B); 0 picks the default."""
     policy: FanOutPolicy = "online"
+    sampled: bool = False
+    """Drafts are drawn at random (rejection rule): what was drawn must not decide its use."""
+
+    @property
+    def held_back(self) -> int:
+        """For Saguaro sampling: branches that a row can expect (F), at least one."""
+        return max(1, self.branches // (self.depth + 1))
 
     @property
     def depth(self) -> int:
@@ -53,43 +61,80 @@ class Plan:
         return self.budget or _BRANCHES
 
     @property
-    def backup(self) -> Backup:
-        """What follows a miss: with a fixed lookahead the paper's, else no stall."""
-        return "draft" if self.lookahead else "plain"
-
-    @property
     def speculates(self) -> bool:
         """Whether the next round is to be speculative; a lookahead fixed by hand always is."""
         if self.mode == "ar":
             return False
         return bool(self.lookahead) or self.estimates.paces[self.mode].speculating
 
+    @property
+    def backup(self) -> int:
+        """After a miss, how many tokens are drafted while the target waits.
+
+        With 0 the target does not wait: it goes on with the bonus token alone, plain decoding
+        of one token, while the drafter prepares the next round.
+        """
+        if self.lookahead:
+            return self.lookahead
+        rate, token_ms = self.estimates.acceptance["miss"].value, self.estimates.draft_token_ms
+        if not token_ms:
+            return 0  # nothing was drafted yet
+        values = [
+            self._value([rate] * count) - self._speed * count * token_ms
+            for count in range(_MAX_DEPTH + 1)
+        ]
+        return values.index(max(values))
+
     def length(self, confidences: Sequence[float], origin: Origin) -> int:
-        """How many tokens of a draft to verify: most expected tokens per second.
+        """How many tokens of a draft to verify: as many as are worth their time."""
+        if self.lookahead:
+            return min(self.lookahead, len(confidences))
+        rates = self._rates(confidences, origin)
+        if self.sampled:
+            return self._unseen_length(rates)
+        values = [self._value(rates[:count]) for count in range(len(rates) + 1)]
+        return values.index(max(values))
+
+    def _unseen_length(self, rates: Sequence[float]) -> int:
+        """The length where no token, nor what follows it, has a say in its own use.
+
+        Each rate belongs to the law of a token, and so depends on the tokens before it.
+        A token is used if going on pays, were all that follow as sure as this one.
+        """
+        for count, rate in enumerate(rates):
+            used = list(rates[:count])
+            ahead = range(1, len(rates) - count + 1)
+            if max(self._value(used + [rate] * more) for more in ahead) <= self._value(used):
+                return count
+        return len(rates)
+
+    def _rates(self, confidences: Sequence[float], origin: Origin) -> list[float]:
+        calibration = self.estimates.calibrations[origin]
+        return [calibration.rate(confidence) for confidence in confidences]
+
+    def _value(self, rates: Sequence[float]) -> float:
+        """What verifying a draft with these acceptance rates is worth, in tokens.
 
         A chain of m draft tokens yields 1 + sum_i prod_{j<=i} p_j tokens in T_v(m + 1).
         """
-        if self.lookahead:
-            return min(self.lookahead, len(confidences))
-        best, best_speed = 0, 0.0
-        for count in range(len(confidences) + 1):
-            expected = self.expect(confidences[:count], origin)
-            speed = expected.tokens / expected.milliseconds
-            if speed > best_speed:
-                best, best_speed = count, speed
-        return best
+        return _expected(rates) - self._speed * self._cost(len(rates))
+
+    def _cost(self, drafted: int) -> float:
+        learned = self.estimates
+        return (learned.verify_cost if self.speculates else learned.plain_cost).of(drafted + 1)
+
+    @property
+    def _speed(self) -> float:
+        """Tokens per millisecond of late; before anything was measured, plain decoding's."""
+        pace = self.estimates.paces.get(self.mode)
+        known = pace.speculative_tok_s if pace is not None else 0.0
+        return known / 1e3 or 1.0 / self.estimates.verify_cost.of(1)
 
     def expect(self, confidences: Sequence[float], origin: Origin) -> Prediction:
         """What verifying a draft of these confidences brings."""
-        calibration = self.estimates.calibrations[origin]
-        tokens, reached = 1.0, 1.0
-        for confidence in confidences:
-            reached *= calibration.rate(confidence)
-            tokens += reached
-        cost = self.estimates.verify_cost if self.speculates else self.estimates.plain_cost
-        return Prediction(
-            tokens, cost.of(len(confidences) + 1) + self.estimates.idle_ms[origin].value
-        )
+        rates = self._rates(confidences, origin)
+        waiting = self.estimates.idle_ms[origin].value
+        return Prediction(_expected(rates), self._cost(len(rates)) + waiting)
 
     def fan_out(self, confidences: Sequence[float], origin: Origin) -> list[int]:
         """F_0..F_K for a chain from `origin` whose draft tokens have these confidences."""
@@ -98,14 +143,21 @@ class Plan:
             case "uniform":
                 return uniform(self.branches, len(confidences))
             case "geometric":
-                alpha = min(0.95, max(0.05, learned.acceptance.value))
+                alpha = min(0.95, max(0.05, learned.acceptance["hit"].value))
                 lookahead = len(confidences)
                 return rounded(geometric(alpha, AFTER_REJECTION.exponent, self.branches, lookahead))
             case "online":
-                rates = [learned.calibrations[origin].rate(c) for c in confidences]
                 return allocate(
-                    acceptance_law(rates),
+                    acceptance_law(self._rates(confidences, origin)),
                     self.branches,
                     learned.after_rejection[origin],
                     learned.after_all[origin],
                 )
+
+
+def _expected(rates: Sequence[float]) -> float:
+    tokens, reached = 1.0, 1.0
+    for rate in rates:
+        reached *= rate
+        tokens += reached
+    return tokens

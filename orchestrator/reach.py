@@ -45,4 +45,4 @@ class Reach:
     def clip(self, draft: Draft, length: int, origin: Origin) -> Draft:
         """As much of the draft as is worth verifying, and can be."""
         worth = self.plan.length(draft.confidences, origin)
-        return draft.first(min(worth, self.longest(length), self.limits.speakable(draft.tokens)))
+        return draft.first(min(worth, self.longest(length), self.limits.speakable(draft.largest)))

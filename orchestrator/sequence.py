@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from orchestrator.actions import Action, Emit, Finish, Foresee, ToDrafter, ToVerifier
-from orchestrator.cache import Draft, SpeculationCache
-from orchestrator.estimates import Lesson
+from orchestrator.cache import Draft
 from orchestrator.limits import Limits
 from orchestrator.phase import Phase
 from orchestrator.plan import Plan
 from orchestrator.reach import Reach
+from orchestrator.round import Round
 from orchestrator.statistics import Recorder
 from protocol.messages import (
-    ENDED,
     CloseSequence,
     DraftNow,
     DraftTree,
@@ -51,21 +50,13 @@ class Sequence:
         self.phase = Phase.STRANDED
         self.round = 0
         self.recorder = recorder
-        self.cache = SpeculationCache()
         self._sampling = sampling
         self._plan = plan
         self._reach = Reach(limits, plan, len(prompt))
-        self._chain: Tokens = []
-        self._draft = Draft()
-        """The draft tokens of the chain."""
-        self._ahead: dict[tuple[int, int], tuple[Draft, Verify]] = {}
-        """The rounds that the prepared outcomes lead to."""
-        self._origin: Origin = "target"
-        self._told = 0
-        """How many committed tokens the drafter has been told."""
-        self._speculating = False  # in the round in flight
+        self.current = Round()
+        self._told = 0  # committed tokens that the drafter knows of
         self._accepted = 0  # of the last outcome
-        self._backup = Draft()  # what has arrived of the draft that the target waits for
+        self._backup = Draft()  # what has come of the draft that the target waits for
         self._waiting_since = 0.0
 
     # ------------------------------------------------------------ services come and go
@@ -99,6 +90,7 @@ class Sequence:
         self._told = len(self.tokens) - 1
         yield ToDrafter(self._open())
         if self.phase is Phase.VERIFYING:
+            self.current.speculating = self._speculates()
             yield from self._prepare()
 
     def drafter_down(self, reason: str) -> Iterator[Action]:
@@ -106,17 +98,10 @@ class Sequence:
         if not self._reach.has_drafter:
             return
         self._reach.has_drafter = False
-        backup = self._backup
-        self._forget()
+        self.current.forget()
         if self.phase is Phase.DRAFTING:
             self.recorder.fallbacks[reason] += 1
-            yield from self._verify(backup, "miss")
-
-    def _forget(self) -> None:
-        """What was prepared is worthless."""
-        self.cache = SpeculationCache()
-        self._ahead = {}
-        self._backup = Draft()
+            yield from self._verify(self._backup, "miss")
 
     def _open(self) -> OpenSequence:
         return OpenSequence(sequence=self.number, tokens=self.tokens[:-1], sampling=self._sampling)
@@ -127,7 +112,7 @@ class Sequence:
         """The verification ended: commit, look up, and start the next round."""
         if not self.awaits(outcome.round):
             return
-        draft, origin, cache = self._draft, self._origin, self.cache
+        done, draft = self.current, self.current.draft
         if outcome.accepted > len(draft):
             yield from self.finish("error", "the verifier accepted more than it was offered")
             return
@@ -138,45 +123,23 @@ class Sequence:
         if reason is None:
             yield from self._next_round(outcome, now)
         # The target is busy again: now there is time for the books.
-        self._learn(outcome, draft, origin, cache)
+        lesson = done.lesson(outcome, self._plan.mode, first=self.recorder.rounds == 0)
+        self._plan.estimates.learn(lesson)
+        self.recorder.plain_rounds += not done.speculating
+        self.recorder.timed(outcome, len(draft) + 1, hit=done.origin == "hit")
         self.recorder.verified(len(draft), min(outcome.accepted, kept))
         self.recorder.emit(kept, now)
-        origins: list[Origin] = [origin for _ in range(outcome.accepted)]
+        origins: list[Origin] = [done.origin for _ in range(outcome.accepted)]
         origins.append("target")
         yield Emit(emitted[:kept], origins[:kept])
         if reason is not None:
             yield from self.finish(reason)
 
-    def _learn(
-        self, outcome: VerificationOutcome, draft: Draft, origin: Origin, cache: SpeculationCache
-    ) -> None:
-        rank, prepared = cache.rank(outcome.accepted, outcome.bonus)
-        # Before the first round the verifier had nothing to do.
-        idle_ms = outcome.idle_ms if self.recorder.rounds else None
-        self._plan.estimates.learn(
-            Lesson(
-                mode=self._plan.mode,
-                speculating=self._speculating,
-                origin=origin,
-                confidences=draft.confidences,
-                accepted=outcome.accepted,
-                prepared=prepared,
-                rank=rank,
-                verify_ms=outcome.verify_ms,
-                idle_ms=idle_ms,
-            )
-        )
-        self.recorder.plain_rounds += not self._speculating
-        self.recorder.phase("verify", outcome.verify_ms)
-        self.recorder.phase(f"verify_{len(draft) + 1}", outcome.verify_ms)
-        if idle_ms is not None:
-            self.recorder.phase("idle_hit" if origin == "hit" else "idle_other", idle_ms)
-
     def _next_round(self, outcome: VerificationOutcome, now: float) -> Iterator[Action]:
         if self._plan.mode == "ar" or not self._plan.speculates:
             yield from self._verify(Draft(), "target")
             return
-        planned = self._ahead.get((outcome.accepted, outcome.bonus))
+        planned = self.current.ahead.get((outcome.accepted, outcome.bonus))
         if planned is not None:
             self.recorder.hits += 1
             yield from self._start(*planned, "hit")
@@ -190,37 +153,42 @@ class Sequence:
         if self._plan.mode == "sd":
             yield from self._draft_now(self._plan.depth, now)
             return
-        if self._speculating:
+        if self.current.speculating:
             self.recorder.misses += 1
-        self.recorder.fallbacks[self._plan.backup] += 1
-        if self._plan.backup == "draft":
-            yield from self._draft_now(self._plan.depth, now)
+        count = self._plan.backup
+        self.recorder.fallbacks["draft" if count else "plain"] += 1
+        if count:
+            yield from self._draft_now(count, now)
         else:
             yield from self._verify(Draft(), "target")
 
-    def _next_verify(self, length: int, chain: Tokens) -> Verify:
-        """The next round's verification; the chain's first token is the last of `length`."""
-        return Verify(sequence=self.number, round=self.round + 1, position=length - 1, chain=chain)
+    def _next_verify(self, length: int, pending: int, draft: Draft) -> Verify:
+        """The next round's verification; the pending token is the last of `length`."""
+        return Verify(
+            sequence=self.number,
+            round=self.round + 1,
+            position=length - 1,
+            chain=[pending, *draft.tokens],
+            laws=draft.drawn_from,
+        )
 
     def _verify(self, draft: Draft, origin: Origin) -> Iterator[Action]:
         """Start a round with as much of this draft as pays."""
         length = len(self.tokens)
         draft = self._reach.clip(draft, length, origin)
-        chain = [self.tokens[-1], *draft.tokens]
-        yield from self._start(draft, self._next_verify(length, chain), origin)
+        yield from self._start(draft, self._next_verify(length, self.tokens[-1], draft), origin)
 
     def _start(self, draft: Draft, verify: Verify, origin: Origin) -> Iterator[Action]:
         """Start a round: the verifier checks the chain while the drafter prepares."""
-        self._draft = draft
         self.round = verify.round
-        self._chain = verify.chain
-        self._origin = origin
-        self._speculating = self._plan.speculates and self._reach.can_speculate(len(self.tokens))
+        self.current = Round(verify.chain, draft, origin, self._speculates())
         self.phase = Phase.VERIFYING
-        self._forget()
         yield ToVerifier(verify)
         yield from self._prepare()
         self.recorder.predicted(*self._plan.expect(draft.confidences, origin))
+
+    def _speculates(self) -> bool:
+        return self._plan.speculates and self._reach.can_speculate(len(self.tokens))
 
     def awaits(self, number: int) -> bool:
         """Whether the outcome of this round is what comes next."""
@@ -228,27 +196,27 @@ class Sequence:
 
     def foreseen(self, outcome: VerificationOutcome) -> bool:
         """Whether the last `Foresee` of this outcome is what it will lead to."""
-        ahead = (outcome.accepted, outcome.bonus) in self._ahead
+        ahead = (outcome.accepted, outcome.bonus) in self.current.ahead
         return ahead and self.awaits(outcome.round) and self._plan.speculates
 
     def _foresee(self) -> Iterator[Action]:
         """Plan the rounds that outcomes with a newly grown draft lead to."""
-        for accepted, bonus in self.cache.grown():
+        for accepted, bonus in self.current.cache.grown():
             length = len(self.tokens) + accepted + 1
-            emitted = [*self._draft.tokens[:accepted], bonus]
+            emitted = [*self.current.draft.tokens[:accepted], bonus]
             ends = self._reach.ending(len(self.tokens), emitted)[1]
-            if ends or accepted > len(self._draft) or not self._reach.can_speculate(length):
+            if ends or accepted > len(self.current.draft) or not self._reach.can_speculate(length):
                 continue
-            draft = self._reach.clip(self.cache.draft(accepted, bonus), length, "hit")
-            old = self._ahead.get((accepted, bonus))
+            draft = self._reach.clip(self.current.cache.draft(accepted, bonus), length, "hit")
+            old = self.current.ahead.get((accepted, bonus))
             if old is not None and len(old[0]) == len(draft):
                 continue
-            verify = self._next_verify(length, [bonus, *draft.tokens])
-            self._ahead[accepted, bonus] = draft, verify
+            verify = self._next_verify(length, bonus, draft)
+            self.current.ahead[accepted, bonus] = draft, verify
             yield Foresee(accepted, bonus, verify)
 
     def _prepare(self) -> Iterator[Action]:
-        if self._plan.mode != "ssd" or not self._speculating:
+        if self._plan.mode != "ssd" or not self.current.speculating:
             return
         base, tokens = self._news()
         yield ToDrafter(
@@ -257,9 +225,10 @@ class Sequence:
                 round=self.round,
                 base=base,
                 tokens=tokens,
-                chain=self._chain,
-                fan_out=self._plan.fan_out(self._draft.confidences, self._origin),
+                chain=self.current.chain,
+                fan_out=self._plan.fan_out(self.current.draft.confidences, self.current.origin),
                 depth=self._plan.depth,
+                held_back=self._plan.held_back,
             )
         )
 
@@ -267,7 +236,7 @@ class Sequence:
         self.round += 1
         self._waiting_since = now
         self.phase = Phase.DRAFTING
-        self._forget()
+        self.current, self._backup = Round(), Draft()
         base, tokens = self._news()
         yield ToDrafter(
             DraftNow(
@@ -278,6 +247,7 @@ class Sequence:
                 pending=self.tokens[-1],
                 accepted=self._accepted,
                 count=min(count, self._reach.longest(len(self.tokens))),
+                held_back=self._plan.held_back,
             )
         )
 
@@ -293,16 +263,18 @@ class Sequence:
             return
         match self.phase:
             case Phase.VERIFYING:
-                if self.cache.add(tree):
+                if tree.depth > 1:  # the first depth also takes in the chain
+                    self._plan.estimates.tree_step_ms.observe(tree.draft_ms)
+                if self.current.cache.add(tree):
                     yield from self._foresee()
             case Phase.DRAFTING if tree.depth == len(self._backup) + 1:
-                for token, confidence in zip(tree.tokens[:1], tree.confidences, strict=False):
-                    if token != ENDED:
-                        self._backup.add(token, confidence)
-                # A last token that is not worth verifying ends the drafting too.
+                grown = self._backup.grow(tree, 0)
                 worth = self._plan.length(self._backup.confidences, "miss")
-                if tree.last or worth < len(self._backup):
-                    self.recorder.phase("draft_wait", 1e3 * (now - self._waiting_since))
+                # A last token that is not worth verifying ends the drafting too.
+                if tree.last or not grown or worth < len(self._backup):
+                    waited_ms = 1e3 * (now - self._waiting_since)
+                    self.recorder.phase("draft_wait", waited_ms)
+                    self._plan.estimates.backup_ms.observe(waited_ms / tree.depth)
                     yield from self._verify(self._backup, "miss")
             case Phase.DRAFTING | Phase.STRANDED | Phase.FINISHED:
                 pass  # out of order, or nobody waits

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from protocol.messages import Statistics
+from protocol.messages import Statistics, VerificationOutcome
 
 
 @dataclass
@@ -44,6 +44,13 @@ class Recorder:
             self.first_token_at = now
         self.last_token_at = now
         self.emitted += tokens
+
+    def timed(self, outcome: VerificationOutcome, tokens: int, *, hit: bool) -> None:
+        """The times of a verification of `tokens` tokens."""
+        self.phase("verify", outcome.verify_ms)
+        self.phase(f"verify_{tokens}", outcome.verify_ms)
+        if self.rounds:  # before the first round the verifier had nothing to do
+            self.phase("idle_hit" if hit else "idle_other", outcome.idle_ms)
 
     def verified(self, drafted: int, accepted: int) -> None:
         """A verification was offered `drafted` tokens and `accepted` of them were emitted."""

@@ -16,6 +16,8 @@
 | depth            |          | draft tokens per branch so far                                     |
 | acceptance rate  | alpha    | probability that a draft token is accepted                         |
 | hit, miss        | p_hit    | the outcome was, was not in S when the verification ended          |
+| coupled, rejection|         | the acceptance rules (`law.py`, `rejection.py`)                    |
+| held back, saguaro| F, C    | best tokens that a draft is drawn from less often, and by how much |
 | backup           |          | what drafts after a miss                                           |
 | prefill          |          | feeding the prompt to a model                                      |
 

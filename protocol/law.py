@@ -18,19 +18,13 @@ import numpy.typing as npt
 
 from protocol.messages import Sampling
 from protocol.noise import gumbel, gumbel_of, hashed
+from protocol.sampling import is_greedy
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 # Tokens this far (in nats) below the best one are looked at only if their noise demands it.
 _NEAR = 12.0
-
-_COLDEST = 1e-4
-
-
-def is_greedy(sampling: Sampling) -> bool:
-    """Whether the best token always wins: temperature 0, or so low that dividing would overflow."""
-    return sampling.temperature < _COLDEST
 
 
 def choose(logits: Floats, positions: Sequence[int], sampling: Sampling) -> list[int]:

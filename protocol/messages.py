@@ -13,6 +13,7 @@ PROTOCOL_VERSION = 1
 
 Role = Literal["verifier", "drafter"]
 Mode = Literal["ar", "sd", "ssd"]
+Acceptance = Literal["coupled", "rejection"]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Tokens = list[Token]
 
@@ -25,9 +26,10 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How tokens are drawn from a law (`law.py`); temperature 0 is greedy.
+    """How tokens are drawn from a law; temperature 0 is greedy. `sampling.py` says what fits.
 
-    The output is a function of (model, prompt, Sampling) alone.
+    Under the coupled rule (`law.py`) the output is a function of (model, prompt, Sampling)
+    alone; under the rejection rule (`rejection.py`) its law is.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 0.0
@@ -35,6 +37,23 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
     min_p: Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)] = 0.0
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    acceptance: Acceptance = "coupled"
+    draft_temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] | None = None
+    """The drafter's own; None is the target's. It changes what is proposed, no law."""
+    draft_top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
+    """The drafter's own; None is the target's."""
+    saguaro: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
+    """Rejection rule: the drafter's weight (C) for the tokens that are prepared for; 1 is off."""
+
+
+class DraftLaw(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The law that a draft token was drawn from (q): tokens, and the probability of each.
+
+    Without tokens: the draft token was not drawn but named (all probability is its own).
+    """
+
+    tokens: Tokens = []
+    probabilities: list[Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]] = []
 
 
 # ---------------------------------------------------------------- handshake, all services
@@ -123,6 +142,8 @@ class Verify(Message, frozen=True, tag="verify", kw_only=True):
     round: int
     position: int
     chain: Tokens
+    laws: list[DraftLaw] = []
+    """What chain[1:] was drawn from, under the rejection rule; empty if nothing was drawn."""
 
 
 class VerificationOutcome(Message, frozen=True, tag="outcome", kw_only=True):
@@ -156,6 +177,8 @@ class Prepare(Message, frozen=True, tag="prepare", kw_only=True):
     chain: Tokens
     fan_out: list[int]
     depth: int
+    held_back: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """How many of the best tokens Saguaro sampling holds back (F)."""
 
 
 class DraftNow(Message, frozen=True, tag="draft", kw_only=True):
@@ -171,6 +194,8 @@ class DraftNow(Message, frozen=True, tag="draft", kw_only=True):
     pending: Token
     accepted: int
     count: int
+    held_back: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """See `Prepare`."""
 
 
 class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
@@ -188,6 +213,8 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
     tokens: list[Annotated[int, msgspec.Meta(ge=ENDED, lt=2**31)]]
     confidences: list[Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]]
     """Per branch, how sure the drafter is of its token: its own probability, 0 to 1."""
+    laws: list[DraftLaw] = []
+    """Per branch, what its token was drawn from; empty if none was drawn."""
     draft_ms: float
     """Time the drafter worked for this message."""
     last: bool = False

@@ -1,16 +1,23 @@
-"""Counter-based Gumbel noise: a pure function of (seed, position, token id).
+"""Counter-based randomness: pure functions of the seed and of where a number is used.
 
-The coupled acceptance rule needs the same noise in every process, backend and device, and
-for any subset of token ids. So each number is a hash, not a draw: two rounds of MurmurHash3's
-32-bit finaliser over the token id, keyed per position by SplitMix64 on the host. Only
-wrapping uint32 arithmetic is used, so numpy and MLX agree bit for bit on the hash; the
-Gumbel transform of it agrees to float32 rounding.
+Gumbel noise is one of (seed, position, token id). The coupled acceptance rule needs the same
+noise in every process, backend and device, and for any subset of token ids. So each number is
+a hash, not a draw: two rounds of MurmurHash3's 32-bit finaliser over the token id, keyed per
+position by SplitMix64 on the host. Only wrapping uint32 arithmetic is used, so numpy and MLX
+agree bit for bit on the hash; the Gumbel transform of it agrees to float32 rounding.
+
+Uniform numbers, for the rejection rule, are a function of (seed, stream, counters).
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 _MASK64 = (1 << 64) - 1
+
+DRAFT = 0xD6A5_9F1C_3B27_E84D
+ACCEPT = 0xA91E_64B7_0FD3_582B
+BONUS = 0xB37C_E20A_95F8_416D
+"""Streams of the rejection rule; each number of one is independent of those of the others."""
 
 # The largest float32 below 1: log1p(-1) would be minus infinity.
 _LARGEST_UNIFORM = 1.0 - 2.0**-24
@@ -63,3 +70,11 @@ def gumbel_of(xp: Any, bits: Any) -> Any:
 def gumbel(xp: Any, seed: int, positions: Sequence[int], ids: Any) -> Any:
     """[rows, n] float32 standard Gumbel noise; arguments as for `hashed`."""
     return gumbel_of(xp, hashed(xp, seed, positions, ids))
+
+
+def uniform(seed: int, stream: int, *counters: int) -> float:
+    """A number of the open interval (0, 1), on the host, with 52 random bits."""
+    key = _splitmix64(_splitmix64(seed) ^ stream)
+    for counter in counters:
+        key = _splitmix64(key ^ counter)
+    return ((key >> 12) + 0.5) * 2.0**-52

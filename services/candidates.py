@@ -1,10 +1,15 @@
-"""The best few tokens of each row of a drafter's logits, which is all that leaves the device."""
+"""The best few tokens of each row of a drafter's logits, and the draft tokens among them."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from protocol.law import Floats, Ids
+from protocol.law import Floats, Ids, ranked
+from protocol.messages import Sampling
+from protocol.rejection import draft_token, drafter_law, to_send
+from protocol.sampling import by_rejection
+from services.backends.interface import Drafted, Turn
 
 
 class Top(NamedTuple):
@@ -42,3 +47,35 @@ def best_of(rows: Floats, width: int, head_ids: Ids | None) -> Top:
     peaks = rows.max(axis=-1)
     totals = peaks + np.log(np.exp(rows - peaks[:, None]).sum(axis=-1))
     return Top(ids, np.take_along_axis(rows, columns, axis=-1), totals)
+
+
+def best_bonuses(top: Top, position: int, sampling: Sampling) -> Ids:
+    """The candidates for a bonus token, best first; `top` has one row.
+
+    Under the rejection rule its noise cannot be known, so the best are the likeliest.
+    """
+    if by_rejection(sampling):
+        best: Ids = top.ids[0]
+    else:
+        best = ranked(top.ids, top.logits, [position], sampling)[0]
+    return best
+
+
+def drafted(top: Top, positions: Sequence[int], sampling: Sampling, turn: Turn) -> list[Drafted]:
+    """The draft token after each row: the target's guessed, or one drawn from the draft's law.
+
+    Args:
+        top: the candidates.
+        positions: [rows] the absolute position that the draft token will have.
+        sampling: the drafter's (`sampling.of_drafter`).
+        turn: the round that drafts, for the draw.
+    """
+    if not by_rejection(sampling):
+        tokens = ranked(top.ids, top.logits, positions, sampling)[:, 0].tolist()
+        return [Drafted(token, top.confidence(row, token)) for row, token in enumerate(tokens)]
+    found = []
+    for ids, logits, position in zip(top.ids, top.logits, positions, strict=True):
+        q = drafter_law(ids, logits, sampling, turn.held_back)
+        token = draft_token(q, position, sampling, turn.number)
+        found.append(Drafted(token, float(q.probabilities.max()), to_send(q)))
+    return found

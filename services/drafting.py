@@ -15,7 +15,7 @@ from protocol.messages import (
     Prepare,
 )
 from services.actor import Work
-from services.backends.interface import DraftBackend
+from services.backends.interface import DraftBackend, Turn
 
 
 class Drafter:
@@ -59,8 +59,9 @@ class Drafter:
     def _prepare(self, message: Prepare) -> Generator[FromService]:
         started = time.perf_counter()
         self._backend.commit(message.sequence, message.base, message.tokens)
+        turn = Turn(message.round, message.held_back)
         layers = self._backend.prepare(
-            message.sequence, message.chain, message.fan_out, message.depth
+            message.sequence, message.chain, message.fan_out, message.depth, turn
         )
         for depth, layer in enumerate(layers, start=1):
             now = time.perf_counter()
@@ -71,6 +72,7 @@ class Drafter:
                 outcomes=[(o.accepted, o.bonus) for o in layer.outcomes] if depth == 1 else [],
                 tokens=layer.tokens,
                 confidences=layer.confidences,
+                laws=layer.laws,
                 draft_ms=1e3 * (now - started),
                 last=depth == message.depth,
             )
@@ -80,9 +82,10 @@ class Drafter:
         started = time.perf_counter()
         self._backend.commit(message.sequence, message.base, message.tokens)
         outcome = (message.accepted, message.pending)
+        turn = Turn(message.round, message.held_back)
         depth = 0
-        for token, confidence in self._backend.draft(
-            message.sequence, message.pending, message.count
+        for token, confidence, law in self._backend.draft(
+            message.sequence, message.pending, message.count, turn
         ):
             depth += 1
             yield DraftTree(
@@ -92,6 +95,7 @@ class Drafter:
                 outcomes=[outcome] if depth == 1 else [],
                 tokens=[token],
                 confidences=[confidence],
+                laws=[law] if law.tokens else [],
                 draft_ms=1e3 * (time.perf_counter() - started),
                 last=depth == message.count,
             )

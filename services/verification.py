@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.errors import ModelError, ProtocolError
-from protocol.law import choose, is_greedy
+from protocol.law import choose
 from protocol.messages import (
     CloseSequence,
     FromService,
@@ -21,6 +21,8 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
+from protocol.rejection import verified
+from protocol.sampling import by_rejection, is_greedy
 from services.actor import Work
 from services.kv import KVStore, windows_of
 from services.model import LoadedModel, compute_unit
@@ -126,28 +128,34 @@ class Verifier:
             )
         if not 1 <= len(chain) <= 1 + self.max_draft_tokens:
             raise ProtocolError(f"cannot verify a chain of {len(chain)} tokens")
+        if len(message.laws) not in (0, len(chain) - 1):
+            raise ProtocolError(f"{len(message.laws)} laws for {len(chain) - 1} draft tokens")
         logits = self._forward(sequence, chain)
-        chosen = self._chosen(logits, message.position, sequence.sampling)
-        accepted = accepted_length(chain[1:], chosen)
+        accepted, bonus = self._judged(logits, message, sequence.sampling)
         self._rewind(sequence, message.position + accepted + 1)
         return VerificationOutcome(
             sequence=message.sequence,
             round=message.round,
             accepted=accepted,
-            bonus=chosen[accepted],
+            bonus=bonus,
             verify_ms=1e3 * (time.perf_counter() - started),
             idle_ms=1e3 * (started - self._idle_since),
         )
 
     @staticmethod
-    def _chosen(logits: mx.array, position: int, sampling: Sampling) -> list[int]:
-        """The target's token after each token of the chain."""
+    def _judged(logits: mx.array, message: Verify, sampling: Sampling) -> tuple[int, int]:
+        """How many draft tokens of the chain stand, and the bonus token."""
+        draft, first = message.chain[1:], message.position + 1
         if is_greedy(sampling):
             # Only a few integers leave the device.
             tokens: Any = mx.argmax(logits, axis=-1).tolist()
-            return [int(token) for token in tokens]
-        rows = host_floats(logits)
-        return choose(rows, range(position + 1, position + 1 + len(rows)), sampling)
+            chosen = [int(token) for token in tokens]
+        elif by_rejection(sampling):
+            return verified(host_floats(logits), draft, message.laws, first, sampling)
+        else:
+            chosen = choose(host_floats(logits), range(first, first + len(draft) + 1), sampling)
+        accepted = accepted_length(draft, chosen)
+        return accepted, chosen[accepted]
 
     @staticmethod
     def _rewind(sequence: _Sequence, length: int) -> None:

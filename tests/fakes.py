@@ -109,11 +109,14 @@ class FakeVerifier:
 class FakeDrafter:
     """Guesses the target's tokens, right with probability `skill`; news ends old work."""
 
-    def __init__(self, target: Target, skill: float, context: int, random: Random) -> None:
+    def __init__(
+        self, target: Target, skill: float, context: int, random: Random, draft_ms: float
+    ) -> None:
         self._target = target
         self._skill = skill
         self._random = random
         self._context = context
+        self._draft_ms = draft_ms
         self.known: Tokens | None = None
         self._work: Iterator[DraftTree] = iter(())
 
@@ -201,7 +204,7 @@ class FakeDrafter:
             outcomes=outcomes if depth == 1 else [],
             tokens=tokens,
             confidences=[1.0 if self._skill == 1.0 else self._random.random() for _ in tokens],
-            draft_ms=1.0,
+            draft_ms=self._draft_ms,
             last=last,
         )
 
@@ -222,6 +225,7 @@ class Stack:
         seed: int = 0,
         max_draft: int = 64,
         drafter_context: int = 0,
+        draft_ms: float = 1.0,
     ) -> None:
         self.random = Random(seed)  # noqa: S311  # no secret depends on it
         self.target = target
@@ -231,6 +235,7 @@ class Stack:
         self._skill = skill
         self._max_draft = max_draft
         self._drafter_context = drafter_context
+        self._draft_ms = draft_ms
         self.verifier: FakeVerifier | None = None
         self.drafter: FakeDrafter | None = None
         self.wire: list[DraftTree] = []
@@ -311,7 +316,9 @@ class Stack:
     def drafter_comes(self) -> None:
         """A new one shakes hands; the pipeline first takes leave of the old one."""
         self.do(self.sequence.drafter_down("drafter_swapped"))
-        self.drafter = FakeDrafter(self.target, self._skill, self._drafter_context, self.random)
+        self.drafter = FakeDrafter(
+            self.target, self._skill, self._drafter_context, self.random, self._draft_ms
+        )
         self.do(self.sequence.drafter_up(self._drafter_context))
 
     def drafter_dies(self) -> None:

@@ -144,3 +144,27 @@ def test_the_command_reports_in_one_line(target: Path, tmp_path: Path) -> None:
     assert done.returncode == ModelError.exit_code
     assert done.stderr.startswith("error: cannot read the weights")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_quantised_embedding_becomes_dense(target: Path, carried: Path, tmp_path: Path) -> None:
+    """Where the target keeps its table in 8 bits of its own, the drafter gets plain numbers."""
+    weights: Any = mx.load(str(target / "model.safetensors"))
+    table = weights.pop("model.embed_tokens.weight")
+    names = ("weight", "scales", "biases")
+    parts = zip(names, mx.quantize(table, group_size=32, bits=8), strict=True)
+    weights |= {f"model.embed_tokens.{name}": array for name, array in parts}
+    quantised = tmp_path / "quantised"
+    shutil.copytree(target, quantised)
+    mx.save_safetensors(str(quantised / "model.safetensors"), weights)
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    own = {"model.embed_tokens": {"group_size": 32, "bits": 8}}
+    config["quantization"] = {"group_size": 64, "bits": 4, **own}
+    (quantised / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assemble(carried, quantised, tmp_path / "drafter")
+    assembled: Any = mx.load(str(tmp_path / "drafter" / "model.safetensors"))
+    assert not [name for name in assembled if "scales" in name]
+    np.testing.assert_allclose(
+        np.array(assembled["model.embed_tokens.weight"].astype(mx.float32)),
+        np.array(table.astype(mx.float32)),
+        atol=0.02 * float(mx.abs(table).max()),
+    )

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.cache import Draft, SpeculationCache
-from protocol.messages import ENDED, DraftTree
+from protocol.messages import ENDED, DraftLaw, DraftTree
 
 OUTCOMES = [(0, 5), (1, 5), (2, 7)]
 
@@ -102,17 +102,6 @@ def test_wrong_sized_depths_are_dropped(tokens: list[int]) -> None:
     assert cache.add(tree(2, [4, 5, 6]))
 
 
-def test_clearing_forgets_everything() -> None:
-    """After a round nothing of it is left, and the next starts at depth one."""
-    cache = filled([1, 2, 3], [4, 5, 6])
-    cache.clear()
-    assert drafts(cache) == [[], [], []]
-    assert (cache.depth, len(cache)) == (0, 0)
-    assert not cache.add(tree(2, [4, 5, 6]))
-    assert cache.add(tree(1, [9], [(0, 5)]))
-    assert drafts(cache) == [[9], [], []]
-
-
 def test_outcomes_named_twice_keep_one_draft() -> None:
     """Two branches for one outcome give one draft, never a mixture of both."""
     cache = SpeculationCache()
@@ -153,6 +142,42 @@ def test_the_beginning_of_a_draft_is_a_draft_of_its_own() -> None:
     assert whole == whole.first(9)
     whole.first(1).add(9, 0.9)
     assert Draft([1, 2, 3], [0.1, 0.2, 0.3]) == whole
+
+
+def drawn(depth: int, tokens: list[int], laws: list[DraftLaw]) -> DraftTree:
+    return msgspec.structs.replace(tree(depth, tokens, OUTCOMES if depth == 1 else None), laws=laws)
+
+
+def test_laws_stay_with_their_tokens() -> None:
+    """A drawn token's law is kept, and its confidence is the law's, whatever came out."""
+    laws = [DraftLaw([1, 4], [0.25, 0.75]), DraftLaw(), DraftLaw([3, 9], [0.5, 0.5])]
+    cache = SpeculationCache()
+    assert cache.add(drawn(1, [1, 2, 3], laws))
+    assert cache.add(tree(2, [4, 5, ENDED]))
+    first, second, third = (cache.draft(*outcome) for outcome in OUTCOMES)
+    assert (first.drawn_from, first.largest) == ([laws[0], DraftLaw()], [4, 4])
+    assert first.confidences == [0.75, confidence(4)]
+    assert (second.drawn_from, second.largest) == ([], [2, 5])
+    assert (third.drawn_from, third.largest) == ([laws[2]], [9])
+    assert first.first(1).drawn_from == [laws[0]]
+
+
+def test_a_law_that_cannot_be_ends_its_draft() -> None:
+    """The token is not used, nor what follows it; other branches go on."""
+    good, bad = DraftLaw([2, 5], [0.5, 0.5]), DraftLaw([2, 5], [0.5, 0.9])
+    cache = SpeculationCache()
+    assert cache.add(drawn(1, [2, 2, 2], [good, bad, good]))
+    assert cache.add(drawn(2, [5, 5, 5], [bad, good, good]))
+    assert cache.add(drawn(3, [5, 5, 5], [good, good, good]))
+    assert drafts(cache) == [[2], [], [2, 5, 5]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_depths_without_their_laws_are_dropped(count: int) -> None:
+    """A depth has one law per token, or none at all."""
+    cache = SpeculationCache()
+    assert not cache.add(drawn(1, [1, 2, 3], [DraftLaw()] * count))
+    assert (cache.depth, len(cache)) == (0, 0)
 
 
 @given(

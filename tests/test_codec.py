@@ -25,7 +25,7 @@ DECODERS: dict[str, Decoder[Message]] = {name: Decoder(union) for name, union in
 TEXTS = st.text("aZ \0\u00e9\u6f22\U0001f600", max_size=6)
 
 
-def values(kind: Any) -> st.SearchStrategy[Any]:  # noqa: PLR0911  # one line per kind of field
+def values(kind: Any) -> st.SearchStrategy[Any]:  # noqa: C901, PLR0911  # a line per kind of field
     """Any value that a field of this type may have."""
     match kind:
         case inspect.BoolType():
@@ -47,6 +47,10 @@ def values(kind: Any) -> st.SearchStrategy[Any]:  # noqa: PLR0911  # one line pe
             return st.lists(values(item), max_size=3)
         case inspect.TupleType(item_types=items):
             return st.tuples(*map(values, items))
+        case inspect.UnionType(types=types):
+            return st.one_of(*map(values, types))
+        case inspect.NoneType():
+            return st.none()
         case inspect.DictType(key_type=key, value_type=value):
             return st.dictionaries(values(key), values(value), max_size=3)
         case inspect.StructType(cls=cls, fields=fields):
@@ -86,6 +90,8 @@ def plain(kind: Any) -> Any:  # noqa: PLR0911  # one line per kind of field
             return [plain(item)]
         case inspect.TupleType(item_types=items):
             return tuple(map(plain, items))
+        case inspect.UnionType(types=types):
+            return plain(types[0])
         case inspect.DictType(key_type=key, value_type=value):
             return {plain(key): plain(value)}
         case inspect.StructType(cls=cls, fields=fields):
@@ -191,6 +197,16 @@ def test_wrong_and_missing_fields_are_refused(kind: type[Message], field: inspec
         (messages.Generate, {"sampling": {"seed": 2**63}}),
         (messages.Generate, {"sampling": {"seed": -1}}),
         (messages.Generate, {"sampling": {"tempreature": 1.0}}),
+        (messages.Generate, {"sampling": {"acceptance": "lenient"}}),
+        (messages.Generate, {"sampling": {"draft_temperature": -0.1}}),
+        (messages.Generate, {"sampling": {"draft_top_p": 0.0}}),
+        (messages.Generate, {"sampling": {"saguaro": 1.1}}),
+        (messages.Generate, {"sampling": {"saguaro": float("nan")}}),
+        (messages.Verify, {"laws": [{"tokens": [1], "probabilities": [float("nan")]}]}),
+        (messages.Verify, {"laws": [{"tokens": [-1], "probabilities": [1.0]}]}),
+        (messages.DraftTree, {"laws": [{"tokens": [1], "probabilities": [-0.1]}]}),
+        (messages.DraftTree, {"laws": [{"tokens": [1], "probabilities": [float("inf")]}]}),
+        (messages.DraftTree, {"laws": [{"tokens": [2**31], "probabilities": [1.0]}]}),
         (messages.Hello, {"role": "spectator"}),
         (messages.Finished, {"reason": "boredom"}),
     ],

@@ -3,12 +3,14 @@
 from collections.abc import Generator
 from itertools import islice
 
+import msgspec
 import pytest
 
 from protocol.errors import ProtocolError
 from protocol.messages import (
     ENDED,
     CloseSequence,
+    DraftLaw,
     DraftNow,
     DraftTree,
     OpenSequence,
@@ -19,9 +21,10 @@ from protocol.messages import (
     Verify,
 )
 from services.actor import Work
-from services.backends.interface import BackendIdentity, Drafted, Layer, Outcome
+from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
 from services.drafting import Drafter
 
+NOT_DRAWN = DraftLaw()
 ROOTS = [Outcome(0, 5), Outcome(2, 6)]
 OPEN = OpenSequence(sequence=3, tokens=[1, 2, 3], sampling=Sampling(temperature=0.5))
 PREPARE = Prepare(sequence=3, round=9, base=2, tokens=[3, 4], chain=[7, 8], fan_out=[1, 2], depth=3)
@@ -31,7 +34,9 @@ DRAFT = DraftNow(sequence=3, round=9, base=2, tokens=[3, 4], pending=7, accepted
 class FakeBackend:
     """Writes down what it is asked, and has so many layers and draft tokens."""
 
-    def __init__(self, layers: int, drafts: int) -> None:
+    def __init__(self, layers: int, drafts: int, law: DraftLaw = NOT_DRAWN) -> None:
+        self.turns: list[Turn] = []
+        self._law = law
         self.asked: list[tuple[object, ...]] = []
         self._layers = layers
         self._drafts = drafts
@@ -50,24 +55,31 @@ class FakeBackend:
         self.asked.append(("commit", sequence, base, tokens))
 
     def prepare(
-        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int
+        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
     ) -> Generator[Layer]:
+        self.turns.append(turn)
         self.asked.append(("prepare", sequence, chain, fan_out, depth))
         for depth_ in range(min(depth, self._layers)):
             self.asked.append(("layer",))
-            yield Layer(ROOTS, [10 + depth_, ENDED], [0.5, 0.0])
+            laws = [self._law, NOT_DRAWN] if self._law.tokens else []
+            yield Layer(ROOTS, [10 + depth_, ENDED], [0.5, 0.0], laws)
 
-    def draft(self, sequence: int, pending: int, count: int) -> Generator[Drafted]:
+    def draft(
+        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
+    ) -> Generator[Drafted]:
+        self.turns.append(turn)
         self.asked.append(("draft", sequence, pending, count))
         for at in range(min(count, self._drafts)):
-            yield Drafted(20 + at, 0.25)
+            yield Drafted(20 + at, 0.25, self._law)
 
     def close(self, sequence: int) -> None:
         self.asked.append(("close", sequence))
 
 
-def trees(message: Work, *, layers: int = 9, drafts: int = 9) -> list[DraftTree]:
-    answers = list(Drafter(FakeBackend(layers, drafts)).handle(message))
+def trees(
+    message: Work, *, layers: int = 9, drafts: int = 9, law: DraftLaw = NOT_DRAWN
+) -> list[DraftTree]:
+    answers = list(Drafter(FakeBackend(layers, drafts, law)).handle(message))
     assert all(isinstance(answer, DraftTree) for answer in answers)
     found = [answer for answer in answers if isinstance(answer, DraftTree)]
     assert {(3, 9)} >= {(tree.sequence, tree.round) for tree in found}
@@ -94,6 +106,23 @@ def test_every_depth_is_a_message(layers: int) -> None:
     assert [tree.tokens for tree in found] == [[10, ENDED], [11, ENDED], [12, ENDED]]
     assert [tree.confidences for tree in found] == [[0.5, 0.0]] * 3
     assert [tree.last for tree in found] == [False, False, True]
+
+
+def test_a_backend_is_told_the_round_and_what_to_hold_back() -> None:
+    """What a draw depends on comes with every question."""
+    backend = FakeBackend(1, 1)
+    for message in (PREPARE, DRAFT):
+        list(Drafter(backend).handle(msgspec.structs.replace(message, held_back=2)))
+    assert backend.turns == [Turn(9, 2), Turn(9, 2)]
+
+
+def test_laws_travel_with_their_tokens() -> None:
+    """What a token was drawn from is sent with it, if it was drawn."""
+    law = DraftLaw([20, 30], [0.5, 0.5])
+    for tree in (*trees(PREPARE), *trees(DRAFT)):
+        assert tree.laws == []
+    drawn = trees(PREPARE, law=law) + trees(DRAFT, law=law, drafts=2)
+    assert [tree.laws for tree in drawn] == [*[[law, DraftLaw()]] * 3, *[[law]] * 2, []]
 
 
 def test_backends_may_do_less() -> None:

@@ -1,7 +1,7 @@
 """What is learned at work: the cost of a verification, and the worth of a confidence."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.estimates import Calibration, Estimates, VerifyCost
@@ -94,44 +94,101 @@ def test_a_lookahead_that_was_asked_for_is_kept(confidences: list[float], lookah
     """With a lookahead given, that many tokens are verified whatever their confidence."""
     fixed = plan(lookahead=lookahead)
     assert fixed.depth == lookahead
-    assert min(lookahead, len(confidences)) == fixed.length(confidences)
+    assert min(lookahead, len(confidences)) == fixed.length(confidences, "hit")
 
 
 @given(CONFIDENCES)
 def test_a_chosen_length_is_one_of_the_draft(confidences: list[float]) -> None:
     """The planner takes a beginning of the draft, possibly none of it."""
-    assert 0 <= plan().length(confidences) <= len(confidences)
+    assert 0 <= plan().length(confidences, "hit") <= len(confidences)
 
 
 def test_sure_tokens_are_verified_and_doubtful_ones_are_not() -> None:
     """A draft is cut where its tokens are no longer worth their verification."""
-    assert plan().length([0.99, 0.99, 0.99]) == 3
-    assert plan().length([0.99, 0.99, 0.01]) == 2
-    assert plan().length([0.01, 0.99]) == 0
-    assert plan().length([]) == 0
+    assert plan().length([0.99, 0.99, 0.99], "hit") == 3
+    assert plan().length([0.99, 0.99, 0.01], "hit") == 2
+    assert plan().length([0.01, 0.99], "hit") == 0
+    assert plan().length([], "hit") == 0
 
 
 @given(CONFIDENCES, st.lists(st.floats(1.0, 100.0), min_size=9, max_size=9))
-def test_the_chosen_length_is_the_fastest(confidences: list[float], costs: list[float]) -> None:
-    """No other beginning of the draft promises more tokens per second."""
+def test_the_chosen_length_is_the_best(confidences: list[float], costs: list[float]) -> None:
+    """No other beginning of the draft is worth more: tokens less time at the speed of late."""
     estimates = Estimates()
     for tokens, milliseconds in enumerate(costs, start=1):
         estimates.verify_cost.observe(tokens, milliseconds)
 
-    def speed(count: int) -> float:
+    def worth(count: int) -> float:
         expected, reached = 1.0, 1.0
         for confidence in confidences[:count]:
-            reached *= estimates.calibration.rate(confidence)
+            reached *= estimates.calibrations["hit"].rate(confidence)
             expected += reached
-        return expected / costs[count]
+        return expected - costs[count] / costs[0]
 
-    best = max(speed(count) for count in range(len(confidences) + 1))
-    assert speed(Plan("ssd", estimates).length(confidences)) == pytest.approx(best)
+    best = max(worth(count) for count in range(len(confidences) + 1))
+    assert worth(Plan("ssd", estimates).length(confidences, "hit")) == pytest.approx(best)
+
+
+@settings(max_examples=200)
+@given(
+    CONFIDENCES,
+    CONFIDENCES,
+    st.lists(st.floats(0.0, 8.0), min_size=9, max_size=9),
+    st.integers(0, 8),
+)
+def test_what_was_drawn_does_not_decide_its_own_use(
+    confidences: list[float], others: list[float], steps: list[float], shared: int
+) -> None:
+    """For sampled drafts, a token's use depends on its own law and those before it alone.
+
+    The law of a token is what its draw does not change; the laws after it, it does.
+    """
+    estimates = Estimates()
+    for tokens in range(1, 10):
+        estimates.verify_cost.observe(tokens, 10.0 + sum(steps[:tokens]))
+    sampled = Plan("ssd", estimates, sampled=True)
+    count = min(len(confidences), len(others))
+    first, other = confidences[:count], [*confidences[:shared], *others[shared:]][:count]
+    assert min(shared, sampled.length(first, "hit")) == min(shared, sampled.length(other, "hit"))
+    # While the target waits, drafting ends at the first token that is not worth it.
+    lengths = [sampled.length(first[:size], "hit") for size in range(count + 1)]
+    ends = next((size for size, length in enumerate(lengths) if length < size), count + 1)
+    assert all(length == size for size, length in enumerate(lengths[:ends]))
+    assert ends > count or lengths[ends] == ends - 1
+
+
+def test_the_next_token_has_no_say_in_this_ones_use() -> None:
+    """Where the fastest length would take the first token for the second's sake, or leave it."""
+    estimates = Estimates()
+    for tokens, milliseconds in enumerate([10.0, 15.0, 15.5], start=1):
+        estimates.verify_cost.observe(tokens, milliseconds)
+    fastest, sampled = Plan("ssd", estimates), Plan("ssd", estimates, sampled=True)
+    assert [fastest.length([0.4, 0.99], "hit"), fastest.length([0.4, 0.01], "hit")] == [2, 0]
+    assert [sampled.length([0.4, 0.99], "hit"), sampled.length([0.4, 0.01], "hit")] == [2, 1]
+
+
+def test_sampled_drafts_go_on_where_going_on_pays() -> None:
+    """A step in the cost does not end a draft whose tokens are all sure."""
+    estimates = Estimates()
+    for tokens, milliseconds in enumerate([10.0, 21.0, 22.0, 23.0, 24.0], start=1):
+        estimates.verify_cost.observe(tokens, milliseconds)
+    sampled = Plan("ssd", estimates, sampled=True)
+    assert sampled.length([0.99] * 4, "hit") == 4
+    assert sampled.length([0.99], "hit") == 0
+    assert sampled.length([0.01, 0.99, 0.99, 0.99], "hit") == 0
+
+
+@pytest.mark.parametrize(("lookahead", "budget", "expected"), [(0, 0, 3), (4, 20, 4), (6, 3, 1)])
+def test_saguaro_holds_back_what_a_row_can_expect(
+    lookahead: int, budget: int, expected: int
+) -> None:
+    """F is the branches that each acceptance length gets on average, at least one."""
+    assert expected == plan(lookahead=lookahead, budget=budget).held_back
 
 
 @given(CONFIDENCES, st.integers(0, 64))
 def test_fan_out_fits_the_chain(confidences: list[float], budget: int) -> None:
     """There is one count per acceptance length, and they sum to the budget or its default."""
-    counts = plan(budget=budget).fan_out(confidences)
+    counts = plan(budget=budget).fan_out(confidences, "hit")
     assert len(counts) == len(confidences) + 1
-    assert sum(counts) == (budget or sum(plan().fan_out([])))
+    assert sum(counts) == (budget or sum(plan().fan_out([], "hit")))

@@ -182,7 +182,7 @@ class Line:
         drafted = list(islice(drafts, played.layers))
         drafts.close()
         assert len(drafted) == min(played.depth, played.layers)
-        self.next_draft = [token for token, _ in drafted]
+        self.next_draft = [token for token, *_ in drafted]
         prefix = [*self.committed, self.pending]
         [laws] = self.setup.laws([prefix + self.next_draft], self.sampling)
         for law, token in zip(laws[len(self.committed) :], drafted, strict=False):
@@ -439,7 +439,7 @@ def test_nothing_is_computed_twice(fed: list[int]) -> None:
     assert fed == [1]
     fed.clear()
     drafted = list(backend.draft(number, chain[0], 3))
-    assert chain[1:] == [token for token, _ in drafted]
+    assert chain[1:] == [token for token, *_ in drafted]
     assert fed == [1, 1]
 
 

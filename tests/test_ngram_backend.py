@@ -23,7 +23,7 @@ def opened(tokens: Tokens) -> tuple[NgramBackend, int]:
 
 def drafted(tokens: Tokens, pending: int, wanted: int) -> Tokens:
     backend, number = opened(tokens)
-    return [token for token, _ in backend.draft(number, pending, wanted)]
+    return [token for token, *_ in backend.draft(number, pending, wanted)]
 
 
 def prepared(
@@ -84,7 +84,7 @@ def test_longer_matches_are_surer() -> None:
     for length in (2, 3, 4):
         said = list(range(10, 10 + length))
         backend, number = opened([*said, 50, 99, *said[:-1]])
-        [(token, confidence)] = backend.draft(number, said[-1], 1)
+        [(token, confidence, _)] = backend.draft(number, said[-1], 1)
         assert token == 50
         told.append(confidence)
     assert sorted(told) == told
@@ -156,9 +156,9 @@ def test_commits_append_and_rewind() -> None:
     """`commit` keeps the first `base` tokens and appends; drafts follow from what is left."""
     backend, number = opened([1, 2, 3, 4])
     backend.commit(number, 4, [9, 1, 2])
-    assert [token for token, _ in backend.draft(number, 3, 2)] == [4, 9]
+    assert [token for token, *_ in backend.draft(number, 3, 2)] == [4, 9]
     backend.commit(number, 3, [7, 7, 1, 2])
-    assert [token for token, _ in backend.draft(number, 3, 2)] == [7, 7]
+    assert [token for token, *_ in backend.draft(number, 3, 2)] == [7, 7]
     backend.commit(number, 0, [])
     assert list(backend.draft(number, 3, 2)) == []
     with pytest.raises(ProtocolError, match="cannot rewind 0 tokens to 1"):
@@ -173,7 +173,7 @@ def test_preparing_commits_nothing() -> None:
     list(backend.draft(number, 2, 3))
     told.clear()
     backend.commit(number, 5, [2])
-    assert [token for token, _ in backend.draft(number, 3, 9)] == [4, 1, 2, 3]
+    assert [token for token, *_ in backend.draft(number, 3, 9)] == [4, 1, 2, 3]
 
 
 def test_sequences_are_apart_and_unknown_ones_refused() -> None:
@@ -181,12 +181,12 @@ def test_sequences_are_apart_and_unknown_ones_refused() -> None:
     backend = NgramBackend()
     for number in (1, 2):
         list(backend.open(number, [5, 6, number, 5], Sampling()))
-    assert [[t for t, _ in backend.draft(n, 6, 1)] for n in (1, 2)] == [[1], [2]]
+    assert [[t for t, *_ in backend.draft(n, 6, 1)] for n in (1, 2)] == [[1], [2]]
     backend.close(1)
     backend.close(1)
     with pytest.raises(ProtocolError, match="sequence 1 is not open"):
         backend.commit(1, 0, [])
-    assert [token for token, _ in backend.draft(2, 6, 1)] == [2]
+    assert [token for token, *_ in backend.draft(2, 6, 1)] == [2]
 
 
 def test_no_model_means_no_vocabulary() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.noise import gumbel, gumbel_of, hashed
+from protocol.noise import ACCEPT, BONUS, DRAFT, gumbel, gumbel_of, hashed, uniform
 
 Bits = npt.NDArray[np.uint32]
 
@@ -162,3 +162,81 @@ def test_neighbours_are_independent(
     expected = first.size / 256
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert abs(chi_square - 255) < 4 * sqrt(2 * 255)
+
+
+Pair = tuple[list[float], list[float]]
+
+
+def draft_and_accept(seed: int) -> Pair:
+    return at_positions(seed, DRAFT, 5), at_positions(seed, ACCEPT)
+
+
+def draft_and_bonus(seed: int) -> Pair:
+    return at_positions(seed, DRAFT, 0), at_positions(seed, BONUS)
+
+
+def accept_and_bonus(seed: int) -> Pair:
+    return at_positions(seed, ACCEPT), at_positions(seed, BONUS)
+
+
+def two_rounds(seed: int) -> Pair:
+    return at_positions(seed, DRAFT, 5), at_positions(seed, DRAFT, 6)
+
+
+def two_positions(seed: int) -> Pair:
+    return at_positions(seed, DRAFT, 5)[1:], at_positions(seed, DRAFT, 5)[:-1]
+
+
+def bonus_and_next_accept(seed: int) -> Pair:
+    return at_positions(seed, ACCEPT)[1:], at_positions(seed, BONUS)[:-1]
+
+
+def two_seeds(seed: int) -> Pair:
+    return at_positions(seed, BONUS), at_positions(seed + 1, BONUS)
+
+
+def draft_and_noise(seed: int) -> Pair:
+    bits = hashed(np, seed, range(20_000), row([0]))[:, 0] / 2.0**32
+    return at_positions(seed, DRAFT, 0), bits.tolist()
+
+
+def at_positions(seed: int, stream: int, *counters: int) -> list[float]:
+    return [uniform(seed, stream, *counters, position) for position in range(20_000)]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        draft_and_accept,
+        draft_and_bonus,
+        accept_and_bonus,
+        two_rounds,
+        two_positions,
+        bonus_and_next_accept,
+        two_seeds,
+        draft_and_noise,
+    ],
+)
+def test_uniform_streams_are_independent(draw: Callable[[int], Pair]) -> None:
+    """Streams, rounds, positions and seeds fill all pairs of sixteenths evenly (chi-square)."""
+    first, second = (np.array(numbers) for numbers in draw(7))
+    cells = (first * 16).astype(int) * 16 + (second * 16).astype(int)
+    counts = np.bincount(cells, minlength=256)
+    expected = first.size / 256
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert abs(chi_square - 255) < 4 * sqrt(2 * 255)
+    assert abs(np.corrcoef(first, second)[0, 1]) < 4 / sqrt(first.size)
+
+
+@given(SEEDS, st.integers(0, 2**63), st.integers(0, 2**31))
+def test_uniform_numbers_are_inside(seed: int, number: int, position: int) -> None:
+    """Neither 0 nor 1 is ever drawn, and the same counters give the same number."""
+    drawn = uniform(seed, DRAFT, number, position)
+    assert 0.0 < drawn < 1.0
+    assert drawn == uniform(seed, DRAFT, number, position)
+
+
+def test_uniform_numbers_never_change() -> None:
+    """A seed gives the same answer in every version of this project."""
+    expected = [0.6949764487256264, 0.9524603521526022, 0.674054201444254]
+    assert expected == [uniform(42, DRAFT, 3, 9), uniform(42, ACCEPT, 9), uniform(42, BONUS, 9)]

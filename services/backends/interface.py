@@ -5,16 +5,20 @@ state it needs (a KV, a list of tokens) and may do as little as it likes: fewer 
 shorter drafts or none at all cost speed only, never correctness, because the target
 verifies every token.
 
+One promise matters: a draft token is a function of the tokens before it, unless it was drawn
+at random; then the law that it was drawn from comes with it, exactly, and what was drawn
+does not decide what is offered (`protocol.rejection`, `candidates.drafted`).
+
 Life of a sequence: `open` with the committed tokens; then, per round, `commit` brings it up
 to date and one of `prepare` or `draft` is asked for; `close` ends it. Methods raise on
 failure and stay usable for other sequences.
 """
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from protocol.messages import Sampling, Tokens
+from protocol.messages import DraftLaw, Sampling, Tokens
 
 
 class Outcome(NamedTuple):
@@ -24,11 +28,25 @@ class Outcome(NamedTuple):
     bonus: int
 
 
+class Turn(NamedTuple):
+    """What a backend that draws tokens at random needs to know of a round; others ignore it."""
+
+    number: int = 0
+    """The round: two rounds draw independently."""
+    held_back: int = 0
+    """How many of the best tokens Saguaro sampling holds back."""
+
+
+NO_TURN = Turn()
+
+
 class Drafted(NamedTuple):
     """One draft token, and how sure the backend is of it (see `Layer.confidences`)."""
 
     token: int
     confidence: float
+    law: DraftLaw = DraftLaw()
+    """What the token was drawn from; without tokens, as here, it was not drawn."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +60,8 @@ class Layer:
     confidences: list[float]
     """How sure the backend is of each of these tokens, 0 to 1; a rough guess will do, since
     the orchestrator learns how often tokens of a given confidence are accepted."""
+    laws: list[DraftLaw] = field(default_factory=list)
+    """What each of these tokens was drawn from; empty if none was drawn."""
 
 
 class BackendIdentity(NamedTuple):
@@ -77,7 +97,7 @@ class DraftBackend(Protocol):
         ...
 
     def prepare(
-        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int
+        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
     ) -> Generator[Layer]:
         """Branches for the outcomes of verifying `chain`, one depth at a time.
 
@@ -88,7 +108,9 @@ class DraftBackend(Protocol):
         """
         ...
 
-    def draft(self, sequence: int, pending: int, count: int) -> Generator[Drafted]:
+    def draft(
+        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
+    ) -> Generator[Drafted]:
         """Up to `count` draft tokens after the pending token, one at a time."""
         ...
 

@@ -23,10 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import ProtocolError
-from protocol.law import Floats, is_greedy, ranked
+from protocol.law import Floats
 from protocol.messages import Sampling, Tokens
-from services.backends.interface import BackendIdentity, Drafted, Layer, Outcome
-from services.candidates import Top, best_of
+from protocol.sampling import is_greedy, of_drafter
+from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
+from services.candidates import Top, best_bonuses, best_of, drafted
 from services.draft_head import trim_head
 from services.kv import KVStore, windows_of
 from services.model import compute_unit, load
@@ -35,7 +36,8 @@ from services.rope import allow_branches, use_tables
 MAX_DRAFT_TOKENS = 64
 
 _SAMPLED_WIDTH = 64
-"""Candidates per row when noise decides: the best by logit are rarely the best by score."""
+"""Candidates per row when noise decides: the best by logit are rarely the best by score.
+Under the rejection rule, the tokens of the law that a draft token is drawn from."""
 
 
 @dataclass
@@ -57,6 +59,7 @@ class _Tree:
 class _Sequence:
     store: KVStore
     sampling: Sampling
+    """The drafter's."""
     tokens: Tokens = field(default_factory=list)
     """The trunk's tokens; as many as the store's length."""
     committed: int = 0
@@ -97,7 +100,8 @@ class MlxBackend:
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Prefill in chunks; may be abandoned between two."""
-        opened = _Sequence(KVStore(self._windows, bucketed=self._bucketed), sampling)
+        store = KVStore(self._windows, bucketed=self._bucketed)
+        opened = _Sequence(store, of_drafter(sampling))
         for start in range(0, len(tokens), self._step):
             chunk = tokens[start : start + self._step]
             opened.store.chain(len(chunk))
@@ -117,7 +121,7 @@ class MlxBackend:
         known.committed = base + len(tokens)
 
     def prepare(
-        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int
+        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
     ) -> Generator[Layer]:
         """Fork every row of the chain, then grow all branches depth by depth."""
         known = self._known(sequence)
@@ -131,11 +135,15 @@ class MlxBackend:
         tree = known.tree = _Tree(known.committed, branches, [], [], [])
         tokens = [root.bonus for root in roots]
         for _ in range(depth):
-            tokens, confidences = self._grow(known, tree, roots, tokens)
-            yield Layer(roots, tokens, confidences)
+            grown = self._grow(known, tree, roots, tokens, turn)
+            tokens = [draft.token for draft in grown]
+            laws = [draft.law for draft in grown if draft.law.tokens]
+            yield Layer(roots, tokens, [draft.confidence for draft in grown], laws)
 
-    def draft(self, sequence: int, pending: int, count: int) -> Generator[Drafted]:
-        """Greedy (by score) continuation on the trunk, one token per forward."""
+    def draft(
+        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
+    ) -> Generator[Drafted]:
+        """One continuation on the trunk, one token per forward."""
         known = self._known(sequence)
         width = self._width(known.sampling, 1)
         tail = [pending]
@@ -143,10 +151,9 @@ class MlxBackend:
             self._feed(known, known.committed, tail, rows=1, width=width)
             position = known.committed + len(tail)
             self._cut(known, position)
-            top = known.tops[position - 1]
-            token = int(ranked(top.ids, top.logits, [position], known.sampling)[0, 0])
-            yield Drafted(token, top.confidence(0, token))
-            tail = [*tail, token]
+            [found] = drafted(known.tops[position - 1], [position], known.sampling, turn)
+            yield found
+            tail = [*tail, found.token]
 
     def close(self, sequence: int) -> None:
         """Free the KV."""
@@ -229,17 +236,16 @@ class MlxBackend:
         roots: list[Outcome] = []
         for accepted, wanted in enumerate(fan_out[: len(chain)]):
             position = known.committed + accepted
-            top = known.tops[position]
-            best = ranked(top.ids, top.logits, [position + 1], known.sampling)[0]
+            best = best_bonuses(known.tops[position], position + 1, known.sampling)
             rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
             bonuses = [int(token) for token in best[: wanted + 1] if token != rejected]
             roots += [Outcome(accepted, bonus) for bonus in bonuses[:wanted]]
         return roots
 
     def _grow(
-        self, known: _Sequence, tree: _Tree, roots: list[Outcome], tokens: Tokens
-    ) -> tuple[Tokens, list[float]]:
-        """Feed one token per branch; returns the next token of each, and its confidence."""
+        self, known: _Sequence, tree: _Tree, roots: list[Outcome], tokens: Tokens, turn: Turn
+    ) -> list[Drafted]:
+        """Feed one token per branch; returns the next token of each."""
         depth, count = len(tree.fed), len(roots)
         trunk = len(known.tokens)
         start = trunk + depth * count
@@ -256,9 +262,7 @@ class MlxBackend:
         tree.slots.append(start)
         tree.logits.append(rows)
         top = best_of(rows, self._width(known.sampling, 1), self._head_ids)
-        best = ranked(top.ids, top.logits, [int(p) + 1 for p in positions], known.sampling)
-        chosen = [int(token) for token in best[:, 0]]
-        return chosen, [top.confidence(row, token) for row, token in enumerate(chosen)]
+        return drafted(top, [int(p) + 1 for p in positions], known.sampling, turn)
 
     # ------------------------------------------------------------ the head
 

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 
 from protocol.errors import ProtocolError
 from protocol.messages import ENDED, Sampling, Tokens
-from services.backends.interface import BackendIdentity, Drafted, Layer, Outcome
+from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
 
 _LONGEST = 4
 _SHORTEST = 2
@@ -44,9 +44,10 @@ class NgramBackend:
         known[base:] = tokens
 
     def prepare(
-        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int
+        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
     ) -> Generator[Layer]:
         """One branch per distinct continuation found after each prefix of the chain."""
+        del turn  # nothing is drawn
         known = self._known(sequence)
         outcomes: list[Outcome] = []
         drafts: list[Tokens] = []
@@ -64,8 +65,11 @@ class NgramBackend:
             tokens = [draft[level] if level < len(draft) else ENDED for draft in drafts]
             yield Layer(outcomes, tokens, confidences)
 
-    def draft(self, sequence: int, pending: int, count: int) -> Generator[Drafted]:
+    def draft(
+        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
+    ) -> Generator[Drafted]:
         """The continuation of the latest similar place."""
+        del turn
         draft, confidence = _continuation([*self._known(sequence), pending], count)
         for token in draft:
             yield Drafted(token, confidence)

@@ -1,0 +1,77 @@
+"""Flags that several verbs share: what a stack is made of, and how tokens are drawn."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, get_args
+
+import click
+
+from launch.generate import new_seed
+from protocol.messages import Acceptance, Sampling
+from protocol.sampling import check
+from protocol.settings import BACKENDS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _apply(decorators: list[Callable[[F], F]]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+def stack_options() -> Callable[[F], F]:
+    """What the stack is made of."""
+    return _apply(
+        [
+            click.option("--model", help="Target: model folder or hub name."),
+            click.option("--draft-model", help="Drafter: model folder or hub name."),
+            click.option("--draft-backend", type=click.Choice(["auto", *BACKENDS])),
+            click.option("--prefill-step-size", type=click.IntRange(min=1)),
+        ]
+    )
+
+
+def sampling_options() -> Callable[[F], F]:
+    """How tokens are drawn; `take_sampling` reads them."""
+    d = Sampling()
+    unit, share = click.FloatRange(0, 1), click.FloatRange(0, 1, min_open=True)
+    return _apply(
+        [
+            click.option("--temp", "--temperature", type=click.FloatRange(0, 100),
+                         default=d.temperature, show_default=True, help="0 is greedy."),
+            click.option("--top-p", type=share, default=d.top_p),
+            click.option("--top-k", type=click.IntRange(min=0), default=d.top_k),
+            click.option("--min-p", type=unit, default=d.min_p),
+            click.option("--seed", type=click.IntRange(0, 2**63 - 1),
+                         help="Same seed, same answer; drawn and reported if left out."),
+            click.option("--acceptance", type=click.Choice(get_args(Acceptance)),
+                         default=d.acceptance, show_default=True,
+                         help="coupled: the tokens of plain decoding; rejection: their law."),
+            click.option("--draft-temp", type=click.FloatRange(0, 100),
+                         help="The drafter's own temperature; no answer's law depends on it."),
+            click.option("--draft-top-p", type=share, help="The drafter's own top-p."),
+            click.option("--saguaro-c", type=unit, default=d.saguaro, show_default=True,
+                         help="Rejection: the draft's weight for tokens prepared for; 1 is off."),
+        ]
+    )  # fmt: skip
+
+
+def take_sampling(options: dict[str, Any]) -> Sampling:
+    """Take the sampling options out of `options`; raises UsageError if they contradict."""
+    seed = options.pop("seed")
+    sampling = Sampling(
+        temperature=options.pop("temp"),
+        top_p=options.pop("top_p"),
+        top_k=options.pop("top_k"),
+        min_p=options.pop("min_p"),
+        seed=new_seed() if seed is None else seed,
+        acceptance=options.pop("acceptance"),
+        draft_temperature=options.pop("draft_temp"),
+        draft_top_p=options.pop("draft_top_p"),
+        saguaro=options.pop("saguaro_c"),
+    )
+    check(sampling)
+    return sampling

@@ -1,0 +1,43 @@
+"""One verification in flight: what is verified, and what is prepared meanwhile."""
+
+from dataclasses import dataclass, field
+
+from orchestrator.cache import Draft, SpeculationCache
+from orchestrator.estimates import Lesson
+from protocol.messages import Mode, Origin, Tokens, VerificationOutcome, Verify
+
+
+@dataclass
+class Round:
+    """Replaced as a whole when the next one starts."""
+
+    chain: Tokens = field(default_factory=list)
+    draft: Draft = field(default_factory=Draft)
+    """The draft tokens of the chain."""
+    origin: Origin = "target"
+    """Where the chain came from."""
+    speculating: bool = False
+    """Whether a drafter works beside the verification, or drafted for it."""
+    cache: SpeculationCache = field(default_factory=SpeculationCache)
+    ahead: dict[tuple[int, int], tuple[Draft, Verify]] = field(default_factory=dict)
+    """The rounds that the prepared outcomes lead to."""
+
+    def forget(self) -> None:
+        """What was prepared is worthless."""
+        self.cache = SpeculationCache()
+        self.ahead = {}
+
+    def lesson(self, outcome: VerificationOutcome, mode: Mode, *, first: bool) -> Lesson:
+        """What it taught; before the `first` of a request the verifier had nothing to do."""
+        rank, prepared = self.cache.rank(outcome.accepted, outcome.bonus)
+        return Lesson(
+            mode=mode,
+            speculating=self.speculating,
+            origin=self.origin,
+            confidences=self.draft.confidences,
+            accepted=outcome.accepted,
+            prepared=prepared,
+            rank=rank,
+            verify_ms=outcome.verify_ms,
+            idle_ms=None if first else outcome.idle_ms,
+        )

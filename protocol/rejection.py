@@ -1,0 +1,160 @@
+"""The rejection rule: drafts are drawn from q, and kept so often that the output follows p.
+
+A draft token s, drawn from q, stands with probability min(1, p(s) / q(s)). If it falls, the
+bonus token is drawn from what p has more of than q, normalise(max(p - q, 0)); if all stand,
+from p. Then the token at that position follows p, whatever q is, as long as s was drawn from
+q. So the drafter draws from a law of few tokens, and sends exactly that law. A token that
+was not drawn but named has all of q.
+
+Randomness is a function of (seed, stream, position), and of the round for drafts; the three
+streams are independent (`noise.uniform`). Why the output follows p, by induction over the
+positions: let G be everything that happened before a position's token is committed.
+
+* A position is committed once, by the accept and bonus numbers of that position, and by no
+  other; no decision in G looked at them. A verification whose outcome got lost with its
+  process was seen by nobody, so its numbers are still fresh.
+* If a draft token s is offered there, s was drawn by the number of its position and of the
+  round that prepared it. G does not depend on that number: q is a function of the tokens
+  before s; outcomes are prepared by rank, not drawn; earlier drafts of the position, of which
+  a trace may be left in G (they steered the fan-out), have other rounds; and whether s is
+  offered is decided by q and the tokens before s, never by s or what follows it
+  (`Plan.length`). A dead, late or replaced drafter only changes which q it is, or none.
+  Branches share the number: at most one of them becomes part of the sequence.
+
+So, given G, s follows q and both numbers are uniform: the token follows p. Choosing drafts by
+their drawn tokens (dropping unlikely ones, say) would break this, unseen by the verifier.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import ProtocolError
+from protocol.law import Floats, Ids, has_filter, kept
+from protocol.messages import DraftLaw, Sampling
+from protocol.noise import ACCEPT, BONUS, DRAFT, uniform
+from protocol.sampling import is_sound
+
+Doubles = npt.NDArray[np.float64]
+
+
+class Law(NamedTuple):
+    """Tokens and their probabilities; other tokens have none."""
+
+    ids: Ids
+    probabilities: Doubles
+
+    def of(self, token: int) -> float:
+        """The probability of a token."""
+        return float(self.probabilities[self.ids == token].sum())
+
+
+def target_law(row: Floats, sampling: Sampling) -> Law:
+    """p: the law of the target's token, after filters and temperature, as the coupled rule has it.
+
+    Args:
+        row: [vocabulary] logits.
+        sampling: the request's.
+    """
+    ids = kept(row, sampling) if has_filter(sampling) else np.arange(row.size)
+    return Law(ids, _tempered(row[ids], sampling.temperature))
+
+
+def drafter_law(ids: Ids, logits: Floats, sampling: Sampling, held_back: int) -> Law:
+    """q: the law that a draft token is drawn from.
+
+    Saguaro sampling (Definition 14) gives the best tokens, which are those that outcomes are
+    prepared for, a smaller weight. They are then accepted more readily when drawn, and more
+    often the bonus token when not: more hits for fewer accepted tokens.
+
+    Args:
+        ids: [n] the drafter's best tokens, in falling order of logit.
+        logits: [n] theirs; the filters see the law of these n alone.
+        sampling: the drafter's (`sampling.of_drafter`); its `saguaro` is the smaller weight.
+        held_back: how many of the best tokens get it (F).
+    """
+    if has_filter(sampling):
+        columns = kept(logits, sampling)
+        ids, logits = ids[columns], logits[columns]
+    weights = _tempered(logits, sampling.temperature)
+    held = weights.copy()
+    held[:held_back] *= sampling.saguaro
+    # With weight 0 nothing may be left; then nothing is held back.
+    weights = held if held.sum() > 0.0 else weights
+    return Law(ids, weights / weights.sum())
+
+
+def _tempered(logits: Floats, temperature: float) -> Doubles:
+    exact = logits.astype(np.float64)
+    weights = np.exp((exact - exact.max()) / temperature)
+    result: Doubles = weights / weights.sum()
+    return result
+
+
+def draw(law: Law, number: float) -> int:
+    """The token at a uniform number of [0, 1): tokens share the interval by probability."""
+    bounds = np.cumsum(law.probabilities)
+    # Rounding must not leave the interval: the last token may have probability 0.
+    place = min(number * bounds[-1], np.nextafter(bounds[-1], 0.0))
+    return int(law.ids[np.searchsorted(bounds, place, side="right")])
+
+
+def accepts(p: Law, q: Law, token: int, number: float) -> bool:
+    """Whether a token drawn from q stands, at a uniform number of [0, 1)."""
+    return number * q.of(token) < p.of(token)
+
+
+def residual(p: Law, q: Law) -> Law:
+    """What the bonus token is drawn from after a rejection: what p has more of than q."""
+    drafted = np.zeros(1 + max(int(p.ids.max()), int(q.ids.max())))
+    drafted[q.ids] = q.probabilities
+    rest = np.maximum(p.probabilities - drafted[p.ids], 0.0)
+    total = rest.sum()
+    # No rest is a rounding error between equal laws, where every law of the rest is right.
+    return Law(p.ids, rest / total) if total > 0.0 else p
+
+
+def draft_token(q: Law, position: int, sampling: Sampling, number: int) -> int:
+    """The draft token at a position, drawn from q in this round."""
+    return draw(q, uniform(sampling.seed, DRAFT, number, position))
+
+
+def verified(
+    rows: Floats, draft: Sequence[int], laws: Sequence[DraftLaw], first: int, sampling: Sampling
+) -> tuple[int, int]:
+    """How many draft tokens stand, and the bonus token.
+
+    Args:
+        rows: [1 + draft tokens, vocabulary] the target's logits, before and after each.
+        draft: the draft tokens.
+        laws: what each was drawn from; empty if none was drawn.
+        first: the absolute position of the first draft token.
+        sampling: the request's.
+
+    Raises:
+        ProtocolError: a token cannot have been drawn from its law.
+    """
+    sent = laws or [DraftLaw()] * len(draft)
+    for index, (token, law) in enumerate(zip(draft, sent, strict=True)):
+        position = first + index
+        p, q = target_law(rows[index], sampling), _received(law, token)
+        if not accepts(p, q, token, uniform(sampling.seed, ACCEPT, position)):
+            return index, draw(residual(p, q), uniform(sampling.seed, BONUS, position))
+    p = target_law(rows[len(draft)], sampling)
+    return len(draft), draw(p, uniform(sampling.seed, BONUS, first + len(draft)))
+
+
+def to_send(q: Law) -> DraftLaw:
+    """The law as it travels, in double precision: it must be the law that was drawn from."""
+    return DraftLaw(q.ids.tolist(), q.probabilities.tolist())
+
+
+def _received(law: DraftLaw, token: int) -> Law:
+    if not is_sound(law, token):
+        raise ProtocolError(f"token {token} cannot have been drawn from the law sent with it")
+    if not law.tokens:
+        return Law(np.array([token]), np.ones(1))
+    probabilities = np.array(law.probabilities)
+    return Law(np.array(law.tokens), probabilities / probabilities.sum())

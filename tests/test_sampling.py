@@ -1,0 +1,116 @@
+"""What sampling parameters mean together, and which laws can be true."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.bench import Bench, BenchPrompt, Run
+from mlx_ssd import SamplingParams
+from protocol.errors import UsageError
+from protocol.messages import DraftLaw, Sampling
+from protocol.sampling import by_rejection, check, is_sound, of_drafter
+
+WARM = Sampling(temperature=0.7, top_p=0.9)
+
+
+def changed(**changes: object) -> Sampling:
+    return msgspec.structs.replace(WARM, **changes)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (Sampling(draft_temperature=0.5), "temperature above 0"),
+        (Sampling(draft_top_p=0.5), "temperature above 0"),
+        (changed(saguaro=0.4), "rejection rule"),
+        (Sampling(acceptance="rejection", saguaro=0.4), "temperatures above 0"),
+        (changed(acceptance="rejection", saguaro=0.4, draft_temperature=0.0), "above 0"),
+    ],
+    ids=str,
+)
+def test_what_has_no_meaning_is_refused(sampling: Sampling, words: str) -> None:
+    """A sentence says what is missing, on the command line and in Python."""
+    with pytest.raises(UsageError, match=words):
+        check(sampling)
+    params = SamplingParams(
+        temperature=sampling.temperature,
+        acceptance=sampling.acceptance,
+        draft_temp=sampling.draft_temperature,
+        draft_top_p=sampling.draft_top_p,
+        saguaro_c=sampling.saguaro,
+    )
+    with pytest.raises(UsageError, match=words):
+        params.request(1, "hello")
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(acceptance="rejection"),
+        changed(draft_temperature=0.0, draft_top_p=0.5),
+        changed(acceptance="rejection", saguaro=0.0),
+        changed(acceptance="rejection", saguaro=0.4, draft_temperature=1.5),
+    ],
+    ids=str,
+)
+def test_what_has_a_meaning_is_not(sampling: Sampling) -> None:
+    """Both rules take a drafter's own law; at temperature 0 they are one."""
+    check(sampling)
+    assert by_rejection(sampling) == (
+        sampling.acceptance == "rejection" and sampling.temperature > 0
+    )
+
+
+def test_the_api_passes_everything_on() -> None:
+    """Every parameter arrives under the name that the protocol has for it."""
+    expected = changed(acceptance="rejection", draft_temperature=1.5, draft_top_p=0.8, saguaro=0.4)
+    params = SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        seed=0,
+        acceptance="rejection",
+        draft_temp=1.5,
+        draft_top_p=0.8,
+        saguaro_c=0.4,
+    )
+    assert expected == params.request(1, "hello").sampling
+
+
+def test_the_bench_does_not_compare_what_only_shares_a_law() -> None:
+    """Under the rejection rule no tokens are compared, and the closing line says so."""
+    anything: Any = None
+    for sampling, words in (
+        (WARM, "tokens of plain decoding"),
+        (Sampling(acceptance="rejection"), "tokens of plain decoding"),
+        (changed(acceptance="rejection"), "same law, not the same tokens"),
+    ):
+        runs = Bench(anything, anything, anything, ("ar", "ssd"), sampling, 8)
+        runs.runs = [Run("p", "", mode, [at], 1.0, 1.0) for at, mode in enumerate(("ar", "ssd"))]
+        if "same law" in words:
+            runs._compare(BenchPrompt("p", "hello"))
+        runs.check()
+        assert words in runs.verdict()
+
+
+def test_the_drafter_follows_the_target_unless_told_otherwise() -> None:
+    """None is the target's own parameter; the rest is shared."""
+    assert of_drafter(WARM) == WARM
+    own = of_drafter(changed(draft_temperature=1.5, draft_top_p=0.5))
+    assert (own.temperature, own.top_p, own.seed) == (1.5, 0.5, WARM.seed)
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=64), st.integers(0, 63))
+def test_a_law_is_sound_if_the_token_could_be_drawn(weights: list[float], index: int) -> None:
+    """Distinct tokens, probabilities that sum to 1, and some of it the token's."""
+    index %= len(weights)
+    total = sum(weights)
+    if total == 0.0:
+        return
+    law = DraftLaw([3 * at for at in range(len(weights))], [w / total for w in weights])
+    assert is_sound(law, 3 * index) == (law.probabilities[index] > 0.0)
+    assert not is_sound(law, 1)
+    assert is_sound(DraftLaw(), 1)
