@@ -92,6 +92,10 @@ class Orchestrator:
 
     def _from_service(self, address: bytes, message: FromService | ProtocolError) -> None:
         peer = self._registry.at(address)
+        # The one that the target waits for goes first.
+        if isinstance(message, VerificationOutcome) and peer is not None:
+            self._outcome(peer, message)
+            return
         match message:
             case Hello():
                 self._hello(Peer(address, message))
@@ -99,8 +103,6 @@ class Orchestrator:
                 _log.warning("a service sent nonsense: %s", message)
             case _ if peer is None:
                 _log.info("dropped a %s of a service that was replaced", type(message).__name__)
-            case VerificationOutcome():
-                self._outcome(message)
             case DraftTree():
                 self._tree(message)
             case Failed():
@@ -109,13 +111,14 @@ class Orchestrator:
                 if answer := self._answers.get(number):
                     answer.sequence.recorder.phase(f"prefill_{peer.hello.role}", prefill_ms)
 
-    def _outcome(self, message: VerificationOutcome) -> None:
+    def _outcome(self, verifier: Peer, message: VerificationOutcome) -> None:
         answer = self._answers.get(message.sequence)
         if answer is None:
             return
         foreseen = answer.sequence.foreseen(message)
         if foreseen:
-            self._to_service("verifier", answer.frames[message.accepted, message.bonus])
+            frame = answer.frames[message.accepted, message.bonus]
+            self._services.send(verifier.address, frame)
             answer.sequence.recorder.phase("dispatch", 1e3 * (time.monotonic() - self._woke))
         answer.sequence.recorder.verifying_since = None
         for action in answer.sequence.outcome(message, self._woke):

@@ -53,10 +53,11 @@ class Registry:
     def __init__(self) -> None:
         self.peers: dict[Role, Peer] = {}
         self.refused: dict[Role, str] = {}
+        self._by_address: dict[bytes, Peer] = {}
 
     def at(self, address: bytes) -> Peer | None:
         """The service with this address, if it is current."""
-        return next((p for p in self.peers.values() if p.address == address), None)
+        return self._by_address.get(address)
 
     @property
     def context_length(self) -> int:
@@ -68,7 +69,10 @@ class Registry:
         """Make a service current; returns the one that it replaces."""
         self.refused.pop(peer.hello.role, None)
         old = self.peers.get(peer.hello.role)
+        if old is not None:
+            self._by_address.pop(old.address, None)
         self.peers[peer.hello.role] = peer
+        self._by_address[peer.address] = peer
         return old
 
     def status(self, pid: int, model: str, active: int, waiting: int) -> Status:
@@ -88,4 +92,5 @@ class Registry:
         if peer is None or peer.hello.pid != pid:
             return False
         del self.peers[role]
+        self._by_address.pop(peer.address, None)
         return True

@@ -22,6 +22,10 @@ _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 5000
 _QUEUE = 10_000
 
+# Combining zmq's flags is slow enough to show between two verifications.
+_NOW = int(zmq.NOBLOCK)
+_NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+
 
 def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.linger = 200  # ms; a dying process must not hang on an unread farewell
@@ -66,7 +70,7 @@ class Channel(_Endpoint, Generic[Inbound]):
     def send(self, message: Message) -> None:
         """Queue a message; raises RuntimeFailure when the peer reads nothing any more."""
         try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
+            self._socket.send(encode(message), _NOW)
         except zmq.Again as error:
             raise RuntimeFailure("the orchestrator has stopped reading its messages") from error
 
@@ -100,8 +104,8 @@ class Hub(_Endpoint, Generic[Inbound]):
         """
         frame = message if isinstance(message, bytes) else encode(message)
         try:
-            self._socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
-            self._socket.send(frame, zmq.NOBLOCK)
+            self._socket.send(peer, _NOW_AND_MORE)
+            self._socket.send(frame, _NOW)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return False
@@ -111,12 +115,13 @@ class Hub(_Endpoint, Generic[Inbound]):
     def receive(self) -> tuple[bytes, Inbound | ProtocolError] | None:
         """The next waiting (peer, message), or None; a bad message comes as its error."""
         try:
-            peer = self._socket.recv(zmq.NOBLOCK)
+            peer = self._socket.recv(_NOW)
         except zmq.Again:
             return None
         # The parts of a message arrive together.
-        frame = self._socket.recv() if self._socket.rcvmore else b""
-        if self._socket.rcvmore:
+        more = self._socket.getsockopt(zmq.RCVMORE)
+        frame = self._socket.recv() if more else b""
+        if self._socket.getsockopt(zmq.RCVMORE):
             return peer, self._too_many()
         try:
             return peer, self._decoder.decode(frame)
