@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import click
 import msgspec
@@ -24,7 +24,7 @@ from launch.yardstick import Yardstick
 from orchestrator.client import Client
 from orchestrator.tokenizer import TargetTokenizer
 from protocol.errors import RuntimeFailure, SsdError, UsageError
-from protocol.messages import Generate, ProcessStatus, SwapDrafter
+from protocol.messages import FanOutPolicy, Generate, ProcessStatus, SwapDrafter
 from protocol.settings import BACKENDS
 
 _INTERRUPTED = 130
@@ -79,6 +79,14 @@ def launch_command(name: str, **stack: Any) -> None:
     help="Branches prepared per round; 0 leaves it to the orchestrator.",
 )
 @click.option("--name", default=DEFAULT_NAME, help="Attach to this stack if it is running.")
+@click.option(
+    "--fan-out-policy",
+    type=click.Choice(get_args(FanOutPolicy)),
+    default="online",
+    show_default=True,
+    help="Share branches out by what was learned, by Theorem 12, or evenly.",
+)
+@click.option("--explain", is_flag=True, help="Say what was chosen and why.")
 @click.option("--stats", is_flag=True, help="Print statistics after each answer.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per prompt.")
 @click.option("--show-draft", is_flag=True, help="Colour tokens by where they came from.")
@@ -114,6 +122,7 @@ def _answer_options(options: dict[str, Any]) -> generate.Options:
         mode=options.pop("mode"),
         lookahead=options.pop("num_draft_tokens"),
         fan_out=options.pop("fan_out"),
+        fan_out_policy=options.pop("fan_out_policy"),
     )
     return generate.Options(
         template=template,
@@ -121,6 +130,7 @@ def _answer_options(options: dict[str, Any]) -> generate.Options:
         as_json=options.pop("as_json"),
         statistics=options.pop("stats"),
         show_draft=options.pop("show_draft"),
+        explain=options.pop("explain"),
     )
 
 

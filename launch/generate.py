@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from launch import show
+from launch.explain import explanation
 from orchestrator.client import Client
 from protocol.errors import UsageError
 from protocol.messages import ChatMessage, Finished, Generate, Text
@@ -31,6 +32,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     as_json: bool = False
     statistics: bool = False
     show_draft: bool = False
+    explain: bool = False
 
 
 def new_seed() -> int:
@@ -104,6 +106,9 @@ def _print_text(client: Client, prompt: Prompt, options: Options) -> None:
     show.write("\n")
     if options.show_draft:
         show.human().print(show.LEGEND)
+    if finished is not None and options.explain:
+        mode = options.template.mode
+        show.human().print(explanation(mode, finished.statistics), markup=False)
     if finished is not None and options.statistics:
         show.human().print(show.statistics_table(finished.statistics))
 

@@ -63,6 +63,8 @@ def _rows(s: Statistics) -> list[tuple[str, str]]:
         ("drafting hidden", f"{s.overlap_ratio:.2f}"),
         ("per round, median", ", ".join(f"{k} {v:.2f} ms" for k, v in s.phase_ms.items())),
     ]
+    if s.predicted_tok_s:
+        rows.insert(1, ("predicted", f"{s.predicted_tok_s:.1f} tok/s"))
     if s.fallbacks:
         rows.append(("fallbacks", ", ".join(f"{k} {n}" for k, n in s.fallbacks.items())))
     if s.drafter_restarts or s.verifier_restarts:

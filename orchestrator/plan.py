@@ -68,6 +68,12 @@ class Plan:
         return bool(self.lookahead) or self.estimates.paces[self.mode].speculating
 
     @property
+    def plain_tok_s(self) -> float:
+        """Speed of plain decoding beside which speculation is judged; 0 if never measured."""
+        pace = self.estimates.paces.get(self.mode)
+        return pace.plain_tok_s if pace is not None else 0.0
+
+    @property
     def backup(self) -> int:
         """After a miss, how many tokens are drafted while the target waits.
 

@@ -292,6 +292,7 @@ class Sequence:
         if self.phase is Phase.FINISHED:
             return
         self.phase = Phase.FINISHED
+        self.recorder.plain_tok_s = self._plan.plain_tok_s
         yield ToVerifier(CloseSequence(sequence=self.number))
         if self._reach.has_drafter:
             yield ToDrafter(CloseSequence(sequence=self.number))

@@ -1,0 +1,51 @@
+"""What was chosen for an answer, and why, in sentences that a user understands."""
+
+from protocol.messages import Mode, Statistics
+
+_MOSTLY = 0.5
+_BASELINE_ROUNDS = 8
+"""So many plain rounds may only have measured plain decoding."""
+
+
+def explanation(mode: Mode, s: Statistics) -> str:
+    """One short paragraph about a finished answer."""
+    if mode == "ar":
+        return f"Plain decoding, as asked: {s.rounds} verifications of one token each."
+    undrafted = s.fallbacks.get("no_drafter", 0)
+    if undrafted > _MOSTLY * s.rounds:
+        return "There was no drafter for most of the answer, so the target decoded plainly."
+    return " ".join(filter(None, [_what(s), _why(s), _how_well(s)]))
+
+
+def _what(s: Statistics) -> str:
+    rounds = s.rounds - s.plain_rounds
+    if rounds <= 0:
+        return "All rounds were plain decoding."
+    text = (
+        f"{rounds} of {s.rounds} rounds were speculative: on average {s.drafted / rounds:.1f} "
+        f"draft tokens were verified and {s.accepted / rounds:.1f} accepted"
+    )
+    if s.cache_hits + s.cache_misses:
+        text += f", and in {s.hit_rate:.0%} of the rounds the next draft was ready in time"
+    return text + "."
+
+
+def _why(s: Statistics) -> str:
+    if s.plain_rounds > _BASELINE_ROUNDS:
+        return (
+            "On this text a draft was not worth its verification for a while, so "
+            f"{s.plain_rounds} rounds went without one."
+        )
+    if s.plain_rounds:
+        return f"{s.plain_rounds} plain rounds measured what speculation has to beat."
+    return ""
+
+
+def _how_well(s: Statistics) -> str:
+    parts = [f"measured {s.tok_s:.1f} tok/s"]
+    if s.predicted_tok_s:
+        parts.insert(0, f"predicted {s.predicted_tok_s:.1f}")
+    if s.plain_tok_s:
+        parts.append(f"plain decoding {s.plain_tok_s:.1f}")
+    text = ", ".join(parts) + "."
+    return text[0].upper() + text[1:]

@@ -1,0 +1,48 @@
+"""The sentences of `--explain` say what the statistics say."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from launch.explain import explanation
+from orchestrator.statistics import Recorder
+from protocol.messages import Statistics
+
+
+def statistics(**values: Any) -> Statistics:
+    return msgspec.structs.replace(Recorder(0.0).summary(), **values)
+
+
+SPECULATIVE = statistics(
+    rounds=60, drafted=80, accepted=40, cache_hits=30, cache_misses=10, hit_rate=0.75, tok_s=25.0
+)
+
+
+def test_speculation_is_described() -> None:
+    """How many rounds, how long the drafts, how often they were ready, how fast it was."""
+    measured = msgspec.structs.replace(SPECULATIVE, predicted_tok_s=24.0, plain_tok_s=20.0)
+    text = explanation("ssd", measured)
+    assert "60 of 60 rounds" in text
+    assert "1.3 draft tokens were verified and 0.7 accepted" in text
+    assert "75%" in text
+    assert text.endswith("Predicted 24.0, measured 25.0 tok/s, plain decoding 20.0.")
+
+
+@pytest.mark.parametrize(
+    ("plain_rounds", "reason"),
+    [(4, "measured what speculation has to beat"), (40, "not worth its verification")],
+)
+def test_plain_rounds_have_a_reason(plain_rounds: int, reason: str) -> None:
+    """A few measure plain decoding; many mean that drafts did not pay."""
+    text = explanation("ssd", msgspec.structs.replace(SPECULATIVE, plain_rounds=plain_rounds))
+    assert f"{60 - plain_rounds} of 60" in text
+    assert reason in text
+
+
+def test_nothing_speculative_is_said_so() -> None:
+    """Neither plain decoding as asked, nor without a drafter, nor by choice, divides by zero."""
+    assert "as asked" in explanation("ar", statistics(rounds=9))
+    alone = statistics(rounds=9, fallbacks={"no_drafter": 8})
+    assert "no drafter" in explanation("ssd", alone)
+    assert "All rounds were plain" in explanation("ssd", statistics(rounds=9, plain_rounds=9))
