@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 
-import msgspec
+from msgspec import structs
 from rich.table import Table
 
+from launch.prompts import Prompt, PromptId, read_prompts
 from launch.yardstick import LARGEST_TIE, Yardstick
 from orchestrator.client import Client
 from orchestrator.tokenizer import TargetTokenizer
-from protocol.errors import LosslessnessError, UsageError
+from protocol.errors import LosslessnessError
 from protocol.messages import ChatMessage, Finished, Generate, Mode, Sampling, Statistics, Tokens
 from protocol.sampling import by_rejection
 from protocol.yardstick import Decode
@@ -25,19 +26,11 @@ MODES = (*OUR_MODES, *REFERENCE_MODES)
 _WARM_UP_TOKENS = 16
 
 
-class BenchPrompt(msgspec.Struct, frozen=True):
-    """One line of a prompts file."""
-
-    id: str
-    prompt: str
-    category: str = ""
-
-
 @dataclass
 class Run:
     """One answer in one mode."""
 
-    prompt: str
+    prompt: PromptId
     category: str
     mode: str
     tokens: Tokens
@@ -55,7 +48,7 @@ class Run:
 class Divergence:
     """Where a mode left plain decoding."""
 
-    prompt: str
+    prompt: PromptId
     mode: str
     position: int
     margin: float
@@ -74,9 +67,9 @@ class Bench:
     runs: list[Run] = field(default_factory=list)
     divergences: list[Divergence] = field(default_factory=list)
 
-    def run(self, prompts: list[BenchPrompt], progress: Callable[[str], None]) -> None:
+    def run(self, prompts: list[Prompt], progress: Callable[[str], None]) -> None:
         """Measure every prompt in every mode, one mode after the other per prompt."""
-        warm_up = BenchPrompt("warm-up", prompts[0].prompt)
+        warm_up = Prompt(prompts[0].prompt)
         for mode in self.modes:
             self._answer(warm_up, mode, _WARM_UP_TOKENS)
         for number, prompt in enumerate(prompts, start=1):
@@ -87,7 +80,7 @@ class Bench:
                 self.runs.append(self._answer(prompt, mode, self.max_tokens))
             self._compare(prompt)
 
-    def _answer(self, prompt: BenchPrompt, mode: str, max_tokens: int) -> Run:
+    def _answer(self, prompt: Prompt, mode: str, max_tokens: int) -> Run:
         messages = [ChatMessage("user", prompt.prompt)]
         if mode in REFERENCE_MODES:
             question = Decode(
@@ -115,7 +108,7 @@ class Bench:
             tokens += message.tokens
         raise AssertionError("an answer ends with Finished")
 
-    def _compare(self, prompt: BenchPrompt) -> None:
+    def _compare(self, prompt: Prompt) -> None:
         """Every mode of ours must give the tokens of plain decoding; a tie is measured."""
         if by_rejection(self.sampling):
             return  # other random numbers in every mode
@@ -154,16 +147,13 @@ class Bench:
         return f"lossless: every mode gave the tokens of plain decoding ({ties} rounding ties)"
 
 
-def read_prompts(path: Path | None, limit: int) -> list[BenchPrompt]:
-    """The prompts of a JSONL file, or our own small set; evenly thinned to `limit`."""
-    source = path or Path(str(importlib.resources.files("launch"))) / "bench_prompts.jsonl"
-    try:
-        lines = [line for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
-        prompts = [msgspec.json.decode(line, type=BenchPrompt) for line in lines]
-    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
-        raise UsageError(f"the prompts file {str(source)!r} cannot be used: {error}") from error
-    if not prompts:
-        raise UsageError(f"the prompts file {str(source)!r} has no prompts")
+def chosen_prompts(path: Path | None, limit: int) -> list[Prompt]:
+    """The prompts of a file, or our own small set, each with an id; evenly thinned to `limit`."""
+    own = Path(str(importlib.resources.files("launch"))) / "bench_prompts.jsonl"
+    prompts = [
+        prompt if prompt.id != "" else structs.replace(prompt, id=number)
+        for number, prompt in enumerate(read_prompts(path or own), start=1)
+    ]
     step = max(1, len(prompts) // limit) if limit else 1
     return prompts[::step][: limit or None]
 

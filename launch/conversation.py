@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from launch.prompts import read_prompts
 from orchestrator.tokenizer import TargetTokenizer
 from protocol.distillation import TokenPrompt
 from protocol.errors import UsageError
@@ -20,13 +21,6 @@ class Form(NamedTuple):
     opening: Tokens
     turn: Tokens
     """Empty if the model knows no conversations; texts then start at `opening`."""
-
-
-class _Prompt(msgspec.Struct, frozen=True):
-    """One line of a prompts file; other fields are allowed and ignored."""
-
-    prompt: str
-    category: str = ""
 
 
 def form_of(tokenizer: TargetTokenizer) -> Form:
@@ -69,22 +63,8 @@ def tokenise(source: Path, tokenizer: TargetTokenizer, destination: Path) -> Non
     Raises:
         UsageError: the file cannot be read, or a line is no prompt.
     """
-    try:
-        lines = source.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the prompts file {str(source)!r} cannot be read: {error}") from error
     encoded = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            prompt = msgspec.json.decode(line, type=_Prompt)
-        except msgspec.DecodeError as error:
-            raise UsageError(f"{str(source)!r}, line {number}: {error}") from error
-        if not prompt.prompt.strip():
-            raise UsageError(f"{str(source)!r}, line {number}: the prompt is empty")
+    for prompt in read_prompts(source):
         tokens = tokenizer.encode([ChatMessage("user", prompt.prompt)])
         encoded.append(msgspec.json.encode(TokenPrompt(tokens, prompt.category)))
-    if not encoded:
-        raise UsageError(f"the prompts file {str(source)!r} has no prompts")
     destination.write_bytes(b"\n".join(encoded))

@@ -4,23 +4,16 @@ import json
 import secrets
 import sys
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from launch import show
 from launch.explain import explanation
+from launch.prompts import Prompt
 from orchestrator.client import Client
 from protocol.errors import UsageError
 from protocol.messages import ChatMessage, Finished, Generate, Text
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """One line of a prompts file; other fields are allowed and ignored."""
-
-    prompt: str
-    id: str | int = ""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,28 +43,6 @@ def read_prompt(prompt: str) -> str:
     if not prompt.strip():
         raise UsageError("the prompt is empty")
     return prompt
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a JSONL file; raises UsageError naming the line that is wrong."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the prompts file {str(path)!r} cannot be read: {error}") from error
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            prompt = msgspec.json.decode(line, type=Prompt)
-        except msgspec.DecodeError as error:
-            raise UsageError(f"{str(path)!r}, line {number}: {error}") from error
-        if not prompt.prompt.strip():
-            raise UsageError(f"{str(path)!r}, line {number}: the prompt is empty")
-        prompts.append(prompt)
-    if not prompts:
-        raise UsageError(f"the prompts file {str(path)!r} has no prompts")
-    return prompts
 
 
 def answer_all(client: Client, prompts: list[Prompt], options: Options) -> None:

@@ -5,6 +5,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
+from launch.config import StackSettings, stack_settings
 from launch.generate import new_seed
 from protocol.messages import Acceptance, Sampling
 from protocol.sampling import check
@@ -20,6 +21,11 @@ def _apply(decorators: list[Callable[[F], F]]) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def settings_of(**flags: Any) -> StackSettings:
+    """The settings in force, given these flags; None is a flag that was not given."""
+    return stack_settings({key: value for key, value in flags.items() if value is not None})
 
 
 def stack_options() -> Callable[[F], F]:

@@ -32,6 +32,11 @@ def process_line(status: ProcessStatus) -> None:
     human().print(RichText(line.rstrip()))
 
 
+def nothing(status: ProcessStatus) -> None:
+    """Say nothing about the processes of a private stack."""
+    del status
+
+
 def write(text: str) -> None:
     """Stream a piece of the answer."""
     sys.stdout.write(text)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from launch.bench import read_prompts
+from launch.bench import chosen_prompts
 from launch.config import StackSettings
 from launch.control import ask_supervisor
 from protocol.messages import Done, Sampling, SwapDrafter
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.model]
 PROMPT = "Give me four tips for growing tomatoes on a balcony."
 SAMPLING = Sampling(temperature=0.7, seed=5)
 MAX_TOKENS = 48
-CHAT = [prompt.prompt for prompt in read_prompts(None, 0) if prompt.category == "chat"]
+CHAT = [prompt.prompt for prompt in chosen_prompts(None, 0) if prompt.category == "chat"]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.bench import Bench, BenchPrompt, Run
+from launch.bench import Bench, Run
+from launch.prompts import Prompt
 from mlx_ssd import SamplingParams
 from protocol.errors import UsageError
 from protocol.messages import DraftLaw, Sampling
@@ -91,7 +92,7 @@ def test_the_bench_does_not_compare_what_only_shares_a_law() -> None:
         runs = Bench(anything, anything, anything, ("ar", "ssd"), sampling, 8)
         runs.runs = [Run("p", "", mode, [at], 1.0, 1.0) for at, mode in enumerate(("ar", "ssd"))]
         if "same law" in words:
-            runs._compare(BenchPrompt("p", "hello"))
+            runs._compare(Prompt("hello", "p"))
         runs.check()
         assert words in runs.verdict()
 

@@ -1,0 +1,1 @@
+"""One file per verb of `ssd`: its flags and its help."""

@@ -1,0 +1,21 @@
+"""`ssd swap-drafter`: another drafter for a running stack."""
+
+import click
+
+from launch import show
+from launch.config import stack_settings
+from launch.control import ask_supervisor
+from launch.rundir import DEFAULT_NAME
+from protocol.messages import SwapDrafter
+from protocol.settings import BACKENDS
+
+
+@click.command("swap-drafter")
+@click.option("--backend", type=click.Choice(BACKENDS), required=True)
+@click.option("--draft-model", default="", help="Model folder or hub name, for mlx.")
+@click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
+def command(backend: str, draft_model: str, name: str) -> None:
+    """Exchange the drafter of a running stack; requests go on."""
+    timeout_s = stack_settings({}).start_timeout_s
+    ask_supervisor(name, SwapDrafter(backend=backend, model=draft_model), timeout_s)
+    show.human().print(f"the stack {name!r} now drafts with {backend}")
