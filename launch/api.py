@@ -9,7 +9,7 @@ import msgspec
 from launch.config import stack_settings
 from launch.generate import new_seed
 from launch.session import private_stack
-from orchestrator.client import Client
+from protocol.client import Client
 from protocol.closing import Closing
 from protocol.errors import UsageError
 from protocol.messages import (

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from launch.prompts import Prompt, PromptId, read_prompts
 from launch.yardstick import LARGEST_TIE, Yardstick
-from orchestrator.client import Client
 from orchestrator.tokenizer import TargetTokenizer
+from protocol.client import Client
 from protocol.errors import LosslessnessError
 from protocol.messages import ChatMessage, Finished, Generate, Mode, Sampling, Statistics, Tokens
 from protocol.sampling import by_rejection

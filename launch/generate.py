@@ -11,7 +11,7 @@ import msgspec
 from launch import show
 from launch.explain import explanation
 from launch.prompts import Prompt
-from orchestrator.client import Client
+from protocol.client import Client
 from protocol.errors import UsageError
 from protocol.messages import ChatMessage, Finished, Generate, Text
 

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 
 from launch.budget import RestartBudget
-from launch.config import StackSettings, share_cores
+from launch.children import start_drafter, start_orchestrator, start_verifier
+from launch.config import StackSettings
 from launch.models import Pair
 from launch.process import Child, Lifeline
 from launch.rundir import RunDir, claim
-from orchestrator.client import Client
 from protocol.channel import Deadline, Hub
+from protocol.client import Client
 from protocol.codec import Decoder
 from protocol.errors import BY_EXIT_CODE, DeadlineExceeded, RuntimeFailure, SsdError
 from protocol.messages import (
@@ -31,12 +32,17 @@ from protocol.messages import (
     SwapDrafter,
     ToSupervisor,
 )
-from protocol.settings import DrafterSettings, OrchestratorSettings, VerifierSettings
 
 _TICK_S = 0.05
 _PATIENCE_S = 3600.0
 
 Report = Callable[[ProcessStatus], None]
+
+_START = {
+    "orchestrator": start_orchestrator,
+    "verifier": start_verifier,
+    "drafter": start_drafter,
+}
 
 
 class Supervisor:
@@ -75,8 +81,8 @@ class Supervisor:
         self.run_dir.create()
         try:
             claim(self.run_dir.path, os.getpid())
-            for spawn in (self._spawn_orchestrator, self._spawn_verifier, self._spawn_drafter):
-                spawn()
+            for role in _START:
+                self._spawn(role)
             self._await_ready()
             self.run_dir.describe(os.getpid(), self._pair.model, self._pair.draft_model)
         except BaseException:
@@ -85,42 +91,9 @@ class Supervisor:
         self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._watcher.start()
 
-    def _spawn_orchestrator(self) -> None:
-        settings = OrchestratorSettings(
-            lifeline=self._lifeline.child_end,
-            services_address=self.run_dir.services_address,
-            clients_address=self.run_dir.clients_address,
-            run_dir=str(self.run_dir.path),
-            model=self._pair.model,
-            draft_timeout_s=self._settings.draft_timeout_s,
-            verify_timeout_s=self._settings.verify_timeout_s,
-        )
-        log = self.run_dir.log("orchestrator")
-        self._adopt(Child("orchestrator", "orchestrator.main", settings, log))
-
-    def _spawn_verifier(self) -> None:
-        settings = VerifierSettings(
-            lifeline=self._lifeline.child_end,
-            address=self.run_dir.services_address,
-            model=self._pair.model,
-            cores=share_cores(self._pair.backend).verifier,
-            threads=max(1, len(share_cores(self._pair.backend).verifier)),
-            prefill_step_size=self._settings.prefill_step_size,
-        )
-        self._adopt(Child("verifier", "services.verifier", settings, self.run_dir.log("verifier")))
-
-    def _spawn_drafter(self) -> None:
-        cores = share_cores(self._pair.backend).drafter
-        settings = DrafterSettings(
-            lifeline=self._lifeline.child_end,
-            address=self.run_dir.services_address,
-            backend=self._pair.backend,
-            model=self._pair.draft_model,
-            cores=cores,
-            threads=max(1, len(cores)),
-            prefill_step_size=self._settings.prefill_step_size,
-        )
-        self._adopt(Child("drafter", "services.drafter", settings, self.run_dir.log("drafter")))
+    def _spawn(self, role: str) -> None:
+        start = _START[role]
+        self._adopt(start(self._settings, self._pair, self.run_dir, self._lifeline.child_end))
 
     def _adopt(self, child: Child) -> None:
         self._children[child.role] = child
@@ -205,7 +178,7 @@ class Supervisor:
         self._starting.discard(role)
         if again:
             self._starting.add(role)
-            (self._spawn_verifier if role == "verifier" else self._spawn_drafter)()
+            self._spawn(role)
 
     # ------------------------------------------------------------ commands
 
@@ -226,7 +199,7 @@ class Supervisor:
         """Start the new drafter beside the old one; the orchestrator then switches over."""
         old, old_pair = self._children["drafter"], self._pair
         self._pair = old_pair.with_drafter(message.backend, message.model)
-        self._spawn_drafter()
+        self._spawn("drafter")
         new = self._children["drafter"]
         try:
             self._await_drafter(new, client)

@@ -12,8 +12,8 @@ from launch.models import pair_of
 from launch.options import sampling_options, settings_of, stack_options, take_sampling
 from launch.session import private_stack
 from launch.yardstick import Yardstick
-from orchestrator.client import Client
 from orchestrator.tokenizer import TargetTokenizer
+from protocol.client import Client
 from protocol.errors import UsageError
 
 

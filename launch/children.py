@@ -1,0 +1,52 @@
+"""What each process of a stack is told when it is started."""
+
+from launch.config import StackSettings, share_cores
+from launch.models import Pair
+from launch.process import Child
+from launch.rundir import RunDir
+from protocol.settings import DrafterSettings, OrchestratorSettings, VerifierSettings
+
+
+def start_orchestrator(
+    settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int
+) -> Child:
+    """Start the orchestrator."""
+    told = OrchestratorSettings(
+        lifeline=lifeline,
+        services_address=run_dir.services_address,
+        clients_address=run_dir.clients_address,
+        run_dir=str(run_dir.path),
+        model=pair.model,
+        draft_timeout_s=settings.draft_timeout_s,
+        verify_timeout_s=settings.verify_timeout_s,
+    )
+    return Child("orchestrator", "orchestrator.main", told, run_dir.log("orchestrator"))
+
+
+def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int) -> Child:
+    """Start a verifier."""
+    cores = share_cores(pair.backend).verifier
+    told = VerifierSettings(
+        lifeline=lifeline,
+        address=run_dir.services_address,
+        model=pair.model,
+        cores=cores,
+        threads=max(1, len(cores)),
+        prefill_step_size=settings.prefill_step_size,
+    )
+    return Child("verifier", "services.verifier", told, run_dir.log("verifier"))
+
+
+def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int) -> Child:
+    """Start a drafter."""
+    cores = share_cores(pair.backend).drafter
+    told = DrafterSettings(
+        lifeline=lifeline,
+        address=run_dir.services_address,
+        backend=pair.backend,
+        model=pair.draft_model,
+        cores=cores,
+        threads=max(1, len(cores)),
+        prefill_step_size=settings.prefill_step_size,
+    )
+    return Child("drafter", "services.drafter", told, run_dir.log("drafter"))
