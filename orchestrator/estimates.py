@@ -108,6 +108,8 @@ class Lesson:
     """What one round taught."""
 
     mode: Mode
+    by_hand: bool
+    """Whether the lookahead was fixed: then its speed is not the planner's doing."""
     speculating: bool
     """Whether a drafter worked for it, or beside it."""
     origin: Origin
@@ -164,7 +166,7 @@ class Estimates:
         if lesson.idle_ms is None:
             return
         self.idle_ms[lesson.origin].observe(lesson.idle_ms)
-        pace = self.paces.get(lesson.mode)
+        pace = None if lesson.by_hand else self.paces.get(lesson.mode)
         # A round without a drafter, or begun before the pace changed, says nothing about it.
         if pace is not None and pace.speculating == lesson.speculating:
             pace.observe(lesson.accepted + 1, lesson.idle_ms + lesson.verify_ms)

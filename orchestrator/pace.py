@@ -1,23 +1,32 @@
 """Whether speculation pays: the measured speed of both ways to decode, and when to try which.
 
-Speculation is on trial at the start and after each pause. Between, plain decoding is
-measured for a few rounds, since verifications run faster while no drafter works beside
-them. Where speculation is slower, decoding is plain, with ever rarer trials.
+Speculation goes on until it has lost a few tokens' time against plain decoding, counted from
+its best moment (Page's cumulative sum test): a gain survives unlucky stretches of text, and
+a loss is ended after a bounded cost. Plain decoding is measured in a few rounds of its own,
+since verifications run faster while no drafter works beside them, and again before an old
+measurement ends speculation. After each pause follows a trial with less patience; trials
+that fail become rarer.
 """
 
 from dataclasses import dataclass, field
 
 _TRIAL = 24
-"""Rounds of speculation before it is judged."""
+"""Rounds of speculation before plain decoding is measured for the first time."""
 _BASELINE = 4
 """Plain rounds that measure plain decoding."""
 _SETTLING = 2
 """Rounds after a change that say nothing: the drafter ends its step, or has no tree yet."""
+_PATIENCE, _LEAST_PATIENCE = 6.0, 2.0
+"""What speculation may lose before it pauses, in tokens of plain decoding."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 512
+_FRESH = 64
+"""Rounds for which a baseline is recent enough to end speculation by it."""
 _STALE = 512
 """Rounds after which a close race needs a new baseline."""
 _CLOSE = 1.15
 _FADE = 0.98
+_OLD_BASELINE = 0.25
+"""What an earlier baseline weighs beside a new one."""
 
 
 @dataclass
@@ -25,13 +34,16 @@ class _Speed:
     tokens: float = 0.0
     milliseconds: float = 0.0
 
-    def observe(self, tokens: int, milliseconds: float) -> None:
-        self.tokens = _FADE * self.tokens + tokens
-        self.milliseconds = _FADE * self.milliseconds + milliseconds
+    def observe(self, tokens: int, milliseconds: float, fade: float = _FADE) -> None:
+        self.tokens = fade * self.tokens + tokens
+        self.milliseconds = fade * self.milliseconds + milliseconds
 
     @property
     def per_second(self) -> float:
         return 1e3 * self.tokens / self.milliseconds if self.milliseconds > 0.0 else 0.0
+
+    def faded(self, weight: float) -> "_Speed":
+        return _Speed(weight * self.tokens, weight * self.milliseconds)
 
 
 @dataclass
@@ -42,12 +54,16 @@ class Pace:
     """Whether the next round is to be speculative."""
     _speculative: _Speed = field(default_factory=_Speed)
     _plain: _Speed = field(default_factory=_Speed)
-    _left: int = _TRIAL + _SETTLING
-    """Rounds until the next decision."""
+    _since_best: _Speed = field(default_factory=_Speed)
+    """What speculation brought since it was last ahead of plain decoding."""
+    _left: int = _TRIAL
+    """Rounds until plain decoding is measured, or until the next trial."""
     _settling: int = _SETTLING
     _pausing: bool = False
     """Whether plain decoding goes on because it is faster, not to be measured."""
     _pause: int = _SHORTEST_PAUSE
+    _patience: float = _PATIENCE
+    _since_change: int = 0
     _since_baseline: int = 0
 
     @property
@@ -60,41 +76,71 @@ class Pace:
         """Tokens per second of recent plain rounds; 0 if there were none."""
         return self._plain.per_second
 
+    @property
+    def lost(self) -> float:
+        """What speculation has lost since its best moment, in tokens of plain decoding."""
+        since = self._since_best
+        return since.milliseconds * self.plain_tok_s / 1e3 - since.tokens
+
     def observe(self, tokens: int, milliseconds: float) -> None:
         """A round in the current way emitted `tokens` tokens in this time."""
         self._since_baseline += 1
-        self._left -= 1
+        self._since_change += 1
         if self._settling:
             self._settling -= 1
+            return
+        self._left -= 1
+        if self.speculating:
+            self._speculative.observe(tokens, milliseconds)
+            self._since_best.observe(tokens, milliseconds, fade=1.0)
+            self._judge()
         else:
-            (self._speculative if self.speculating else self._plain).observe(tokens, milliseconds)
-        if self._left == 0:
-            self._decide()
+            self._plain.observe(tokens, milliseconds)
+            if self._left <= 0:
+                self._end_of_plain()
 
-    def _decide(self) -> None:
-        slower = self.speculative_tok_s < self.plain_tok_s
-        if not self.speculating:
-            self._since_baseline = 0
+    def _judge(self) -> None:
+        """Another speculative round is known."""
+        if self.plain_tok_s == 0.0:
+            if self._left <= 0:
+                self._measure_plain()
+            return
+        if self.lost <= 0.0:
+            self._since_best = _Speed()
+            if self._since_change > _TRIAL:
+                self._pause, self._patience = _SHORTEST_PAUSE, _PATIENCE
+        old = _FRESH if self.lost > self._patience else _STALE
+        close = self.speculative_tok_s < _CLOSE * self.plain_tok_s
+        if close and self._since_baseline > old:
+            self._measure_plain()
+        elif self.lost > self._patience:
+            self._rest()
+
+    def _end_of_plain(self) -> None:
+        """A baseline or a pause is over."""
+        self._since_baseline = 0
         if self._pausing:
             # Text changes: a new trial counts, not how the last one went.
-            self._speculative = _Speed()
-            self._go_on(speculating=True, rounds=_TRIAL)
-        elif slower:
-            self._go_on(speculating=False, rounds=self._pause)
-            self._pausing = True
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        elif self.speculating and self._needs_baseline():
-            self._go_on(speculating=False, rounds=_BASELINE)
+            self._speculative, self._since_best = _Speed(), _Speed()
+            self._change(speculating=True, rounds=_TRIAL)
+        elif self.lost > self._patience:
+            self._rest()
         else:
-            self._pause = _SHORTEST_PAUSE
-            self._go_on(speculating=True, rounds=_TRIAL)
+            self._change(speculating=True, rounds=_TRIAL)
 
-    def _needs_baseline(self) -> bool:
-        close = self.speculative_tok_s < _CLOSE * self.plain_tok_s
-        return self.plain_tok_s == 0.0 or (close and self._since_baseline > _STALE)
+    def _measure_plain(self) -> None:
+        self._plain = self._plain.faded(_OLD_BASELINE)
+        self._change(speculating=False, rounds=_BASELINE)
 
-    def _go_on(self, *, speculating: bool, rounds: int) -> None:
+    def _rest(self) -> None:
+        self._change(speculating=False, rounds=self._pause)
+        self._pausing = True
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._patience = max(0.5 * self._patience, _LEAST_PATIENCE)
+
+    def _change(self, *, speculating: bool, rounds: int) -> None:
         self._settling = _SETTLING if speculating != self.speculating else 0
-        self._left = rounds + self._settling
+        self._left = rounds
+        self._since_change = 0
         self.speculating = speculating
         self._pausing = False

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from orchestrator.cache import Draft, SpeculationCache
 from orchestrator.estimates import Lesson
-from protocol.messages import Mode, Origin, Tokens, VerificationOutcome, Verify
+from orchestrator.plan import Plan
+from protocol.messages import Origin, Tokens, VerificationOutcome, Verify
 
 
 @dataclass
@@ -27,11 +28,12 @@ class Round:
         self.cache = SpeculationCache()
         self.ahead = {}
 
-    def lesson(self, outcome: VerificationOutcome, mode: Mode, *, first: bool) -> Lesson:
+    def lesson(self, outcome: VerificationOutcome, plan: Plan, *, first: bool) -> Lesson:
         """What it taught; before the `first` of a request the verifier had nothing to do."""
         rank, prepared = self.cache.rank(outcome.accepted, outcome.bonus)
         return Lesson(
-            mode=mode,
+            mode=plan.mode,
+            by_hand=plan.lookahead > 0,
             speculating=self.speculating,
             origin=self.origin,
             confidences=self.draft.confidences,

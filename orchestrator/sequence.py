@@ -123,7 +123,7 @@ class Sequence:
         if reason is None:
             yield from self._next_round(outcome, now)
         # The target is busy again: now there is time for the books.
-        lesson = done.lesson(outcome, self._plan.mode, first=self.recorder.rounds == 0)
+        lesson = done.lesson(outcome, self._plan, first=self.recorder.rounds == 0)
         self._plan.estimates.learn(lesson)
         self.recorder.plain_rounds += not done.speculating
         self.recorder.timed(outcome, len(draft) + 1, hit=done.origin == "hit")

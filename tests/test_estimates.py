@@ -1,10 +1,12 @@
 """What is learned at work: the cost of a verification, and the worth of a confidence."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.estimates import Calibration, Estimates, VerifyCost
+from orchestrator.estimates import Calibration, Estimates, Lesson, Mean, VerifyCost
 from orchestrator.plan import Plan
 from protocol.messages import Mode
 
@@ -192,3 +194,45 @@ def test_fan_out_fits_the_chain(confidences: list[float], budget: int) -> None:
     counts = plan(budget=budget).fan_out(confidences, "hit")
     assert len(counts) == len(confidences) + 1
     assert sum(counts) == (budget or sum(plan().fan_out([], "hit")))
+
+
+def lesson(**changes: Any) -> Lesson:
+    """A round that hit the second of four candidates after its one draft token fell."""
+    told: dict[str, Any] = {
+        "mode": "ssd",
+        "by_hand": False,
+        "speculating": True,
+        "origin": "hit",
+        "confidences": [0.5],
+        "accepted": 0,
+        "prepared": 4,
+        "rank": 1,
+        "verify_ms": 40.0,
+        "idle_ms": 10.0,
+    }
+    return Lesson(**{**told, **changes})
+
+
+def test_a_fixed_lookahead_says_nothing_about_the_planner() -> None:
+    """The speed at a lookahead fixed by hand is not held against adaptive speculation."""
+    for by_hand in (False, True):
+        estimates = Estimates()
+        for _ in range(10):
+            estimates.learn(lesson(by_hand=by_hand))
+        assert estimates.paces["ssd"].speculative_tok_s == (0.0 if by_hand else 20.0)
+        assert estimates.verify_cost.of(2) == 40.0
+
+
+def test_a_mean_counts_its_first_samples_in_full() -> None:
+    """At first it is the plain average; later old samples fade."""
+    mean = Mean(0.5)
+    assert mean.value == 0.5
+    mean.observe(2.0)
+    assert mean.value == 2.0
+    mean.observe(4.0)
+    assert 3.0 <= mean.value < 3.2
+    for _ in range(100):
+        mean.observe(10.0)
+    assert mean.value == pytest.approx(10.0, abs=0.01)
+    mean.observe(0.0)
+    assert mean.value == pytest.approx(9.0, abs=0.05)

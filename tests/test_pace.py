@@ -59,3 +59,86 @@ def test_any_rounds_are_survived(rounds: list[tuple[int, float]]) -> None:
         pace.observe(tokens, milliseconds)
         assert pace.plain_tok_s >= 0.0
         assert pace.speculative_tok_s >= 0.0
+
+
+def settled(speculative_ms: float, plain_ms: float, rounds: int = 60) -> Pace:
+    """After some rounds of one token each in these times."""
+    pace = Pace()
+    for _ in range(rounds):
+        pace.observe(1, speculative_ms if pace.speculating else plain_ms)
+    return pace
+
+
+def test_a_loss_ends_after_few_tokens() -> None:
+    """What speculation loses before a pause is bounded: some tokens at first, then fewer."""
+    pace = settled(45.0, 50.0)
+    losses = []
+    for _ in range(4):
+        begun = pace.speculating
+        lost = 0.0
+        while pace.speculating is begun:
+            lost += 0.2 if pace.speculating else 0.0
+            pace.observe(1, 60.0 if pace.speculating else 50.0)
+        if begun:
+            losses.append(lost)
+    assert max(losses) < 12.0
+    assert sum(losses) / len(losses) < 9.0
+
+
+def test_pauses_grow_and_trials_shrink() -> None:
+    """Where speculation never pays, each pause is longer than the one before, up to a limit."""
+    pace = settled(60.0, 50.0, rounds=40)
+    stretches: list[tuple[bool, int]] = []
+    length = 0
+    for _ in range(6000):
+        before = pace.speculating
+        pace.observe(1, 60.0 if pace.speculating else 50.0)
+        length += 1
+        if pace.speculating is not before:
+            stretches.append((before, length))
+            length = 0
+    pauses = [count for trying, count in stretches if not trying and count > 20]
+    trials = [count for trying, count in stretches if trying]
+    assert pauses == sorted(pauses)
+    assert pauses[0] < 40
+    assert 500 < pauses[-1] < 600
+    assert trials[-1] < trials[0] < 40
+
+
+def test_a_slower_machine_is_no_loss() -> None:
+    """If both ways become slower, plain decoding is measured again before speculation ends."""
+    pace = settled(40.0, 50.0, rounds=100)
+    assert pace.speculating
+    plain, longest, length = 0, 0, 0
+    for _ in range(400):
+        length = 0 if pace.speculating else length + 1
+        longest = max(longest, length)
+        plain += not pace.speculating
+        pace.observe(1, 80.0 if pace.speculating else 100.0)
+    assert plain > 0
+    assert longest < 10
+    assert pace.plain_tok_s == pytest.approx(10.0, rel=0.3)
+
+
+def test_one_bad_stretch_does_not_end_a_gain() -> None:
+    """Text on which speculation gains half may lose for ten rounds without a pause."""
+    pace = settled(33.0, 50.0, rounds=100)
+    for _ in range(10):
+        pace.observe(1, 60.0)
+    for _ in range(10):
+        assert pace.speculating
+        pace.observe(1, 33.0)
+
+
+def test_the_first_baseline_is_measured_early() -> None:
+    """After a first trial plain decoding is measured for a few rounds."""
+    pace = Pace()
+    kinds = []
+    for _ in range(60):
+        kinds.append(pace.speculating)
+        pace.observe(1, 30.0 if pace.speculating else 50.0)
+    assert kinds[0]
+    assert 4 <= kinds.count(False) <= 8
+    assert False not in kinds[:20]
+    assert pace.plain_tok_s == pytest.approx(20.0)
+    assert pace.speculative_tok_s == pytest.approx(1e3 / 30.0)
