@@ -17,6 +17,8 @@ def start_orchestrator(
         clients_address=run_dir.clients_address,
         run_dir=str(run_dir.path),
         model=pair.model,
+        concurrency=settings.decode_concurrency,
+        max_waiting=settings.max_waiting,
         draft_timeout_s=settings.draft_timeout_s,
         verify_timeout_s=settings.verify_timeout_s,
     )
@@ -33,6 +35,9 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         cores=cores,
         threads=max(1, len(cores)),
         prefill_step_size=settings.prefill_step_size,
+        prompt_cache_size=settings.prompt_cache_size,
+        prompt_cache_bytes=settings.prompt_cache_bytes,
+        kv_bytes=settings.kv_bytes,
     )
     return Child("verifier", "services.verifier", told, run_dir.log("verifier"))
 
@@ -48,5 +53,7 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         cores=cores,
         threads=max(1, len(cores)),
         prefill_step_size=settings.prefill_step_size,
+        prompt_cache_size=settings.prompt_cache_size,
+        prompt_cache_bytes=settings.prompt_cache_bytes,
     )
     return Child("drafter", "services.drafter", told, run_dir.log("drafter"))

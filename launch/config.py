@@ -32,6 +32,16 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     draft_backend: BackendChoice = "auto"
     """`auto` is mlx where there is a draft model, else ngram."""
     prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = 512
+    decode_concurrency: Annotated[int, msgspec.Meta(ge=1)] = 4
+    """Requests decoded at the same time; others wait in line."""
+    max_waiting: Annotated[int, msgspec.Meta(ge=0)] = 64
+    """Requests in line, beyond which more are refused; 0 means any number."""
+    prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = 10
+    """Finished sequences whose KV each model keeps, for others with the same beginning."""
+    prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = 2 * 1024**3
+    """Most memory that each model may use for them."""
+    kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Most memory for the target's KV of open requests; 0 is half of what is free."""
     draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0

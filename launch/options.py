@@ -36,8 +36,18 @@ def stack_options() -> Callable[[F], F]:
             click.option("--draft-model", help="Drafter: model folder or hub name."),
             click.option("--draft-backend", type=click.Choice(["auto", *BACKENDS])),
             click.option("--prefill-step-size", type=click.IntRange(min=1)),
+            click.option("--decode-concurrency", type=click.IntRange(min=1),
+                         help="Requests decoded at the same time; others wait in line."),
+            click.option("--max-waiting", type=click.IntRange(min=0),
+                         help="Requests in line before more are refused; 0: any number."),
+            click.option("--prompt-cache-size", type=click.IntRange(min=0),
+                         help="Finished requests whose KV is kept for the next turn."),
+            click.option("--prompt-cache-bytes", type=click.IntRange(min=0),
+                         help="Most memory for them, per model."),
+            click.option("--kv-bytes", type=click.IntRange(min=0),
+                         help="Most memory for the KV of open requests; 0: half of what is free."),
         ]
-    )
+    )  # fmt: skip
 
 
 def sampling_options() -> Callable[[F], F]:

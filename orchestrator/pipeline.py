@@ -205,10 +205,11 @@ class Orchestrator:
 
     def _generate(self, peer: bytes, message: Generate) -> None:
         if self._lost:
-            self._clients.send(peer, Refusal(self._lost))
+            self._clients.send(peer, Refusal(self._lost, "unavailable", message.request))
             return
         if len(self._waiting) >= self._settings.max_waiting > 0:
-            self._clients.send(peer, Refusal("too many requests are waiting; try again later"))
+            reason = "too many requests are waiting; try again later"
+            self._clients.send(peer, Refusal(reason, "busy", message.request))
             return
         try:
             answer = admit(
@@ -222,7 +223,7 @@ class Orchestrator:
                 now=self._woke,
             )
         except UsageError as error:
-            self._clients.send(peer, Refusal(str(error)))
+            self._clients.send(peer, Refusal(str(error), "invalid", message.request))
             return
         self._next_number += 1
         self._waiting.append(answer)

@@ -5,18 +5,32 @@ from collections.abc import Generator
 
 from protocol.channel import Channel, Deadline
 from protocol.codec import Decoder
-from protocol.errors import DeadlineExceeded, RuntimeFailure, UsageError
+from protocol.errors import (
+    Busy,
+    DeadlineExceeded,
+    RuntimeFailure,
+    ServiceLost,
+    SsdError,
+    UsageError,
+)
 from protocol.messages import (
     Cancel,
     Finished,
     FromOrchestrator,
     Generate,
     Refusal,
+    RefusalKind,
     ServiceDown,
     Status,
     StatusRequest,
     Text,
 )
+
+_ERRORS: dict[RefusalKind, type[SsdError]] = {
+    "invalid": UsageError,
+    "busy": Busy,
+    "unavailable": ServiceLost,
+}
 
 _REPLY_S = 10.0
 _SILENCE_S = 5.0
@@ -47,7 +61,8 @@ class Client:
         """Stream an answer: Text messages, then one Finished. Closing the generator cancels.
 
         Raises:
-            UsageError: the orchestrator refused the request.
+            UsageError: the request is wrong.
+            Busy: too many requests wait already.
             RuntimeFailure: the request failed, or the orchestrator is gone.
         """
         pid = self.status().pid
@@ -79,13 +94,13 @@ class Client:
                     asked = False
                     if now != pid:
                         raise RuntimeFailure("the orchestrator was restarted; the request is lost")
-                case Refusal(reason=reason):
-                    raise UsageError(reason)
+                case Refusal(reason=reason, kind=kind, request=number) if number in (0, request):
+                    raise _ERRORS[kind](reason)
                 case Finished(request=number, reason="error", error=why) if number == request:
                     raise RuntimeFailure(why)
                 case Text(request=number) | Finished(request=number) if number == request:
                     return message
-                case Text() | Finished():
+                case Text() | Finished() | Refusal():
                     pass  # of a request that was cancelled
 
     def service_down(self, message: ServiceDown) -> None:

@@ -6,7 +6,8 @@ SsdError
 ├── RuntimeFailure    4   a process died, hung, or said something it must not
 │   ├── DeadlineExceeded     a wait took longer than its deadline
 │   ├── ProtocolError        a message could not be decoded, or is illegal in this state
-│   └── ServiceLost          a process that was needed is gone for good
+│   ├── ServiceLost          a process that was needed is gone for good
+│   └── Busy                 too many requests wait already
 └── LosslessnessError 5   two modes disagreed although the margin was not a rounding tie
 """
 
@@ -45,6 +46,10 @@ class ProtocolError(RuntimeFailure):
 
 class ServiceLost(RuntimeFailure):
     """A process that was needed is gone and its restart budget is spent."""
+
+
+class Busy(RuntimeFailure):
+    """Too many requests wait already; the same request may be taken later."""
 
 
 class LosslessnessError(SsdError):

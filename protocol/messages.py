@@ -76,16 +76,25 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     compute_unit: str
     max_draft_tokens: int
     """Verifier: longest draft it can roll back (0 for recurrent models). Drafter: deepest tree."""
+    kv_tokens: int = 0
+    """Verifier: tokens that the KV of all open sequences may hold together; 0 means any number."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
     """Orchestrator -> service: the handshake is complete."""
 
 
+RefusalKind = Literal["invalid", "busy", "unavailable"]
+"""What is in the way: the request itself, other requests, or the stack's state."""
+
+
 class Refusal(Message, frozen=True, tag="refusal"):
     """Orchestrator -> service or client: no, and the sentence that says why."""
 
     reason: str
+    kind: RefusalKind = "invalid"
+    request: int = 0
+    """The client's request that is refused; 0 if the message was no request."""
 
 
 class Stop(Message, frozen=True, tag="stop"):
@@ -104,7 +113,7 @@ class Failed(Message, frozen=True, tag="failed", kw_only=True):
 
 
 class OpenSequence(Message, frozen=True, tag="open", kw_only=True):
-    """Orchestrator -> service: prefill these tokens into a fresh KV. Answer: Prefilled or Failed.
+    """Orchestrator -> service: prefill these tokens into a KV. Answer: Prefilled or Failed.
 
     `tokens` excludes the pending token. Opening an open sequence replaces it.
     """
@@ -120,10 +129,15 @@ class Prefilled(Message, frozen=True, tag="prefilled", kw_only=True):
     sequence: int
     length: int
     prefill_ms: float
+    cached: int = 0
+    """How many of them were not computed, because the KV of another sequence had them."""
 
 
 class CloseSequence(Message, frozen=True, tag="close", kw_only=True):
-    """Orchestrator -> service: forget the sequence and free its KV. No answer."""
+    """Orchestrator -> service: the sequence is over. No answer.
+
+    The service may keep its KV, within bounds of its own, for a sequence with the same beginning.
+    """
 
     sequence: int
 
@@ -155,7 +169,11 @@ class VerificationOutcome(Message, frozen=True, tag="outcome", kw_only=True):
     bonus: Token
     verify_ms: float
     idle_ms: float
-    """Time the verifier waited between its last answer and this request."""
+    """Time the verifier waited between its last answers and this forward pass."""
+    sequences: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """How many sequences were verified in this pass."""
+    rows: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Tokens of all their chains; 0 stands for this chain's own."""
 
 
 # ---------------------------------------------------------------- drafter
@@ -330,6 +348,8 @@ class Finished(Message, frozen=True, tag="finished", kw_only=True):
     request: int
     reason: FinishReason
     prompt_tokens: int
+    cached_tokens: int = 0
+    """How many of them the target took from the KV of earlier requests."""
     statistics: Statistics
     error: str = ""
 

@@ -41,10 +41,17 @@ class ServiceSettings(ChildSettings, frozen=True, kw_only=True):
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Threads of the BLAS on Linux."""
     prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = 512
+    prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = 10
+    """Sequences whose KV is kept after their end, for others with the same beginning."""
+    prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = 2 * 1024**3
+    """Most memory for them."""
 
 
 class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     """One verifier process."""
+
+    kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Most memory for the KV of open sequences; 0 is half of what is free after loading."""
 
 
 class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):
@@ -70,9 +77,10 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     """Private folder of this stack's sockets and logs."""
     model: str
     """Folder of the target model, for its tokenizer and chat template."""
-    concurrency: Annotated[int, msgspec.Meta(ge=1)] = 1
+    concurrency: Annotated[int, msgspec.Meta(ge=1)] = 4
     """Requests decoded at the same time; others wait in line."""
     max_waiting: Annotated[int, msgspec.Meta(ge=0)] = 64
+    """Requests in line, beyond which more are refused; 0 means any number."""
     draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     """Longest wait for a draft while the target idles; then it decodes plainly."""
     verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0

@@ -118,6 +118,7 @@ class House:
     """An orchestrator, and everybody who talks to it."""
 
     def __init__(self, **settings: Any) -> None:
+        settings.setdefault("concurrency", 1)
         self.services: FakeHub[FromService] = FakeHub(Decoder(FromService))
         self.clients: FakeHub[ToOrchestrator] = FakeHub(Decoder(ToOrchestrator))
         services: Any = self.services
