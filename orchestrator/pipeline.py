@@ -46,6 +46,7 @@ from protocol.settings import OrchestratorSettings
 _log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+_BUSY = "too many requests are waiting; try again later"
 
 
 class Orchestrator:
@@ -147,8 +148,7 @@ class Orchestrator:
 
     def _hello(self, peer: Peer) -> None:
         role = peer.hello.role
-        reason = objection(peer.hello, self._vocabulary)
-        if reason is not None:
+        if (reason := objection(peer.hello, self._vocabulary)) is not None:
             self._registry.refused[role] = reason
             self._services.send(peer.address, Refusal(reason))
             return
@@ -208,8 +208,7 @@ class Orchestrator:
             self._clients.send(peer, Refusal(self._lost, "unavailable", message.request))
             return
         if len(self._waiting) >= self._settings.max_waiting > 0:
-            reason = "too many requests are waiting; try again later"
-            self._clients.send(peer, Refusal(reason, "busy", message.request))
+            self._clients.send(peer, Refusal(_BUSY, "busy", message.request))
             return
         try:
             answer = admit(
