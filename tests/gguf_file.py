@@ -38,11 +38,20 @@ _NAMES = {
 _CONTROL, _NORMAL = 3, 1
 
 
-def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, Floats], kind: str) -> None:
-    """Write a GGUF file, version 3; matrices in the given kind, vectors as F32."""
+def write_gguf(
+    path: Path,
+    metadata: dict[str, Any],
+    tensors: dict[str, Floats],
+    kind: str,
+    others: dict[str, str],
+) -> None:
+    """Write a GGUF file, version 3; matrices in the given kind, vectors as F32.
+
+    `others` names the kinds of matrices that have another one.
+    """
     head, data = b"", b""
     for name, value in tensors.items():
-        stored = kind if value.ndim == 2 else "F32"
+        stored = others.get(name, kind) if value.ndim == 2 else "F32"
         blob = _encoded(value, stored)
         shape = struct.pack(f"<I{value.ndim}Q", value.ndim, *reversed(value.shape))
         head += _string(name) + shape + struct.pack("<IQ", TYPES[stored], len(data))

@@ -36,10 +36,12 @@ def make(tmp_path: Path) -> Make:
 
     def write(
         family: str = "llama",
+        *,
         kind: str = "F32",
         split: str = "gpt-2",
         metadata: dict[str, Any] | None = None,
         tensors: dict[str, Any] | None = None,
+        others: dict[str, str] | None = None,
     ) -> Path:
         said = metadata_of(tiny_folder(family), split=split) | (metadata or {})
         held = tensors_of(tiny_folder(family)) | (tensors or {})
@@ -48,6 +50,7 @@ def make(tmp_path: Path) -> Make:
             {key: value for key, value in said.items() if value is not None},
             {name: value for name, value in held.items() if value is not None},
             kind,
+            others or {},
         )
         return tmp_path / "m.gguf"
 
@@ -127,6 +130,26 @@ def test_blocks_are_kept_elsewhere(kind: str, make: Make, monkeypatch: pytest.Mo
     monkeypatch.setattr("services.gguf.compute_unit", lambda: "metal")
     folder = converted(make(kind=kind))
     assert "model.layers.0.self_attn.q_proj.scales" in tensors_in(folder)
+    module: Any = load_model(folder)[0]
+    module.set_dtype(mx.float32)
+    found = np.array(module(TOKENS))
+    np.testing.assert_allclose(expected, found, atol=2e-3 * np.abs(expected).max())
+
+
+def test_widths_may_differ(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer keeps its own width, and mlx-lm is told of it."""
+    kinds = {"token_embd.weight": "Q8_0", "blk.0.ffn_up.weight": "Q8_0"}
+    expected = logits_of(converted(make(kind="Q4_0", others=kinds)))
+    monkeypatch.setattr("services.gguf.compute_unit", lambda: "metal")
+    folder = converted(make(kind="Q4_0", others=kinds))
+    said = json.loads((folder / "config.json").read_text())["quantization"]
+    wide = {"group_size": 32, "bits": 8}
+    assert said == {
+        "group_size": 32,
+        "bits": 4,
+        "model.embed_tokens": wide,
+        "model.layers.0.mlp.up_proj": wide,
+    }
     module: Any = load_model(folder)[0]
     module.set_dtype(mx.float32)
     found = np.array(module(TOKENS))

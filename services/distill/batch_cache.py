@@ -78,11 +78,11 @@ class BatchCache:
 
     def _stored(self, buffer: mx.array | None, new: mx.array) -> mx.array:
         slots, start = self._store.slots, self._store.offset
-        held = 0 if buffer is None else buffer.shape[2]
-        if held < slots:
-            empty = mx.zeros((*new.shape[:2], slots - held, new.shape[3]), new.dtype)
-            buffer = empty if buffer is None else mx.concatenate([buffer, empty], axis=2)
-        assert buffer is not None  # noqa: S101  # a first store always grows
+        if buffer is None:
+            buffer = mx.zeros((*new.shape[:2], slots, new.shape[3]), new.dtype)
+        elif buffer.shape[2] < slots:
+            empty = mx.zeros((*new.shape[:2], slots - buffer.shape[2], new.shape[3]), new.dtype)
+            buffer = mx.concatenate([buffer, empty], axis=2)
         buffer[..., start : start + new.shape[2], :] = new
         return buffer
 

@@ -1,6 +1,8 @@
 """The generating phase: the target's texts, batch by batch, until there are enough."""
 
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +64,8 @@ class Corpus:
                 break
             started = time.monotonic()
             steps = iter(range(_LOOK_STEPS, 1 << 30, _LOOK_STEPS))
-            made = generate(
-                target,
-                vocabulary,
-                rows,
-                chat_of(self._settings),
-                lambda: self._looked(session, len(infos) * next(steps), started),  # noqa: B023
-            )
+            look = partial(self._looked, session, len(infos), steps, started)
+            made = generate(target, vocabulary, rows, chat_of(self._settings), look)
             if made is None:
                 return False
             tokens, kinds = made
@@ -89,7 +86,8 @@ class Corpus:
         minutes = settings.data_minutes or settings.minutes / 2
         return (self._seconds + seconds) / max(60 * minutes, 1e-9)
 
-    def _looked(self, session: Session, tokens: int, started: float) -> bool:
+    def _looked(self, session: Session, rows: int, steps: Iterator[int], started: float) -> bool:
+        tokens = rows * next(steps)
         seconds = time.monotonic() - started
         spent = min(1.0, self._spent(tokens, seconds))
         passed = self._seconds + seconds

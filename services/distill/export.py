@@ -22,7 +22,6 @@ from services.model import LoadedModel
 CARRIED = "carried"
 
 _SHARED = ("embed", "lm_head")
-_QUANTISATION = ("quantization", "quantization_config")
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -53,12 +52,10 @@ def export(
     flat: Any = tree_flatten(target.module.parameters())
     shared = {name: a for name, a in flat if any(part in name for part in _SHARED)}
     carried = out / CARRIED
-    # Only the embedding that is added later is quantised, if the target's is.
-    quantised = {k: v for k, v in original.items() if k in _QUANTISATION}
     try:
         carried.mkdir(parents=True, exist_ok=True)
         _write(out, {**weights, **shared}, config, head_ids, half)
-        _write(carried, weights, {**config, **quantised}, head_ids, mx.float16)
+        _write(carried, weights, config, head_ids, mx.float16)
         for name in _TOKENIZER_FILES:
             if (target.folder / name).is_file():
                 shutil.copyfile(target.folder / name, out / name)

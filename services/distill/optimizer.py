@@ -1,19 +1,21 @@
-"""AdamW as a pure function, in full precision, and clipping of the gradient."""
+"""AdamW and clipping, MLX's own, as pure functions of everything that a checkpoint holds."""
+
+from typing import Any
 
 import mlx.core as mx
+import mlx.optimizers as optimizers
 
 from services.distill.checkpoint import Moments
 from services.distill.laws import Weights
 
 _BETAS = (0.9, 0.95)
-_EPSILON = 1e-8
 
 
 def clipped(gradient: Weights, largest: float) -> Weights:
     """The gradient, scaled down if its norm exceeds `largest`."""
-    norm = mx.sqrt(mx.stack([mx.square(array).sum() for array in gradient.values()]).sum())
-    scale = mx.minimum(1.0, largest / (norm + 1e-6))
-    return {name: array * scale for name, array in gradient.items()}
+    mlx: Any = optimizers  # its clipping has no types
+    scaled: Weights = mlx.clip_grad_norm(gradient, largest)[0]
+    return scaled
 
 
 def adamw(
@@ -26,13 +28,11 @@ def adamw(
     decay: float,
 ) -> tuple[Weights, Moments]:
     """One step (Loshchilov, Hutter 2019); `count` is its number, from 1."""
-    b1, b2 = _BETAS
+    optimizer = optimizers.AdamW(0.0, betas=list(_BETAS), weight_decay=decay, bias_correction=True)
+    optimizer.state["step"], optimizer.state["learning_rate"] = count, rate
     first, second, new = {}, {}, {}
     for name, weight in weights.items():
-        g = gradient[name]
-        first[name] = b1 * moments.first[name] + (1 - b1) * g
-        second[name] = b2 * moments.second[name] + (1 - b2) * mx.square(g)
-        mean = first[name] / (1 - mx.power(b1, count))
-        spread = mx.sqrt(second[name] / (1 - mx.power(b2, count)))
-        new[name] = weight - rate * (mean / (spread + _EPSILON) + decay * weight)
+        state = {"m": moments.first[name], "v": moments.second[name]}
+        new[name] = optimizer.apply_single(gradient[name], weight, state)
+        first[name], second[name] = state["m"], state["v"]
     return new, Moments(first, second)
