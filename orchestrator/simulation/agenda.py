@@ -1,0 +1,26 @@
+"""Virtual time: what will happen, in order."""
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+
+class Agenda:
+    """A clock that jumps from event to event. Times in milliseconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+
+    def after(self, milliseconds: float, happen: Callable[[], None]) -> None:
+        """Let it happen so much later; events of one instant keep their order."""
+        heapq.heappush(self._events, (self.now + milliseconds, next(self._order), happen))
+
+    def step(self) -> bool:
+        """Jump to the next event; False if there is none."""
+        if not self._events:
+            return False
+        self.now, _, happen = heapq.heappop(self._events)
+        happen()
+        return True

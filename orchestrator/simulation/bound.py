@@ -1,0 +1,38 @@
+"""Theorem 7: the tokens per second of rounds in which nothing is waited for in vain."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Rounds:
+    """Rounds of one kind, added up."""
+
+    count: int = 0
+    tokens: int = 0
+    verify_ms: float = 0.0
+
+    def add(self, tokens: int, verify_ms: float) -> None:
+        """One more, which brought `tokens` tokens."""
+        self.count += 1
+        self.tokens += tokens
+        self.verify_ms += verify_ms
+
+    @property
+    def tokens_per_round(self) -> float:
+        """E, bonus token included; 0 if there were no rounds."""
+        return self.tokens / self.count if self.count else 0.0
+
+
+def bound_tok_s(hit: Rounds, miss: Rounds, backup_ms: float) -> float:
+    """[p E_hit + (1-p) E_miss] / [p T_v + (1-p) (T_v + T_b)], in tokens per second.
+
+    Each T_v is that of the lengths that were verified in such rounds; with sums in place of
+    means p cancels. What is left out, and so is lost: messages, and waiting for a tree.
+
+    Args:
+        hit: rounds whose draft was ready in time.
+        miss: all others.
+        backup_ms: total time in which drafts were made while the target waited.
+    """
+    milliseconds = hit.verify_ms + miss.verify_ms + backup_ms
+    return 1e3 * (hit.tokens + miss.tokens) / milliseconds if milliseconds else 0.0

@@ -1,0 +1,152 @@
+"""One simulated answer: the product's sequence, plan and statistics between modelled services."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from orchestrator.actions import Action, Emit, Finish, Foresee, ToDrafter, ToVerifier
+from orchestrator.estimates import Estimates
+from orchestrator.limits import Limits
+from orchestrator.phase import Phase
+from orchestrator.plan import Plan
+from orchestrator.sequence import Sequence
+from orchestrator.simulation.agenda import Agenda
+from orchestrator.simulation.bound import Rounds, bound_tok_s
+from orchestrator.simulation.scenario import Scenario, Strategy
+from orchestrator.simulation.script import Script
+from orchestrator.simulation.services import DrafterModel, Noise, VerifierModel
+from orchestrator.statistics import Recorder
+from protocol.errors import RuntimeFailure
+from protocol.messages import (
+    DraftNow,
+    DraftTree,
+    Prepare,
+    Sampling,
+    Statistics,
+    VerificationOutcome,
+    Verify,
+)
+
+_LONGEST_DRAFT = 64
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it."""
+
+    strategy: Strategy
+    tok_s: float
+    bound_tok_s: float
+    """Theorem 7 with the rounds' own hit rate, lengths and times (`bound`)."""
+    tokens_per_hit: float
+    """E_hit: tokens that a round brought whose draft was ready; 0 if there was none."""
+    tokens_per_miss: float
+    """E_miss: tokens that any other round brought."""
+    statistics: Statistics
+
+    @property
+    def efficiency(self) -> float:
+        """tok/s over the bound."""
+        return self.tok_s / self.bound_tok_s if self.bound_tok_s else 0.0
+
+
+def simulate(scenario: Scenario, strategy: Strategy, estimates: Estimates | None = None) -> Run:
+    """Decode one answer in virtual time; `estimates` is what was learned before, if anything."""
+    return _Answer(scenario, strategy, estimates or Estimates()).decode()
+
+
+@dataclass
+class _Books:
+    hit: Rounds = field(default_factory=Rounds)
+    other: Rounds = field(default_factory=Rounds)
+
+
+class _Answer:
+    """The edge around a sequence, as `pipeline` is, with an agenda in place of sockets."""
+
+    def __init__(self, scenario: Scenario, strategy: Strategy, estimates: Estimates) -> None:
+        self._strategy = strategy
+        self._ipc = scenario.device.ipc
+        self._agenda = agenda = Agenda()
+        script = Script(scenario.laws, scenario.tokens, scenario.seed)
+        noise = Noise(scenario.device.jitter, scenario.seed)
+        device = scenario.device
+        self._drafter = DrafterModel(agenda, device, script, noise, send=self._drew)
+        self._verifier = VerifierModel(
+            agenda, device, script, noise, drafter=self._drafter, send=self._verified
+        )
+        self._recorder = Recorder(0.0)
+        self._sequence = Sequence(
+            number=1,
+            prompt=[script.token(0)],
+            sampling=Sampling(),
+            limits=Limits(scenario.tokens, frozenset(), 0),
+            plan=Plan(
+                strategy.mode,
+                estimates,
+                strategy.lookahead,
+                strategy.fan_out,
+                strategy.fan_out_policy,
+            ),
+            recorder=self._recorder,
+        )
+        self._books = _Books()
+
+    def decode(self) -> Run:
+        self._act(self._sequence.verifier_up(_LONGEST_DRAFT))
+        if self._strategy.mode != "ar":
+            self._act(self._sequence.drafter_up(0))
+        while self._sequence.phase is not Phase.FINISHED:
+            if not self._agenda.step():
+                raise RuntimeFailure("the simulation stands still: nobody has anything to do")
+        statistics = self._recorder.summary()
+        books, waits = self._books, self._recorder.phases.get("draft_wait", [])
+        return Run(
+            strategy=self._strategy,
+            tok_s=statistics.tok_s,
+            bound_tok_s=bound_tok_s(books.hit, books.other, sum(waits)),
+            tokens_per_hit=books.hit.tokens_per_round,
+            tokens_per_miss=books.other.tokens_per_round,
+            statistics=statistics,
+        )
+
+    # ------------------------------------------------------------ what services say
+
+    def _verified(self, outcome: VerificationOutcome) -> None:
+        self._agenda.after(self._ipc, partial(self._outcome, outcome))
+
+    def _outcome(self, outcome: VerificationOutcome) -> None:
+        if self._recorder.rounds:  # the first token is not part of tok/s
+            hit = self._sequence.current.origin == "hit"
+            rounds = self._books.hit if hit else self._books.other
+            rounds.add(outcome.accepted + 1, outcome.verify_ms)
+        self._recorder.verifying_since = None
+        self._act(self._sequence.outcome(outcome, self._now_s))
+
+    def _drew(self, tree: DraftTree) -> None:
+        self._agenda.after(self._ipc, partial(self._tree, tree))
+
+    def _tree(self, tree: DraftTree) -> None:
+        self._recorder.drew(tree.draft_ms, self._now_s)
+        self._recorder.phase(f"draft_{tree.depth}", tree.draft_ms)
+        self._act(self._sequence.tree(tree, self._now_s))
+
+    # ------------------------------------------------------------ what the sequence wants
+
+    @property
+    def _now_s(self) -> float:
+        return self._agenda.now / 1e3
+
+    def _act(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case ToVerifier(Verify() as message):
+                    self._recorder.verifying_since = self._now_s
+                    self._agenda.after(self._ipc, partial(self._verifier.receive, message))
+                case ToDrafter(Prepare() | DraftNow() as message):
+                    self._agenda.after(self._ipc, partial(self._drafter.receive, message))
+                case Finish(reason, error) if reason != "length":
+                    raise RuntimeFailure(f"the simulated answer ended by {reason}: {error}")
+                case ToVerifier() | ToDrafter() | Foresee() | Emit() | Finish():
+                    pass  # opening and closing take no time here

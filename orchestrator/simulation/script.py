@@ -1,0 +1,103 @@
+"""What the target will say, and how well the drafter guesses each token: the model of the models.
+
+As under the coupled rule, the answer is fixed beforehand. The drafter ranks candidates for
+each position; the target's token has some rank there. Rank 0, the drafted token, has
+probability alpha_p, the chance of acceptance at this position; the rank after a rejection
+follows the power law of `Laws`. alpha_p has two sources of variation: easy and hard
+stretches of text, and a drafter's knowledge of single tokens (its confidence is alpha_p,
+drawn from a Beta law around the stretch's rate). What is not modelled: a candidate list
+that is better where the drafter is surer, and a confidence that is wrong on average.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.simulation.scenario import Laws
+from protocol.errors import UsageError
+
+_RANKS = 512
+"""Ids per position: the candidate of rank i at position p is token p * _RANKS + i."""
+
+_AHEAD = 256
+"""Positions behind the answer's end that a draft may reach."""
+
+
+class Script:
+    """Deterministic in (laws, length, seed); the same for every way to decode."""
+
+    def __init__(self, laws: Laws, length: int, seed: int) -> None:
+        if (laws.r_all is None) != (laws.first_all is None):
+            raise UsageError("r_all and first_all describe one curve; give both or neither")
+        random = np.random.default_rng(seed)
+        count = length + _AHEAD
+        rates = _rates(laws, count, random)
+        accepted = random.random(count) < rates
+        behind = _power_law(laws.first, laws.r, random.random(count))
+        ranks = np.where(accepted, 0, np.minimum(behind + 1, _RANKS - 1))
+        full = ranks
+        if laws.r_all is not None and laws.first_all is not None:
+            full = _power_law(laws.first_all, laws.r_all, random.random(count))
+        known = rates if laws.insight else np.full(count, laws.alpha)
+        self._ranks: list[int] = ranks.tolist()
+        self._full_ranks: list[int] = np.minimum(full, _RANKS - 1).tolist()
+        self._confidences: list[float] = known.tolist()
+        self._strays: list[float] = random.permutation(known).tolist()
+
+    def token(self, position: int) -> int:
+        """The target's token there."""
+        return position * _RANKS + self._ranks[position]
+
+    def outcome(self, position: int, chain: list[int]) -> tuple[int, int]:
+        """What verifying the chain, whose first token stands at `position`, will return."""
+        accepted = 0
+        for drafted in chain[1:]:
+            if drafted != self.token(position + accepted + 1):
+                break
+            accepted += 1
+        return accepted, self.token(position + accepted + 1)
+
+    @staticmethod
+    def drafted(position: int) -> int:
+        """The drafter's best guess, after the right tokens or others."""
+        return position * _RANKS
+
+    def confidence(self, position: int, *, on_track: bool) -> float:
+        """How sure the drafter is of its guess; `on_track`: what precedes it is right."""
+        return (self._confidences if on_track else self._strays)[position]
+
+    def bonuses(self, position: int, count: int, *, rejected: bool) -> list[int]:
+        """The drafter's best candidates for a bonus token, the rejected guess excluded."""
+        start = position * _RANKS
+        if rejected:
+            return list(range(start + 1, start + 1 + count))
+        token, rank = self.token(position), self._full_ranks[position]
+        others = [t for t in range(start, start + count + 1) if t != token]
+        return [*others[:rank], token, *others[rank:]][:count]
+
+
+def _rates(laws: Laws, count: int, random: np.random.Generator) -> npt.NDArray[np.float64]:
+    """alpha_p: [count] chances of acceptance, of mean `laws.alpha`."""
+    # The stretch changes with probability 1/stretch per token; alpha of all tokens are easy.
+    fresh = random.random(count) < 1.0 / laws.stretch
+    fresh[0] = True
+    draws = random.random(count) < laws.alpha
+    easy = draws[np.maximum.accumulate(np.where(fresh, np.arange(count), 0))]
+    rise, fall = laws.burst * (1.0 - laws.alpha), laws.burst * laws.alpha
+    rates = np.where(easy, laws.alpha + rise, laws.alpha - fall)
+    if laws.insight == 0.0:
+        return rates
+    # Beta(a s, (1 - a) s) has mean a and variance a (1 - a) / (1 + s).
+    strength = 1.0 / laws.insight - 1.0
+    inner = np.clip(rates, 1e-6, 1.0 - 1e-6)
+    drawn = random.beta(inner * strength, (1.0 - inner) * strength)
+    return np.where((rates > 0.0) & (rates < 1.0), drawn, rates)
+
+
+def _power_law(
+    first: float, exponent: float, uniform: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
+    """Ranks R with Pr[R >= F] = (1 - first) F^-exponent for F >= 1, from uniform numbers."""
+    ratio = (1.0 - first) / np.maximum(uniform, 1e-12)
+    # The cap keeps huge ranks, which nobody prepares for, within integers.
+    ranks = np.minimum(np.maximum(ratio, 1e-9) ** (1.0 / exponent), 1e6)
+    return np.where(ratio > 1.0, np.floor(ranks), 0).astype(np.int64)

@@ -1,0 +1,73 @@
+"""Every fixed pair of lookahead and budget beside what the planner makes of it."""
+
+from collections.abc import Callable, Iterable
+from itertools import product
+
+import msgspec
+
+from orchestrator.simulation.run import Run, simulate
+from orchestrator.simulation.scenario import Scenario, Strategy
+from protocol.messages import FanOutPolicy
+
+LOOKAHEADS = (1, 2, 3, 4, 6, 8)
+BUDGETS = (4, 8, 16, 32)
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """The ways to decode one scenario."""
+
+    plain: Run
+    sequential: Run
+    """Sequential speculative decoding, adaptive."""
+    adaptive: Run
+    """SSD as it is by default."""
+    fixed: list[Run] = []
+    """SSD with lookahead and budget fixed by hand."""
+
+    @property
+    def best_fixed(self) -> Run | None:
+        """The fastest of the fixed ones."""
+        return max(self.fixed, key=lambda run: run.tok_s, default=None)
+
+    @property
+    def against_fixed(self) -> float:
+        """Adaptive tok/s over the best fixed pair's; above 1 the planner wins."""
+        best = self.best_fixed
+        return self.adaptive.tok_s / best.tok_s if best else 1.0
+
+    @property
+    def against_plain(self) -> float:
+        """Adaptive tok/s over plain decoding's."""
+        return self.adaptive.tok_s / self.plain.tok_s
+
+
+def fixed_pairs(
+    lookaheads: Iterable[int] = LOOKAHEADS,
+    budgets: Iterable[int] = BUDGETS,
+    policy: FanOutPolicy = "online",
+) -> list[Strategy]:
+    """All pairs of K and B."""
+    return [
+        Strategy(lookahead=lookahead, fan_out=budget, fan_out_policy=policy)
+        for lookahead, budget in product(lookaheads, budgets)
+    ]
+
+
+def compare(
+    scenario: Scenario,
+    fixed: Iterable[Strategy] = (),
+    policy: FanOutPolicy = "online",
+    progress: Callable[[str], None] = lambda _: None,
+) -> Comparison:
+    """Simulate them one after the other; `progress` is told which comes next."""
+
+    def run(strategy: Strategy) -> Run:
+        progress(strategy.label)
+        return simulate(scenario, strategy)
+
+    return Comparison(
+        plain=run(Strategy(mode="ar")),
+        sequential=run(Strategy(mode="sd")),
+        adaptive=run(Strategy(fan_out_policy=policy)),
+        fixed=[run(strategy) for strategy in fixed],
+    )
