@@ -38,6 +38,8 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         prompt_cache_size=settings.prompt_cache_size,
         prompt_cache_bytes=settings.prompt_cache_bytes,
         kv_bytes=settings.kv_bytes,
+        device=settings.target_device,
+        emulated_cost=settings.emulate_target_cost,
     )
     return Child("verifier", "services.verifier", told, run_dir.log("verifier"))
 
@@ -55,5 +57,7 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         prefill_step_size=settings.prefill_step_size,
         prompt_cache_size=settings.prompt_cache_size,
         prompt_cache_bytes=settings.prompt_cache_bytes,
+        # Other backends have no device to choose; one may have been swapped in.
+        device=settings.draft_device if pair.backend == "mlx" else "",
     )
     return Child("drafter", "services.drafter", told, run_dir.log("drafter"))

@@ -11,13 +11,15 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from protocol.emulation import parse_size
 from protocol.errors import UsageError
-from protocol.settings import BackendName
+from protocol.settings import BackendName, Device
 
 BackendChoice = Literal["auto", "mlx", "ngram"]
 
 CONFIG_FILE = "ssd.toml"
 _PREFIX = "SSD_"
+_CUDA = "cuda:"
 # Environment variables with our prefix that are not settings of a stack.
 _OTHER_VARIABLES = frozenset({"SSD_RUN_DIR", "SSD_CACHE_DIR"})
 
@@ -42,6 +44,10 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Most memory that each model may use for them."""
     kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Most memory for the target's KV of open requests; 0 is half of what is free."""
+    target_device: Device = ""
+    draft_device: Device = ""
+    emulate_target_cost: str = ""
+    """For measurements: let the target cost what one of this size costs (`protocol.emulation`)."""
     draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0
@@ -58,7 +64,10 @@ def stack_settings(flags: dict[str, Any]) -> StackSettings:
         UsageError: a key is unknown or a value has the wrong type, naming where it stands.
     """
     merged = {**_from_file(Path(CONFIG_FILE)), **_from_environment(), **flags}
-    return _convert(merged, "the settings")
+    settings = _convert(merged, "the settings")
+    if settings.emulate_target_cost:
+        parse_size(settings.emulate_target_cost)
+    return settings
 
 
 def _convert(values: dict[str, Any], source: str) -> StackSettings:
@@ -99,6 +108,26 @@ def cache_dir() -> Path:
     """Folder of converted models: SSD_CACHE_DIR, or ~/.cache/ssd."""
     chosen = os.environ.get("SSD_CACHE_DIR")
     return Path(chosen) if chosen else Path.home() / ".cache" / "ssd"
+
+
+def child_environment(device: Device) -> dict[str, str] | None:
+    """The environment of a child bound to this device; None is our own, unchanged.
+
+    CUDA has no other way to keep a process off a GPU than not to show it.
+
+    Raises:
+        UsageError: the GPU is not among those that we ourselves may see.
+    """
+    if not device.startswith(_CUDA):
+        return None
+    index = int(device.removeprefix(_CUDA))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = [str(index)] if visible is None else visible.split(",")[index : index + 1]
+    if not shown:
+        raise UsageError(f"there is no {device}: CUDA_VISIBLE_DEVICES is {visible!r}")
+    # By bus, as nvidia-smi counts, not by speed, as CUDA does if left alone.
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **os.environ}
+    return {**order, "CUDA_VISIBLE_DEVICES": shown[0]}
 
 
 class Cores(msgspec.Struct, frozen=True):

@@ -65,6 +65,8 @@ def pair_of(settings: StackSettings) -> Pair:
     if backend == "auto":
         drafts = settings.draft_model or target == default_target()
         backend = "mlx" if drafts else "ngram"
+    if backend != "mlx" and settings.draft_device not in {"", "cpu"}:
+        raise UsageError(f"the {backend} backend has no use for the device {settings.draft_device}")
     return Pair(str(target), "", "ngram").with_drafter(backend, settings.draft_model)
 
 

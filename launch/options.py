@@ -11,6 +11,12 @@ from protocol.messages import Acceptance, Sampling
 from protocol.sampling import check
 from protocol.settings import BACKENDS
 
+_DEVICE = "Where the {} computes: cpu, gpu, or cuda:N. MLX's default device if left out."
+_EMULATE = (
+    "For measurements: add layers to the target that cost what a target of this size "
+    "costs (4x, 8B, 16GB) and change no token."
+)
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -46,6 +52,9 @@ def stack_options() -> Callable[[F], F]:
                          help="Most memory for them, per model."),
             click.option("--kv-bytes", type=click.IntRange(min=0),
                          help="Most memory for the KV of open requests; 0: half of what is free."),
+            click.option("--target-device", metavar="DEVICE", help=_DEVICE.format("target")),
+            click.option("--draft-device", metavar="DEVICE", help=_DEVICE.format("drafter")),
+            click.option("--emulate-target-cost", metavar="SIZE", help=_EMULATE),
         ]
     )  # fmt: skip
 

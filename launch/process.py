@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from launch.config import child_environment
 from protocol.child import ERROR_PREFIX
-from protocol.settings import ChildSettings, encode_settings
+from protocol.settings import ChildSettings, ServiceSettings, encode_settings
 
 _TERM_S = 2.0
 _KILL_S = 5.0
@@ -25,6 +26,7 @@ class Child:
         self.log = log
         # -P: a folder named `services` in the user's working directory must not shadow ours.
         command = [sys.executable, "-P", "-m", module, encode_settings(settings)]
+        device = settings.device if isinstance(settings, ServiceSettings) else ""
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 command,
@@ -32,6 +34,7 @@ class Child:
                 stdout=output,
                 stderr=output,
                 pass_fds=(settings.lifeline,),
+                env=child_environment(device),
                 start_new_session=True,  # Ctrl-C is for the supervisor, which then stops us
             )
 

@@ -24,10 +24,18 @@ def plain() -> Console:
 
 
 def process_line(status: ProcessStatus) -> None:
-    """One line per process and change: role, pid, backend, model, state."""
+    """One line per process and change: role, pid, backend, device, model, state."""
     model = status.model.rstrip("/").rsplit("/", 1)[-1]
-    fields = (status.role, str(status.pid), status.backend or "-", model or "-", status.state)
-    widths = (13, 8, 6, 24, 0)
+    emulated = f"[cost of {status.emulated_cost} emulated] " if status.emulated_cost else ""
+    fields = (
+        status.role,
+        str(status.pid),
+        status.backend or "-",
+        status.device or "-",
+        model or "-",
+        emulated + status.state,
+    )
+    widths = (13, 8, 6, 6, 24, 0)
     line = " ".join(field.ljust(width) for field, width in zip(fields, widths, strict=True))
     human().print(RichText(line.rstrip()))
 
@@ -68,6 +76,8 @@ def _rows(s: Statistics) -> list[tuple[str, str]]:
         ("drafting hidden", f"{s.overlap_ratio:.2f}"),
         ("per round, median", ", ".join(f"{k} {v:.2f} ms" for k, v in s.phase_ms.items())),
     ]
+    if s.emulated_cost:
+        rows.insert(0, ("TARGET COST EMULATED", s.emulated_cost))
     if s.predicted_tok_s:
         rows.insert(1, ("predicted", f"{s.predicted_tok_s:.1f} tok/s"))
     if s.fallbacks:

@@ -15,6 +15,7 @@ from launch.children import start_drafter, start_orchestrator, start_verifier
 from launch.config import StackSettings
 from launch.models import Pair
 from launch.process import Child, Lifeline
+from launch.process_status import status_of
 from launch.rundir import RunDir, claim
 from protocol.channel import Deadline, Hub
 from protocol.client import Client
@@ -229,18 +230,10 @@ class Supervisor:
     # ------------------------------------------------------------ status and stop
 
     def _status_of(self, role: str, state: str = "") -> ProcessStatus:
-        child = self._children[role]
         budget = self._budgets.get(role)
-        backend = {"orchestrator": "", "verifier": "mlx", "drafter": self._pair.backend}[role]
-        model = self._pair.draft_model if role == "drafter" else self._pair.model
-        return ProcessStatus(
-            role=role,
-            pid=child.pid,
-            backend=backend,
-            model=model,
-            state=state or ("lost" if role in self._lost else "running"),
-            restarts=budget.used if budget else 0,
-        )
+        state = state or ("lost" if role in self._lost else "running")
+        restarts = budget.used if budget else 0
+        return status_of(self._children[role], state, restarts, self._settings, self._pair)
 
     def _tell(self, role: str, state: str) -> None:
         self._report(self._status_of(role, state))

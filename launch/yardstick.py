@@ -7,12 +7,13 @@ from typing import TypeVar
 
 import msgspec
 
+from launch.config import child_environment
 from launch.models import Pair
 from protocol.child import ERROR_PREFIX
 from protocol.closing import Closing
 from protocol.errors import RuntimeFailure
 from protocol.messages import Sampling, Tokens
-from protocol.settings import ReferenceSettings, encode_settings
+from protocol.settings import Device, ReferenceSettings, encode_settings
 from protocol.yardstick import Decode, Decoded, Margin, MarginAnswer, Question
 
 A = TypeVar("A")
@@ -24,9 +25,13 @@ LARGEST_TIE = 1e-3
 class Yardstick(Closing):
     """mlx-lm in a process of its own, with all cores."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, device: Device = "", emulated_cost: str = "") -> None:
         settings = ReferenceSettings(
-            model=pair.model, draft_model=pair.draft_model, threads=os.cpu_count() or 1
+            model=pair.model,
+            draft_model=pair.draft_model,
+            threads=os.cpu_count() or 1,
+            device=device,
+            emulated_cost=emulated_cost,
         )
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "services.reference", encode_settings(settings)],
@@ -34,6 +39,7 @@ class Yardstick(Closing):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env=child_environment(device),
         )
 
     def decode(self, question: Decode) -> Decoded:

@@ -156,8 +156,7 @@ class Orchestrator:
         self._services.send(peer.address, Welcome())
         if old is not None:
             self._services.send(old.address, Stop())
-        if role == "verifier":
-            self._lost = ""
+        self._lost = "" if role == "verifier" else self._lost
         for answer in list(self._answers.values()):
             if role == "verifier":
                 answer.sequence.recorder.verifier_restarts += int(answer.sequence.round > 0)
@@ -168,6 +167,7 @@ class Orchestrator:
                 self._do(answer, answer.sequence.drafter_up(peer.hello.context_length))
 
     def _verifier_up(self, answer: Answer, hello: Hello) -> None:
+        answer.sequence.recorder.emulated_cost = hello.emulated_cost
         self._do(answer, answer.sequence.limit_context(hello.context_length))
         self._do(answer, answer.sequence.verifier_up(hello.max_draft_tokens))
 

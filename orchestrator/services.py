@@ -22,6 +22,7 @@ class Peer:
             model=self.hello.model,
             compute_unit=self.hello.compute_unit,
             context_length=self.hello.context_length,
+            emulated_cost=self.hello.emulated_cost,
         )
 
 

@@ -32,6 +32,7 @@ class Recorder:
     verifying_since: float | None = None
     plain_rounds: int = 0
     plain_tok_s: float = 0.0
+    emulated_cost: str = ""
     _predicted_tokens: float = 0.0
     _predicted_s: float = 0.0
     _last_accepted: int = 0
@@ -111,6 +112,7 @@ class Recorder:
             plain_rounds=self.plain_rounds,
             predicted_tok_s=_ratio(self._predicted_tokens, self._predicted_s),
             plain_tok_s=self.plain_tok_s,
+            emulated_cost=self.emulated_cost,
         )
 
 

@@ -78,6 +78,8 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """Verifier: longest draft it can roll back (0 for recurrent models). Drafter: deepest tree."""
     kv_tokens: int = 0
     """Verifier: tokens that the KV of all open sequences may hold together; 0 means any number."""
+    emulated_cost: str = ""
+    """Verifier: what was added to its model so that it costs more (measurements); else empty."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -337,6 +339,8 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """What the planner predicted before each round, over the whole answer; 0 if it could not."""
     plain_tok_s: float
     """Speed of plain decoding beside which speculation was judged; 0 if never measured."""
+    emulated_cost: str = ""
+    """What was added to the target so that it costs more (measurements); else empty."""
 
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
@@ -367,6 +371,8 @@ class ServiceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     model: str
     compute_unit: str
     context_length: int
+    emulated_cost: str = ""
+    """As in `Hello`."""
 
 
 class Status(Message, frozen=True, tag="status", kw_only=True):
@@ -417,6 +423,10 @@ class ProcessStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     model: str
     state: str
     restarts: int
+    device: str = ""
+    """Where it was told to compute; empty is MLX's own choice."""
+    emulated_cost: str = ""
+    """Size of the target whose cost is emulated; empty for none."""
 
 
 class Stack(Message, frozen=True, tag="stack", kw_only=True):

@@ -15,6 +15,10 @@ BackendName = Literal["mlx", "ngram"]
 BACKENDS: tuple[BackendName, ...] = ("mlx", "ngram")
 
 
+Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]
+"""Where a process computes: cpu, gpu, cuda:N (one GPU of several), or empty for MLX's choice."""
+
+
 class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     pass
 
@@ -40,6 +44,7 @@ class ServiceSettings(ChildSettings, frozen=True, kw_only=True):
     """Folder of the model; empty for a backend that needs none."""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Threads of the BLAS on Linux."""
+    device: Device = ""
     prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = 512
     prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = 10
     """Sequences whose KV is kept after their end, for others with the same beginning."""
@@ -52,6 +57,8 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
 
     kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Most memory for the KV of open sequences; 0 is half of what is free after loading."""
+    emulated_cost: str = ""
+    """Size of the target whose cost is emulated (`protocol.emulation`); empty for none."""
 
 
 class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):
@@ -66,6 +73,9 @@ class ReferenceSettings(_Settings, frozen=True, kw_only=True):
     model: str
     draft_model: str = ""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
+    device: Device = ""
+    emulated_cost: str = ""
+    """As `VerifierSettings`."""
 
 
 class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):

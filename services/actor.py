@@ -67,6 +67,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     compute_unit: str
     max_draft_tokens: int
+    emulated_cost: str = ""
 
 
 def serve(channel: Channel[ToService], identity: Identity, service: Service) -> None:
@@ -139,6 +140,7 @@ def shake_hands(channel: Channel[ToService], identity: Identity) -> None:
             context_length=identity.context_length,
             compute_unit=identity.compute_unit,
             max_draft_tokens=identity.max_draft_tokens,
+            emulated_cost=identity.emulated_cost,
         )
     )
     match channel.receive(_HANDSHAKE_S, "answer to Hello from the orchestrator"):

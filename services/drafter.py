@@ -29,8 +29,10 @@ def _backend(settings: DrafterSettings) -> DraftBackend:
             load_blas(settings.threads)
             # MLX must be imported after the BLAS is in place, and only where it computes.
             from services.backends.mlx import MlxBackend  # noqa: PLC0415
+            from services.device import bind  # noqa: PLC0415
 
-            return MlxBackend(Path(settings.model), settings.prefill_step_size)
+            unit = bind(settings.device)
+            return MlxBackend(Path(settings.model), settings.prefill_step_size, unit)
         case "ngram":
             from services.backends.ngram import NgramBackend  # noqa: PLC0415
 

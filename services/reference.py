@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from protocol.emulation import parse_size
 from protocol.errors import SsdError
 from protocol.law import distances
 from protocol.settings import ReferenceSettings, decode_settings
@@ -24,9 +25,14 @@ class Reference:
 
     def __init__(self, settings: ReferenceSettings) -> None:
         # MLX must be imported after the BLAS is in place.
+        from services.device import bind  # noqa: PLC0415
+        from services.emulation import emulate  # noqa: PLC0415
         from services.model import load  # noqa: PLC0415
 
+        bind(settings.device)
         self._target = load(Path(settings.model)).module
+        if settings.emulated_cost:
+            emulate(self._target, parse_size(settings.emulated_cost))
         self._draft = load(Path(settings.draft_model)).module if settings.draft_model else None
 
     def decode(self, question: Decode) -> Decoded:

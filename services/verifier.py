@@ -6,6 +6,7 @@ from pathlib import Path
 from protocol.channel import Channel
 from protocol.child import main
 from protocol.codec import Decoder
+from protocol.emulation import parse_size
 from protocol.messages import ToService, ToVerifier
 from protocol.settings import VerifierSettings
 from services.actor import Identity, serve
@@ -16,10 +17,16 @@ def run(settings: VerifierSettings) -> None:
     """Load the target model and serve the orchestrator until told to stop."""
     load_blas(settings.threads)
     # MLX must be imported after the BLAS is in place.
-    from services.model import compute_unit, load  # noqa: PLC0415
+    from services.device import bind  # noqa: PLC0415
+    from services.emulation import emulate  # noqa: PLC0415
+    from services.model import load  # noqa: PLC0415
     from services.verification import Verifier  # noqa: PLC0415
 
+    unit = bind(settings.device)
     model = load(Path(settings.model))
+    emulated = ""
+    if settings.emulated_cost:
+        emulated = emulate(model.module, parse_size(settings.emulated_cost))
     verifier = Verifier(model, settings.prefill_step_size)
     identity = Identity(
         role="verifier",
@@ -28,8 +35,9 @@ def run(settings: VerifierSettings) -> None:
         tokenizer_fingerprint=model.vocabulary.fingerprint,
         vocabulary_size=model.vocabulary.size,
         context_length=model.context_length,
-        compute_unit=compute_unit(),
+        compute_unit=unit,
         max_draft_tokens=verifier.max_draft_tokens,
+        emulated_cost=emulated,
     )
     channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))
     with channel:

@@ -75,7 +75,8 @@ def test_every_setting_has_its_variable(
     monkeypatch: pytest.MonkeyPatch, field: msgspec.structs.FieldInfo
 ) -> None:
     """`SSD_` and the key in capitals sets any key, numbers included."""
-    value: Any = "ngram" if field.name == "draft_backend" else "7"
+    devices = {"target_device": "gpu", "draft_device": "cuda:1"}
+    value: Any = {"draft_backend": "ngram", **devices}.get(field.name, "7")
     monkeypatch.setenv(f"SSD_{field.name.upper()}", value)
     actual = getattr(stack_settings({}), field.name)
     assert str(actual).removesuffix(".0") == value

@@ -45,7 +45,7 @@ def command(**options: Any) -> None:  # fmt: skip
     with (
         private_stack(settings, show.nothing) as supervisor,
         contextlib.closing(Client(supervisor.run_dir.clients_address)) as client,
-        Yardstick(pair) as yardstick,
+        Yardstick(pair, settings.target_device, settings.emulate_target_cost) as yardstick,
     ):
         tokenizer = TargetTokenizer(Path(pair.model))
         runs = bench.Bench(client, yardstick, tokenizer, modes, sampling, max_tokens)

@@ -72,7 +72,7 @@ class _Sequence:
 class MlxBackend:
     """See `interface.DraftBackend`."""
 
-    def __init__(self, folder: Path, prefill_step_size: int) -> None:
+    def __init__(self, folder: Path, prefill_step_size: int, unit: str = "") -> None:
         loaded = load(folder)
         self._model = loaded.module
         if compute_unit() == "cpu":
@@ -89,7 +89,7 @@ class MlxBackend:
             tokenizer_fingerprint=loaded.vocabulary.fingerprint,
             vocabulary_size=loaded.vocabulary.size,
             context_length=loaded.context_length,
-            compute_unit=compute_unit(),
+            compute_unit=unit or compute_unit(),
             max_draft_tokens=MAX_DRAFT_TOKENS,
         )
         self._head_size = (

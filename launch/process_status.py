@@ -1,0 +1,27 @@
+"""One line about one child of the supervisor."""
+
+from launch.config import StackSettings
+from launch.models import Pair
+from launch.process import Child
+from protocol.messages import ProcessStatus
+
+
+def status_of(
+    child: Child, state: str, restarts: int, settings: StackSettings, pair: Pair
+) -> ProcessStatus:
+    """What people and programs are told of it."""
+    backend, model, device = {
+        "orchestrator": ("", pair.model, ""),
+        "verifier": ("mlx", pair.model, settings.target_device),
+        "drafter": (pair.backend, pair.draft_model, settings.draft_device),
+    }[child.role]
+    return ProcessStatus(
+        role=child.role,
+        pid=child.pid,
+        backend=backend,
+        model=model,
+        state=state,
+        restarts=restarts,
+        device=device,
+        emulated_cost=settings.emulate_target_cost if child.role == "verifier" else "",
+    )
