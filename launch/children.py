@@ -21,6 +21,8 @@ def start_orchestrator(
         max_waiting=settings.max_waiting,
         draft_timeout_s=settings.draft_timeout_s,
         verify_timeout_s=settings.verify_timeout_s,
+        hang_timeout_s=settings.hang_timeout_s,
+        first_timeout_s=settings.start_timeout_s,
     )
     return Child("orchestrator", "orchestrator.main", told, run_dir.log("orchestrator"))
 

@@ -52,6 +52,8 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0
     """Longest wait for all processes to be ready."""
+    hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 20.0
+    """Silence after which a process hangs and is replaced; more if its calls take longer."""
     restarts: Annotated[int, msgspec.Meta(ge=0)] = 5
     """How often a service may be restarted within `restart_window_s`."""
     restart_window_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0

@@ -24,6 +24,7 @@ class Child:
     def __init__(self, role: str, module: str, settings: ChildSettings, log: Path) -> None:
         self.role = role
         self.log = log
+        self._killed_because = ""
         # -P: a folder named `services` in the user's working directory must not shadow ours.
         command = [sys.executable, "-P", "-m", module, encode_settings(settings)]
         device = settings.device if isinstance(settings, ServiceSettings) else ""
@@ -49,7 +50,9 @@ class Child:
         return self.process.poll()
 
     def last_words(self) -> str:
-        """Why it ended: the error sentence it left, or its exit status."""
+        """Why it ended: our reason, the error sentence it left, or its exit status."""
+        if self._killed_because:
+            return self._killed_because
         with contextlib.suppress(OSError):
             for line in reversed(self.log.read_text(errors="replace").splitlines()[-50:]):
                 if line.startswith(ERROR_PREFIX):
@@ -58,6 +61,12 @@ class Child:
         if code is not None and code < 0:
             return f"the {self.role} was killed by signal {-code}"
         return f"the {self.role} ended with exit code {code}"
+
+    def kill(self, reason: str) -> None:
+        """End it at once, because it would not end by itself; `reason` becomes its last words."""
+        self._killed_because = reason
+        self.process.kill()
+        self.process.wait(_KILL_S)
 
     def ask_to_end(self) -> None:
         """First rung of the ladder: SIGTERM."""

@@ -16,6 +16,7 @@ import psutil
 from launch.config import run_base
 from protocol.channel import ipc_address
 from protocol.errors import RuntimeFailure, UsageError
+from protocol.orphans import end_children, note_children
 
 DEFAULT_NAME = "default"
 _DESCRIPTION = "stack.json"
@@ -83,6 +84,17 @@ class RunDir:
         description = Description(pid, psutil.Process(pid).create_time(), model, draft_model)
         (self.path / _DESCRIPTION).write_bytes(msgspec.json.encode(description))
 
+    def note(self, pids: list[int]) -> None:
+        """Write down the stack's processes, for whoever finds the folder without its owner."""
+        note_children(self.path, pids)
+
+    def restore(self, pid: int, model: str, draft_model: str) -> None:
+        """Make the folder anew after somebody else deleted it."""
+        with contextlib.suppress(FileExistsError):
+            self.path.mkdir(parents=True, mode=0o700)
+        claim(self.path, pid)
+        self.describe(pid, model, draft_model)
+
     def running(self) -> Description | None:
         """The stack that lives here, if it does."""
         try:
@@ -112,6 +124,7 @@ def sweep() -> None:
         except (OSError, ValueError):
             continue
         if not alive:
+            end_children(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 

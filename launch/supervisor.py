@@ -17,6 +17,7 @@ from launch.models import Pair
 from launch.process import Child, Lifeline
 from launch.process_status import status_of
 from launch.rundir import RunDir, claim
+from launch.warden import Warden
 from protocol.channel import Deadline, Hub
 from protocol.client import Client
 from protocol.codec import Decoder
@@ -61,8 +62,7 @@ class Supervisor:
         self._lost: set[str] = set()
         self._starting: set[str] = set()
         self._budgets = {
-            role: RestartBudget(settings.restarts, settings.restart_window_s)
-            for role in ("verifier", "drafter")
+            role: RestartBudget(settings.restarts, settings.restart_window_s) for role in _START
         }
         self._stopping = threading.Event()
         self._ended = threading.Event()
@@ -98,6 +98,7 @@ class Supervisor:
 
     def _adopt(self, child: Child) -> None:
         self._children[child.role] = child
+        self.run_dir.note([other.pid for other in self._children.values()])
         self._tell(child.role, "starting")
 
     def _await_ready(self) -> None:
@@ -137,44 +138,54 @@ class Supervisor:
     def _watch(self) -> None:
         control: Hub[ToSupervisor] = Hub(self.run_dir.control_address, Decoder(ToSupervisor))
         client = Client(self.run_dir.clients_address)
-        with control, contextlib.closing(client):
+        warden = Warden(self.run_dir.clients_address, self._settings)
+        with control, contextlib.closing(client), warden:
             while not self._stopping.is_set() and self.failure is None:
                 control.ready(_TICK_S)
-                self._check_children(client)
-                self._check_starting(client)
+                self._keep_reachable(control)
+                self._look_after(warden, client)
                 while received := control.receive():
                     peer, message = received
                     control.send(peer, self._obey(message, client))
         self._ended.set()
 
-    def _check_starting(self, client: Client) -> None:
-        """Say so when a restarted service is ready."""
-        if not self._starting:
-            return
-        status = self._ask_status(client)
-        pids = {service.pid for service in status.services} if status else set()
-        for role in [role for role in self._starting if self._children[role].pid in pids]:
+    def _keep_reachable(self, control: Hub[ToSupervisor]) -> None:
+        """Somebody may have tidied up our folder."""
+        if not self.run_dir.path.exists():
+            self.run_dir.restore(os.getpid(), self._pair.model, self._pair.draft_model)
+            self.run_dir.note([child.pid for child in self._children.values()])
+        control.keep_bound(time.monotonic())
+
+    def _look_after(self, warden: Warden, client: Client) -> None:
+        for role, reason in warden.look(self._children.values(), self._starting).items():
+            self._children[role].kill(reason)
+        self._check_children(client)
+        for role in [role for role in self._starting if warden.ready(self._children[role])]:
             self._starting.remove(role)
             self._tell(role, "ready")
 
     def _check_children(self, client: Client, but: str = "") -> None:
         for child in list(self._children.values()):
-            if child.exit_code is None or child.role in {*self._lost, but}:
-                continue
-            if child.role == "orchestrator":
-                self.failure = RuntimeFailure(child.last_words())
-                return
-            self._replace(child, client)
+            if child.exit_code is not None and child.role not in {*self._lost, but}:
+                self._replace(child, client)
 
     def _replace(self, child: Child, client: Client) -> None:
-        """Restart a dead service, or declare it lost when its budget is spent."""
-        role: Role = "verifier" if child.role == "verifier" else "drafter"
+        """Restart a dead process; when its budget is spent, a service is lost and the stack ends
+        with its orchestrator.
+        """
+        role = child.role
         again = self._budgets[role].spend(time.monotonic())
         reason = child.last_words()
         if not again:
             reason = f"{reason}; it was restarted {self._budgets[role].used} times"
             self._lost.add(role)
-        client.service_down(ServiceDown(role=role, pid=child.pid, reason=reason, final=not again))
+        if role != "orchestrator":
+            service: Role = "verifier" if role == "verifier" else "drafter"
+            client.service_down(
+                ServiceDown(role=service, pid=child.pid, reason=reason, final=not again)
+            )
+        elif not again:
+            self.failure = RuntimeFailure(reason)
         self._tell(role, f"died ({reason})" if again else f"lost ({reason})")
         self._starting.discard(role)
         if again:

@@ -7,7 +7,6 @@ from orchestrator.phase import Phase
 from orchestrator.sequence import Sequence
 from orchestrator.text import StoppableText
 from protocol.messages import Finished, FinishReason, Origin, Text, Tokens
-from protocol.settings import OrchestratorSettings
 
 
 @dataclass
@@ -42,15 +41,15 @@ class Answer:
             request=self.request, tokens=tokens[:used], origins=origins[:used], pieces=pieces
         )
 
-    def expect(self, settings: OrchestratorSettings, now: float) -> None:
+    def expect(self, verify_wait_s: float, draft_wait_s: float, now: float) -> None:
         """Set the deadline of whatever the sequence now waits for."""
         match self.sequence.phase:
             case Phase.VERIFYING:
-                self.deadline = now + settings.verify_timeout_s
+                self.deadline = now + verify_wait_s
                 if self.sequence.recorder.verifying_since is None:
                     self.sequence.recorder.verifying_since = now
             case Phase.DRAFTING:
-                self.deadline = now + settings.draft_timeout_s
+                self.deadline = now + draft_wait_s
             case Phase.STRANDED | Phase.FINISHED:
                 self.deadline = None
 

@@ -13,15 +13,18 @@ from collections.abc import Iterable
 from orchestrator.actions import Action, Emit, Finish, Foresee, ToDrafter, ToVerifier
 from orchestrator.admission import admit
 from orchestrator.answer import Answer, time_left
+from orchestrator.comings import bereave, succeed, welcome
+from orchestrator.deadlines import Deadlines
 from orchestrator.estimates import Estimates
-from orchestrator.phase import Phase
 from orchestrator.services import Peer, Registry, objection
 from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.vigil import Vigil
 from protocol.channel import Hub, Poller
 from protocol.codec import encode
 from protocol.errors import ProtocolError, UsageError
 from protocol.fingerprint import Vocabulary
 from protocol.messages import (
+    Alive,
     Cancel,
     DraftTree,
     Failed,
@@ -29,6 +32,7 @@ from protocol.messages import (
     FromService,
     Generate,
     Hello,
+    Introduce,
     Message,
     Prefilled,
     Refusal,
@@ -68,8 +72,9 @@ class Orchestrator:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._pid = pid
-        self._registry = Registry()
         self._estimates = Estimates()
+        self._registry = Registry(Vigil(settings.hang_timeout_s, settings.first_timeout_s))
+        self._deadlines = Deadlines(settings, self._estimates)
         self._answers: dict[int, Answer] = {}
         self._waiting: deque[Answer] = deque()
         self._next_number = 1
@@ -93,6 +98,7 @@ class Orchestrator:
 
     def _from_service(self, address: bytes, message: FromService | ProtocolError) -> None:
         peer = self._registry.at(address)
+        self._registry.vigil.heard(address, worked=not isinstance(message, Alive | Hello))
         # The one that the target waits for goes first.
         if isinstance(message, VerificationOutcome) and peer is not None:
             self._outcome(peer, message)
@@ -100,17 +106,34 @@ class Orchestrator:
         match message:
             case Hello():
                 self._hello(Peer(address, message))
-            case ProtocolError():
-                _log.warning("a service sent nonsense: %s", message)
+            case Alive():
+                self._alive(address, peer, message)
             case _ if peer is None:
-                _log.info("dropped a %s of a service that was replaced", type(message).__name__)
+                _log.info("dropped a %s of a stranger", type(message).__name__)
+            case ProtocolError():
+                self._condemn(peer, f"the {peer.hello.role} sent nonsense: {message}")
             case DraftTree():
                 self._tree(message)
             case Failed():
                 self._failed(peer.hello.role, message)
-            case Prefilled(sequence=number, prefill_ms=prefill_ms):
-                if answer := self._answers.get(number):
-                    answer.sequence.recorder.phase(f"prefill_{peer.hello.role}", prefill_ms)
+            case Prefilled():
+                if answer := self._answers.get(message.sequence):
+                    answer.sequence.recorder.phase(f"prefill_{peer.hello.role}", message.prefill_ms)
+
+    def _condemn(self, peer: Peer, reason: str) -> None:
+        """It hangs or talks nonsense: the supervisor ends it; a drafter is left at once."""
+        if peer.hello.role == "drafter":
+            self._service_down(
+                ServiceDown(role="drafter", pid=peer.hello.pid, reason=reason, final=False)
+            )
+        self._registry.condemn(peer, reason)
+
+    def _alive(self, address: bytes, peer: Peer | None, message: Alive) -> None:
+        self._services.send(address, message if peer is not None else Introduce())
+        answer = self._answers.get(message.sequence)
+        if answer is not None and peer is not None and peer.hello.role == "verifier":
+            # In the middle of a long prefill: it gets the time to finish.
+            self._deadlines.expect(answer, self._woke)
 
     def _outcome(self, verifier: Peer, message: VerificationOutcome) -> None:
         answer = self._answers.get(message.sequence)
@@ -124,7 +147,7 @@ class Orchestrator:
         answer.sequence.recorder.verifying_since = None
         for action in answer.sequence.outcome(message, self._woke):
             if foreseen and isinstance(action, ToVerifier) and isinstance(action.message, Verify):
-                answer.expect(self._settings, self._woke)  # it is on its way
+                self._deadlines.expect(answer, self._woke)  # it is on its way
             else:
                 self._act(answer, action)
 
@@ -134,16 +157,15 @@ class Orchestrator:
             answer.sequence.recorder.drew(message.draft_ms, self._woke)
             answer.sequence.recorder.phase(f"draft_{message.depth}", message.draft_ms)
             self._do(answer, answer.sequence.tree(message, self._woke))
+        self._deadlines.draft_came(answer, self._woke)
 
     def _failed(self, role: Role, message: Failed) -> None:
         _log.warning("the %s failed on sequence %d: %s", role, message.sequence, message.error)
         answer = self._answers.get(message.sequence)
-        if answer is None:
-            return
-        if role == "verifier":
+        if answer is not None and role == "verifier":
             reason = f"the verifier failed: {message.error}"
             self._do(answer, answer.sequence.finish("error", reason))
-        else:
+        elif answer is not None:
             self._do(answer, answer.sequence.drafter_down("drafter_failed"))
 
     def _hello(self, peer: Peer) -> None:
@@ -154,22 +176,11 @@ class Orchestrator:
             return
         old = self._registry.adopt(peer)
         self._services.send(peer.address, Welcome())
-        if old is not None:
+        if old is not None and old.address != peer.address:
             self._services.send(old.address, Stop())
         self._lost = "" if role == "verifier" else self._lost
         for answer in list(self._answers.values()):
-            if role == "verifier":
-                answer.sequence.recorder.verifier_restarts += int(answer.sequence.round > 0)
-                self._verifier_up(answer, peer.hello)
-            else:
-                answer.sequence.recorder.drafter_restarts += 1
-                self._do(answer, answer.sequence.drafter_down("drafter_swapped"))
-                self._do(answer, answer.sequence.drafter_up(peer.hello.context_length))
-
-    def _verifier_up(self, answer: Answer, hello: Hello) -> None:
-        answer.sequence.recorder.emulated_cost = hello.emulated_cost
-        self._do(answer, answer.sequence.limit_context(hello.context_length))
-        self._do(answer, answer.sequence.verifier_up(hello.max_draft_tokens))
+            self._do(answer, succeed(answer, peer.hello))
 
     def _service_down(self, message: ServiceDown) -> None:
         current = self._registry.drop(message.role, message.pid)
@@ -177,14 +188,8 @@ class Orchestrator:
             self._lost = message.reason
             for answer in [*self._answers.values(), *self._waiting]:
                 self._do(answer, answer.sequence.finish("error", message.reason))
-        if not current:
-            return
-        for answer in list(self._answers.values()):
-            if message.role == "drafter":
-                self._do(answer, answer.sequence.drafter_down("drafter_died"))
-            else:
-                answer.sequence.verifier_down()
-                answer.deadline = None
+        for answer in list(self._answers.values()) if current else ():
+            self._do(answer, bereave(answer, message.role))
 
     # ------------------------------------------------------------ clients
 
@@ -229,15 +234,11 @@ class Orchestrator:
         self._start_waiting()
 
     def _start_waiting(self) -> None:
-        verifier = self._registry.peers.get("verifier")
-        drafter = self._registry.peers.get("drafter")
         while self._waiting and len(self._answers) < self._settings.concurrency:
             answer = self._waiting.popleft()
             self._answers[answer.sequence.number] = answer
-            if verifier is not None:
-                self._verifier_up(answer, verifier.hello)
-            if drafter is not None:
-                self._do(answer, answer.sequence.drafter_up(drafter.hello.context_length))
+            for peer in self._registry.peers.values():
+                self._do(answer, welcome(answer, peer.hello))
 
     def _cancel(self, peer: bytes, request: int) -> None:
         for answer in [*self._answers.values(), *self._waiting]:
@@ -256,7 +257,7 @@ class Orchestrator:
                 self._to_service(
                     "verifier" if isinstance(action, ToVerifier) else "drafter", message
                 )
-                answer.expect(self._settings, time.monotonic())
+                self._deadlines.expect(answer, time.monotonic())
             case Foresee(accepted, bonus, verify):
                 answer.frames[accepted, bonus] = encode(verify)
             case Emit(tokens, origins):
@@ -289,12 +290,9 @@ class Orchestrator:
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        for answer in list(self._answers.values()):
-            if answer.deadline is None or now < answer.deadline:
-                continue
-            if answer.sequence.phase is Phase.DRAFTING:
-                self._do(answer, answer.sequence.draft_is_late())
-            else:
-                limit = self._settings.verify_timeout_s
-                reason = f"the verifier did not answer within {limit:g} s (verify_timeout_s)"
-                self._do(answer, answer.sequence.finish("error", reason))
+        for answer, actions in self._deadlines.passed(self._answers.values(), now):
+            self._do(answer, actions)
+        for peer, reason in self._registry.hanging(now):
+            self._condemn(peer, reason)
+        self._services.keep_bound(now)
+        self._clients.keep_bound(now)

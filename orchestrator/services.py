@@ -1,9 +1,13 @@
 """Which services are connected, and whether a new one may be: the handshake's judgement."""
 
+import logging
 from dataclasses import dataclass
 
+from orchestrator.vigil import Vigil
 from protocol.fingerprint import Vocabulary
 from protocol.messages import PROTOCOL_VERSION, Hello, Role, ServiceStatus, Status
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -13,9 +17,10 @@ class Peer:
     address: bytes
     hello: Hello
 
-    def status(self) -> ServiceStatus:
+    def status(self, silent_s: float) -> ServiceStatus:
         """What clients are told about it."""
         return ServiceStatus(
+            silent_s=silent_s,
             role=self.hello.role,
             pid=self.hello.pid,
             backend=self.hello.backend,
@@ -51,9 +56,12 @@ def objection(hello: Hello, target: Vocabulary) -> str | None:
 class Registry:
     """The current verifier and drafter, and why the last candidate was refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, vigil: Vigil) -> None:
+        self.vigil = vigil
         self.peers: dict[Role, Peer] = {}
         self.refused: dict[Role, str] = {}
+        self.condemned: dict[int, str] = {}
+        """Processes of this stack that must be ended, and why."""
         self._by_address: dict[bytes, Peer] = {}
 
     def at(self, address: bytes) -> Peer | None:
@@ -71,8 +79,9 @@ class Registry:
         self.refused.pop(peer.hello.role, None)
         old = self.peers.get(peer.hello.role)
         if old is not None:
-            self._by_address.pop(old.address, None)
+            self._forget(old)
         self.peers[peer.hello.role] = peer
+        self.vigil.begin(peer.address)
         self._by_address[peer.address] = peer
         return old
 
@@ -81,17 +90,46 @@ class Registry:
         return Status(
             pid=pid,
             model=model,
-            services=[peer.status() for peer in self.peers.values()],
+            services=[p.status(self.vigil.silent_s(p.address)) for p in self.peers.values()],
             active=active,
             waiting=waiting,
             refused=self.refused,
+            condemned=self.condemned,
+            degraded=self._degraded(),
         )
+
+    def _degraded(self) -> list[str]:
+        missing = {
+            "verifier": "there is no verifier at the moment: requests wait",
+            "drafter": "there is no drafter at the moment: the target decodes plainly",
+        }
+        return [sentence for role, sentence in missing.items() if role not in self.peers]
+
+    def condemn(self, peer: Peer, reason: str) -> None:
+        """Have the supervisor end this process."""
+        _log.error("%s", reason)
+        self.condemned.setdefault(peer.hello.pid, reason)
+
+    def hanging(self, now: float) -> list[tuple[Peer, str]]:
+        """Services that have been silent for too long and were not condemned before; why."""
+        silent = [self._by_address[address] for address in self.vigil.look(now)]
+        return [
+            (peer, f"the {peer.hello.role} hangs: no sign of life for {limit:.1f} s")
+            for peer in silent
+            if peer.hello.pid not in self.condemned
+            for limit in [self.vigil.silent_s(peer.address)]
+        ]
 
     def drop(self, role: Role, pid: int) -> bool:
         """Forget a service that died; False if it was not the current one."""
+        self.condemned.pop(pid, None)
         peer = self.peers.get(role)
         if peer is None or peer.hello.pid != pid:
             return False
         del self.peers[role]
-        self._by_address.pop(peer.address, None)
+        self._forget(peer)
         return True
+
+    def _forget(self, peer: Peer) -> None:
+        self._by_address.pop(peer.address, None)
+        self.vigil.end(peer.address)

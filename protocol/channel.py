@@ -7,6 +7,7 @@ peer that stopped reading loses messages once its queue is full, and the send sa
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import zmq
@@ -21,17 +22,22 @@ Inbound = TypeVar("Inbound", bound=Message)
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 5000
 _QUEUE = 10_000
+_IPC = "ipc://"
+_LOOK_S = 1.0
 
 # Combining zmq's flags is slow enough to show between two verifications.
 _NOW = int(zmq.NOBLOCK)
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
-def _configure(socket: zmq.Socket[bytes]) -> None:
+def _configure(socket: zmq.Socket[bytes], address: str) -> None:
     socket.linger = 200  # ms; a dying process must not hang on an unread farewell
     socket.sndhwm = socket.rcvhwm = _QUEUE
     socket.maxmsgsize = MAX_MESSAGE_BYTES
-    # zmq's own ping and pong run in its I/O thread, also while we compute.
+    if address.startswith(_IPC):
+        return  # the kernel closes a dead process's sockets; a stopped one keeps its place
+    # A network may lose a peer silently. zmq's own ping runs in its I/O thread, also while
+    # we compute.
     socket.heartbeat_ivl = _HEARTBEAT_MS
     socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
 
@@ -39,10 +45,10 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
 class _Endpoint(Closing):
     """What Hub and Channel share: a socket, its context, and closing both."""
 
-    def __init__(self, kind: int) -> None:
+    def __init__(self, kind: int, address: str) -> None:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
-        _configure(self._socket)
+        _configure(self._socket, address)
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -63,7 +69,7 @@ class Channel(_Endpoint, Generic[Inbound]):
     """One connection to a Hub."""
 
     def __init__(self, address: str, decoder: Decoder[Inbound]) -> None:
-        super().__init__(zmq.DEALER)
+        super().__init__(zmq.DEALER, address)
         self._decoder = decoder
         self._socket.connect(address)
 
@@ -90,11 +96,25 @@ class Hub(_Endpoint, Generic[Inbound]):
     """The bound end: many peers, told apart by `peer` bytes."""
 
     def __init__(self, address: str, decoder: Decoder[Inbound]) -> None:
-        super().__init__(zmq.ROUTER)
+        super().__init__(zmq.ROUTER, address)
         self._decoder = decoder
         # Sending to a peer that is gone must be an error, not a silent drop.
         self._socket.router_mandatory = True
+        self._address = address
+        self._looked = 0.0
         self._socket.bind(address)
+
+    def keep_bound(self, now: float) -> None:
+        """Bind again if somebody deleted our socket's file; connections are not touched.
+
+        Call it often: it looks once a second of `now`.
+        """
+        if now - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        path = self._address.removeprefix(_IPC)
+        if path != self._address and not Path(path).exists() and Path(path).parent.exists():
+            self._socket.bind(self._address)
 
     def send(self, peer: bytes, message: Message | bytes) -> bool:
         """Queue a message, which may be encoded already.
@@ -171,4 +191,4 @@ def ipc_address(path: str) -> str:
         raise RuntimeFailure(
             f"the socket path {path!r} is longer than {limit} bytes; set SSD_RUN_DIR to a short one"
         )
-    return f"ipc://{path}"
+    return f"{_IPC}{path}"

@@ -53,6 +53,18 @@ class Client:
             if isinstance(reply, Status):
                 return reply
 
+    def ask_status(self) -> None:
+        """Ask without waiting; `status_if_any` picks the answer up."""
+        self._channel.send(StatusRequest())
+
+    def status_if_any(self) -> Status | None:
+        """The latest status that has arrived, without waiting."""
+        latest: Status | None = None
+        while self._channel.ready(0.0):
+            reply = self._channel.receive(0.0, "status of the orchestrator")
+            latest = reply if isinstance(reply, Status) else latest
+        return latest
+
     def number(self) -> int:
         """A request number that this client has not used."""
         return next(self._numbers)

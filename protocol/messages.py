@@ -103,6 +103,23 @@ class Stop(Message, frozen=True, tag="stop"):
     """Orchestrator -> service: finish now, exit with code 0. No answer."""
 
 
+class Alive(Message, frozen=True, tag="alive"):
+    """Service -> orchestrator: the thread that does the work has just come by. Answer: Alive.
+
+    Said when nothing else was said for a second. `sequence` is what is being worked on, 0
+    while the service waits for work; the orchestrator's answer repeats it.
+    """
+
+    sequence: int = 0
+
+
+class Introduce(Message, frozen=True, tag="introduce"):
+    """Orchestrator -> service: I do not know you (any more); say Hello. Answer: Hello.
+
+    What was open is forgotten on both sides, as after a restart of the orchestrator.
+    """
+
+
 class Failed(Message, frozen=True, tag="failed", kw_only=True):
     """Service -> orchestrator: the sequence could not be served; the process goes on."""
 
@@ -240,12 +257,13 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
     last: bool = False
 
 
-ToDrafter = OpenSequence | Prepare | DraftNow | CloseSequence | Welcome | Refusal | Stop
-FromDrafter = Hello | Prefilled | DraftTree | Failed
-ToVerifier = OpenSequence | Verify | CloseSequence | Welcome | Refusal | Stop
-FromVerifier = Hello | Prefilled | VerificationOutcome | Failed
-ToService = OpenSequence | Prepare | DraftNow | Verify | CloseSequence | Welcome | Refusal | Stop
-FromService = Hello | Prefilled | DraftTree | VerificationOutcome | Failed
+Greeting = Welcome | Refusal | Introduce | Alive | Stop
+ToDrafter = OpenSequence | Prepare | DraftNow | CloseSequence | Greeting
+FromDrafter = Hello | Prefilled | DraftTree | Failed | Alive
+ToVerifier = OpenSequence | Verify | CloseSequence | Greeting
+FromVerifier = Hello | Prefilled | VerificationOutcome | Failed | Alive
+ToService = OpenSequence | Prepare | DraftNow | Verify | CloseSequence | Greeting
+FromService = Hello | Prefilled | DraftTree | VerificationOutcome | Failed | Alive
 
 
 # ---------------------------------------------------------------- clients of the orchestrator
@@ -373,6 +391,8 @@ class ServiceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     context_length: int
     emulated_cost: str = ""
     """As in `Hello`."""
+    silent_s: float = 0.0
+    """Since its working thread last came by, in time during which the orchestrator was awake."""
 
 
 class Status(Message, frozen=True, tag="status", kw_only=True):
@@ -385,6 +405,10 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
     waiting: int
     refused: dict[Role, str] = {}
     """Why the last service of a role was turned away, until one is welcomed."""
+    condemned: dict[int, str] = {}
+    """Processes that hang or talk nonsense, by pid, and why: the supervisor ends them."""
+    degraded: list[str] = []
+    """What does not work as it should, in sentences; empty if all is well."""
 
 
 class ServiceDown(Message, frozen=True, tag="down", kw_only=True):

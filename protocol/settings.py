@@ -5,11 +5,13 @@ command line reads them from here (`launch/config.py`).
 """
 
 import shutil
+from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
 from protocol.errors import UsageError
+from protocol.orphans import end_children
 
 BackendName = Literal["mlx", "ngram"]
 BACKENDS: tuple[BackendName, ...] = ("mlx", "ngram")
@@ -92,12 +94,18 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     max_waiting: Annotated[int, msgspec.Meta(ge=0)] = 64
     """Requests in line, beyond which more are refused; 0 means any number."""
     draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
-    """Longest wait for a draft while the target idles; then it decodes plainly."""
+    """Longest wait for a draft while the target idles; usually much shorter (`patience.py`)."""
     verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
-    """Longest wait for the verifier's answer, prefill included, before the request fails."""
+    """Longest wait for the verifier's answer, prefill included, before the request fails.
+    A service that works on and says so (a long prefill) is given more."""
+    hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 20.0
+    """Silence after which a service hangs; more if its calls take longer (`vigil.py`)."""
+    first_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0
+    """The same until a service has done its first work, which may compile and load."""
 
     def on_orphaned(self) -> None:
-        """Remove the run folder, which the supervisor can no longer do."""
+        """End who cannot end by itself and remove the run folder: the supervisor cannot."""
+        end_children(Path(self.run_dir))
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
 

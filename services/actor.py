@@ -2,7 +2,7 @@
 
 A service answers a message with an iterator. Between two answers the loop looks for news
 and lets the service say whether it makes the rest of the answers pointless: that is how a
-tree for a round that is over is dropped within one step.
+tree for a round that is over is dropped within one step. It also beats (`pulse.py`).
 """
 
 import logging
@@ -18,27 +18,24 @@ from protocol.channel import Channel
 from protocol.errors import ModelError, ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
+    Alive,
     CloseSequence,
-    DraftNow,
     Failed,
     FromService,
     Hello,
+    Introduce,
     OpenSequence,
-    Prepare,
     Refusal,
     Role,
     Stop,
     ToService,
-    Verify,
     Welcome,
 )
+from services.inbox import Inbox, Work
 
 _log = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 30.0
-_IDLE_S = 3600.0
-
-Work = OpenSequence | CloseSequence | Verify | Prepare | DraftNow
 
 
 class Service(Protocol):
@@ -71,35 +68,42 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def serve(channel: Channel[ToService], identity: Identity, service: Service) -> None:
-    """Shake hands and serve until told to stop.
+    """Shake hands and serve until told to stop; again if the orchestrator was restarted.
 
     Raises:
         ModelError: the orchestrator refused us; the message is its reason.
-        DeadlineExceeded: the orchestrator did not answer the handshake.
+        DeadlineExceeded: the orchestrator did not answer the handshake, or fell silent.
     """
-    shake_hands(channel, identity)
-    inbox: deque[Work | Stop] = deque()
+    inbox = Inbox(channel)
     while True:
-        _read(channel, inbox, _IDLE_S)
-        if inbox:
-            message = inbox.popleft()
-            if isinstance(message, Stop):
-                return
-            _work(message, channel, inbox, service)
+        shake_hands(channel, identity)
+        if _serve(channel, inbox, service):
+            return
 
 
-def _read(channel: Channel[ToService], inbox: deque[Work | Stop], timeout_s: float) -> None:
-    """Move what has arrived to the inbox; wait for the first only if the inbox is empty."""
-    while channel.ready(0.0 if inbox else timeout_s):
-        message = channel.receive(0.0, "message")
-        if isinstance(message, Welcome | Refusal):
-            raise ProtocolError(f"{type(message).__name__} after the handshake")
-        inbox.append(message)
+def _serve(channel: Channel[ToService], inbox: Inbox, service: Service) -> bool:
+    """Serve one orchestrator; True if it said stop, False if there is a new one."""
+    opened: set[int] = set()
+    inbox.start()
+    while True:
+        inbox.wait()
+        if inbox.forgotten:
+            for number in opened:
+                deque(service.handle(CloseSequence(sequence=number)), maxlen=0)
+            return False
+        if not inbox.messages:
+            continue
+        match message := inbox.messages.popleft():
+            case Stop():
+                return True
+            case OpenSequence(sequence=number):
+                opened.add(number)
+            case CloseSequence(sequence=number):
+                opened.discard(number)
+        _work(message, channel, inbox, service)
 
 
-def _work(
-    message: Work, channel: Channel[ToService], inbox: deque[Work | Stop], service: Service
-) -> None:
+def _work(message: Work, channel: Channel[ToService], inbox: Inbox, service: Service) -> None:
     with closing(service.handle(message)) as answers:
         while True:
             try:
@@ -114,8 +118,11 @@ def _work(
                 return
             if answer is not None:
                 channel.send(answer)
-            _read(channel, inbox, 0.0)
-            if any(isinstance(n, Stop) or service.supersedes(n, message) for n in inbox):
+                inbox.pulse.said()
+            inbox.look(message.sequence)
+            if inbox.forgotten or any(
+                isinstance(n, Stop) or service.supersedes(n, message) for n in inbox.messages
+            ):
                 return
 
 
@@ -143,10 +150,13 @@ def shake_hands(channel: Channel[ToService], identity: Identity) -> None:
             emulated_cost=identity.emulated_cost,
         )
     )
-    match channel.receive(_HANDSHAKE_S, "answer to Hello from the orchestrator"):
-        case Welcome():
-            return
-        case Refusal(reason=reason):
-            raise ModelError(reason)
-        case other:
-            raise ProtocolError(f"expected Welcome or Refusal, got {type(other).__name__}")
+    while True:
+        match channel.receive(_HANDSHAKE_S, "answer to Hello from the orchestrator"):
+            case Welcome():
+                return
+            case Refusal(reason=reason):
+                raise ModelError(reason)
+            case Alive() | Introduce():
+                pass  # an answer to a beat before the Hello
+            case other:
+                raise ProtocolError(f"expected Welcome or Refusal, got {type(other).__name__}")

@@ -14,8 +14,8 @@ from protocol.messages import (
     Prefilled,
     Prepare,
 )
-from services.actor import Work
 from services.backends.interface import DraftBackend, Turn
+from services.inbox import Work
 
 
 class Drafter:

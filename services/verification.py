@@ -23,7 +23,7 @@ from protocol.messages import (
 )
 from protocol.rejection import verified
 from protocol.sampling import by_rejection, is_greedy
-from services.actor import Work
+from services.inbox import Work
 from services.kv import KVStore, windows_of
 from services.model import LoadedModel, compute_unit
 from services.rope import use_tables

@@ -12,6 +12,7 @@ from protocol.errors import ProtocolError
 from protocol.fingerprint import Vocabulary
 from protocol.messages import (
     PROTOCOL_VERSION,
+    Alive,
     Cancel,
     DraftNow,
     DraftTree,
@@ -20,6 +21,7 @@ from protocol.messages import (
     FromService,
     Generate,
     Hello,
+    Introduce,
     Message,
     OpenSequence,
     Prepare,
@@ -76,6 +78,9 @@ class FakeHub(Generic[Inbound]):
             message = TO_VERIFIER.decode(message)
         self.sent.append((peer, message))
         return peer not in self.gone
+
+    def keep_bound(self, now: float) -> None:
+        assert now >= 0.0
 
     def receive(self) -> tuple[bytes, Inbound | ProtocolError] | None:
         if not self.inbox:
@@ -183,6 +188,22 @@ class House:
                 depth=1,
                 outcomes=[(0, 5)],
                 tokens=[token],
+                confidences=[confidence],
+                draft_ms=1.0,
+            ),
+        )
+
+    def drafting(self, confidence: float) -> None:
+        """The drafter answers the last DraftNow."""
+        asked = self.told(b"d", DraftNow)[-1]
+        self.service(
+            b"d",
+            DraftTree(
+                sequence=asked.sequence,
+                round=asked.round,
+                depth=1,
+                outcomes=[(asked.accepted, asked.pending)],
+                tokens=[6],
                 confidences=[confidence],
                 draft_ms=1.0,
             ),
@@ -404,3 +425,47 @@ def test_a_coarse_clock_does_no_harm(house: House, verify_ms: float) -> None:
         house.drafted(6)
         house.verified(0, bonus, verify_ms)
     assert [finished.reason for finished in house.told(b"c", Finished)] == ["length"]
+
+
+def test_signs_of_life_are_answered(house: House) -> None:
+    """A known service hears its beat again; a stranger is asked who it is."""
+    house.service(b"d", Alive(7))
+    house.service(b"x", Alive(0))
+    assert [Alive(7)] == house.told(b"d", Alive)
+    assert [Introduce()] == house.told(b"x", Introduce)
+
+
+def test_a_service_may_introduce_itself_again(house: House) -> None:
+    """A second Hello over the same connection is welcome and stops nobody."""
+    house.client(ask())
+    house.service(b"d", DRAFTER)
+    assert house.told(b"d", Stop) == []
+    assert len(house.told(b"d", Welcome)) == 2
+    assert len(house.told(b"d", OpenSequence)) == 2
+
+
+def test_a_drafter_that_talks_nonsense_is_left(house: House) -> None:
+    """What cannot be decoded condemns its sender, and the request goes on plainly at once."""
+    house.client(ask(max_tokens=3, mode="sd"))
+    house.verified(0, 5)
+    house.drafting(float("nan"))
+    house.verified(0, 6)
+    house.verified(0, 7)
+    assert [finished.reason for finished in house.told(b"c", Finished)] == ["length"]
+    house.client(StatusRequest())
+    status = house.told(b"c", Status)[-1]
+    assert list(status.condemned) == [12]
+    assert "sent nonsense" in status.condemned[12]
+    assert [service.role for service in status.services] == ["verifier"]
+    assert status.degraded == ["there is no drafter at the moment: the target decodes plainly"]
+
+
+def test_condemned_until_it_is_dead(house: House) -> None:
+    """The supervisor's news of its end clears a process's name, which may be given again."""
+    house.service(b"v", Alive(0))
+    house.services.inbox.append((b"v", Refusal("no message of a service")))
+    house.client(StatusRequest())
+    assert list(house.told(b"c", Status)[-1].condemned) == [11]
+    house.client(ServiceDown(role="verifier", pid=11, reason="killed", final=False))
+    house.client(StatusRequest())
+    assert house.told(b"c", Status)[-1].condemned == {}

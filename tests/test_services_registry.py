@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from orchestrator.services import Peer, Registry, objection
+from orchestrator.vigil import Vigil
 from protocol.fingerprint import Vocabulary
 from protocol.messages import PROTOCOL_VERSION, Hello, Role
 
@@ -89,7 +90,7 @@ def test_a_drafter_needs_no_model() -> None:
 
 def test_peers_are_found_by_address() -> None:
     """A message is attributed to the current service of its address, and to no other."""
-    registry = Registry()
+    registry = Registry(Vigil(20.0, 180.0))
     drafter, verifier = Peer(b"d", DRAFTER), Peer(b"v", VERIFIER)
     assert registry.adopt(drafter) is None
     assert registry.adopt(verifier) is None
@@ -98,7 +99,7 @@ def test_peers_are_found_by_address() -> None:
 
 def test_a_newcomer_replaces_the_service_of_its_role() -> None:
     """Adopting returns the service that was replaced, which is unknown from then on."""
-    registry = Registry()
+    registry = Registry(Vigil(20.0, 180.0))
     old, new = Peer(b"old", DRAFTER), Peer(b"new", changed(DRAFTER, pid=9))
     registry.adopt(old)
     assert old is registry.adopt(new)
@@ -108,7 +109,7 @@ def test_a_newcomer_replaces_the_service_of_its_role() -> None:
 
 def test_a_welcome_ends_the_refusal_of_its_role() -> None:
     """Why a candidate was refused is remembered until one of its role is welcomed."""
-    registry = Registry()
+    registry = Registry(Vigil(20.0, 180.0))
     registry.refused.update(drafter="no", verifier="never")
     registry.adopt(Peer(b"d", DRAFTER))
     assert registry.refused == {"verifier": "never"}
@@ -120,7 +121,7 @@ def test_a_welcome_ends_the_refusal_of_its_role() -> None:
 )
 def test_only_the_current_service_can_die(role: Role, pid: int, expected: bool) -> None:  # noqa: FBT001
     """News of the death of a service that was replaced does not drop its successor."""
-    registry = Registry()
+    registry = Registry(Vigil(20.0, 180.0))
     registry.adopt(Peer(b"d", DRAFTER))
     assert expected is registry.drop(role, pid)
     assert expected is (registry.at(b"d") is None)
@@ -128,7 +129,7 @@ def test_only_the_current_service_can_die(role: Role, pid: int, expected: bool) 
 
 def test_status_tells_what_the_service_said() -> None:
     """Clients are told role, process, backend, model, device and context of a service."""
-    status = Peer(b"d", DRAFTER).status()
+    status = Peer(b"d", DRAFTER).status(silent_s=0.5)
     assert msgspec.structs.asdict(status) == {
         "role": "drafter",
         "pid": 7,
@@ -136,4 +137,6 @@ def test_status_tells_what_the_service_said() -> None:
         "model": "/models/small",
         "compute_unit": "cpu",
         "context_length": 2048,
+        "emulated_cost": "",
+        "silent_s": 0.5,
     }

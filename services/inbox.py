@@ -1,0 +1,65 @@
+"""What has arrived at a service and is not worked on yet; heartbeats are dealt with here."""
+
+from collections import deque
+
+from protocol.channel import Channel
+from protocol.errors import ProtocolError
+from protocol.messages import (
+    Alive,
+    CloseSequence,
+    DraftNow,
+    Introduce,
+    OpenSequence,
+    Prepare,
+    Refusal,
+    Stop,
+    ToService,
+    Verify,
+    Welcome,
+)
+from services.pulse import Pulse
+
+Work = OpenSequence | CloseSequence | Verify | Prepare | DraftNow
+
+
+class Inbox:
+    """Reads between two steps of work, and beats the service's heart."""
+
+    def __init__(self, channel: Channel[ToService]) -> None:
+        self._channel = channel
+        self.pulse = Pulse(channel)
+        self.messages: deque[Work | Stop] = deque()
+        self.forgotten = False
+        """The orchestrator does not know us any more; what is here means nothing to it."""
+
+    def start(self) -> None:
+        """A handshake is complete: begin with nothing."""
+        self.messages.clear()
+        self.forgotten = False
+        self.pulse.heard()
+
+    def wait(self) -> None:
+        """Return when there may be a message; beats while there is none."""
+        self._read(0.0 if self.messages else self.pulse.wait_s)
+        self.pulse.beat()
+
+    def look(self, sequence: int) -> None:
+        """Take in what has arrived, in the middle of work on this sequence."""
+        self._read(0.0)
+        self.pulse.beat(sequence)
+
+    def _read(self, timeout_s: float) -> None:
+        while self._channel.ready(0.0 if self.messages else timeout_s):
+            message = self._channel.receive(0.0, "message")
+            self.pulse.heard()
+            match message:
+                case Alive():
+                    timeout_s = 0.0
+                case Introduce():
+                    self.forgotten = True
+                    self.messages.clear()
+                    return
+                case Welcome() | Refusal():
+                    raise ProtocolError(f"{type(message).__name__} after the handshake")
+                case _:
+                    self.messages.append(message)

@@ -1,0 +1,53 @@
+"""The heartbeat of a service."""
+
+import pytest
+
+from protocol.errors import DeadlineExceeded
+from protocol.messages import Alive, FromService
+from services.pulse import Pulse
+
+
+class Body:
+    """A pulse with a clock of the test's, and what it said."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.said: list[FromService] = []
+        self.pulse = Pulse(self, lambda: self.now)
+
+    def send(self, message: FromService) -> None:
+        self.said.append(message)
+
+    def after(self, seconds: float, sequence: int = 0) -> None:
+        self.now += seconds
+        self.pulse.beat(sequence)
+
+
+def test_it_beats_once_a_second() -> None:
+    """However often it is asked, one beat a second, which names the work."""
+    body = Body()
+    for _ in range(30):
+        body.after(0.25, sequence=3)
+    assert [Alive(3)] * 7 == body.said
+
+
+def test_what_is_said_is_a_beat() -> None:
+    """After any message the next beat is due a second later."""
+    body = Body()
+    body.after(0.75)
+    body.pulse.said()
+    body.after(0.75)
+    assert body.said == []
+    assert body.pulse.wait_s == 0.25
+
+
+def test_a_silent_orchestrator_is_dead() -> None:
+    """Sixty beats without an answer end the service; an answer forgives all of them."""
+    body = Body()
+    for _ in range(60):
+        body.after(1.0)
+    body.pulse.heard()
+    for _ in range(60):
+        body.after(1.0)
+    with pytest.raises(DeadlineExceeded, match="silent for 60 s"):
+        body.after(1.0)

@@ -1,0 +1,86 @@
+"""Who hangs: silence is counted while we are awake, and judged by what calls take here."""
+
+import pytest
+
+from orchestrator.vigil import Vigil
+
+A, B = b"a", b"b"
+
+
+def watching(*, worked: bool = True) -> Vigil:
+    """A vigil over one service, with 10 s for a hang and 100 s for the first work."""
+    vigil = Vigil(10.0, 100.0)
+    vigil.begin(A)
+    vigil.heard(A, worked=worked)
+    vigil.look(0.0)
+    return vigil
+
+
+def silence(vigil: Vigil, seconds: int, start: int = 0) -> int | None:
+    """Let seconds pass one by one; the first one at which A hangs."""
+    for second in range(start + 1, start + seconds + 1):
+        if vigil.look(float(second)):
+            return second - start
+    return None
+
+
+def test_silence_is_a_hang() -> None:
+    """A service that has worked before may be silent for the timeout and no longer."""
+    assert silence(watching(), 60) == 11
+
+
+def test_the_first_work_may_take_longer() -> None:
+    """Until its first result a service may compile and load."""
+    assert silence(watching(worked=False), 200) == 101
+
+
+def test_signs_of_life_end_the_silence() -> None:
+    """Whatever is heard starts the count again."""
+    vigil = watching()
+    assert silence(vigil, 9) is None
+    vigil.heard(A, worked=False)
+    assert silence(vigil, 9, start=9) is None
+
+
+def test_slow_calls_are_allowed_for() -> None:
+    """Where a call took 9 s, another may take four times as long, but not for ever."""
+    vigil = watching()
+    silence(vigil, 9)
+    vigil.heard(A, worked=True)
+    assert silence(vigil, 60, start=9) == 37
+
+
+def test_the_allowance_is_bounded() -> None:
+    """However slow a call was, no silence is longer than that of the first work."""
+    vigil = watching(worked=False)
+    silence(vigil, 90)
+    vigil.heard(A, worked=True)
+    assert silence(vigil, 200, start=90) == 101
+
+
+def test_time_in_which_we_slept_counts_for_nobody() -> None:
+    """After an hour in which we did not run, one second has passed."""
+    vigil = watching()
+    assert vigil.look(3600.0) == []
+    assert vigil.silent_s(A) == 1.0
+
+
+def test_each_is_judged_alone() -> None:
+    """The silence of one is not the other's."""
+    vigil = watching()
+    vigil.begin(B)
+    vigil.heard(B, worked=True)
+    for second in range(1, 12):
+        vigil.heard(B, worked=False)
+        hanging = vigil.look(float(second))
+    assert hanging == [A]
+
+
+@pytest.mark.parametrize("address", [A, B])
+def test_who_is_not_watched_does_not_hang(address: bytes) -> None:
+    """After its end, or if it never began, nothing is said about a service."""
+    vigil = watching()
+    vigil.end(A)
+    vigil.heard(address, worked=True)
+    assert silence(vigil, 60) is None
+    assert vigil.silent_s(address) == 0.0
