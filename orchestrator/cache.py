@@ -53,6 +53,10 @@ class Draft:
         """Its beginning."""
         return Draft(self.tokens[:count], self.confidences[:count], self.laws[:count])
 
+    def after(self, count: int) -> "Draft":
+        """What follows its first `count` tokens."""
+        return Draft(self.tokens[count:], self.confidences[count:], self.laws[count:])
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -68,6 +72,26 @@ class SpeculationCache:
         self._drafts: dict[tuple[int, int], Draft] = {}
         self._order: list[tuple[int, int]] = []
         self._depth = 0
+        self._heir: tuple[int, int] | None = None
+        self._inherited = Draft()
+
+    def inherit(self, verified: int, rest: Draft) -> bool:
+        """Keep what of a draft was not verified, behind its `verified` first tokens.
+
+        If all of those are accepted and the bonus token is the first of the rest, the others
+        are a draft. Under the rejection rule too: the bonus token was drawn without regard to
+        the rest, the others were drawn from their own laws behind that very token, with
+        numbers used for nothing else, and it depends on no draw of theirs whether they are
+        kept or offered.
+
+        Returns:
+            False if there is nothing to keep.
+        """
+        if len(rest) < 2:
+            return False
+        self._heir = verified, rest.tokens[0]
+        self._inherited = rest.after(1)
+        return True
 
     def add(self, tree: DraftTree) -> bool:
         """Add one depth; False if it does not continue what is here, and was dropped."""
@@ -86,11 +110,20 @@ class SpeculationCache:
 
     def draft(self, accepted: int, bonus: int) -> Draft:
         """The prepared continuation of this outcome; empty on a miss."""
-        return self._drafts.get((accepted, bonus), Draft())
+        prepared = self._drafts.get((accepted, bonus), Draft())
+        if (accepted, bonus) == self._heir and len(self._inherited) > len(prepared):
+            return self._inherited
+        return prepared
 
     def grown(self) -> list[tuple[int, int]]:
-        """The outcomes whose drafts reach the depth that was added last."""
-        return [o for o in self._order if len(self._drafts[o]) == self._depth]
+        """The outcomes whose drafts became longer last."""
+        if not self._order:
+            return [self._heir] if self._heir is not None else []
+        return [
+            outcome
+            for outcome in self._order
+            if len(self._drafts[outcome]) == self._depth == len(self.draft(*outcome))
+        ]
 
     def rank(self, accepted: int, bonus: int) -> tuple[int | None, int]:
         """Which of the bonus tokens prepared at this acceptance length it is, and of how many.
@@ -106,4 +139,5 @@ class SpeculationCache:
         return self._depth
 
     def __len__(self) -> int:
-        return sum(1 for draft in self._drafts.values() if draft)
+        outcomes = {*self._drafts, *([self._heir] if self._heir is not None else [])}
+        return sum(1 for outcome in outcomes if self.draft(*outcome))

@@ -1,11 +1,22 @@
 """One verification in flight: what is verified, and what is prepared meanwhile."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from orchestrator.cache import Draft, SpeculationCache
 from orchestrator.estimates import Lesson
 from orchestrator.plan import Plan
 from protocol.messages import Origin, Tokens, VerificationOutcome, Verify
+
+
+class Planned(NamedTuple):
+    """How a round would begin."""
+
+    draft: Draft
+    """What is verified of the draft."""
+    rest: Draft
+    """What is not."""
+    verify: Verify
 
 
 @dataclass
@@ -20,7 +31,7 @@ class Round:
     speculating: bool = False
     """Whether a drafter works beside the verification, or drafted for it."""
     cache: SpeculationCache = field(default_factory=SpeculationCache)
-    ahead: dict[tuple[int, int], tuple[Draft, Verify]] = field(default_factory=dict)
+    ahead: dict[tuple[int, int], Planned] = field(default_factory=dict)
     """The rounds that the prepared outcomes lead to."""
 
     def forget(self) -> None:

@@ -9,21 +9,20 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from orchestrator.actions import Action, Emit, Finish, Foresee, ToDrafter, ToVerifier
+from orchestrator.briefing import Briefing
 from orchestrator.cache import Draft
 from orchestrator.limits import Limits
 from orchestrator.phase import Phase
 from orchestrator.plan import Plan
 from orchestrator.reach import Reach
-from orchestrator.round import Round
+from orchestrator.round import Planned, Round
 from orchestrator.statistics import Recorder
 from protocol.messages import (
     CloseSequence,
-    DraftNow,
     DraftTree,
     FinishReason,
     OpenSequence,
     Origin,
-    Prepare,
     Sampling,
     Tokens,
     VerificationOutcome,
@@ -54,7 +53,7 @@ class Sequence:
         self._plan = plan
         self._reach = Reach(limits, plan, len(prompt))
         self.current = Round()
-        self._told = 0  # committed tokens that the drafter knows of
+        self._briefing = Briefing(number, plan)
         self._accepted = 0  # of the last outcome
         self._backup = Draft()  # what has come of the draft that the target waits for
         self._waiting_since = 0.0
@@ -87,7 +86,7 @@ class Sequence:
             return
         self._reach.has_drafter = True
         self._reach.drafter_context = context_length
-        self._told = len(self.tokens) - 1
+        self._briefing.opened(self.tokens)
         yield ToDrafter(self._open())
         if self.phase is Phase.VERIFYING:
             self.current.speculating = self._speculates()
@@ -142,7 +141,7 @@ class Sequence:
         planned = self.current.ahead.get((outcome.accepted, outcome.bonus))
         if planned is not None:
             self.recorder.hits += 1
-            yield from self._start(*planned, "hit")
+            yield from self._start(planned, "hit")
             return
         length = len(self.tokens)
         if not self._reach.can_speculate(length):
@@ -162,29 +161,33 @@ class Sequence:
         else:
             yield from self._verify(Draft(), "target")
 
-    def _next_verify(self, length: int, pending: int, draft: Draft) -> Verify:
-        """The next round's verification; the pending token is the last of `length`."""
-        return Verify(
+    def _planned(self, length: int, pending: int, draft: Draft, origin: Origin) -> Planned:
+        """The next round; the pending token is the last of `length`."""
+        clipped = self._reach.clip(draft, length, origin)
+        verify = Verify(
             sequence=self.number,
             round=self.round + 1,
             position=length - 1,
-            chain=[pending, *draft.tokens],
-            laws=draft.drawn_from,
+            chain=[pending, *clipped.tokens],
+            laws=clipped.drawn_from,
         )
+        return Planned(clipped, draft.after(len(clipped)), verify)
 
     def _verify(self, draft: Draft, origin: Origin) -> Iterator[Action]:
         """Start a round with as much of this draft as pays."""
-        length = len(self.tokens)
-        draft = self._reach.clip(draft, length, origin)
-        yield from self._start(draft, self._next_verify(length, self.tokens[-1], draft), origin)
+        planned = self._planned(len(self.tokens), self.tokens[-1], draft, origin)
+        yield from self._start(planned, origin)
 
-    def _start(self, draft: Draft, verify: Verify, origin: Origin) -> Iterator[Action]:
+    def _start(self, planned: Planned, origin: Origin) -> Iterator[Action]:
         """Start a round: the verifier checks the chain while the drafter prepares."""
+        verify, draft = planned.verify, planned.draft
         self.round = verify.round
         self.current = Round(verify.chain, draft, origin, self._speculates())
         self.phase = Phase.VERIFYING
         yield ToVerifier(verify)
         yield from self._prepare()
+        if self._plan.mode == "ssd" and self.current.cache.inherit(len(draft), planned.rest):
+            yield from self._foresee()
         self.recorder.predicted(*self._plan.expect(draft.confidences, origin))
 
     def _speculates(self) -> bool:
@@ -207,55 +210,25 @@ class Sequence:
             ends = self._reach.ending(len(self.tokens), emitted)[1]
             if ends or accepted > len(self.current.draft) or not self._reach.can_speculate(length):
                 continue
-            draft = self._reach.clip(self.current.cache.draft(accepted, bonus), length, "hit")
+            draft = self.current.cache.draft(accepted, bonus)
+            planned = self._planned(length, bonus, draft, "hit")
             old = self.current.ahead.get((accepted, bonus))
-            if old is not None and len(old[0]) == len(draft):
-                continue
-            verify = self._next_verify(length, bonus, draft)
-            self.current.ahead[accepted, bonus] = draft, verify
-            yield Foresee(accepted, bonus, verify)
+            self.current.ahead[accepted, bonus] = planned
+            if old is None or old.verify != planned.verify:
+                yield Foresee(accepted, bonus, planned.verify)
 
     def _prepare(self) -> Iterator[Action]:
         if self._plan.mode != "ssd" or not self.current.speculating:
             return
-        base, tokens = self._news()
-        yield ToDrafter(
-            Prepare(
-                sequence=self.number,
-                round=self.round,
-                base=base,
-                tokens=tokens,
-                chain=self.current.chain,
-                fan_out=self._plan.fan_out(self.current.draft.confidences, self.current.origin),
-                depth=self._plan.depth,
-                held_back=self._plan.held_back,
-            )
-        )
+        yield ToDrafter(self._briefing.prepare(self.tokens, self.round, self.current))
 
     def _draft_now(self, count: int, now: float) -> Iterator[Action]:
         self.round += 1
         self._waiting_since = now
         self.phase = Phase.DRAFTING
         self.current, self._backup = Round(), Draft()
-        base, tokens = self._news()
-        yield ToDrafter(
-            DraftNow(
-                sequence=self.number,
-                round=self.round,
-                base=base,
-                tokens=tokens,
-                pending=self.tokens[-1],
-                accepted=self._accepted,
-                count=min(count, self._reach.longest(len(self.tokens))),
-                held_back=self._plan.held_back,
-            )
-        )
-
-    def _news(self) -> tuple[int, Tokens]:
-        """The committed tokens that the drafter has not been told, and where they start."""
-        base = self._told
-        self._told = len(self.tokens) - 1
-        return base, self.tokens[base:-1]
+        count = min(count, self._reach.longest(len(self.tokens)))
+        yield ToDrafter(self._briefing.draft_now(self.tokens, self.round, self._accepted, count))
 
     def tree(self, tree: DraftTree, now: float) -> Iterator[Action]:
         """One depth arrived: keep it, or go on if it is the draft that the target waits for."""

@@ -226,6 +226,7 @@ class Stack:
         max_draft: int = 64,
         drafter_context: int = 0,
         draft_ms: float = 1.0,
+        estimates: Estimates | None = None,
     ) -> None:
         self.random = Random(seed)  # noqa: S311  # no secret depends on it
         self.target = target
@@ -250,7 +251,7 @@ class Stack:
             prompt=prompt,
             sampling=Sampling(),
             limits=limits,
-            plan=Plan(mode, Estimates(), lookahead, budget),
+            plan=Plan(mode, estimates or Estimates(), lookahead, budget),
             recorder=Recorder(0.0),
         )
 
@@ -370,17 +371,25 @@ class Stack:
 
     def _outcome(self, outcome: VerificationOutcome) -> None:
         """What was foreseen of this outcome must be the first thing that happens."""
-        foreseen = self.sequence.foreseen(outcome)
+        expected = None
+        if self.sequence.foreseen(outcome):
+            expected = self.foreseen[outcome.accepted, outcome.bonus]
         before = len(self.actions)
         self.do(self.sequence.outcome(outcome, self.now))
-        if foreseen:
-            expected = self.foreseen[outcome.accepted, outcome.bonus]
+        if expected is not None:
             assert ToVerifier(expected) == self.actions[before]
 
     def patience_ends(self) -> None:
         self.do(self.sequence.draft_is_late())
 
     # ------------------------------------------------------------ whole runs
+
+    def calm_round(self) -> None:
+        """The drafter does all it can, then the verification ends."""
+        while self.wire or self.drafter_works():
+            self.tree_arrives()
+        if not self.outcome_arrives():
+            self.patience_ends()
 
     def calm(self, patience: float = 1.0) -> "Stack":
         """Run to the end with services that stay; returns itself.

@@ -200,3 +200,45 @@ def test_any_tree_is_kept_as_it_was_drafted(
         assert cache.add(tree(level + 1, layer, outcomes))
     assert expected == {outcome: cache.draft(*outcome).tokens for outcome in outcomes}
     assert len(cache) == sum(1 for draft in expected.values() if draft)
+
+
+TOKENS = st.lists(st.integers(0, 9), max_size=6)
+
+
+def draft_of(tokens: list[int]) -> Draft:
+    draft = Draft()
+    for token in tokens:
+        draft.add(token, confidence(token))
+    return draft
+
+
+@given(TOKENS, st.integers(0, 6), st.integers(0, 9), st.integers(0, 9))
+def test_a_rest_is_inherited(rest: list[int], verified: int, accepted: int, bonus: int) -> None:
+    """Where all was accepted and the bonus token is the first of the rest, the others remain."""
+    cache = SpeculationCache()
+    useful = len(rest) > 1
+    assert useful == cache.inherit(verified, draft_of(rest))
+    assert ([(verified, rest[0])] if useful else []) == cache.grown()
+    assert int(useful) == len(cache)
+    expected = rest[1:] if useful and (verified, rest[0]) == (accepted, bonus) else []
+    found = cache.draft(accepted, bonus)
+    assert (expected, [confidence(token) for token in expected]) == (
+        found.tokens,
+        found.confidences,
+    )
+    assert cache.rank(accepted, bonus) == (None, 0)
+
+
+@given(TOKENS.filter(lambda rest: len(rest) > 1))
+def test_the_longer_of_two_drafts_is_used(rest: list[int]) -> None:
+    """What the drafter prepares replaces an inherited draft once it is as long."""
+    cache = SpeculationCache()
+    cache.inherit(0, draft_of(rest))
+    outcomes = [(0, rest[0]), (0, rest[0] + 1)]
+    for depth in range(1, 8):
+        assert cache.add(tree(depth, [50 + depth, 60], outcomes if depth == 1 else None))
+        prepared = [50 + level for level in range(1, depth + 1)]
+        shown = prepared if depth >= len(rest) - 1 else rest[1:]
+        assert shown == cache.draft(0, rest[0]).tokens
+        assert (outcomes if shown is prepared else outcomes[1:]) == cache.grown()
+    assert cache.rank(0, rest[0]) == (0, 2)

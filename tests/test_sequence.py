@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.estimates import Estimates
 from orchestrator.sequence import Emit, Finish, Limits, Phase, ToDrafter, ToVerifier
 from protocol.messages import CloseSequence, DraftNow, Mode, OpenSequence, Prepare, Verify
 from tests.fakes import VOCABULARY, Stack, Target, started
@@ -152,6 +153,80 @@ def test_what_was_not_prepared_in_time_is_a_miss() -> None:
     assert recorder.rounds - 1 == recorder.misses
 
 
+def verifications(stack: Stack) -> list[Verify]:
+    messages = [action.message for action in stack.actions if isinstance(action, ToVerifier)]
+    return [message for message in messages if isinstance(message, Verify)]
+
+
+def short_chains() -> Estimates:
+    """At these costs one draft token is verified, never two."""
+    estimates = Estimates()
+    for tokens, milliseconds in [(1, 11.0), (2, 12.0), (3, 1e3)]:
+        estimates.verify_cost.observe(tokens, milliseconds)
+    return estimates
+
+
+@pytest.mark.parametrize("salt", SALTS)
+def test_the_unverified_rest_of_a_draft_is_kept(salt: int) -> None:
+    """A branch of 4 tokens, verified one by one, hits twice although the drafter sleeps."""
+    stack = started(
+        mode="ssd",
+        target=Target(salt),
+        prompt=[1, 2],
+        limits=ENDLESS,
+        estimates=short_chains(),
+    )
+    while stack.drafter_works():
+        stack.tree_arrives()
+    for hits in (1, 2, 2):
+        stack.outcome_arrives()
+        assert hits == stack.sequence.recorder.hits
+    chains = [len(m.chain) for m in verifications(stack)]
+    assert [1, 2, 2] == chains[:3]
+    assert stack.sequence.recorder.misses == 1
+    stack.calm().assert_plain()
+
+
+@pytest.mark.parametrize("salt", SALTS)
+@pytest.mark.parametrize("skill", [0.5, 0.8])
+def test_a_rest_is_used_only_behind_its_first_token(salt: int, skill: float) -> None:
+    """With a drafter that errs, a kept rest is found exactly if the target says its first token."""
+    stack = started(
+        mode="ssd",
+        target=Target(salt),
+        prompt=[1, 2],
+        limits=ENDLESS,
+        skill=skill,
+        estimates=short_chains(),
+        seed=salt,
+    )
+    kept = 0
+    while stack.sequence.phase is not Phase.FINISHED:
+        stack.calm_round()
+        current = stack.sequence.current
+        bonuses = [b for b in range(VOCABULARY) if current.cache.draft(len(current.draft), b)]
+        if current.cache.depth == 0 and bonuses:
+            kept += 1
+            assert stack.sequence.recorder.hits > 0
+            assert len(bonuses) == 1
+    stack.assert_plain()
+    assert kept > 0
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd"])
+def test_only_speculative_speculative_decoding_keeps_a_rest(mode: Mode) -> None:
+    """Sequential speculative decoding drafts anew, and counts neither hits nor misses."""
+    stack = started(
+        mode=mode,
+        target=Target(SALTS[0]),
+        prompt=[1, 2],
+        limits=ENDLESS,
+        estimates=short_chains(),
+    ).calm()
+    stack.assert_plain()
+    assert (stack.sequence.recorder.hits, stack.sequence.recorder.misses) == (0, 0)
+
+
 TALK = [
     ("ar", 0, set[type]()),
     ("ar", 3, set[type]()),
@@ -170,7 +245,7 @@ def test_each_mode_talks_only_as_it_should(mode: Mode, lookahead: int, expected:
         target=Target(SALTS[0]),
         prompt=[1, 2],
         limits=ENDLESS,
-        skill=0.7,
+        skill=0.5,
         lookahead=lookahead,
     ).calm()
     assert {type(message) for message in stack.to_drafter()} == expected
