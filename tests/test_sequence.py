@@ -182,7 +182,7 @@ def test_the_unverified_rest_of_a_draft_is_kept(salt: int) -> None:
         stack.outcome_arrives()
         assert hits == stack.sequence.recorder.hits
     chains = [len(m.chain) for m in verifications(stack)]
-    assert [1, 2, 2] == chains[:3]
+    assert chains[:3] == [1, 2, 2]
     assert stack.sequence.recorder.misses == 1
     stack.calm().assert_plain()
 
