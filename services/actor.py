@@ -1,16 +1,13 @@
-"""The loop that every service runs: shake hands, then one message in, its answers out.
+"""The loop that every service runs: shake hands, then work, one step of one message at a time.
 
-A service answers a message with an iterator. Between two answers the loop looks for news
-and lets the service say whether it makes the rest of the answers pointless: that is how a
-tree for a round that is over is dropped within one step. It also beats (`pulse.py`).
+A service answers a message with an iterator. Between two steps the loop looks for news,
+which may make the rest of the answers pointless (a tree for a round that is over is dropped
+within one step), and lets other sequences have their turn. It also beats (`pulse.py`).
 """
 
 import logging
 import os
 from collections import deque
-from collections.abc import Generator
-from contextlib import closing
-from typing import Protocol
 
 import msgspec
 
@@ -21,36 +18,20 @@ from protocol.messages import (
     Alive,
     CloseSequence,
     Failed,
-    FromService,
     Hello,
     Introduce,
-    OpenSequence,
     Refusal,
     Role,
     Stop,
     ToService,
     Welcome,
 )
-from services.inbox import Inbox, Work
+from services.agenda import Agenda, Job, Service
+from services.inbox import Inbox
 
 _log = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 30.0
-
-
-class Service(Protocol):
-    """What the loop needs of a verifier or drafter."""
-
-    def handle(self, message: Work) -> Generator[FromService | None]:
-        """Do the work of one message, yielding its answers as they are ready.
-
-        None is a point in long work where it may be abandoned.
-        """
-        ...
-
-    def supersedes(self, news: Work, current: Work) -> bool:
-        """Whether `news` makes the remaining answers to `current` pointless."""
-        ...
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +45,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     compute_unit: str
     max_draft_tokens: int
+    kv_tokens: int = 0
     emulated_cost: str = ""
 
 
@@ -83,47 +65,51 @@ def serve(channel: Channel[ToService], identity: Identity, service: Service) -> 
 
 def _serve(channel: Channel[ToService], inbox: Inbox, service: Service) -> bool:
     """Serve one orchestrator; True if it said stop, False if there is a new one."""
-    opened: set[int] = set()
+    agenda = Agenda(service)
     inbox.start()
     while True:
-        inbox.wait()
+        if agenda:
+            inbox.look(agenda.next().message.sequence)
+        else:
+            inbox.wait()
         if inbox.forgotten:
-            for number in opened:
+            for number in agenda.clear():
                 deque(service.handle(CloseSequence(sequence=number)), maxlen=0)
             return False
-        if not inbox.messages:
-            continue
-        match message := inbox.messages.popleft():
-            case Stop():
+        while inbox.messages:
+            message = inbox.messages.popleft()
+            if isinstance(message, Stop):
+                agenda.clear()
                 return True
-            case OpenSequence(sequence=number):
-                opened.add(number)
-            case CloseSequence(sequence=number):
-                opened.discard(number)
-        _work(message, channel, inbox, service)
+            agenda.add(message)
+        if not agenda:
+            continue
+        job = agenda.next()
+        if job.answers is None or not inbox.linger(service.patience_s(job.message)):
+            agenda.took_turn(job)
+            _step(job, channel, inbox, agenda, service)
 
 
-def _work(message: Work, channel: Channel[ToService], inbox: Inbox, service: Service) -> None:
-    with closing(service.handle(message)) as answers:
-        while True:
-            try:
-                answer = next(answers, _DONE)
-            # One request must not take the process down; its sequence fails with the reason.
-            except Exception as error:  # noqa: BLE001
-                _log.exception("%s of sequence %d failed", type(message).__name__, message.sequence)
-                reason = f"{type(error).__name__}: {error}"
-                channel.send(Failed(sequence=message.sequence, error=reason))
-                return
-            if isinstance(answer, _Done):
-                return
-            if answer is not None:
-                channel.send(answer)
-                inbox.pulse.said()
-            inbox.look(message.sequence)
-            if inbox.forgotten or any(
-                isinstance(n, Stop) or service.supersedes(n, message) for n in inbox.messages
-            ):
-                return
+def _step(
+    job: Job, channel: Channel[ToService], inbox: Inbox, agenda: Agenda, service: Service
+) -> None:
+    """Go on with a job up to its next answer."""
+    message = job.message
+    try:
+        if job.answers is None:
+            job.answers = service.handle(message)
+        answer = next(job.answers, _DONE)
+    # One request must not take the process down; its sequence fails with the reason.
+    except Exception as error:  # noqa: BLE001
+        _log.exception("%s of sequence %d failed", type(message).__name__, message.sequence)
+        agenda.done(job)
+        channel.send(Failed(sequence=message.sequence, error=f"{type(error).__name__}: {error}"))
+        return
+    if isinstance(answer, _Done):
+        agenda.done(job)
+    elif answer is not None:
+        channel.send(answer)
+        inbox.pulse.said()
 
 
 class _Done:
@@ -147,6 +133,7 @@ def shake_hands(channel: Channel[ToService], identity: Identity) -> None:
             context_length=identity.context_length,
             compute_unit=identity.compute_unit,
             max_draft_tokens=identity.max_draft_tokens,
+            kv_tokens=identity.kv_tokens,
             emulated_cost=identity.emulated_cost,
         )
     )

@@ -32,8 +32,13 @@ class Drafter:
             news, OpenSequence | CloseSequence
         )
 
+    def patience_s(self, message: Work) -> float:
+        """A drafter waits for nobody."""
+        del message
+        return 0.0
+
     def handle(self, message: Work) -> Generator[FromService | None]:
-        """Answer one message (see `actor.Service`)."""
+        """Answer one message (see `agenda.Service`)."""
         match message:
             case OpenSequence():
                 yield from self._open(message)
@@ -56,14 +61,19 @@ class Drafter:
             prefill_ms=1e3 * (time.perf_counter() - started),
         )
 
-    def _prepare(self, message: Prepare) -> Generator[FromService]:
+    def _prepare(self, message: Prepare) -> Generator[FromService | None]:
         started = time.perf_counter()
         self._backend.commit(message.sequence, message.base, message.tokens)
         turn = Turn(message.round, message.held_back)
         layers = self._backend.prepare(
             message.sequence, message.chain, message.fan_out, message.depth, turn
         )
-        for depth, layer in enumerate(layers, start=1):
+        depth = 0
+        for layer in layers:
+            if layer is None:
+                yield None
+                continue
+            depth += 1
             now = time.perf_counter()
             yield DraftTree(
                 sequence=message.sequence,
@@ -78,15 +88,17 @@ class Drafter:
             )
             started = time.perf_counter()
 
-    def _draft(self, message: DraftNow) -> Generator[FromService]:
+    def _draft(self, message: DraftNow) -> Generator[FromService | None]:
         started = time.perf_counter()
         self._backend.commit(message.sequence, message.base, message.tokens)
         outcome = (message.accepted, message.pending)
         turn = Turn(message.round, message.held_back)
         depth = 0
-        for token, confidence, law in self._backend.draft(
-            message.sequence, message.pending, message.count, turn
-        ):
+        for drafted in self._backend.draft(message.sequence, message.pending, message.count, turn):
+            if drafted is None:
+                yield None
+                continue
+            token, confidence, law = drafted
             depth += 1
             yield DraftTree(
                 sequence=message.sequence,

@@ -48,6 +48,10 @@ class Inbox:
         self._read(0.0)
         self.pulse.beat(sequence)
 
+    def linger(self, timeout_s: float) -> bool:
+        """Wait a moment for a message; whether there is one."""
+        return timeout_s > 0.0 and self._channel.ready(timeout_s)
+
     def _read(self, timeout_s: float) -> None:
         while self._channel.ready(0.0 if self.messages else timeout_s):
             message = self._channel.receive(0.0, "message")

@@ -1,4 +1,7 @@
-"""The target model: prefill, and verification of a chain in one forward pass."""
+"""The target model: prefill, and verification of chains in one forward pass.
+
+Chains of several sequences that wait at the same time share a pass (`batching`).
+"""
 
 import time
 from collections.abc import Generator
@@ -18,17 +21,24 @@ from protocol.messages import (
     OpenSequence,
     Prefilled,
     Sampling,
+    Tokens,
     VerificationOutcome,
     Verify,
 )
 from protocol.rejection import verified
 from protocol.sampling import by_rejection, is_greedy
+from services.batching import Ask, Batcher, Pass, most_rows
 from services.inbox import Work
 from services.kv import KVStore, windows_of
 from services.model import LoadedModel, compute_unit
+from services.parts import takes_parts
+from services.prefill import Pacer
 from services.rope import use_tables
 
 MAX_DRAFT_TOKENS = 64
+
+_PATIENCE = 0.03
+"""Longest wait for the others of the last pass, as a share of its time."""
 
 
 @dataclass
@@ -39,7 +49,22 @@ class _Sequence:
     store: KVStore | None
     """None for a model whose state cannot be rewound; then `caches` are mlx-lm's own."""
     sampling: Sampling
-    length: int = 0
+    counted: int = 0
+    """Tokens in caches of mlx-lm's own."""
+    asked: Ask | None = None
+    """The verification that waits for a pass."""
+
+    @property
+    def length(self) -> int:
+        """How many tokens the caches hold."""
+        return self.counted if self.store is None else self.store.length
+
+    def place(self, count: int) -> None:
+        """The next forward appends `count` tokens."""
+        if self.store is None:
+            self.counted += count
+        else:
+            self.store.chain(count)
 
 
 class Verifier:
@@ -49,13 +74,21 @@ class Verifier:
         self._model = model.module
         if compute_unit() == "cpu":
             use_tables(self._model)
-        self._step = prefill_step_size
+        self._pacer = Pacer(prefill_step_size)
         self._sequences: dict[int, _Sequence] = {}
-        self._idle_since = time.perf_counter()
+        self._bucketed = compute_unit() == "cuda"
         try:
             self._windows: list[int | None] | None = windows_of(self._model)
         except ModelError:
             self._windows = None
+        shares = self._windows is not None and takes_parts(
+            self._model, self._windows, bucketed=self._bucketed
+        )
+        self._batcher = Batcher(self._model, most_rows() if shares else 0)
+        self._last = Pass(0, 0)
+        self._company: set[int] = set()
+        """The sequences of the last pass."""
+        self._idle_since = time.perf_counter()
 
     @property
     def max_draft_tokens(self) -> int:
@@ -63,43 +96,55 @@ class Verifier:
         return 0 if self._windows is None else MAX_DRAFT_TOKENS
 
     def supersedes(self, news: Work, current: Work) -> bool:
-        """A prefill is pointless once its sequence is closed or opened again."""
+        """What a sequence waits for is pointless once it is closed or opened again."""
         return (
-            isinstance(current, OpenSequence)
+            isinstance(current, OpenSequence | Verify)
             and isinstance(news, OpenSequence | CloseSequence)
             and news.sequence == current.sequence
         )
 
     def handle(self, message: Work) -> Generator[FromService | None]:
-        """Answer one message (see `actor.Service`)."""
-        started = time.perf_counter()
+        """Answer one message (see `agenda.Service`)."""
         match message:
             case OpenSequence():
-                yield from self._open(message, started)
+                yield from self._open(message)
             case Verify():
-                outcome = self._verify(message, started)
-                # The next line may lose the core to whoever waited for the outcome.
-                self._idle_since = time.perf_counter()
-                yield outcome
+                yield from self._verify(message)
             case CloseSequence():
                 self._sequences.pop(message.sequence, None)
             case _:
                 raise ProtocolError(f"a verifier cannot handle {type(message).__name__}")
 
+    def patience_s(self, message: Work) -> float:
+        """A pass waits a moment for the others of the last one: they are about to come back."""
+        own = self._sequences.get(message.sequence)
+        if own is None or own.asked is None or own.asked.logits is not None:
+            return 0.0
+        away = [s for n, s in self._sequences.items() if n in self._company and s.asked is None]
+        if not away:
+            return 0.0
+        until = self._last.ended + _PATIENCE * (self._last.ended - self._last.started)
+        return max(0.0, until - time.perf_counter())
+
     def _new_sequence(self, sampling: Sampling) -> _Sequence:
         if self._windows is None:
             return _Sequence(make_prompt_cache(self._model), None, sampling)
-        store = KVStore(self._windows, bucketed=compute_unit() == "cuda")
+        store = KVStore(self._windows, bucketed=self._bucketed)
         return _Sequence(list(store.caches), store, sampling)
 
-    def _open(self, message: OpenSequence, started: float) -> Generator[FromService | None]:
+    def _open(self, message: OpenSequence) -> Generator[FromService | None]:
+        started = time.perf_counter()
         self._sequences.pop(message.sequence, None)
         sequence = self._new_sequence(message.sampling)
-        for start in range(0, len(message.tokens), self._step):
-            chunk = message.tokens[start : start + self._step]
-            self._forward(sequence, chunk)
+        while sequence.length < len(message.tokens):
+            began = time.perf_counter()
+            size = self._pacer.size(alone=not self._sequences)
+            chunk = message.tokens[sequence.length : sequence.length + size]
+            self._append(sequence, chunk)
             # The chunk's logits stay uncomputed: MLX is lazy and only the KV is asked for.
             mx.eval([cache.state for cache in sequence.caches])
+            self._idle_since = time.perf_counter()
+            self._pacer.took(len(chunk), self._idle_since - began)
             yield None
         self._sequences[message.sequence] = sequence
         yield Prefilled(
@@ -108,15 +153,50 @@ class Verifier:
             prefill_ms=1e3 * (time.perf_counter() - started),
         )
 
-    def _forward(self, sequence: _Sequence, tokens: list[int]) -> mx.array:
-        """Append tokens to the KV; lazy logits [tokens, vocabulary]."""
-        if sequence.store is not None:
-            sequence.store.chain(len(tokens))
-        sequence.length += len(tokens)
-        logits: mx.array = self._model(mx.array(tokens)[None], cache=sequence.caches)[0]
-        return logits
+    def _append(self, sequence: _Sequence, tokens: Tokens) -> None:
+        """Append tokens to the KV; lazy."""
+        sequence.place(len(tokens))
+        self._model(mx.array(tokens)[None], cache=sequence.caches)
 
-    def _verify(self, message: Verify, started: float) -> VerificationOutcome:
+    def _verify(self, message: Verify) -> Generator[FromService | None]:
+        sequence, chain = self._checked(message), message.chain
+        asked = self._batcher.ask(
+            chain, sequence.caches, sequence.store, lambda: sequence.place(len(chain))
+        )
+        sequence.asked = asked
+        try:
+            if len(self._sequences) > 1:
+                yield None  # others may join in
+            logits, by = self._batcher.result(asked)
+            accepted, bonus = self._judged(logits, message, sequence.sampling)
+            self._rewind(sequence, message.position + accepted + 1)
+        finally:
+            sequence.asked = None
+            self._batcher.withdraw(asked)
+        self._note(by, message.sequence)
+        yield VerificationOutcome(
+            sequence=message.sequence,
+            round=message.round,
+            accepted=accepted,
+            bonus=bonus,
+            verify_ms=1e3 * (by.ended - by.started),
+            idle_ms=1e3 * by.waited,
+            sequences=by.sequences,
+            rows=by.rows,
+        )
+
+    def _note(self, by: Pass, sequence: int) -> None:
+        """Keep the times of a pass, which end with its first outcome."""
+        now = time.perf_counter()
+        if by is not self._last:
+            by.waited, by.ended = by.started - self._idle_since, now
+            self._last, self._company = by, set()
+        self._company.add(sequence)
+        # The next line may lose the core to whoever waited for the outcome.
+        self._idle_since = now
+
+    def _checked(self, message: Verify) -> _Sequence:
+        """The sequence, if it can be verified as asked."""
         sequence = self._sequences.get(message.sequence)
         chain = message.chain
         if sequence is None:
@@ -130,17 +210,7 @@ class Verifier:
             raise ProtocolError(f"cannot verify a chain of {len(chain)} tokens")
         if len(message.laws) not in (0, len(chain) - 1):
             raise ProtocolError(f"{len(message.laws)} laws for {len(chain) - 1} draft tokens")
-        logits = self._forward(sequence, chain)
-        accepted, bonus = self._judged(logits, message, sequence.sampling)
-        self._rewind(sequence, message.position + accepted + 1)
-        return VerificationOutcome(
-            sequence=message.sequence,
-            round=message.round,
-            accepted=accepted,
-            bonus=bonus,
-            verify_ms=1e3 * (time.perf_counter() - started),
-            idle_ms=1e3 * (started - self._idle_since),
-        )
+        return sequence
 
     @staticmethod
     def _judged(logits: mx.array, message: Verify, sampling: Sampling) -> tuple[int, int]:
@@ -161,7 +231,6 @@ class Verifier:
     def _rewind(sequence: _Sequence, length: int) -> None:
         if sequence.store is not None:
             sequence.store.trim(length)
-            sequence.length = sequence.store.length
         if sequence.length != length:
             raise ProtocolError(f"the KV holds {sequence.length} tokens instead of {length}")
 

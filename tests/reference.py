@@ -3,9 +3,10 @@
 import atexit
 import shutil
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -73,3 +74,11 @@ def reference(family: str, seed: int = 0) -> Reference:
 def plain(family: str, prompt: tuple[int, ...], count: int, sampling: Sampling) -> Tokens:
     """`Reference.decoded`, remembered; the result must not be changed."""
     return reference(family).decoded(list(prompt), count, sampling)
+
+
+T = TypeVar("T")
+
+
+def said(answers: Iterable[T | None]) -> list[T]:
+    """What a service or backend yielded, without the pauses."""
+    return [answer for answer in answers if answer is not None]

@@ -30,7 +30,8 @@ from protocol.messages import (
     Verify,
     Welcome,
 )
-from services.actor import Identity, Work, serve
+from services.actor import Identity, serve
+from services.inbox import Work
 
 PATIENCE_S = 10.0
 
@@ -65,6 +66,8 @@ class FakeService:
     def __init__(self) -> None:
         self.handled: list[Work] = []
         self.ended: list[Work] = []
+        self.stubborn = False
+        self.patience: Callable[[Work], float] = lambda message: 0.0
         self.before_answer: Callable[[Work, int], None] = lambda message, number: None
 
     def handle(self, message: Work) -> Generator[FromService | None]:
@@ -77,7 +80,10 @@ class FakeService:
             self.ended.append(message)
 
     def supersedes(self, news: Work, current: Work) -> bool:
-        return news.sequence == current.sequence
+        return news.sequence == current.sequence and not self.stubborn
+
+    def patience_s(self, message: Work) -> float:
+        return self.patience(message)
 
     def _answers(self, message: Work) -> Iterator[FromService | None]:
         match message:
@@ -229,13 +235,14 @@ def test_no_answer_to_hello_is_a_deadline(
 # ---------------------------------------------------------------- work
 
 
-def test_messages_are_answered_in_order(running: Running) -> None:
-    """One message in, its answers out, then the next."""
-    running.send(opening(1), prepare(5, sequence=2), opening(3))
+def test_messages_of_a_sequence_are_answered_in_order(running: Running) -> None:
+    """One message in, its answers out, then the next of that sequence."""
+    running.service.stubborn = True
+    running.send(opening(1), prepare(5), opening(1))
     expected = [
         Prefilled(sequence=1, length=2, prefill_ms=0.0),
-        *(tree(prepare(5, sequence=2), depth) for depth in range(1, 4)),
-        Prefilled(sequence=3, length=2, prefill_ms=0.0),
+        *(tree(prepare(5), depth) for depth in range(1, 4)),
+        Prefilled(sequence=1, length=2, prefill_ms=0.0),
     ]
     assert expected == [running.receive() for _ in expected]
     running.send(Stop())
@@ -270,13 +277,11 @@ def test_a_failure_may_come_after_answers(running: Running) -> None:
             raise MemoryError("no room for more")
 
     running.service.before_answer = fail_at_depth_two
-    running.send(prepare(1), opening(2))
-    answers = [running.receive() for _ in range(3)]
-    assert answers == [
-        tree(prepare(1), 1),
-        Failed(sequence=1, error="MemoryError: no room for more"),
-        Prefilled(sequence=2, length=2, prefill_ms=0.0),
-    ]
+    running.send(prepare(1))
+    assert running.receive() == tree(prepare(1), 1)
+    assert running.receive() == Failed(sequence=1, error="MemoryError: no room for more")
+    running.send(opening(2))
+    assert running.receive() == Prefilled(sequence=2, length=2, prefill_ms=0.0)
 
 
 def answers_until(running: Running, last: FromService) -> list[FromService]:
@@ -302,16 +307,43 @@ def test_superseded_work_is_abandoned(running: Running) -> None:
     assert running.service.ended[0] == ENDLESS
 
 
-def test_other_sequences_wait_their_turn(running: Running) -> None:
-    """News of another sequence supersedes nothing: it is read, kept, and served in order."""
-    with paused(running, prepare(1), 1):
-        running.send(opening(2), opening(3))
+def test_sequences_take_turns(running: Running) -> None:
+    """News of another sequence supersedes nothing: it begins at once, and then they alternate."""
+    others = [prepare(1, sequence=2), prepare(1, sequence=3)]
+    with paused(running, prepare(1), 0):
+        running.send(*others)
     expected = [
-        *(tree(prepare(1), depth) for depth in range(1, 4)),
-        Prefilled(sequence=2, length=2, prefill_ms=0.0),
-        Prefilled(sequence=3, length=2, prefill_ms=0.0),
+        tree(prepare(1, sequence=number), depth) for depth in (1, 2, 3) for number in (1, 2, 3)
     ]
     assert expected == [running.receive() for _ in expected]
+
+
+def test_one_who_waits_for_others_goes_on_when_they_come(running: Running) -> None:
+    """A service may wait for company; each piece of news, and the end of patience, ends that."""
+    first, second = prepare(1), prepare(1, sequence=2)
+    running.service.patience = lambda message: (
+        PATIENCE_S if message == first and second not in running.service.handled else 0.0
+    )
+    running.send(first)
+    assert running.receive() == tree(first, 1)
+    assert not running.hub.ready(0.05)
+    running.send(second)
+    rest = [running.receive() for _ in range(5)]
+    assert rest[0] == tree(second, 1)
+    assert tree(first, 3) in rest
+
+
+def test_what_was_never_begun_is_not_lost(running: Running) -> None:
+    """Of two rounds in line only the newer is worked for, with the tokens that both told."""
+    old = Prepare(sequence=1, round=1, base=4, tokens=[7, 8], chain=[9], fan_out=[1], depth=2)
+    new = Prepare(sequence=1, round=2, base=6, tokens=[9, 3], chain=[5], fan_out=[1], depth=1)
+    with paused(running, prepare(1, sequence=2), 0):
+        running.send(old, new)
+    answers = answers_until(running, tree(prepare(1, sequence=2), 3))
+    assert tree(new, 1) in answers
+    assert [m for m in running.service.handled if m.sequence == 1] == [
+        Prepare(sequence=1, round=2, base=4, tokens=[7, 8, 9, 3], chain=[5], fan_out=[1], depth=1)
+    ]
 
 
 def test_work_without_answers_may_be_abandoned(running: Running) -> None:
@@ -341,8 +373,9 @@ def test_a_closed_sequence_is_not_worked_for(running: Running) -> None:
 
 def test_stop_ends_an_idle_service(running: Running) -> None:
     """Stop is the end without an error."""
-    running.send(opening(1), Stop())
+    running.send(opening(1))
     assert running.receive() == Prefilled(sequence=1, length=2, prefill_ms=0.0)
+    running.send(Stop())
     assert running.end() is None
 
 

@@ -20,9 +20,9 @@ from protocol.messages import (
     Tokens,
     Verify,
 )
-from services.actor import Work
 from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
 from services.drafting import Drafter
+from services.inbox import Work
 
 NOT_DRAWN = DraftLaw()
 ROOTS = [Outcome(0, 5), Outcome(2, 6)]

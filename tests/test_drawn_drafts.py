@@ -13,7 +13,7 @@ from protocol.rejection import Law, drafter_law, draw
 from protocol.sampling import of_drafter
 from services.backends.interface import Drafted, Turn
 from services.backends.mlx import MlxBackend
-from tests.reference import reference, tiny_folder
+from tests.reference import reference, said, tiny_folder
 
 PROMPT = [0, 2, 97, 41, 250, 33, 8, 141, 77, 19, 203, 64]
 CHAIN = [120, 7, 160]
@@ -56,7 +56,7 @@ def rows_after(tokens: Tokens) -> list[Floats]:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_every_branch_draws_from_the_law_it_sends(sampling: Sampling) -> None:
     """At each depth: the law of the branch's own prefix, and the position's own number."""
-    layers = list(opened(sampling).prepare(1, CHAIN, [2, 1, 3], 3, TURN))
+    layers = said(opened(sampling).prepare(1, CHAIN, [2, 1, 3], 3, TURN))
     assert len(layers) == 3
     for branch, root in enumerate(layers[0].outcomes):
         path = [*PROMPT, *CHAIN[: root.accepted + 1], root.bonus]
@@ -69,7 +69,7 @@ def test_every_branch_draws_from_the_law_it_sends(sampling: Sampling) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_outcomes_are_ranked_not_drawn(sampling: Sampling) -> None:
     """Prepared bonus tokens are the draft's likeliest, without the drafted one."""
-    [layer] = opened(sampling).prepare(1, CHAIN, [3, 3, 3], 1, TURN)
+    [layer] = said(opened(sampling).prepare(1, CHAIN, [3, 3, 3], 1, TURN))
     rows = rows_after([*PROMPT, *CHAIN])[len(PROMPT) :]
     expected = []
     for accepted, row in enumerate(rows):
@@ -85,7 +85,7 @@ def test_outcomes_are_ranked_not_drawn(sampling: Sampling) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_a_draft_for_the_waiting_target_is_drawn_too(sampling: Sampling) -> None:
     """One law per token, of the prefix with the tokens drawn before it."""
-    drafted = list(opened(sampling).draft(1, CHAIN[0], 3, TURN))
+    drafted = said(opened(sampling).draft(1, CHAIN[0], 3, TURN))
     path = [*PROMPT, CHAIN[0]]
     for found in drafted:
         check(found, rows_after(path)[-1], len(path), sampling)
@@ -97,7 +97,7 @@ def test_rounds_draw_independently() -> None:
     flat = msgspec.structs.replace(WARM, draft_temperature=20.0)
 
     def tokens(number: int) -> Tokens:
-        return [d.token for d in opened(flat).draft(1, CHAIN[0], 4, Turn(number, 3))]
+        return [d.token for d in said(opened(flat).draft(1, CHAIN[0], 4, Turn(number, 3)))]
 
     assert tokens(1) == tokens(1)
     assert tokens(1) != tokens(2)
@@ -114,8 +114,8 @@ def test_rounds_draw_independently() -> None:
 )
 def test_what_is_not_drawn_has_no_law(sampling: Sampling) -> None:
     """Coupled and greedy drafts are sent without laws."""
-    [layer] = opened(sampling).prepare(1, CHAIN, [2, 1, 3], 1, TURN)
+    [layer] = said(opened(sampling).prepare(1, CHAIN, [2, 1, 3], 1, TURN))
     assert layer.laws == []
     backend().commit(1, len(PROMPT), [])
-    [found] = backend().draft(1, CHAIN[0], 1, TURN)
+    [found] = said(backend().draft(1, CHAIN[0], 1, TURN))
     assert found.law == DraftLaw()

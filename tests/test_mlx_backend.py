@@ -23,7 +23,7 @@ from protocol.messages import Sampling, Tokens
 from protocol.noise import gumbel
 from services.backends.interface import Drafted, Layer
 from services.backends.mlx import MAX_DRAFT_TOKENS, MlxBackend
-from tests.reference import SAMPLINGS, Reference, tiny_folder
+from tests.reference import SAMPLINGS, Reference, said, tiny_folder
 from tests.tiny_models import DRAFTERS, FAMILIES, RECURRENT, write_tiny_model
 
 VOCABULARY = 288
@@ -179,7 +179,7 @@ class Line:
 
     def _draft(self, played: Round) -> None:
         drafts = self.setup.backend.draft(self.number, self.pending, played.depth)
-        drafted = list(islice(drafts, played.layers))
+        drafted = list(islice((one for one in drafts if one is not None), played.layers))
         drafts.close()
         assert len(drafted) == min(played.depth, played.layers)
         self.next_draft = [token for token, *_ in drafted]
@@ -194,7 +194,7 @@ class Line:
         tree = self.setup.backend.prepare(
             self.number, chain, list(played.fan_out[: len(chain)]), played.depth
         )
-        layers = list(islice(tree, played.layers))
+        layers = list(islice((layer for layer in tree if layer is not None), played.layers))
         tree.close()
         self._check_tree(played, chain, layers)
         return layers
@@ -311,26 +311,26 @@ def test_a_branch_is_adopted_only_where_it_grew(back: int) -> None:
     setup, number = setup_of("llama"), next(NUMBERS)
     backend = setup.backend
     list(backend.open(number, list(PROMPT), Sampling()))
-    *_, layer = backend.prepare(number, [120, 160], [2, 2], depth=2)
+    *_, layer = said(backend.prepare(number, [120, 160], [2, 2], depth=2))
     kept = list(PROMPT[: len(PROMPT) - back])
     for root in layer.outcomes:
         backend.commit(number, len(kept), [])
-        drafted = list(backend.draft(number, root.bonus, 2))
+        drafted = said(backend.draft(number, root.bonus, 2))
         [laws] = setup.laws([[*kept, root.bonus, drafted[0].token]], Sampling())
         for law, token in zip(laws[len(kept) :], drafted, strict=True):
             law.check_drafted(token)
         backend.commit(number, len(kept), [])
-        list(backend.prepare(number, [120, 160], [2, 2], depth=2))
+        said(backend.prepare(number, [120, 160], [2, 2], depth=2))
 
 
 def test_candidates_of_replaced_tokens_are_forgotten() -> None:
     """Tokens that came by `commit`, were taken back, and are now the chain, fork anew."""
     setup, number = setup_of("llama"), next(NUMBERS)
     list(setup.backend.open(number, list(PROMPT), Sampling()))
-    list(setup.backend.prepare(number, [120, 160], [3, 3], depth=1))
+    said(setup.backend.prepare(number, [120, 160], [3, 3], depth=1))
     setup.backend.commit(number, len(PROMPT), [50, 60])
     setup.backend.commit(number, len(PROMPT), [])
-    [layer] = setup.backend.prepare(number, [50, 60], [0, 3], depth=1)
+    [layer] = said(setup.backend.prepare(number, [50, 60], [0, 3], depth=1))
     [laws] = setup.laws([[*PROMPT, 50, 60]], Sampling())
     laws[-1].check_best([root.bonus for root in layer.outcomes])
 
@@ -378,7 +378,7 @@ def test_a_head_narrower_than_the_fan_out(tmp_path: Path, ids: Tokens) -> None:
     backend = trimmed(tmp_path, "llama", ids).backend
     for number, sampling in enumerate(SAMPLINGS.values()):
         list(backend.open(number, list(PROMPT), sampling))
-        [layer] = backend.prepare(number, [120, 160], [9, 9], depth=1)
+        [layer] = said(backend.prepare(number, [120, 160], [9, 9], depth=1))
         expected = {(0, token) for token in ids if token != 160} | {(1, token) for token in ids}
         assert expected == set(layer.outcomes)
         assert len(expected) == len(layer.outcomes)
@@ -417,6 +417,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return model(tokens, cache=cache)
 
     monkeypatch.setattr(backend, "_model", counting)
+    monkeypatch.setattr(backend._batcher, "_model", counting)
     return counts
 
 
@@ -426,19 +427,19 @@ def test_nothing_is_computed_twice(fed: list[int]) -> None:
     list(backend.open(number, list(PROMPT), Sampling()))
     assert fed == [5, 5, 2]
     fed.clear()
-    layers = list(backend.prepare(number, [120, 7, 160], [2, 0, 2], depth=3))
+    layers = said(backend.prepare(number, [120, 7, 160], [2, 0, 2], depth=3))
     assert fed == [3, 4, 4, 4]
     fed.clear()
     [root] = [index for index, root in enumerate(layers[0].outcomes) if root.accepted == 2][:1]
     backend.commit(number, len(PROMPT), [120, 7, 160])
     chain = [layers[0].outcomes[root].bonus, *branch_of(layers, root)]
-    list(backend.prepare(number, chain, [1], depth=1))
+    said(backend.prepare(number, chain, [1], depth=1))
     assert fed == [1, 1]
     fed.clear()
-    list(backend.prepare(number, chain, [1], depth=1))
+    said(backend.prepare(number, chain, [1], depth=1))
     assert fed == [1]
     fed.clear()
-    drafted = list(backend.draft(number, chain[0], 3))
+    drafted = said(backend.draft(number, chain[0], 3))
     assert chain[1:] == [token for token, *_ in drafted]
     assert fed == [1, 1]
 
@@ -461,7 +462,7 @@ def test_an_empty_prompt_can_be_drafted_for() -> None:
     setup, number = setup_of("llama"), next(NUMBERS)
     told: Tokens = []
     list(setup.backend.open(number, told, Sampling()))
-    [drafted] = setup.backend.draft(number, 120, 1)
+    [drafted] = said(setup.backend.draft(number, 120, 1))
     assert told == []
     [[law]] = setup.laws([[120]], Sampling())
     law.check_drafted(drafted)
@@ -487,7 +488,7 @@ def test_tokens_that_were_never_told_cannot_be_kept() -> None:
     """A `base` beyond the committed tokens is a ProtocolError, although the trunk is longer."""
     backend, number = setup_of("llama").backend, next(NUMBERS)
     list(backend.open(number, list(PROMPT), Sampling()))
-    list(backend.prepare(number, [120, 7, 160], [1], 1))
+    said(backend.prepare(number, [120, 7, 160], [1], 1))
     with pytest.raises(ProtocolError, match="cannot rewind 12 tokens to 13"):
         backend.commit(number, 13, [])
     backend.commit(number, 12, [120])

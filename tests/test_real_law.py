@@ -12,14 +12,23 @@ import pytest
 from launch.config import StackSettings
 from launch.models import pair_of
 from orchestrator.tokenizer import TargetTokenizer
-from protocol.messages import ChatMessage, OpenSequence, Sampling, Tokens, Verify
+from protocol.messages import (
+    ChatMessage,
+    OpenSequence,
+    Sampling,
+    Tokens,
+    VerificationOutcome,
+    Verify,
+)
 from protocol.rejection import Law, target_law
 from protocol.sampling import of_drafter
 from services.backends.interface import Drafted, Turn
 from services.backends.mlx import MlxBackend
+from services.batching import Ask, Pass
 from services.model import load
 from services.verification import Verifier, host_floats
 from tests.chi_square import ONE_IN_A_THOUSAND, assert_law
+from tests.reference import said
 
 pytestmark = pytest.mark.model
 
@@ -40,16 +49,19 @@ class Rewinding(Verifier):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.rows: dict[tuple[int, ...], mx.array] = {}
+        self._computed = self._batcher.result
+        batcher: Any = self._batcher
+        batcher.result = self._remembered
 
-    def _forward(self, sequence: Any, tokens: Tokens) -> mx.array:
-        if not self._sequences:  # the prefill
-            return super()._forward(sequence, tokens)
-        key, length = tuple(tokens), sequence.length
+    def _remembered(self, asked: Ask) -> tuple[mx.array, Pass]:
+        key = tuple(asked.tokens)
         if key not in self.rows:
-            self.rows[key] = super()._forward(sequence, tokens)
+            assert asked.store is not None
+            length = asked.store.length
+            self.rows[key] = self._computed(asked)[0]
             mx.eval(self.rows[key])
-            super()._rewind(sequence, length)
-        return self.rows[key]
+            asked.store.trim(length)
+        return self.rows[key], Pass(0, 0)
 
     @staticmethod
     def _rewind(sequence: Any, length: int) -> None:
@@ -77,12 +89,12 @@ class Rounds:
         """The chain of a round with two draft tokens, and what it commits."""
         self.verifier._sequences[1].sampling = sampling
         self.drafter._sequences[1].sampling = of_drafter(sampling)
-        draft: list[Drafted] = list(self.drafter.draft(1, self.pending, 2, Turn(1, 3)))
+        draft: list[Drafted] = said(self.drafter.draft(1, self.pending, 2, Turn(1, 3)))
         chain = [self.pending, *(found.token for found in draft)]
         laws = [found.law for found in draft]
-        [outcome] = self.verifier.handle(
-            Verify(sequence=1, round=1, position=self.base, chain=chain, laws=laws)
-        )
+        asked = Verify(sequence=1, round=1, position=self.base, chain=chain, laws=laws)
+        [outcome] = self.verifier.handle(asked)
+        assert isinstance(outcome, VerificationOutcome)
         accepted: int = outcome.accepted
         return chain, [*chain[1 : accepted + 1], outcome.bonus]
 

@@ -21,7 +21,7 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.actor import Work
+from services.inbox import Work
 from services.model import load
 from services.verification import Verifier, accepted_length
 from tests.reference import SAMPLINGS, plain, tiny_folder
@@ -65,14 +65,16 @@ class Line:
     def verify(self, draft: Tokens) -> VerificationOutcome:
         """Verify a draft after the pending token, and commit what was accepted."""
         self.round += 1
-        [outcome] = self.verifier.handle(
-            Verify(
-                sequence=self.number,
-                round=self.round,
-                position=len(self.committed) - 1,
-                chain=[self.committed[-1], *draft],
-            )
+        asked = Verify(
+            sequence=self.number,
+            round=self.round,
+            position=len(self.committed) - 1,
+            chain=[self.committed[-1], *draft],
         )
+        return self.commit(draft, list(self.verifier.handle(asked))[-1])
+
+    def commit(self, draft: Tokens, outcome: object) -> VerificationOutcome:
+        """Take in what the verification of a draft brought."""
         assert isinstance(outcome, VerificationOutcome)
         assert (self.number, self.round) == (outcome.sequence, outcome.round)
         self.committed += [*draft[: outcome.accepted], outcome.bonus]
@@ -275,8 +277,8 @@ def messages() -> Iterator[Work]:
         yield CloseSequence(sequence=number)
 
 
-def test_only_a_prefill_is_superseded() -> None:
-    """A prefill is pointless once its sequence is closed or opened again; nothing else is."""
+def test_only_the_end_of_a_sequence_supersedes() -> None:
+    """Work is pointless once its sequence is closed or opened again; nothing else is."""
     verifier = verifier_of("llama")
     found = {
         (type(news), type(current), news.sequence == current.sequence)
@@ -284,8 +286,8 @@ def test_only_a_prefill_is_superseded() -> None:
         for current in messages()
         if verifier.supersedes(news, current)
     }
-    opened = (OpenSequence, OpenSequence, True)
-    assert {opened, (CloseSequence, OpenSequence, True)} == found
+    news, work = (OpenSequence, CloseSequence), (OpenSequence, Verify)
+    assert {(kind, old, True) for kind in news for old in work} == found
 
 
 def test_times_are_told() -> None:

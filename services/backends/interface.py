@@ -98,19 +98,20 @@ class DraftBackend(Protocol):
 
     def prepare(
         self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
-    ) -> Generator[Layer]:
+    ) -> Generator[Layer | None]:
         """Branches for the outcomes of verifying `chain`, one depth at a time.
 
         `chain[0]` is the pending token, which follows the committed ones; the target is
         verifying chain[1:] right now. `fan_out[k]` outcomes (k, bonus) are wanted for each
         acceptance length k; for k < len(chain) - 1 the bonus cannot be chain[k + 1], which
-        was rejected. The generator may be closed between two layers.
+        was rejected. The generator may be closed between two layers. None is a pause in which
+        other sequences may be worked for.
         """
         ...
 
     def draft(
         self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
-    ) -> Generator[Drafted]:
+    ) -> Generator[Drafted | None]:
         """Up to `count` draft tokens after the pending token, one at a time."""
         ...
 

@@ -12,25 +12,33 @@ the first slots of a `KVStore`, and one *tree* behind it in scratch slots (ALGOR
 
 Nothing is computed twice: feeding skips what the trunk already holds, and when the outcome
 was a branch, its rows move from scratch to the trunk.
+
+Where several sequences are drafted for, each yields before its forward, so that those that
+wait at the same time share one (`batching`).
 """
 
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from protocol.errors import ProtocolError
 from protocol.law import Floats
 from protocol.messages import Sampling, Tokens
 from protocol.sampling import is_greedy, of_drafter
 from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
+from services.backends.tree import Tree, scratch_positions, visible
+from services.batching import Batcher, most_rows
 from services.candidates import Top, best_bonuses, best_of, drafted
 from services.draft_head import trim_head
 from services.kv import KVStore, windows_of
 from services.model import compute_unit, load
+from services.parts import takes_parts
+from services.prefill import Pacer
 from services.rope import allow_branches, use_tables
 
 MAX_DRAFT_TOKENS = 64
@@ -38,21 +46,6 @@ MAX_DRAFT_TOKENS = 64
 _SAMPLED_WIDTH = 64
 """Candidates per row when noise decides: the best by logit are rarely the best by score.
 Under the rejection rule, the tokens of the law that a draft token is drawn from."""
-
-
-@dataclass
-class _Tree:
-    """The branches behind the trunk, kept until the next round adopts one or drops all."""
-
-    pending_at: int
-    """Position of the pending token of the round that the tree was grown for."""
-    branches: dict[Outcome, int]
-    fed: list[Tokens]
-    """Per depth, the token of each branch that is in the KV; depth 0 is the bonus token."""
-    slots: list[int]
-    """First scratch slot of each depth."""
-    logits: list[Floats]
-    """Per depth, [branches, head] logits after it."""
 
 
 @dataclass
@@ -66,7 +59,7 @@ class _Sequence:
     """How many of them are known to be committed."""
     tops: dict[int, Top] = field(default_factory=dict)
     """Position -> candidates after it (one row), for the trunk's recent tokens."""
-    tree: _Tree | None = None
+    tree: Tree | None = None
 
 
 class MlxBackend:
@@ -80,8 +73,10 @@ class MlxBackend:
         allow_branches(self._model)
         self._windows = windows_of(self._model)
         self._head_ids = trim_head(self._model, folder)
-        self._step = prefill_step_size
+        self._pacer = Pacer(prefill_step_size)
         self._bucketed = compute_unit() == "cuda"
+        shares = takes_parts(self._model, self._windows, bucketed=self._bucketed)
+        self._batcher = Batcher(self._model, most_rows() if shares else 0)
         self._sequences: dict[int, _Sequence] = {}
         self.identity = BackendIdentity(
             backend="mlx",
@@ -102,11 +97,14 @@ class MlxBackend:
         """Prefill in chunks; may be abandoned between two."""
         store = KVStore(self._windows, bucketed=self._bucketed)
         opened = _Sequence(store, of_drafter(sampling))
-        for start in range(0, len(tokens), self._step):
-            chunk = tokens[start : start + self._step]
-            opened.store.chain(len(chunk))
-            self._model(mx.array(chunk)[None], cache=opened.store.caches)
-            opened.store.evaluate()
+        while store.length < len(tokens):
+            began = time.perf_counter()
+            size = self._pacer.size(alone=not self._sequences)
+            chunk = tokens[store.length : store.length + size]
+            store.chain(len(chunk))
+            self._model(mx.array(chunk)[None], cache=store.caches)
+            store.evaluate()
+            self._pacer.took(len(chunk), time.perf_counter() - began)
             yield
         opened.tokens = list(tokens)
         opened.committed = len(tokens)
@@ -117,38 +115,39 @@ class MlxBackend:
         known = self._known(sequence)
         if base > known.committed:
             raise ProtocolError(f"cannot rewind {known.committed} tokens to {base}")
-        self._feed(known, base, tokens, rows=0)
+        for _ in self._feed(known, base, tokens, rows=0):
+            pass  # it cannot wait for company
         known.committed = base + len(tokens)
 
     def prepare(
         self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
-    ) -> Generator[Layer]:
+    ) -> Generator[Layer | None]:
         """Fork every row of the chain, then grow all branches depth by depth."""
         known = self._known(sequence)
         width = self._width(known.sampling, max(fan_out, default=0) + 1)
-        self._feed(known, known.committed, chain, rows=len(chain), width=width)
+        yield from self._feed(known, known.committed, chain, rows=len(chain), width=width)
         self._cut(known, known.committed + len(chain))
         roots = self._fork(known, chain, fan_out)
         if not roots:
             return
         branches = {root: index for index, root in enumerate(roots)}
-        tree = known.tree = _Tree(known.committed, branches, [], [], [])
+        tree = known.tree = Tree(known.committed, branches, [], [], [])
         tokens = [root.bonus for root in roots]
         for _ in range(depth):
-            grown = self._grow(known, tree, roots, tokens, turn)
+            grown = yield from self._grow(known, tree, roots, tokens, turn)
             tokens = [draft.token for draft in grown]
             laws = [draft.law for draft in grown if draft.law.tokens]
             yield Layer(roots, tokens, [draft.confidence for draft in grown], laws)
 
     def draft(
         self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
-    ) -> Generator[Drafted]:
+    ) -> Generator[Drafted | None]:
         """One continuation on the trunk, one token per forward."""
         known = self._known(sequence)
         width = self._width(known.sampling, 1)
         tail = [pending]
         for _ in range(count):
-            self._feed(known, known.committed, tail, rows=1, width=width)
+            yield from self._feed(known, known.committed, tail, rows=1, width=width)
             position = known.committed + len(tail)
             self._cut(known, position)
             [found] = drafted(known.tops[position - 1], [position], known.sampling, turn)
@@ -170,7 +169,9 @@ class MlxBackend:
     def _width(sampling: Sampling, wanted: int) -> int:
         return wanted if is_greedy(sampling) else max(wanted, _SAMPLED_WIDTH)
 
-    def _feed(self, known: _Sequence, base: int, tokens: Tokens, rows: int, width: int = 1) -> None:
+    def _feed(
+        self, known: _Sequence, base: int, tokens: Tokens, rows: int, width: int = 1
+    ) -> Generator[None]:
         """Make the trunk start with `tokens[:base] + tokens`, computing only what it lacks.
 
         Afterwards `known.tops` has the candidates after each of the last `rows` of them, at
@@ -187,7 +188,7 @@ class MlxBackend:
                 break
         if keep < len(wanted):
             self._cut(known, keep)
-            self._append(known, wanted[keep:], width if rows else 0)
+            yield from self._append(known, wanted[keep:], width if rows else 0)
 
     def _adopt(self, known: _Sequence, wanted: Tokens, keep: int, width: int) -> int:
         """If `wanted` goes on along a branch of the tree, move that branch to the trunk."""
@@ -215,10 +216,10 @@ class MlxBackend:
         del known.tokens[length:]
         known.tops = {p: top for p, top in known.tops.items() if length - 64 <= p < length}
 
-    def _append(self, known: _Sequence, tokens: Tokens, width: int) -> None:
+    def _append(self, known: _Sequence, tokens: Tokens, width: int) -> Generator[None]:
         start = len(known.tokens)
-        known.store.chain(len(tokens))
-        logits = self._model(mx.array(tokens)[None], cache=known.store.caches)[0]
+        place = partial(known.store.chain, len(tokens))
+        logits = yield from self._forward(known, tokens, place)
         known.tokens.extend(tokens)
         # A tree's scratch slots lie right behind the old trunk: they are overwritten now.
         known.tree = None
@@ -228,6 +229,18 @@ class MlxBackend:
         rows = self._on_host(logits)
         for row in range(len(tokens)):
             known.tops[start + row] = best_of(rows[row : row + 1], width, self._head_ids)
+
+    def _forward(
+        self, known: _Sequence, tokens: Tokens, place: Callable[[], None]
+    ) -> Generator[None, None, mx.array]:
+        """Logits [tokens, head], after a pause if others may join in; `place` sets the frame."""
+        asked = self._batcher.ask(tokens, list(known.store.caches), known.store, place)
+        try:
+            if len(self._sequences) > 1:
+                yield
+            return self._batcher.result(asked)[0]
+        finally:
+            self._batcher.withdraw(asked)
 
     # ------------------------------------------------------------ the tree
 
@@ -243,20 +256,21 @@ class MlxBackend:
         return roots
 
     def _grow(
-        self, known: _Sequence, tree: _Tree, roots: list[Outcome], tokens: Tokens, turn: Turn
-    ) -> list[Drafted]:
+        self, known: _Sequence, tree: Tree, roots: list[Outcome], tokens: Tokens, turn: Turn
+    ) -> Generator[None, None, list[Drafted]]:
         """Feed one token per branch; returns the next token of each."""
         depth, count = len(tree.fed), len(roots)
         trunk = len(known.tokens)
         start = trunk + depth * count
         forks = np.array([root.accepted for root in roots]) + tree.pending_at
         positions = forks + 1 + depth
-        known.store.branches(
+        place = partial(
+            known.store.branches,
             start,
-            np.concatenate([np.arange(trunk), *_scratch_positions(forks, depth + 1)]),
-            _visible(trunk, forks, depth + 1),
+            np.concatenate([np.arange(trunk), *scratch_positions(forks, depth + 1)]),
+            visible(trunk, forks, depth + 1),
         )
-        logits = self._model(mx.array(tokens)[None], cache=known.store.caches)[0]
+        logits = yield from self._forward(known, tokens, place)
         rows = self._on_host(logits)
         tree.fed.append(tokens)
         tree.slots.append(start)
@@ -276,14 +290,3 @@ def _common_length(a: Tokens, b: Tokens) -> int:
         if x != y:
             return index
     return min(len(a), len(b))
-
-
-def _scratch_positions(forks: npt.NDArray[np.int64], depths: int) -> list[npt.NDArray[np.int64]]:
-    """Position of the token in every scratch slot, depth by depth."""
-    return [forks + 1 + depth for depth in range(depths)]
-
-
-def _visible(trunk: int, forks: npt.NDArray[np.int64], depths: int) -> npt.NDArray[np.bool_]:
-    """[branches, trunk + depths * branches]: the trunk up to the fork, and one's own slots."""
-    own = np.tile(np.eye(len(forks), dtype=bool), (1, depths))
-    return np.concatenate([np.arange(trunk)[None] <= forks[:, None], own], axis=1)
