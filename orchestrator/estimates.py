@@ -22,6 +22,9 @@ _SHORTEST_MS = 1e-3
 _UNSEEN_RATE = 0.5
 """Assumed acceptance rate of a draft token."""
 
+_REACH, _RELAX = 2.0, 0.05
+"""Assumed longest draft that is worth verifying, and by how much it shrinks per round unused."""
+
 _UNSEEN_STEP = 0.15
 """Assumed extra cost per token, as a share of one token's, where nothing was measured."""
 
@@ -143,6 +146,8 @@ class Estimates:
         """T_d(B): one depth of all branches."""
         self.backup_ms = Mean()
         """Per token drafted while the target waited."""
+        self.reach = _REACH
+        """Longest draft that was verified of late."""
         self.paces: dict[Mode, Pace] = {"sd": Pace(), "ssd": Pace()}
 
     @property
@@ -154,6 +159,7 @@ class Estimates:
     def learn(self, lesson: Lesson) -> None:
         """Take in one round."""
         tokens = len(lesson.confidences) + 1
+        self.reach = max(len(lesson.confidences), self.reach - _RELAX)
         cost = self.verify_cost if lesson.speculating else self.plain_cost
         cost.observe(tokens, lesson.verify_ms)
         self.calibrations[lesson.origin].observe(lesson.confidences, lesson.accepted)

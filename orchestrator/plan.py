@@ -7,6 +7,7 @@ per second of the whole.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple
 
 from orchestrator.estimates import Estimates
@@ -20,7 +21,9 @@ from orchestrator.fan_out import (
 )
 from protocol.messages import FanOutPolicy, Mode, Origin
 
-_MAX_DEPTH = 4
+_DEEPEST = 16
+_BEYOND = 2
+"""Branches are prepared so much deeper than what was worth verifying of late."""
 _BRANCHES = 16
 
 
@@ -53,7 +56,7 @@ class Plan:
     @property
     def depth(self) -> int:
         """How deep branches are prepared, and the longest draft that is verified."""
-        return self.lookahead or _MAX_DEPTH
+        return self.lookahead or min(_DEEPEST, ceil(self.estimates.reach) + _BEYOND)
 
     @property
     def branches(self) -> int:
@@ -87,7 +90,7 @@ class Plan:
             return 0  # nothing was drafted yet
         values = [
             self._value([rate] * count) - self._speed * count * token_ms
-            for count in range(_MAX_DEPTH + 1)
+            for count in range(self.depth + 1)
         ]
         return values.index(max(values))
 

@@ -1,0 +1,40 @@
+"""How deep branches are prepared: what was worth verifying of late decides."""
+
+from orchestrator.estimates import Estimates, Lesson
+from orchestrator.plan import Plan
+
+
+def verified(estimates: Estimates, count: int) -> None:
+    """A round that verified a draft of `count` tokens."""
+    lesson = Lesson(
+        mode="ssd",
+        by_hand=False,
+        speculating=True,
+        origin="hit",
+        confidences=[0.9] * count,
+        accepted=0,
+        prepared=0,
+        rank=None,
+        verify_ms=10.0,
+        idle_ms=None,
+    )
+    estimates.learn(lesson)
+
+
+def test_branches_go_deeper_than_what_was_worth_verifying() -> None:
+    """Long drafts make deep trees, up to a limit; short ones shallow trees, but not at once."""
+    estimates = Estimates()
+    plan = Plan("ssd", estimates)
+    depths = [plan.depth]
+    for count, rounds in ((4, 1), (6, 1), (1, 1), (64, 1), (1, 2000)):
+        for _ in range(rounds):
+            verified(estimates, count)
+        depths.append(plan.depth)
+    assert depths == [4, 6, 8, 8, 16, 3]
+
+
+def test_a_lookahead_fixed_by_hand_is_the_depth() -> None:
+    """Whatever was verified."""
+    estimates = Estimates()
+    verified(estimates, 9)
+    assert Plan("ssd", estimates, lookahead=5).depth == 5
