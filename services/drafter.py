@@ -30,9 +30,11 @@ def _backend(settings: DrafterSettings) -> DraftBackend:
             # MLX must be imported after the BLAS is in place, and only where it computes.
             from services.backends.mlx import MlxBackend  # noqa: PLC0415
             from services.device import bind  # noqa: PLC0415
+            from services.prompt_cache import PromptCache  # noqa: PLC0415
 
             unit = bind(settings.device)
-            return MlxBackend(Path(settings.model), settings.prefill_step_size, unit)
+            prompts = PromptCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
+            return MlxBackend(Path(settings.model), settings.prefill_step_size, unit, prompts)
         case "ngram":
             from services.backends.ngram import NgramBackend  # noqa: PLC0415
 

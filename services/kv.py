@@ -141,6 +141,27 @@ class KVStore:
         offsets = mx.array(positions[start:], dtype=mx.int32)
         self._set(Frame(start, count, offsets, positions, visible))
 
+    def fork(self, length: int) -> "KVStore":
+        """A store with the first `length` tokens; what either does next, the other never sees.
+
+        They share buffers until one of them writes: MLX writes in place only what nobody
+        else holds.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot fork {length} of {self.length} tokens")
+        new = KVStore([cache.window for cache in self.caches], bucketed=self._bucketed)
+        slots = -(-length // _GROWTH) * _GROWTH
+        for own, cache in zip(self.caches, new.caches, strict=True):
+            if slots and own.keys is not None and own.values is not None:
+                cache.keys, cache.values = own.keys[..., :slots, :], own.values[..., :slots, :]
+        new.length = length
+        return new
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all buffers, used or not."""
+        return sum(array.nbytes for cache in self.caches for array in cache.state)
+
     def trim(self, length: int) -> None:
         """Forget all tokens from `length` on."""
         if not 0 <= length <= self.length:

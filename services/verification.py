@@ -30,9 +30,11 @@ from protocol.sampling import by_rejection, is_greedy
 from services.batching import Ask, Batcher, Pass, most_rows
 from services.inbox import Work
 from services.kv import KVStore, windows_of
+from services.kv_budget import kv_tokens
 from services.model import LoadedModel, compute_unit
 from services.parts import takes_parts
 from services.prefill import Pacer
+from services.prompt_cache import Held, PromptCache
 from services.rope import use_tables
 
 MAX_DRAFT_TOKENS = 64
@@ -49,6 +51,8 @@ class _Sequence:
     store: KVStore | None
     """None for a model whose state cannot be rewound; then `caches` are mlx-lm's own."""
     sampling: Sampling
+    tokens: Tokens
+    """What the caches hold."""
     counted: int = 0
     """Tokens in caches of mlx-lm's own."""
     asked: Ask | None = None
@@ -70,8 +74,11 @@ class _Sequence:
 class Verifier:
     """Verifies chains; invariant: after each round the KV holds exactly the committed tokens."""
 
-    def __init__(self, model: LoadedModel, prefill_step_size: int) -> None:
+    def __init__(
+        self, model: LoadedModel, prefill_step_size: int, prompts: PromptCache | None = None
+    ) -> None:
         self._model = model.module
+        self._prompts = prompts if prompts is not None else PromptCache()
         if compute_unit() == "cpu":
             use_tables(self._model)
         self._pacer = Pacer(prefill_step_size)
@@ -95,6 +102,10 @@ class Verifier:
         """Longest draft that can be verified; 0 if the model's state cannot be rewound."""
         return 0 if self._windows is None else MAX_DRAFT_TOKENS
 
+    def kv_tokens(self, kv_bytes: int) -> int:
+        """Tokens that the KV of all open sequences may hold, given so much memory (`kv_budget`)."""
+        return 0 if self._windows is None else kv_tokens(self._model, self._windows, kv_bytes)
+
     def supersedes(self, news: Work, current: Work) -> bool:
         """What a sequence waits for is pointless once it is closed or opened again."""
         return (
@@ -111,7 +122,7 @@ class Verifier:
             case Verify():
                 yield from self._verify(message)
             case CloseSequence():
-                self._sequences.pop(message.sequence, None)
+                self._retire(message.sequence)
             case _:
                 raise ProtocolError(f"a verifier cannot handle {type(message).__name__}")
 
@@ -126,37 +137,62 @@ class Verifier:
         until = self._last.ended + _PATIENCE * (self._last.ended - self._last.started)
         return max(0.0, until - time.perf_counter())
 
-    def _new_sequence(self, sampling: Sampling) -> _Sequence:
+    def _retire(self, number: int) -> None:
+        """Forget a sequence, but for what another may take from its KV."""
+        sequence = self._sequences.pop(number, None)
+        if sequence is not None:
+            self._keep(sequence)
+
+    def _keep(self, sequence: _Sequence) -> None:
+        if sequence.store is not None:
+            self._prompts.keep(Held(sequence.tokens, sequence.store))
+
+    def _new_sequence(self, message: OpenSequence) -> _Sequence:
         if self._windows is None:
-            return _Sequence(make_prompt_cache(self._model), None, sampling)
-        store = KVStore(self._windows, bucketed=self._bucketed)
-        return _Sequence(list(store.caches), store, sampling)
+            return _Sequence(make_prompt_cache(self._model), None, message.sampling, [])
+        running = [Held(s.tokens, s.store) for s in self._sequences.values() if s.store is not None]
+        store = self._prompts.fork(message.tokens, running)
+        if store is None:
+            store = KVStore(self._windows, bucketed=self._bucketed)
+        tokens = message.tokens[: store.length]
+        return _Sequence(list(store.caches), store, message.sampling, tokens)
 
     def _open(self, message: OpenSequence) -> Generator[FromService | None]:
         started = time.perf_counter()
-        self._sequences.pop(message.sequence, None)
-        sequence = self._new_sequence(message.sampling)
-        while sequence.length < len(message.tokens):
-            began = time.perf_counter()
-            size = self._pacer.size(alone=not self._sequences)
-            chunk = message.tokens[sequence.length : sequence.length + size]
-            self._append(sequence, chunk)
-            # The chunk's logits stay uncomputed: MLX is lazy and only the KV is asked for.
-            mx.eval([cache.state for cache in sequence.caches])
-            self._idle_since = time.perf_counter()
-            self._pacer.took(len(chunk), self._idle_since - began)
-            yield None
+        self._retire(message.sequence)
+        sequence = self._new_sequence(message)
+        cached = sequence.length
+        try:
+            yield from self._prefill(sequence, message.tokens)
+        except GeneratorExit:
+            self._keep(sequence)  # who asks again need not begin again
+            raise
         self._sequences[message.sequence] = sequence
         yield Prefilled(
             sequence=message.sequence,
             length=sequence.length,
             prefill_ms=1e3 * (time.perf_counter() - started),
+            cached=cached,
         )
+
+    def _prefill(self, sequence: _Sequence, tokens: Tokens) -> Generator[None]:
+        """Make the KV hold these tokens, in pieces."""
+        while sequence.length < len(tokens):
+            began = time.perf_counter()
+            size = self._pacer.size(alone=not self._sequences)
+            chunk = tokens[sequence.length : sequence.length + size]
+            self._append(sequence, chunk)
+            # The chunk's logits stay uncomputed: MLX is lazy and only the KV is asked for.
+            mx.eval([cache.state for cache in sequence.caches])
+            self._idle_since = time.perf_counter()
+            self._pacer.took(len(chunk), self._idle_since - began)
+            yield
 
     def _append(self, sequence: _Sequence, tokens: Tokens) -> None:
         """Append tokens to the KV; lazy."""
         sequence.place(len(tokens))
         self._model(mx.array(tokens)[None], cache=sequence.caches)
+        sequence.tokens += tokens
 
     def _verify(self, message: Verify) -> Generator[FromService | None]:
         sequence, chain = self._checked(message), message.chain
@@ -170,6 +206,7 @@ class Verifier:
             logits, by = self._batcher.result(asked)
             accepted, bonus = self._judged(logits, message, sequence.sampling)
             self._rewind(sequence, message.position + accepted + 1)
+            sequence.tokens += chain[: accepted + 1]
         finally:
             sequence.asked = None
             self._batcher.withdraw(asked)

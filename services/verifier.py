@@ -20,6 +20,7 @@ def run(settings: VerifierSettings) -> None:
     from services.device import bind  # noqa: PLC0415
     from services.emulation import emulate  # noqa: PLC0415
     from services.model import load  # noqa: PLC0415
+    from services.prompt_cache import PromptCache  # noqa: PLC0415
     from services.verification import Verifier  # noqa: PLC0415
 
     unit = bind(settings.device)
@@ -27,7 +28,8 @@ def run(settings: VerifierSettings) -> None:
     emulated = ""
     if settings.emulated_cost:
         emulated = emulate(model.module, parse_size(settings.emulated_cost))
-    verifier = Verifier(model, settings.prefill_step_size)
+    prompts = PromptCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
+    verifier = Verifier(model, settings.prefill_step_size, prompts)
     identity = Identity(
         role="verifier",
         backend="mlx",
@@ -37,6 +39,7 @@ def run(settings: VerifierSettings) -> None:
         context_length=model.context_length,
         compute_unit=unit,
         max_draft_tokens=verifier.max_draft_tokens,
+        kv_tokens=verifier.kv_tokens(settings.kv_bytes),
         emulated_cost=emulated,
     )
     channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))

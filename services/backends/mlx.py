@@ -31,7 +31,7 @@ from protocol.law import Floats
 from protocol.messages import Sampling, Tokens
 from protocol.sampling import is_greedy, of_drafter
 from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
-from services.backends.tree import Tree, scratch_positions, visible
+from services.backends.tree import Tree, common_length, scratch_positions, visible
 from services.batching import Batcher, most_rows
 from services.candidates import Top, best_bonuses, best_of, drafted
 from services.draft_head import trim_head
@@ -39,6 +39,7 @@ from services.kv import KVStore, windows_of
 from services.model import compute_unit, load
 from services.parts import takes_parts
 from services.prefill import Pacer
+from services.prompt_cache import Held, PromptCache
 from services.rope import allow_branches, use_tables
 
 MAX_DRAFT_TOKENS = 64
@@ -65,8 +66,15 @@ class _Sequence:
 class MlxBackend:
     """See `interface.DraftBackend`."""
 
-    def __init__(self, folder: Path, prefill_step_size: int, unit: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        prefill_step_size: int,
+        unit: str = "",
+        prompts: PromptCache | None = None,
+    ) -> None:
         loaded = load(folder)
+        self._prompts = prompts if prompts is not None else PromptCache()
         self._model = loaded.module
         if compute_unit() == "cpu":
             use_tables(self._model)
@@ -95,7 +103,10 @@ class MlxBackend:
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Prefill in chunks; may be abandoned between two."""
-        store = KVStore(self._windows, bucketed=self._bucketed)
+        running = [Held(known.tokens, known.store) for known in self._sequences.values()]
+        store = self._prompts.fork(tokens, running)
+        if store is None:
+            store = KVStore(self._windows, bucketed=self._bucketed)
         opened = _Sequence(store, of_drafter(sampling))
         while store.length < len(tokens):
             began = time.perf_counter()
@@ -155,8 +166,10 @@ class MlxBackend:
             tail = [*tail, found.token]
 
     def close(self, sequence: int) -> None:
-        """Free the KV."""
-        self._sequences.pop(sequence, None)
+        """Free the KV, but for what another sequence may take from it."""
+        known = self._sequences.pop(sequence, None)
+        if known is not None:
+            self._prompts.keep(Held(known.tokens, known.store))
 
     # ------------------------------------------------------------ the trunk
 
@@ -178,7 +191,7 @@ class MlxBackend:
         least `width` wide.
         """
         wanted = known.tokens[:base] + tokens
-        keep = base + _common_length(known.tokens[base:], tokens)
+        keep = base + common_length(known.tokens[base:], tokens)
         keep = self._adopt(known, wanted, keep, width)
         first_row = len(wanted) - rows
         for position in range(first_row, keep):
@@ -200,7 +213,7 @@ class MlxBackend:
         if branch is None:
             return keep
         fed = [layer[branch] for layer in tree.fed]
-        count = _common_length(fed, wanted[keep:])
+        count = common_length(fed, wanted[keep:])
         self._cut(known, keep)
         known.store.move([slot + branch for slot in tree.slots[:count]])
         known.tokens = wanted[: keep + count]
@@ -283,10 +296,3 @@ class MlxBackend:
     def _on_host(self, logits: mx.array) -> Floats:
         """[rows, head] float32; padded heads have columns that stand for no token."""
         return np.array(logits[:, : self._head_size].astype(mx.float32), copy=False)
-
-
-def _common_length(a: Tokens, b: Tokens) -> int:
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return min(len(a), len(b))

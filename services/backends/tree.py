@@ -34,3 +34,11 @@ def visible(trunk: int, forks: npt.NDArray[np.int64], depths: int) -> npt.NDArra
     """[branches, trunk + depths * branches]: the trunk up to the fork, and one's own slots."""
     own = np.tile(np.eye(len(forks), dtype=bool), (1, depths))
     return np.concatenate([np.arange(trunk)[None] <= forks[:, None], own], axis=1)
+
+
+def common_length(a: Tokens, b: Tokens) -> int:
+    """How many tokens two sequences begin with alike."""
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))
