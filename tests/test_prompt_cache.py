@@ -129,7 +129,7 @@ def test_a_recurrent_state_is_not_reused(family: str) -> None:
 
 @pytest.mark.parametrize("family", DRAFTERS)
 def test_a_drafter_reuses_its_own_kv(family: str) -> None:
-    """Drafts after a reused beginning, whatever tree was behind it, are those of a fresh drafter."""
+    """Drafts after a reused beginning are a fresh drafter's, whatever tree was behind it."""
     kept = MlxBackend(tiny_folder(family), 512, "", PromptCache(10, MUCH))
     fresh = MlxBackend(tiny_folder(family), 512)
     list(kept.open(1, list(TEXT), Sampling()))
