@@ -22,6 +22,11 @@ class Top(NamedTuple):
     totals: Floats
     """[rows] log-sum-exp of the whole head."""
 
+    def only(self, row: int) -> "Top":
+        """One of the rows."""
+        rows = slice(row, row + 1)
+        return Top(self.ids[rows], self.logits[rows], self.totals[rows])
+
     def confidence(self, row: int, token: int) -> float:
         """The drafter's own probability of one of the candidates."""
         column = int(np.flatnonzero(self.ids[row] == token)[0])

@@ -27,6 +27,7 @@ from protocol.messages import (
 )
 from protocol.rejection import verified
 from protocol.sampling import by_rejection, is_greedy
+from services import on_device
 from services.batching import Ask, Batcher, Pass, most_rows
 from services.inbox import Work
 from services.kv import KVStore, windows_of
@@ -259,8 +260,10 @@ class Verifier:
             chosen = [int(token) for token in tokens]
         elif by_rejection(sampling):
             return verified(host_floats(logits), draft, message.laws, first, sampling)
-        else:
+        elif compute_unit() == "cpu":
             chosen = choose(host_floats(logits), range(first, first + len(draft) + 1), sampling)
+        else:
+            chosen = on_device.choose(logits, range(first, first + len(draft) + 1), sampling)
         accepted = accepted_length(draft, chosen)
         return accepted, chosen[accepted]
 

@@ -22,21 +22,22 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from protocol.errors import ProtocolError
-from protocol.law import Floats
 from protocol.messages import Sampling, Tokens
 from protocol.sampling import is_greedy, of_drafter
 from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
 from services.backends.tree import Tree, common_length, scratch_positions, visible
 from services.batching import Batcher, most_rows
-from services.candidates import Top, best_bonuses, best_of, drafted
+from services.candidates import Top, best_bonuses, drafted
 from services.draft_head import trim_head
 from services.kv import KVStore, windows_of
 from services.model import compute_unit, load
+from services.on_device import best_of
 from services.parts import takes_parts
 from services.prefill import Pacer
 from services.prompt_cache import Held, PromptCache
@@ -85,6 +86,7 @@ class MlxBackend:
         self._bucketed = compute_unit() == "cuda"
         shares = takes_parts(self._model, self._windows, bucketed=self._bucketed)
         self._batcher = Batcher(self._model, most_rows() if shares else 0)
+        self._on_gpu = compute_unit() != "cpu"
         self._sequences: dict[int, _Sequence] = {}
         self.identity = BackendIdentity(
             backend="mlx",
@@ -218,9 +220,8 @@ class MlxBackend:
         known.store.move([slot + branch for slot in tree.slots[:count]])
         known.tokens = wanted[: keep + count]
         for depth in range(count):
-            known.tops[keep + depth] = best_of(
-                tree.logits[depth][branch : branch + 1], width, self._head_ids
-            )
+            row = tree.logits[depth][branch : branch + 1]
+            known.tops[keep + depth] = best_of(row, width, self._head_ids)
         return keep + count
 
     @staticmethod
@@ -239,9 +240,9 @@ class MlxBackend:
         if not width:
             known.store.evaluate()
             return
-        rows = self._on_host(logits)
+        top = best_of(self._rows(logits), width, self._head_ids)
         for row in range(len(tokens)):
-            known.tops[start + row] = best_of(rows[row : row + 1], width, self._head_ids)
+            known.tops[start + row] = top.only(row)
 
     def _forward(
         self, known: _Sequence, tokens: Tokens, place: Callable[[], None]
@@ -284,7 +285,7 @@ class MlxBackend:
             visible(trunk, forks, depth + 1),
         )
         logits = yield from self._forward(known, tokens, place)
-        rows = self._on_host(logits)
+        rows = self._rows(logits)
         tree.fed.append(tokens)
         tree.slots.append(start)
         tree.logits.append(rows)
@@ -293,6 +294,7 @@ class MlxBackend:
 
     # ------------------------------------------------------------ the head
 
-    def _on_host(self, logits: mx.array) -> Floats:
-        """[rows, head] float32; padded heads have columns that stand for no token."""
-        return np.array(logits[:, : self._head_size].astype(mx.float32), copy=False)
+    def _rows(self, logits: mx.array) -> Any:
+        """[rows, head] without the columns of a padded head that stand for no token."""
+        rows = logits[:, : self._head_size]
+        return rows if self._on_gpu else np.array(rows.astype(mx.float32), copy=False)

@@ -1,11 +1,11 @@
 """A tree of branches in the scratch slots behind a trunk: where its tokens stand, what they see."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from protocol.law import Floats
 from protocol.messages import Tokens
 from services.backends.interface import Outcome
 
@@ -21,8 +21,8 @@ class Tree:
     """Per depth, the token of each branch that is in the KV; depth 0 is the bonus token."""
     slots: list[int]
     """First scratch slot of each depth."""
-    logits: list[Floats]
-    """Per depth, [branches, head] logits after it."""
+    logits: list[Any]
+    """Per depth, [branches, head] logits after it: numpy's on a CPU, else MLX's."""
 
 
 def scratch_positions(forks: npt.NDArray[np.int64], depths: int) -> list[npt.NDArray[np.int64]]:
