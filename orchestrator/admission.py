@@ -49,7 +49,10 @@ def admit(
         recorder=Recorder(now),
     )
     text = StoppableText(tokenizer.stream(), request.stop)
-    return Answer(peer, request.request, sequence, text, len(prompt))
+    most_tokens = len(prompt) + request.max_tokens
+    if context_length:
+        most_tokens = min(most_tokens, context_length)
+    return Answer(peer, request.request, sequence, text, len(prompt), most_tokens)
 
 
 def _check_prompt(prompt: Tokens, context_length: int, vocabulary_size: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from orchestrator.phase import Phase
 from orchestrator.sequence import Sequence
 from orchestrator.text import StoppableText
-from protocol.messages import Finished, FinishReason, Origin, Text, Tokens
+from protocol.messages import Finished, FinishReason, Origin, Prefilled, Role, Text, Tokens
 
 
 @dataclass
@@ -18,6 +18,10 @@ class Answer:
     sequence: Sequence
     text: StoppableText
     prompt_tokens: int
+    most_tokens: int
+    """What its KV may have to hold at its end."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the target did not have to compute; None while it computes."""
     frames: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """Outcome of the verification in flight -> the encoded `Verify` that it leads to."""
     deadline: float | None = None
@@ -53,12 +57,19 @@ class Answer:
             case Phase.STRANDED | Phase.FINISHED:
                 self.deadline = None
 
+    def prefilled(self, message: Prefilled, role: Role) -> None:
+        """A service has taken in the tokens so far; again after each restart."""
+        self.sequence.recorder.phase(f"prefill_{role}", message.prefill_ms)
+        if role == "verifier" and self.cached_tokens is None:
+            self.cached_tokens = min(message.cached, self.prompt_tokens)
+
     def finished(self, reason: FinishReason, error: str) -> Finished:
         """The last message."""
         return Finished(
             request=self.request,
             reason=reason,
             prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens or 0,
             statistics=self.sequence.recorder.summary(),
             error=error,
         )

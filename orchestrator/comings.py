@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from orchestrator.actions import Action
 from orchestrator.answer import Answer
+from orchestrator.services import context_of
 from protocol.messages import Hello, Role
 
 
@@ -11,7 +12,7 @@ def welcome(answer: Answer, hello: Hello) -> Iterator[Action]:
     """A request meets a service for the first time."""
     if hello.role == "verifier":
         answer.sequence.recorder.emulated_cost = hello.emulated_cost
-        yield from answer.sequence.limit_context(hello.context_length)
+        yield from answer.sequence.limit_context(context_of(hello))
         yield from answer.sequence.verifier_up(hello.max_draft_tokens)
     else:
         yield from answer.sequence.drafter_up(hello.context_length)

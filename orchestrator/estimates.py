@@ -6,6 +6,7 @@ Shared by all requests of a stack. Pure: fed with events, asked for numbers.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator.crowd import Crowd, Passes
 from orchestrator.fan_out import AFTER_ALL, AFTER_REJECTION
 from orchestrator.hit_curve import HitCurve
 from orchestrator.pace import Pace
@@ -127,6 +128,20 @@ class Lesson:
     verify_ms: float
     idle_ms: float | None
     """Between the verification before and this one; None for a request's first."""
+    sequences: int = 1
+    """How many requests shared the pass."""
+    all_tokens: int = 0
+    """Tokens of all their chains; 0 stands for this chain's own."""
+
+    @property
+    def tokens(self) -> int:
+        """Of the chain."""
+        return len(self.confidences) + 1
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the pass."""
+        return self.all_tokens or self.tokens
 
 
 class Estimates:
@@ -149,6 +164,13 @@ class Estimates:
         self.reach = _REACH
         """Longest draft that was verified of late."""
         self.paces: dict[Mode, Pace] = {"sd": Pace(), "ssd": Pace()}
+        """Of a request that is alone."""
+        self.crowd = Crowd()
+        self._passes: Passes[Lesson] = Passes()
+
+    def pace(self, mode: Mode) -> Pace | None:
+        """Whether speculation pays now; None for plain decoding."""
+        return self.crowd.pace(mode, self.paces)
 
     @property
     def draft_token_ms(self) -> float:
@@ -158,10 +180,10 @@ class Estimates:
 
     def learn(self, lesson: Lesson) -> None:
         """Take in one round."""
-        tokens = len(lesson.confidences) + 1
         self.reach = max(len(lesson.confidences), self.reach - _RELAX)
         cost = self.verify_cost if lesson.speculating else self.plain_cost
-        cost.observe(tokens, lesson.verify_ms)
+        cost.observe(lesson.rows, lesson.verify_ms)
+        self.crowd.meet(lesson)
         self.calibrations[lesson.origin].observe(lesson.confidences, lesson.accepted)
         for index in range(min(lesson.accepted + 1, len(lesson.confidences))):
             self.acceptance[lesson.origin].observe(float(index < lesson.accepted))
@@ -169,10 +191,25 @@ class Estimates:
             rejected = lesson.accepted < len(lesson.confidences)
             curves = self.after_rejection if rejected else self.after_all
             curves[lesson.origin].observe(lesson.rank, lesson.prepared)
-        if lesson.idle_ms is None:
-            return
-        self.idle_ms[lesson.origin].observe(lesson.idle_ms)
-        pace = None if lesson.by_hand else self.paces.get(lesson.mode)
+        if lesson.idle_ms is not None:
+            self.idle_ms[lesson.origin].observe(lesson.idle_ms)
+        if shared := self._passes.complete(lesson):
+            self._judge(shared)
+
+    def _judge(self, shared: Sequence[Lesson]) -> None:
+        """Tell the pace what a pass has brought per request."""
+        mode = shared[0].mode
+        pace = self.pace(mode)
+        idle_ms = next((part.idle_ms for part in shared if part.idle_ms is not None), None)
         # A round without a drafter, or begun before the pace changed, says nothing about it.
-        if pace is not None and pace.speculating == lesson.speculating:
-            pace.observe(lesson.accepted + 1, lesson.idle_ms + lesson.verify_ms)
+        if (
+            pace is None
+            or idle_ms is None
+            or any(
+                part.by_hand or part.mode != mode or part.speculating != pace.speculating
+                for part in shared
+            )
+        ):
+            return
+        tokens = sum(part.accepted + 1 for part in shared) / self.crowd.streams
+        pace.observe(tokens, idle_ms + shared[0].verify_ms)

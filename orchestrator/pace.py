@@ -34,7 +34,7 @@ class _Speed:
     tokens: float = 0.0
     milliseconds: float = 0.0
 
-    def observe(self, tokens: int, milliseconds: float, fade: float = _FADE) -> None:
+    def observe(self, tokens: float, milliseconds: float, fade: float = _FADE) -> None:
         self.tokens = fade * self.tokens + tokens
         self.milliseconds = fade * self.milliseconds + milliseconds
 
@@ -82,7 +82,7 @@ class Pace:
         since = self._since_best
         return since.milliseconds * self.plain_tok_s / 1e3 - since.tokens
 
-    def observe(self, tokens: int, milliseconds: float) -> None:
+    def observe(self, tokens: float, milliseconds: float) -> None:
         """A round in the current way emitted `tokens` tokens in this time."""
         self._since_baseline += 1
         self._since_change += 1

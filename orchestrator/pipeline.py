@@ -7,7 +7,6 @@ the target is busy.
 
 import logging
 import time
-from collections import deque
 from collections.abc import Iterable
 
 from orchestrator.actions import Action, Emit, Finish, Foresee, ToDrafter, ToVerifier
@@ -16,6 +15,7 @@ from orchestrator.answer import Answer, time_left
 from orchestrator.comings import bereave, succeed, welcome
 from orchestrator.deadlines import Deadlines
 from orchestrator.estimates import Estimates
+from orchestrator.requests import Requests
 from orchestrator.services import Peer, Registry, objection
 from orchestrator.tokenizer import TargetTokenizer
 from orchestrator.vigil import Vigil
@@ -75,8 +75,7 @@ class Orchestrator:
         self._estimates = Estimates()
         self._registry = Registry(Vigil(settings.hang_timeout_s, settings.first_timeout_s))
         self._deadlines = Deadlines(settings, self._estimates)
-        self._answers: dict[int, Answer] = {}
-        self._waiting: deque[Answer] = deque()
+        self._requests = Requests(settings.concurrency, settings.max_waiting)
         self._next_number = 1
         self._woke = 0.0
         self._lost = ""
@@ -86,7 +85,7 @@ class Orchestrator:
         """Serve until the process is told to end."""
         poller = Poller([self._services, self._clients])
         while True:
-            poller.wait(time_left(self._answers.values(), _TICK_S, time.monotonic()))
+            poller.wait(time_left(self._requests, _TICK_S, time.monotonic()))
             self._woke = time.monotonic()
             while received := self._services.receive():
                 self._from_service(*received)
@@ -117,8 +116,8 @@ class Orchestrator:
             case Failed():
                 self._failed(peer.hello.role, message)
             case Prefilled():
-                if answer := self._answers.get(message.sequence):
-                    answer.sequence.recorder.phase(f"prefill_{peer.hello.role}", message.prefill_ms)
+                if answer := self._requests.running.get(message.sequence):
+                    answer.prefilled(message, peer.hello.role)
 
     def _condemn(self, peer: Peer, reason: str) -> None:
         """It hangs or talks nonsense: the supervisor ends it; a drafter is left at once."""
@@ -130,13 +129,13 @@ class Orchestrator:
 
     def _alive(self, address: bytes, peer: Peer | None, message: Alive) -> None:
         self._services.send(address, message if peer is not None else Introduce())
-        answer = self._answers.get(message.sequence)
+        answer = self._requests.running.get(message.sequence)
         if answer is not None and peer is not None and peer.hello.role == "verifier":
             # In the middle of a long prefill: it gets the time to finish.
             self._deadlines.expect(answer, self._woke)
 
     def _outcome(self, verifier: Peer, message: VerificationOutcome) -> None:
-        answer = self._answers.get(message.sequence)
+        answer = self._requests.running.get(message.sequence)
         if answer is None:
             return
         foreseen = answer.sequence.foreseen(message)
@@ -152,7 +151,7 @@ class Orchestrator:
                 self._act(answer, action)
 
     def _tree(self, message: DraftTree) -> None:
-        answer = self._answers.get(message.sequence)
+        answer = self._requests.running.get(message.sequence)
         if answer is not None:
             answer.sequence.recorder.drew(message.draft_ms, self._woke)
             answer.sequence.recorder.phase(f"draft_{message.depth}", message.draft_ms)
@@ -161,7 +160,7 @@ class Orchestrator:
 
     def _failed(self, role: Role, message: Failed) -> None:
         _log.warning("the %s failed on sequence %d: %s", role, message.sequence, message.error)
-        answer = self._answers.get(message.sequence)
+        answer = self._requests.running.get(message.sequence)
         if answer is not None and role == "verifier":
             reason = f"the verifier failed: {message.error}"
             self._do(answer, answer.sequence.finish("error", reason))
@@ -179,16 +178,16 @@ class Orchestrator:
         if old is not None and old.address != peer.address:
             self._services.send(old.address, Stop())
         self._lost = "" if role == "verifier" else self._lost
-        for answer in list(self._answers.values()):
+        for answer in list(self._requests.running.values()):
             self._do(answer, succeed(answer, peer.hello))
 
     def _service_down(self, message: ServiceDown) -> None:
         current = self._registry.drop(message.role, message.pid)
         if message.role == "verifier" and message.final:
             self._lost = message.reason
-            for answer in [*self._answers.values(), *self._waiting]:
+            for answer in list(self._requests):
                 self._do(answer, answer.sequence.finish("error", message.reason))
-        for answer in list(self._answers.values()) if current else ():
+        for answer in list(self._requests.running.values()) if current else ():
             self._do(answer, bereave(answer, message.role))
 
     # ------------------------------------------------------------ clients
@@ -200,7 +199,7 @@ class Orchestrator:
             case Cancel():
                 self._cancel(peer, message.request)
             case StatusRequest():
-                active, waiting = len(self._answers), len(self._waiting)
+                active, waiting = len(self._requests.running), len(self._requests.waiting)
                 status = self._registry.status(self._pid, self._settings.model, active, waiting)
                 self._clients.send(peer, status)
             case ServiceDown():
@@ -212,7 +211,7 @@ class Orchestrator:
         if self._lost:
             self._clients.send(peer, Refusal(self._lost, "unavailable", message.request))
             return
-        if len(self._waiting) >= self._settings.max_waiting > 0:
+        if self._requests.full:
             self._clients.send(peer, Refusal(_BUSY, "busy", message.request))
             return
         try:
@@ -230,20 +229,21 @@ class Orchestrator:
             self._clients.send(peer, Refusal(str(error), "invalid", message.request))
             return
         self._next_number += 1
-        self._waiting.append(answer)
+        self._requests.waiting.append(answer)
         self._start_waiting()
 
     def _start_waiting(self) -> None:
-        while self._waiting and len(self._answers) < self._settings.concurrency:
-            answer = self._waiting.popleft()
-            self._answers[answer.sequence.number] = answer
+        for answer in self._requests.start(self._registry.kv_tokens):
+            self._share()
             for peer in self._registry.peers.values():
                 self._do(answer, welcome(answer, peer.hello))
 
     def _cancel(self, peer: bytes, request: int) -> None:
-        for answer in [*self._answers.values(), *self._waiting]:
-            if (answer.peer, answer.request) == (peer, request):
-                self._do(answer, answer.sequence.finish("cancelled"))
+        if answer := self._requests.of(peer, request):
+            self._do(answer, answer.sequence.finish("cancelled"))
+
+    def _share(self) -> None:
+        self._estimates.crowd.streams = max(1, len(self._requests.running))
 
     # ------------------------------------------------------------ actions
 
@@ -279,9 +279,8 @@ class Orchestrator:
             self._do(answer, answer.sequence.finish("stop"))
 
     def _finish(self, answer: Answer, reason: FinishReason, error: str) -> None:
-        self._answers.pop(answer.sequence.number, None)
-        if answer in self._waiting:
-            self._waiting.remove(answer)
+        self._requests.drop(answer)
+        self._share()
         rest = "" if answer.stopped else answer.text.flush()
         if rest:
             self._clients.send(answer.peer, answer.rest(rest))
@@ -290,7 +289,7 @@ class Orchestrator:
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        for answer, actions in self._deadlines.passed(self._answers.values(), now):
+        for answer, actions in self._deadlines.passed(self._requests.running.values(), now):
             self._do(answer, actions)
         for peer, reason in self._registry.hanging(now):
             self._condemn(peer, reason)

@@ -25,6 +25,8 @@ _DEEPEST = 16
 _BEYOND = 2
 """Branches are prepared so much deeper than what was worth verifying of late."""
 _BRANCHES = 16
+"""Of all requests together: the drafter works for all of them in the time of one pass."""
+_LEAST_BRANCHES = 2
 
 
 class Prediction(NamedTuple):
@@ -61,19 +63,20 @@ class Plan:
     @property
     def branches(self) -> int:
         """B, the branches prepared per round."""
-        return self.budget or _BRANCHES
+        return self.budget or max(_LEAST_BRANCHES, _BRANCHES // self.estimates.crowd.streams)
 
     @property
     def speculates(self) -> bool:
         """Whether the next round is to be speculative; a lookahead fixed by hand always is."""
         if self.mode == "ar":
             return False
-        return bool(self.lookahead) or self.estimates.paces[self.mode].speculating
+        pace = self.estimates.pace(self.mode)
+        return bool(self.lookahead) or (pace is not None and pace.speculating)
 
     @property
     def plain_tok_s(self) -> float:
         """Speed of plain decoding beside which speculation is judged; 0 if never measured."""
-        pace = self.estimates.paces.get(self.mode)
+        pace = self.estimates.pace(self.mode)
         return pace.plain_tok_s if pace is not None else 0.0
 
     @property
@@ -89,7 +92,9 @@ class Plan:
         if not token_ms:
             return 0  # nothing was drafted yet
         values = [
-            self._value([rate] * count) - self._speed * count * token_ms
+            # While one request waits, the target works for the others.
+            self._value([rate] * count)
+            - self._speed / self.estimates.crowd.streams * count * token_ms
             for count in range(self.depth + 1)
         ]
         return values.index(max(values))
@@ -124,20 +129,27 @@ class Plan:
     def _value(self, rates: Sequence[float]) -> float:
         """What verifying a draft with these acceptance rates is worth, in tokens.
 
-        A chain of m draft tokens yields 1 + sum_i prod_{j<=i} p_j tokens in T_v(m + 1).
+        A chain of m draft tokens yields 1 + sum_i prod_{j<=i} p_j tokens in T_v(m + 1), or in
+        what it adds to a pass that others are part of.
         """
-        return _expected(rates) - self._speed * self._cost(len(rates))
+        company = self.estimates.crowd.company
+        shared = self._cost_of(company) if company else 0.0
+        return _expected(rates) - self._speed * (self._cost(len(rates)) - shared)
 
     def _cost(self, drafted: int) -> float:
+        """Time of the pass, with this many draft tokens of ours."""
+        return self._cost_of(self.estimates.crowd.company + drafted + 1)
+
+    def _cost_of(self, tokens: int) -> float:
         learned = self.estimates
-        return (learned.verify_cost if self.speculates else learned.plain_cost).of(drafted + 1)
+        return (learned.verify_cost if self.speculates else learned.plain_cost).of(tokens)
 
     @property
     def _speed(self) -> float:
-        """Tokens per millisecond of late; before anything was measured, plain decoding's."""
-        pace = self.estimates.paces.get(self.mode)
+        """Tokens per millisecond of late, of all requests; at first, plain decoding's."""
+        pace, streams = self.estimates.pace(self.mode), self.estimates.crowd.streams
         known = pace.speculative_tok_s if pace is not None else 0.0
-        return known / 1e3 or 1.0 / self.estimates.verify_cost.of(1)
+        return streams * (known / 1e3 or 1.0 / self.estimates.verify_cost.of(streams))
 
     def expect(self, confidences: Sequence[float], origin: Origin) -> Prediction:
         """What verifying a draft of these confidences brings."""

@@ -53,4 +53,6 @@ class Round:
             rank=rank,
             verify_ms=outcome.verify_ms,
             idle_ms=None if first else outcome.idle_ms,
+            sequences=outcome.sequences,
+            all_tokens=outcome.rows,
         )

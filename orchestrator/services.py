@@ -31,6 +31,11 @@ class Peer:
         )
 
 
+def context_of(hello: Hello) -> int:
+    """What one sequence may hold there: the model's limit, or its KV's; 0 means unlimited."""
+    return min((n for n in (hello.context_length, hello.kv_tokens) if n), default=0)
+
+
 def objection(hello: Hello, target: Vocabulary) -> str | None:
     """Why this service cannot join, in one sentence; None if it can."""
     if hello.protocol != PROTOCOL_VERSION:
@@ -72,7 +77,13 @@ class Registry:
     def context_length(self) -> int:
         """What the target can attend to; 0 while there is none, or no limit."""
         verifier = self.peers.get("verifier")
-        return verifier.hello.context_length if verifier is not None else 0
+        return context_of(verifier.hello) if verifier is not None else 0
+
+    @property
+    def kv_tokens(self) -> int:
+        """What the target's KV may hold in all; 0 while there is none, or no limit."""
+        verifier = self.peers.get("verifier")
+        return verifier.hello.kv_tokens if verifier is not None else 0
 
     def adopt(self, peer: Peer) -> Peer | None:
         """Make a service current; returns the one that it replaces."""
