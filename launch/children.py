@@ -1,10 +1,19 @@
 """What each process of a stack is told when it is started."""
 
+from pathlib import Path
+
 from launch.config import StackSettings, share_cores
+from launch.door import Door, write_key
 from launch.models import Pair
 from launch.process import Child
 from launch.rundir import RunDir
-from protocol.settings import DrafterSettings, OrchestratorSettings, VerifierSettings
+from protocol.messages import Sampling
+from protocol.settings import (
+    DrafterSettings,
+    GatewaySettings,
+    OrchestratorSettings,
+    VerifierSettings,
+)
 
 
 def start_orchestrator(
@@ -19,6 +28,7 @@ def start_orchestrator(
         model=pair.model,
         concurrency=settings.decode_concurrency,
         max_waiting=settings.max_waiting,
+        max_prompt_tokens=settings.max_prompt_tokens,
         draft_timeout_s=settings.draft_timeout_s,
         verify_timeout_s=settings.verify_timeout_s,
         hang_timeout_s=settings.hang_timeout_s,
@@ -63,3 +73,24 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         device=settings.draft_device if pair.backend == "mlx" else "",
     )
     return Child("drafter", "services.drafter", told, run_dir.log("drafter"))
+
+
+def start_gateway(
+    settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int, door: Door
+) -> Child:
+    """Start a gateway behind the door."""
+    folder = Path(pair.model)
+    called = [folder.name, settings.model, pair.model, "default", "default_model"]
+    told = GatewaySettings(
+        lifeline=lifeline,
+        clients_address=run_dir.clients_address,
+        listener=door.listener,
+        names=[name for name in dict.fromkeys(called) if name],
+        hosts=[settings.host],
+        key_file=write_key(run_dir.path, settings.api_key),
+        allowed_origins=[o for o in settings.allowed_origins.replace(",", " ").split() if o],
+        max_body_bytes=settings.max_body_bytes,
+        sampling=Sampling(),
+        log_level=settings.log_level,
+    )
+    return Child("gateway", "services.gateway.main", told, run_dir.log("gateway"))

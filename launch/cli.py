@@ -12,7 +12,16 @@ from typing import NoReturn
 import click
 
 from launch import show
-from launch.verbs import bench, distill, generate, launch, models, simulate, swap_drafter
+from launch.verbs import (
+    bench,
+    distill,
+    generate,
+    launch,
+    models,
+    serve,
+    simulate,
+    swap_drafter,
+)
 from protocol.errors import RuntimeFailure, SsdError
 
 _INTERRUPTED = 130
@@ -24,7 +33,16 @@ def cli() -> None:
     """Lossless, faster local LLM decoding: speculative speculative decoding."""
 
 
-for _verb in (launch, generate, swap_drafter, bench, distill, models, simulate):
+for _verb in (
+    launch,
+    generate,
+    serve,
+    swap_drafter,
+    bench,
+    distill,
+    models,
+    simulate,
+):
     cli.add_command(_verb.command)
 
 

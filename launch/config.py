@@ -13,7 +13,7 @@ import msgspec
 
 from protocol.emulation import parse_size
 from protocol.errors import UsageError
-from protocol.settings import BackendName, Device
+from protocol.settings import BackendName, Device, LogLevel
 
 BackendChoice = Literal["auto", "mlx", "ngram"]
 
@@ -48,6 +48,22 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     draft_device: Device = ""
     emulate_target_cost: str = ""
     """For measurements: let the target cost what one of this size costs (`protocol.emulation`)."""
+    max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Longest prompt that is taken; 0 means whatever the context holds."""
+    http: bool = False
+    """Whether a gateway answers HTTP."""
+    host: str = "127.0.0.1"
+    """Where; an address that others can reach needs a key."""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8080
+    """0 takes a free one."""
+    api_key: str = ""
+    """What HTTP clients must know; empty lets everybody in who can reach the address."""
+    allowed_origins: str = ""
+    """Web pages that may use the gateway from a browser, separated by commas; * is all."""
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4 * 1024**2
+    """Largest HTTP request."""
+    log_level: LogLevel = "info"
+    """Of the gateway; debug logs each request."""
     draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0

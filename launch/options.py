@@ -9,7 +9,7 @@ from launch.config import StackSettings, stack_settings
 from launch.generate import new_seed
 from protocol.messages import Acceptance, Sampling
 from protocol.sampling import check
-from protocol.settings import BACKENDS
+from protocol.settings import BACKENDS, LogLevel
 
 _DEVICE = "Where the {} computes: cpu, gpu, or cuda:N. MLX's default device if left out."
 _EMULATE = (
@@ -55,6 +55,28 @@ def stack_options() -> Callable[[F], F]:
             click.option("--target-device", metavar="DEVICE", help=_DEVICE.format("target")),
             click.option("--draft-device", metavar="DEVICE", help=_DEVICE.format("drafter")),
             click.option("--emulate-target-cost", metavar="SIZE", help=_EMULATE),
+        ]
+    )  # fmt: skip
+
+
+def http_options() -> Callable[[F], F]:
+    """Where and for whom the gateway answers."""
+    d = StackSettings()
+    return _apply(
+        [
+            click.option("--host", help=f"Address to listen on.  [default: {d.host}]"),
+            click.option("--port", type=click.IntRange(0, 65535),
+                         help=f"0 takes a free one.  [default: {d.port}]"),
+            click.option("--api-key", help="What clients must know. Others can read arguments: "
+                         "better set SSD_API_KEY."),
+            click.option("--allowed-origins", help="Web pages that may use it from a browser, "
+                         "separated by commas; * is all."),
+            click.option("--max-body-bytes", type=click.IntRange(min=1),
+                         help=f"Largest request.  [default: {d.max_body_bytes}]"),
+            click.option("--max-prompt-tokens", type=click.IntRange(min=0),
+                         help="Longest prompt; 0 is what the context holds."),
+            click.option("--log-level", type=click.Choice(get_args(LogLevel)),
+                         help=f"debug logs each request.  [default: {d.log_level}]"),
         ]
     )  # fmt: skip
 

@@ -34,7 +34,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=(settings.lifeline,),
+                pass_fds=settings.descriptors,
                 env=child_environment(device),
                 start_new_session=True,  # Ctrl-C is for the supervisor, which then stops us
             )

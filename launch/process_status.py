@@ -13,6 +13,7 @@ def status_of(
     backend, model, device = {
         "orchestrator": ("", pair.model, ""),
         "verifier": ("mlx", pair.model, settings.target_device),
+        "gateway": ("", "", ""),
         "drafter": (pair.backend, pair.draft_model, settings.draft_device),
     }[child.role]
     return ProcessStatus(

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 
 from launch.budget import RestartBudget
-from launch.children import start_drafter, start_orchestrator, start_verifier
+from launch.children import start_drafter, start_gateway, start_orchestrator, start_verifier
 from launch.config import StackSettings
+from launch.door import Door
 from launch.models import Pair
 from launch.process import Child, Lifeline
 from launch.process_status import status_of
@@ -62,8 +63,11 @@ class Supervisor:
         self._lost: set[str] = set()
         self._starting: set[str] = set()
         self._budgets = {
-            role: RestartBudget(settings.restarts, settings.restart_window_s) for role in _START
+            role: RestartBudget(settings.restarts, settings.restart_window_s)
+            for role in (*_START, "gateway")
         }
+        self.door: Door | None = None
+        """Where the gateway answers, if there is one."""
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -82,8 +86,11 @@ class Supervisor:
         self.run_dir.create()
         try:
             claim(self.run_dir.path, os.getpid())
+            self.door = Door(self._settings) if self._settings.http else None
             for role in _START:
                 self._spawn(role)
+            if self.door is not None:
+                self._spawn("gateway")
             self._await_ready()
             self.run_dir.describe(os.getpid(), self._pair.model, self._pair.draft_model)
         except BaseException:
@@ -93,8 +100,11 @@ class Supervisor:
         self._watcher.start()
 
     def _spawn(self, role: str) -> None:
-        start = _START[role]
-        self._adopt(start(self._settings, self._pair, self.run_dir, self._lifeline.child_end))
+        told = self._settings, self._pair, self.run_dir, self._lifeline.child_end
+        if role == "gateway" and self.door is not None:
+            self._adopt(start_gateway(*told, self.door))
+        else:
+            self._adopt(_START[role](*told))
 
     def _adopt(self, child: Child) -> None:
         self._children[child.role] = child
@@ -118,6 +128,13 @@ class Supervisor:
                     self._tell(role, "ready")
                 time.sleep(_TICK_S)
         self._tell("orchestrator", "ready")
+        while self.door is not None and not self.door.answers(timeout_s=1.0):
+            self._raise_if_dead()
+            if deadline.passed:
+                raise DeadlineExceeded("the gateway did not become ready (start_timeout_s)")
+            time.sleep(_TICK_S)
+        if self.door is not None:
+            self._tell("gateway", f"ready at {self.door.url}")
 
     @staticmethod
     def _ask_status(client: Client) -> Status | None:
@@ -171,7 +188,7 @@ class Supervisor:
 
     def _replace(self, child: Child, client: Client) -> None:
         """Restart a dead process; when its budget is spent, a service is lost and the stack ends
-        with its orchestrator.
+        with its orchestrator or its gateway.
         """
         role = child.role
         again = self._budgets[role].spend(time.monotonic())
@@ -179,7 +196,7 @@ class Supervisor:
         if not again:
             reason = f"{reason}; it was restarted {self._budgets[role].used} times"
             self._lost.add(role)
-        if role != "orchestrator":
+        if role in ("verifier", "drafter"):
             service: Role = "verifier" if role == "verifier" else "drafter"
             client.service_down(
                 ServiceDown(role=service, pid=child.pid, reason=reason, final=not again)
@@ -189,7 +206,8 @@ class Supervisor:
         self._tell(role, f"died ({reason})" if again else f"lost ({reason})")
         self._starting.discard(role)
         if again:
-            self._starting.add(role)
+            if role in _START:
+                self._starting.add(role)
             self._spawn(role)
 
     # ------------------------------------------------------------ commands
@@ -263,6 +281,8 @@ class Supervisor:
             self._watcher = None
         self._end_children()
         self._lifeline.close()
+        if self.door is not None:
+            self.door.close()
         self.run_dir.remove()
 
     def _end_children(self) -> None:

@@ -21,6 +21,7 @@ def admit(
     tokenizer: TargetTokenizer,
     vocabulary_size: int,
     context_length: int,
+    max_prompt_tokens: int = 0,
     estimates: Estimates,
     now: float,
 ) -> Answer:
@@ -31,7 +32,12 @@ def admit(
             parameters contradict each other.
     """
     check(request.sampling)
-    prompt = request.tokens or tokenizer.encode(request.messages)
+    prompt = _prompt(request, tokenizer)
+    if 0 < max_prompt_tokens < len(prompt):
+        raise UsageError(
+            f"the prompt has {len(prompt)} tokens, more than this stack takes: "
+            f"{max_prompt_tokens} (max_prompt_tokens)"
+        )
     _check_prompt(prompt, context_length, vocabulary_size)
     sequence = Sequence(
         number=number,
@@ -53,6 +59,14 @@ def admit(
     if context_length:
         most_tokens = min(most_tokens, context_length)
     return Answer(peer, request.request, sequence, text, len(prompt), most_tokens)
+
+
+def _prompt(request: Generate, tokenizer: TargetTokenizer) -> Tokens:
+    if request.tokens:
+        return request.tokens
+    return (
+        tokenizer.encode_text(request.text) if request.text else tokenizer.encode(request.messages)
+    )
 
 
 def _check_prompt(prompt: Tokens, context_length: int, vocabulary_size: int) -> None:

@@ -222,6 +222,7 @@ class Orchestrator:
                 tokenizer=self._tokenizer,
                 vocabulary_size=self._vocabulary.size,
                 context_length=self._registry.context_length,
+                max_prompt_tokens=self._settings.max_prompt_tokens,
                 estimates=self._estimates,
                 now=self._woke,
             )

@@ -101,6 +101,8 @@ class Recorder:
             acceptance_rate=_ratio(self.accepted, self.drafted),
             mean_acceptance_length=1.0 + _ratio(self.accepted, self.rounds),
             per_position=[_ratio(self.accepted_at[i], self.offered_at[i]) for i in positions],
+            offered_per_position=[self.offered_at[i] for i in positions],
+            accepted_per_position=[self.accepted_at[i] for i in positions],
             cache_hits=self.hits,
             cache_misses=self.misses,
             hit_rate=_ratio(self.hits, self.hits + self.misses),

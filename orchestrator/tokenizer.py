@@ -67,6 +67,10 @@ class TargetTokenizer:
             raise UsageError(f"the chat template refuses these messages: {error}") from error
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def encode_text(self, text: str) -> Tokens:
+        """The prompt tokens of a text that is to be continued."""
+        return list(self._tokenizer.encode(text).ids)
+
     def stream(self) -> "TextStream":
         """A fresh incremental decoder."""
         return TextStream(self._tokenizer)

@@ -1,4 +1,4 @@
-"""Sockets with deadlines. The only module that imports zmq.
+"""Sockets with deadlines. Only this module and `async_client.py` import zmq.
 
 The orchestrator binds a `Hub` for its services and one for its clients; everybody else
 connects a `Channel`. A Hub knows its peers by opaque `peer` bytes. Sends never block: a
@@ -30,7 +30,8 @@ _NOW = int(zmq.NOBLOCK)
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
-def _configure(socket: zmq.Socket[bytes], address: str) -> None:
+def configure(socket: zmq.Socket[bytes], address: str) -> None:
+    """What all sockets have in common."""
     socket.linger = 200  # ms; a dying process must not hang on an unread farewell
     socket.sndhwm = socket.rcvhwm = _QUEUE
     socket.maxmsgsize = MAX_MESSAGE_BYTES
@@ -48,7 +49,7 @@ class _Endpoint(Closing):
     def __init__(self, kind: int, address: str) -> None:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
-        _configure(self._socket, address)
+        configure(self._socket, address)
 
     @property
     def socket(self) -> zmq.Socket[bytes]:

@@ -5,36 +5,19 @@ from collections.abc import Generator
 
 from protocol.channel import Channel, Deadline
 from protocol.codec import Decoder
-from protocol.errors import (
-    Busy,
-    DeadlineExceeded,
-    RuntimeFailure,
-    ServiceLost,
-    SsdError,
-    UsageError,
-)
+from protocol.dialogue import SILENCE_S, Dialogue
 from protocol.messages import (
     Cancel,
     Finished,
     FromOrchestrator,
     Generate,
-    Refusal,
-    RefusalKind,
     ServiceDown,
     Status,
     StatusRequest,
     Text,
 )
 
-_ERRORS: dict[RefusalKind, type[SsdError]] = {
-    "invalid": UsageError,
-    "busy": Busy,
-    "unavailable": ServiceLost,
-}
-
 _REPLY_S = 10.0
-_SILENCE_S = 5.0
-"""After this long without a word, the client asks whether the orchestrator is still there."""
 
 
 class Client:
@@ -77,43 +60,27 @@ class Client:
             Busy: too many requests wait already.
             RuntimeFailure: the request failed, or the orchestrator is gone.
         """
-        pid = self.status().pid
+        dialogue = Dialogue(request.request, self.status().pid)
         self._channel.send(request)
         done = False
         try:
             while not done:
-                message = self._next(request.request, pid)
+                message = self._next(dialogue)
                 done = isinstance(message, Finished)
                 yield message
         finally:
             if not done:
                 self._channel.send(Cancel(request=request.request))
 
-    def _next(self, request: int, pid: int) -> Text | Finished:
-        """The next message of this request, from the orchestrator process that took it."""
-        asked = False
+    def _next(self, dialogue: Dialogue) -> Text | Finished:
+        """The next message of this request."""
         while True:
-            try:
-                message = self._channel.receive(_SILENCE_S, "answer")
-            except DeadlineExceeded as error:
-                if asked:
-                    raise RuntimeFailure("the orchestrator does not answer any more") from error
-                self._channel.send(StatusRequest())
-                asked = True
+            if not self._channel.ready(SILENCE_S):
+                self._channel.send(dialogue.silence())
                 continue
-            match message:
-                case Status(pid=now):
-                    asked = False
-                    if now != pid:
-                        raise RuntimeFailure("the orchestrator was restarted; the request is lost")
-                case Refusal(reason=reason, kind=kind, request=number) if number in (0, request):
-                    raise _ERRORS[kind](reason)
-                case Finished(request=number, reason="error", error=why) if number == request:
-                    raise RuntimeFailure(why)
-                case Text(request=number) | Finished(request=number) if number == request:
-                    return message
-                case Text() | Finished() | Refusal():
-                    pass  # of a request that was cancelled
+            message = dialogue.take(self._channel.receive(0.0, "answer"))
+            if message is not None:
+                return message
 
     def service_down(self, message: ServiceDown) -> None:
         """The supervisor's note that a process ended."""

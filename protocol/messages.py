@@ -283,11 +283,13 @@ FanOutPolicy = Literal["online", "geometric", "uniform"]
 class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """Client -> orchestrator: answer this. Answers: Text (many), then Finished; or Refusal.
 
-    Exactly one of `messages` (rendered by the chat template) and `tokens` is given.
+    Exactly one of `messages` (rendered by the chat template), `text` (as it is) and `tokens`
+    is given.
     """
 
     request: int
     messages: list[ChatMessage] = []
+    text: str = ""
     tokens: Tokens = []
     sampling: Sampling = Sampling()
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 256
@@ -341,6 +343,9 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     acceptance_rate: float
     mean_acceptance_length: float
     per_position: list[float]
+    offered_per_position: list[int] = []
+    """Rounds that offered a draft token at each position, and below those that kept it."""
+    accepted_per_position: list[int] = []
     cache_hits: int
     cache_misses: int
     hit_rate: float

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from protocol.errors import UsageError
+from protocol.messages import Sampling
 from protocol.orphans import end_children
 
 BackendName = Literal["mlx", "ngram"]
@@ -19,6 +20,8 @@ BACKENDS: tuple[BackendName, ...] = ("mlx", "ngram")
 
 Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]
 """Where a process computes: cpu, gpu, cuda:N (one GPU of several), or empty for MLX's choice."""
+
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -32,6 +35,11 @@ class ChildSettings(_Settings, frozen=True, kw_only=True):
     """File descriptor that reaches end of file when the supervisor is gone."""
     cores: list[int] = []
     """Linux: the cores this process is pinned to; empty leaves it free."""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The file descriptors that the child inherits."""
+        return (self.lifeline,)
 
     def on_orphaned(self) -> None:
         """Clean up because the supervisor cannot."""
@@ -93,6 +101,8 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     """Requests decoded at the same time; others wait in line."""
     max_waiting: Annotated[int, msgspec.Meta(ge=0)] = 64
     """Requests in line, beyond which more are refused; 0 means any number."""
+    max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Longest prompt that is taken; 0 means whatever the context holds."""
     draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     """Longest wait for a draft while the target idles; usually much shorter (`patience.py`)."""
     verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
@@ -107,6 +117,33 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
         """End who cannot end by itself and remove the run folder: the supervisor cannot."""
         end_children(Path(self.run_dir))
         shutil.rmtree(self.run_dir, ignore_errors=True)
+
+
+class GatewaySettings(ChildSettings, frozen=True, kw_only=True):
+    """The gateway process."""
+
+    clients_address: str
+    """Where the orchestrator listens for clients."""
+    listener: int
+    """File descriptor of the listening socket. It is the supervisor's, so that connections wait
+    in line while a gateway is replaced."""
+    names: Annotated[list[str], msgspec.Meta(min_length=1)]
+    """What requests may call the model; the first is its name in answers."""
+    hosts: list[str] = []
+    """Names, besides those of loopback, that requests may be addressed to without a key."""
+    key_file: str = ""
+    """File with the API key, since arguments can be read by everybody; empty: no key."""
+    allowed_origins: list[str] = []
+    """Web pages that may use this server from a browser."""
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4 * 1024**2
+    sampling: Sampling = Sampling()
+    """What requests get that do not say otherwise."""
+    log_level: LogLevel = "info"
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """See `ChildSettings`."""
+        return (self.lifeline, self.listener)
 
 
 Objective = Literal["ce", "tv", "coupled", "rank"]

@@ -22,6 +22,9 @@ HOMES = {
     "mlx": {"services"},
     "mlx_lm": {"services"},
     "click": {"launch"},
+    "starlette": {"services"},
+    "uvicorn": {"services"},
+    "prometheus_client": {"services"},
 }
 LONGEST_FUNCTION = 60
 LONGEST_FILE = 300

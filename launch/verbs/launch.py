@@ -6,21 +6,29 @@ import click
 
 from launch import show
 from launch.models import pair_of
-from launch.options import settings_of, stack_options
+from launch.options import http_options, settings_of, stack_options
 from launch.rundir import DEFAULT_NAME, RunDir
 from launch.supervisor import Supervisor
 
 
 @click.command("launch")
 @stack_options()
+@http_options()
+@click.option("--http", is_flag=True, default=None, help="Answer HTTP too, as `ssd serve` does.")
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
-def command(name: str, **stack: Any) -> None:
+def command(name: str, **options: Any) -> None:
     """Start a stack and keep it running until Ctrl-C."""
-    settings = settings_of(**stack)
+    run(name, options)
+
+
+def run(name: str, options: dict[str, Any]) -> None:
+    """Keep the stack that these options describe running until it is interrupted."""
+    settings = settings_of(**options)
     supervisor = Supervisor(settings, pair_of(settings), RunDir(name), show.process_line)
     supervisor.start()
     try:
-        show.human().print("ready; Ctrl-C stops everything")
+        where = f" OpenAI-compatible API at {supervisor.door.url}/v1;" if supervisor.door else ""
+        show.human().print(f"ready;{where} Ctrl-C stops everything")
         supervisor.wait()
     finally:
         supervisor.stop()

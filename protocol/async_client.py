@@ -1,0 +1,105 @@
+"""The client's end for programs that run on asyncio: many requests at once."""
+
+from collections.abc import AsyncGenerator
+
+import zmq
+import zmq.asyncio
+
+from protocol.channel import Deadline, configure
+from protocol.closing import Closing
+from protocol.codec import Decoder, encode
+from protocol.dialogue import SILENCE_S, Dialogue
+from protocol.errors import DeadlineExceeded, RuntimeFailure
+from protocol.messages import (
+    Cancel,
+    Finished,
+    FromOrchestrator,
+    Generate,
+    Message,
+    Status,
+    StatusRequest,
+    Text,
+)
+
+_DECODER: Decoder[FromOrchestrator] = Decoder(FromOrchestrator)
+
+
+class _Line:
+    """One connection. Each request has its own, so that no two answers can be mixed up."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+        self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
+        # The plain socket below it: sending must be possible where nothing may be awaited.
+        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
+        configure(self._plain, address)
+        self._plain.connect(address)
+
+    def send(self, message: Message) -> None:
+        try:
+            self._plain.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise RuntimeFailure("the orchestrator has stopped reading its messages") from error
+
+    async def receive(self, timeout_s: float) -> FromOrchestrator | None:
+        """The next message; None if there is none within `timeout_s` seconds."""
+        if not await self._socket.poll(max(0, round(1e3 * timeout_s))):
+            return None
+        return _DECODER.decode(await self._socket.recv())
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class AsyncClient(Closing):
+    """Asks one orchestrator; used within one event loop."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._context = zmq.asyncio.Context()
+
+    async def status(self, timeout_s: float = 10.0) -> Status:
+        """Who is there; raises DeadlineExceeded if nobody answers."""
+        line = _Line(self._context, self._address)
+        try:
+            line.send(StatusRequest())
+            deadline = Deadline(timeout_s)
+            while not deadline.passed:
+                reply = await line.receive(deadline.remaining)
+                if isinstance(reply, Status):
+                    return reply
+        finally:
+            line.close()
+        raise DeadlineExceeded(f"no status of the orchestrator within {timeout_s:g} s")
+
+    async def generate(self, request: Generate, pid: int) -> AsyncGenerator[Text | Finished]:
+        """Stream an answer: Text messages, then one Finished. Closing the generator cancels.
+
+        Args:
+            request: its number need only be unlike 0.
+            pid: of the orchestrator, from its status.
+
+        Raises:
+            UsageError: the request is wrong.
+            Busy: too many requests wait already.
+            RuntimeFailure: the request failed, or the orchestrator is gone.
+        """
+        dialogue = Dialogue(request.request, pid)
+        line = _Line(self._context, self._address)
+        done = False
+        try:
+            line.send(request)
+            while not done:
+                message = await line.receive(SILENCE_S)
+                if message is None:
+                    line.send(dialogue.silence())
+                elif (event := dialogue.take(message)) is not None:
+                    done = isinstance(event, Finished)
+                    yield event
+        finally:
+            if not done:
+                line.send(Cancel(request=request.request))
+            line.close()
+
+    def close(self) -> None:
+        """Close all connections; safe to call twice."""
+        self._context.destroy(linger=200)

@@ -1,0 +1,227 @@
+"""The routes, and one answer's way from the orchestrator to the client."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from protocol.async_client import AsyncClient
+from protocol.errors import RuntimeFailure, SsdError
+from protocol.messages import Finished, Generate, Status, Text
+from protocol.settings import GatewaySettings
+from services.gateway import reading
+from services.gateway.faults import Fault, fault_of
+from services.gateway.fields import UNSET, ChatRequest, CompletionRequest
+from services.gateway.guard import Guard, body_of
+from services.gateway.metrics import Metrics
+from services.gateway.reply import ChatReply, CompletionReply, Reply
+from services.gateway.stream import EventStream
+from services.gateway.transcript import Transcript
+from services.gateway.waiting import ClientLeft, departure, heard
+
+_log = logging.getLogger(__name__)
+
+_KEEP_ALIVE_S = 5.0
+_STATUS_S = 5.0
+
+
+class Gateway:
+    """Answers HTTP requests by asking an orchestrator."""
+
+    def __init__(self, settings: GatewaySettings, client: AsyncClient) -> None:
+        self._settings = settings
+        self._client = client
+        self._metrics = Metrics()
+        self._started = int(time.time())
+
+    def app(self, key: str) -> ASGIApp:
+        """The application, for strangers and friends."""
+        settings = self._settings
+        middleware = [Middleware(Guard, key=key, hosts=settings.hosts)]
+        if settings.allowed_origins:
+            # Outermost, so that a page may also read why it was refused.
+            cors = Middleware(
+                CORSMiddleware,
+                allow_origins=settings.allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            )
+            middleware.insert(0, cors)
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/models", self._models, methods=["GET"]),
+                Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+                Route("/health", self._health, methods=["GET"]),
+                Route("/metrics", self._show_metrics, methods=["GET"]),
+            ],
+            middleware=middleware,
+            exception_handlers={
+                Fault: _on_fault,
+                SsdError: _on_error,
+                HTTPException: _on_http,
+                ClientLeft: _on_departure,
+                Exception: _on_surprise,
+            },
+        )
+
+    # ------------------------------------------------------------ answers
+
+    async def _chat(self, request: Request) -> Response:
+        body = await body_of(request, self._settings.max_body_bytes)
+        asked = reading.read(body, ChatRequest)
+        return await self._answer(request, asked, reading.chat(asked, self._settings.sampling))
+
+    async def _completions(self, request: Request) -> Response:
+        body = await body_of(request, self._settings.max_body_bytes)
+        asked = reading.read(body, CompletionRequest)
+        generate = reading.completion(asked, self._settings.sampling)
+        return await self._answer(request, asked, generate)
+
+    async def _answer(
+        self, request: Request, asked: ChatRequest | CompletionRequest, generate: Generate
+    ) -> Response:
+        status = await self._client.status(_STATUS_S)
+        self._check_models(asked, status)
+        options = asked.stream_options
+        kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
+        reply = kind(
+            request=generate,
+            status=status,
+            model=self._settings.names[0],
+            include_usage=bool(options and options.include_usage),
+            include_origins=bool(options and options.include_origins),
+        )
+        events = self._client.generate(generate, status.pid)
+        if not asked.stream:
+            return await self._whole(request, events, reply)
+        stream = EventStream(events, reply, self._metrics, _KEEP_ALIVE_S)
+        await stream.begin(request.receive)
+        return stream
+
+    async def _whole(
+        self, request: Request, events: AsyncGenerator[Text | Finished], reply: Reply
+    ) -> Response:
+        transcript = Transcript()
+        gone = asyncio.ensure_future(departure(request.receive))
+        try:
+            async with contextlib.aclosing(heard(events, gone, _KEEP_ALIVE_S)) as heard_events:
+                async for event in heard_events:
+                    if isinstance(event, Text):
+                        transcript.push(event)
+                    elif event is not None:
+                        return JSONResponse(self._end(transcript, event, reply))
+        except (SsdError, ClientLeft) as error:
+            self._metrics.failed("cancelled" if isinstance(error, ClientLeft) else "error")
+            raise
+        finally:
+            gone.cancel()
+        raise RuntimeFailure("the answer ended without its last message")
+
+    def _end(self, transcript: Transcript, finished: Finished, reply: Reply) -> dict[str, Any]:
+        self._metrics.finished(finished, transcript.tokens)
+        if finished.reason == "cancelled":
+            raise Fault(503, "the request was cancelled", code="cancelled")
+        return reply.whole(transcript, finished)
+
+    def _check_models(self, asked: ChatRequest | CompletionRequest, status: Status) -> None:
+        """This server has one pair; whoever wants another must hear of it."""
+        names = self._settings.names
+        if asked.model is not None and asked.model not in names:
+            raise Fault(
+                404,
+                f"there is no model {asked.model!r} here, only {names[0]!r}",
+                code="model_not_found",
+                param="model",
+            )
+        if asked.draft_model is UNSET or asked.draft_model is None:
+            return
+        drafter = next((s for s in status.services if s.role == "drafter"), None)
+        here = {drafter.model, _last(drafter.model), drafter.backend} - {""} if drafter else set()
+        if asked.draft_model not in here:
+            raise Fault(
+                404,
+                f"the drafter {asked.draft_model!r} is not running here; running: "
+                f"{', '.join(sorted(here)) or 'none'}",
+                code="model_not_found",
+                param="draft_model",
+            )
+
+    # ------------------------------------------------------------ about the server
+
+    async def _models(self, request: Request) -> Response:
+        del request
+        return JSONResponse({"object": "list", "data": [self._card(self._settings.names[0])]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._settings.names:
+            raise Fault(404, f"there is no model {name!r} here", code="model_not_found")
+        return JSONResponse(self._card(name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "local"}
+
+    async def _health(self, request: Request) -> Response:
+        del request
+        status = await self._client.status(_STATUS_S)
+        roles = {service.role for service in status.services}
+        healthy = "verifier" in roles
+        state = "ok" if "drafter" in roles else "no drafter: decoding plainly"
+        body = {"status": state if healthy else "no verifier", "stack": msgspec.to_builtins(status)}
+        return JSONResponse(body, status_code=200 if healthy else 503)
+
+    async def _show_metrics(self, request: Request) -> Response:
+        del request
+        page = self._metrics.page(await self._client.status(_STATUS_S))
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rsplit("/", 1)[-1]
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, Fault)  # noqa: S101  # registered for Fault alone
+    return error.response()
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, SsdError)  # noqa: S101  # registered for SsdError alone
+    return fault_of(error).response()
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    """Starlette's own: an unknown path, a method that a path does not have."""
+    assert isinstance(error, HTTPException)  # noqa: S101  # registered for it alone
+    what = f"{request.method} {request.url.path}"
+    known = error.status_code in (404, 405)
+    message = f"there is no {what} here" if known else error.detail
+    return Fault(error.status_code, message, code="unknown_url" if known else None).response()
+
+
+async def _on_surprise(request: Request, error: Exception) -> Response:
+    """A defect of ours; the server logs its story."""
+    del request
+    return Fault(500, f"internal error: {type(error).__name__}", code="internal").response()
+
+
+async def _on_departure(request: Request, error: Exception) -> Response:
+    """Nobody reads this."""
+    del request, error
+    return Response(status_code=499)

@@ -1,0 +1,66 @@
+"""What goes wrong, as OpenAI's error object, whose shape every client library knows."""
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from protocol.errors import Busy, DeadlineExceeded, ServiceLost, SsdError, UsageError
+
+
+class Fault(Exception):
+    """An answer that is an error: HTTP status, and what the error object says."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, "invalid_request_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        """The error object with its status."""
+        headers = _HEADERS.get(self.status)
+        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+_HEADERS = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}
+
+
+def unsupported(param: str, why: str) -> Fault:
+    """A known field with a value that this server cannot honour."""
+    return Fault(400, f"{param!r}: {why}", code="unsupported_value", param=param)
+
+
+def fault_of(error: SsdError) -> Fault:
+    """What a failure of the stack is over HTTP."""
+    match error:
+        case UsageError():
+            code = "context_length_exceeded" if "context holds" in str(error) else None
+            return Fault(400, str(error), code=code)
+        case Busy():
+            return Fault(429, str(error), code="server_busy")
+        case ServiceLost() | DeadlineExceeded():
+            return Fault(503, str(error), code="unavailable")
+        case _:
+            return Fault(500, str(error), code="generation_failed")

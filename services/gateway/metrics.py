@@ -1,0 +1,79 @@
+"""What Prometheus is told: counts of everything that this gateway answered."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from protocol.messages import Finished, Status
+
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+class Metrics:
+    """A registry of its own, so that two gateways in one process do not mix."""
+
+    def __init__(self) -> None:
+        r = self._registry = CollectorRegistry()
+        decode = "ssd_spec_decode_num"
+        self._requests = Counter(
+            "ssd_requests", "Requests by how they ended.", ["reason"], registry=r
+        )
+        self._prompt = Counter("ssd_prompt_tokens", "Prompt tokens.", registry=r)
+        self._cached = Counter(
+            "ssd_cached_prompt_tokens", "Prompt tokens found in a KV.", registry=r
+        )
+        self._tokens = Counter("ssd_generation_tokens", "Tokens answered.", registry=r)
+        self._drafts = Counter(f"{decode}_drafts", "Rounds with draft tokens.", registry=r)
+        self._drafted = Counter(f"{decode}_draft_tokens", "Draft tokens offered.", registry=r)
+        self._accepted = Counter(f"{decode}_accepted_tokens", "Draft tokens kept.", registry=r)
+        self._positions = Counter(
+            f"{decode}_accepted_tokens_per_pos",
+            "Rounds that kept the draft token at this position.",
+            ["position"],
+            registry=r,
+        )
+        self._hits = Counter("ssd_cache_hits", "Outcomes prepared in time.", registry=r)
+        self._misses = Counter("ssd_cache_misses", "Outcomes not prepared.", registry=r)
+        self._fallback = Counter("ssd_fallback", "Rounds without a hit.", ["reason"], registry=r)
+        self._restarts = Counter("ssd_drafter_restarts", "Drafters replaced.", registry=r)
+        self._ttft = Histogram(
+            "ssd_time_to_first_token_seconds", "From request to text.", buckets=_SECONDS, registry=r
+        )
+        self._per_token = Histogram(
+            "ssd_time_per_output_token_seconds",
+            "Of an answer's decoding.",
+            buckets=_TOKEN_SECONDS,
+            registry=r,
+        )
+        self._running = Gauge("ssd_requests_running", "Being decoded.", registry=r)
+        self._waiting = Gauge("ssd_requests_waiting", "In line.", registry=r)
+
+    def failed(self, reason: str) -> None:
+        """A request ended without an answer."""
+        self._requests.labels(reason).inc()
+
+    def finished(self, finished: Finished, tokens: int) -> None:
+        """A request was answered with so many tokens."""
+        s = finished.statistics
+        self._requests.labels(finished.reason).inc()
+        self._prompt.inc(finished.prompt_tokens)
+        self._cached.inc(finished.cached_tokens)
+        self._tokens.inc(tokens)
+        self._drafts.inc(s.offered_per_position[0] if s.offered_per_position else 0)
+        self._drafted.inc(s.drafted)
+        self._accepted.inc(s.accepted)
+        for position, count in enumerate(s.accepted_per_position):
+            self._positions.labels(str(position)).inc(count)
+        self._hits.inc(s.cache_hits)
+        self._misses.inc(s.cache_misses)
+        for reason, count in s.fallbacks.items():
+            self._fallback.labels(reason).inc(count)
+        self._restarts.inc(s.drafter_restarts)
+        self._ttft.observe(s.ttft_ms / 1e3)
+        if tokens > 1:
+            self._per_token.observe(s.decode_s / (tokens - 1))
+
+    def page(self, status: Status) -> bytes:
+        """Everything, in Prometheus' text format."""
+        self._running.set(status.active)
+        self._waiting.set(status.waiting)
+        return generate_latest(self._registry)

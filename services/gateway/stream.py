@@ -1,0 +1,113 @@
+"""Server-sent events: one answer, chunk by chunk."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from protocol.errors import SsdError
+from protocol.messages import Finished, Text
+from services.gateway.faults import fault_of
+from services.gateway.metrics import Metrics
+from services.gateway.reply import Reply
+from services.gateway.transcript import Transcript
+from services.gateway.waiting import ClientLeft, departure, heard
+
+_log = logging.getLogger(__name__)
+
+_KEEP_ALIVE = b": keep-alive\n\n"
+_DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """The response that streams; `begin` it first, so that a refusal can still be an error."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Text | Finished],
+        reply: Reply,
+        metrics: Metrics,
+        silence_s: float,
+    ) -> None:
+        super().__init__(
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        del self.headers["content-length"]  # nobody knows it yet
+        self._source = events
+        self._reply = reply
+        self._metrics = metrics
+        self._silence_s = silence_s
+        self._transcript = Transcript()
+        self._gone: asyncio.Task[None] | None = None
+        self._events: AsyncGenerator[Text | Finished | None] | None = None
+        self._first: Text | Finished | None = None
+
+    async def begin(self, receive: Receive) -> None:
+        """Wait for the first event, or for the time after which a client wants a sign of life.
+
+        Raises:
+            SsdError: the request was refused.
+            ClientLeft: the client went away.
+        """
+        self._gone = asyncio.ensure_future(departure(receive))
+        self._events = heard(self._source, self._gone, self._silence_s)
+        try:
+            self._first = await anext(self._events)
+        except BaseException as error:
+            self._gone.cancel()
+            self._metrics.failed("cancelled" if isinstance(error, ClientLeft) else "error")
+            raise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything; ends early if the client does."""
+        del scope, receive
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async with contextlib.aclosing(self._chunks()) as chunks:
+                async for chunk in chunks:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except ClientLeft:
+            self._metrics.failed("cancelled")
+        finally:
+            if self._gone is not None:
+                self._gone.cancel()
+
+    async def _chunks(self) -> AsyncGenerator[bytes]:
+        assert self._events is not None  # noqa: S101  # `begin` was called
+        for body in self._reply.opening():
+            yield _event(body)
+        try:
+            for chunk in self._render(self._first):
+                yield chunk
+            async with contextlib.aclosing(self._events) as events:
+                async for event in events:
+                    for chunk in self._render(event):
+                        yield chunk
+        except SsdError as error:
+            self._metrics.failed("error")
+            yield _event(fault_of(error).body())
+        yield _DONE
+
+    def _render(self, event: Text | Finished | None) -> Iterator[bytes]:
+        match event:
+            case None:
+                yield _KEEP_ALIVE
+            case Text():
+                piece = self._transcript.push(event)
+                if self._reply.shows(piece):
+                    yield _event(self._reply.chunk(piece))
+            case Finished():
+                self._metrics.finished(event, self._transcript.tokens)
+                for body in self._reply.closing(self._transcript, event):
+                    yield _event(body)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
