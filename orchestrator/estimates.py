@@ -5,11 +5,14 @@ Shared by all requests of a stack. Pure: fed with events, asked for numbers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from orchestrator.crowd import Crowd, Passes
-from orchestrator.fan_out import AFTER_ALL, AFTER_REJECTION
+from orchestrator.fan_out import AFTER_ALL, AFTER_REJECTION, acceptance_law, hit_chances
 from orchestrator.hit_curve import HitCurve
 from orchestrator.pace import Pace
+from orchestrator.step_cost import StepCost
+from orchestrator.width import WIDTHS, Width, between, worth_of_depths
 from protocol.messages import Mode, Origin
 
 ORIGINS: tuple[Origin, ...] = ("target", "hit", "miss")
@@ -25,6 +28,9 @@ _UNSEEN_RATE = 0.5
 
 _REACH, _RELAX = 2.0, 0.05
 """Assumed longest draft that is worth verifying, and by how much it shrinks per round unused."""
+
+_ALIKE, _BACKUP_FADE = 6.0, 0.99
+"""Samples that the rate of hits counts for among backups, and how fast those fade, per round."""
 
 _UNSEEN_STEP = 0.15
 """Assumed extra cost per token, as a share of one token's, where nothing was measured."""
@@ -161,6 +167,10 @@ class Estimates:
         """T_d(B): one depth of all branches."""
         self.backup_ms = Mean()
         """Per token drafted while the target waited."""
+        self._backups = self._backups_accepted = 0.0
+        self.step_cost = StepCost()
+        """T_d(B) by the number of branches."""
+        self.width = Width()
         self.reach = _REACH
         """Longest draft that was verified of late."""
         self.paces: dict[Mode, Pace] = {"sd": Pace(), "ssd": Pace()}
@@ -175,8 +185,13 @@ class Estimates:
     @property
     def draft_token_ms(self) -> float:
         """What a token costs that is drafted while the target waits."""
-        # One token costs no more than a layer of them; before it was tried, about half.
-        return self.backup_ms.value or 0.5 * self.tree_step_ms.value
+        return self.backup_ms.value or self.step_cost.of(1)
+
+    @property
+    def backup_rate(self) -> float:
+        """Rate at which the tokens of a backup are accepted; that of hits until it is known."""
+        alike = self.acceptance["hit"].value
+        return (self._backups_accepted + _ALIKE * alike) / (self._backups + _ALIKE)
 
     def learn(self, lesson: Lesson) -> None:
         """Take in one round."""
@@ -185,6 +200,12 @@ class Estimates:
         cost.observe(lesson.rows, lesson.verify_ms)
         self.crowd.meet(lesson)
         self.calibrations[lesson.origin].observe(lesson.confidences, lesson.accepted)
+        # What is not tried is forgotten too, so that an unlucky trial does not decide for ever.
+        self._backups *= _BACKUP_FADE
+        self._backups_accepted *= _BACKUP_FADE
+        if lesson.origin == "miss":
+            self._backups += min(lesson.accepted + 1, len(lesson.confidences))
+            self._backups_accepted += lesson.accepted
         for index in range(min(lesson.accepted + 1, len(lesson.confidences))):
             self.acceptance[lesson.origin].observe(float(index < lesson.accepted))
         if lesson.prepared:
@@ -213,3 +234,28 @@ class Estimates:
             return
         tokens = sum(part.accepted + 1 for part in shared) / self.crowd.streams
         pace.observe(tokens, idle_ms + shared[0].verify_ms)
+        alone = len(shared) == self.crowd.streams == 1
+        if alone and mode == "ssd" and pace.speculating and self.step_cost.known:
+            self.width.consider(self._gains_by_width(shared[0], pace.speculative_tok_s / 1e3))
+
+    def drew(self, depth: int, branches: int, milliseconds: float) -> None:
+        """The drafter took so long for one depth of a tree."""
+        if self.crowd.streams == 1:  # in a crowd a step is for the branches of all
+            self.step_cost.observe(depth, branches, milliseconds)
+        if depth > 1:  # the first depth also takes in the chain
+            self.tree_step_ms.observe(milliseconds)
+
+    def _gains_by_width(self, lesson: Lesson, speed: float) -> list[float]:
+        """What preparing beside this round gains by each of WIDTHS: hits, times their depth."""
+        rates = [self.calibrations[lesson.origin].rate(c) for c in lesson.confidences]
+        hits = hit_chances(
+            acceptance_law(rates),
+            WIDTHS[-1],
+            self.after_rejection[lesson.origin],
+            self.after_all[lesson.origin],
+        )
+        deepest = ceil(self.reach) + 2
+        costs = [self.verify_cost.of(drafted + 1) for drafted in range(deepest + 1)]
+        worth = worth_of_depths(self.acceptance["hit"].value, speed, costs)
+        time_ms = lesson.verify_ms + self.idle_ms["hit"].value - self.step_cost.chain_ms
+        return [hits[b] * between(worth, time_ms / self.step_cost.of(b)) for b in WIDTHS]

@@ -6,8 +6,9 @@ geometric series with a wider last term (`geometric`). In general, each branch g
 gains most (`allocate`), which is optimal because h is concave.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Protocol
 
 
@@ -97,12 +98,28 @@ def allocate(
         rejection: h where a draft token was rejected, k < K.
         full: h where all were accepted, k = K.
     """
-    curves = [rejection] * (len(law) - 1) + [full]
     fan_out = [0] * len(law)
-    gains = [chance * curve.hit(1) for chance, curve in zip(law, curves, strict=True)]
-    for _ in range(budget):
-        best = gains.index(max(gains))
-        fan_out[best] += 1
-        count = fan_out[best]
-        gains[best] = law[best] * (curves[best].hit(count + 1) - curves[best].hit(count))
+    for position, _ in islice(_best_first(law, rejection, full), budget):
+        fan_out[position] += 1
     return fan_out
+
+
+def hit_chances(law: Sequence[float], largest: int, rejection: Curve, full: Curve) -> list[float]:
+    """Probability of a hit with 0, 1, ... `largest` branches, each where it gains most."""
+    gains = (gain for _, gain in islice(_best_first(law, rejection, full), largest))
+    return list(accumulate(gains, initial=0.0))
+
+
+def _best_first(law: Sequence[float], rejection: Curve, full: Curve) -> Iterator[tuple[int, float]]:
+    """The acceptance length where the next branch gains most, and that gain, without end."""
+    curves = [rejection] * (len(law) - 1) + [full]
+    counts = [1] * len(law)
+    hits = [curve.hit(1) for curve in curves]
+    gains = [chance * hit for chance, hit in zip(law, hits, strict=True)]
+    while True:
+        best = gains.index(max(gains))
+        yield best, gains[best]
+        counts[best] += 1
+        hit = curves[best].hit(counts[best])
+        gains[best] = law[best] * (hit - hits[best])
+        hits[best] = hit

@@ -24,8 +24,6 @@ from protocol.messages import FanOutPolicy, Mode, Origin
 _DEEPEST = 16
 _BEYOND = 2
 """Branches are prepared so much deeper than what was worth verifying of late."""
-_BRANCHES = 16
-"""Of all requests together: the drafter works for all of them in the time of one pass."""
 _LEAST_BRANCHES = 2
 
 
@@ -45,7 +43,7 @@ class Plan:
     lookahead: int = 0
     """Draft tokens per round; 0 decides each round from what the drafter is sure of."""
     budget: int = 0
-    """Branches prepared per round (B); 0 picks the default."""
+    """Branches prepared per round (B); 0 follows what wider and deeper trees would gain."""
     policy: FanOutPolicy = "online"
     sampled: bool = False
     """Drafts are drawn at random (rejection rule): what was drawn must not decide its use."""
@@ -63,7 +61,9 @@ class Plan:
     @property
     def branches(self) -> int:
         """B, the branches prepared per round."""
-        return self.budget or max(_LEAST_BRANCHES, _BRANCHES // self.estimates.crowd.streams)
+        # The drafter works for all requests in the time of one pass.
+        share = self.estimates.width.branches // self.estimates.crowd.streams
+        return self.budget or max(_LEAST_BRANCHES, share)
 
     @property
     def speculates(self) -> bool:
@@ -88,7 +88,7 @@ class Plan:
         """
         if self.lookahead:
             return self.lookahead
-        rate, token_ms = self.estimates.acceptance["miss"].value, self.estimates.draft_token_ms
+        rate, token_ms = self.estimates.backup_rate, self.estimates.draft_token_ms
         if not token_ms:
             return 0  # nothing was drafted yet
         values = [

@@ -236,8 +236,7 @@ class Sequence:
             return
         match self.phase:
             case Phase.VERIFYING:
-                if tree.depth > 1:  # the first depth also takes in the chain
-                    self._plan.estimates.tree_step_ms.observe(tree.draft_ms)
+                self._plan.estimates.drew(tree.depth, len(tree.tokens), tree.draft_ms)
                 if self.current.cache.add(tree):
                     yield from self._foresee()
             case Phase.DRAFTING if tree.depth == len(self._backup) + 1:

@@ -245,7 +245,7 @@ def test_each_mode_talks_only_as_it_should(mode: Mode, lookahead: int, expected:
         target=Target(SALTS[0]),
         prompt=[1, 2],
         limits=ENDLESS,
-        skill=0.5,
+        skill=0.6,
         lookahead=lookahead,
     ).calm()
     assert {type(message) for message in stack.to_drafter()} == expected
