@@ -258,4 +258,6 @@ class Estimates:
         costs = [self.verify_cost.of(drafted + 1) for drafted in range(deepest + 1)]
         worth = worth_of_depths(self.acceptance["hit"].value, speed, costs)
         time_ms = lesson.verify_ms + self.idle_ms["hit"].value - self.step_cost.chain_ms
-        return [hits[b] * between(worth, time_ms / self.step_cost.of(b)) for b in WIDTHS]
+        steps = [max(_SHORTEST_MS, self.step_cost.of(branches)) for branches in WIDTHS]
+        depths = [between(worth, time_ms / step) for step in steps]
+        return [hits[b] * depth for b, depth in zip(WIDTHS, depths, strict=True)]
