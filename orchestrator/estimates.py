@@ -29,6 +29,7 @@ _UNSEEN_RATE = 0.5
 _REACH, _RELAX = 2.0, 0.05
 """Assumed longest draft that is worth verifying, and by how much it shrinks per round unused."""
 
+_HOPED = 0.85
 _ALIKE, _BACKUP_FADE = 6.0, 0.99
 """Samples that the rate of hits counts for among backups, and how fast those fade, per round."""
 
@@ -190,7 +191,8 @@ class Estimates:
     @property
     def backup_rate(self) -> float:
         """Rate at which the tokens of a backup are accepted; that of hits until it is known."""
-        alike = self.acceptance["hit"].value
+        # Without trees there are no hits to go by: hope, and see.
+        alike = self.acceptance["hit"].value if self.step_cost.known else _HOPED
         return (self._backups_accepted + _ALIKE * alike) / (self._backups + _ALIKE)
 
     def learn(self, lesson: Lesson) -> None:

@@ -88,14 +88,31 @@ class Plan:
         """
         if self.lookahead:
             return self.lookahead
+        return self._more([])
+
+    @property
+    def sequential(self) -> int:
+        """At most so many tokens are drafted between two verifications (mode `sd`)."""
+        untried = not self.estimates.draft_token_ms
+        return self.depth if self.lookahead or untried or self._more([]) else 0
+
+    def goes_on(self, confidences: Sequence[float]) -> bool:
+        """Whether the target should wait for another token behind those of a backup.
+
+        It depends on what is drafted already, and is verified, not on what would come.
+        """
+        return bool(self.lookahead) or self._more(self._rates(confidences, "miss")) > 0
+
+    def _more(self, rates: Sequence[float]) -> int:
+        """How many tokens to draft behind those with these rates while the target waits."""
         rate, token_ms = self.estimates.backup_rate, self.estimates.draft_token_ms
         if not token_ms:
             return 0  # nothing was drafted yet
+        # While one request waits, the target works for the others.
+        token_cost = self._speed / self.estimates.crowd.streams * token_ms
         values = [
-            # While one request waits, the target works for the others.
-            self._value([rate] * count)
-            - self._speed / self.estimates.crowd.streams * count * token_ms
-            for count in range(self.depth + 1)
+            self._value([*rates, *[rate] * count]) - count * token_cost
+            for count in range(max(0, self.depth - len(rates)) + 1)
         ]
         return values.index(max(values))
 

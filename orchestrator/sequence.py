@@ -150,7 +150,9 @@ class Sequence:
             yield from self._verify(Draft(), "target")
             return
         if self._plan.mode == "sd":
-            yield from self._draft_now(self._plan.depth, now)
+            count = self._plan.sequential
+            draft = self._draft_now(count, now) if count else self._verify(Draft(), "target")
+            yield from draft
             return
         if self.current.speculating:
             self.recorder.misses += 1
@@ -241,9 +243,11 @@ class Sequence:
                     yield from self._foresee()
             case Phase.DRAFTING if tree.depth == len(self._backup) + 1:
                 grown = self._backup.grow(tree, 0)
-                worth = self._plan.length(self._backup.confidences, "miss")
+                sure = self._backup.confidences
+                worth = self._plan.length(sure, "miss")
                 # A last token that is not worth verifying ends the drafting too.
-                if tree.last or not grown or worth < len(self._backup):
+                done = tree.last or not grown or worth < len(self._backup)
+                if done or not self._plan.goes_on(sure):
                     waited_ms = 1e3 * (now - self._waiting_since)
                     self.recorder.phase("draft_wait", waited_ms)
                     self._plan.estimates.backup_ms.observe(waited_ms / tree.depth)

@@ -67,11 +67,23 @@ def test_the_planner_is_never_slower_than_plain_decoding(
     assert found.adaptive.efficiency > 0.93
 
 
+@pytest.mark.parametrize(("shape", "ratio"), list(product(("flat", "mild", "steep"), (0.1, 0.25))))
+@pytest.mark.parametrize("alpha", [0.3, 0.6])
+def test_sequential_drafting_is_planned_too(shape: str, ratio: float, alpha: float) -> None:
+    """The time that drafts take is weighed: .95 of the best fixed lookahead, and of plain."""
+    found = scenario(shape, ratio, replace(UNEVEN, alpha=alpha))
+    fixed = [Strategy(mode="sd", lookahead=k) for k in (1, 2, 4)]
+    best = max(simulate(found, strategy).tok_s for strategy in (*fixed, Strategy(mode="ar")))
+    assert simulate(found, Strategy(mode="sd")).tok_s > 0.95 * best
+
+
 @pytest.mark.parametrize("shape", T_VERIFY)
 def test_a_useless_drafter_costs_next_to_nothing(shape: str) -> None:
     """Nothing is ever accepted: plain decoding but for the trials."""
     laws = Laws(alpha=0.0, first=0.0)
-    assert compare(scenario(shape, 0.3, laws)).against_plain > 0.97
+    found = compare(scenario(shape, 0.3, laws))
+    assert found.against_plain > 0.97
+    assert found.sequential.tok_s > 0.97 * found.plain.tok_s
 
 
 # ---------------------------------------------------------------- the paper

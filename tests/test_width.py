@@ -126,6 +126,8 @@ def test_a_drafter_that_takes_no_time_gets_wide_trees() -> None:
 def test_one_bad_backup_is_no_verdict() -> None:
     """The rate of backups begins with that of hits, and goes back to it when not tried."""
     estimates = Estimates()
+    assert estimates.backup_rate > 0.8  # nothing is known: hope
+    estimates.drew(1, 16, 5.0)
     for _ in range(30):
         estimates.learn(_lesson("hit", 3))
     before = estimates.backup_rate
