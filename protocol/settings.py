@@ -6,7 +6,7 @@ command line reads them from here (`launch/config.py`).
 
 import shutil
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -14,8 +14,18 @@ from protocol.errors import UsageError
 from protocol.messages import Sampling
 from protocol.orphans import end_children
 
-BackendName = Literal["mlx", "ngram"]
-BACKENDS: tuple[BackendName, ...] = ("mlx", "ngram")
+BackendName = Literal["mlx", "coreml", "ngram"]
+BACKENDS: tuple[BackendName, ...] = ("mlx", "coreml", "ngram")
+
+ComputeUnits = Literal["auto", "cpu_and_ne", "cpu_only", "cpu_and_gpu", "all", "reference"]
+"""Where a converted model runs: CoreML's own words; `reference` is a slow numpy runtime, a test
+instrument that runs anywhere. `auto`: the Neural Engine on macOS, elsewhere the reference."""
+COMPUTE_UNITS: tuple[ComputeUnits, ...] = get_args(ComputeUnits)
+
+Compression = Literal["none", "int8", "palette8", "palette6", "palette4"]
+COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
+StateWrite = Literal["slice", "onehot"]
+STATE_WRITES: tuple[StateWrite, ...] = get_args(StateWrite)
 
 
 Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]
@@ -75,6 +85,8 @@ class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):
     """One drafter process."""
 
     backend: BackendName
+    compute_units: ComputeUnits = "auto"
+    """Of the coreml backend."""
 
 
 class ReferenceSettings(_Settings, frozen=True, kw_only=True):
@@ -229,6 +241,38 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     clip: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     """Largest norm of the gradient."""
     checkpoint_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+
+
+class ConvertSettings(ChildSettings, frozen=True, kw_only=True):
+    """One conversion of a model to CoreML (`services/coreml`)."""
+
+    model: str
+    """Folder of the model."""
+    out: str
+    """Folder of the converted model; appears when it is complete."""
+    target: str = ""
+    """Folder of the target that the model is to draft for; empty judges the model alone."""
+    prompts: str = ""
+    """File of tokenised prompts (`protocol.distillation.TokenPrompt`, one JSON a line)."""
+    threads: Annotated[int, msgspec.Meta(ge=1)] = 1
+    context: Annotated[int, msgspec.Meta(ge=64, multiple_of=32)] = 512
+    """Slots of the state: committed tokens and drafts."""
+    branches: Annotated[int, msgspec.Meta(ge=2)] = 16
+    """Parallel branches of tree decoding; the longest chain, too."""
+    chunk: Annotated[int, msgspec.Meta(ge=2)] = 64
+    """Tokens of one call of a prefill."""
+    width: Annotated[int, msgspec.Meta(ge=1)] = 64
+    """Best tokens that each product of the head returns."""
+    layers_per_part: _Count = 0
+    """Cut a large model into packages of so many layers; 0 makes one package."""
+    compression: Compression = "none"
+    state_write: StateWrite = "slice"
+    compute_units: ComputeUnits = "auto"
+    """Of the comparison that ends the conversion."""
+    tokens: Annotated[int, msgspec.Meta(ge=0)] = 64
+    """Tokens per prompt that are compared; 0 skips the comparison."""
+    threshold: _Share = 0.95
+    """Least share of tokens on which package and model must agree."""
 
 
 S = TypeVar("S", bound=_Settings)

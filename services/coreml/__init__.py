@@ -1,0 +1,1 @@
+"""CoreML: conversion, packages, their execution. The only room that imports coremltools."""

@@ -1,0 +1,146 @@
+"""What a Llama-type model's `config.json` says, checked: only what the builder can say is let by."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from protocol.errors import ModelError
+from protocol.law import Floats
+
+KNOWN_TYPES = ("llama", "qwen2", "qwen3", "mistral")
+
+
+class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rotary positions, half-split layout."""
+
+    frequencies: list[float]
+    """[head_dim / 2] radians per position."""
+    scale: float = 1.0
+    """YaRN: what the rotated vectors are multiplied by."""
+
+    def tables(self, positions: int) -> tuple[Floats, Floats]:
+        """cos and sin, [positions, head_dim / 2] float32."""
+        angles = np.arange(positions)[:, None] * np.array(self.frequencies)
+        return (
+            (self.scale * np.cos(angles)).astype(np.float32),
+            (self.scale * np.sin(angles)).astype(np.float32),
+        )
+
+
+class Architecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The shape of a model; biases and q/k norms are seen from its tensors."""
+
+    model_type: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    eps: float
+    tied: bool
+    rope: Rope
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.kv_heads
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """The architecture of the model in `folder`.
+
+    Raises:
+        ModelError: there is none, or it is not of a kind that can be converted.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        _check(config, path)
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        return Architecture(
+            model_type=config["model_type"],
+            layers=config["num_hidden_layers"],
+            width=config["hidden_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            vocabulary=config["vocab_size"],
+            eps=config["rms_norm_eps"],
+            tied=config.get("tie_word_embeddings", True),
+            rope=_rope(config, head_dim, path),
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{str(path)!r} cannot be read as a model's ({error!r})") from error
+
+
+def _check(config: dict[str, Any], path: Path) -> None:
+    kind = config.get("model_type")
+    if kind not in KNOWN_TYPES:
+        raise ModelError(
+            f"{str(path)!r} describes a {kind!r} model; can be converted: {', '.join(KNOWN_TYPES)}"
+        )
+    windows = "sliding_attention" in (config.get("layer_types") or ())
+    windowed = kind == "mistral" and config.get("sliding_window")
+    if windows or windowed or (config.get("sliding_window") and config.get("use_sliding_window")):
+        raise ModelError(f"{str(path)!r} has sliding-window layers, which cannot be converted")
+    if config.get("rope_traditional"):
+        raise ModelError(f"{str(path)!r} has interleaved RoPE, which cannot be converted")
+
+
+def _rope(config: dict[str, Any], head_dim: int, path: Path) -> Rope:
+    """The rules of mlx-lm's `rope_utils`, as frequencies."""
+    parameters = config.get("rope_parameters") or {}
+    default = 1e6 if config["model_type"] == "qwen2" else 1e4
+    base = config.get("rope_theta") or parameters.get("rope_theta") or default
+    scaling = config.get("rope_scaling") or parameters
+    kind = scaling.get("type") or scaling.get("rope_type", "default")
+    plain = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    match kind:
+        case "default":
+            return Rope(plain.tolist())
+        case "linear":
+            return Rope((plain / scaling["factor"]).tolist())
+        case "llama3":
+            return Rope(_llama3(plain, scaling).tolist())
+        case "yarn":
+            return _yarn(plain, base, scaling)
+    raise ModelError(f"{str(path)!r} has {kind!r} RoPE scaling, which cannot be converted")
+
+
+def _llama3(plain: Floats, scaling: dict[str, Any]) -> Floats:
+    """Long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    factor = scaling["factor"]
+    low = scaling.get("low_freq_factor", 1.0)
+    high = scaling.get("high_freq_factor", 4.0)
+    turns = scaling.get("original_max_position_embeddings", 8192) * plain / (2 * math.pi)
+    blend = np.clip((turns - low) / (high - low), 0, 1)
+    stretched: Floats = plain * ((1 - blend) / factor + blend)
+    return stretched
+
+
+def _yarn(plain: Floats, base: float, scaling: dict[str, Any]) -> Rope:
+    """YaRN (Peng et al., 2023): interpolate dimensions that turn seldom, keep the fast ones."""
+    factor = scaling["factor"]
+    original = scaling.get("original_max_position_embeddings", 4096)
+    size = 2 * len(plain)
+
+    def dimension(turns: float) -> float:
+        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(dimension(scaling.get("beta_fast", 32))), 0)
+    high = min(math.ceil(dimension(scaling.get("beta_slow", 1))), size - 1)
+    ramp = np.clip((np.arange(len(plain)) - low) / max(high - low, 1e-3), 0, 1)
+    blended = plain / factor * ramp + plain * (1 - ramp)
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if scaling.get("mscale_all_dim"):
+        raise ModelError("YaRN with mscale_all_dim cannot be converted")
+    return Rope(blended.tolist(), magnitude(scaling.get("mscale", 1)) / magnitude(0))

@@ -1,0 +1,88 @@
+"""Weights made smaller before they enter a program: int8, or palettes by groups of output rows.
+
+coremltools' own passes refuse programs of several functions, and its default 4-bit palette,
+one for a whole matrix, ruins a small model; so the compressed constants are made here and
+handed to the builder, where any number of functions share them.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from coremltools._deps import kmeans1d
+
+from protocol.law import Floats
+from protocol.settings import Compression
+
+_BITS: dict[str, int] = {"palette8": 8, "palette6": 6, "palette4": 4}
+
+GROUP = 16
+"""Output rows that share a palette."""
+
+
+class Packed(NamedTuple):
+    """One weight matrix [rows, columns] in the form in which it is stored."""
+
+    bits: int
+    """16: `data` is the matrix itself; 8 with an empty palette: int8 with a scale per row."""
+    data: npt.NDArray[np.generic]
+    """[rows, columns] float16, int8, or uint8 indices into the palette of the row's group."""
+    palettes: npt.NDArray[np.float16]
+    """[groups, 2**bits]; without rows if there are none."""
+    scales: npt.NDArray[np.float16]
+    """[rows] what each row is multiplied by; empty if nothing is."""
+
+    def dense(self) -> Floats:
+        """The matrix that this stands for, float32."""
+        matrix: Floats
+        if self.palettes.size:
+            group = len(self.data) // len(self.palettes)
+            groups = np.arange(len(self.data))[:, None] // group
+            matrix = self.palettes.astype(np.float32)[groups, self.data.astype(np.int64)]
+        else:
+            matrix = self.data.astype(np.float32)
+        return matrix * self.scales.astype(np.float32)[:, None] if self.scales.size else matrix
+
+    def rows(self, part: slice) -> "Packed":
+        """Some of the rows; a palettised matrix is cut between groups."""
+        group = len(self.data) // len(self.palettes) if self.palettes.size else 1
+        palettes = self.palettes[part.start // group : -(-part.stop // group)]
+        return Packed(self.bits, self.data[part], palettes, self.scales[part])
+
+
+_NONE = np.zeros(0, np.float16)
+
+
+def pack(matrix: Floats, compression: Compression) -> Packed:
+    """Compress one matrix."""
+    if compression == "none":
+        return Packed(16, matrix.astype(np.float16), _NONE[:, None], _NONE)
+    scales = np.abs(matrix).max(axis=1)
+    scales[scales == 0] = 1.0
+    if compression == "int8":
+        scales = (scales / 127).astype(np.float16)
+        levels = np.clip(np.rint(matrix / scales.astype(np.float32)[:, None]), -127, 127)
+        return Packed(8, levels.astype(np.int8), _NONE[:, None], scales)
+    scales = scales.astype(np.float16)
+    return _palettised(matrix / scales.astype(np.float32)[:, None], scales, _BITS[compression])
+
+
+def _palettised(matrix: Floats, scales: npt.NDArray[np.float16], bits: int) -> Packed:
+    """Optimal k-means per group of rows; an error weighs as much as its row's scale."""
+    group = GROUP if len(matrix) % GROUP == 0 else len(matrix)
+    indices = np.empty(matrix.shape, np.uint8)
+    palettes = np.zeros((len(matrix) // group, 2**bits), np.float16)
+    weights = scales.astype(np.float64) ** 2
+    for number in range(len(palettes)):
+        rows = slice(number * group, (number + 1) * group)
+        # Rounded, values recur: fewer points to cluster.
+        values, inverse = np.unique(matrix[rows].astype(np.float16), return_inverse=True)
+        mass = np.broadcast_to(weights[rows, None], matrix[rows].shape).ravel()
+        mass = np.bincount(inverse.ravel(), weights=mass, minlength=len(values))
+        found = kmeans1d.cluster(
+            values.astype(np.float64), min(2**bits, len(values)), weights=mass
+        )
+        palettes[number, : len(found.centroids)] = found.centroids
+        clusters = np.asarray(found.clusters, np.uint8)
+        indices[rows] = clusters[inverse.ravel()].reshape(matrix[rows].shape)
+    return Packed(bits, indices, palettes, scales)

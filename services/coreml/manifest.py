@@ -1,0 +1,86 @@
+"""What stands beside a converted package: all that a host must know to run it."""
+
+from pathlib import Path
+
+import msgspec
+
+from protocol.errors import ModelError
+from protocol.settings import Compression, StateWrite
+from services.coreml.architecture import Architecture
+from services.coreml.functions import Function, Part
+
+FILE_NAME = "coreml.json"
+"""Its presence is what makes a folder a converted model (`launch/models.py` looks for it)."""
+
+EMBEDDING = "embedding.npy"
+FORMAT = 1
+
+
+class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What made the package."""
+
+    coremltools: str
+    numpy: str
+    python: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A converted model."""
+
+    format: int = FORMAT
+    source: str
+    """Folder that it was converted from."""
+    source_fingerprint: str
+    tokenizer_fingerprint: str
+    vocabulary_size: int
+    """Of the tokenizer."""
+    architecture: Architecture
+    slots: int
+    """Tokens that fit into the state, drafts included."""
+    parts: list[Part]
+    functions: list[Function]
+    width: int
+    """Best tokens that each product of the head returns."""
+    head_size: int
+    head_ids: list[int] = []
+    """What the columns of a trimmed head stand for; empty if it is not trimmed."""
+    state_write: StateWrite
+    compression: Compression
+    versions: Versions
+    parity: dict[str, object] = {}
+    """The figures of the comparison that ended the conversion."""
+
+    def function(self, name: str) -> Function:
+        """One function; raises ModelError if the package was made without it."""
+        for function in self.functions:
+            if function.name == name:
+                return function
+        raise ModelError(f"the package of {self.source!r} has no function {name!r}")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a converted model.
+
+    Raises:
+        ModelError: the folder holds none, or one of another format.
+    """
+    path = folder / FILE_NAME
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{str(folder)!r} is no converted model; make one with `ssd convert`"
+        ) from error
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelError(
+            f"{str(path)!r} cannot be read ({error}); convert the model again"
+        ) from error
+    if manifest.format != FORMAT:
+        raise ModelError(f"{str(path)!r} has format {manifest.format}, not {FORMAT}; convert again")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write it into `folder`."""
+    encoded = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    (folder / FILE_NAME).write_bytes(encoded)

@@ -1,0 +1,170 @@
+"""A converted model on its host: tokens in, best tokens out. Knows slots, not sequences.
+
+A call feeds tokens to consecutive slots and names, for each, its position, the slots that it
+sees and which tokens of the same call it sees.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import ModelError
+from protocol.law import Floats
+from services.candidates import Top
+from services.coreml.functions import MASKED, Function
+from services.coreml.manifest import EMBEDDING, Manifest, read_manifest
+from services.coreml.runtime.blob import Array
+from services.coreml.runtime.executor import Executor, State
+
+Visible = npt.NDArray[np.bool_]
+
+_SPARE_POSITIONS = 256
+"""Branches may reach beyond the last slot: a position is not a slot."""
+
+
+class Feed(NamedTuple):
+    """The tokens of one call."""
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    slot: int
+    """Where the first one's keys and values go; the others' follow."""
+    cache: Visible
+    """[tokens, slots] which slots each token sees."""
+    new: Visible
+    """[tokens, tokens] which tokens of this call it sees."""
+
+
+class ConvertedModel:
+    """The model in a converted folder."""
+
+    def __init__(self, folder: Path, executor: Executor) -> None:
+        """Map the embedding; raises ModelError if the folder is incomplete."""
+        self.manifest: Manifest = read_manifest(folder)
+        self.executor = executor
+        try:
+            self._embedding = np.load(folder / EMBEDDING, mmap_mode="r")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{str(folder)!r} has no readable {EMBEDDING} ({error})") from error
+        cos, sin = self.manifest.architecture.rope.tables(self.slots + _SPARE_POSITIONS)
+        self._cos, self._sin = cos.astype(np.float16), sin.astype(np.float16)
+        ids = self.manifest.head_ids
+        self._head_ids = np.array(ids, np.int64) if ids else None
+
+    @property
+    def slots(self) -> int:
+        """Rows of the state."""
+        return self.manifest.slots
+
+    def new_state(self) -> list[State]:
+        """An empty state, one element per part."""
+        return [self.executor.new_state(part) for part in range(len(self.manifest.parts))]
+
+    def run(self, name: str, feed: Feed, state: list[State]) -> list[Top]:
+        """Call a stateful function; the best tokens after each token, if it has a head.
+
+        Raises:
+            ValueError: the call does not fit: too many tokens, or slots that do not exist.
+        """
+        function = self.manifest.function(name)
+        self._check(function, feed)
+        inputs = self._inputs(function, feed) | self._write_inputs(function, feed)
+        outputs: dict[str, Array] = {}
+        for part in range(len(self.manifest.parts)):
+            outputs = self.executor.run(part, name, inputs, state[part])
+            inputs["x"] = outputs.get("hidden", inputs["x"])
+        return self._tops(outputs, len(feed.tokens)) if function.head else []
+
+    def keys_values(
+        self, name: str, feed: Feed, past: list[tuple[Array, Array]]
+    ) -> list[tuple[Array, Array]]:
+        """Call a stateless function: per part the new [layers, kv_heads, tokens, head_dim].
+
+        `past` is per part what is before them, [layers, kv_heads, slots, head_dim].
+        """
+        function = self.manifest.function(name)
+        self._check(function, feed)
+        inputs = self._inputs(function, feed)
+        found = []
+        for part, (keys, values) in enumerate(past):
+            given = inputs | {"past_keys": keys, "past_values": values}
+            outputs = self.executor.run(part, name, given, None)
+            inputs["x"] = outputs.get("hidden", inputs["x"])
+            count = len(feed.tokens)
+            found.append((outputs["new_keys"][:, :, :count], outputs["new_values"][:, :, :count]))
+        return found
+
+    def _check(self, function: Function, feed: Feed) -> None:
+        count = len(feed.tokens)
+        if not 1 <= count <= function.tokens:
+            raise ValueError(f"{function.name} takes 1 to {function.tokens} tokens, not {count}")
+        if function.stateful and feed.slot + function.tokens > self.slots:
+            raise ValueError(
+                f"{function.name} writes {function.tokens} rows, {feed.slot} is too late a slot"
+            )
+
+    def _inputs(self, function: Function, feed: Feed) -> dict[str, Array]:
+        """The padding is token 0 at position 0, and sees itself alone: no row may be empty."""
+        count, size = len(feed.tokens), function.tokens
+        tokens, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        tokens[:count], positions[:count] = feed.tokens, feed.positions
+        cache = np.full((1, 1, size, self.slots), MASKED, np.float32)
+        cache[0, 0, :count][feed.cache] = 0.0
+        new = np.full((1, 1, size, size), MASKED, np.float32)
+        new[0, 0][np.eye(size, dtype=bool)] = 0.0
+        new[0, 0, :count, :count][feed.new] = 0.0
+        return {
+            "x": _columns(self._embedding[tokens]),
+            "cos": _columns(self._cos[positions]),
+            "sin": _columns(self._sin[positions]),
+            "mask_cache": cache,
+            "mask_new": new,
+        }
+
+    def _write_inputs(self, function: Function, feed: Feed) -> dict[str, Array]:
+        if self.manifest.state_write == "slice":
+            return {"slot": np.array([feed.slot], np.int32)}
+        scatter = np.zeros((1, 1, self.slots, function.tokens), np.float32)
+        for index in range(len(feed.tokens)):
+            scatter[0, 0, feed.slot + index, index] = 1.0
+        return {"scatter": scatter, "keep": 1 - scatter.max(axis=3, keepdims=True)}
+
+    def _tops(self, outputs: dict[str, Array], count: int) -> list[Top]:
+        """Merge what the head's products found, per token."""
+        values, columns, peaks, sums = (
+            np.asarray(outputs[f"top_{name}"])[0, :, 0, :count].T
+            for name in ("values", "columns", "peaks", "sums")
+        )
+        order = np.lexsort((columns, -values))
+        values = np.take_along_axis(values, order, axis=1).astype(np.float32)
+        columns = np.take_along_axis(columns, order, axis=1).astype(np.int64)
+        ids = columns if self._head_ids is None else self._head_ids[columns]
+        totals = _log_sum(peaks.astype(np.float32), sums.astype(np.float32))
+        return [Top(ids[i : i + 1], values[i : i + 1], totals[i : i + 1]) for i in range(count)]
+
+
+def _columns(rows: Any) -> Array:
+    """[tokens, channels] -> [1, channels, 1, tokens] float32, which CoreML's Python side wants."""
+    return np.ascontiguousarray(rows.T.astype(np.float32))[None, :, None, :]
+
+
+def _log_sum(peaks: Floats, sums: Floats) -> Floats:
+    """log-sum-exp over the head's products, [tokens]."""
+    peak = peaks.max(axis=1, keepdims=True)
+    totals: Floats = peak[:, 0] + np.log((sums * np.exp(peaks - peak)).sum(axis=1))
+    return totals
+
+
+def causal(count: int) -> Visible:
+    """What each token of a chain sees of it, [count, count]."""
+    return np.tri(count, dtype=bool)
+
+
+def chain_feed(tokens: Sequence[int], start: int, slots: int) -> Feed:
+    """Tokens that continue a sequence whose slot numbers are its positions."""
+    count = len(tokens)
+    cache = np.broadcast_to(np.arange(slots) < start, (count, slots))
+    return Feed(tokens, range(start, start + count), start, cache, causal(count))

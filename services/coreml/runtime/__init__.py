@@ -1,0 +1,1 @@
+"""Executors of converted packages: CoreML itself, and the reference runtime."""

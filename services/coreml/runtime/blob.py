@@ -1,0 +1,102 @@
+"""Reads constants of a saved package: `weight.bin` (MIL blob storage 2) and immediate values."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from coremltools.proto import MIL_pb2
+
+from protocol.errors import ModelError
+
+Array = npt.NDArray[Any]
+
+_TYPE: Any = MIL_pb2.DataType
+DTYPES: dict[int, Any] = {
+    _TYPE.FLOAT16: np.float16,
+    _TYPE.FLOAT32: np.float32,
+    _TYPE.INT32: np.int32,
+    _TYPE.INT16: np.int16,
+    _TYPE.UINT16: np.uint16,
+    _TYPE.INT8: np.int8,
+    _TYPE.UINT8: np.uint8,
+    _TYPE.BOOL: np.bool_,
+}
+FLOAT16 = _TYPE.FLOAT16
+_PACKED = {_TYPE.UINT4: 4, _TYPE.UINT6: 6}
+_SENTINEL = 0xDEADBEEF
+
+
+def unpacked(raw: npt.NDArray[np.uint8], bits: int, count: int) -> npt.NDArray[np.uint8]:
+    """Unsigned integers of a few bits, contiguous, least significant bit first."""
+    fields = np.unpackbits(raw, bitorder="little")[: count * bits].reshape(count, bits)
+    weighted = fields << np.arange(bits, dtype=np.uint8)
+    values: npt.NDArray[np.uint8] = weighted.sum(axis=1, dtype=np.uint8)
+    return values
+
+
+def _typed(raw: npt.NDArray[np.uint8], kind: int, count: int) -> Array:
+    if kind in _PACKED:
+        return unpacked(raw, _PACKED[kind], count)
+    if kind not in DTYPES:
+        raise ModelError(f"the package has a constant of the unknown type {_TYPE.Name(kind)}")
+    return raw.view(DTYPES[kind])[:count]
+
+
+def shape_of(value_type: Any) -> tuple[int, tuple[int, ...]]:
+    """(data type, shape) of a tensor or of what a state wraps."""
+    which = value_type.WhichOneof("type")
+    tensor = (
+        value_type.tensorType
+        if which == "tensorType"
+        else value_type.stateType.wrappedType.tensorType
+    )
+    return tensor.dataType, tuple(d.constant.size for d in tensor.dimensions)
+
+
+class Constants:
+    """The constants of a package; equal ones of several functions are one array."""
+
+    def __init__(self, weights: Path) -> None:
+        self._folder = weights
+        self._files: dict[str, npt.NDArray[np.uint8]] = {}
+        self._read: dict[tuple[str, int, tuple[int, ...]], Array] = {}
+
+    def value(self, value: Any) -> Any:
+        """A constant as an array, float16 as float32; a string as itself."""
+        kind, shape = shape_of(value.type)
+        if value.WhichOneof("value") == "blobFileValue":
+            where = value.blobFileValue
+            key = (Path(where.fileName).name, where.offset, shape)
+            if key not in self._read:
+                self._read[key] = self._blob(key[0], key[1], kind, shape)
+            return self._read[key]
+        return _immediate(value.immediateValue.tensor, kind, shape)
+
+    def _blob(self, name: str, offset: int, kind: int, shape: tuple[int, ...]) -> Array:
+        if name not in self._files:
+            self._files[name] = np.memmap(self._folder / name, np.uint8, "r")
+        file = self._files[name]
+        sentinel = int(file[offset : offset + 4].view("<u4")[0])
+        if sentinel != _SENTINEL:
+            raise ModelError(f"{name!r} has no constant at {offset}: the package is broken")
+        size, data = (int(n) for n in file[offset + 8 : offset + 24].view("<u8"))
+        count = int(np.prod(shape, dtype=np.int64))
+        return _held(_typed(np.asarray(file[data : data + size]), kind, count).reshape(shape))
+
+
+def _immediate(tensor: Any, kind: int, shape: tuple[int, ...]) -> Any:
+    which = tensor.WhichOneof("value")
+    if which == "strings":
+        return tensor.strings.values[0]
+    if which == "bytes":
+        raw = np.frombuffer(tensor.bytes.values, np.uint8)
+        found = _typed(raw, kind, int(np.prod(shape, dtype=np.int64)))
+    else:
+        found = np.array(getattr(tensor, which).values, DTYPES[kind])
+    return _held(found.reshape(shape))
+
+
+def _held(array: Array) -> Array:
+    """float16 is computed with in float32, which numpy does faster, and rounded after each op."""
+    return array.astype(np.float32) if array.dtype == np.float16 else array

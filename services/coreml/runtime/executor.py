@@ -1,0 +1,71 @@
+"""What runs the functions of a converted model: CoreML on macOS, the reference runtime elsewhere."""
+
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+from protocol.errors import UsageError
+from protocol.settings import ComputeUnits
+from services.coreml.manifest import Manifest
+from services.coreml.runtime.blob import Array
+from services.coreml.runtime.program import Program
+
+State = Any
+"""Keys and values of one sequence, in the executor's own form."""
+
+
+class Executor(Protocol):
+    """Executes the packages of one converted model."""
+
+    @property
+    def compute_unit(self) -> str:
+        """Where it computes, as far as that is known; never a wish."""
+        ...
+
+    def new_state(self, part: int) -> State:
+        """An empty state for one part of the model."""
+        ...
+
+    def run(
+        self, part: int, function: str, inputs: dict[str, Array], state: State | None
+    ) -> dict[str, Array]:
+        """Call a function of a part; writes what it declares to write into the state."""
+        ...
+
+
+class ReferenceExecutor:
+    """The packages in numpy: exact about meaning and rounding, nothing about speed."""
+
+    compute_unit = "reference"
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._programs = [Program(folder / part.file) for part in manifest.parts]
+        self._stateful = next((f.name for f in manifest.functions if f.stateful), "")
+
+    def new_state(self, part: int) -> State:
+        """See `Executor`."""
+        return self._programs[part].new_state(self._stateful)
+
+    def run(
+        self, part: int, function: str, inputs: dict[str, Array], state: State | None
+    ) -> dict[str, Array]:
+        """See `Executor`."""
+        return self._programs[part].run(function, inputs, {} if state is None else state)
+
+
+def executor_of(folder: Path, manifest: Manifest, units: ComputeUnits) -> Executor:
+    """The executor for these units; `auto` is the Neural Engine on macOS, else the reference.
+
+    Raises:
+        UsageError: CoreML is asked for where there is none.
+    """
+    if units == "reference" or (units == "auto" and sys.platform != "darwin"):
+        return ReferenceExecutor(folder, manifest)
+    if sys.platform != "darwin":
+        raise UsageError(
+            f"--compute-units {units} needs CoreML, which only macOS has; here: reference"
+        )
+    # Its framework exists only there.
+    from services.coreml.runtime.native import NativeExecutor  # noqa: PLC0415
+
+    return NativeExecutor(folder, manifest, "cpu_and_ne" if units == "auto" else units)
