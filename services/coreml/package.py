@@ -7,11 +7,12 @@ from typing import Any
 import coremltools as ct
 from coremltools.converters.mil.converter import mil_convert
 from coremltools.converters.mil.mil.passes import pass_pipeline
-from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipeline, PassPipelineManager
+from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipeline
 from coremltools.converters.mil.mil.passes.pass_registry import PASS_REGISTRY
 
 # Our programs are float16, unfused and free of dead code already: of the common passes
-# these remain, and a conversion takes a third of the time.
+# these remain. The manager of passes would also check the whole program after each one, which
+# takes most of a conversion.
 _PASSES = [
     "common::const_elimination",
     "common::const_deduplication",
@@ -32,8 +33,8 @@ def save(program: Any, path: Path) -> None:
     internals of coremltools 9, which `pyproject.toml` pins; a test holds the size.
     """
     _quieten()
-    PassPipelineManager.apply_pipeline(program, PassPipeline(_PASSES, "ssd"))
-    PassPipelineManager.apply_pipeline(program, PassPipeline.get_pipeline("backend_mlprogram"))
+    for name in [*_PASSES, *PassPipeline.get_pipeline("backend_mlprogram").passes]:
+        PASS_REGISTRY[name](program)
     PASS_REGISTRY["common::const_deduplication"]._deduplicate_const_across_functions(program)
     program.skip_all_passes = True
     program.export_as_multifunction = True
@@ -43,6 +44,7 @@ def save(program: Any, path: Path) -> None:
         convert_to="mlprogram",
         compute_units=ct.ComputeUnit.CPU_AND_NE,
         specification_version=ct.target.iOS18.value,
+        pass_pipeline=PassPipeline([], "none"),
         skip_model_load=True,
     )
     model.save(str(path))
