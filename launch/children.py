@@ -63,6 +63,7 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         lifeline=lifeline,
         address=run_dir.services_address,
         backend=pair.backend,
+        compute_units=settings.compute_units,
         model=pair.draft_model,
         cores=cores,
         threads=max(1, len(cores)),

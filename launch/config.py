@@ -13,9 +13,9 @@ import msgspec
 
 from protocol.emulation import parse_size
 from protocol.errors import UsageError
-from protocol.settings import BackendName, Device, LogLevel
+from protocol.settings import BackendName, ComputeUnits, Device, LogLevel
 
-BackendChoice = Literal["auto", "mlx", "ngram"]
+BackendChoice = Literal["auto", "mlx", "coreml", "ngram"]
 
 CONFIG_FILE = "ssd.toml"
 _PREFIX = "SSD_"
@@ -32,7 +32,10 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     draft_model: str = ""
     """Drafter: a model folder or hub name; empty is the default pair's, if the target is too."""
     draft_backend: BackendChoice = "auto"
-    """`auto` is mlx where there is a draft model, else ngram."""
+    """`auto`: where there is a draft model coreml (on macOS, if it is converted) or mlx, else
+    ngram."""
+    compute_units: ComputeUnits = "auto"
+    """Where a converted model runs."""
     prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = 512
     decode_concurrency: Annotated[int, msgspec.Meta(ge=1)] = 4
     """Requests decoded at the same time; others wait in line."""

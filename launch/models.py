@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.config import StackSettings, cache_dir
+from launch.converted import converted, require_converted
 from protocol.child import ERROR_PREFIX
 from protocol.errors import ModelError, UsageError
 from protocol.settings import BACKENDS, BackendName
@@ -50,6 +51,8 @@ class Pair:
         if not model and self.model != str(default_target()):
             raise UsageError("name a draft model that shares the target's tokenizer")
         folder = resolve(model) if model else _provisioned(default_drafter())
+        if name == "coreml":
+            folder = require_converted(folder)
         return replace(self, backend=name, draft_model=str(folder))
 
 
@@ -63,11 +66,20 @@ def pair_of(settings: StackSettings) -> Pair:
     target = resolve(settings.model) if settings.model else _provisioned(default_target())
     backend: str = settings.draft_backend
     if backend == "auto":
-        drafts = settings.draft_model or target == default_target()
-        backend = "mlx" if drafts else "ngram"
+        backend = _automatic(settings, target)
     if backend != "mlx" and settings.draft_device not in {"", "cpu"}:
         raise UsageError(f"the {backend} backend has no use for the device {settings.draft_device}")
     return Pair(str(target), "", "ngram").with_drafter(backend, settings.draft_model)
+
+
+def _automatic(settings: StackSettings, target: Path) -> str:
+    """What `auto` stands for; a Mac has a Neural Engine to draft on, if the model is converted."""
+    if not settings.draft_model and target != default_target():
+        return "ngram"
+    drafter = resolve(settings.draft_model) if settings.draft_model else default_drafter()
+    found = converted(drafter)
+    on_mac = sys.platform == "darwin" and settings.draft_device == ""
+    return "coreml" if found == drafter or (found is not None and on_mac) else "mlx"
 
 
 def default_target() -> Path:

@@ -9,7 +9,7 @@ from launch.config import StackSettings, stack_settings
 from launch.generate import new_seed
 from protocol.messages import Acceptance, Sampling
 from protocol.sampling import check
-from protocol.settings import BACKENDS, LogLevel
+from protocol.settings import BACKENDS, COMPUTE_UNITS, LogLevel
 
 _DEVICE = "Where the {} computes: cpu, gpu, or cuda:N. MLX's default device if left out."
 _EMULATE = (
@@ -41,6 +41,8 @@ def stack_options() -> Callable[[F], F]:
             click.option("--model", help="Target: model folder or hub name."),
             click.option("--draft-model", help="Drafter: model folder or hub name."),
             click.option("--draft-backend", type=click.Choice(["auto", *BACKENDS])),
+            click.option("--compute-units", type=click.Choice(COMPUTE_UNITS),
+                         help="Where a converted model runs; reference: slow, on any machine."),
             click.option("--prefill-step-size", type=click.IntRange(min=1)),
             click.option("--decode-concurrency", type=click.IntRange(min=1),
                          help="Requests decoded at the same time; others wait in line."),

@@ -28,7 +28,8 @@ class Yardstick(Closing):
     def __init__(self, pair: Pair, device: Device = "", emulated_cost: str = "") -> None:
         settings = ReferenceSettings(
             model=pair.model,
-            draft_model=pair.draft_model,
+            # mlx-lm cannot load the models of other backends.
+            draft_model=pair.draft_model if pair.backend == "mlx" else "",
             threads=os.cpu_count() or 1,
             device=device,
             emulated_cost=emulated_cost,

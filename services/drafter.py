@@ -35,6 +35,14 @@ def _backend(settings: DrafterSettings) -> DraftBackend:
             unit = bind(settings.device)
             prompts = PromptCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
             return MlxBackend(Path(settings.model), settings.prefill_step_size, unit, prompts)
+        case "coreml":
+            from services.coreml.threads import limit  # noqa: PLC0415
+
+            limit(settings.threads)
+            from services.backends.coreml import CoremlBackend  # noqa: PLC0415
+            from services.coreml.model import open_model  # noqa: PLC0415
+
+            return CoremlBackend(open_model(Path(settings.model), settings.compute_units))
         case "ngram":
             from services.backends.ngram import NgramBackend  # noqa: PLC0415
 

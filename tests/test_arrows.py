@@ -104,6 +104,13 @@ def test_libraries_stay_in_their_rooms() -> None:
     assert offenders(strangers) == {}
 
 
+def test_coremltools_stays_in_its_room() -> None:
+    """Only services/coreml knows the library whose internals it leans on."""
+    users = {name(path) for path in FILES if "coremltools" in imported(path)}
+    assert users
+    assert all(path.startswith("services/coreml/") for path in users)
+
+
 def test_only_the_launcher_prints() -> None:
     """print() is called only in launch/."""
 

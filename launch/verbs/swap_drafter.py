@@ -12,7 +12,7 @@ from protocol.settings import BACKENDS
 
 @click.command("swap-drafter")
 @click.option("--backend", type=click.Choice(BACKENDS), required=True)
-@click.option("--draft-model", default="", help="Model folder or hub name, for mlx.")
+@click.option("--draft-model", default="", help="Model folder or hub name, for mlx and coreml.")
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
 def command(backend: str, draft_model: str, name: str) -> None:
     """Exchange the drafter of a running stack; requests go on."""

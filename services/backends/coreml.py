@@ -12,7 +12,6 @@ token has to be fed anyway, and a call of many tokens costs hardly more than one
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,12 +19,10 @@ import numpy as np
 from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
 from protocol.sampling import of_drafter
-from protocol.settings import ComputeUnits
 from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
 from services.candidates import Top, best_bonuses, drafted
-from services.coreml.manifest import read_manifest
 from services.coreml.model import ConvertedModel, Feed, chain_feed
-from services.coreml.runtime.executor import State, executor_of
+from services.coreml.runtime.executor import State
 
 MAX_DRAFT_TOKENS = 64
 
@@ -46,27 +43,26 @@ class Call(NamedTuple):
     """One call of a function on the trunk."""
 
     function: str
-    count: int
+    tokens: int
 
 
 class CoremlBackend:
     """See `interface.DraftBackend`."""
 
-    def __init__(self, folder: Path, compute_units: ComputeUnits) -> None:
-        """Load the converted model; raises ModelError or UsageError if that cannot be."""
-        manifest = read_manifest(folder)
-        executor = executor_of(folder, manifest, compute_units)
-        self._model = ConvertedModel(folder, executor)
+    def __init__(self, model: ConvertedModel) -> None:
+        """Draft with a converted model; raises ModelError if it lacks a function."""
+        manifest = model.manifest
+        self._model = model
         self._branches = manifest.function("tree").tokens
         self._chunk = manifest.function("prefill").tokens
         self._sequences: dict[int, _Sequence] = {}
         self.identity = BackendIdentity(
             backend="coreml",
-            model=str(folder),
+            model=str(model.folder),
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
             vocabulary_size=manifest.vocabulary_size,
             context_length=manifest.slots,
-            compute_unit=executor.compute_unit,
+            compute_unit=model.executor.compute_unit,
             max_draft_tokens=MAX_DRAFT_TOKENS,
         )
 
@@ -76,7 +72,8 @@ class CoremlBackend:
         """Prefill into a fresh state, in chunks; may be abandoned between two."""
         state = self._model.new_state()
         opened = _Sequence(state, of_drafter(sampling), list(tokens))
-        for call in self._calls(0, len(tokens), rows=0):
+        fits = len(tokens) <= self._model.slots
+        for call in self._calls(0, len(tokens) if fits else 0, rows=0):
             self._feed(opened, call, tokens)
             yield
         self._sequences[sequence] = opened
@@ -162,14 +159,16 @@ class CoremlBackend:
                 keep = position
                 break
         del known.fed[keep:]
-        known.tops = {p: top for p, top in known.tops.items() if keep - MAX_DRAFT_TOKENS <= p < keep}
+        known.tops = {
+            p: top for p, top in known.tops.items() if keep - MAX_DRAFT_TOKENS <= p < keep
+        }
         for call in self._calls(keep, len(wanted), rows):
             self._feed(known, call, wanted)
         return True
 
     def _feed(self, known: _Sequence, call: Call, wanted: Tokens) -> None:
         start = len(known.fed)
-        tokens = wanted[start : start + call.count]
+        tokens = wanted[start : start + call.tokens]
         tops = self._model.run(
             call.function, chain_feed(tokens, start, self._model.slots), known.state
         )
@@ -241,7 +240,7 @@ def calls_for(
         else:
             call = Call("decode", 1)
         calls.append(call)
-        start += call.count
+        start += call.tokens
     return calls
 
 

@@ -1,4 +1,4 @@
-"""What a Llama-type model's `config.json` says, checked: only what the builder can say is let by."""
+"""What a Llama-type model's `config.json` says; what the builder cannot say is refused."""
 
 import json
 import math
@@ -7,9 +7,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from protocol.errors import ModelError
 from protocol.law import Floats
+
+Doubles = npt.NDArray[np.float64]
 
 KNOWN_TYPES = ("llama", "qwen2", "qwen3", "mistral")
 
@@ -100,7 +103,7 @@ def _rope(config: dict[str, Any], head_dim: int, path: Path) -> Rope:
     base = config.get("rope_theta") or parameters.get("rope_theta") or default
     scaling = config.get("rope_scaling") or parameters
     kind = scaling.get("type") or scaling.get("rope_type", "default")
-    plain = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    plain: Doubles = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     match kind:
         case "default":
             return Rope(plain.tolist())
@@ -113,18 +116,18 @@ def _rope(config: dict[str, Any], head_dim: int, path: Path) -> Rope:
     raise ModelError(f"{str(path)!r} has {kind!r} RoPE scaling, which cannot be converted")
 
 
-def _llama3(plain: Floats, scaling: dict[str, Any]) -> Floats:
+def _llama3(plain: Doubles, scaling: dict[str, Any]) -> Doubles:
     """Long wavelengths are stretched by the factor, short ones kept, those between blended."""
     factor = scaling["factor"]
     low = scaling.get("low_freq_factor", 1.0)
     high = scaling.get("high_freq_factor", 4.0)
     turns = scaling.get("original_max_position_embeddings", 8192) * plain / (2 * math.pi)
     blend = np.clip((turns - low) / (high - low), 0, 1)
-    stretched: Floats = plain * ((1 - blend) / factor + blend)
+    stretched: Doubles = plain * ((1 - blend) / factor + blend)
     return stretched
 
 
-def _yarn(plain: Floats, base: float, scaling: dict[str, Any]) -> Rope:
+def _yarn(plain: Doubles, base: float, scaling: dict[str, Any]) -> Rope:
     """YaRN (Peng et al., 2023): interpolate dimensions that turn seldom, keep the fast ones."""
     factor = scaling["factor"]
     original = scaling.get("original_max_position_embeddings", 4096)

@@ -7,11 +7,11 @@ is float16 and of rank 4 at most.
 from typing import Any
 
 import numpy as np
-from coremltools.converters.mil import Builder as mb  # noqa: N813  # as all of coremltools says it
-from coremltools.converters.mil.mil import types
+import numpy.typing as npt
 
 from protocol.law import Floats
 from services.coreml.compression import Packed
+from services.coreml.mil import mb, types
 
 Var = Any
 """A value in a MIL program."""
@@ -20,7 +20,7 @@ _SMALLEST_PEAK = np.float16(2**-10)
 _UINTS = {4: types.uint4, 6: types.uint6, 8: types.uint8}
 
 
-def _column(values: Floats) -> Any:
+def _column(values: npt.NDArray[Any]) -> Any:
     return values.astype(np.float16)[None, :, None, None]
 
 

@@ -5,7 +5,7 @@ one for a whole matrix, ruins a small model; so the compressed constants are mad
 handed to the builder, where any number of functions share them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,11 @@ class Packed(NamedTuple):
         return Packed(self.bits, self.data[part], palettes, self.scales[part])
 
 
+_cluster: Any = kmeans1d.cluster  # declared for lists; takes arrays
+
+_SMALLEST_SCALE = 127 * 2.0**-14
+"""Its 127th part is float16's smallest normal number."""
+
 _NONE = np.zeros(0, np.float16)
 
 
@@ -57,8 +62,7 @@ def pack(matrix: Floats, compression: Compression) -> Packed:
     """Compress one matrix."""
     if compression == "none":
         return Packed(16, matrix.astype(np.float16), _NONE[:, None], _NONE)
-    scales = np.abs(matrix).max(axis=1)
-    scales[scales == 0] = 1.0
+    scales = np.maximum(np.abs(matrix).max(axis=1), _SMALLEST_SCALE)
     if compression == "int8":
         scales = (scales / 127).astype(np.float16)
         levels = np.clip(np.rint(matrix / scales.astype(np.float32)[:, None]), -127, 127)
@@ -77,11 +81,9 @@ def _palettised(matrix: Floats, scales: npt.NDArray[np.float16], bits: int) -> P
         rows = slice(number * group, (number + 1) * group)
         # Rounded, values recur: fewer points to cluster.
         values, inverse = np.unique(matrix[rows].astype(np.float16), return_inverse=True)
-        mass = np.broadcast_to(weights[rows, None], matrix[rows].shape).ravel()
-        mass = np.bincount(inverse.ravel(), weights=mass, minlength=len(values))
-        found = kmeans1d.cluster(
-            values.astype(np.float64), min(2**bits, len(values)), weights=mass
-        )
+        of_points = np.broadcast_to(weights[rows, None], matrix[rows].shape).ravel()
+        mass = np.bincount(inverse.ravel(), weights=of_points, minlength=len(values))
+        found = _cluster(values.astype(np.float64), min(2**bits, len(values)), weights=mass)
         palettes[number, : len(found.centroids)] = found.centroids
         clusters = np.asarray(found.clusters, np.uint8)
         indices[rows] = clusters[inverse.ravel()].reshape(matrix[rows].shape)

@@ -1,4 +1,4 @@
-"""From a model folder to a converted one: everything in a folder beside, moved in place at the end."""
+"""From a model folder to a converted one."""
 
 import platform
 import shutil

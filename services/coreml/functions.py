@@ -39,7 +39,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def functions_of(branches: int, chunk: int) -> list[Function]:
-    """The functions of a drafter: many branches, one token, a prompt; and a prompt without state."""
+    """Those of a drafter: branches, one token, a prompt; and a prompt without state."""
     return [
         Function("tree", branches, stateful=True, head=True),
         Function("decode", 1, stateful=True, head=True),

@@ -13,11 +13,12 @@ import numpy.typing as npt
 
 from protocol.errors import ModelError
 from protocol.law import Floats
+from protocol.settings import ComputeUnits
 from services.candidates import Top
 from services.coreml.functions import MASKED, Function
 from services.coreml.manifest import EMBEDDING, Manifest, read_manifest
 from services.coreml.runtime.blob import Array
-from services.coreml.runtime.executor import Executor, State
+from services.coreml.runtime.executor import Executor, State, executor_of
 
 Visible = npt.NDArray[np.bool_]
 
@@ -43,6 +44,7 @@ class ConvertedModel:
 
     def __init__(self, folder: Path, executor: Executor) -> None:
         """Map the embedding; raises ModelError if the folder is incomplete."""
+        self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
         self.executor = executor
         try:
@@ -144,6 +146,16 @@ class ConvertedModel:
         ids = columns if self._head_ids is None else self._head_ids[columns]
         totals = _log_sum(peaks.astype(np.float32), sums.astype(np.float32))
         return [Top(ids[i : i + 1], values[i : i + 1], totals[i : i + 1]) for i in range(count)]
+
+
+def open_model(folder: Path, units: ComputeUnits) -> ConvertedModel:
+    """The model in a converted folder, ready to run.
+
+    Raises:
+        ModelError: the folder holds no complete model.
+        UsageError: these units are not to be had here.
+    """
+    return ConvertedModel(folder, executor_of(folder, read_manifest(folder), units))
 
 
 def _columns(rows: Any) -> Array:

@@ -1,6 +1,7 @@
 """A program of several functions as a saved `.mlpackage` whose functions share their weights."""
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,22 @@ def save(program: Any, path: Path) -> None:
     _quieten()
     for name in [*_PASSES, *PassPipeline.get_pipeline("backend_mlprogram").passes]:
         PASS_REGISTRY[name](program)
-    PASS_REGISTRY["common::const_deduplication"]._deduplicate_const_across_functions(program)
+    deduplication: Any = PASS_REGISTRY["common::const_deduplication"]
+    deduplication._deduplicate_const_across_functions(program)
     program.skip_all_passes = True
     program.export_as_multifunction = True
-    model = mil_convert(
-        program,
-        convert_from="milinternal",
-        convert_to="mlprogram",
-        compute_units=ct.ComputeUnit.CPU_AND_NE,
-        specification_version=ct.target.iOS18.value,
-        pass_pipeline=PassPipeline([], "none"),
-        skip_model_load=True,
-    )
+    with warnings.catch_warnings():
+        # It leaves the removal of its scratch folder to the garbage collector.
+        warnings.simplefilter("ignore", ResourceWarning)
+        model: Any = mil_convert(
+            program,
+            convert_from="milinternal",
+            convert_to="mlprogram",
+            compute_units=ct.ComputeUnit.CPU_AND_NE,
+            specification_version=ct.target.iOS18.value,
+            pass_pipeline=PassPipeline([], "none"),
+            skip_model_load=True,
+        )
     model.save(str(path))
 
 

@@ -14,17 +14,19 @@ Outputs: `hidden` of a part that is not the last; of a head `values`, `columns`,
 
 from typing import Any, NamedTuple
 
-import coremltools as ct
 import numpy as np
-from coremltools.converters.mil import Builder as mb  # noqa: N813
-from coremltools.converters.mil import mil
-from coremltools.converters.mil.mil import types
 
 from protocol.settings import StateWrite
+from services.coreml import mil
 from services.coreml.architecture import Architecture
 from services.coreml.blocks import Var, attend, best_tokens, by_head, dense, rms_norm, rotate
 from services.coreml.functions import HEAD_ROWS, Function, Part
+from services.coreml.mil import OPSET, mb, types
 from services.coreml.source import Source
+
+
+def _ints(values: list[int]) -> Any:
+    return np.array(values, np.int32)
 
 
 class Plan(NamedTuple):
@@ -65,7 +67,7 @@ class _Builder:
         return self._source.architecture
 
     def build(self) -> Any:
-        with mil.Function(self._inputs(), ct.target.iOS18) as made:
+        with mil.Function(self._inputs(), OPSET) as made:
             made.set_outputs(self._body(dict(made.inputs)))
         return made
 
@@ -142,9 +144,7 @@ class _Builder:
             outputs += self._head(x)
         elif self._function.stateful:
             # CoreML wants an output of every function.
-            outputs.append(
-                mb.slice_by_index(x=new[0], begin=[0] * 4, end=[1] * 4, name="done")
-            )
+            outputs.append(mb.slice_by_index(x=new[0], begin=[0] * 4, end=[1] * 4, name="done"))
         return outputs
 
     def _write(self, given: dict[str, Var], past: _Past, new: tuple[Var, Var]) -> None:
@@ -153,10 +153,10 @@ class _Builder:
             if self._plan.state_write == "slice":
                 layers, heads, tokens, size = rows.shape
                 slot = given["slot"]
-                end = mb.add(x=slot, y=np.int32([tokens]))
-                zeros, sizes = np.int32([0, 0]), np.int32([layers, heads])
-                begin = mb.concat(values=[zeros, slot, np.int32([0])], axis=0)
-                end = mb.concat(values=[sizes, end, np.int32([size])], axis=0)
+                end = mb.add(x=slot, y=_ints([tokens]))
+                zeros, sizes = _ints([0, 0]), _ints([layers, heads])
+                begin = mb.concat(values=[zeros, slot, _ints([0])], axis=0)
+                end = mb.concat(values=[sizes, end, _ints([size])], axis=0)
                 updated = mb.slice_update(x=old, update=rows, begin=begin, end=end)
             else:
                 placed = mb.matmul(x=given["scatter"], y=rows)
@@ -241,5 +241,3 @@ class _Layer:
         up = self._dense(h, "mlp.up_proj", "up")
         down = self._dense(mb.mul(x=gate, y=up), "mlp.down_proj", "down")
         return mb.add(x=x, y=down, name=f"{self._prefix}_out")
-
-

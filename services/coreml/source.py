@@ -1,4 +1,4 @@
-"""A model on its way into a program: its tensors, compressed once however often they are asked for."""
+"""A model on its way into a program: its tensors, each compressed once."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ class Source:
         self.folder = folder
         self.architecture: Architecture = read_architecture(folder)
         self._weights = Weights(folder)
-        self._compression = compression
+        self._compression: Compression = compression
         self._packed: dict[tuple[str, float], Packed] = {}
         self.head_ids = _head_ids(folder, self.architecture.vocabulary)
 

@@ -40,7 +40,8 @@ def _typed(raw: npt.NDArray[np.uint8], kind: int, count: int) -> Array:
         return unpacked(raw, _PACKED[kind], count)
     if kind not in DTYPES:
         raise ModelError(f"the package has a constant of the unknown type {_TYPE.Name(kind)}")
-    return raw.view(DTYPES[kind])[:count]
+    typed: Array = raw.view(DTYPES[kind])[:count]
+    return typed
 
 
 def shape_of(value_type: Any) -> tuple[int, tuple[int, ...]]:

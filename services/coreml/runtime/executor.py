@@ -1,4 +1,4 @@
-"""What runs the functions of a converted model: CoreML on macOS, the reference runtime elsewhere."""
+"""What runs a converted model: CoreML on macOS, the reference runtime elsewhere."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ from protocol.errors import UsageError
 from protocol.settings import ComputeUnits
 from services.coreml.manifest import Manifest
 from services.coreml.runtime.blob import Array
-from services.coreml.runtime.program import Program
+from services.coreml.runtime.program import Precision, Program
 
 State = Any
 """Keys and values of one sequence, in the executor's own form."""
@@ -38,8 +38,8 @@ class ReferenceExecutor:
 
     compute_unit = "reference"
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._programs = [Program(folder / part.file) for part in manifest.parts]
+    def __init__(self, folder: Path, manifest: Manifest, precision: Precision = "float16") -> None:
+        self._programs = [Program(folder / part.file, precision) for part in manifest.parts]
         self._stateful = next((f.name for f in manifest.functions if f.stateful), "")
 
     def new_state(self, part: int) -> State:

@@ -49,8 +49,7 @@ def _slice_update(i: Inputs) -> Array:
     window = _window(i, i.x)
     if i.x[window].shape != i.update.shape:
         raise ModelError(
-            f"slice_update writes {i.update.shape} to a window of {i.x[window].shape}: "
-            "out of range"
+            f"slice_update writes {i.update.shape} to a window of {i.x[window].shape}: out of range"
         )
     updated: Array = i.x.copy()
     updated[window] = i.update

@@ -55,7 +55,7 @@ class Program:
         try:
             manifest = json.loads((path / "Manifest.json").read_text(encoding="utf-8"))
             root = manifest["itemInfoEntries"][manifest["rootModelIdentifier"]]["path"]
-            model: Any = Model_pb2.Model()  # type: ignore[attr-defined]  # made at run time
+            model: Any = Model_pb2.Model()
             model.ParseFromString((path / "Data" / root).read_bytes())
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"{str(path)!r} is no CoreML package ({error!r})") from error
