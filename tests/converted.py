@@ -54,7 +54,8 @@ def converted_folder(
     source = source_folder(family, trimmed=trimmed, layers=layers)
     name = "-".join(str(part) for option in options for part in option)
     out = _base() / f"{source.name}-{name}-coreml"
-    convert(settings_for(source, out, **dict(options)), out, lambda what, share: None)
+    if not out.exists():
+        convert(settings_for(source, out, **dict(options)), out, lambda what, share: None)
     return out
 
 
