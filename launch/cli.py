@@ -15,6 +15,7 @@ from launch import show
 from launch.verbs import (
     bench,
     distill,
+    draft_server,
     generate,
     launch,
     models,
@@ -38,6 +39,7 @@ for _verb in (
     generate,
     serve,
     swap_drafter,
+    draft_server,
     bench,
     distill,
     models,

@@ -15,7 +15,7 @@ from protocol.emulation import parse_size
 from protocol.errors import UsageError
 from protocol.settings import BackendName, ComputeUnits, Device, LogLevel
 
-BackendChoice = Literal["auto", "mlx", "coreml", "ngram"]
+BackendChoice = Literal["auto", "mlx", "coreml", "ngram", "stdio"]
 
 CONFIG_FILE = "ssd.toml"
 _PREFIX = "SSD_"
@@ -32,10 +32,14 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     draft_model: str = ""
     """Drafter: a model folder or hub name; empty is the default pair's, if the target is too."""
     draft_backend: BackendChoice = "auto"
-    """`auto`: where there is a draft model coreml (on macOS, if it is converted) or mlx, else
-    ngram."""
+    """`auto`: stdio with a draft command; with a draft model coreml (on macOS, if it is
+    converted) or mlx; else ngram."""
     compute_units: ComputeUnits = "auto"
     """Where a converted model runs."""
+    draft_command: str = ""
+    """Backend stdio: the program that drafts, with its arguments, as in a shell."""
+    draft_lines: bool = False
+    """Backend stdio: the program speaks the line protocol."""
     prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = 512
     decode_concurrency: Annotated[int, msgspec.Meta(ge=1)] = 4
     """Requests decoded at the same time; others wait in line."""
@@ -149,6 +153,13 @@ def child_environment(device: Device) -> dict[str, str] | None:
     # By bus, as nvidia-smi counts, not by speed, as CUDA does if left alone.
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **os.environ}
     return {**order, "CUDA_VISIBLE_DEVICES": shown[0]}
+
+
+def compute_threads() -> int:
+    """Threads for a compute process that may use every core that we may."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Cores(msgspec.Struct, frozen=True):

@@ -2,13 +2,14 @@
 
 import importlib.resources
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from launch.config import StackSettings, cache_dir
@@ -36,24 +37,37 @@ class Pair:
     draft_model: str
     """Empty for a backend without a model."""
     backend: BackendName
+    command: tuple[str, ...] = ()
+    """The program that drafts, for the stdio backend."""
+    lines: bool = False
+    """Whether it speaks the line protocol."""
 
-    def with_drafter(self, backend: str, model: str) -> "Pair":
+    @property
+    def drafts_with(self) -> str:
+        """The model or the program that drafts, for people."""
+        return self.draft_model or shlex.join(self.command)
+
+    def with_drafter(
+        self, backend: str, model: str, command: Sequence[str] = (), *, lines: bool = False
+    ) -> "Pair":
         """The same target with another drafter; raises UsageError or ModelError."""
-        name = next((name for name in BACKENDS if name == backend), None)
+        names: dict[str, BackendName] = {known: known for known in BACKENDS}
+        name = names.get(backend)
         if name is None:
             raise UsageError(
                 f"there is no drafter backend {backend!r}; known: {', '.join(BACKENDS)}"
             )
-        if name == "ngram":
+        if name == "stdio":
             if model:
-                raise UsageError("the ngram backend needs no draft model")
-            return replace(self, backend=name, draft_model="")
-        if not model and self.model != str(default_target()):
+                raise UsageError("name the draft model in the draft command")
+            if not command:
+                raise UsageError("the stdio backend needs a draft command (--draft-command)")
+            return Pair(self.model, "", name, tuple(command), lines)
+        if command or lines:
+            raise UsageError(f"a draft command is for the stdio backend, not for {name}")
+        if name != "ngram" and not model and self.model != str(default_target()):
             raise UsageError("name a draft model that shares the target's tokenizer")
-        folder = resolve(model) if model else _provisioned(default_drafter())
-        if name == "coreml":
-            folder = require_converted(folder)
-        return replace(self, backend=name, draft_model=str(folder))
+        return Pair(self.model, drafter_folder(name, model), name)
 
 
 def pair_of(settings: StackSettings) -> Pair:
@@ -69,11 +83,47 @@ def pair_of(settings: StackSettings) -> Pair:
         backend = _automatic(settings, target)
     if backend != "mlx" and settings.draft_device not in {"", "cpu"}:
         raise UsageError(f"the {backend} backend has no use for the device {settings.draft_device}")
-    return Pair(str(target), "", "ngram").with_drafter(backend, settings.draft_model)
+    return Pair(str(target), "", "ngram").with_drafter(
+        backend,
+        settings.draft_model,
+        command_of(settings.draft_command),
+        lines=settings.draft_lines,
+    )
+
+
+def drafter_folder(backend: BackendName, model: str) -> str:
+    """The folder of the model that one of our own backends drafts with; empty without one.
+
+    Raises:
+        ModelError: the model is not there.
+        UsageError: the backend has no model.
+    """
+    if backend == "ngram":
+        if model:
+            raise UsageError("the ngram backend needs no draft model")
+        return ""
+    folder = resolve(model) if model else _provisioned(default_drafter())
+    return str(require_converted(folder) if backend == "coreml" else folder)
+
+
+def command_of(text: str) -> tuple[str, ...]:
+    """A draft command as words, its program found; raises UsageError if there is none."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"the draft command {text!r} cannot be read: {error}") from error
+    if not words:
+        return ()
+    found = shutil.which(words[0])
+    if found is None:
+        raise UsageError(f"there is no program {words[0]!r} to run as a draft command")
+    return (str(Path(found).absolute()), *words[1:])
 
 
 def _automatic(settings: StackSettings, target: Path) -> str:
     """What `auto` stands for; a Mac has a Neural Engine to draft on, if the model is converted."""
+    if settings.draft_command:
+        return "stdio"
     if not settings.draft_model and target != default_target():
         return "ngram"
     drafter = resolve(settings.draft_model) if settings.draft_model else default_drafter()

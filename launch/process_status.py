@@ -14,7 +14,7 @@ def status_of(
         "orchestrator": ("", pair.model, ""),
         "verifier": ("mlx", pair.model, settings.target_device),
         "gateway": ("", "", ""),
-        "drafter": (pair.backend, pair.draft_model, settings.draft_device),
+        "drafter": (pair.backend, pair.drafts_with, settings.draft_device),
     }[child.role]
     return ProcessStatus(
         role=child.role,

@@ -228,7 +228,9 @@ class Supervisor:
     def _swap(self, message: SwapDrafter, client: Client) -> None:
         """Start the new drafter beside the old one; the orchestrator then switches over."""
         old, old_pair = self._children["drafter"], self._pair
-        self._pair = old_pair.with_drafter(message.backend, message.model)
+        self._pair = old_pair.with_drafter(
+            message.backend, message.model, message.command, lines=message.lines
+        )
         self._spawn("drafter")
         new = self._children["drafter"]
         try:

@@ -155,15 +155,23 @@ class Hub(_Endpoint, Generic[Inbound]):
 
 
 class Poller:
-    """Waits for any of several endpoints."""
+    """Waits for any of several endpoints, and of other programs' pipes."""
 
     def __init__(self, endpoints: Sequence[_Endpoint]) -> None:
         self._poller = zmq.Poller()
         for endpoint in endpoints:
             self._poller.register(endpoint.socket, zmq.POLLIN)
 
+    def read(self, descriptor: int) -> None:
+        """Wait for a file descriptor that can be read, too."""
+        self._poller.register(descriptor, zmq.POLLIN)
+
+    def write(self, descriptor: int, *, wanted: bool) -> None:
+        """Wait for a file descriptor that can be written, or no longer."""
+        self._poller.register(descriptor, zmq.POLLOUT if wanted else 0)
+
     def wait(self, timeout_s: float) -> None:
-        """Return once something can be received, or after `timeout_s` seconds."""
+        """Return once something can be done, or after `timeout_s` seconds."""
         self._poller.poll(max(0, round(timeout_s * 1000)))
 
 

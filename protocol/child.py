@@ -24,6 +24,18 @@ C = TypeVar("C", bound=ChildSettings)
 
 def main(role: str, kind: type[C], run: Callable[[C], None]) -> int:
     """Run a child process to its end; returns its exit code."""
+
+    def body() -> None:
+        settings = decode_settings(argument(role), kind)
+        pin(settings.cores)
+        hold_lifeline(settings.lifeline, settings.on_orphaned)
+        run(settings)
+
+    return reported(role, body)
+
+
+def reported(role: str, body: Callable[[], None]) -> int:
+    """Run the body of a process under the name of its role; its exit code, errors reported."""
     setproctitle.setproctitle(f"ssd {role}")
     logging.basicConfig(
         stream=sys.stderr,
@@ -31,10 +43,7 @@ def main(role: str, kind: type[C], run: Callable[[C], None]) -> int:
         format=f"%(asctime)s {role} %(levelname)s %(message)s",
     )
     try:
-        settings = decode_settings(_argument(role), kind)
-        pin(settings.cores)
-        hold_lifeline(settings.lifeline, settings.on_orphaned)
-        run(settings)
+        body()
     except SsdError as error:
         return _report(str(error), error.exit_code)
     except MemoryError:
@@ -46,7 +55,8 @@ def main(role: str, kind: type[C], run: Callable[[C], None]) -> int:
     return 0
 
 
-def _argument(role: str) -> str:
+def argument(role: str) -> str:
+    """The one argument of a process: its settings."""
     if len(sys.argv) != 2:
         raise UsageError(f"the {role} process is started by `ssd`, not by hand")
     return sys.argv[1]

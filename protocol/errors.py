@@ -6,6 +6,8 @@ SsdError
 ├── RuntimeFailure    4   a process died, hung, or said something it must not
 │   ├── DeadlineExceeded     a wait took longer than its deadline
 │   ├── ProtocolError        a message could not be decoded, or is illegal in this state
+│   ├── BackendLost          what drafts in another program is gone; this process must end
+│   ├── StreamEnded          the program at the other end of a pipe has closed it
 │   ├── ServiceLost          a process that was needed is gone for good
 │   └── Busy                 too many requests wait already
 └── LosslessnessError 5   two modes disagreed although the margin was not a rounding tie
@@ -42,6 +44,14 @@ class DeadlineExceeded(RuntimeFailure):
 
 class ProtocolError(RuntimeFailure):
     """A message could not be decoded, or is illegal in this state."""
+
+
+class BackendLost(RuntimeFailure):
+    """What drafts for this process in another program is gone; the process must end too."""
+
+
+class StreamEnded(RuntimeFailure):
+    """The program at the other end of a pipe has closed it, which is how it says goodbye."""
 
 
 class ServiceLost(RuntimeFailure):

@@ -437,6 +437,10 @@ class SwapDrafter(Message, frozen=True, tag="swap", kw_only=True):
 
     backend: str
     model: str = ""
+    command: list[str] = []
+    """Backend stdio: the program that drafts, and its arguments."""
+    lines: bool = False
+    """Backend stdio: whether it speaks the line protocol."""
 
 
 class StackRequest(Message, frozen=True, tag="stack?"):

@@ -14,8 +14,10 @@ from protocol.errors import UsageError
 from protocol.messages import Sampling
 from protocol.orphans import end_children
 
-BackendName = Literal["mlx", "coreml", "ngram"]
-BACKENDS: tuple[BackendName, ...] = ("mlx", "coreml", "ngram")
+BackendName = Literal["mlx", "coreml", "ngram", "stdio"]
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+OWN_BACKENDS: tuple[BackendName, ...] = tuple(name for name in BACKENDS if name != "stdio")
+"""Those that draft by themselves."""
 
 ComputeUnits = Literal["auto", "cpu_and_ne", "cpu_only", "cpu_and_gpu", "all", "reference"]
 """Where a converted model runs: CoreML's own words; `reference` is a slow numpy runtime, a test
@@ -87,6 +89,34 @@ class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):
     backend: BackendName
     compute_units: ComputeUnits = "auto"
     """Of the coreml backend."""
+    command: list[str] = []
+    """Backend stdio: the program that drafts, and its arguments."""
+    lines: bool = False
+    """Backend stdio: the program speaks the line protocol, not messages."""
+    ready_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0
+    """Backend stdio: longest wait for the program to be ready, or to prefill."""
+    answer_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    """Backend stdio: longest wait for a draft that the target waits for; then it has hung."""
+
+
+class DraftServerSettings(_Settings, frozen=True, kw_only=True):
+    """One draft server: a drafter on standard input and output (`docs/DRAFT_SERVER.md`)."""
+
+    backend: BackendName
+    model: str = ""
+    """Folder of the model; empty for a backend that needs none."""
+    lines: bool = False
+    """Whether it speaks the line protocol instead of messages."""
+    threads: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Threads of the BLAS on Linux."""
+    device: Device = ""
+    prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = 512
+    prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = 10
+    """As `ServiceSettings`."""
+    compute_units: ComputeUnits = "auto"
+    """Of the coreml backend."""
+    prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = 2 * 1024**3
+    """As `ServiceSettings`."""
 
 
 class ReferenceSettings(_Settings, frozen=True, kw_only=True):

@@ -11,8 +11,7 @@ from collections import deque
 
 import msgspec
 
-from protocol.channel import Channel
-from protocol.errors import ModelError, ProtocolError
+from protocol.errors import BackendLost, ModelError, ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
     Alive,
@@ -23,11 +22,10 @@ from protocol.messages import (
     Refusal,
     Role,
     Stop,
-    ToService,
     Welcome,
 )
 from services.agenda import Agenda, Job, Service
-from services.inbox import Inbox
+from services.inbox import Connection, Inbox
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +47,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     emulated_cost: str = ""
 
 
-def serve(channel: Channel[ToService], identity: Identity, service: Service) -> None:
+def serve(channel: Connection, identity: Identity, service: Service) -> None:
     """Shake hands and serve until told to stop; again if the orchestrator was restarted.
 
     Raises:
@@ -63,7 +61,7 @@ def serve(channel: Channel[ToService], identity: Identity, service: Service) -> 
             return
 
 
-def _serve(channel: Channel[ToService], inbox: Inbox, service: Service) -> bool:
+def _serve(channel: Connection, inbox: Inbox, service: Service) -> bool:
     """Serve one orchestrator; True if it said stop, False if there is a new one."""
     agenda = Agenda(service)
     inbox.start()
@@ -90,15 +88,15 @@ def _serve(channel: Channel[ToService], inbox: Inbox, service: Service) -> bool:
             _step(job, channel, inbox, agenda, service)
 
 
-def _step(
-    job: Job, channel: Channel[ToService], inbox: Inbox, agenda: Agenda, service: Service
-) -> None:
+def _step(job: Job, channel: Connection, inbox: Inbox, agenda: Agenda, service: Service) -> None:
     """Go on with a job up to its next answer."""
     message = job.message
     try:
         if job.answers is None:
             job.answers = service.handle(message)
         answer = next(job.answers, _DONE)
+    except BackendLost:
+        raise
     # One request must not take the process down; its sequence fails with the reason.
     except Exception as error:  # noqa: BLE001
         _log.exception("%s of sequence %d failed", type(message).__name__, message.sequence)
@@ -119,7 +117,7 @@ class _Done:
 _DONE = _Done()
 
 
-def shake_hands(channel: Channel[ToService], identity: Identity) -> None:
+def shake_hands(channel: Connection, identity: Identity) -> None:
     """Say Hello and wait to be welcomed; errors as for `serve`."""
     channel.send(
         Hello(

@@ -1,8 +1,8 @@
 """What has arrived at a service and is not worked on yet; heartbeats are dealt with here."""
 
 from collections import deque
+from typing import Protocol
 
-from protocol.channel import Channel
 from protocol.errors import ProtocolError
 from protocol.messages import (
     Alive,
@@ -17,15 +17,27 @@ from protocol.messages import (
     Verify,
     Welcome,
 )
-from services.pulse import Pulse
+from services.pulse import Pulse, Speaker
 
 Work = OpenSequence | CloseSequence | Verify | Prepare | DraftNow
+
+
+class Connection(Speaker, Protocol):
+    """What a service needs of the way to the orchestrator: a `Channel`, or a `Stream`."""
+
+    def ready(self, timeout_s: float) -> bool:
+        """Whether a message is waiting, after at most `timeout_s` seconds."""
+        ...
+
+    def receive(self, timeout_s: float, what: str) -> ToService:
+        """The next message; `what` names it in errors."""
+        ...
 
 
 class Inbox:
     """Reads between two steps of work, and beats the service's heart."""
 
-    def __init__(self, channel: Channel[ToService]) -> None:
+    def __init__(self, channel: Connection) -> None:
         self._channel = channel
         self.pulse = Pulse(channel)
         self.messages: deque[Work | Stop] = deque()

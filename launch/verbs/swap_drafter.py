@@ -5,6 +5,7 @@ import click
 from launch import show
 from launch.config import stack_settings
 from launch.control import ask_supervisor
+from launch.models import command_of
 from launch.rundir import DEFAULT_NAME
 from protocol.messages import SwapDrafter
 from protocol.settings import BACKENDS
@@ -13,9 +14,19 @@ from protocol.settings import BACKENDS
 @click.command("swap-drafter")
 @click.option("--backend", type=click.Choice(BACKENDS), required=True)
 @click.option("--draft-model", default="", help="Model folder or hub name, for mlx and coreml.")
+@click.option("--draft-command", default="", help="Program that drafts, for stdio.")
+@click.option("--draft-lines", is_flag=True, help="It speaks the line protocol.")
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
-def command(backend: str, draft_model: str, name: str) -> None:
+def command(
+    *, backend: str, draft_model: str, draft_command: str, draft_lines: bool, name: str
+) -> None:
     """Exchange the drafter of a running stack; requests go on."""
     timeout_s = stack_settings({}).start_timeout_s
-    ask_supervisor(name, SwapDrafter(backend=backend, model=draft_model), timeout_s)
+    swap = SwapDrafter(
+        backend=backend,
+        model=draft_model,
+        command=list(command_of(draft_command)),
+        lines=draft_lines,
+    )
+    ask_supervisor(name, swap, timeout_s)
     show.human().print(f"the stack {name!r} now drafts with {backend}")

@@ -1,0 +1,108 @@
+"""Messages over a pair of file descriptors: a program's standard input and output.
+
+It has the methods of a `Channel`, so that a service does not know which of the two it has.
+Neither descriptor is made non-blocking, as that would change it for every process that
+shares it; what poll() calls ready takes `select.PIPE_BUF` bytes without blocking.
+"""
+
+import os
+import select
+from typing import Generic, TypeVar
+
+from protocol.channel import Deadline
+from protocol.codec import Decoder, encode
+from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure, StreamEnded
+from protocol.framing import Frames
+from protocol.messages import Message
+
+Inbound = TypeVar("Inbound", bound=Message)
+
+READ_BYTES = 1 << 16
+_WRITE_S = 30.0
+"""A peer that reads nothing for so long has hung."""
+
+
+class Stream(Generic[Inbound]):
+    """One connection to the program at the other end of two pipes."""
+
+    def __init__(self, reading: int, writing: int, decoder: Decoder[Inbound]) -> None:
+        self._reading, self._writing = reading, writing
+        self._decoder = decoder
+        self._frames = Frames()
+        self._next: bytes | None = None
+
+    def send(self, message: Message) -> None:
+        """Write a message.
+
+        Raises:
+            DeadlineExceeded: the peer reads nothing any more.
+            StreamEnded: the peer has closed its end.
+        """
+        write_all(self._writing, encode(message), "reader of our messages")
+
+    def ready(self, timeout_s: float) -> bool:
+        """Whether a message is waiting, after at most `timeout_s` seconds.
+
+        Raises:
+            StreamEnded: there is no message any more.
+            ProtocolError: the stream is broken.
+        """
+        deadline = Deadline(timeout_s)
+        while self._next is None:
+            self._next = self._frames.cut()
+            if self._next is None:
+                if not readable(self._reading, deadline.remaining):
+                    return False
+                self._fill()
+        return True
+
+    def receive(self, timeout_s: float, what: str) -> Inbound:
+        """The next message; errors as for `Channel.receive` and `ready`."""
+        if not self.ready(timeout_s) or self._next is None:
+            raise DeadlineExceeded(f"no {what} within {timeout_s:g} s")
+        frame, self._next = self._next, None
+        return self._decoder.decode(frame)
+
+    def _fill(self) -> None:
+        data = os.read(self._reading, READ_BYTES)
+        if not data:
+            if self._frames.inside:
+                raise ProtocolError("the stream ended inside a message")
+            raise StreamEnded("the stream has ended")
+        self._frames.feed(data)
+
+
+def readable(descriptor: int, timeout_s: float) -> bool:
+    """Whether reading will not block, after at most `timeout_s` seconds."""
+    return _poll(descriptor, select.POLLIN, timeout_s)
+
+
+def writable(descriptor: int, timeout_s: float) -> bool:
+    """Whether `write_some` will not block, after at most `timeout_s` seconds."""
+    return _poll(descriptor, select.POLLOUT, timeout_s)
+
+
+def write_all(descriptor: int, data: bytes, who: str, timeout_s: float = _WRITE_S) -> None:
+    """Write everything; `who` names the reader in errors, which are those of `Stream.send`."""
+    deadline = Deadline(timeout_s)
+    rest = memoryview(data)
+    while rest:
+        if not writable(descriptor, deadline.remaining):
+            raise DeadlineExceeded(f"no {who} within {timeout_s:g} s")
+        rest = rest[write_some(descriptor, rest) :]
+
+
+def write_some(descriptor: int, data: memoryview | bytes | bytearray) -> int:
+    """Write as much as a descriptor that is ready takes without blocking; how much that was."""
+    try:
+        return os.write(descriptor, data[: select.PIPE_BUF])
+    except BrokenPipeError as error:
+        raise StreamEnded("nobody reads the stream any more") from error
+    except OSError as error:
+        raise RuntimeFailure(f"the stream cannot be written: {error}") from error
+
+
+def _poll(descriptor: int, event: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(max(0, round(timeout_s * 1000))))

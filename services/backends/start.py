@@ -1,0 +1,42 @@
+"""Starts the backend of a name. What it needs is imported here and only then."""
+
+from pathlib import Path
+
+from protocol.errors import UsageError
+from protocol.settings import DrafterSettings, DraftServerSettings
+from services.backends.interface import DraftBackend
+from services.machine import load_blas
+
+
+def start(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
+    """The backend that the settings name, its model loaded.
+
+    Raises:
+        ModelError: the model folder is not usable.
+        UsageError: the backend drafts in a program of its own.
+    """
+    match settings.backend:
+        case "mlx":
+            load_blas(settings.threads)
+            # MLX must be imported after the BLAS is in place, and only where it computes.
+            from services.backends.mlx import MlxBackend  # noqa: PLC0415
+            from services.device import bind  # noqa: PLC0415
+            from services.prompt_cache import PromptCache  # noqa: PLC0415
+
+            unit = bind(settings.device)
+            prompts = PromptCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
+            return MlxBackend(Path(settings.model), settings.prefill_step_size, unit, prompts)
+        case "coreml":
+            from services.coreml.threads import limit  # noqa: PLC0415
+
+            limit(settings.threads)
+            from services.backends.coreml import CoremlBackend  # noqa: PLC0415
+            from services.coreml.model import open_model  # noqa: PLC0415
+
+            return CoremlBackend(open_model(Path(settings.model), settings.compute_units))
+        case "ngram":
+            from services.backends.ngram import NgramBackend  # noqa: PLC0415
+
+            return NgramBackend()
+        case "stdio":
+            raise UsageError("the stdio backend runs another program, which cannot be itself")

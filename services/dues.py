@@ -1,0 +1,148 @@
+"""What a drafting program owes us: pure, the clock is the caller's.
+
+An opened sequence is owed `Prefilled`, a `DraftNow` a `DraftTree`; anything else may stay
+unanswered. A sign of life pays too: the program is late then, but does not hang. Messages of
+rounds that are over are recognised here and go no further.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from protocol.errors import ProtocolError
+from protocol.messages import (
+    Alive,
+    CloseSequence,
+    DraftNow,
+    DraftTree,
+    Failed,
+    FromDrafter,
+    Hello,
+    OpenSequence,
+    Prefilled,
+    Prepare,
+    ToService,
+)
+
+
+@dataclass
+class _Sequence:
+    opened: float
+    asked: float
+    """When the last question was sent, or answered in part."""
+    round: int = 0
+    """The newest that was asked about."""
+    opening: bool = True
+    drafting: bool = False
+    """Whether the last question was `DraftNow`, for which the target waits."""
+    owed: float | None = None
+    """Since when a draft is owed; newer questions do not pay the debt."""
+    owed_round: int = 0
+
+    def ask(self, message: Prepare | DraftNow, now: float) -> None:
+        """The next question."""
+        self.round, self.asked = message.round, now
+        self.drafting = isinstance(message, DraftNow)
+        if self.drafting and self.owed is None:
+            self.owed, self.owed_round = now, message.round
+
+    def pay(self, now: float) -> None:
+        """The program lives; if the target still waits, the next part is owed from now on."""
+        if self.owed is not None:
+            self.owed = now if self.drafting else None
+            self.owed_round = self.round
+
+
+@dataclass
+class Dues:
+    """The books of one program."""
+
+    prefill_s: float
+    """Longest wait for `Prefilled`."""
+    draft_s: float
+    """Longest wait for a tree that the target waits for."""
+    stale: int = 0
+    """Messages that were dropped."""
+    _open: dict[int, _Sequence] = field(default_factory=dict)
+    _news: float = 0.0
+    """When the program last gave a sign of life."""
+
+    @property
+    def sequences(self) -> list[int]:
+        """The open ones."""
+        return list(self._open)
+
+    def asked(self, message: ToService, now: float) -> None:
+        """Note what is sent to the program."""
+        match message:
+            case OpenSequence(sequence=number):
+                self._open[number] = _Sequence(opened=now, asked=now)
+            case CloseSequence(sequence=number):
+                self._open.pop(number, None)
+            case Prepare() | DraftNow():
+                if known := self._open.get(message.sequence):
+                    known.ask(message, now)
+            case _:
+                pass  # of no sequence
+
+    def answered(self, message: FromDrafter, now: float) -> FromDrafter | None:
+        """What to pass on of a message from the program; None if nobody wants it.
+
+        Raises:
+            ProtocolError: it must not say this now.
+        """
+        match message:
+            case Hello():
+                raise ProtocolError("a second Hello")
+            case Alive():
+                self._lives(now)
+                return None
+            case Prefilled() | Failed() | DraftTree():
+                known = self._open.get(message.sequence)
+                answer = None if known is None else self._about(known, message, now)
+                self.stale += answer is None
+                return answer
+
+    def _lives(self, now: float) -> None:
+        self._news = now
+        for known in self._open.values():
+            known.pay(now)
+
+    def _about(
+        self, known: _Sequence, message: Prefilled | Failed | DraftTree, now: float
+    ) -> FromDrafter | None:
+        match message:
+            case Prefilled():
+                known.opening = False
+            case Failed():
+                del self._open[message.sequence]
+            case DraftTree():
+                if message.round not in (known.round, known.owed_round):
+                    return None
+                current = message.round == known.round
+                known.drafting = known.drafting and not (current and message.last)
+                known.pay(now)
+                if not current:
+                    return None
+                message = _timed(message, 1e3 * (now - known.asked))
+        self._news = known.asked = now
+        return message
+
+    def overdue(self, now: float) -> str | None:
+        """What it has failed to answer in time, with the name of the limit."""
+        opening = [s.opened for s in self._open.values() if s.opening]
+        # A program with one hand cannot draft while it prefills.
+        since = opening or [s.owed for s in self._open.values() if s.owed is not None]
+        limit = self.prefill_s if opening else self.draft_s
+        if any(now - max(began, self._news) > limit for began in since):
+            what = "prefill" if opening else "draft"
+            knob = "start_timeout_s" if opening else "draft_timeout_s"
+            return f"no {what} within {limit:g} s ({knob})"
+        return None
+
+
+def _timed(tree: DraftTree, worked_ms: float) -> DraftTree:
+    """The tree with a time that can be: the planner learns from it for all requests."""
+    if 0.0 <= tree.draft_ms <= worked_ms:
+        return tree
+    return msgspec.structs.replace(tree, draft_ms=worked_ms)

@@ -1,0 +1,182 @@
+"""A program of somebody else's as our child: its pipes, its log, and its certain end.
+
+Its processes form a group of their own. A guard, a shell that holds one end of a pipe, ends
+that group as soon as we are gone, however we went.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO, NoReturn
+
+import psutil
+
+from protocol.channel import Deadline
+from protocol.closing import Closing
+from protocol.errors import UsageError
+
+_log = logging.getLogger(__name__)
+
+_FAREWELL_S = 0.4
+"""How long the program may take after the end of its input, and again after SIGTERM."""
+_TICK_S = 0.01
+
+_LOG_READ_BYTES = 16 * 1024
+_LOG_BYTES = 256 * 1024
+_LOG_WINDOW_S = 60.0
+
+# $1 is the group. `read` returns when the other end of the pipe has been closed.
+_GUARD = 'read -r _; kill -s TERM -- "-$1" && sleep 0.3 && kill -s KILL -- "-$1"'
+
+
+class Program(Closing):
+    """A running program; raises UsageError if it cannot be started."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.name = Path(command[0]).name
+        try:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UsageError(f"the draft command cannot be started: {error}") from error
+        self._seen = psutil.Process(self._process.pid)
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, "ssd-guard", str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._closed = False
+        self._log = LogReader(_pipe(self._process.stderr), self.name)
+
+    @property
+    def reading(self) -> int:
+        """Descriptor of its standard output."""
+        return _pipe(self._process.stdout).fileno()
+
+    @property
+    def writing(self) -> int:
+        """Descriptor of its standard input."""
+        return _pipe(self._process.stdin).fileno()
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended; it is not reaped, so that its group keeps its number."""
+        return not self._closed and self._seen.status() != psutil.STATUS_ZOMBIE
+
+    def close(self) -> None:
+        """End it, its group and the guard: its input ends, then SIGTERM, then SIGKILL."""
+        if self._closed:
+            return
+        with contextlib.suppress(OSError):
+            _pipe(self._process.stdin).close()
+        if not self._ends():
+            self._signal(signal.SIGTERM)
+            self._ends()
+        self._signal(signal.SIGKILL)  # also what it has started
+        self._closed = True
+        self._process.wait()
+        self._guard.kill()
+        self._guard.wait()
+        for pipe in (self._guard.stdin, self._process.stdout):
+            _pipe(pipe).close()
+        self._log.join()
+
+    def last_words(self) -> str:
+        """How it ended, and the last line that it left on standard error; ends it if need be."""
+        by_itself = self._ends()
+        self.close()
+        code = self._process.returncode
+        end = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        end = end if by_itself else "closed its pipes"
+        said = f"; its last words: {self._log.last}" if self._log.last else ""
+        return f"the draft command {self.name!r} {end}{said}"
+
+    def _ends(self) -> bool:
+        deadline = Deadline(_FAREWELL_S)
+        while self.running and not deadline.passed:
+            time.sleep(_TICK_S)
+        return not self.running
+
+    def _signal(self, number: int) -> None:
+        # Nobody is left of a group whose only member has ended.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str]) -> Iterator[Program]:
+    """A program that is ended with us, by SIGTERM too; errors as for `Program`."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        del number, frame
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    with Program(command) as program:
+        yield program
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    if pipe is None:
+        raise AssertionError("every program is started with its pipes")
+    return pipe
+
+
+class LogReader:
+    """Passes a program's standard error to our log, line by line, but not without end."""
+
+    def __init__(self, pipe: IO[bytes], name: str) -> None:
+        self._pipe = pipe
+        self._name = name
+        self.last = ""
+        """The last line that was not empty."""
+        self._left = _LOG_BYTES
+        self._left_out = 0
+        self._window = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=f"log of {name}", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the rest; what still holds the other end does not keep us."""
+        self._thread.join(_FAREWELL_S)
+
+    def _run(self) -> None:
+        descriptor = self._pipe.fileno()
+        with self._pipe:
+            while data := os.read(descriptor, _LOG_READ_BYTES):
+                self._take(data)
+        self._say_what_was_left_out()
+
+    def _take(self, data: bytes) -> None:
+        now = time.monotonic()
+        if now - self._window > _LOG_WINDOW_S:
+            self._say_what_was_left_out()
+            self._window, self._left = now, _LOG_BYTES
+        lines = [line for line in data.decode(errors="replace").splitlines() if line.strip()]
+        self.last = lines[-1] if lines else self.last
+        if self._left < len(data):
+            self._left_out += len(data)
+            time.sleep(_TICK_S)  # who writes without end may wait
+            return
+        self._left -= len(data)
+        for line in lines:
+            _log.info("%s: %s", self._name, line)
+
+    def _say_what_was_left_out(self) -> None:
+        if self._left_out:
+            _log.warning("%s: %d bytes of its log were left out", self._name, self._left_out)
+            self._left_out = 0
