@@ -29,6 +29,7 @@ class Child:
         command = [sys.executable, "-P", "-m", module, encode_settings(settings)]
         device = settings.device if isinstance(settings, ServiceSettings) else ""
         with log.open("ab") as output:
+            self._log_start = output.tell()  # before it are the words of others
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -54,7 +55,8 @@ class Child:
         if self._killed_because:
             return self._killed_because
         with contextlib.suppress(OSError):
-            for line in reversed(self.log.read_text(errors="replace").splitlines()[-50:]):
+            own = self.log.read_bytes()[self._log_start :].decode(errors="replace")
+            for line in reversed(own.splitlines()[-50:]):
                 if line.startswith(ERROR_PREFIX):
                     return line.removeprefix(ERROR_PREFIX)
         code = self.exit_code

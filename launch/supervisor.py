@@ -231,6 +231,9 @@ class Supervisor:
         self._pair = old_pair.with_drafter(
             message.backend, message.model, message.command, lines=message.lines
         )
+        if "drafter" in self._starting:
+            old.ask_to_end()  # it must not say Hello after the new one, and replace it
+            old.end()
         self._spawn("drafter")
         new = self._children["drafter"]
         try:
