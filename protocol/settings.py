@@ -16,8 +16,7 @@ from protocol.orphans import end_children
 
 BackendName = Literal["mlx", "coreml", "ngram", "stdio"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
-OWN_BACKENDS: tuple[BackendName, ...] = tuple(name for name in BACKENDS if name != "stdio")
-"""Those that draft by themselves."""
+OWN_BACKENDS = tuple(name for name in BACKENDS if name != "stdio")  # they draft by themselves
 
 ComputeUnits = Literal["auto", "cpu_and_ne", "cpu_only", "cpu_and_gpu", "all", "reference"]
 """Where a converted model runs: CoreML's own words; `reference` is a slow numpy runtime, a test
@@ -36,11 +35,11 @@ Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
-class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    pass
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all: immutable, strict."""
 
 
-class ChildSettings(_Settings, frozen=True, kw_only=True):
+class ChildSettings(Settings, frozen=True, kw_only=True):
     """What every child is told."""
 
     lifeline: int
@@ -99,27 +98,7 @@ class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Backend stdio: longest wait for a draft that the target waits for; then it has hung."""
 
 
-class DraftServerSettings(_Settings, frozen=True, kw_only=True):
-    """One draft server: a drafter on standard input and output (`docs/DRAFT_SERVER.md`)."""
-
-    backend: BackendName
-    model: str = ""
-    """Folder of the model; empty for a backend that needs none."""
-    lines: bool = False
-    """Whether it speaks the line protocol instead of messages."""
-    threads: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Threads of the BLAS on Linux."""
-    device: Device = ""
-    prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = 512
-    prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = 10
-    """As `ServiceSettings`."""
-    compute_units: ComputeUnits = "auto"
-    """Of the coreml backend."""
-    prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = 2 * 1024**3
-    """As `ServiceSettings`."""
-
-
-class ReferenceSettings(_Settings, frozen=True, kw_only=True):
+class ReferenceSettings(Settings, frozen=True, kw_only=True):
     """The process that runs mlx-lm itself, for comparison."""
 
     model: str
@@ -305,10 +284,10 @@ class ConvertSettings(ChildSettings, frozen=True, kw_only=True):
     """Least share of tokens on which package and model must agree."""
 
 
-S = TypeVar("S", bound=_Settings)
+S = TypeVar("S", bound=Settings)
 
 
-def encode_settings(settings: _Settings) -> str:
+def encode_settings(settings: Settings) -> str:
     """The settings as the one JSON argument of a child."""
     return msgspec.json.encode(settings).decode()
 

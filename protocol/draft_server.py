@@ -1,0 +1,27 @@
+"""What a draft server is told at its start (`docs/DRAFT_SERVER.md`)."""
+
+from typing import Annotated
+
+import msgspec
+
+from protocol.settings import BackendName, ComputeUnits, Device, Settings
+
+
+class DraftServerSettings(Settings, frozen=True, kw_only=True):
+    """One draft server: a drafter on standard input and output (`docs/DRAFT_SERVER.md`)."""
+
+    backend: BackendName
+    model: str = ""
+    """Folder of the model; empty for a backend that needs none."""
+    lines: bool = False
+    """Whether it speaks the line protocol instead of messages."""
+    threads: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Threads of the BLAS on Linux."""
+    device: Device = ""
+    prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = 512
+    prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = 10
+    """As `ServiceSettings`."""
+    compute_units: ComputeUnits = "auto"
+    """Of the coreml backend."""
+    prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = 2 * 1024**3
+    """As `ServiceSettings`."""
