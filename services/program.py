@@ -127,7 +127,10 @@ def started(command: Sequence[str]) -> Iterator[Program]:
 
     signal.signal(signal.SIGTERM, leave)
     with Program(command) as program:
-        yield program
+        try:
+            yield program
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end is on its way
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:

@@ -75,7 +75,13 @@ def test_every_setting_has_its_variable(
     monkeypatch: pytest.MonkeyPatch, field: msgspec.structs.FieldInfo
 ) -> None:
     """`SSD_` and the key in capitals sets any key, numbers included."""
-    words = {"draft_backend": "ngram", "draft_lines": "True", "http": "True"}
+    words = {
+        "draft_backend": "ngram",
+        "draft_lines": "True",
+        "http": "True",
+        "compute_units": "all",
+        "log_level": "debug",
+    }
     devices = {"target_device": "gpu", "draft_device": "cuda:1"}
     value: Any = {**words, **devices}.get(field.name, "7")
     monkeypatch.setenv(f"SSD_{field.name.upper()}", value)

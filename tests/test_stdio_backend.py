@@ -119,7 +119,7 @@ def test_swapping_back_ends_the_program(stack: RunningStack) -> None:
     family = [c.pid for c in psutil.Process(stack.pid("drafter")).children(recursive=True)]
     name = stack.supervisor.run_dir.path.name
     assert ask_supervisor(name, SwapDrafter(backend="ngram"), DEADLINE_S) == Done()
-    assert gone(family)
+    eventually(lambda: gone(family), "the program and its guard are gone")
     same_as_plain(stack, "ssd")
 
 
