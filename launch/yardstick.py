@@ -14,7 +14,15 @@ from protocol.closing import Closing
 from protocol.errors import RuntimeFailure
 from protocol.messages import Sampling, Tokens
 from protocol.settings import Device, ReferenceSettings, encode_settings
-from protocol.yardstick import Decode, Decoded, Margin, MarginAnswer, Question
+from protocol.yardstick import (
+    Decode,
+    Decoded,
+    DecodedMany,
+    DecodeMany,
+    Margin,
+    MarginAnswer,
+    Question,
+)
 
 A = TypeVar("A")
 
@@ -46,6 +54,10 @@ class Yardstick(Closing):
     def decode(self, question: Decode) -> Decoded:
         """mlx-lm's own answer; raises RuntimeFailure if the process fails."""
         return self._ask(question, Decoded)
+
+    def decode_many(self, question: DecodeMany) -> DecodedMany:
+        """mlx-lm's own answers to many prompts, in batches."""
+        return self._ask(question, DecodedMany)
 
     def margin(self, tokens: Tokens, candidates: tuple[int, int], sampling: Sampling) -> float:
         """How near a tie two candidates for the token after `tokens` are, in logits."""

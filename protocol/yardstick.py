@@ -24,6 +24,24 @@ class Decoded(msgspec.Struct, frozen=True):
     """From the first token to the last."""
 
 
+class DecodeMany(msgspec.Struct, frozen=True, tag="decode_many", forbid_unknown_fields=True):
+    """Decode all prompts greedily with mlx-lm's batch generator. Answer: DecodedMany."""
+
+    prompts: list[Tokens]
+    max_tokens: int
+    stop_ids: list[int]
+    streams: int
+    """Most sequences in a batch."""
+
+
+class DecodedMany(msgspec.Struct, frozen=True):
+    """What it generated for each prompt, and how long all of it took."""
+
+    tokens: list[Tokens]
+    ttft_ms: list[float]
+    seconds: float
+
+
 class Margin(msgspec.Struct, frozen=True, tag="margin", forbid_unknown_fields=True):
     """How near a tie are two candidates for the token after `tokens`? Answer: MarginAnswer."""
 
@@ -38,4 +56,4 @@ class MarginAnswer(msgspec.Struct, frozen=True):
     margin: float
 
 
-Question = Decode | Margin
+Question = Decode | DecodeMany | Margin

@@ -15,8 +15,17 @@ import numpy as np
 from protocol.emulation import parse_size
 from protocol.errors import SsdError
 from protocol.law import distances
+from protocol.messages import Tokens
 from protocol.settings import ReferenceSettings, decode_settings
-from protocol.yardstick import Decode, Decoded, Margin, MarginAnswer, Question
+from protocol.yardstick import (
+    Decode,
+    Decoded,
+    DecodedMany,
+    DecodeMany,
+    Margin,
+    MarginAnswer,
+    Question,
+)
 from services.machine import load_blas
 
 
@@ -34,6 +43,16 @@ class Reference:
         if settings.emulated_cost:
             emulate(self._target, parse_size(settings.emulated_cost))
         self._draft = load(Path(settings.draft_model)).module if settings.draft_model else None
+
+    def answer(self, question: Question) -> Decoded | DecodedMany | MarginAnswer:
+        """Whatever was asked."""
+        match question:
+            case Decode():
+                return self.decode(question)
+            case DecodeMany():
+                return self.decode_many(question)
+            case Margin():
+                return self.margin(question)
 
     def decode(self, question: Decode) -> Decoded:
         """Greedy decoding by mlx-lm, with or without its draft model."""
@@ -62,6 +81,29 @@ class Reference:
             tokens.append(token)
         return Decoded(tokens, 1e3 * (times[0] - started), times[-1] - times[0])
 
+    def decode_many(self, question: DecodeMany) -> DecodedMany:
+        """Greedy decoding by mlx-lm's batch generator, without a draft model."""
+        from mlx_lm.generate import BatchGenerator  # noqa: PLC0415
+
+        started = time.perf_counter()
+        generator: Any = BatchGenerator(
+            self._target,
+            stop_tokens=[[token] for token in question.stop_ids],
+            completion_batch_size=question.streams,
+            prefill_batch_size=question.streams,
+        )
+        numbers = generator.insert(question.prompts, [question.max_tokens] * len(question.prompts))
+        tokens: dict[int, Tokens] = {number: [] for number in numbers}
+        first: dict[int, float] = {}
+        while responses := generator.next_generated():
+            for response in responses:
+                first.setdefault(response.uid, 1e3 * (time.perf_counter() - started))
+                if response.finish_reason != "stop":
+                    tokens[response.uid].append(int(response.token))
+        seconds = time.perf_counter() - started
+        generator.close()
+        return DecodedMany(list(tokens.values()), [first[n] for n in numbers], seconds)
+
     def margin(self, question: Margin) -> MarginAnswer:
         """How far apart two candidates for the next token are, in logits."""
         import mlx.core as mx  # noqa: PLC0415
@@ -80,11 +122,7 @@ def main() -> int:
         reference = Reference(settings)
         for line in sys.stdin:
             question = msgspec.json.decode(line, type=Question)
-            answer: Decoded | MarginAnswer
-            if isinstance(question, Decode):
-                answer = reference.decode(question)
-            else:
-                answer = reference.margin(question)
+            answer = reference.answer(question)
             sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
             sys.stdout.flush()
     except SsdError as error:

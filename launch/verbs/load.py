@@ -1,0 +1,91 @@
+"""`ssd load`: what several requests at once bring."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from launch import load, show
+from launch.bench import chosen_prompts
+from launch.models import pair_of
+from launch.options import sampling_options, settings_of, stack_options, take_sampling
+from launch.session import private_stack
+from launch.yardstick import Yardstick
+from orchestrator.tokenizer import TargetTokenizer
+from protocol.errors import UsageError
+from protocol.messages import ChatMessage, Generate, Sampling
+
+_MODES = ("ar", "sd", "ssd", load.MLX_LM)
+
+
+@click.command("load")
+@stack_options()
+@sampling_options()
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    help="JSONL file: id, prompt; our own ten if left out.",
+)
+@click.option("--requests", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("-m", "--max-tokens", type=click.IntRange(min=2), default=64, show_default=True)
+@click.option("--streams", default="1,2,4,8", show_default=True, help="Requests in flight.")
+@click.option("--modes", default="ar,ssd,mlx-lm", show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all answers.")
+def command(**options: Any) -> None:  # fmt: skip
+    """Measure throughput with several requests at once, and that none changes a token."""
+    streams = _numbers(options.pop("streams"))
+    modes = options.pop("modes").split(",")
+    if unknown := set(modes) - set(_MODES):
+        raise UsageError(f"unknown mode {min(unknown)!r}; known: {', '.join(_MODES)}")
+    sampling = take_sampling(options)
+    texts = [p.prompt for p in chosen_prompts(options.pop("prompts"), 0)]
+    count, max_tokens = options.pop("requests"), options.pop("max_tokens")
+    json_file = options.pop("json_file")
+    if options["prompt_cache_size"] is None:
+        options["prompt_cache_size"] = 0  # every prompt comes again for each row of the table
+    if options["decode_concurrency"] is None:
+        options["decode_concurrency"] = max(streams)
+    settings = settings_of(**options)
+    tokenizer = TargetTokenizer(Path(pair_of(settings).model))
+    encoded = [tokenizer.encode([ChatMessage("user", text)]) for text in texts]
+    prompts = [encoded[number % len(encoded)] for number in range(count)]
+    loads: list[load.Load] = []
+    with private_stack(settings, show.nothing) as supervisor:
+        address = supervisor.run_dir.clients_address
+        warm_up = _requests(prompts[:1], "ssd", sampling, 16)
+        for mode in [mode for mode in modes if mode != load.MLX_LM]:
+            load.with_stack(address, warm_up, 1)
+            for number in streams:
+                requests = _requests(prompts, mode, sampling, max_tokens)
+                loads.append(load.with_stack(address, requests, number))
+    if load.MLX_LM in modes and not sampling.temperature:
+        with Yardstick(pair_of(settings), settings.target_device) as yardstick:
+            stop_ids = list(tokenizer.stop_ids)
+            load.with_mlx_lm(yardstick, prompts[:1], 1, 4, stop_ids)
+            for number in streams:
+                loads.append(load.with_mlx_lm(yardstick, prompts, number, max_tokens, stop_ids))
+    show.plain().print(load.table(loads))
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.encode(loads))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--streams {text!r} is no list of numbers such as 1,2,4,8") from error
+    if min(numbers) < 1:
+        raise UsageError("--streams: there must be at least one request in flight")
+    return numbers
+
+
+def _requests(
+    prompts: list[list[int]], mode: str, sampling: Sampling, max_tokens: int
+) -> list[Generate]:
+    template = msgspec.convert(
+        {"request": 0, "mode": mode, "max_tokens": max_tokens}, Generate, strict=False
+    )
+    return [
+        msgspec.structs.replace(template, tokens=prompt, sampling=sampling) for prompt in prompts
+    ]
