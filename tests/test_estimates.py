@@ -236,3 +236,49 @@ def test_a_mean_counts_its_first_samples_in_full() -> None:
     assert mean.value == pytest.approx(10.0, abs=0.01)
     mean.observe(0.0)
     assert mean.value == pytest.approx(9.0, abs=0.05)
+
+
+# ---------------------------------------------------------------- several requests at once
+
+
+def shared(streams: int, accepted: int, verify_ms: float, **changes: Any) -> list[Lesson]:
+    """What a pass teaches that all of the streams were part of."""
+    return [
+        lesson(
+            accepted=accepted,
+            verify_ms=verify_ms,
+            idle_ms=0.0,
+            sequences=streams,
+            all_tokens=2 * streams,
+            **changes,
+        )
+        for _ in range(streams)
+    ]
+
+
+def test_a_shared_pass_counts_once() -> None:
+    """Four requests that gain 2 tokens each in 100 ms: 20 tokens per second and request."""
+    estimates = Estimates()
+    estimates.crowd.streams = 4
+    for _ in range(12):
+        for part in shared(4, 1, 100.0):
+            estimates.learn(part)
+    pace = estimates.pace("ssd")
+    assert pace is not None
+    assert pace.speculative_tok_s == pytest.approx(20.0)
+    assert estimates.paces["ssd"].speculative_tok_s == 0.0
+    assert estimates.verify_cost.of(8) == pytest.approx(100.0)
+    assert estimates.crowd.company == 6
+    estimates.crowd.streams = 1
+    assert estimates.crowd.company == 0
+
+
+def test_half_a_pass_says_nothing() -> None:
+    """A pass whose other part was cancelled is not taken for a whole one."""
+    estimates = Estimates()
+    estimates.crowd.streams = 2
+    for number in range(40):
+        estimates.learn(shared(2, 1, 100.0 + number)[0])
+    pace = estimates.pace("ssd")
+    assert pace is not None
+    assert pace.speculative_tok_s == 0.0
