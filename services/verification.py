@@ -5,7 +5,6 @@ Chains of several sequences that wait at the same time share a pass (`batching`)
 
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +27,7 @@ from protocol.messages import (
 from protocol.rejection import verified
 from protocol.sampling import by_rejection, is_greedy
 from services import on_device
-from services.batching import Ask, Batcher, Pass, most_rows
+from services.batching import Batcher, Pass, most_rows
 from services.inbox import Work
 from services.kv import KVStore, windows_of
 from services.kv_budget import kv_tokens
@@ -37,39 +36,13 @@ from services.parts import takes_parts
 from services.prefill import Pacer
 from services.prompt_cache import Held, PromptCache
 from services.rope import use_tables
+from services.target_sequence import TargetSequence
 
 MAX_DRAFT_TOKENS = 64
 
-_PATIENCE = 0.03
-"""Longest wait for the others of the last pass, as a share of its time."""
-
-
-@dataclass
-class _Sequence:
-    """One sequence at the target: its caches, and how many tokens they hold."""
-
-    caches: list[Any]
-    store: KVStore | None
-    """None for a model whose state cannot be rewound; then `caches` are mlx-lm's own."""
-    sampling: Sampling
-    tokens: Tokens
-    """What the caches hold."""
-    counted: int = 0
-    """Tokens in caches of mlx-lm's own."""
-    asked: Ask | None = None
-    """The verification that waits for a pass."""
-
-    @property
-    def length(self) -> int:
-        """How many tokens the caches hold."""
-        return self.counted if self.store is None else self.store.length
-
-    def place(self, count: int) -> None:
-        """The next forward appends `count` tokens."""
-        if self.store is None:
-            self.counted += count
-        else:
-            self.store.chain(count)
+_PATIENCE = 0.15
+"""Longest wait for the others of the last pass, as a share of its time. Two passes in the
+place of one cost far more."""
 
 
 class Verifier:
@@ -83,7 +56,7 @@ class Verifier:
         if compute_unit() == "cpu":
             use_tables(self._model)
         self._pacer = Pacer(prefill_step_size)
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, TargetSequence] = {}
         self._bucketed = compute_unit() == "cuda"
         try:
             self._windows: list[int | None] | None = windows_of(self._model)
@@ -94,8 +67,6 @@ class Verifier:
         )
         self._batcher = Batcher(self._model, most_rows() if shares else 0)
         self._last = Pass(0, 0)
-        self._company: set[int] = set()
-        """The sequences of the last pass."""
         self._idle_since = time.perf_counter()
 
     @property
@@ -132,11 +103,9 @@ class Verifier:
         own = self._sequences.get(message.sequence)
         if own is None or own.asked is None or own.asked.logits is not None:
             return 0.0
-        away = [s for n, s in self._sequences.items() if n in self._company and s.asked is None]
-        if not away:
-            return 0.0
-        until = self._last.ended + _PATIENCE * (self._last.ended - self._last.started)
-        return max(0.0, until - time.perf_counter())
+        longest = _PATIENCE * (self._last.ended - self._last.started)
+        until = [other.back_by(longest) for other in self._sequences.values()]
+        return max(0.0, max(until, default=0.0) - time.perf_counter())
 
     def _retire(self, number: int) -> None:
         """Forget a sequence, but for what another may take from its KV."""
@@ -144,19 +113,19 @@ class Verifier:
         if sequence is not None:
             self._keep(sequence)
 
-    def _keep(self, sequence: _Sequence) -> None:
+    def _keep(self, sequence: TargetSequence) -> None:
         if sequence.store is not None:
             self._prompts.keep(Held(sequence.tokens, sequence.store))
 
-    def _new_sequence(self, message: OpenSequence) -> _Sequence:
+    def _new_sequence(self, message: OpenSequence) -> TargetSequence:
         if self._windows is None:
-            return _Sequence(make_prompt_cache(self._model), None, message.sampling, [])
+            return TargetSequence(make_prompt_cache(self._model), None, message.sampling, [])
         running = [Held(s.tokens, s.store) for s in self._sequences.values() if s.store is not None]
         store = self._prompts.fork(message.tokens, running)
         if store is None:
             store = KVStore(self._windows, bucketed=self._bucketed)
         tokens = message.tokens[: store.length]
-        return _Sequence(list(store.caches), store, message.sampling, tokens)
+        return TargetSequence(list(store.caches), store, message.sampling, tokens)
 
     def _open(self, message: OpenSequence) -> Generator[FromService | None]:
         started = time.perf_counter()
@@ -176,7 +145,7 @@ class Verifier:
             cached=cached,
         )
 
-    def _prefill(self, sequence: _Sequence, tokens: Tokens) -> Generator[None]:
+    def _prefill(self, sequence: TargetSequence, tokens: Tokens) -> Generator[None]:
         """Make the KV hold these tokens, in pieces."""
         while sequence.length < len(tokens):
             began = time.perf_counter()
@@ -189,7 +158,7 @@ class Verifier:
             self._pacer.took(len(chunk), self._idle_since - began)
             yield
 
-    def _append(self, sequence: _Sequence, tokens: Tokens) -> None:
+    def _append(self, sequence: TargetSequence, tokens: Tokens) -> None:
         """Append tokens to the KV; lazy."""
         sequence.place(len(tokens))
         self._model(mx.array(tokens)[None], cache=sequence.caches)
@@ -197,6 +166,7 @@ class Verifier:
 
     def _verify(self, message: Verify) -> Generator[FromService | None]:
         sequence, chain = self._checked(message), message.chain
+        sequence.came_back(time.perf_counter(), self._last.started)
         asked = self._batcher.ask(
             chain, sequence.caches, sequence.store, lambda: sequence.place(len(chain))
         )
@@ -211,7 +181,8 @@ class Verifier:
         finally:
             sequence.asked = None
             self._batcher.withdraw(asked)
-        self._note(by, message.sequence)
+        self._note(by)
+        sequence.answered = self._idle_since
         yield VerificationOutcome(
             sequence=message.sequence,
             round=message.round,
@@ -223,17 +194,16 @@ class Verifier:
             rows=by.rows,
         )
 
-    def _note(self, by: Pass, sequence: int) -> None:
+    def _note(self, by: Pass) -> None:
         """Keep the times of a pass, which end with its first outcome."""
         now = time.perf_counter()
         if by is not self._last:
             by.waited, by.ended = by.started - self._idle_since, now
-            self._last, self._company = by, set()
-        self._company.add(sequence)
+            self._last = by
         # The next line may lose the core to whoever waited for the outcome.
         self._idle_since = now
 
-    def _checked(self, message: Verify) -> _Sequence:
+    def _checked(self, message: Verify) -> TargetSequence:
         """The sequence, if it can be verified as asked."""
         sequence = self._sequences.get(message.sequence)
         chain = message.chain
@@ -268,7 +238,7 @@ class Verifier:
         return accepted, chosen[accepted]
 
     @staticmethod
-    def _rewind(sequence: _Sequence, length: int) -> None:
+    def _rewind(sequence: TargetSequence, length: int) -> None:
         if sequence.store is not None:
             sequence.store.trim(length)
         if sequence.length != length:
