@@ -11,6 +11,8 @@ from orchestrator.pace import Pace
 from protocol.messages import Mode
 
 _SMOOTHING = 0.1
+_TRIAL = 6
+"""Passes of speculation before plain decoding is measured: each of them has many rounds."""
 
 
 class Passed(Protocol):
@@ -64,7 +66,7 @@ class Crowd:
         if self.streams == 1 or mode == "ar":
             return alone.get(mode)
         # Sizes 2, 3-4, 5-8, ... are alike enough.
-        return self._paces.setdefault((mode, (self.streams - 1).bit_length()), Pace())
+        return self._paces.setdefault((mode, (self.streams - 1).bit_length()), Pace(_left=_TRIAL))
 
 
 class Passes(Generic[P]):

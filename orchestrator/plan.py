@@ -88,6 +88,8 @@ class Plan:
         """
         if self.lookahead:
             return self.lookahead
+        if self.estimates.crowd.company:
+            return 0  # the pass that the others are part of would leave without this request
         return self._more([])
 
     @property
