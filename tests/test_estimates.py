@@ -249,7 +249,7 @@ def shared(streams: int, accepted: int, verify_ms: float, **changes: Any) -> lis
             verify_ms=verify_ms,
             idle_ms=0.0,
             sequences=streams,
-            all_tokens=2 * streams,
+            all_tokens=(len(changes.get("confidences", [0.5])) + 1) * streams,
             **changes,
         )
         for _ in range(streams)
@@ -282,3 +282,45 @@ def test_half_a_pass_says_nothing() -> None:
     pace = estimates.pace("ssd")
     assert pace is not None
     assert pace.speculative_tok_s == 0.0
+
+
+def test_in_company_nobody_waits_for_a_draft() -> None:
+    """Alone a backup draft may pay; in a shared pass the others would leave without us."""
+    estimates = Estimates()
+    estimates.tree_step_ms.observe(1.0)
+    estimates.verify_cost.observe(1, 50.0)
+    plan = Plan("ssd", estimates)
+    assert plan.backup > 0
+    estimates.crowd.streams = 4
+    for _ in range(20):
+        for part in shared(4, 1, 100.0):
+            estimates.learn(part)
+    assert plan.backup == 0
+    assert Plan("ssd", estimates, lookahead=3).backup == 3
+
+
+def test_in_company_fewer_tokens_are_worth_verifying() -> None:
+    """Where a further row costs what it adds to a wide pass, doubtful drafts are left out."""
+    estimates = Estimates()
+    for rows in range(1, 17):
+        estimates.verify_cost.observe(rows, 40.0 + 8.0 * rows)
+        estimates.plain_cost.observe(rows, 40.0 + 8.0 * rows)
+    alone = Plan("ssd", estimates).length([0.45, 0.45, 0.45, 0.45], "hit")
+    estimates.crowd.streams = 8
+    for _ in range(20):
+        for part in shared(8, 0, 104.0, confidences=[], prepared=0, rank=None):
+            estimates.learn(part)
+    crowded = Plan("ssd", estimates).length([0.45, 0.45, 0.45, 0.45], "hit")
+    assert alone > crowded
+
+
+def test_branches_are_shared_out() -> None:
+    """The drafter prepares as many branches for a crowd as for one, but a few for each."""
+    estimates = Estimates()
+    plan = Plan("ssd", estimates)
+    counts = []
+    for streams in (1, 2, 4, 8, 64):
+        estimates.crowd.streams = streams
+        counts.append(plan.branches)
+    assert counts == [16, 8, 4, 2, 2]
+    assert Plan("ssd", estimates, budget=12).branches == 12
