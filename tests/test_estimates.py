@@ -287,7 +287,7 @@ def test_half_a_pass_says_nothing() -> None:
 def test_in_company_nobody_waits_for_a_draft() -> None:
     """Alone a backup draft may pay; in a shared pass the others would leave without us."""
     estimates = Estimates()
-    estimates.tree_step_ms.observe(1.0)
+    estimates.backup_ms.observe(1.0)
     estimates.verify_cost.observe(1, 50.0)
     plan = Plan("ssd", estimates)
     assert plan.backup > 0
