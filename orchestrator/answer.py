@@ -18,7 +18,7 @@ class Answer:
     sequence: Sequence
     text: StoppableText
     prompt_tokens: int
-    most_tokens: int
+    most_tokens: int = 0
     """What its KV may have to hold at its end."""
     cached_tokens: int | None = None
     """Prompt tokens that the target did not have to compute; None while it computes."""
