@@ -14,6 +14,7 @@ import click
 from launch import show
 from launch.verbs import (
     bench,
+    convert,
     distill,
     draft_server,
     generate,
@@ -43,6 +44,7 @@ for _verb in (
     draft_server,
     bench,
     load,
+    convert,
     distill,
     models,
     simulate,

@@ -10,7 +10,8 @@ SsdError
 │   ├── StreamEnded          the program at the other end of a pipe has closed it
 │   ├── ServiceLost          a process that was needed is gone for good
 │   └── Busy                 too many requests wait already
-└── LosslessnessError 5   two modes disagreed although the margin was not a rounding tie
+├── LosslessnessError 5   two modes disagreed although the margin was not a rounding tie
+└── ParityError       6   a converted model does not say what its source says
 """
 
 
@@ -68,6 +69,13 @@ class LosslessnessError(SsdError):
     exit_code = 5
 
 
+class ParityError(SsdError):
+    """A converted model does not say what the model says that it came from."""
+
+    exit_code = 6
+
+
 BY_EXIT_CODE: dict[int, type[SsdError]] = {
-    error.exit_code: error for error in (UsageError, ModelError, RuntimeFailure, LosslessnessError)
+    error.exit_code: error
+    for error in (UsageError, ModelError, RuntimeFailure, LosslessnessError, ParityError)
 }

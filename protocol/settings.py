@@ -4,6 +4,7 @@ A child gets its settings as one JSON argument. Defaults live here and nowhere e
 command line reads them from here (`launch/config.py`).
 """
 
+import os
 import shutil
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args
@@ -278,10 +279,20 @@ class ConvertSettings(ChildSettings, frozen=True, kw_only=True):
     state_write: StateWrite = "slice"
     compute_units: ComputeUnits = "auto"
     """Of the comparison that ends the conversion."""
-    tokens: Annotated[int, msgspec.Meta(ge=0)] = 64
+    tokens: Annotated[int, msgspec.Meta(ge=0)] = 32
     """Tokens per prompt that are compared; 0 skips the comparison."""
     threshold: _Share = 0.95
-    """Least share of tokens on which package and model must agree."""
+    """Least share of tokens on which package and model must agree, ties left out."""
+
+    @property
+    def partial(self) -> Path:
+        """Where it is written until it is complete."""
+        out = Path(self.out)
+        return out.with_name(f".{out.name}.partial-{os.getpid()}")
+
+    def on_orphaned(self) -> None:
+        """Leave nothing half-written."""
+        shutil.rmtree(self.partial, ignore_errors=True)
 
 
 S = TypeVar("S", bound=Settings)

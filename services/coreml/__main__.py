@@ -1,0 +1,33 @@
+"""`python -m services.coreml SETTINGS`: one conversion of a model to CoreML."""
+
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+from protocol.child import main
+from protocol.settings import ConvertSettings
+from services.machine import load_blas
+
+
+def run(settings: ConvertSettings) -> None:
+    """Convert and compare, as the settings say."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
+    load_blas(settings.threads)
+    # MLX, which the comparison needs, must find the BLAS in place.
+    from services.coreml.produce import produce  # noqa: PLC0415
+    from services.coreml.threads import limit  # noqa: PLC0415
+
+    limit(settings.threads)
+    produce(settings)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """Through the `finally` clauses: they remove what is half-written."""
+    del frame
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main("convert", ConvertSettings, run))

@@ -1,0 +1,55 @@
+"""What a call of each function takes, and where it runs."""
+
+import statistics
+import time
+
+import numpy as np
+
+from protocol.conversion import FunctionCost
+from services.coreml.functions import Function
+from services.coreml.model import ConvertedModel, chain_feed
+from services.coreml.runtime.executor import State
+
+
+def measure(model: ConvertedModel, calls: int) -> list[FunctionCost]:
+    """The median of `calls` calls of every function, the first left out."""
+    state = model.new_state()
+    executor = model.executor
+    found = []
+    for function in model.manifest.functions:
+        times = [_timed(model, function, state) for _ in range(calls + 1)][1:]
+        placement = getattr(executor, "placements", {}).get(function.name)
+        found.append(
+            FunctionCost(
+                name=function.name,
+                call_ms=statistics.median(times),
+                load_ms=getattr(executor, "load_ms", {}).get(function.name, 0.0),
+                unit=placement.unit if placement else executor.compute_unit,
+                devices=placement.devices if placement else {},
+                off_ane=placement.off_ane if placement else {},
+            )
+        )
+    return found
+
+
+def _timed(model: ConvertedModel, function: Function, state: list[State]) -> float:
+    feed = chain_feed([1] * function.tokens, 0, model.slots)
+    past = [] if function.stateful else empty_past(model)
+    started = time.perf_counter()
+    if function.stateful:
+        model.run(function.name, feed, state)
+    else:
+        model.keys_values(function.name, feed, past)
+    return 1e3 * (time.perf_counter() - started)
+
+
+def empty_past(model: ConvertedModel) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Per part the keys and values of nothing."""
+    shape = model.manifest.architecture
+    return [
+        (
+            np.zeros((part.layers, shape.kv_heads, model.slots, shape.head_dim), np.float32),
+            np.zeros((part.layers, shape.kv_heads, model.slots, shape.head_dim), np.float32),
+        )
+        for part in model.manifest.parts
+    ]
