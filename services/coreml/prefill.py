@@ -1,0 +1,61 @@
+"""The stateless prefill function as a source of keys and values for another runtime's cache."""
+
+from collections.abc import Generator
+from pathlib import Path
+
+import numpy as np
+
+from protocol.errors import ModelError
+from protocol.messages import Tokens
+from protocol.settings import ComputeUnits
+from services.coreml.costs import empty_past
+from services.coreml.model import ConvertedModel, chain_feed, open_model
+from services.coreml.runtime.blob import Array
+
+_FUNCTION = "prefill_kv"
+
+
+class CoremlPrefill:
+    """See `services.prefill.Elsewhere`."""
+
+    def __init__(self, model: ConvertedModel) -> None:
+        """Prefill with a converted model; raises ModelError if it lacks the function."""
+        self._model = model
+        self._chunk = model.manifest.function(_FUNCTION).tokens
+
+    @property
+    def slots(self) -> int:
+        """Longest prompt."""
+        return self._model.slots
+
+    def pieces(self, tokens: Tokens) -> Generator[None, None, tuple[Array, Array]]:
+        """Chunk by chunk, each with what the former ones returned as its past."""
+        if not 0 < len(tokens) <= self.slots:
+            raise ModelError(f"a prompt of {len(tokens)} tokens does not fit {self.slots} slots")
+        past = empty_past(self._model)
+        for start in range(0, len(tokens), self._chunk):
+            feed = chain_feed(tokens[start : start + self._chunk], start, self.slots)
+            stop = start + len(feed.tokens)
+            new = self._model.keys_values(_FUNCTION, feed, past)
+            for (keys, values), (new_keys, new_values) in zip(past, new, strict=True):
+                keys[:, :, start:stop] = new_keys
+                values[:, :, start:stop] = new_values
+            yield
+        keys, values = zip(*past, strict=True)
+        count = len(tokens)
+        return (
+            np.concatenate(keys)[:, :, :count].astype(np.float16),
+            np.concatenate(values)[:, :, :count].astype(np.float16),
+        )
+
+
+def open_prefill(folder: Path, units: ComputeUnits, fingerprint: str) -> CoremlPrefill:
+    """The prefill of a converted target.
+
+    Raises:
+        ModelError: it was converted from another model than the one with this vocabulary.
+    """
+    model = open_model(folder, units)
+    if model.manifest.tokenizer_fingerprint != fingerprint:
+        raise ModelError(f"{str(folder)!r} is not a conversion of the target: convert it again")
+    return CoremlPrefill(model)
