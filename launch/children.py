@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from launch.config import StackSettings, share_cores
+from launch.converted import require_converted
 from launch.door import Door, write_key
 from launch.models import Pair
 from launch.process import Child
@@ -51,9 +52,17 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         prompt_cache_bytes=settings.prompt_cache_bytes,
         kv_bytes=settings.kv_bytes,
         device=settings.target_device,
+        prefill=settings.prefill,
+        prefill_model=_prefill_model(settings, pair),
+        compute_units=settings.compute_units,
         emulated_cost=settings.emulate_target_cost,
     )
     return Child("verifier", "services.verifier", told, run_dir.log("verifier"))
+
+
+def _prefill_model(settings: StackSettings, pair: Pair) -> str:
+    """The converted target, if prompts are to go through it; raises ModelError without one."""
+    return "" if settings.prefill == "mlx" else str(require_converted(Path(pair.model)))
 
 
 def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int) -> Child:

@@ -20,6 +20,7 @@ from launch.verbs import (
     generate,
     launch,
     load,
+    mac_check,
     models,
     serve,
     simulate,
@@ -38,6 +39,7 @@ def cli() -> None:
 
 for _verb in (
     launch,
+    mac_check,
     generate,
     serve,
     swap_drafter,

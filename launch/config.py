@@ -13,7 +13,7 @@ import msgspec
 
 from protocol.emulation import parse_size
 from protocol.errors import UsageError
-from protocol.settings import BackendName, ComputeUnits, Device, LogLevel
+from protocol.settings import BackendName, ComputeUnits, Device, LogLevel, Prefill
 
 BackendChoice = Literal["auto", "mlx", "coreml", "ngram", "stdio"]
 
@@ -51,6 +51,8 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Most memory that each model may use for them."""
     kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Most memory for the target's KV of open requests; 0 is half of what is free."""
+    prefill: Prefill = "mlx"
+    """Who computes prompts: the target itself, or its converted form where that is faster."""
     target_device: Device = ""
     draft_device: Device = ""
     emulate_target_cost: str = ""

@@ -9,9 +9,9 @@ import msgspec
 
 from protocol.child import ERROR_PREFIX
 from protocol.closing import Closing
-from protocol.conversion import Converted, Event
+from protocol.conversion import Converted, ConvertSettings, Event
 from protocol.errors import BY_EXIT_CODE, RuntimeFailure
-from protocol.settings import ConvertSettings, encode_settings
+from protocol.settings import encode_settings
 
 _END_S = 20.0
 

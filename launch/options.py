@@ -9,7 +9,7 @@ from launch.config import StackSettings, stack_settings
 from launch.generate import new_seed
 from protocol.messages import Acceptance, Sampling
 from protocol.sampling import check
-from protocol.settings import BACKENDS, COMPUTE_UNITS, LogLevel
+from protocol.settings import BACKENDS, COMPUTE_UNITS, PREFILLS, LogLevel
 
 _DEVICE = "Where the {} computes: cpu, gpu, or cuda:N. MLX's default device if left out."
 _EMULATE = (
@@ -46,6 +46,8 @@ def stack_options() -> Callable[[F], F]:
             click.option("--draft-command", help="Drafter: a program that speaks our protocol."),
             click.option("--draft-lines", is_flag=True, default=None,
                          help="The draft command speaks the line protocol."),
+            click.option("--prefill", type=click.Choice(PREFILLS),
+                         help="Prompts through the target's CoreML form: where faster, or always."),
             click.option("--prefill-step-size", type=click.IntRange(min=1)),
             click.option("--decode-concurrency", type=click.IntRange(min=1),
                          help="Requests decoded at the same time; others wait in line."),

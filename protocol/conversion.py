@@ -1,6 +1,60 @@
-"""What a conversion to CoreML says while it runs, one JSON object a line on stdout."""
+"""What a conversion to CoreML is told, and what it says: one JSON object a line on stdout."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 import msgspec
+
+from protocol.settings import ChildSettings, ComputeUnits
+
+Compression = Literal["none", "int8", "palette8", "palette6", "palette4"]
+COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
+StateWrite = Literal["slice", "onehot"]
+STATE_WRITES: tuple[StateWrite, ...] = get_args(StateWrite)
+
+
+class ConvertSettings(ChildSettings, frozen=True, kw_only=True):
+    """One conversion of a model to CoreML (`services/coreml`)."""
+
+    model: str
+    """Folder of the model."""
+    out: str
+    """Folder of the converted model; appears when it is complete."""
+    target: str = ""
+    """Folder of the target that the model is to draft for; empty judges the model alone."""
+    prompts: str = ""
+    """File of tokenised prompts (`protocol.distillation.TokenPrompt`, one JSON a line)."""
+    threads: Annotated[int, msgspec.Meta(ge=1)] = 1
+    context: Annotated[int, msgspec.Meta(ge=64, multiple_of=32)] = 512
+    """Slots of the state: committed tokens and drafts."""
+    branches: Annotated[int, msgspec.Meta(ge=2)] = 16
+    """Parallel branches of tree decoding; the longest chain, too."""
+    chunk: Annotated[int, msgspec.Meta(ge=2)] = 64
+    """Tokens of one call of a prefill."""
+    width: Annotated[int, msgspec.Meta(ge=1)] = 64
+    """Best tokens that each product of the head returns."""
+    layers_per_part: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Cut a large model into packages of so many layers; 0 makes one package."""
+    compression: Compression = "none"
+    state_write: StateWrite = "slice"
+    compute_units: ComputeUnits = "auto"
+    """Of the comparison that ends the conversion."""
+    tokens: Annotated[int, msgspec.Meta(ge=0)] = 32
+    """Tokens per prompt that are compared; 0 skips the comparison."""
+    threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
+    """Least share of tokens on which package and model must agree, ties left out."""
+
+    @property
+    def partial(self) -> Path:
+        """Where it is written until it is complete."""
+        out = Path(self.out)
+        return out.with_name(f".{out.name}.partial-{os.getpid()}")
+
+    def on_orphaned(self) -> None:
+        """Leave nothing half-written."""
+        shutil.rmtree(self.partial, ignore_errors=True)
 
 
 class Agreement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -4,7 +4,6 @@ A child gets its settings as one JSON argument. Defaults live here and nowhere e
 command line reads them from here (`launch/config.py`).
 """
 
-import os
 import shutil
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args
@@ -24,10 +23,9 @@ ComputeUnits = Literal["auto", "cpu_and_ne", "cpu_only", "cpu_and_gpu", "all", "
 instrument that runs anywhere. `auto`: the Neural Engine on macOS, elsewhere the reference."""
 COMPUTE_UNITS: tuple[ComputeUnits, ...] = get_args(ComputeUnits)
 
-Compression = Literal["none", "int8", "palette8", "palette6", "palette4"]
-COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
-StateWrite = Literal["slice", "onehot"]
-STATE_WRITES: tuple[StateWrite, ...] = get_args(StateWrite)
+Prefill = Literal["mlx", "coreml", "coreml-always"]
+"""Who computes the target's prompts; `coreml` where that was measured to be faster."""
+PREFILLS: tuple[Prefill, ...] = get_args(Prefill)
 
 
 Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]
@@ -76,6 +74,12 @@ class ServiceSettings(ChildSettings, frozen=True, kw_only=True):
 
 class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     """One verifier process."""
+
+    prefill: Prefill = "mlx"
+    prefill_model: str = ""
+    """Folder of the converted target, unless `prefill` is mlx."""
+    compute_units: ComputeUnits = "auto"
+    """Of the converted target."""
 
     kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Most memory for the KV of open sequences; 0 is half of what is free after loading."""
@@ -251,48 +255,6 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     clip: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     """Largest norm of the gradient."""
     checkpoint_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
-
-
-class ConvertSettings(ChildSettings, frozen=True, kw_only=True):
-    """One conversion of a model to CoreML (`services/coreml`)."""
-
-    model: str
-    """Folder of the model."""
-    out: str
-    """Folder of the converted model; appears when it is complete."""
-    target: str = ""
-    """Folder of the target that the model is to draft for; empty judges the model alone."""
-    prompts: str = ""
-    """File of tokenised prompts (`protocol.distillation.TokenPrompt`, one JSON a line)."""
-    threads: Annotated[int, msgspec.Meta(ge=1)] = 1
-    context: Annotated[int, msgspec.Meta(ge=64, multiple_of=32)] = 512
-    """Slots of the state: committed tokens and drafts."""
-    branches: Annotated[int, msgspec.Meta(ge=2)] = 16
-    """Parallel branches of tree decoding; the longest chain, too."""
-    chunk: Annotated[int, msgspec.Meta(ge=2)] = 64
-    """Tokens of one call of a prefill."""
-    width: Annotated[int, msgspec.Meta(ge=1)] = 64
-    """Best tokens that each product of the head returns."""
-    layers_per_part: _Count = 0
-    """Cut a large model into packages of so many layers; 0 makes one package."""
-    compression: Compression = "none"
-    state_write: StateWrite = "slice"
-    compute_units: ComputeUnits = "auto"
-    """Of the comparison that ends the conversion."""
-    tokens: Annotated[int, msgspec.Meta(ge=0)] = 32
-    """Tokens per prompt that are compared; 0 skips the comparison."""
-    threshold: _Share = 0.95
-    """Least share of tokens on which package and model must agree, ties left out."""
-
-    @property
-    def partial(self) -> Path:
-        """Where it is written until it is complete."""
-        out = Path(self.out)
-        return out.with_name(f".{out.name}.partial-{os.getpid()}")
-
-    def on_orphaned(self) -> None:
-        """Leave nothing half-written."""
-        shutil.rmtree(self.partial, ignore_errors=True)
 
 
 S = TypeVar("S", bound=Settings)

@@ -157,6 +157,16 @@ class KVStore:
         new.length = length
         return new
 
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        """Append tokens whose keys and values are known, [layers, heads, tokens, size] each."""
+        if keys.shape[0] != len(self.caches) or keys.shape != values.shape:
+            raise ValueError(f"keys and values of {keys.shape[0]} layers for {len(self.caches)}")
+        for layer, cache in enumerate(self.caches):
+            rows = slice(layer, layer + 1)
+            cache.keys = _stored(cache.keys, keys[rows], self.length)
+            cache.values = _stored(cache.values, values[rows], self.length)
+        self.length += keys.shape[2]
+
     @property
     def nbytes(self) -> int:
         """Memory of all buffers, used or not."""

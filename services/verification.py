@@ -28,6 +28,7 @@ from protocol.rejection import verified
 from protocol.sampling import by_rejection, is_greedy
 from services import on_device
 from services.batching import Batcher, Pass, most_rows
+from services.elsewhere import Elsewhere, PromptsElsewhere
 from services.inbox import Work
 from services.kv import KVStore, windows_of
 from services.kv_budget import kv_tokens
@@ -55,6 +56,7 @@ class Verifier:
         self._prompts = prompts if prompts is not None else PromptCache()
         if compute_unit() == "cpu":
             use_tables(self._model)
+        self._elsewhere: PromptsElsewhere | None = None
         self._pacer = Pacer(prefill_step_size)
         self._sequences: dict[int, TargetSequence] = {}
         self._bucketed = compute_unit() == "cuda"
@@ -68,6 +70,13 @@ class Verifier:
         self._batcher = Batcher(self._model, most_rows() if shares else 0)
         self._last = Pass(0, 0)
         self._idle_since = time.perf_counter()
+
+    def prefill_elsewhere(self, other: Elsewhere, *, whenever_it_fits: bool) -> None:
+        """Let another device compute prompts: where it is faster, or all that it takes."""
+        if self._windows is not None:
+            self._elsewhere = PromptsElsewhere(
+                self._model, self._windows, other, whenever_it_fits=whenever_it_fits
+            )
 
     @property
     def max_draft_tokens(self) -> int:
@@ -147,6 +156,8 @@ class Verifier:
 
     def _prefill(self, sequence: TargetSequence, tokens: Tokens) -> Generator[None]:
         """Make the KV hold these tokens, in pieces."""
+        if sequence.store is not None and self._elsewhere is not None:
+            yield from self._elsewhere.fill(sequence.store, sequence.tokens, tokens)
         while sequence.length < len(tokens):
             began = time.perf_counter()
             size = self._pacer.size(alone=not self._sequences)

@@ -30,6 +30,12 @@ def run(settings: VerifierSettings) -> None:
         emulated = emulate(model.module, parse_size(settings.emulated_cost))
     prompts = PromptCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
     verifier = Verifier(model, settings.prefill_step_size, prompts)
+    if settings.prefill != "mlx":
+        from services.coreml.prefill import open_prefill  # noqa: PLC0415
+
+        folder = Path(settings.prefill_model)
+        other = open_prefill(folder, settings.compute_units, model.folder)
+        verifier.prefill_elsewhere(other, whenever_it_fits=settings.prefill == "coreml-always")
     identity = Identity(
         role="verifier",
         backend="mlx",

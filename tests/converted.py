@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from protocol.conversion import ConvertSettings
 from protocol.messages import Tokens
-from protocol.settings import ConvertSettings
 from services.coreml.conversion import convert
 from services.coreml.manifest import read_manifest
 from services.coreml.model import ConvertedModel

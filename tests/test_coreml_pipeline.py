@@ -13,8 +13,8 @@ from launch.config import StackSettings
 from launch.control import ask_supervisor
 from launch.models import default_drafter, pair_of
 from orchestrator.tokenizer import TargetTokenizer
+from protocol.conversion import ConvertSettings
 from protocol.messages import ChatMessage, Done, Sampling, SwapDrafter
-from protocol.settings import ConvertSettings
 from services.backends.coreml import CoremlBackend
 from services.backends.mlx import MlxBackend
 from services.coreml.conversion import convert

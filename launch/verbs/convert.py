@@ -20,8 +20,9 @@ from launch.models import resolve
 from launch.process import Lifeline
 from orchestrator.tokenizer import TargetTokenizer
 from protocol import conversion
+from protocol.conversion import COMPRESSIONS, STATE_WRITES, ConvertSettings
 from protocol.errors import UsageError
-from protocol.settings import COMPRESSIONS, COMPUTE_UNITS, STATE_WRITES, ConvertSettings
+from protocol.settings import COMPUTE_UNITS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -130,6 +131,4 @@ def _show(converted: conversion.Converted) -> None:
         if cost.off_ane:
             console.print(f"    not on the Neural Engine: {cost.off_ane}")
     if converted.compute_unit == "reference":
-        console.print(
-            "  the reference runtime is a test instrument: no times of CoreML"
-        )
+        console.print("  the reference runtime is a test instrument: no times of CoreML")

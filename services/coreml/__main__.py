@@ -6,7 +6,7 @@ from types import FrameType
 from typing import NoReturn
 
 from protocol.child import main
-from protocol.settings import ConvertSettings
+from protocol.conversion import ConvertSettings
 from services.machine import load_blas
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from coremltools._deps import kmeans1d
 
+from protocol.conversion import Compression
 from protocol.law import Floats
-from protocol.settings import Compression
 
 _BITS: dict[str, int] = {"palette8": 8, "palette6": 6, "palette4": 4}
 

@@ -9,14 +9,16 @@ from protocol.errors import ModelError
 from protocol.messages import Tokens
 from protocol.settings import ComputeUnits
 from services.coreml.costs import empty_past
+from services.coreml.manifest import read_manifest
 from services.coreml.model import ConvertedModel, chain_feed, open_model
 from services.coreml.runtime.blob import Array
+from services.coreml.weights import fingerprint_of
 
 _FUNCTION = "prefill_kv"
 
 
 class CoremlPrefill:
-    """See `services.prefill.Elsewhere`."""
+    """See `services.elsewhere.Elsewhere`."""
 
     def __init__(self, model: ConvertedModel) -> None:
         """Prefill with a converted model; raises ModelError if it lacks the function."""
@@ -49,13 +51,12 @@ class CoremlPrefill:
         )
 
 
-def open_prefill(folder: Path, units: ComputeUnits, fingerprint: str) -> CoremlPrefill:
+def open_prefill(folder: Path, units: ComputeUnits, target: Path) -> CoremlPrefill:
     """The prefill of a converted target.
 
     Raises:
-        ModelError: it was converted from another model than the one with this vocabulary.
+        ModelError: `folder` was converted from another model than the one in `target` now.
     """
-    model = open_model(folder, units)
-    if model.manifest.tokenizer_fingerprint != fingerprint:
+    if read_manifest(folder).source_fingerprint != fingerprint_of(target):
         raise ModelError(f"{str(folder)!r} is not a conversion of the target: convert it again")
-    return CoremlPrefill(model)
+    return CoremlPrefill(open_model(folder, units))

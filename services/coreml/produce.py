@@ -8,11 +8,10 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from protocol.conversion import Converted, Event, Step
+from protocol.conversion import Converted, ConvertSettings, Event, Step
 from protocol.distillation import TokenPrompt
 from protocol.errors import ModelError, ParityError, UsageError
 from protocol.messages import Tokens
-from protocol.settings import ConvertSettings
 from services.coreml.conversion import convert
 from services.coreml.costs import measure
 from services.coreml.manifest import FILE_NAME, write_manifest

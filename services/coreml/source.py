@@ -5,10 +5,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from protocol.conversion import Compression
 from protocol.errors import ModelError
 from protocol.law import Floats, Ids
 from protocol.messages import Token
-from protocol.settings import Compression
 from services.coreml.architecture import Architecture, read_architecture
 from services.coreml.compression import Packed, pack
 from services.coreml.weights import Weights

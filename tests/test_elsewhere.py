@@ -1,0 +1,152 @@
+"""Prompts computed elsewhere: injected keys and values decode as the target's own."""
+
+from collections.abc import Generator, Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from launch.config import StackSettings
+from protocol.errors import ModelError
+from protocol.messages import OpenSequence, Prefilled, Sampling, Tokens, Verify
+from services.coreml.prefill import CoremlPrefill, open_prefill
+from services.elsewhere import Choice, Computed, always, inject, measured
+from services.kv import KVStore
+from services.model import load
+from services.verification import Verifier
+from tests.converted import SLOTS, converted_folder, converted_model, source_folder
+from tests.stack import RunningStack, running
+
+TEXT: Tokens = [int(t) for t in np.random.default_rng(5).integers(4, 280, 45)]
+
+
+def prefill_of(family: str) -> CoremlPrefill:
+    return CoremlPrefill(converted_model(converted_folder(family), "float16"))
+
+
+def opened(verifier: Verifier, tokens: Tokens) -> None:
+    request = OpenSequence(sequence=1, tokens=tokens, sampling=Sampling())
+    messages = [message for message in verifier.handle(request) if message is not None]
+    [told] = messages
+    assert isinstance(told, Prefilled)
+    assert told.length == len(tokens)
+
+
+def decoded(verifier: Verifier, pending: int, position: int, count: int) -> Tokens:
+    found = []
+    for number in range(count):
+        ask = Verify(sequence=1, round=number + 1, position=position + number, chain=[pending])
+        [outcome] = [message for message in verifier.handle(ask) if message is not None]
+        pending = outcome.bonus
+        found.append(pending)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_injected_prompts_decode_the_same_tokens(family: str) -> None:
+    """A verifier whose prompt came from the package goes on as one that computed it."""
+    answers = []
+    for elsewhere in (False, True):
+        verifier = Verifier(load(source_folder(family)), 512)
+        if elsewhere:
+            verifier.prefill_elsewhere(prefill_of(family), whenever_it_fits=True)
+        opened(verifier, TEXT[:-1])
+        answers.append(decoded(verifier, TEXT[-1], len(TEXT) - 1, 24))
+    assert answers[0] == answers[1]
+
+
+def test_injected_values_are_the_targets_own_but_for_float16() -> None:
+    """Keys and values of every layer and token, within float16's rounding of the package."""
+    pieces = prefill_of("llama").pieces(TEXT)
+    computed = yield_all(pieces)
+    module = load(source_folder("llama")).module
+    store = KVStore([None] * 3, bucketed=False)
+    store.chain(len(TEXT))
+    module(mx.array([TEXT]), cache=store.caches)
+    given = KVStore([None] * 3, bucketed=False)
+    inject(given, computed, mx.float32)
+    assert given.length == len(TEXT)
+    for own, other in zip(store.caches, given.caches, strict=True):
+        for a, b in zip(own.state, other.state, strict=True):
+            np.testing.assert_allclose(a[..., : len(TEXT), :], b[..., : len(TEXT), :], atol=0.06)
+
+
+def yield_all(pieces: Generator[None, None, Computed]) -> Computed:
+    """The return value of a generator."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value
+
+
+def test_a_prompt_goes_on_where_a_store_ends() -> None:
+    """Appended rows follow what is there; other numbers of layers are refused."""
+    store = KVStore([None, None], bucketed=False)
+    first, second = (mx.ones((2, 1, count, 4)) * count for count in (3, 2))
+    store.append(first, first)
+    store.append(second, second)
+    assert store.length == 5
+    [keys, _] = store.caches[1].state
+    assert keys[0, 0, :5, 0].tolist() == [3, 3, 3, 2, 2]
+    with pytest.raises(ValueError, match="3 layers for 2"):
+        store.append(mx.ones((3, 1, 1, 4)), mx.ones((3, 1, 1, 4)))
+
+
+def test_only_lengths_that_won_go_elsewhere() -> None:
+    """Between two measured lengths the longer one's verdict holds; beyond the last, no."""
+    choice = Choice(500, [(64, False), (256, True), (500, False)])
+    assert [choice.elsewhere(n) for n in (0, 64, 65, 256, 257, 500, 501)] == [
+        False, False, True, True, False, False, False,
+    ]  # fmt: skip
+    assert [always(9).elsewhere(n) for n in (0, 1, 9, 10)] == [False, True, True, False]
+
+
+def test_both_ways_are_timed_at_every_length() -> None:
+    """Doubling lengths up to the longest; the verdict is of the times."""
+    here: list[int] = []
+    there: list[int] = []
+    choice, times = measured(here.append, there.append, 200)
+    assert here == there == [64, 64, 128, 128, 200, 200]
+    assert list(times) == [64, 128, 200]
+    for length, (own, other) in times.items():
+        assert choice.elsewhere(length) == (other < own)
+
+
+def test_prompts_that_do_not_fit_are_computed_here() -> None:
+    """Longer than the package's slots: the target's own way, no error."""
+    verifier = Verifier(load(source_folder("llama")), 512)
+    verifier.prefill_elsewhere(prefill_of("llama"), whenever_it_fits=True)
+    opened(verifier, [5] * (SLOTS + 10))
+
+
+def test_another_models_package_is_refused() -> None:
+    """Its keys would be garbage to the target."""
+    with pytest.raises(ModelError, match="not a conversion of the target"):
+        open_prefill(converted_folder("llama"), "reference", source_folder("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[RunningStack]:
+    """A stack whose target's prompts go through CoreML; the folder is the one beside it."""
+    source = source_folder("llama", layers=2)
+    beside = source.with_name(f"{source.name}-coreml")
+    if not beside.exists():
+        beside.symlink_to(converted_folder("llama", layers=2))
+    settings = StackSettings(
+        model=str(source),
+        draft_backend="ngram",
+        prefill="coreml-always",
+        compute_units="reference",
+        prompt_cache_size=0,
+    )
+    with running(settings) as started:
+        yield started
+
+
+@pytest.mark.processes
+def test_a_stack_with_prompts_from_coreml(stack: RunningStack) -> None:
+    """Whole answers, speculating or not, are the same tokens."""
+    plain = stack.answer("the quick brown fox jumps over", mode="ar", max_tokens=24).tokens
+    answer = stack.answer("the quick brown fox jumps over", max_tokens=24)
+    assert answer.tokens == plain
