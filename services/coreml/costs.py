@@ -8,6 +8,7 @@ import numpy as np
 from protocol.conversion import FunctionCost
 from services.coreml.functions import Function
 from services.coreml.model import ConvertedModel, chain_feed
+from services.coreml.runtime.blob import Array
 from services.coreml.runtime.executor import State
 
 
@@ -43,7 +44,7 @@ def _timed(model: ConvertedModel, function: Function, state: list[State]) -> flo
     return 1e3 * (time.perf_counter() - started)
 
 
-def empty_past(model: ConvertedModel) -> list[tuple[np.ndarray, np.ndarray]]:
+def empty_past(model: ConvertedModel) -> list[tuple[Array, Array]]:
     """Per part the keys and values of nothing."""
     shape = model.manifest.architecture
     return [

@@ -58,7 +58,8 @@ class Judge:
 
     def answer(self, prompt: Tokens, count: int) -> Text:
         """`count` tokens, greedily."""
-        cache, fed, answer = make_prompt_cache(self._module), prompt, []
+        cache, fed = make_prompt_cache(self._module), prompt
+        answer: Tokens = []
         for _ in range(count):
             row = self._module(mx.array([fed]), cache=cache)[0, -1, : len(self._ids)]
             fed = [int(self._ids[int(mx.argmax(row))])]

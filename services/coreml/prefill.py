@@ -43,12 +43,8 @@ class CoremlPrefill:
                 keys[:, :, start:stop] = new_keys
                 values[:, :, start:stop] = new_values
             yield
-        keys, values = zip(*past, strict=True)
-        count = len(tokens)
-        return (
-            np.concatenate(keys)[:, :, :count].astype(np.float16),
-            np.concatenate(values)[:, :, :count].astype(np.float16),
-        )
+        joined = [np.concatenate(arrays)[:, :, : len(tokens)] for arrays in zip(*past, strict=True)]
+        return joined[0].astype(np.float16), joined[1].astype(np.float16)
 
 
 def open_prefill(folder: Path, units: ComputeUnits, target: Path) -> CoremlPrefill:
