@@ -32,7 +32,10 @@ from tests.converted import converted_folder, settings_for, source_folder
 from tests.tiny_models import write_tiny_model
 
 ROOT = Path(__file__).parents[1]
-RNG = np.random.default_rng(3)
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(3)
 
 
 # ---------------------------------------------------------------- weights
@@ -48,7 +51,7 @@ def test_quantised_weights_are_read_as_mlx_reads_them() -> None:
 
 def test_bfloat16_is_read(tmp_path: Path) -> None:
     """numpy has no bfloat16: it becomes float32, exactly."""
-    values = mx.array(RNG.normal(size=(3, 5)).astype(np.float32)).astype(mx.bfloat16)
+    values = mx.array(rng().normal(size=(3, 5)).astype(np.float32)).astype(mx.bfloat16)
     mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a.weight": values})
     (tmp_path / "config.json").write_text("{}")
     np.testing.assert_array_equal(
@@ -78,26 +81,26 @@ def test_other_models_are_refused(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("compression", "error"),
-    [("none", 5e-4), ("int8", 0.005), ("palette8", 0.002), ("palette6", 0.02), ("palette4", 0.08)],
+    [("none", 5e-4), ("int8", 0.012), ("palette8", 0.01), ("palette6", 0.04), ("palette4", 0.15)],
 )
 def test_compressed_matrices_stay_near(compression: Compression, error: float) -> None:
     """Relative error by kind; rows of very different size lose no more than others."""
-    matrix = RNG.normal(size=(32, 96)).astype(np.float32) * np.logspace(-3, 0, 32)[:, None]
+    matrix = rng().normal(size=(32, 96)).astype(np.float32) * np.logspace(-1, 0, 32)[:, None]
     dense = pack(matrix.astype(np.float32), compression).dense()
     errors = np.linalg.norm(dense - matrix, axis=1) / np.linalg.norm(matrix, axis=1)
-    assert errors.max() < 1.6 * error
-    assert errors.mean() > 0.01 * error
+    assert errors.max() < error
+    assert errors.mean() > 0.1 * error
 
 
 @pytest.mark.parametrize("compression", [kind for kind in COMPRESSIONS if kind != "none"])
 def test_the_package_decodes_to_the_packed_weights(compression: Compression) -> None:
     """What the saved file holds, decompressed as CoreML would, is the matrix that was packed."""
-    folder = converted_folder("llama", options=(("compression", compression),))
-    source = Source(source_folder("llama"), compression)
-    packed = source.packed("model.layers.1.mlp.gate_proj")
+    folder = converted_folder("llama", layers=1, options=(("compression", compression),))
+    source = Source(source_folder("llama", layers=1), compression)
+    packed = source.packed("model.layers.0.mlp.gate_proj")
     program = Program(folder / "model.mlpackage")
     constants = program._compile("tree").constants
-    found = constants["l1_gate_weight"][:, :, 0, 0]
+    found = constants["l0_gate_weight"][:, :, 0, 0]
     scales = packed.scales if packed.palettes.size else None
     if scales is not None:  # palettes leave the scale to an operation
         found = found * scales.astype(np.float32)[:, None]
@@ -180,11 +183,11 @@ def test_a_call_that_hangs_ends_the_process() -> None:
 def test_agreement_of_a_model_with_itself_and_with_another() -> None:
     """Itself: 1, 1, 0. Another: less, and the margins of the differences are told."""
     ids = np.arange(100, 400)
-    laws = Laws(RNG.normal(size=(50, 300)).astype(np.float32) * 3, ids)
+    laws = Laws(rng().normal(size=(50, 300)).astype(np.float32) * 3, ids)
     same = agreement(laws, tops_of(laws, 64))
     assert (same.greedy, same.top8, same.worst_margin) == (1.0, 1.0, 0.0)
     assert abs(same.kl) < 1e-4
-    other = Laws(laws.rows + RNG.normal(size=laws.rows.shape).astype(np.float32), ids)
+    other = Laws(laws.rows + rng().normal(size=laws.rows.shape).astype(np.float32), ids)
     apart: Agreement = agreement(laws, tops_of(other, 64))
     assert apart.greedy < 1
     assert apart.top8 < 1
@@ -194,7 +197,7 @@ def test_agreement_of_a_model_with_itself_and_with_another() -> None:
 
 def test_acceptance_is_the_overlap_of_the_laws() -> None:
     """Of a target with itself nearly 1; of disjoint laws 0."""
-    laws = Laws(RNG.normal(size=(20, 50)).astype(np.float32) * 4, np.arange(50))
+    laws = Laws(rng().normal(size=(20, 50)).astype(np.float32) * 4, np.arange(50))
     own = acceptance(laws, 100, tops_of(laws, 50))
     assert own.greedy == 1.0
     assert own.sampled == pytest.approx(1.0, abs=1e-4)
@@ -249,7 +252,7 @@ def test_below_the_threshold_nothing_is_written(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
     """Ended while it works: neither the folder nor the half of one."""
-    settings = settings_for(source_folder("llama"), tmp_path / "made", lifeline=0)
+    settings = settings_for(source_folder("llama"), tmp_path / "made")
     with contextlib.closing(Lifeline()) as lifeline:
         values = {field: getattr(settings, field) for field in settings.__struct_fields__}
         told = type(settings)(**{**values, "lifeline": lifeline.child_end})

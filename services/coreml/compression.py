@@ -52,8 +52,8 @@ class Packed(NamedTuple):
 
 _cluster: Any = kmeans1d.cluster  # declared for lists; takes arrays
 
-_SMALLEST_SCALE = 127 * 2.0**-14
-"""Its 127th part is float16's smallest normal number."""
+_SMALLEST_SCALE = 2.0**-14
+"""float16's smallest normal number; devices may take what is below for 0."""
 
 _NONE = np.zeros(0, np.float16)
 
@@ -64,7 +64,7 @@ def pack(matrix: Floats, compression: Compression) -> Packed:
         return Packed(16, matrix.astype(np.float16), _NONE[:, None], _NONE)
     scales = np.maximum(np.abs(matrix).max(axis=1), _SMALLEST_SCALE)
     if compression == "int8":
-        scales = (scales / 127).astype(np.float16)
+        scales = np.maximum(scales / 127, _SMALLEST_SCALE).astype(np.float16)
         levels = np.clip(np.rint(matrix / scales.astype(np.float32)[:, None]), -127, 127)
         return Packed(8, levels.astype(np.int8), _NONE[:, None], scales)
     scales = scales.astype(np.float16)

@@ -26,7 +26,11 @@ class Placement(msgspec.Struct, frozen=True):
             return "unknown"
         if self.devices.get(ANE, 0) >= _LEAST_SHARE * total and not self.off_ane.get("conv"):
             return ANE
-        others = [name for name, count in self.devices.items() if count >= _LEAST_SHARE * total]
+        others = [
+            name
+            for name, count in self.devices.items()
+            if name != ANE and count >= _LEAST_SHARE * total
+        ]
         return others[0] if others else "mixed"
 
 
