@@ -52,7 +52,7 @@ def admit(
             request.fan_out_policy,
             sampled=by_rejection(request.sampling),
         ),
-        recorder=Recorder(now),
+        recorder=Recorder(now, timeline=[] if request.trace else None),
     )
     text = StoppableText(tokenizer.stream(), request.stop)
     most_tokens = len(prompt) + request.max_tokens

@@ -153,7 +153,7 @@ class Orchestrator:
     def _tree(self, message: DraftTree) -> None:
         answer = self._requests.running.get(message.sequence)
         if answer is not None:
-            answer.sequence.recorder.drew(message.draft_ms, self._woke)
+            answer.sequence.recorder.drew(message.draft_ms, self._woke, message.depth)
             answer.sequence.recorder.phase(f"draft_{message.depth}", message.draft_ms)
             self._do(answer, answer.sequence.tree(message, self._woke))
         self._deadlines.draft_came(answer, self._woke)

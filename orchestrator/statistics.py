@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from protocol.messages import Statistics, VerificationOutcome
+from orchestrator.estimates import Lesson
+from protocol.messages import Origin, Role, RoundKind, Span, Statistics, VerificationOutcome
+
+_LONGEST_TIMELINE = 400
 
 
 @dataclass
@@ -33,6 +36,10 @@ class Recorder:
     plain_rounds: int = 0
     plain_tok_s: float = 0.0
     emulated_cost: str = ""
+    kinds: dict[Origin, RoundKind] = field(default_factory=dict)
+    ranks: Counter[int] = field(default_factory=Counter)
+    timeline: list[Span] | None = None
+    """None if it was not asked for."""
     _predicted_tokens: float = 0.0
     _predicted_s: float = 0.0
     _last_accepted: int = 0
@@ -52,6 +59,28 @@ class Recorder:
         self.phase(f"verify_{tokens}", outcome.verify_ms)
         if self.rounds:  # before the first round the verifier had nothing to do
             self.phase("idle_hit" if hit else "idle_other", outcome.idle_ms)
+
+    def learned(self, lesson: Lesson, now: float) -> None:
+        """What a round taught that ended just now."""
+        label = f"{lesson.origin} {lesson.accepted}/{len(lesson.confidences)}"
+        self._span("verifier", lesson.verify_ms, label, now)
+        if not self.rounds:
+            return  # it brought the first token, which is not part of the decoding
+        old = self.kinds.get(lesson.origin, RoundKind())
+        self.kinds[lesson.origin] = RoundKind(
+            rounds=old.rounds + 1,
+            tokens=old.tokens + lesson.accepted + 1,
+            verify_ms=old.verify_ms + lesson.verify_ms,
+            looked_up=old.looked_up + (lesson.mode == "ssd" and lesson.speculating),
+            found=old.found + (lesson.rank is not None),
+        )
+        if lesson.rank is not None:
+            self.ranks[lesson.rank] += 1
+
+    def _span(self, process: Role, milliseconds: float, label: str, now: float) -> None:
+        if self.timeline is not None and len(self.timeline) < _LONGEST_TIMELINE:
+            end_ms = 1e3 * (now - self.received_at)
+            self.timeline.append(Span(process, end_ms - milliseconds, milliseconds, label))
 
     def verified(self, drafted: int, accepted: int) -> None:
         """A verification was offered `drafted` tokens and `accepted` of them were emitted."""
@@ -77,8 +106,9 @@ class Recorder:
         """One sample of a phase."""
         self.phases.setdefault(name, []).append(milliseconds)
 
-    def drew(self, milliseconds: float, now: float) -> None:
+    def drew(self, milliseconds: float, now: float, depth: int = 0) -> None:
         """The drafter worked until `now`; what fell into a verification was hidden by it."""
+        self._span("drafter", milliseconds, str(depth), now)
         started = now - milliseconds / 1e3
         self.drafting_s += now - started
         if self.verifying_since is not None:
@@ -115,6 +145,10 @@ class Recorder:
             predicted_tok_s=_ratio(self._predicted_tokens, self._predicted_s),
             plain_tok_s=self.plain_tok_s,
             emulated_cost=self.emulated_cost,
+            kinds=dict(self.kinds),
+            hits_by_rank=[self.ranks[i] for i in range(max(self.ranks, default=-1) + 1)],
+            draft_wait_ms=sum(self.phases.get("draft_wait", ())),
+            timeline=self.timeline or [],
         )
 
 

@@ -300,6 +300,8 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     fan_out: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     """Branches prepared per round (B); 0 leaves it to the orchestrator."""
     fan_out_policy: FanOutPolicy = "online"
+    trace: bool = False
+    """Whether the statistics are to hold a timeline of the first rounds."""
 
 
 class Cancel(Message, frozen=True, tag="cancel", kw_only=True):
@@ -328,6 +330,30 @@ class Text(Message, frozen=True, tag="text", kw_only=True):
     def text(self) -> str:
         """All pieces together."""
         return "".join(self.pieces)
+
+
+class RoundKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rounds whose chain came from one origin, added up, without a request's first."""
+
+    rounds: int = 0
+    tokens: int = 0
+    """What they brought, bonus tokens included."""
+    verify_ms: float = 0.0
+    looked_up: int = 0
+    """Rounds beside which a drafter prepared outcomes."""
+    found: int = 0
+    """How many of these ended in a prepared outcome."""
+
+
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A stretch of work on the timeline of a request."""
+
+    process: Role
+    start_ms: float
+    """Since the request came."""
+    ms: float
+    label: str
+    """Drafter: the depth of the tree. Verifier: origin of the chain, accepted / drafted."""
 
 
 class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -364,6 +390,13 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Speed of plain decoding beside which speculation was judged; 0 if never measured."""
     emulated_cost: str = ""
     """What was added to the target so that it costs more (measurements); else empty."""
+    kinds: dict[Origin, RoundKind] = {}
+    hits_by_rank: list[int] = []
+    """How often the outcome was the i-th best candidate that was prepared for its length."""
+    draft_wait_ms: float = 0.0
+    """Total time in which the target waited for a draft."""
+    timeline: list[Span] = []
+    """Of the first rounds, if asked for (`Generate.trace`)."""
 
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]

@@ -6,13 +6,15 @@ from protocol.messages import Sampling, Tokens
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode", forbid_unknown_fields=True):
-    """Decode greedily with mlx-lm. Answer: Decoded."""
+    """Decode with mlx-lm. Answer: Decoded."""
 
     tokens: Tokens
     max_tokens: int
     stop_ids: list[int]
     num_draft_tokens: int = 0
     """0 is without the draft model."""
+    sampling: Sampling = Sampling()
+    """By mlx-lm's own sampler: the law is the same, the random numbers are not."""
 
 
 class Decoded(msgspec.Struct, frozen=True):

@@ -55,11 +55,15 @@ class Reference:
                 return self.margin(question)
 
     def decode(self, question: Decode) -> Decoded:
-        """Greedy decoding by mlx-lm, with or without its draft model."""
+        """Decoding by mlx-lm, with or without its draft model."""
         import mlx.core as mx  # noqa: PLC0415
         from mlx_lm.generate import generate_step, speculative_generate_step  # noqa: PLC0415
+        from mlx_lm.sample_utils import make_sampler  # noqa: PLC0415
 
         prompt: Any = mx.array(question.tokens)
+        s = question.sampling
+        mx.random.seed(s.seed)
+        sampler = make_sampler(s.temperature, s.top_p, s.min_p, top_k=s.top_k)
         started = time.perf_counter()
         steps: Any
         if question.num_draft_tokens and self._draft is not None:
@@ -69,9 +73,12 @@ class Reference:
                 self._draft,
                 num_draft_tokens=question.num_draft_tokens,
                 max_tokens=question.max_tokens,
+                sampler=sampler,
             )
         else:
-            steps = generate_step(prompt, self._target, max_tokens=question.max_tokens)
+            steps = generate_step(
+                prompt, self._target, max_tokens=question.max_tokens, sampler=sampler
+            )
         times, tokens = [], []
         for step in steps:
             token = int(step[0])

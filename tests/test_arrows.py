@@ -25,6 +25,7 @@ HOMES = {
     "starlette": {"services"},
     "uvicorn": {"services"},
     "prometheus_client": {"services"},
+    "matplotlib": {"launch"},
 }
 LONGEST_FUNCTION = 60
 LONGEST_FILE = 300

@@ -1,25 +1,29 @@
 """`ssd bench`: what the modes gain here, side by side."""
 
-import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from launch import bench, show
+from launch import show
+from launch.bench import tables
+from launch.bench.measuring import Wish, chosen_prompts, measure
+from launch.bench.result import BenchFile
+from launch.bench.runs import require_lossless, verdict
+from launch.bench.variant import NAMES, parse_all
 from launch.models import pair_of
 from launch.options import sampling_options, settings_of, stack_options, take_sampling
-from launch.session import private_stack
-from launch.yardstick import Yardstick
-from orchestrator.tokenizer import TargetTokenizer
-from protocol.client import Client
 from protocol.errors import UsageError
+from protocol.messages import Sampling
 
 
 @click.command("bench")
 @stack_options()
 @sampling_options()
+@click.option("--temps", help="Several temperatures, as in 0,0.7, in place of --temp.")
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path),
@@ -27,33 +31,118 @@ from protocol.errors import UsageError
 )
 @click.option("--limit", type=click.IntRange(min=0), default=0, help="Use so many, evenly.")
 @click.option("-m", "--max-tokens", type=click.IntRange(min=2), default=128, show_default=True)
-@click.option("--modes", default=",".join(bench.MODES), show_default=True)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all runs.")
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--modes",
+    default=",".join(NAMES),
+    show_default=True,
+    help="Knobs may be fixed, as in ssd:k=4:b=16, ssd:uniform, ssd:rejection, mlx-lm-draft:k=5.",
+)
+@click.option("--profile", is_flag=True, help="Only predict what to gain, in half a minute.")
+@click.option("--overlap", is_flag=True, help="Only measure whether both models run at once.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write a page with plots.")
 def command(**options: Any) -> None:  # fmt: skip
-    """Measure modes side by side, interleaved, and check that none changes a token."""
-    modes = tuple(options.pop("modes").split(","))
-    if unknown := set(modes) - set(bench.MODES):
-        raise UsageError(f"unknown mode {sorted(unknown)[0]!r}; known: {', '.join(bench.MODES)}")
-    sampling = take_sampling(options)
-    if sampling.temperature and set(modes) & set(bench.REFERENCE_MODES):
-        modes = tuple(mode for mode in modes if mode in bench.OUR_MODES)
-        show.human().print("mlx-lm draws other random numbers: left out above temperature 0")
-    prompts = bench.chosen_prompts(options.pop("prompts"), options.pop("limit"))
-    max_tokens, json_file = options.pop("max_tokens"), options.pop("json_file")
-    settings = settings_of(**options)
-    pair = pair_of(settings)
-    with (
-        private_stack(settings, show.nothing) as supervisor,
-        contextlib.closing(Client(supervisor.run_dir.clients_address)) as client,
-        Yardstick(pair, settings.target_device, settings.emulate_target_cost) as yardstick,
-    ):
-        tokenizer = TargetTokenizer(Path(pair.model))
-        runs = bench.Bench(client, yardstick, tokenizer, modes, sampling, max_tokens)
-        with show.human().status("measuring") as status:
-            runs.run(prompts, status.update)
-    show.plain().print(bench.table(runs))
-    show.plain().print(bench.phases(runs))
+    """Measure modes side by side, interleaved, and check that none changes a token.
+
+    With --report also the profile and the overlap.
+    """
+    json_file, report = options.pop("json_file"), options.pop("report")
+    if report is not None:
+        write = _writer()
+    wish = _wish(options, everything=report is not None)
+    result = measure(wish, _bar)
     if json_file is not None:
-        json_file.write_bytes(msgspec.json.encode(runs.runs))
-    runs.check()
-    show.plain().print(runs.verdict())
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+    if report is not None:
+        write(result, report)
+    _show(result)
+    require_lossless(result.checks)
+    if wish.runs:
+        show.plain().print(verdict(result.checks), markup=False)
+
+
+def _writer() -> Callable[[BenchFile, Path], None]:
+    """What writes the page; known to be there before anything is measured."""
+    try:
+        from launch.bench.report import write  # noqa: PLC0415  # plots are slow to import
+    except ModuleNotFoundError as error:
+        raise UsageError("--report needs matplotlib: pip install 'mlx-ssd[report]'") from error
+    return write
+
+
+def _wish(options: dict[str, Any], *, everything: bool) -> Wish:
+    variants = parse_all(options.pop("modes"))
+    alone = {name: options.pop(name) for name in ("profile", "overlap")}
+    samplings = _samplings(options.pop("temps"), take_sampling(options))
+    for variant in variants:
+        for sampling in samplings:
+            variant.sampling(sampling)
+    prompts = options.pop("prompts")
+    wanted = {name: options.pop(name) for name in ("max_tokens", "repeats")}
+    chosen = chosen_prompts(prompts, options.pop("limit"))
+    # The KV of an earlier mode's run would make every later one's first token come sooner.
+    options["prompt_cache_size"] = options["prompt_cache_size"] or 0
+    settings = settings_of(**options)
+    only = any(alone.values()) and not everything
+    return Wish(
+        settings=settings,
+        pair=pair_of(settings),
+        variants=variants,
+        samplings=samplings,
+        prompts=chosen,
+        source=str(prompts or "our own ten"),
+        profile=alone["profile"] or everything,
+        overlap=alone["overlap"] or everything,
+        runs=not only,
+        **wanted,
+    )
+
+
+def _samplings(temps: str | None, sampling: Sampling) -> tuple[Sampling, ...]:
+    if temps is None:
+        return (sampling,)
+    try:
+        temperatures = [float(part) for part in temps.split(",")]
+        return tuple(
+            msgspec.convert({**msgspec.structs.asdict(sampling), "temperature": t}, Sampling)
+            for t in dict.fromkeys(temperatures)
+        )
+    except (ValueError, msgspec.ValidationError) as error:
+        raise UsageError(f"--temps {temps!r}: {error}") from error
+
+
+def _bar(steps: int) -> Callable[[str], None]:
+    """A progress bar of so many steps; it ends with the last one."""
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    bar = Progress(*columns, console=show.human(), transient=True)
+    task = bar.add_task("", total=steps)
+    bar.start()
+
+    def step(what: str) -> None:
+        bar.update(task, advance=1, description=what)
+        if bar.finished:
+            bar.stop()
+
+    return step
+
+
+def _show(result: BenchFile) -> None:
+    out = show.plain()
+    if result.config.emulated_cost:
+        out.print(f"TARGET COST EMULATED: {result.config.emulated_cost}", markup=False)
+    if result.profile is not None:
+        out.print(tables.profile(result.profile))
+    if result.overlap is not None:
+        out.print(tables.overlap(result.overlap))
+    if result.runs:
+        out.print(tables.speeds(result))
+        out.print(tables.LEGEND, markup=False)
+        out.print(tables.phases(result))
+        out.print(tables.memory(result), markup=False)
+        cold = result.cold_start
+        out.print(
+            f"cold start: ready after {cold['ready_s']:.1f} s, "
+            f"first token {cold['first_token_s']:.2f} s later"
+        )

@@ -1,0 +1,62 @@
+"""What the figures were measured on."""
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from launch.bench.result import Hardware
+
+_LIBRARIES = ("mlx-ssd", "mlx", "mlx-lm", "mkl", "numpy", "pyzmq", "coremltools")
+_PATIENCE_S = 10.0
+
+
+def hardware(units: dict[str, str]) -> Hardware:
+    """This machine; `units` says where each role computed."""
+    return Hardware(
+        system=f"{platform.system()} {platform.release()}",
+        processor=_processor(),
+        cores=psutil.cpu_count() or 1,
+        memory_gb=round(psutil.virtual_memory().total / 1e9, 1),
+        gpus=_said("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"),
+        units=units,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the libraries that the speed depends on."""
+    found = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    if sys.platform == "darwin":
+        return " ".join(_said("sysctl", "-n", "machdep.cpu.brand_string"))
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _said(*command: str) -> list[str]:
+    """The lines that a system tool prints; none if it is not there."""
+    tool = shutil.which(command[0])
+    if tool is None:
+        return []
+    try:
+        done = subprocess.run([tool, *command[1:]], capture_output=True, text=True,
+                              timeout=_PATIENCE_S, check=False)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]

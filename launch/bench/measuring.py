@@ -1,0 +1,186 @@
+"""One benchmark from its settings to its result."""
+
+import contextlib
+import datetime
+import importlib.metadata
+import importlib.resources
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec import structs
+
+from launch import show
+from launch.bench import machine
+from launch.bench.gauging import gauges
+from launch.bench.memory import MemoryWatch
+from launch.bench.profile import profile, sample
+from launch.bench.result import BenchFile, Config, Hardware, Overlap, Profile
+from launch.bench.runs import Bench, Progress
+from launch.bench.summary import categories, summary
+from launch.bench.variant import Variant
+from launch.config import StackSettings
+from launch.models import Pair
+from launch.prompts import Prompt, read_prompts
+from launch.session import private_stack
+from launch.yardstick import Yardstick
+from orchestrator.tokenizer import TargetTokenizer
+from protocol.client import Client
+from protocol.messages import ChatMessage, Finished, Generate, Sampling, Statistics
+
+_FIRST = "Say hello."
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be measured."""
+
+    settings: StackSettings
+    pair: Pair
+    variants: tuple[Variant, ...]
+    samplings: tuple[Sampling, ...]
+    prompts: list[Prompt]
+    source: str
+    """Where the prompts come from."""
+    max_tokens: int
+    repeats: int
+    profile: bool
+    overlap: bool
+    runs: bool = True
+
+
+class Measured(NamedTuple):
+    """What is measured besides the runs."""
+
+    cold: dict[str, float]
+    profile: Profile | None
+    overlap: Overlap | None
+
+
+def chosen_prompts(path: Path | None, limit: int) -> list[Prompt]:
+    """The prompts of a file, or our own small set, each with an id; evenly thinned to `limit`."""
+    own = Path(str(importlib.resources.files("launch"))) / "bench" / "prompts.jsonl"
+    prompts = [
+        prompt if prompt.id != "" else structs.replace(prompt, id=number)
+        for number, prompt in enumerate(read_prompts(path or own), start=1)
+    ]
+    step = max(1, len(prompts) // limit) if limit else 1
+    return prompts[::step][: limit or None]
+
+
+def measure(wish: Wish, progress: Callable[[int], Progress]) -> BenchFile:
+    """Measure; `progress` is given the number of steps and returns what is told each.
+
+    Raises:
+        SsdError: a process failed. Whether the runs were lossless is in the result.
+    """
+    tokenizer = TargetTokenizer(Path(wish.pair.model))
+    text = tokenizer.encode([ChatMessage("user", wish.prompts[0].prompt)])
+    verify_ms, draft_ms, overlap = _gauged(wish, text, progress(2))
+    began = time.monotonic()
+    with (
+        private_stack(wish.settings, show.nothing) as supervisor,
+        contextlib.closing(Client(supervisor.run_dir.clients_address)) as client,
+    ):
+        cold = {"ready_s": time.monotonic() - began}
+        cold["first_token_s"] = _first(client).ttft_ms / 1e3
+        status = client.status()
+        found = None
+        if wish.profile:
+            told = progress(40)
+            told("a few answers")
+            found = profile(verify_ms, draft_ms, sample(client, wish.prompts), told)
+        pids = {"orchestrator": status.pid, **{s.role: s.pid for s in status.services}}
+        bench = _runs(wish, client, pids, tokenizer, progress)
+        hardware = machine.hardware({s.role: s.compute_unit for s in status.services})
+        emulated = next((s.emulated_cost for s in status.services if s.emulated_cost), "")
+        measured = Measured(cold, found, overlap)
+        return _result(bench, _config(wish, emulated), hardware, measured)
+
+
+def _gauged(
+    wish: Wish, text: list[int], told: Progress
+) -> tuple[dict[str, float], dict[str, float], Overlap | None]:
+    """T_v, T_d and the overlap, before the stack is there to disturb."""
+    if not (wish.profile or wish.overlap):
+        return {}, {}, None
+    with gauges(wish.settings, wish.pair, text) as both:
+        verify_ms, draft_ms = {}, {}
+        if wish.profile:
+            told("target and drafter, each alone")
+            verify_ms, draft_ms = both.verify_ms(), both.draft_ms()
+        overlap = None
+        if wish.overlap:
+            told("target and drafter, in turn and together")
+            overlap = both.overlap()
+        return verify_ms, draft_ms, overlap
+
+
+def _first(client: Client) -> Statistics:
+    """The first answer of a stack, which also wakes it."""
+    messages = [ChatMessage("user", _FIRST)]
+    request = Generate(request=client.number(), messages=messages, max_tokens=2, mode="ar")
+    return next(m.statistics for m in client.generate(request) if isinstance(m, Finished))
+
+
+def _runs(
+    wish: Wish,
+    client: Client,
+    pids: dict[str, int],
+    tokenizer: TargetTokenizer,
+    progress: Callable[[int], Progress],
+) -> Bench:
+    settings = wish.settings
+    with (
+        Yardstick(wish.pair, settings.target_device, settings.emulate_target_cost) as yardstick,
+        MemoryWatch({**pids, "mlx-lm": yardstick.pid}) as memory,
+    ):
+        bench = Bench(
+            client=client,
+            yardstick=yardstick,
+            tokenizer=tokenizer,
+            memory=memory,
+            variants=wish.variants,
+            samplings=wish.samplings,
+            max_tokens=wish.max_tokens,
+            repeats=wish.repeats,
+        )
+        if wish.runs:
+            bench.run(wish.prompts, progress(bench.steps(wish.prompts)))
+        return bench
+
+
+def _result(bench: Bench, config: Config, hardware: Hardware, measured: Measured) -> BenchFile:
+    return BenchFile(
+        tool_version=importlib.metadata.version("mlx-ssd"),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        hardware=hardware,
+        config=config,
+        cold_start=measured.cold,
+        runs=bench.runs,
+        summary=summary(bench.runs),
+        categories=categories(bench.runs),
+        profile=measured.profile,
+        overlap=measured.overlap,
+        checks=bench.checks(),
+    )
+
+
+def _config(wish: Wish, emulated: str) -> Config:
+    return Config(
+        model=wish.pair.model,
+        draft_model=wish.pair.draft_model,
+        draft_backend=wish.pair.backend,
+        mode=list(wish.variants),
+        sampling=list(wish.samplings),
+        max_tokens=wish.max_tokens,
+        repeats=wish.repeats,
+        prompts=wish.source,
+        emulated_cost=emulated,
+        versions=machine.versions(),
+        command=shlex.join(["ssd", *sys.argv[1:]]),
+    )

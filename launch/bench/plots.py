@@ -1,0 +1,164 @@
+"""The plots of the report, as SVG."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from launch.bench.result import BenchFile, ModeSummary, Profile, Run
+from protocol.messages import Span
+
+# Text stays text, so that it can be searched and read aloud; ids do not change from run to run.
+mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ssd", "font.size": 10})
+
+_COLOURS = ("#9aa5b1", "#e0a030", "#2a7f62", "#3f6fb5", "#9b59b6", "#c0504d", "#5c6b73", "#7fb3a0")
+_HIT, _MISS, _PLAIN, _DRAFT = "#2a7f62", "#e0a030", "#9aa5b1", "#3f6fb5"
+_ROUNDS_SHOWN = 14
+
+
+def _svg(width: float, height: float, draw: Callable[[Any], None], panels: int = 1) -> str:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(1, panels)
+    for panel in axes if panels > 1 else [axes]:
+        panel.spines[["top", "right"]].set_visible(False)
+    draw(axes)
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def colours(result: BenchFile) -> dict[str, str]:
+    """One per mode, the same in all plots."""
+    return {mode: _COLOURS[i % len(_COLOURS)] for i, mode in enumerate(result.summary)}
+
+
+def speeds(result: BenchFile) -> str:
+    """Speed over plain decoding by category and mode, with intervals; tok/s without plain."""
+    groups = {**result.categories, "all": result.summary}
+    relative = any(s.speedup_vs_ar for s in result.summary.values())
+    paint = colours(result)
+
+    def draw(axes: Any) -> None:
+        width = 0.85 / len(result.summary)
+        for at, mode in enumerate(result.summary):
+            for place, figures in enumerate(groups.values()):
+                _bar(axes, (place + at * width, width), figures.get(mode), paint[mode])
+            axes.bar(0, 0, color=paint[mode], label=mode)
+        axes.set_xticks([i + 0.425 - width / 2 for i in range(len(groups))], list(groups))
+        axes.set_ylabel("times plain decoding" if relative else "tokens per second")
+        if relative:
+            axes.axhline(1.0, color="#444", linewidth=0.8, linestyle="--")
+        axes.legend(ncols=4, frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1))
+
+    return _svg(9.5, 4.2, draw)
+
+
+def _bar(axes: Any, place: tuple[float, float], s: ModeSummary | None, colour: str) -> None:
+    """One mode's bar at (left, width): its speed-up if there is one, else its tok/s."""
+    if s is None:
+        return
+    x, width = place
+    relative = s.speedup_vs_ar is not None
+    height = s.median if s.speedup_vs_ar is None else s.speedup_vs_ar
+    spread = s.ci95 if relative else s.iqr
+    axes.bar(x, height, width * 0.92, color=colour)
+    if spread is not None and spread.high > spread.low:
+        below, above = max(0.0, height - spread.low), max(0.0, spread.high - height)
+        axes.errorbar(x, height, [[below], [above]], color="#222", capsize=2, linewidth=1)
+    text = f"{height:.2f}" if relative else f"{height:.0f}"
+    axes.text(x, height, text, ha="center", va="bottom", fontsize=7)
+
+
+def guesses(result: BenchFile) -> str:
+    """Acceptance by position, and hits by the number of candidates."""
+    modes = {name: s for name, s in result.summary.items() if s.per_position}
+    paint = colours(result)
+
+    def draw(axes: Any) -> None:
+        left, right = axes
+        for name, s in modes.items():
+            places = range(1, len(s.per_position) + 1)
+            left.plot(places, s.per_position, "o-", color=paint[name], label=name, markersize=4)
+            if s.hits_within:
+                counts = range(1, len(s.hits_within) + 1)
+                right.plot(counts, s.hits_within, "o-", color=paint[name], markersize=4)
+        left.set(xlabel="position in the draft", ylabel="share accepted", ylim=(0, 1))
+        right.set(xlabel="candidates prepared (F)", ylabel="outcome was among them", ylim=(0, 1))
+        left.legend(frameon=False, fontsize=9)
+
+    return _svg(9.5, 3.4, draw, panels=2)
+
+
+def costs(found: Profile) -> str:
+    """T_v(m) and T_d(B)."""
+
+    def draw(axes: Any) -> None:
+        pairs = (
+            (axes[0], found.verify_ms, "tokens verified at once (m)", "target, ms", _HIT),
+            (axes[1], found.draft_ms, "branches drafted at once (B)", "drafter, ms", _DRAFT),
+        )
+        for panel, curve, across, up, colour in pairs:
+            counts = [int(count) for count in curve]
+            panel.plot(counts, list(curve.values()), "o-", color=colour, markersize=4)
+            panel.set(xlabel=across, ylabel=up)
+            panel.set_ylim(bottom=0)
+
+    return _svg(9.5, 3.0, draw, panels=2)
+
+
+def timeline(run: Run) -> str:
+    """Who worked when, in the first rounds of one answer."""
+    spans = run.statistics.timeline if run.statistics else []
+    verified = [span for span in spans if span.process == "verifier"][1 : _ROUNDS_SHOWN + 1]
+    if not verified:
+        return ""
+    start, end = verified[0].start_ms, verified[-1].start_ms + verified[-1].ms
+    drafted = [s for s in spans if s.process == "drafter" and start <= s.start_ms < end]
+
+    def draw(axes: Any) -> None:
+        for span in verified:
+            axes.barh(1, span.ms, 0.6, span.start_ms - start, color=_origin(span), edgecolor="w")
+            accepted = span.label.rpartition(" ")[2]
+            middle = span.start_ms - start + span.ms / 2
+            axes.text(middle, 1, accepted, ha="center", va="center", fontsize=8, color="w")
+        for span in drafted:
+            axes.barh(0, span.ms, 0.6, span.start_ms - start, color=_DRAFT, edgecolor="w")
+        axes.set_yticks([0, 1], ["drafter", "target"])
+        axes.set_xlabel("milliseconds")
+        keys = {"after a hit": _HIT, "after a miss": _MISS, "without a draft": _PLAIN}
+        for name, colour in {**keys, "one depth of the tree": _DRAFT}.items():
+            axes.barh(1, 0, color=colour, label=name)
+        axes.legend(ncols=4, frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1))
+
+    return _svg(9.5, 2.4, draw)
+
+
+def _origin(span: Span) -> str:
+    return {"hit": _HIT, "miss": _MISS}.get(span.label.partition(" ")[0], _PLAIN)
+
+
+def predictions(result: BenchFile) -> str:
+    """Predicted beside measured tok/s, for the modes that have both."""
+    found = result.profile.prediction if result.profile else None
+    both = {
+        mode: (found.tok_s[mode], s.median)
+        for mode, s in result.summary.items()
+        if found is not None and mode in found.tok_s
+    }
+    if not both:
+        return ""
+
+    def draw(axes: Any) -> None:
+        for side, name, colour in ((0, "predicted", "#b8c4d6"), (1, "measured", _DRAFT)):
+            heights = [pair[side] for pair in both.values()]
+            places = [i + 0.36 * side for i in range(len(both))]
+            axes.bar(places, heights, 0.34, color=colour, label=name)
+            for x, height in zip(places, heights, strict=True):
+                axes.text(x, height, f"{height:.1f}", ha="center", va="bottom", fontsize=8)
+        axes.set_xticks([i + 0.18 for i in range(len(both))], list(both))
+        axes.set_ylabel("tokens per second")
+        axes.legend(frameon=False, fontsize=9, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+
+    return _svg(6.0, 3.0, draw)

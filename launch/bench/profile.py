@@ -1,0 +1,139 @@
+"""`ssd bench --profile`: what this machine and pair can be expected to gain, and with what.
+
+T_v(m) and T_d(B) are measured by gauges; a few short answers of a stack tell the cost of a
+message and how well the drafter guesses. The product's own decisions are then simulated
+with these figures (`orchestrator/simulation`), adaptive and for a grid of fixed knobs.
+"""
+
+from collections.abc import Callable
+from statistics import median
+
+from launch.bench.result import Prediction, Profile
+from launch.prompts import Prompt
+from orchestrator.simulation.run import simulate
+from orchestrator.simulation.scenario import Device, Laws, Scenario, Strategy
+from orchestrator.simulation.sweep import compare, fixed_pairs
+from protocol.client import Client
+from protocol.messages import ChatMessage, Finished, Generate, Statistics
+
+_ANSWERS = 4
+_TOKENS = 64
+_SIMULATED_TOKENS = 600
+_BISECTIONS = 6
+_LOOKAHEADS = (1, 2, 3, 4, 6)
+_BUDGETS = (8, 16, 32)
+_LOOKAHEAD = 4
+"""Of the sampled answers: fixed, so that acceptance at every position is seen."""
+_CLOSE = 1.02
+"""A mode that is not this much faster than a simpler one is not worth its processes."""
+
+
+def sample(client: Client, prompts: list[Prompt]) -> list[Statistics]:
+    """A few short answers."""
+    found = []
+    for prompt in prompts[:_ANSWERS]:
+        request = Generate(
+            request=client.number(),
+            messages=[ChatMessage("user", prompt.prompt)],
+            max_tokens=_TOKENS,
+            lookahead=_LOOKAHEAD,
+        )
+        found += [m.statistics for m in client.generate(request) if isinstance(m, Finished)]
+    return found
+
+
+def profile(
+    verify_ms: dict[str, float],
+    draft_ms: dict[str, float],
+    answers: list[Statistics],
+    progress: Callable[[str], None],
+) -> Profile:
+    """The figures, and what the simulator makes of them."""
+    offered = sum(s.rounds * rate for s in answers for rate in _reached(s))
+    accepted = sum(s.accepted for s in answers)
+    alpha = min(0.99, accepted / offered) if offered else 0.0
+    idle = [s.phase_ms["idle_hit"] for s in answers if "idle_hit" in s.phase_ms]
+    # A round on a hit waits for two messages: the outcome, and the next verification.
+    ipc_ms = median(idle) / 2 if idle else Device(t_verify=1.0, t_draft=1.0).ipc
+    contention = _contention(verify_ms, answers)
+    prediction = None
+    if draft_ms and alpha:
+        device = Device(
+            t_verify=_curve(verify_ms),
+            t_draft=_curve(draft_ms),
+            ipc=ipc_ms,
+            contention=contention,
+        )
+        scenario = _calibrated(device, alpha, answers)
+        prediction = _predict(scenario, progress)
+    return Profile(
+        verify_ms=verify_ms,
+        draft_ms=draft_ms,
+        ipc_ms=ipc_ms,
+        contention=contention,
+        acceptance_rate=alpha,
+        prediction=prediction,
+    )
+
+
+def _contention(verify_ms: dict[str, float], answers: list[Statistics]) -> float:
+    """How much slower a verification is beside a drafter at work than alone."""
+    name = str(_LOOKAHEAD + 1)
+    beside = [s.phase_ms[f"verify_{name}"] for s in answers if f"verify_{name}" in s.phase_ms]
+    if not beside or name not in verify_ms:
+        return 0.0
+    return max(0.0, median(beside) / verify_ms[name] - 1.0)
+
+
+def _calibrated(device: Device, alpha: float, answers: list[Statistics]) -> Scenario:
+    """A scenario whose hit rate is the measured one, found by bisection."""
+    looked_up = sum(kind.looked_up for s in answers for kind in s.kinds.values())
+    found = sum(kind.found for s in answers for kind in s.kinds.values())
+    low, high = 0.02, 0.98
+
+    def scenario(first: float, tokens: int) -> Scenario:
+        laws = Laws(alpha=alpha, first=first)
+        return Scenario(name="this machine and pair", device=device, laws=laws, tokens=tokens)
+
+    for _ in range(_BISECTIONS if looked_up else 0):
+        middle = (low + high) / 2
+        run = simulate(scenario(middle, _SIMULATED_TOKENS), Strategy(lookahead=_LOOKAHEAD))
+        if run.statistics.hit_rate < found / looked_up:
+            low = middle
+        else:
+            high = middle
+    first = (low + high) / 2 if looked_up else Laws(alpha=alpha).first
+    return scenario(first, _SIMULATED_TOKENS)
+
+
+def _predict(scenario: Scenario, progress: Callable[[str], None]) -> Prediction:
+    found = compare(scenario, fixed_pairs(_LOOKAHEADS, _BUDGETS), progress=progress)
+    best = found.best_fixed or found.adaptive
+    strategy = best.strategy
+    fixed = f"ssd:k={strategy.lookahead}:b={strategy.fan_out}"
+    speeds = {
+        "ar": found.plain.tok_s,
+        "sd": found.sequential.tok_s,
+        "ssd": found.adaptive.tok_s,
+        fixed: best.tok_s,
+    }
+    chosen = "ar"
+    for mode in ("sd", "ssd"):
+        if speeds[mode] > _CLOSE * speeds[chosen]:
+            chosen = mode
+    return Prediction(
+        best_mode=chosen,
+        lookahead=strategy.lookahead if chosen == "ssd" else 0,
+        fan_out=strategy.fan_out if chosen == "ssd" else 0,
+        tok_s=speeds,
+        speedup_vs_ar=speeds[chosen] / speeds["ar"],
+    )
+
+
+def _curve(points: dict[str, float]) -> str:
+    return ",".join(f"{count}:{ms:.4f}" for count, ms in points.items())
+
+
+def _reached(s: Statistics) -> list[float]:
+    """Share of the rounds in which each position was looked at: those before it stood."""
+    return [1.0, *s.per_position][: len(s.per_position)]

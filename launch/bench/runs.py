@@ -1,0 +1,213 @@
+"""The runs: every prompt in every mode, interleaved, and whether the tokens agree."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from launch.bench.memory import MemoryWatch
+from launch.bench.result import Checks, Divergence, Run
+from launch.bench.variant import Variant
+from launch.prompts import Prompt
+from launch.yardstick import LARGEST_TIE, Yardstick
+from orchestrator.tokenizer import TargetTokenizer
+from protocol.client import Client
+from protocol.errors import LosslessnessError, RuntimeFailure
+from protocol.messages import ChatMessage, Finished, Generate, Sampling, Statistics, Tokens
+from protocol.sampling import by_rejection
+from protocol.yardstick import Decode
+
+_WARM_UP_TOKENS = 24
+_TRACED = "ssd"
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Bench:
+    """Runs prompts in several modes and keeps what happened."""
+
+    client: Client
+    yardstick: Yardstick
+    tokenizer: TargetTokenizer
+    memory: MemoryWatch
+    variants: tuple[Variant, ...]
+    samplings: tuple[Sampling, ...]
+    """One per temperature."""
+    max_tokens: int
+    repeats: int = 1
+    runs: list[Run] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
+    compared: int = 0
+
+    def steps(self, prompts: list[Prompt]) -> int:
+        """How often `run` will call its progress."""
+        return len(self.variants) * len(self.samplings) * (1 + self.repeats * len(prompts))
+
+    def run(self, prompts: list[Prompt], progress: Progress) -> None:
+        """Measure every prompt in every mode, one mode after the other per prompt."""
+        for sampling in self.samplings:
+            for variant in self.variants:
+                progress(f"warm-up {variant.label}")
+                self._answer(Prompt(prompts[0].prompt), variant, sampling, _WARM_UP_TOKENS, 0)
+        for repeat in range(self.repeats):
+            for number, prompt in enumerate(prompts):
+                for sampling in self.samplings:
+                    self._round(prompt, sampling, repeat, number + repeat, progress)
+
+    def _round(
+        self, prompt: Prompt, sampling: Sampling, repeat: int, turn: int, progress: Progress
+    ) -> None:
+        """One prompt in all modes; their order rotates, so that none is always the first."""
+        turn %= len(self.variants)
+        done: dict[str, Run] = {}
+        for variant in (*self.variants[turn:], *self.variants[:turn]):
+            progress(f"{prompt.id} {variant.label}")
+            run = self._answer(prompt, variant, sampling, self.max_tokens, repeat)
+            done[variant.label] = run
+        for variant in self.variants:
+            self.runs.append(done[variant.label])
+            if "ar" in done and variant.mode != "ar" and comparable(variant, sampling):
+                self._compare(prompt, sampling, done["ar"], done[variant.label])
+
+    # ------------------------------------------------------------ one answer
+
+    def _answer(
+        self, prompt: Prompt, variant: Variant, sampling: Sampling, max_tokens: int, repeat: int
+    ) -> Run:
+        messages = [ChatMessage("user", prompt.prompt)]
+        prompt_tokens = self.tokenizer.encode(messages)
+        ask = self._reference if variant.is_reference else self._ours
+        tokens, ttft_ms, decode_s, statistics = ask(prompt_tokens, variant, sampling, max_tokens)
+        counts = statistics or _NOTHING
+        return Run(
+            prompt_id=prompt.id,
+            category=prompt.category,
+            mode=variant.label,
+            repeat=repeat,
+            temperature=sampling.temperature,
+            prompt_tokens=len(prompt_tokens),
+            tokens=len(tokens),
+            ttft_ms=ttft_ms,
+            decode_tps=(len(tokens) - 1) / decode_s if decode_s else 0.0,
+            decode_s=decode_s,
+            peak_memory_gb=self.memory.peaks_gb(),
+            rounds=counts.rounds,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            per_position=counts.per_position,
+            cache_hits=counts.cache_hits,
+            cache_misses=counts.cache_misses,
+            output_sha256=digest(tokens),
+            statistics=statistics,
+            emitted=tokens,
+        )
+
+    def _reference(
+        self, prompt: Tokens, variant: Variant, sampling: Sampling, max_tokens: int
+    ) -> tuple[Tokens, float, float, Statistics | None]:
+        stops = sorted(self.tokenizer.stop_ids)
+        question = Decode(prompt, max_tokens, stops, variant.lookahead, sampling)
+        decoded = self.yardstick.decode(question)
+        return decoded.tokens, decoded.ttft_ms, decoded.decode_s, None
+
+    def _ours(
+        self, prompt: Tokens, variant: Variant, sampling: Sampling, max_tokens: int
+    ) -> tuple[Tokens, float, float, Statistics | None]:
+        template = Generate(
+            request=self.client.number(),
+            tokens=prompt,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            trace=variant.mode == _TRACED,
+        )
+        tokens: Tokens = []
+        for message in self.client.generate(variant.request(template)):
+            if not isinstance(message, Finished):
+                tokens += message.tokens
+                continue
+            if message.error:
+                raise RuntimeFailure(f"{variant.label}: {message.error}")
+            s = message.statistics
+            return tokens, s.ttft_ms, s.decode_s, s
+        raise RuntimeFailure("an answer did not end")
+
+    # ------------------------------------------------------------ the same tokens
+
+    def _compare(self, prompt: Prompt, sampling: Sampling, plain: Run, run: Run) -> None:
+        """Every mode of ours must give the tokens of plain decoding; a tie is measured."""
+        self.compared += 1
+        if run.emitted == plain.emitted:
+            return
+        pairs = zip(plain.emitted, run.emitted, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), -1)
+        margin = None  # one answer is the beginning of the other
+        if at >= 0:
+            prefix = self.tokenizer.encode([ChatMessage("user", prompt.prompt)])
+            rivals = (plain.emitted[at], run.emitted[at])
+            margin = self.yardstick.margin(prefix + plain.emitted[:at], rivals, sampling)
+        self.divergences.append(
+            Divergence(
+                prompt_id=prompt.id,
+                mode=run.mode,
+                repeat=run.repeat,
+                temperature=run.temperature,
+                position=at,
+                margin=margin,
+                tie=margin is not None and margin <= LARGEST_TIE,
+            )
+        )
+
+    def checks(self) -> Checks:
+        """What was compared, and what came of it."""
+        left_out = [
+            variant.label
+            for variant in self.variants
+            if any(not comparable(variant, sampling) for sampling in self.samplings)
+        ]
+        wrong = [divergence for divergence in self.divergences if not divergence.tie]
+        return Checks(
+            lossless=not wrong if self.compared else None,
+            compared=self.compared,
+            rounding_ties=len(self.divergences) - len(wrong),
+            not_compared=f"{', '.join(left_out)}: other random numbers" if left_out else "",
+            divergences=self.divergences,
+        )
+
+
+_NOTHING = Run(
+    prompt_id="", category="", mode="", repeat=0, temperature=0.0, prompt_tokens=0, tokens=0,
+    ttft_ms=0.0, decode_tps=0.0, decode_s=0.0, output_sha256="",
+)  # fmt: skip
+
+
+def comparable(variant: Variant, sampling: Sampling) -> bool:
+    """Whether this mode must give the tokens of plain decoding."""
+    return not variant.is_reference and not by_rejection(variant.sampling(sampling))
+
+
+def digest(tokens: Tokens) -> str:
+    """SHA-256 of an answer's token ids."""
+    return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()
+
+
+def require_lossless(checks: Checks) -> None:
+    """Raises LosslessnessError if a mode differed by more than a rounding tie."""
+    wrong = [divergence for divergence in checks.divergences if not divergence.tie]
+    if wrong:
+        first = wrong[0]
+        margin = "one ends early" if first.margin is None else f"logit margin {first.margin:.2g}"
+        raise LosslessnessError(
+            f"{len(wrong)} answers differ from plain decoding; first: {first.mode} on "
+            f"{first.prompt_id!r} at token {first.position}, {margin}"
+        )
+
+
+def verdict(checks: Checks) -> str:
+    """What was found to be true, in a sentence."""
+    rest = f" ({checks.not_compared})" if checks.not_compared else ""
+    if checks.lossless is None:
+        return f"losslessness was not checked: nothing to compare with plain decoding{rest}"
+    return (
+        f"lossless: {checks.compared} answers have the tokens of plain decoding, "
+        f"{checks.rounding_ties} of them up to a rounding tie{rest}"
+    )

@@ -1,0 +1,153 @@
+"""From runs to figures: medians with their spread, pooled counts, and the bound."""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import median, quantiles
+
+from launch.bench.result import Interval, ModeSummary, Run
+from orchestrator.simulation.bound import Rounds, bound_tok_s
+from protocol.messages import Statistics
+
+PLAIN = "ar"
+_RESAMPLES = 2000
+_FEWEST = 3
+"""Prompts below which an interval would say nothing."""
+
+
+def keys(runs: Iterable[Run]) -> dict[str, tuple[str, float]]:
+    """Name in the summary -> (mode, temperature), in the order of the runs."""
+    pairs = list(dict.fromkeys((run.mode, run.temperature) for run in runs))
+    several = len({temperature for _, temperature in pairs}) > 1
+    return {
+        f"{mode}@{temperature:g}" if several else mode: (mode, temperature)
+        for mode, temperature in pairs
+    }
+
+
+def summary(runs: Sequence[Run]) -> dict[str, ModeSummary]:
+    """Per mode and temperature, over all these runs."""
+    return {
+        key: summarise(
+            [run for run in runs if (run.mode, run.temperature) == pair],
+            [run for run in runs if (run.mode, run.temperature) == (PLAIN, pair[1])],
+        )
+        for key, pair in keys(runs).items()
+    }
+
+
+def categories(runs: Sequence[Run]) -> dict[str, dict[str, ModeSummary]]:
+    """The same per category; empty if there is only one."""
+    names = list(dict.fromkeys(run.category for run in runs))
+    if len(names) < 2:
+        return {}
+    return {name: summary([run for run in runs if run.category == name]) for name in names}
+
+
+def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> ModeSummary:
+    """The figures of one mode; `plain` are the runs of plain decoding, possibly the same."""
+    speeds = [run.decode_tps for run in runs]
+    low, _, high = quantiles(speeds, n=4) if len(speeds) > 1 else (speeds[0],) * 3
+    ratios = _ratios(runs, plain)
+    told = [run.statistics for run in runs if run.statistics is not None]
+    rest = _speculation(runs, told) if any(s.drafted for s in told) else {}
+    return ModeSummary(
+        runs=len(runs),
+        median=median(speeds),
+        iqr=Interval(low, high),
+        speedup_vs_ar=median(ratios) if ratios else None,
+        ci95=bootstrap(ratios) if len(ratios) >= _FEWEST else None,
+        ttft_ms=median(run.ttft_ms for run in runs),
+        phase_ms=_phases(told),
+        **rest,
+    )
+
+
+def _ratios(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:
+    """Per prompt, the speed over that of plain decoding; medians over repeats."""
+    base, mine = _by_prompt(plain), _by_prompt(runs)
+    return [mine[prompt] / base[prompt] for prompt in mine if base.get(prompt)]
+
+
+def _by_prompt(runs: Sequence[Run]) -> dict[object, float]:
+    prompts = dict.fromkeys(run.prompt_id for run in runs)
+    return {
+        prompt: median(run.decode_tps for run in runs if run.prompt_id == prompt)
+        for prompt in prompts
+    }
+
+
+def bootstrap(values: Sequence[float]) -> Interval:
+    """The 95 % interval of the median, by resampling; the same values give the same one."""
+    chance = random.Random(0)  # noqa: S311  # statistics, no secrets
+    size = len(values)
+    medians = sorted(median(chance.choices(values, k=size)) for _ in range(_RESAMPLES))
+    return Interval(medians[round(0.025 * _RESAMPLES)], medians[round(0.975 * _RESAMPLES) - 1])
+
+
+def _speculation(runs: Sequence[Run], told: Sequence[Statistics]) -> dict[str, object]:
+    """What only speculation has; counts are pooled over all runs."""
+    drafted, accepted = sum(s.drafted for s in told), sum(s.accepted for s in told)
+    rounds = sum(s.rounds for s in told)
+    hits, misses = sum(s.cache_hits for s in told), sum(s.cache_misses for s in told)
+    looked_up, found, ranks = Counter[str](), Counter[str](), Counter[int]()
+    for s in told:
+        looked_up.update({kind: figures.looked_up for kind, figures in s.kinds.items()})
+        found.update({kind: figures.found for kind, figures in s.kinds.items()})
+        ranks.update(dict(enumerate(s.hits_by_rank)))
+    lookups = looked_up.total()
+    bound = _bound(told)
+    decoded = sum(run.tokens - 1 for run in runs)
+    seconds = sum(run.decode_s for run in runs)
+    waited_ms = sum(s.cache_hits * s.phase_ms.get("idle_hit", 0.0) for s in told)
+    return {
+        "acceptance_rate": accepted / drafted,
+        "mean_acceptance_length": 1.0 + accepted / rounds,
+        "per_position": _per_position(told),
+        "hit_rate": hits / (hits + misses) if hits + misses else None,
+        "hit_rate_after": {kind: found[kind] / n for kind, n in looked_up.items() if n},
+        "hits_within": [
+            sum(ranks[i] for i in range(width)) / lookups for width in range(1, 1 + len(ranks))
+        ]
+        if lookups
+        else [],
+        "overlap_ratio": _mean(s.overlap_ratio for s in told) if lookups else None,
+        "ipc_share": waited_ms / (1e3 * seconds) if hits and seconds else None,
+        "plain_rounds": sum(s.plain_rounds for s in told) / rounds,
+        "predicted_tok_s": median(s.predicted_tok_s for s in told),
+        "bound_tok_s": bound or None,
+        "efficiency": decoded / seconds / bound if bound and seconds else None,
+    }
+
+
+def _bound(told: Sequence[Statistics]) -> float:
+    """Theorem 7 with the measured hits, lengths and verification times of these answers."""
+    hit, miss = Rounds(), Rounds()
+    for s in told:
+        for origin, kind in s.kinds.items():
+            into = hit if origin == "hit" else miss
+            into.count += kind.rounds
+            into.tokens += kind.tokens
+            into.verify_ms += kind.verify_ms
+    return bound_tok_s(hit, miss, sum(s.draft_wait_ms for s in told))
+
+
+def _per_position(told: Sequence[Statistics]) -> list[float]:
+    """Mean over the answers that offered the position, each weighted by its rounds."""
+    longest = max(len(s.per_position) for s in told)
+    rates = []
+    for position in range(longest):
+        with_it = [s for s in told if len(s.per_position) > position]
+        weight = sum(s.rounds for s in with_it)
+        rates.append(sum(s.per_position[position] * s.rounds for s in with_it) / weight)
+    return rates
+
+
+def _phases(told: Sequence[Statistics]) -> dict[str, float]:
+    names = dict.fromkeys(name for s in told for name in s.phase_ms)
+    return {name: median(s.phase_ms[name] for s in told if name in s.phase_ms) for name in names}
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)

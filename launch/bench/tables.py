@@ -1,0 +1,108 @@
+"""The result on the terminal."""
+
+from rich.table import Table
+
+from launch.bench.result import BenchFile, ModeSummary, Overlap, Profile
+
+
+def _empty(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+def speeds(result: BenchFile) -> Table:
+    """One row per category and mode: medians, and the speed relative to plain decoding."""
+    table = _empty(
+        "", "mode", "tok/s", "quartiles", "x ar", "95 %", "TTFT ms", "accept", "len", "hits", "eff."
+    )
+    table.columns[1].justify = "left"
+    # A label that is cut would not say which mode it is.
+    table.columns[1].min_width = max(map(len, result.summary))
+    groups = {**result.categories, "all": result.summary}
+    for category, modes in groups.items():
+        for mode, figures in modes.items():
+            table.add_row(category, mode, *_cells(figures))
+    return table
+
+
+def _cells(s: ModeSummary) -> list[str]:
+    return [
+        f"{s.median:.1f}",
+        f"{s.iqr.low:.1f}-{s.iqr.high:.1f}",
+        _number(s.speedup_vs_ar),
+        f"{s.ci95.low:.2f}-{s.ci95.high:.2f}" if s.ci95 else "-",
+        f"{s.ttft_ms:.0f}",
+        _number(s.acceptance_rate),
+        _number(s.mean_acceptance_length),
+        _number(s.hit_rate),
+        _number(s.efficiency),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+LEGEND = (
+    "x ar: median over prompts of the speed over plain decoding's, with its bootstrapped "
+    "interval; accept: draft tokens accepted; len: tokens per round; hits: outcomes prepared in "
+    "time; eff.: tok/s over Theorem 7's bound"
+)
+
+
+def phases(result: BenchFile) -> Table:
+    """Medians of the times of a round, a column per mode that speculates."""
+    modes = {name: s for name, s in result.summary.items() if s.acceptance_rate is not None}
+    table = _empty("per round, median ms", *modes)
+    for name in sorted({name for s in modes.values() for name in s.phase_ms}, key=_natural):
+        cells = (s.phase_ms.get(name) for s in modes.values())
+        table.add_row(name, *("-" if cell is None else f"{cell:.2f}" for cell in cells))
+    return table
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """`verify_10` after `verify_2`."""
+    stem, _, number = name.rpartition("_")
+    return (stem, int(number)) if number.isdigit() else (name, -1)
+
+
+def memory(result: BenchFile) -> str:
+    """The highest memory of each process, in a line."""
+    peaks: dict[str, float] = {}
+    for run in result.runs:
+        for name, used in run.peak_memory_gb.items():
+            peaks[name] = max(peaks.get(name, 0.0), used)
+    return "peak memory, GB: " + ", ".join(f"{name} {used:.2f}" for name, used in peaks.items())
+
+
+def profile(found: Profile) -> Table:
+    """The machine and the pair, and what is expected of them."""
+    table = _empty("profile", "")
+    table.add_row("T_v(m), ms", "  ".join(f"{m}: {ms:.1f}" for m, ms in found.verify_ms.items()))
+    if found.draft_ms:
+        cells = "  ".join(f"{b}: {ms:.2f}" for b, ms in found.draft_ms.items())
+        table.add_row("T_d(B), ms", cells)
+    table.add_row("a message, ms", f"{found.ipc_ms:.3f}")
+    table.add_row("T_v beside drafting", f"+{found.contention:.0%}")
+    table.add_row("acceptance", f"{found.acceptance_rate:.2f}")
+    if found.prediction is not None:
+        p = found.prediction
+        cells = "  ".join(f"{mode} {speed:.1f}" for mode, speed in p.tok_s.items())
+        table.add_row("predicted tok/s", cells)
+        knobs = f", lookahead {p.lookahead}, fan-out {p.fan_out}" if p.lookahead else ""
+        table.add_row("predicted best", f"{p.best_mode}{knobs}: {p.speedup_vs_ar:.2f} x ar")
+    return table
+
+
+def overlap(found: Overlap) -> Table:
+    """Whether two compute units really run at once."""
+    table = _empty("overlap", "ms")
+    table.add_row(found.first, f"{found.first_ms:.0f}")
+    table.add_row(found.second, f"{found.second_ms:.0f}")
+    table.add_row("in turn", f"{found.first_ms + found.second_ms:.0f}")
+    table.add_row("together", f"{found.together_ms:.0f}")
+    table.add_row("speed-up, at best 2", f"{found.speed_up:.2f}")
+    table.add_row("of the shorter, hidden", f"{found.efficiency:.2f}")
+    return table

@@ -1,0 +1,119 @@
+"""What a column of the benchmark is: a mode, perhaps with some knobs fixed.
+
+Written `mode[:knob]...`, as in `ssd`, `ssd:k=4:b=16`, `ssd:uniform`, `sd:k=3`,
+`ssd:rejection:saguaro=0.4`, `mlx-lm-draft:k=5`.
+"""
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import msgspec
+
+from protocol.errors import UsageError
+from protocol.messages import Acceptance, FanOutPolicy, Generate, Mode, Sampling
+from protocol.sampling import check
+
+REFERENCES = {"mlx-lm": 0, "mlx-lm-draft": 3}
+"""mlx-lm's own generation, and its number of draft tokens (3 is its default)."""
+
+NAMES = (*get_args(Mode), *REFERENCES)
+
+_POLICIES: tuple[FanOutPolicy, ...] = get_args(FanOutPolicy)
+_ACCEPTANCES: tuple[Acceptance, ...] = get_args(Acceptance)
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to decode."""
+
+    label: str
+    """As it was written."""
+    mode: str
+    """One of NAMES."""
+    lookahead: int = 0
+    """K; 0 is adaptive."""
+    fan_out: int = 0
+    """B; 0 is adaptive."""
+    policy: FanOutPolicy = "online"
+    acceptance: Acceptance | None = None
+    """None: as the command line says."""
+    saguaro: float | None = None
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether mlx-lm itself decodes."""
+        return self.mode in REFERENCES
+
+    def sampling(self, given: Sampling) -> Sampling:
+        """With this variant's own acceptance rule; raises UsageError if they contradict."""
+        mine: dict[str, Any] = {"acceptance": self.acceptance, "saguaro": self.saguaro}
+        changes = {name: value for name, value in mine.items() if value is not None}
+        changed = msgspec.structs.replace(given, **changes)
+        check(changed)
+        return changed
+
+    def request(self, template: Generate) -> Generate:
+        """The template, decoded in this way."""
+        return msgspec.structs.replace(
+            template,
+            sampling=self.sampling(template.sampling),
+            mode=msgspec.convert(self.mode, Mode),
+            lookahead=self.lookahead,
+            fan_out=self.fan_out,
+            fan_out_policy=self.policy,
+        )
+
+
+_KNOBS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "k": ("lookahead", int),
+    "b": ("fan_out", int),
+    "saguaro": ("saguaro", float),
+}
+
+
+def parse(text: str) -> Variant:
+    """One variant; raises UsageError naming what is not understood."""
+    mode, *knobs = text.strip().split(":")
+    if mode not in NAMES:
+        raise UsageError(f"unknown mode {mode!r}; known: {', '.join(NAMES)}")
+    values: dict[str, Any] = {}
+    for knob in knobs:
+        values |= _knob(knob, text)
+    if mode in REFERENCES:
+        if mode == "mlx-lm" or set(values) - {"lookahead"}:
+            _refuse_knobs(text, values)
+        values.setdefault("lookahead", REFERENCES[mode])
+    elif mode != "ssd" and set(values) & {"fan_out", "policy", "saguaro"}:
+        raise UsageError(f"{text!r}: only ssd has branches to fan out")
+    elif mode == "ar":
+        _refuse_knobs(text, values)
+    return Variant(label=text.strip(), mode=mode, **values)
+
+
+def _refuse_knobs(text: str, values: dict[str, Any]) -> None:
+    if values:
+        raise UsageError(f"{text!r}: this mode has no such knob")
+
+
+def _knob(knob: str, text: str) -> dict[str, Any]:
+    if knob in _POLICIES:
+        return {"policy": knob}
+    if knob in _ACCEPTANCES:
+        return {"acceptance": knob}
+    name, equals, value = knob.partition("=")
+    if name in _KNOBS and equals:
+        field, convert = _KNOBS[name]
+        try:
+            return {field: convert(value)}
+        except ValueError as error:
+            raise UsageError(f"{text!r}: {knob!r} needs a number") from error
+    known = ["k=N", "b=N", "saguaro=C", *_POLICIES, *_ACCEPTANCES]
+    raise UsageError(f"{text!r}: unknown knob {knob!r}; known: {', '.join(known)}")
+
+
+def parse_all(text: str) -> tuple[Variant, ...]:
+    """Variants separated by commas, each once."""
+    variants = tuple(parse(part) for part in text.split(","))
+    labels = [variant.label for variant in variants]
+    if len(set(labels)) < len(labels):
+        raise UsageError(f"a mode is named twice in {text!r}")
+    return variants

@@ -1,0 +1,49 @@
+"""What `ssd bench --profile` and `--overlap` ask a gauge process, one JSON object a line.
+
+A gauge loads one model, the target or the drafter, as its service does, and times it.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from protocol.messages import Tokens
+
+Part = Literal["verifier", "drafter"]
+
+
+class Time(msgspec.Struct, frozen=True, tag="time", forbid_unknown_fields=True):
+    """T_v(m) or T_d(B) for each of these counts. Answer: Times."""
+
+    counts: list[Annotated[int, msgspec.Meta(ge=1)]]
+    context: Tokens
+
+
+class Times(msgspec.Struct, frozen=True):
+    """Count -> median milliseconds."""
+
+    medians_ms: dict[str, float]
+    compute_unit: str
+
+
+class Work(msgspec.Struct, frozen=True, tag="work", forbid_unknown_fields=True):
+    """Do `repeats` verifications of, or tree steps over, `count` tokens. Answer: Worked."""
+
+    count: Annotated[int, msgspec.Meta(ge=1)]
+    repeats: Annotated[int, msgspec.Meta(ge=1)]
+    context: Tokens
+
+
+class Worked(msgspec.Struct, frozen=True):
+    """How long that took."""
+
+    seconds: float
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The first line: the model is loaded."""
+
+    compute_unit: str
+
+
+Question = Time | Work
