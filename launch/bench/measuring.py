@@ -94,7 +94,8 @@ def measure(wish: Wish, progress: Callable[[int], Progress]) -> BenchFile:
             told = progress(40)
             told("a few answers")
             found = profile(verify_ms, draft_ms, sample(client, wish.prompts), told)
-        pids = {"orchestrator": status.pid, **{s.role: s.pid for s in status.services}}
+        services: dict[str, int] = {s.role: s.pid for s in status.services}
+        pids = {"orchestrator": status.pid} | services
         bench = _runs(wish, client, pids, tokenizer, progress)
         hardware = machine.hardware({s.role: s.compute_unit for s in status.services})
         emulated = next((s.emulated_cost for s in status.services if s.emulated_cost), "")

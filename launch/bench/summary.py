@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median, quantiles
+from typing import Any
 
 from launch.bench.result import Interval, ModeSummary, Run
 from orchestrator.simulation.bound import Rounds, bound_tok_s
@@ -50,7 +51,7 @@ def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> ModeSummary:
     low, _, high = quantiles(speeds, n=4) if len(speeds) > 1 else (speeds[0],) * 3
     ratios = _ratios(runs, plain)
     told = [run.statistics for run in runs if run.statistics is not None]
-    rest = _speculation(runs, told) if any(s.drafted for s in told) else {}
+    rest: dict[str, Any] = _speculation(runs, told) if any(s.drafted for s in told) else {}
     return ModeSummary(
         runs=len(runs),
         median=median(speeds),
@@ -85,7 +86,7 @@ def bootstrap(values: Sequence[float]) -> Interval:
     return Interval(medians[round(0.025 * _RESAMPLES)], medians[round(0.975 * _RESAMPLES) - 1])
 
 
-def _speculation(runs: Sequence[Run], told: Sequence[Statistics]) -> dict[str, object]:
+def _speculation(runs: Sequence[Run], told: Sequence[Statistics]) -> dict[str, Any]:
     """What only speculation has; counts are pooled over all runs."""
     drafted, accepted = sum(s.drafted for s in told), sum(s.accepted for s in told)
     rounds = sum(s.rounds for s in told)

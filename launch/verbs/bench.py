@@ -1,6 +1,7 @@
 """`ssd bench`: what the modes gain here, side by side."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,10 @@ def command(**options: Any) -> None:  # fmt: skip
     if report is not None:
         write = _writer()
     wish = _wish(options, everything=report is not None)
-    result = measure(wish, _bar)
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    with Progress(*columns, console=show.human(), transient=True) as progress:
+        result = measure(wish, partial(_bars, progress))
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
     if report is not None:
@@ -112,18 +116,14 @@ def _samplings(temps: str | None, sampling: Sampling) -> tuple[Sampling, ...]:
         raise UsageError(f"--temps {temps!r}: {error}") from error
 
 
-def _bar(steps: int) -> Callable[[str], None]:
-    """A progress bar of so many steps; it ends with the last one."""
-    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn())  # fmt: skip
-    bar = Progress(*columns, console=show.human(), transient=True)
-    task = bar.add_task("", total=steps)
-    bar.start()
+def _bars(progress: Progress, steps: int) -> Callable[[str], None]:
+    """A bar of so many steps, in place of the one before."""
+    for old in progress.task_ids:
+        progress.remove_task(old)
+    task = progress.add_task("", total=steps)
 
     def step(what: str) -> None:
-        bar.update(task, advance=1, description=what)
-        if bar.finished:
-            bar.stop()
+        progress.update(task, advance=1, description=what)
 
     return step
 
