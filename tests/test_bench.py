@@ -151,9 +151,17 @@ def test_hits_and_the_bound_are_pooled() -> None:
     assert found.bound_tok_s == bound_tok_s(hit, miss, 60.0)
 
 
+def schema() -> dict[str, Any]:
+    """Of the file; what the protocol's messages hold is the protocol's affair."""
+    found = msgspec.json.schema(BenchFile)
+    for name in {"Statistics", "Sampling", "RoundKind", "Span"} & set(found["$defs"]):
+        found["$defs"][name] = {"title": name, "type": "object"}
+    return found
+
+
 def test_the_schema_is_that_of_the_file() -> None:
     """Who changes a field changes the schema, and its version."""
-    assert json.loads(SCHEMA.read_text()) == msgspec.json.schema(BenchFile)
+    assert json.loads(SCHEMA.read_text()) == schema()
 
 
 # ---------------------------------------------------------------- the command
