@@ -13,7 +13,10 @@ from protocol.messages import Span
 # Text stays text, so that it can be searched and read aloud; ids do not change from run to run.
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ssd", "font.size": 10})
 
-_COLOURS = ("#9aa5b1", "#e0a030", "#2a7f62", "#3f6fb5", "#9b59b6", "#c0504d", "#5c6b73", "#7fb3a0")
+_COLOURS = (
+    "#9aa5b1", "#e0a030", "#2a7f62", "#3f6fb5", "#9b59b6", "#c0504d", "#17becf", "#8c6d31",
+    "#e377c2", "#7fb3a0", "#5c6b73", "#bcbd22",
+)  # fmt: skip
 _HIT, _MISS, _PLAIN, _DRAFT = "#2a7f62", "#e0a030", "#9aa5b1", "#3f6fb5"
 _ROUNDS_SHOWN = 14
 
@@ -30,19 +33,30 @@ def _svg(width: float, height: float, draw: Callable[[Any], None], panels: int =
 
 
 def colours(result: BenchFile) -> dict[str, str]:
-    """One per mode, the same in all plots."""
-    return {mode: _COLOURS[i % len(_COLOURS)] for i, mode in enumerate(result.summary)}
+    """One per mode, the same in all plots and at all temperatures."""
+    names = list(dict.fromkeys(mode.partition("@")[0] for mode in result.summary))
+    return {
+        mode: _COLOURS[names.index(mode.partition("@")[0]) % len(_COLOURS)]
+        for mode in result.summary
+    }
 
 
 def speeds(result: BenchFile) -> str:
-    """Speed over plain decoding by category and mode, with intervals; tok/s without plain."""
+    """Speed over plain decoding by category and mode; a plot per temperature."""
+    temperatures = dict.fromkeys(mode.partition("@")[2] for mode in result.summary)
+    return "".join(_speeds(result, temperature) for temperature in temperatures)
+
+
+def _speeds(result: BenchFile, temperature: str) -> str:
+    """With intervals; tok/s where there is no plain decoding to compare with."""
+    modes = [mode for mode in result.summary if mode.partition("@")[2] == temperature]
     groups = {**result.categories, "all": result.summary}
     relative = any(s.speedup_vs_ar for s in result.summary.values())
     paint = colours(result)
 
     def draw(axes: Any) -> None:
-        width = 0.85 / len(result.summary)
-        for at, mode in enumerate(result.summary):
+        width = 0.85 / len(modes)
+        for at, mode in enumerate(modes):
             for place, figures in enumerate(groups.values()):
                 _bar(axes, (place + at * width, width), figures.get(mode), paint[mode])
             axes.bar(0, 0, color=paint[mode], label=mode)
@@ -80,10 +94,13 @@ def guesses(result: BenchFile) -> str:
         left, right = axes
         for name, s in modes.items():
             places = range(1, len(s.per_position) + 1)
-            left.plot(places, s.per_position, "o-", color=paint[name], label=name, markersize=4)
+            style = "o-" if name.endswith("@0") or "@" not in name else "o--"
+            left.plot(places, s.per_position, style, color=paint[name], label=name, markersize=4)
             if s.hits_within:
                 counts = range(1, len(s.hits_within) + 1)
-                right.plot(counts, s.hits_within, "o-", color=paint[name], markersize=4)
+                right.plot(counts, s.hits_within, style, color=paint[name], markersize=4)
+        for panel in axes:
+            panel.xaxis.get_major_locator().set_params(integer=True)
         left.set(xlabel="position in the draft", ylabel="share accepted", ylim=(0, 1))
         right.set(xlabel="candidates prepared (F)", ylabel="outcome was among them", ylim=(0, 1))
         left.legend(frameon=False, fontsize=9)
@@ -142,9 +159,11 @@ def _origin(span: Span) -> str:
 def predictions(result: BenchFile) -> str:
     """Predicted beside measured tok/s, for the modes that have both."""
     found = result.profile.prediction if result.profile else None
+    # The prediction is for greedy decoding.
+    greedy = {mode.removesuffix("@0"): s for mode, s in result.summary.items()}
     both = {
         mode: (found.tok_s[mode], s.median)
-        for mode, s in result.summary.items()
+        for mode, s in greedy.items()
         if found is not None and mode in found.tok_s
     }
     if not both:

@@ -10,7 +10,7 @@ from launch.bench.runs import verdict
 
 _STYLE = """
 body{font:16px/1.55 system-ui,sans-serif;color:#1d2733;background:#fbfbf9;margin:0}
-main{max-width:980px;margin:0 auto;padding:2.2rem 1.4rem 4rem}
+main{max-width:1120px;margin:0 auto;padding:2.2rem 1.4rem 4rem}
 h1{font-size:1.9rem;margin:0 0 .2rem}h2{margin:2.4rem 0 .4rem;font-size:1.25rem}
 p{max-width:46rem;margin:.5rem 0}.small{color:#5c6b73;font-size:.86rem}
 .headline{font-size:1.18rem;margin:1rem 0}
@@ -18,7 +18,7 @@ p{max-width:46rem;margin:.5rem 0}.small{color:#5c6b73;font-size:.86rem}
 .good{background:#e7f3ee;border-color:#2a7f62}.bad{background:#fbe6e4;border-color:#c0504d}
 .note{background:#fdf3dd;border-color:#e0a030}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.88rem;margin:.6rem 0}
-th,td{padding:.28rem .7rem;text-align:right;border-bottom:1px solid #e3e6e8;white-space:nowrap}
+th,td{padding:.28rem .55rem;text-align:right;border-bottom:1px solid #e3e6e8;white-space:nowrap}
 th:first-child,td:first-child,.left td{text-align:left}th{color:#5c6b73;font-weight:600}
 svg{max-width:100%;height:auto}code{background:#eef0f0;padding:.1rem .35rem;border-radius:4px;
 font-size:.86rem;overflow-wrap:anywhere}dt{font-weight:600;margin-top:.5rem}dd{margin:0 0 0 1rem}
