@@ -8,8 +8,17 @@ from typing import Annotated, Literal
 import msgspec
 
 from protocol.messages import Tokens
+from protocol.settings import ReferenceSettings
 
 Part = Literal["verifier", "drafter"]
+
+
+class GaugeSettings(ReferenceSettings, frozen=True, kw_only=True):
+    """What a gauge is told at its start."""
+
+    part: Part
+    cores: list[int] = msgspec.field(default_factory=list)
+    """As `ChildSettings`."""
 
 
 class Time(msgspec.Struct, frozen=True, tag="time", forbid_unknown_fields=True):

@@ -114,14 +114,6 @@ class ReferenceSettings(Settings, frozen=True, kw_only=True):
     """As `VerifierSettings`."""
 
 
-class GaugeSettings(ReferenceSettings, frozen=True, kw_only=True):
-    """The process that times one model of a pair (`services.gauge`)."""
-
-    part: Literal["verifier", "drafter"]
-    cores: list[int] = []
-    """As `ChildSettings`."""
-
-
 class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     """The orchestrator process."""
 

@@ -15,9 +15,9 @@ import msgspec
 from protocol.child import pin
 from protocol.emulation import parse_size
 from protocol.errors import SsdError
-from protocol.gauge import Question, Ready, Time, Times, Work, Worked
+from protocol.gauge import GaugeSettings, Question, Ready, Time, Times, Work, Worked
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
-from protocol.settings import GaugeSettings, decode_settings
+from protocol.settings import decode_settings
 from services.machine import load_blas
 
 _REPEATS = 7

@@ -8,9 +8,8 @@ from launch.bench.result import Overlap
 from launch.config import StackSettings, share_cores
 from launch.line_process import LineProcess
 from launch.models import Pair
-from protocol.gauge import Part, Ready, Time, Times, Work, Worked
+from protocol.gauge import GaugeSettings, Part, Ready, Time, Times, Work, Worked
 from protocol.messages import Tokens
-from protocol.settings import GaugeSettings
 
 CHAINS = [1, 2, 3, 4, 5, 6, 8]
 BRANCHES = [1, 4, 8, 16, 24, 32]
