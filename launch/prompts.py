@@ -1,8 +1,10 @@
 """Files of prompts, one JSON object a line, as every verb reads them."""
 
+import importlib.resources
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from protocol.errors import UsageError
 
@@ -37,3 +39,14 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not prompts:
         raise UsageError(f"the prompts file {str(path)!r} has no prompts")
     return prompts
+
+
+def chosen_prompts(path: Path | None, limit: int) -> list[Prompt]:
+    """The prompts of a file, or our own small set, each with an id; evenly thinned to `limit`."""
+    own = Path(str(importlib.resources.files("launch"))) / "bench_prompts.jsonl"
+    prompts = [
+        prompt if prompt.id != "" else structs.replace(prompt, id=number)
+        for number, prompt in enumerate(read_prompts(path or own), start=1)
+    ]
+    step = max(1, len(prompts) // limit) if limit else 1
+    return prompts[::step][: limit or None]

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from launch.bench.result import BenchFile, Run
+from launch.bench.runs import comparable
 from launch.bench.summary import bootstrap, categories, summary
 from launch.bench.variant import parse, parse_all
 from orchestrator.simulation.bound import Rounds, bound_tok_s
@@ -162,6 +163,14 @@ def schema() -> dict[str, Any]:
 def test_the_schema_is_that_of_the_file() -> None:
     """Who changes a field changes the schema, and its version."""
     assert json.loads(SCHEMA.read_text()) == schema()
+
+
+def test_the_rejection_rule_is_not_compared() -> None:
+    """Above temperature 0 it has the law of plain decoding, not its tokens."""
+    modes = parse_all("ar,ssd,ssd:rejection,mlx-lm")
+    assert [comparable(mode, Sampling()) for mode in modes] == [True, True, True, False]
+    warm = [comparable(mode, Sampling(temperature=0.7)) for mode in modes]
+    assert warm == [True, True, False, False]
 
 
 # ---------------------------------------------------------------- the command

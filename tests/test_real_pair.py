@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from launch.bench import chosen_prompts
 from launch.config import StackSettings
 from launch.control import ask_supervisor
+from launch.prompts import chosen_prompts
 from protocol.messages import Done, Sampling, SwapDrafter
 from tests.stack import DEADLINE_S, RunningStack, eventually, running
 

@@ -1,14 +1,10 @@
 """What sampling parameters mean together, and which laws can be true."""
 
-from typing import Any
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.bench import Bench, Run
-from launch.prompts import Prompt
 from mlx_ssd import SamplingParams
 from protocol.errors import UsageError
 from protocol.messages import DraftLaw, Sampling
@@ -79,22 +75,6 @@ def test_the_api_passes_everything_on() -> None:
         saguaro_c=0.4,
     )
     assert expected == params.request(1, "hello").sampling
-
-
-def test_the_bench_does_not_compare_what_only_shares_a_law() -> None:
-    """Under the rejection rule no tokens are compared, and the closing line says so."""
-    anything: Any = None
-    for sampling, words in (
-        (WARM, "tokens of plain decoding"),
-        (Sampling(acceptance="rejection"), "tokens of plain decoding"),
-        (changed(acceptance="rejection"), "same law, not the same tokens"),
-    ):
-        runs = Bench(anything, anything, anything, ("ar", "ssd"), sampling, 8)
-        runs.runs = [Run("p", "", mode, [at], 1.0, 1.0) for at, mode in enumerate(("ar", "ssd"))]
-        if "same law" in words:
-            runs._compare(Prompt("hello", "p"))
-        runs.check()
-        assert words in runs.verdict()
 
 
 def test_the_drafter_follows_the_target_unless_told_otherwise() -> None:

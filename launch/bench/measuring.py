@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import importlib.metadata
-import importlib.resources
 import shlex
 import sys
 import time
@@ -11,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-from msgspec import structs
 
 from launch import show
 from launch.bench import machine
@@ -25,7 +22,7 @@ from launch.bench.summary import categories, summary
 from launch.bench.variant import Variant
 from launch.config import StackSettings
 from launch.models import Pair
-from launch.prompts import Prompt, read_prompts
+from launch.prompts import Prompt
 from launch.session import private_stack
 from launch.yardstick import Yardstick
 from orchestrator.tokenizer import TargetTokenizer
@@ -59,17 +56,6 @@ class Measured(NamedTuple):
     cold: dict[str, float]
     profile: Profile | None
     overlap: Overlap | None
-
-
-def chosen_prompts(path: Path | None, limit: int) -> list[Prompt]:
-    """The prompts of a file, or our own small set, each with an id; evenly thinned to `limit`."""
-    own = Path(str(importlib.resources.files("launch"))) / "bench" / "prompts.jsonl"
-    prompts = [
-        prompt if prompt.id != "" else structs.replace(prompt, id=number)
-        for number, prompt in enumerate(read_prompts(path or own), start=1)
-    ]
-    step = max(1, len(prompts) // limit) if limit else 1
-    return prompts[::step][: limit or None]
 
 
 def measure(wish: Wish, progress: Callable[[int], Progress]) -> BenchFile:

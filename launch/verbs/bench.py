@@ -11,12 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from launch import show
 from launch.bench import tables
-from launch.bench.measuring import Wish, chosen_prompts, measure
+from launch.bench.measuring import Wish, measure
 from launch.bench.result import BenchFile
 from launch.bench.runs import require_lossless, verdict
 from launch.bench.variant import NAMES, parse_all
 from launch.models import pair_of
 from launch.options import sampling_options, settings_of, stack_options, take_sampling
+from launch.prompts import chosen_prompts
 from protocol.errors import UsageError
 from protocol.messages import Sampling
 

@@ -7,9 +7,9 @@ import click
 import msgspec
 
 from launch import load, show
-from launch.bench import chosen_prompts
 from launch.models import pair_of
 from launch.options import sampling_options, settings_of, stack_options, take_sampling
+from launch.prompts import chosen_prompts
 from launch.session import private_stack
 from launch.yardstick import Yardstick
 from orchestrator.tokenizer import TargetTokenizer
