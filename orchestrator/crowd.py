@@ -5,6 +5,7 @@ them, a further draft token costs only what it adds to the pass, and whether spe
 is another question for each size of the crowd. Pure.
 """
 
+from math import sqrt
 from typing import Generic, Protocol, TypeVar
 
 from orchestrator.pace import Pace
@@ -50,6 +51,11 @@ class Crowd:
         """How many there are now."""
         self._company = 0.0
         self._paces: dict[tuple[Mode, int], Pace] = {}
+
+    @property
+    def scale(self) -> float:
+        """The tokens of a pass are judged in units of this: they then scatter as one request's."""
+        return sqrt(self.streams)
 
     @property
     def company(self) -> int:

@@ -220,7 +220,7 @@ class Estimates:
             self._judge(shared)
 
     def _judge(self, shared: Sequence[Lesson]) -> None:
-        """Tell the pace what a pass has brought per request."""
+        """Tell the pace what a pass has brought."""
         mode = shared[0].mode
         pace = self.pace(mode)
         idle_ms = next((part.idle_ms for part in shared if part.idle_ms is not None), None)
@@ -234,7 +234,7 @@ class Estimates:
             )
         ):
             return
-        tokens = sum(part.accepted + 1 for part in shared) / self.crowd.streams
+        tokens = sum(part.accepted + 1 for part in shared) / self.crowd.scale
         pace.observe(tokens, idle_ms + shared[0].verify_ms)
         alone = len(shared) == self.crowd.streams == 1
         if alone and mode == "ssd" and pace.speculating and self.step_cost.known:

@@ -77,7 +77,7 @@ class Plan:
     def plain_tok_s(self) -> float:
         """Speed of plain decoding beside which speculation is judged; 0 if never measured."""
         pace = self.estimates.pace(self.mode)
-        return pace.plain_tok_s if pace is not None else 0.0
+        return pace.plain_tok_s / self.estimates.crowd.scale if pace is not None else 0.0
 
     @property
     def backup(self) -> int:
@@ -166,9 +166,10 @@ class Plan:
     @property
     def _speed(self) -> float:
         """Tokens per millisecond of late, of all requests; at first, plain decoding's."""
-        pace, streams = self.estimates.pace(self.mode), self.estimates.crowd.streams
+        pace, crowd = self.estimates.pace(self.mode), self.estimates.crowd
         known = pace.speculative_tok_s if pace is not None else 0.0
-        return streams * (known / 1e3 or 1.0 / self.estimates.verify_cost.of(streams))
+        measured = crowd.scale * known / 1e3
+        return measured or crowd.streams / self.estimates.verify_cost.of(crowd.streams)
 
     def expect(self, confidences: Sequence[float], origin: Origin) -> Prediction:
         """What verifying a draft of these confidences brings."""

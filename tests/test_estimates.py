@@ -257,7 +257,7 @@ def shared(streams: int, accepted: int, verify_ms: float, **changes: Any) -> lis
 
 
 def test_a_shared_pass_counts_once() -> None:
-    """Four requests that gain 2 tokens each in 100 ms: 20 tokens per second and request."""
+    """Four requests that gain 2 tokens each in 100 ms: 80 tokens per second, judged as 40."""
     estimates = Estimates()
     estimates.crowd.streams = 4
     for _ in range(12):
@@ -265,7 +265,8 @@ def test_a_shared_pass_counts_once() -> None:
             estimates.learn(part)
     pace = estimates.pace("ssd")
     assert pace is not None
-    assert pace.speculative_tok_s == pytest.approx(20.0)
+    assert pace.speculative_tok_s * estimates.crowd.scale == pytest.approx(80.0)
+    assert Plan("ssd", estimates)._speed == pytest.approx(0.08)
     assert estimates.paces["ssd"].speculative_tok_s == 0.0
     assert estimates.verify_cost.of(8) == pytest.approx(100.0)
     assert estimates.crowd.company == 6
