@@ -16,6 +16,7 @@ from launch.verbs import (
     bench,
     convert,
     distill,
+    doctor,
     draft_server,
     generate,
     launch,
@@ -48,6 +49,7 @@ for _verb in (
     load,
     convert,
     distill,
+    doctor,
     models,
     simulate,
 ):

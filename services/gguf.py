@@ -1,8 +1,9 @@
 """`python -m services.gguf SOURCE.gguf FOLDER`: a Llama GGUF file as an mlx-lm folder.
 
 The quantised blocks are kept as they are (Q4_0, Q4_1 and Q8_0 are MLX's affine groups of
-32), so the folder is as small and as exact as the file; where MLX computes on a CPU, which
-wants float32, they are dequantised once here instead of at every start.
+32), so the folder is as small and as exact as the file; where dense weights are faster, they
+are dequantised once here instead of at every start: float32 on a CPU, and float16 on CUDA (an
+H200 takes 11 ms to verify 5 tokens of SmolLM2-135M with quantised kernels, 7 without).
 
 Three things differ in GGUF and are undone: tensor names; the rows of q and k, which it
 orders for interleaved RoPE; and the tokenizer, which it stores as lists in the metadata.
@@ -21,6 +22,7 @@ from protocol.errors import ModelError
 from services.model import compute_unit
 
 _GROUP_SIZE = 32
+_DENSE = {"cpu": mx.float32, "cuda": mx.float16}
 _CONTROL_TOKEN = 3
 
 _NAMES = {
@@ -66,8 +68,9 @@ def _convert(
     config = _config(metadata, weights)
     heads = (config["num_attention_heads"], config["num_key_value_heads"])
     tensors = {_name(key): _tensor(key, value, heads) for key, value in weights.items()}
-    if compute_unit() == "cpu":
-        tensors = _dequantised(tensors)
+    dense = _DENSE.get(compute_unit())
+    if dense is not None:
+        tensors = _dequantised(tensors, dense)
     elif bits := _bits(tensors):
         config["quantization"] = _quantization(bits)
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
@@ -111,7 +114,7 @@ def _tensor(key: str, value: mx.array, heads: tuple[int, int]) -> mx.array:
     return value
 
 
-def _dequantised(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+def _dequantised(tensors: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
     result: dict[str, mx.array] = {}
     bits = _bits(tensors)
     for name, value in tensors.items():
@@ -120,7 +123,7 @@ def _dequantised(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
             continue
         scales = tensors.get(f"{layer}.scales")
         if scales is None:
-            result[name] = value.astype(mx.float32)
+            result[name] = value.astype(dtype)
             continue
         result[name] = mx.dequantize(
             value,
@@ -128,7 +131,7 @@ def _dequantised(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
             tensors[f"{layer}.biases"].astype(mx.float32),
             group_size=_GROUP_SIZE,
             bits=bits[layer],
-        )
+        ).astype(dtype)
     return result
 
 

@@ -22,6 +22,7 @@ def run(settings: VerifierSettings) -> None:
     from services.model import load  # noqa: PLC0415
     from services.prompt_cache import PromptCache  # noqa: PLC0415
     from services.verification import Verifier  # noqa: PLC0415
+    from services.warming import warm_verifier  # noqa: PLC0415
 
     unit = bind(settings.device)
     model = load(Path(settings.model))
@@ -30,6 +31,8 @@ def run(settings: VerifierSettings) -> None:
         emulated = emulate(model.module, parse_size(settings.emulated_cost))
     prompts = PromptCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
     verifier = Verifier(model, settings.prefill_step_size, prompts)
+    if unit != "cpu":
+        warm_verifier(verifier)
     if settings.prefill != "mlx":
         from services.coreml.prefill import open_prefill  # noqa: PLC0415
 

@@ -17,7 +17,7 @@ from protocol.settings import DistillSettings
 from services.assemble import assemble
 from services.backends.mlx import MlxBackend
 from services.distill import checkpoint
-from services.distill.data import Batch, Batches, RowInfo, Shards, Texts, divided
+from services.distill.data import Batch, Batches, RowInfo, Shards, Texts, divided, joined
 from services.distill.evaluation import Drafter, Figures, evaluate
 from services.distill.laws import TargetLaw
 from services.distill.program import distill, judge
@@ -201,10 +201,29 @@ def test_other_heads_are_carried_too(family: str, tmp_path: Path) -> None:
     target = write_tiny_model(tmp_path / "t", family)
     out = tmp_path / "out"
     distill(settings_for(target, out, steps=2, data_tokens=400), Quiet())
+    # Both halves are dense; a word about widths would make a loader quantise them.
+    assert "quantization" not in json.loads((out / "carried" / "config.json").read_text())
     assemble(out / "carried", target, tmp_path / "again")
     tokens = mx.array([[0, 2, 20, 21, 22]])
     one, other = (np.array(load(f).module(tokens)) for f in (out, tmp_path / "again"))
     np.testing.assert_allclose(one, other, atol=0.05)
+
+
+def test_texts_of_other_runs(done: Run, target: Path, tmp_path: Path) -> None:
+    """A run given the texts of two others learns from both, and generates none."""
+    texts = [str(done.out), str(tmp_path / "other")]
+    other = settings_for(target, Path(texts[1]), steps=1, data_tokens=800, seed=5)
+    distill(other, Quiet())
+    out = tmp_path / "out"
+    distill(settings_for(target, out, steps=2, texts=texts), Quiet())
+    assert not (out / "data").exists()
+    parts = [Shards(Path(run, "data")).read() for run in texts]
+    report = json.loads((out / "distill.json").read_text())
+    learned = joined(parts)
+    assert len(learned.rows) == sum(len(part.rows) for part in parts)
+    assert report["validation_sequences"] == len(divided(learned, 0.1, 4)[1].rows)
+    with pytest.raises(UsageError, match="different --length"):
+        joined([parts[0], Texts(parts[1].tokens[:, :16], parts[1].kinds[:, :16], parts[1].rows)])
 
 
 def test_judging_again_gives_the_same_figures(done: Run) -> None:

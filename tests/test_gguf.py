@@ -123,6 +123,18 @@ def test_blocks_are_dequantised_on_a_cpu(kind: str, make: Make) -> None:
         np.testing.assert_allclose(expected, np.array(found[name]), atol=2e-6, err_msg=name)
 
 
+def test_blocks_are_halves_on_cuda(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense float16: the values of the blocks, rounded once."""
+    monkeypatch.setattr("services.gguf.compute_unit", lambda: "cuda")
+    found = tensors_in(converted(make(kind="Q4_1")))
+    assert {value.dtype for value in found.values()} == {mx.float16}
+    weight = np.array(tensors_in(tiny_folder("llama"))["model.layers.0.mlp.up_proj.weight"])
+    expected = rounded(weight, "Q4_1").astype(np.float16)
+    np.testing.assert_allclose(
+        expected, np.array(found["model.layers.0.mlp.up_proj.weight"]), atol=2e-3
+    )
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 def test_blocks_are_kept_elsewhere(kind: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where quantised kernels are fast the blocks stay, and mlx-lm computes the same with them."""

@@ -23,10 +23,15 @@ def start(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
             from services.backends.mlx import MlxBackend  # noqa: PLC0415
             from services.device import bind  # noqa: PLC0415
             from services.prompt_cache import PromptCache  # noqa: PLC0415
+            from services.warming import warm_drafter  # noqa: PLC0415
 
             unit = bind(settings.device)
             prompts = PromptCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
-            return MlxBackend(Path(settings.model), settings.prefill_step_size, unit, prompts)
+            folder, step = Path(settings.model), settings.prefill_step_size
+            backend = MlxBackend(folder, step, unit, prompts)
+            if unit != "cpu":
+                warm_drafter(backend)
+            return backend
         case "coreml":
             from services.coreml.threads import limit  # noqa: PLC0415
 

@@ -1,0 +1,185 @@
+"""`ssd doctor`: what this machine can do, whether the pair fits it, and what would be started."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import psutil
+
+from launch.config import StackSettings, share_cores
+from launch.models import Pair, pair_of
+from launch.weights import Weights, weights_of
+from protocol.errors import ModelError, RuntimeFailure, SsdError
+from protocol.fingerprint import vocabulary_of
+from protocol.survey import Survey
+
+Level = Literal["ok", "note", "problem"]
+
+_PACKAGES = ("mlx-ssd", "mlx", "mlx-lm", "pyzmq", "msgpack", "msgspec", "tokenizers", "coremltools")
+_SURVEY_S = 120.0
+_EXAMPLE_TOKENS = 4096
+"""Context for which the KV is counted into the memory estimate."""
+_GB = 1e9
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the report."""
+
+    level: Level
+    topic: str
+    text: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All that was found."""
+
+    platform: str
+    cores: int
+    memory_bytes: int
+    free_bytes: int
+    versions: dict[str, str]
+    """Package -> version; empty if it is not installed."""
+    survey: Survey
+    findings: list[Finding]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether a stack can be started."""
+        return not any(finding.level == "problem" for finding in self.findings)
+
+
+def examine(settings: StackSettings) -> Report:
+    """Look at everything; only what cannot be asked at all is an exception.
+
+    Raises:
+        RuntimeFailure: MLX itself does not start.
+    """
+    survey, memory = ask_survey(), psutil.virtual_memory()
+    return Report(
+        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cores=len(_cores()),
+        memory_bytes=memory.total,
+        free_bytes=memory.available,
+        versions={name: _version(name) for name in _PACKAGES},
+        survey=survey,
+        findings=[*_on_machine(survey), *_on_pair(settings, survey, memory.available)],
+    )
+
+
+def ask_survey() -> Survey:
+    """What a process with MLX says; raises RuntimeFailure if it cannot."""
+    command = [sys.executable, "-P", "-m", "services.survey"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_SURVEY_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeFailure(f"MLX did not start within {_SURVEY_S:g} s") from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no reason given"]
+        raise RuntimeFailure(f"MLX does not start: {lines[-1]}")
+    return msgspec.json.decode(done.stdout, type=Survey)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _on_machine(survey: Survey) -> list[Finding]:
+    findings = [Finding("ok", "device", f"MLX {survey.mlx} computes on {_device(survey)}")]
+    if survey.device == "cpu":
+        slow = "small_gemm" not in survey.matrix_kernels and sys.platform == "linux"
+        advice = "; install the extra 'cpu' and a C compiler" if slow else ""
+        text = f"matrix products by {survey.matrix_kernels}{advice}"
+        findings.append(Finding("note" if slow else "ok", "kernels", text))
+        if len(_cores()) < 2:
+            text = "one core: target and drafter take turns, so speculation will rarely pay"
+            findings.append(Finding("note", "cores", text))
+    if sys.platform == "darwin" and not survey.coreml:
+        text = "coremltools is not installed: no drafts on the Neural Engine (extra 'coreml')"
+        findings.append(Finding("note", "Neural Engine", text))
+    elif sys.platform != "darwin":
+        findings.append(Finding("note", "Neural Engine", "none here; it needs a Mac"))
+    return findings
+
+
+def _device(survey: Survey) -> str:
+    many = f"{survey.devices} x " if survey.devices > 1 else ""
+    memory = survey.device_memory_bytes
+    return f"{survey.device} ({many}{survey.device_name}" + (
+        f", {memory / _GB:.0f} GB)" if memory else ")"
+    )
+
+
+def _on_pair(settings: StackSettings, survey: Survey, free: int) -> list[Finding]:
+    try:
+        pair = pair_of(settings)
+    except SsdError as error:
+        return [Finding("problem", "pair", str(error))]
+    findings, sizes = [], list[Weights]()
+    for role, folder in (("target", pair.model), ("drafter", pair.draft_model)):
+        if not folder:
+            continue
+        try:
+            sizes.append(weights_of(Path(folder)))
+        except ModelError as error:
+            findings.append(Finding("problem", role, str(error)))
+            continue
+        findings.append(Finding("ok", role, _described(folder, sizes[-1])))
+    if any(finding.level == "problem" for finding in findings):
+        return findings
+    return [*findings, *_together(pair), _memory(sizes, survey, free), _started(pair, survey)]
+
+
+def _described(folder: str, size: Weights) -> str:
+    context = f", context {size.context_length}" if size.context_length else ""
+    return f"{folder}: {size.architecture}, {size.parameters / 1e6:.0f} M parameters{context}"
+
+
+def _together(pair: Pair) -> list[Finding]:
+    if not pair.draft_model:
+        return []
+    try:
+        prints = {vocabulary_of(Path(f)).fingerprint for f in (pair.model, pair.draft_model)}
+    except ModelError as error:
+        return [Finding("problem", "pair", str(error))]
+    if len(prints) > 1:
+        text = "target and drafter have different tokenizers; a drafter must share the target's"
+        return [Finding("problem", "pair", text)]
+    return [Finding("ok", "pair", "target and drafter share their vocabulary")]
+
+
+def _memory(sizes: list[Weights], survey: Survey, free: int) -> Finding:
+    weights = sum(size.bytes_on(survey.device) for size in sizes)
+    kv = sum(size.kv_bytes_on(survey.device) for size in sizes) * _EXAMPLE_TOKENS
+    apart = survey.device == "cuda" and survey.device_memory_bytes
+    room = survey.device_memory_bytes if apart else free
+    text = (
+        f"weights {weights / _GB:.2f} GB, KV of {_EXAMPLE_TOKENS} tokens {kv / _GB:.2f} GB; "
+        f"{room / _GB:.1f} GB {'on the device' if apart else 'free'}"
+    )
+    return Finding("ok" if weights + kv < room else "problem", "memory", text)
+
+
+def _started(pair: Pair, survey: Survey) -> Finding:
+    cores = share_cores(pair.backend)
+    where = f" on cores {cores.verifier} and {cores.drafter}" if survey.device == "cpu" else ""
+    text = f"target by MLX and drafter by {pair.backend}{where}, and an orchestrator"
+    shared = pair.backend == "mlx" and survey.device != "cpu" and survey.devices < 2
+    if shared:
+        text += "; both models on one device take turns: ngram or the Neural Engine overlap"
+    return Finding("note" if shared else "ok", "stack", text)

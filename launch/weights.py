@@ -1,0 +1,81 @@
+"""What a model folder will take in memory, read from the heads of its files alone."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from protocol.errors import ModelError
+
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_LARGEST_HEADER = 100 * 1024**2
+
+
+class Weights(NamedTuple):
+    """The size of a model."""
+
+    parameters: int
+    bytes_as_stored: int
+    kv_elements: int
+    """Per token of context: keys and values of all layers."""
+    context_length: int
+    """0 if the model does not say."""
+    architecture: str
+
+    def bytes_on(self, device: str) -> int:
+        """Weights in memory: float32 on a CPU, as stored elsewhere (`services.model.load`)."""
+        return 4 * self.parameters if device == "cpu" else self.bytes_as_stored
+
+    def kv_bytes_on(self, device: str) -> int:
+        """KV per token."""
+        return self.kv_elements * (4 if device == "cpu" else 2)
+
+
+def weights_of(folder: Path) -> Weights:
+    """The size of the model in `folder`.
+
+    Raises:
+        ModelError: `config.json` or a weight file is missing or not what it should be.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        files = sorted(folder.glob("*.safetensors"))
+        tensors = {name: entry for file in files for name, entry in _header(file).items()}
+        text = config.get("text_config") or config
+        heads = int(text.get("num_key_value_heads") or text["num_attention_heads"])
+        size = int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
+        layers, context = int(text["num_hidden_layers"]), text.get("max_position_embeddings") or 0
+        parameters = sum(_elements(name, tensors, config) for name in tensors)
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise ModelError(f"{str(folder)!r} is no readable model folder: {error!r}") from error
+    if not files:
+        raise ModelError(f"the model folder {str(folder)!r} has no safetensors file")
+    stored = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in tensors.values())
+    kind = str(config.get("model_type", "unknown"))
+    return Weights(parameters, stored, 2 * layers * heads * size, int(context), kind)
+
+
+def _header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > _LARGEST_HEADER:
+            raise ValueError(f"{file.name} claims a header of {length} bytes")
+        header: dict[str, Any] = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    return header
+
+
+def _elements(name: str, tensors: dict[str, Any], config: dict[str, Any]) -> int:
+    """Parameters that a tensor stands for; scales and biases of packed weights for none."""
+    entry = tensors[name]
+    layer, _, leaf = name.rpartition(".")
+    count = 1
+    for side in entry["shape"]:
+        count *= int(side)
+    if f"{layer}.scales" not in tensors or leaf == "bias":
+        return count if entry["dtype"] in _FLOATS else 0
+    if leaf != "weight":
+        return 0
+    said = config.get("quantization") or config["quantization_config"]
+    bits = said.get(layer, said)["bits"] if isinstance(said.get(layer), dict) else said["bits"]
+    return count * 32 // int(bits)

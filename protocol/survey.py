@@ -1,0 +1,21 @@
+"""What a process that may import MLX says of the machine, for `ssd doctor`."""
+
+import msgspec
+
+
+class Survey(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of JSON from `python -m services.survey`."""
+
+    mlx: str
+    """Version of MLX."""
+    device: str
+    """Where MLX computes: cpu, metal or cuda."""
+    device_name: str
+    device_memory_bytes: int
+    """What the device may hold; 0 if MLX does not say."""
+    devices: int
+    """How many of them."""
+    matrix_kernels: str
+    """What multiplies matrices on a CPU; empty elsewhere."""
+    coreml: str
+    """Version of coremltools; empty if it is not installed."""
