@@ -1,85 +1,34 @@
 """`LLM`: a stack of one's own behind a Python object."""
 
+import asyncio
 import contextlib
-from collections.abc import Generator, Sequence
-from typing import Any
+import itertools
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 
 from launch.config import stack_settings
-from launch.generate import new_seed
+from launch.params import Prompt, SamplingParams
 from launch.session import private_stack
+from protocol.async_client import AsyncClient
 from protocol.client import Client
 from protocol.closing import Closing
-from protocol.errors import UsageError
+from protocol.errors import ProtocolError
 from protocol.messages import (
-    Acceptance,
-    ChatMessage,
     Finished,
     FinishReason,
     Generate,
-    Mode,
+    Logprobs,
     ProcessStatus,
-    Sampling,
     Statistics,
     Text,
     Tokens,
 )
-from protocol.sampling import check
 
-
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to answer; the names are those of the command line. Temperature 0 is greedy."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    """None draws one; the same seed gives the same answer in every mode if coupled."""
-    max_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    mode: Mode = "ssd"
-    acceptance: Acceptance = "coupled"
-    """coupled: the tokens of plain decoding; rejection: their law."""
-    draft_temp: float | None = None
-    """The drafter's own temperature; None is the target's."""
-    draft_top_p: float | None = None
-    saguaro_c: float = 1.0
-    """Rejection: the draft's weight for tokens that are prepared for; 1 is off."""
-
-    def request(self, number: int, prompt: str) -> Generate:
-        """The orchestrator's request for one prompt; raises UsageError if a value is invalid."""
-        try:
-            request = msgspec.convert(
-                {
-                    "type": "generate",
-                    "request": number,
-                    "messages": [msgspec.to_builtins(ChatMessage("user", prompt))],
-                    "sampling": msgspec.to_builtins(self._sampling()),
-                    "max_tokens": self.max_tokens,
-                    "stop": list(self.stop),
-                    "mode": self.mode,
-                },
-                Generate,
-            )
-        except msgspec.ValidationError as error:
-            raise UsageError(f"SamplingParams: {error}") from error
-        check(request.sampling)
-        return request
-
-    def _sampling(self) -> Sampling:
-        return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=new_seed() if self.seed is None else self.seed,
-            acceptance=self.acceptance,
-            draft_temperature=self.draft_temp,
-            draft_top_p=self.draft_top_p,
-            saguaro=self.saguaro_c,
-        )
+_AT_ONCE = 16
+"""Requests that one call keeps at the stack; it decodes some of them and lets others wait."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,8 +38,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Tokens
     finish_reason: FinishReason
     prompt_tokens: int
+    cached_tokens: int
+    """How many of them were found in the KV of earlier requests."""
     seed: int
     statistics: Statistics
+    logprobs: list[Logprobs] = []
+    """One per token, if asked for."""
 
 
 class LLM(Closing):
@@ -103,6 +56,20 @@ class LLM(Closing):
 
     Raises:
         SsdError: the stack cannot be started; the message says why.
+
+    >>> with LLM() as llm:
+    ...     [answer] = llm.generate("Why is the sky blue?", SamplingParams(max_tokens=8))
+    >>> len(answer.tokens), answer.finish_reason
+    (8, 'length')
+
+    Without a `with` block, `close` it.
+
+    >>> import asyncio
+    >>> async def ask():
+    ...     async with LLM() as llm:
+    ...         return await llm.agenerate(["one", "two"], SamplingParams(max_tokens=4))
+    >>> len(asyncio.run(ask()))
+    2
     """
 
     def __init__(self, model: str = "", draft_model: str = "", **settings: Any) -> None:
@@ -110,46 +77,136 @@ class LLM(Closing):
         flags = {key: value for key, value in given.items() if value != ""}
         self._exit = contextlib.ExitStack()
         supervisor = self._exit.enter_context(private_stack(stack_settings(flags), _silent))
-        client = Client(supervisor.run_dir.clients_address)
-        self._client = self._exit.enter_context(contextlib.closing(client))
+        address = supervisor.run_dir.clients_address
+        self._address = address
+        self._numbers = itertools.count(1)
+        self._async_client = self._exit.enter_context(AsyncClient(address))
 
     def generate(
-        self, prompts: Sequence[str], params: SamplingParams | None = None
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Answer]:
-        """Answer each prompt in turn."""
-        return [self._answer(prompt, params or SamplingParams()) for prompt in prompts]
+        """Answer one prompt or many, which share the stack; the answers keep their order.
+
+        Args:
+            prompts: a text, a conversation (messages with role and content), or several of them.
+            params: how to answer; greedily if left out.
+
+        Raises:
+            UsageError: a prompt or parameter cannot be used.
+            RuntimeFailure: a request failed.
+        """
+        requests = self._requests(prompts, params)
+        notes = {request.request: _Notes(request) for request in requests}
+        with contextlib.closing(Client(self._address)) as client:
+            for number, event in client.generate_many(requests, _AT_ONCE):
+                notes[number].take(event)
+        return [notes[request.request].answer() for request in requests]
 
     def stream(
-        self, prompt: str, params: SamplingParams | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[Text | Finished]:
         """Stream one answer: Text events, then Finished with the statistics.
 
-        Closing the generator early cancels the request.
+        Closing the generator early cancels the request. Errors as for `generate`.
         """
-        request = (params or SamplingParams()).request(self._client.number(), prompt)
-        return self._client.generate(request)
+        [request] = self._requests([prompt], params)
+        return self._stream(request)
 
-    def _answer(self, prompt: str, params: SamplingParams) -> Answer:
-        request = params.request(self._client.number(), prompt)
-        text, tokens = "", list[int]()
-        for event in self._client.generate(request):
-            if isinstance(event, Text):
-                text += event.text
-                tokens += event.tokens
-            else:
-                return Answer(
-                    text=text,
-                    tokens=tokens,
-                    finish_reason=event.reason,
-                    prompt_tokens=event.prompt_tokens,
-                    seed=request.sampling.seed,
-                    statistics=event.statistics,
-                )
-        raise AssertionError("an answer ends with Finished")
+    def _stream(self, request: Generate) -> Generator[Text | Finished]:
+        # A connection of its own: several streams may be read by turns, or by several threads.
+        with contextlib.closing(Client(self._address)) as client:
+            yield from client.generate(request)
+
+    async def agenerate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> list[Answer]:
+        """`generate` for programs that run on asyncio."""
+        places = asyncio.Semaphore(_AT_ONCE)
+
+        async def answer(request: Generate) -> Answer:
+            notes = _Notes(request)
+            async with places:
+                async for event in self._astream(request):
+                    notes.take(event)
+            return notes.answer()
+
+        async with asyncio.TaskGroup() as group:
+            requests = self._requests(prompts, params)
+            tasks = [group.create_task(answer(request)) for request in requests]
+        return [task.result() for task in tasks]
+
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[Text | Finished]:
+        """`stream` for programs that run on asyncio."""
+        [request] = self._requests([prompt], params)
+        return self._astream(request)
+
+    async def _astream(self, request: Generate) -> AsyncGenerator[Text | Finished]:
+        status = await self._async_client.status()
+        events = self._async_client.generate(request, status.pid)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield event
+
+    def _requests(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None
+    ) -> list[Generate]:
+        chosen = params or SamplingParams()
+        return [chosen.request(next(self._numbers), prompt) for prompt in _several(prompts)]
 
     def close(self) -> None:
         """Stop all processes; safe to call twice."""
         self._exit.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+
+class _Notes:
+    """An answer while it comes in."""
+
+    def __init__(self, request: Generate) -> None:
+        self._request = request
+        self._texts: list[Text] = []
+        self._finished: Finished | None = None
+
+    def take(self, event: Text | Finished) -> None:
+        if isinstance(event, Text):
+            self._texts.append(event)
+        else:
+            self._finished = event
+
+    def answer(self) -> Answer:
+        if self._finished is None:
+            raise ProtocolError("the answer has not ended")
+        return Answer(
+            text="".join(text.text for text in self._texts),
+            tokens=[token for text in self._texts for token in text.tokens],
+            finish_reason=self._finished.reason,
+            prompt_tokens=self._finished.prompt_tokens,
+            cached_tokens=self._finished.cached_tokens,
+            seed=self._request.sampling.seed,
+            statistics=self._finished.statistics,
+            logprobs=[entry for text in self._texts for entry in text.logprobs],
+        )
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> Iterable[Prompt]:
+    """A text, or a list of messages, is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(entry, Mapping) for entry in prompts):
+        return [prompts]  # type: ignore[list-item]  # a conversation, as just seen
+    return prompts  # type: ignore[return-value]  # not one prompt, so several
 
 
 def _silent(status: ProcessStatus) -> None:

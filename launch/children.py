@@ -9,6 +9,7 @@ from launch.models import Pair
 from launch.process import Child
 from launch.rundir import RunDir
 from protocol.messages import Sampling
+from protocol.presets import preset
 from protocol.settings import (
     DrafterSettings,
     GatewaySettings,
@@ -104,7 +105,7 @@ def start_gateway(
         key_file=write_key(run_dir.path, settings.api_key),
         allowed_origins=[o for o in settings.allowed_origins.replace(",", " ").split() if o],
         max_body_bytes=settings.max_body_bytes,
-        sampling=Sampling(),
+        sampling=Sampling(**preset(settings.preset)),
         log_level=settings.log_level,
     )
     return Child("gateway", "services.gateway.main", told, run_dir.log("gateway"))

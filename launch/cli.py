@@ -1,19 +1,16 @@
 """`ssd`: the command line."""
 
-import contextlib
 import importlib.util
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import click
 
 from launch import show
+from launch.signals import signals_as_interrupts
 from launch.verbs import (
     bench,
+    chat,
     convert,
     distill,
     doctor,
@@ -42,6 +39,7 @@ for _verb in (
     launch,
     mac_check,
     generate,
+    chat,
     serve,
     swap_drafter,
     draft_server,
@@ -69,24 +67,11 @@ def _check_shadowing() -> None:
             )
 
 
-@contextlib.contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP stop us as Ctrl-C does: through the finally clauses."""
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        del number, frame
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
-    yield
-
-
 def main() -> None:
     """Entry point: runs a command and turns errors into a sentence and an exit code."""
     try:
         _check_shadowing()
-        with _signals_as_interrupts():
+        with signals_as_interrupts():
             cli.main(standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(_INTERRUPTED)

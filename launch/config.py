@@ -13,6 +13,7 @@ import msgspec
 
 from protocol.emulation import parse_size
 from protocol.errors import UsageError
+from protocol.presets import PresetName
 from protocol.settings import BackendName, ComputeUnits, Device, LogLevel, Prefill
 
 BackendChoice = Literal["auto", "mlx", "coreml", "ngram", "stdio"]
@@ -71,6 +72,8 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Web pages that may use the gateway from a browser, separated by commas; * is all."""
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4 * 1024**2
     """Largest HTTP request."""
+    preset: PresetName = "default"
+    """What HTTP requests get that do not say otherwise."""
     log_level: LogLevel = "info"
     """Of the gateway; debug logs each request."""
     draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0

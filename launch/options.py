@@ -1,13 +1,18 @@
 """Flags that several verbs share: what a stack is made of, and how tokens are drawn."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
+import msgspec
 
 from launch.config import StackSettings, stack_settings
 from launch.generate import new_seed
-from protocol.messages import Acceptance, Sampling
+from protocol.errors import UsageError
+from protocol.grammar import check_grammar, json_grammar
+from protocol.messages import Acceptance, Sampling, Shape
+from protocol.presets import PRESETS, preset
 from protocol.sampling import check
 from protocol.settings import BACKENDS, COMPUTE_UNITS, PREFILLS, LogLevel
 
@@ -82,6 +87,8 @@ def http_options() -> Callable[[F], F]:
                          help=f"Largest request.  [default: {d.max_body_bytes}]"),
             click.option("--max-prompt-tokens", type=click.IntRange(min=0),
                          help="Longest prompt; 0 is what the context holds."),
+            click.option("--preset", type=click.Choice(PRESETS),
+                         help="What requests get that do not say otherwise."),
             click.option("--log-level", type=click.Choice(get_args(LogLevel)),
                          help=f"debug logs each request.  [default: {d.log_level}]"),
         ]
@@ -95,10 +102,20 @@ def sampling_options() -> Callable[[F], F]:
     return _apply(
         [
             click.option("--temp", "--temperature", type=click.FloatRange(0, 100),
-                         default=d.temperature, show_default=True, help="0 is greedy."),
-            click.option("--top-p", type=share, default=d.top_p),
-            click.option("--top-k", type=click.IntRange(min=0), default=d.top_k),
-            click.option("--min-p", type=unit, default=d.min_p),
+                         help=f"0 is greedy.  [default: {d.temperature:g}]"),
+            click.option("--top-p", type=share),
+            click.option("--top-k", type=click.IntRange(min=0)),
+            click.option("--min-p", type=unit),
+            click.option("--preset", type=click.Choice(PRESETS), default="default",
+                         show_default=True, help="A start; the flags above win."),
+            click.option("--repetition-penalty", type=click.FloatRange(0, 10, min_open=True),
+                         help="Against tokens of prompt and answer; above 1."),
+            click.option("--presence-penalty", type=click.FloatRange(-2, 2),
+                         help="Against tokens of the answer."),
+            click.option("--frequency-penalty", type=click.FloatRange(-2, 2),
+                         help="Against tokens of the answer, each time they occur."),
+            click.option("--json-schema", type=click.Path(path_type=Path),
+                         help="The answer will be JSON that follows the schema in this file."),
             click.option("--seed", type=click.IntRange(0, 2**63 - 1),
                          help="Same seed, same answer; drawn and reported if left out."),
             click.option("--acceptance", type=click.Choice(get_args(Acceptance)),
@@ -116,16 +133,40 @@ def sampling_options() -> Callable[[F], F]:
 def take_sampling(options: dict[str, Any]) -> Sampling:
     """Take the sampling options out of `options`; raises UsageError if they contradict."""
     seed = options.pop("seed")
+    given = {
+        "temperature": options.pop("temp"),
+        "top_p": options.pop("top_p"),
+        "top_k": options.pop("top_k"),
+        "min_p": options.pop("min_p"),
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
     sampling = Sampling(
-        temperature=options.pop("temp"),
-        top_p=options.pop("top_p"),
-        top_k=options.pop("top_k"),
-        min_p=options.pop("min_p"),
+        **{**preset(options.pop("preset")), **chosen},
         seed=new_seed() if seed is None else seed,
         acceptance=options.pop("acceptance"),
         draft_temperature=options.pop("draft_temp"),
         draft_top_p=options.pop("draft_top_p"),
         saguaro=options.pop("saguaro_c"),
+        shape=_take_shape(options),
     )
     check(sampling)
     return sampling
+
+
+def _take_shape(options: dict[str, Any]) -> Shape | None:
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    penalties = {name: options.pop(name) for name in names}
+    schema: Path | None = options.pop("json_schema")
+    asked = {name: value for name, value in penalties.items() if value is not None}
+    if schema is not None:
+        asked["grammar"] = json_grammar(_read_schema(schema))
+        check_grammar(asked["grammar"])
+    shape = Shape(**asked)
+    return shape if shape != Shape() else None
+
+
+def _read_schema(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"{str(path)!r} holds no JSON schema: {error}") from error

@@ -51,6 +51,11 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def ask(prompt: str) -> str:
+    """A line of the user's; raises EOFError at the end of the input."""
+    return input(prompt)
+
+
 def write_coloured(console: Console, text: str, origin: str) -> None:
     """Stream a piece of the answer in the colour of its origin."""
     console.print(RichText(text, style=STYLES[origin]), end="")

@@ -1,6 +1,6 @@
 """What a sequence wants done: the only way in which it touches the world."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.messages import (
     CloseSequence,
@@ -9,6 +9,7 @@ from protocol.messages import (
     OpenSequence,
     Origin,
     Prepare,
+    TokenLogprobs,
     Tokens,
     Verify,
 )
@@ -43,6 +44,8 @@ class Emit:
 
     tokens: Tokens
     origins: list[Origin]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per token, if asked for."""
 
 
 @dataclass(frozen=True)

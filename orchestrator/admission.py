@@ -1,5 +1,7 @@
 """From a client's request to a sequence that can be decoded, or a sentence why not."""
 
+from msgspec.structs import replace
+
 from orchestrator.answer import Answer
 from orchestrator.estimates import Estimates
 from orchestrator.limits import Limits
@@ -9,7 +11,7 @@ from orchestrator.statistics import Recorder
 from orchestrator.text import StoppableText
 from orchestrator.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
-from protocol.messages import Generate, Tokens
+from protocol.messages import Generate, Sampling, Tokens
 from protocol.sampling import by_rejection, check
 
 
@@ -42,7 +44,7 @@ def admit(
     sequence = Sequence(
         number=number,
         prompt=prompt,
-        sampling=request.sampling,
+        sampling=_shaped(request.sampling, len(prompt), tokenizer, vocabulary_size),
         limits=Limits(request.max_tokens, tokenizer.stop_ids, context_length, vocabulary_size),
         plan=Plan(
             request.mode,
@@ -61,12 +63,27 @@ def admit(
     return Answer(peer, request.request, sequence, text, len(prompt), most_tokens)
 
 
+def _shaped(
+    sampling: Sampling, prompt_length: int, tokenizer: TargetTokenizer, vocabulary_size: int
+) -> Sampling:
+    """With what the models need to know of this request to shape its logits."""
+    shape = sampling.shape
+    if shape is None:
+        return sampling
+    largest = max((token for token, _ in shape.logit_bias), default=0)
+    if largest >= vocabulary_size:
+        raise UsageError(f"logit_bias: token {largest} is not in the vocabulary")
+    stop_ids = tuple(sorted(tokenizer.stop_ids))
+    shape = replace(shape, answer_from=prompt_length, stop_ids=stop_ids)
+    return replace(sampling, shape=shape)
+
+
 def _prompt(request: Generate, tokenizer: TargetTokenizer) -> Tokens:
     if request.tokens:
         return request.tokens
-    return (
-        tokenizer.encode_text(request.text) if request.text else tokenizer.encode(request.messages)
-    )
+    if request.text:
+        return tokenizer.encode_text(request.text)
+    return tokenizer.encode(request.messages, request.tools, request.template_options)
 
 
 def _check_prompt(prompt: Tokens, context_length: int, vocabulary_size: int) -> None:

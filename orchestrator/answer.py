@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from orchestrator.phase import Phase
 from orchestrator.sequence import Sequence
 from orchestrator.text import StoppableText
-from protocol.messages import Finished, FinishReason, Origin, Prefilled, Role, Text, Tokens
+from protocol.messages import (
+    Finished,
+    FinishReason,
+    Origin,
+    Prefilled,
+    Role,
+    Text,
+    TokenLogprobs,
+    Tokens,
+)
 
 
 @dataclass
@@ -29,7 +38,9 @@ class Answer:
     stopped: bool = field(default=False)
     """A stop string is complete; what the round in flight adds is not part of the answer."""
 
-    def push(self, tokens: Tokens, origins: list[Origin]) -> Text:
+    def push(
+        self, tokens: Tokens, origins: list[Origin], logprobs: Iterable[TokenLogprobs] = ()
+    ) -> Text:
         """The message for newly emitted tokens, cut after the one that completes a stop string."""
         pieces: list[str] = []
         for token in tokens:
@@ -41,8 +52,13 @@ class Answer:
         used = len(pieces)
         drafted = sum(origin != "target" for origin in origins[used:])
         self.sequence.recorder.retract(len(tokens) - used, drafted)
+        pairs = zip(tokens[:used], logprobs, strict=False)
         return Text(
-            request=self.request, tokens=tokens[:used], origins=origins[:used], pieces=pieces
+            request=self.request,
+            tokens=tokens[:used],
+            origins=origins[:used],
+            pieces=pieces,
+            logprobs=[self.text.shown(token, entry) for token, entry in pairs],
         )
 
     def expect(self, verify_wait_s: float, draft_wait_s: float, now: float) -> None:
@@ -71,6 +87,7 @@ class Answer:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens or 0,
             statistics=self.sequence.recorder.summary(),
+            spreads=self.sequence.recorder.spreads(),
             error=error,
         )
 

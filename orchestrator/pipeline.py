@@ -261,9 +261,9 @@ class Orchestrator:
                 self._deadlines.expect(answer, time.monotonic())
             case Foresee(accepted, bonus, verify):
                 answer.frames[accepted, bonus] = encode(verify)
-            case Emit(tokens, origins):
+            case Emit(tokens, origins, logprobs):
                 if not answer.stopped and tokens:
-                    self._emit(answer, answer.push(tokens, origins))
+                    self._emit(answer, answer.push(tokens, origins, logprobs))
             case Finish(reason, error):
                 self._finish(answer, reason, error)
 

@@ -131,7 +131,7 @@ class Sequence:
         self.recorder.emit(kept, now)
         origins: list[Origin] = [done.origin for _ in range(outcome.accepted)]
         origins.append("target")
-        yield Emit(emitted[:kept], origins[:kept])
+        yield Emit(emitted[:kept], origins[:kept], outcome.logprobs[:kept])
         if reason is not None:
             yield from self.finish(reason)
 

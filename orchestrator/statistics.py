@@ -1,12 +1,22 @@
 """Counts of one request, defined once (README, "Statistics")."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from orchestrator.estimates import Lesson
-from protocol.messages import Origin, Role, RoundKind, Span, Statistics, VerificationOutcome
+from protocol.messages import (
+    SPREAD_MS,
+    Origin,
+    Role,
+    RoundKind,
+    Span,
+    Spread,
+    Statistics,
+    VerificationOutcome,
+)
 
 _LONGEST_TIMELINE = 400
 
@@ -113,6 +123,15 @@ class Recorder:
         self.drafting_s += now - started
         if self.verifying_since is not None:
             self.overlapped_s += max(0.0, now - max(started, self.verifying_since))
+
+    def spreads(self) -> dict[str, Spread]:
+        """How the times of each phase are spread."""
+        found = {}
+        for name, values in self.phases.items():
+            classes = Counter(bisect_left(SPREAD_MS, value) for value in values)
+            counts = [classes[index] for index in range(len(SPREAD_MS) + 1)]
+            found[name] = Spread(counts, sum(values))
+        return found
 
     def summary(self) -> Statistics:
         """The request's statistics so far."""

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from orchestrator.tokenizer import TextStream
+from protocol.messages import Logprobs, TokenLogprobs
 
 
 class Pushed(NamedTuple):
@@ -33,6 +34,11 @@ class StoppableText:
         cut = len(self._held) - keep
         text, self._held = self._held[:cut], self._held[cut:]
         return Pushed(text, stopped=False)
+
+    def shown(self, token: int, logprobs: TokenLogprobs) -> Logprobs:
+        """A token and its rivals as clients see them."""
+        show = self._stream.shown
+        return Logprobs(show(token, logprobs.own), [show(t, value) for t, value in logprobs.best])
 
     def flush(self) -> str:
         """The text still held back, once no more tokens come."""

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from orchestrator.token_bytes import token_bytes
 from protocol.errors import ModelError, UsageError
-from protocol.messages import ChatMessage, Tokens
+from protocol.messages import ChatMessage, ShownToken, Tokens
 
 
 class TargetTokenizer:
@@ -33,7 +35,9 @@ class TargetTokenizer:
         except Exception as error:
             raise ModelError(f"{str(path)!r} is not a tokenizer description: {error}") from error
         self._config = _read_json(folder / "tokenizer_config.json")
-        self._template = _chat_template(folder, self._config)
+        source = _template_source(folder, self._config)
+        self._template = _compiled(source, folder) if source else None
+        self._knows_tools = "tools" in source
         self.stop_ids = self._stop_ids(folder)
 
     @property
@@ -47,20 +51,30 @@ class TargetTokenizer:
         found = self._tokenizer.token_to_id(_token_text(self._config.get("bos_token")))
         return None if found is None else int(found)
 
-    def encode(self, messages: list[ChatMessage]) -> Tokens:
+    def encode(
+        self,
+        messages: list[ChatMessage],
+        tools: list[dict[str, Any]] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Tokens:
         """The prompt tokens of a conversation, ready for the assistant's answer.
 
         A model without a chat template gets the contents as plain text.
+
+        Raises:
+            UsageError: the template refuses the messages, or knows no tools.
         """
+        if tools and not self._knows_tools:
+            raise UsageError("this model's chat template knows no tools")
         if self._template is None:
             text = "\n".join(message.content for message in messages)
             return list(self._tokenizer.encode(text).ids)
         try:
             text = self._template.render(
-                messages=[{"role": m.role, "content": m.content} for m in messages],
+                messages=[{"content": "", **msgspec.to_builtins(m)} for m in messages],
                 add_generation_prompt=True,
-                tools=None,
-                **self._special_tokens(),
+                tools=tools or None,
+                **{**self._special_tokens(), **(options or {})},
             )
         # A template is a program of the model's makers: anything may go wrong in it.
         except Exception as error:
@@ -95,11 +109,17 @@ class TextStream:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._byte_level = "ByteLevel" in repr(tokenizer.decoder)
         self._stream: Any = DecodeStream(skip_special_tokens=True)
 
     def push(self, token: int) -> str:
         """The text that this token completes, possibly none."""
         return self._stream.step(self._tokenizer, token) or ""
+
+    def shown(self, token: int, logprob: float) -> ShownToken:
+        """A token by itself."""
+        data = token_bytes(self._tokenizer.id_to_token(token) or "", byte_level=self._byte_level)
+        return ShownToken(data.decode(errors="replace"), list(data), logprob)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -121,15 +141,18 @@ def _token_text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> jinja2.Template | None:
+def _template_source(folder: Path, config: dict[str, Any]) -> str:
+    """The chat template; empty if there is none."""
     file = folder / "chat_template.jinja"
     source: Any = file.read_text(encoding="utf-8") if file.is_file() else None
     source = source or config.get("chat_template")
     if isinstance(source, list):  # several named templates
         named = {entry.get("name"): entry.get("template") for entry in source}
         source = named.get("default")
-    if not isinstance(source, str):
-        return None
+    return source if isinstance(source, str) else ""
+
+
+def _compiled(source: str, folder: Path) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )

@@ -1,7 +1,9 @@
 """The client's end: ask an orchestrator for text, its status, or to stop."""
 
+import contextlib
 import itertools
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Generator, Iterable
 
 from protocol.channel import Channel, Deadline
 from protocol.codec import Decoder
@@ -60,27 +62,44 @@ class Client:
             Busy: too many requests wait already.
             RuntimeFailure: the request failed, or the orchestrator is gone.
         """
-        dialogue = Dialogue(request.request, self.status().pid)
-        self._channel.send(request)
-        done = False
-        try:
-            while not done:
-                message = self._next(dialogue)
-                done = isinstance(message, Finished)
-                yield message
-        finally:
-            if not done:
-                self._channel.send(Cancel(request=request.request))
+        with contextlib.closing(self.generate_many([request], at_once=1)) as events:
+            for _, event in events:
+                yield event
 
-    def _next(self, dialogue: Dialogue) -> Text | Finished:
-        """The next message of this request."""
-        while True:
-            if not self._channel.ready(SILENCE_S):
-                self._channel.send(dialogue.silence())
-                continue
-            message = dialogue.take(self._channel.receive(0.0, "answer"))
-            if message is not None:
-                return message
+    def generate_many(
+        self, requests: Iterable[Generate], at_once: int
+    ) -> Generator[tuple[int, Text | Finished]]:
+        """The same for several requests, of which `at_once` are open: (number, message) as
+        they come.
+
+        The first error ends all of them; errors as for `generate`.
+        """
+        pid = self.status().pid
+        waiting = deque(requests)
+        talks: dict[int, Dialogue] = {}
+        try:
+            while waiting or talks:
+                while waiting and len(talks) < at_once:
+                    request = waiting.popleft()
+                    talks[request.request] = Dialogue(request.request, pid)
+                    self._channel.send(request)
+                for number, event in self._next(talks):
+                    if isinstance(event, Finished):
+                        del talks[number]
+                    yield number, event
+        finally:
+            for number in talks:
+                self._channel.send(Cancel(request=number))
+
+    def _next(self, talks: dict[int, Dialogue]) -> list[tuple[int, Text | Finished]]:
+        """What the next message says to these requests; nothing after a silence."""
+        if not self._channel.ready(SILENCE_S):
+            questions = [talk.silence() for talk in talks.values()]
+            self._channel.send(questions[0])
+            return []
+        message = self._channel.receive(0.0, "answer")
+        heard = [(number, talk.take(message)) for number, talk in talks.items()]
+        return [(number, event) for number, event in heard if event is not None]
 
     def service_down(self, message: ServiceDown) -> None:
         """The supervisor's note that a process ended."""

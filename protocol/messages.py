@@ -5,7 +5,7 @@ rejected (`codec.py`). Every message about a round carries (sequence, round), so
 stale one can be recognised and dropped. Tokens are ids of the *target's* vocabulary.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -23,6 +23,25 @@ ENDED = -1
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
     """Base of all messages: immutable, tagged, strict."""
+
+
+class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a request does to logits before a token is drawn; `shaping.py` says how."""
+
+    logit_bias: tuple[tuple[Token, float], ...] = ()
+    """Added to the logits of these tokens."""
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] = 1.0
+    """Divides positive logits of tokens of the prompt and the answer, multiplies the others."""
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
+    """Taken from the logits of the answer's tokens."""
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
+    """Taken from the logits of the answer's tokens, as often as they occur in it."""
+    grammar: str = ""
+    """What the answer must be, in llguidance's Lark dialect; empty: anything."""
+    answer_from: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Position of the answer's first token. The orchestrator fills this in, and the next."""
+    stop_ids: tuple[Token, ...] = ()
+    """Tokens that may end an answer where its grammar allows an end."""
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,6 +63,10 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The drafter's own; None is the target's."""
     saguaro: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
     """Rejection rule: the drafter's weight (C) for the tokens that are prepared for; 1 is off."""
+    shape: Shape | None = None
+    """Bias, penalties, grammar; both models apply them alike."""
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    """Report the target's own log-probability of each token, and of this many best ones."""
 
 
 class DraftLaw(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -179,6 +202,13 @@ class Verify(Message, frozen=True, tag="verify", kw_only=True):
     """What chain[1:] was drawn from, under the rejection rule; empty if nothing was drawn."""
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The target's own log-probability of an emitted token, and of the likeliest ones."""
+
+    own: float
+    best: list[tuple[Token, float]]
+
+
 class VerificationOutcome(Message, frozen=True, tag="outcome", kw_only=True):
     """Verifier -> orchestrator: `accepted` draft tokens stand, then comes `bonus`."""
 
@@ -191,6 +221,8 @@ class VerificationOutcome(Message, frozen=True, tag="outcome", kw_only=True):
     """Time the verifier waited between its last answers and this forward pass."""
     sequences: Annotated[int, msgspec.Meta(ge=1)] = 1
     """How many sequences were verified in this pass."""
+    logprobs: list[TokenLogprobs] = []
+    """Of the accepted tokens and the bonus token, if the request asked for them."""
     rows: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Tokens of all their chains; 0 stands for this chain's own."""
 
@@ -269,11 +301,16 @@ FromService = Hello | Prefilled | DraftTree | VerificationOutcome | Failed | Ali
 # ---------------------------------------------------------------- clients of the orchestrator
 
 
-class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One turn of a conversation, as chat templates know it."""
 
     role: str
     content: str
+    name: str = ""
+    tool_calls: list[dict[str, Any]] = []
+    """What the assistant called: {type, id, function: {name, arguments}}, arguments as a map."""
+    tool_call_id: str = ""
+    """Which call this tool's message answers."""
 
 
 FanOutPolicy = Literal["online", "geometric", "uniform"]
@@ -291,6 +328,10 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     messages: list[ChatMessage] = []
     text: str = ""
     tokens: Tokens = []
+    tools: list[dict[str, Any]] = []
+    """Functions that the model may call, as its chat template shows them."""
+    template_options: dict[str, Any] = {}
+    """What else the chat template is told, such as enable_thinking."""
     sampling: Sampling = Sampling()
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 256
     stop: list[str] = []
@@ -315,6 +356,22 @@ Origin = Literal["target", "hit", "miss"]
 chain that was prepared in time (hit) or drafted while the target waited (miss)."""
 
 
+class ShownToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A token as clients see it, with the target's own log-probability of it."""
+
+    text: str
+    data: list[Annotated[int, msgspec.Meta(ge=0, le=255)]]
+    """Its bytes: the text may be a part of a character."""
+    logprob: float
+
+
+class Logprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One emitted token, and the likeliest ones at its place."""
+
+    chosen: ShownToken
+    best: list[ShownToken]
+
+
 class Text(Message, frozen=True, tag="text", kw_only=True):
     """Orchestrator -> client: newly emitted tokens, and the text that became certain with each.
 
@@ -325,6 +382,8 @@ class Text(Message, frozen=True, tag="text", kw_only=True):
     tokens: Tokens
     origins: list[Origin]
     pieces: list[str]
+    logprobs: list[Logprobs] = []
+    """One per token, if asked for."""
 
     @property
     def text(self) -> str:
@@ -399,6 +458,17 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Of the first rounds, if asked for (`Generate.trace`)."""
 
 
+SPREAD_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+"""Upper bounds of the classes in which times of rounds are counted; one more class follows."""
+
+
+class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How often a time fell into each class of `SPREAD_MS`, and the sum of all."""
+
+    counts: list[int]
+    sum_ms: float
+
+
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
 
 
@@ -411,6 +481,8 @@ class Finished(Message, frozen=True, tag="finished", kw_only=True):
     cached_tokens: int = 0
     """How many of them the target took from the KV of earlier requests."""
     statistics: Statistics
+    spreads: dict[str, Spread] = {}
+    """Per phase, the times of the rounds whose medians are in `statistics`."""
     error: str = ""
 
 

@@ -58,11 +58,14 @@ def best_bonuses(top: Top, position: int, sampling: Sampling) -> Ids:
     """The candidates for a bonus token, best first; `top` has one row.
 
     Under the rejection rule its noise cannot be known, so the best are the likeliest.
+    What a grammar forbids is no candidate.
     """
+    possible = np.isfinite(top.logits[0])
+    ids, logits = top.ids[:, possible], top.logits[:, possible]
     if by_rejection(sampling):
-        best: Ids = top.ids[0]
+        best: Ids = ids[0]
     else:
-        best = ranked(top.ids, top.logits, [position], sampling)[0]
+        best = ranked(ids, logits, [position], sampling)[0]
     return best
 
 

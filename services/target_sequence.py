@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.messages import Sampling, Tokens
+from protocol.messages import Tokens
 from services.batching import Ask
+from services.judging import Judge
 from services.kv import KVStore
 
 _UNKNOWN_S = 0.002
@@ -21,7 +22,7 @@ class TargetSequence:
     caches: list[Any]
     store: KVStore | None
     """None for a model whose state cannot be rewound; then `caches` are mlx-lm's own."""
-    sampling: Sampling
+    judge: Judge
     tokens: Tokens
     """What the caches hold."""
     counted: int = 0

@@ -5,31 +5,24 @@ Chains of several sequences that wait at the same time share a pass (`batching`)
 
 import time
 from collections.abc import Generator
-from typing import Any
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.errors import ModelError, ProtocolError
-from protocol.law import choose
 from protocol.messages import (
     CloseSequence,
     FromService,
     OpenSequence,
     Prefilled,
-    Sampling,
     Tokens,
     VerificationOutcome,
     Verify,
 )
-from protocol.rejection import verified
-from protocol.sampling import by_rejection, is_greedy
-from services import on_device
 from services.batching import Batcher, Pass, most_rows
 from services.elsewhere import Elsewhere, PromptsElsewhere
 from services.inbox import Work
+from services.judging import Judge
 from services.kv import KVStore, windows_of
 from services.kv_budget import kv_tokens
 from services.model import LoadedModel, compute_unit
@@ -54,6 +47,7 @@ class Verifier:
     ) -> None:
         self._model = model.module
         self._prompts = prompts if prompts is not None else PromptCache()
+        self._folder = model.folder
         if compute_unit() == "cpu":
             use_tables(self._model)
         self._elsewhere: PromptsElsewhere | None = None
@@ -127,14 +121,15 @@ class Verifier:
             self._prompts.keep(Held(sequence.tokens, sequence.store))
 
     def _new_sequence(self, message: OpenSequence) -> TargetSequence:
+        judge = Judge(message, self._folder)
         if self._windows is None:
-            return TargetSequence(make_prompt_cache(self._model), None, message.sampling, [])
+            return TargetSequence(make_prompt_cache(self._model), None, judge, [])
         running = [Held(s.tokens, s.store) for s in self._sequences.values() if s.store is not None]
         store = self._prompts.fork(message.tokens, running)
         if store is None:
             store = KVStore(self._windows, bucketed=self._bucketed)
         tokens = message.tokens[: store.length]
-        return TargetSequence(list(store.caches), store, message.sampling, tokens)
+        return TargetSequence(list(store.caches), store, judge, tokens)
 
     def _open(self, message: OpenSequence) -> Generator[FromService | None]:
         started = time.perf_counter()
@@ -186,9 +181,9 @@ class Verifier:
             if len(self._sequences) > 1:
                 yield None  # others may join in
             logits, by = self._batcher.result(asked)
-            accepted, bonus = self._judged(logits, message, sequence.sampling)
-            self._rewind(sequence, message.position + accepted + 1)
-            sequence.tokens += chain[: accepted + 1]
+            judged = sequence.judge.judge(logits, message)
+            self._rewind(sequence, message.position + judged.accepted + 1)
+            sequence.tokens += chain[: judged.accepted + 1]
         finally:
             sequence.asked = None
             self._batcher.withdraw(asked)
@@ -197,8 +192,9 @@ class Verifier:
         yield VerificationOutcome(
             sequence=message.sequence,
             round=message.round,
-            accepted=accepted,
-            bonus=bonus,
+            accepted=judged.accepted,
+            bonus=judged.bonus,
+            logprobs=judged.logprobs,
             verify_ms=1e3 * (by.ended - by.started),
             idle_ms=1e3 * by.waited,
             sequences=by.sequences,
@@ -232,38 +228,8 @@ class Verifier:
         return sequence
 
     @staticmethod
-    def _judged(logits: mx.array, message: Verify, sampling: Sampling) -> tuple[int, int]:
-        """How many draft tokens of the chain stand, and the bonus token."""
-        draft, first = message.chain[1:], message.position + 1
-        if is_greedy(sampling):
-            # Only a few integers leave the device.
-            tokens: Any = mx.argmax(logits, axis=-1).tolist()
-            chosen = [int(token) for token in tokens]
-        elif by_rejection(sampling):
-            return verified(host_floats(logits), draft, message.laws, first, sampling)
-        elif compute_unit() == "cpu":
-            chosen = choose(host_floats(logits), range(first, first + len(draft) + 1), sampling)
-        else:
-            chosen = on_device.choose(logits, range(first, first + len(draft) + 1), sampling)
-        accepted = accepted_length(draft, chosen)
-        return accepted, chosen[accepted]
-
-    @staticmethod
     def _rewind(sequence: TargetSequence, length: int) -> None:
         if sequence.store is not None:
             sequence.store.trim(length)
         if sequence.length != length:
             raise ProtocolError(f"the KV holds {sequence.length} tokens instead of {length}")
-
-
-def accepted_length(draft: list[int], chosen: list[int]) -> int:
-    """How many draft tokens equal the target's own choice, counted from the first (k)."""
-    for index, (drafted, target) in enumerate(zip(draft, chosen, strict=False)):
-        if drafted != target:
-            return index
-    return len(draft)
-
-
-def host_floats(array: mx.array) -> npt.NDArray[np.float32]:
-    """The array as numpy float32, without a copy where the memory is shared."""
-    return np.array(array.astype(mx.float32), copy=False)

@@ -44,7 +44,7 @@ from services.backends.interface import (
 )
 from services.candidates import best_bonuses, best_of, drafted
 from services.drafting import Drafter
-from services.verification import accepted_length
+from services.judging import accepted_length
 from tests.test_law import allowed, softmax
 
 SIZE = 3

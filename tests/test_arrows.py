@@ -22,6 +22,7 @@ HOMES = {
     "mlx": {"services"},
     "mlx_lm": {"services"},
     "click": {"launch"},
+    "llguidance": {"protocol"},
     "starlette": {"services"},
     "uvicorn": {"services"},
     "prometheus_client": {"services"},

@@ -251,7 +251,7 @@ def test_malformed_bodies_are_refused(
         b"\x00\x01\x02\x03\r\n\r\n",
         b"GET\r\n\r\n",
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /nowhere HTTP/9.9\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
@@ -356,6 +356,10 @@ def test_health_and_metrics_tell_the_truth(url: str, stack: RunningStack) -> Non
     for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"):
         assert count(f"ssd_spec_decode_num_{name}_total") > 0
     assert count("ssd_time_to_first_token_seconds_count") > 0
+    assert count('ssd_round_seconds_bucket{le="+Inf",phase="verify"}') > 0
+    assert count('ssd_round_seconds_bucket{le="+Inf",phase="verify"}') == count(
+        'ssd_round_seconds_count{phase="verify"}'
+    )
 
 
 def test_a_gateway_that_dies_is_replaced(stack: RunningStack, url: str) -> None:

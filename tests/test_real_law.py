@@ -25,8 +25,9 @@ from protocol.sampling import of_drafter
 from services.backends.interface import Drafted, Turn
 from services.backends.mlx import MlxBackend
 from services.batching import Ask, Pass
+from services.judging import host_floats
 from services.model import load
-from services.verification import Verifier, host_floats
+from services.verification import Verifier
 from tests.chi_square import ONE_IN_A_THOUSAND, assert_law
 from tests.reference import said
 

@@ -10,7 +10,8 @@ import pytest
 from launch.config import StackSettings
 from launch.control import ask_supervisor
 from launch.prompts import chosen_prompts
-from protocol.messages import Done, Sampling, SwapDrafter
+from protocol.grammar import json_grammar
+from protocol.messages import Done, Sampling, Shape, SwapDrafter
 from tests.stack import DEADLINE_S, RunningStack, eventually, running
 
 pytestmark = [pytest.mark.processes, pytest.mark.model]
@@ -100,3 +101,22 @@ def test_drafts_are_accepted_and_hit() -> None:
 def has_other(stack: RunningStack, role: str, old: int) -> bool:
     """Whether the role has a process again, and not the old one."""
     return any(s.role == role and s.pid != old for s in stack.client.status().services)
+
+
+def test_a_schema_and_penalties_cost_no_token(stack: RunningStack) -> None:
+    """With a trimmed draft head and a real vocabulary: same tokens, drafts are still accepted."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "tips": {"type": "array", "items": {"type": "string", "maxLength": 40}, "maxItems": 4}
+        },
+        "required": ["tips"],
+        "additionalProperties": False,
+    }
+    shape = Shape(grammar=json_grammar(schema), repetition_penalty=1.1, frequency_penalty=0.1)
+    sampling = Sampling(temperature=0.7, seed=5, shape=shape, logprobs=0)
+    plain = stack.answer(PROMPT, mode="ar", sampling=sampling, max_tokens=MAX_TOKENS)
+    fast = stack.answer(PROMPT, sampling=sampling, max_tokens=MAX_TOKENS, lookahead=3)
+    assert plain.tokens == fast.tokens
+    assert plain.text.lstrip().startswith("{")
+    assert fast.statistics.accepted > 0

@@ -1,15 +1,19 @@
 """For whom a shared pass waits, and for how long."""
 
+from pathlib import Path
+
 import pytest
 
-from protocol.messages import Sampling
+from protocol.messages import OpenSequence, Sampling
+from services.judging import Judge
 from services.target_sequence import TargetSequence
 
 LONGEST = 0.010
+JUDGE = Judge(OpenSequence(sequence=1, tokens=[], sampling=Sampling()), Path())
 
 
 def sequence(away_s: float) -> TargetSequence:
-    found = TargetSequence([], None, Sampling(), [])
+    found = TargetSequence([], None, JUDGE, [])
     found.answered, found.away_s = 100.0, away_s
     return found
 
@@ -23,7 +27,7 @@ def test_who_comes_back_soon_is_waited_for() -> None:
 def test_who_drafts_first_is_not_waited_for() -> None:
     """Nor who is here already, or was never answered."""
     assert sequence(0.020).back_by(LONGEST) == 0.0
-    fresh = TargetSequence([], None, Sampling(), [])
+    fresh = TargetSequence([], None, JUDGE, [])
     assert fresh.back_by(LONGEST) == 0.0
 
 

@@ -22,8 +22,9 @@ from protocol.messages import (
     Verify,
 )
 from services.inbox import Work
+from services.judging import accepted_length
 from services.model import load
-from services.verification import Verifier, accepted_length
+from services.verification import Verifier
 from tests.reference import SAMPLINGS, plain, tiny_folder
 from tests.tiny_models import FAMILIES, RECURRENT, VERIFIERS
 

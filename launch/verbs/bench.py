@@ -79,7 +79,10 @@ def _writer() -> Callable[[BenchFile, Path], None]:
 def _wish(options: dict[str, Any], *, everything: bool) -> Wish:
     variants = parse_all(options.pop("modes"))
     alone = {name: options.pop(name) for name in ("profile", "overlap")}
-    samplings = _samplings(options.pop("temps"), take_sampling(options))
+    sampling = take_sampling(options)
+    if sampling.shape is not None:
+        raise UsageError("penalties and schemas cannot be benched: mlx-lm has not the same")
+    samplings = _samplings(options.pop("temps"), sampling)
     for variant in variants:
         for sampling in samplings:
             variant.sampling(sampling)

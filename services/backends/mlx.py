@@ -19,7 +19,6 @@ wait at the same time share one (`batching`).
 
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,12 @@ import numpy as np
 from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
 from protocol.sampling import is_greedy, of_drafter
+from protocol.shaping import Shaper, along
 from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
 from services.backends.tree import Tree, common_length, scratch_positions, visible
+from services.backends.trunk import Trunk
 from services.batching import Batcher, most_rows
-from services.candidates import Top, best_bonuses, drafted
+from services.candidates import drafted
 from services.draft_head import trim_head
 from services.kv import KVStore, windows_of
 from services.model import compute_unit, load
@@ -48,20 +49,6 @@ MAX_DRAFT_TOKENS = 64
 _SAMPLED_WIDTH = 64
 """Candidates per row when noise decides: the best by logit are rarely the best by score.
 Under the rejection rule, the tokens of the law that a draft token is drawn from."""
-
-
-@dataclass
-class _Sequence:
-    store: KVStore
-    sampling: Sampling
-    """The drafter's."""
-    tokens: Tokens = field(default_factory=list)
-    """The trunk's tokens; as many as the store's length."""
-    committed: int = 0
-    """How many of them are known to be committed."""
-    tops: dict[int, Top] = field(default_factory=dict)
-    """Position -> candidates after it (one row), for the trunk's recent tokens."""
-    tree: Tree | None = None
 
 
 class MlxBackend:
@@ -80,6 +67,7 @@ class MlxBackend:
         if compute_unit() == "cpu":
             use_tables(self._model)
         allow_branches(self._model)
+        self._folder = folder
         self._windows = windows_of(self._model)
         self._head_ids = trim_head(self._model, folder)
         self._pacer = Pacer(prefill_step_size)
@@ -87,7 +75,7 @@ class MlxBackend:
         shares = takes_parts(self._model, self._windows, bucketed=self._bucketed)
         self._batcher = Batcher(self._model, most_rows() if shares else 0)
         self._on_gpu = compute_unit() != "cpu"
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, Trunk] = {}
         self.identity = BackendIdentity(
             backend="mlx",
             model=str(folder),
@@ -109,7 +97,7 @@ class MlxBackend:
         store = self._prompts.fork(tokens, running)
         if store is None:
             store = KVStore(self._windows, bucketed=self._bucketed)
-        opened = _Sequence(store, of_drafter(sampling))
+        opened = Trunk(store, of_drafter(sampling))
         while store.length < len(tokens):
             began = time.perf_counter()
             size = self._pacer.size(alone=not self._sequences)
@@ -121,6 +109,8 @@ class MlxBackend:
             yield
         opened.tokens = list(tokens)
         opened.committed = len(tokens)
+        if sampling.shape is not None:
+            opened.shaper = Shaper(sampling.shape, self._folder, tokens, self._head_ids)
         self._sequences[sequence] = opened
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
@@ -139,8 +129,8 @@ class MlxBackend:
         known = self._known(sequence)
         width = self._width(known.sampling, max(fan_out, default=0) + 1)
         yield from self._feed(known, known.committed, chain, rows=len(chain), width=width)
-        self._cut(known, known.committed + len(chain))
-        roots = self._fork(known, chain, fan_out)
+        known.cut(known.committed + len(chain))
+        roots = known.fork(chain, fan_out)
         if not roots:
             return
         branches = {root: index for index, root in enumerate(roots)}
@@ -162,7 +152,7 @@ class MlxBackend:
         for _ in range(count):
             yield from self._feed(known, known.committed, tail, rows=1, width=width)
             position = known.committed + len(tail)
-            self._cut(known, position)
+            known.cut(position)
             [found] = drafted(known.tops[position - 1], [position], known.sampling, turn)
             yield found
             tail = [*tail, found.token]
@@ -175,7 +165,7 @@ class MlxBackend:
 
     # ------------------------------------------------------------ the trunk
 
-    def _known(self, sequence: int) -> _Sequence:
+    def _known(self, sequence: int) -> Trunk:
         if sequence not in self._sequences:
             raise ProtocolError(f"sequence {sequence} is not open")
         return self._sequences[sequence]
@@ -185,7 +175,7 @@ class MlxBackend:
         return wanted if is_greedy(sampling) else max(wanted, _SAMPLED_WIDTH)
 
     def _feed(
-        self, known: _Sequence, base: int, tokens: Tokens, rows: int, width: int = 1
+        self, known: Trunk, base: int, tokens: Tokens, rows: int, width: int = 1
     ) -> Generator[None]:
         """Make the trunk start with `tokens[:base] + tokens`, computing only what it lacks.
 
@@ -202,10 +192,10 @@ class MlxBackend:
                 keep = position
                 break
         if keep < len(wanted):
-            self._cut(known, keep)
+            known.cut(keep)
             yield from self._append(known, wanted[keep:], width if rows else 0)
 
-    def _adopt(self, known: _Sequence, wanted: Tokens, keep: int, width: int) -> int:
+    def _adopt(self, known: Trunk, wanted: Tokens, keep: int, width: int) -> int:
         """If `wanted` goes on along a branch of the tree, move that branch to the trunk."""
         tree = known.tree
         if tree is None or keep >= len(wanted):
@@ -216,21 +206,17 @@ class MlxBackend:
             return keep
         fed = [layer[branch] for layer in tree.fed]
         count = common_length(fed, wanted[keep:])
-        self._cut(known, keep)
+        known.cut(keep)
         known.store.move([slot + branch for slot in tree.slots[:count]])
         known.tokens = wanted[: keep + count]
+        if known.shaper is not None:
+            known.shaper.extend(known.tokens[keep:])
         for depth in range(count):
             row = tree.logits[depth][branch : branch + 1]
             known.tops[keep + depth] = best_of(row, width, self._head_ids)
         return keep + count
 
-    @staticmethod
-    def _cut(known: _Sequence, length: int) -> None:
-        known.store.trim(length)
-        del known.tokens[length:]
-        known.tops = {p: top for p, top in known.tops.items() if length - 64 <= p < length}
-
-    def _append(self, known: _Sequence, tokens: Tokens, width: int) -> Generator[None]:
+    def _append(self, known: Trunk, tokens: Tokens, width: int) -> Generator[None]:
         start = len(known.tokens)
         place = partial(known.store.chain, len(tokens))
         logits = yield from self._forward(known, tokens, place)
@@ -239,13 +225,16 @@ class MlxBackend:
         known.tree = None
         if not width:
             known.store.evaluate()
+            if known.shaper is not None:
+                known.shaper.extend(tokens)
             return
-        top = best_of(self._rows(logits), width, self._head_ids)
+        rows = along(known.shaper, tokens, self._rows(logits, known.shaper))
+        top = best_of(rows, width, self._head_ids)
         for row in range(len(tokens)):
             known.tops[start + row] = top.only(row)
 
     def _forward(
-        self, known: _Sequence, tokens: Tokens, place: Callable[[], None]
+        self, known: Trunk, tokens: Tokens, place: Callable[[], None]
     ) -> Generator[None, None, mx.array]:
         """Logits [tokens, head], after a pause if others may join in; `place` sets the frame."""
         asked = self._batcher.ask(tokens, list(known.store.caches), known.store, place)
@@ -258,19 +247,8 @@ class MlxBackend:
 
     # ------------------------------------------------------------ the tree
 
-    def _fork(self, known: _Sequence, chain: Tokens, fan_out: list[int]) -> list[Outcome]:
-        """The outcomes to prepare for: the best bonus tokens at each acceptance length."""
-        roots: list[Outcome] = []
-        for accepted, wanted in enumerate(fan_out[: len(chain)]):
-            position = known.committed + accepted
-            best = best_bonuses(known.tops[position], position + 1, known.sampling)
-            rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
-            bonuses = [int(token) for token in best[: wanted + 1] if token != rejected]
-            roots += [Outcome(accepted, bonus) for bonus in bonuses[:wanted]]
-        return roots
-
     def _grow(
-        self, known: _Sequence, tree: Tree, roots: list[Outcome], tokens: Tokens, turn: Turn
+        self, known: Trunk, tree: Tree, roots: list[Outcome], tokens: Tokens, turn: Turn
     ) -> Generator[None, None, list[Drafted]]:
         """Feed one token per branch; returns the next token of each."""
         depth, count = len(tree.fed), len(roots)
@@ -285,7 +263,7 @@ class MlxBackend:
             visible(trunk, forks, depth + 1),
         )
         logits = yield from self._forward(known, tokens, place)
-        rows = self._rows(logits)
+        rows = tree.shaped(known.shaper, forks, tokens, self._rows(logits, known.shaper))
         tree.fed.append(tokens)
         tree.slots.append(start)
         tree.logits.append(rows)
@@ -294,7 +272,9 @@ class MlxBackend:
 
     # ------------------------------------------------------------ the head
 
-    def _rows(self, logits: mx.array) -> Any:
+    def _rows(self, logits: mx.array, shaper: Shaper | None) -> Any:
         """[rows, head] without the columns of a padded head that stand for no token."""
         rows = logits[:, : self._head_size]
-        return rows if self._on_gpu else np.array(rows.astype(mx.float32), copy=False)
+        if self._on_gpu and shaper is None:
+            return rows
+        return np.array(rows.astype(mx.float32), copy=False)

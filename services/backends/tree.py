@@ -1,12 +1,13 @@
 """A tree of branches in the scratch slots behind a trunk: where its tokens stand, what they see."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.messages import Tokens
+from protocol.shaping import Shaper, along
 from services.backends.interface import Outcome
 
 
@@ -22,7 +23,27 @@ class Tree:
     slots: list[int]
     """First scratch slot of each depth."""
     logits: list[Any]
-    """Per depth, [branches, head] logits after it: numpy's on a CPU, else MLX's."""
+    """Per depth, [branches, head] logits after it, shaped: numpy's on a CPU, else MLX's."""
+    shapers: list[Shaper] = field(default_factory=list)
+    """Per branch, after its last fed token, if the request shapes logits."""
+
+    def shaped(
+        self, trunk: Shaper | None, forks: npt.NDArray[np.int64], tokens: Tokens, rows: Any
+    ) -> Any:
+        """The next depth's logits as tokens are drawn from them.
+
+        Args:
+            trunk: after the trunk's tokens.
+            forks: [branches] position of the last trunk token that each branch sees.
+            tokens: [branches] what was fed.
+            rows: [branches, head] the logits after it.
+        """
+        if trunk is None:
+            return rows
+        if not self.shapers:
+            self.shapers = [trunk.branch(int(fork) + 1) for fork in forks]
+        pairs = zip(self.shapers, tokens, rows, strict=True)
+        return np.concatenate([along(s, [token], row[None]) for s, token, row in pairs])
 
 
 def scratch_positions(forks: npt.NDArray[np.int64], depths: int) -> list[npt.NDArray[np.int64]]:

@@ -19,13 +19,15 @@ from starlette.types import ASGIApp
 
 from protocol.async_client import AsyncClient
 from protocol.errors import RuntimeFailure, SsdError
+from protocol.grammar import check_grammar
 from protocol.messages import Finished, Generate, Status, Text
 from protocol.settings import GatewaySettings
 from services.gateway import reading
-from services.gateway.faults import Fault, fault_of
+from services.gateway.faults import Fault, fault_of, unsupported
 from services.gateway.fields import UNSET, ChatRequest, CompletionRequest
 from services.gateway.guard import Guard, body_of
 from services.gateway.metrics import Metrics
+from services.gateway.page import page
 from services.gateway.reply import ChatReply, CompletionReply, Reply
 from services.gateway.stream import EventStream
 from services.gateway.transcript import Transcript
@@ -65,6 +67,8 @@ class Gateway:
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+                Route("/", self._page, methods=["GET"]),
+                Route("/recent", self._recent, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/metrics", self._show_metrics, methods=["GET"]),
             ],
@@ -94,9 +98,14 @@ class Gateway:
     async def _answer(
         self, request: Request, asked: ChatRequest | CompletionRequest, generate: Generate
     ) -> Response:
+        if generate.sampling.shape is not None and generate.sampling.shape.grammar:
+            # A large schema may take a while, and others are being answered.
+            await asyncio.to_thread(check_grammar, generate.sampling.shape.grammar)
         status = await self._client.status(_STATUS_S)
         self._check_models(asked, status)
         options = asked.stream_options
+        if options and not asked.stream:
+            raise unsupported("stream_options", "only with stream")
         kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
         reply = kind(
             request=generate,
@@ -106,16 +115,20 @@ class Gateway:
             include_origins=bool(options and options.include_origins),
         )
         events = self._client.generate(generate, status.pid)
+        transcript = Transcript(reading.functions(asked))
         if not asked.stream:
-            return await self._whole(request, events, reply)
-        stream = EventStream(events, reply, self._metrics, _KEEP_ALIVE_S)
+            return await self._whole(request, events, reply, transcript)
+        stream = EventStream(events, reply, transcript, self._metrics, _KEEP_ALIVE_S)
         await stream.begin(request.receive)
         return stream
 
     async def _whole(
-        self, request: Request, events: AsyncGenerator[Text | Finished], reply: Reply
+        self,
+        request: Request,
+        events: AsyncGenerator[Text | Finished],
+        reply: Reply,
+        transcript: Transcript,
     ) -> Response:
-        transcript = Transcript()
         gone = asyncio.ensure_future(departure(request.receive))
         try:
             async with contextlib.aclosing(heard(events, gone, _KEEP_ALIVE_S)) as heard_events:
@@ -132,7 +145,7 @@ class Gateway:
         raise RuntimeFailure("the answer ended without its last message")
 
     def _end(self, transcript: Transcript, finished: Finished, reply: Reply) -> dict[str, Any]:
-        self._metrics.finished(finished, transcript.tokens)
+        self._metrics.finished(finished, transcript.tokens, reply.request.mode)
         if finished.reason == "cancelled":
             raise Fault(503, "the request was cancelled", code="cancelled")
         return reply.whole(transcript, finished)
@@ -176,13 +189,23 @@ class Gateway:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "local"}
 
     async def _health(self, request: Request) -> Response:
-        del request
         status = await self._client.status(_STATUS_S)
         roles = {service.role for service in status.services}
         healthy = "verifier" in roles
         state = "ok" if "drafter" in roles else "no drafter: decoding plainly"
-        body = {"status": state if healthy else "no verifier", "stack": msgspec.to_builtins(status)}
+        body: dict[str, Any] = {"status": state if healthy else "no verifier"}
+        if request.state.trusted:
+            body["stack"] = msgspec.to_builtins(status)
         return JSONResponse(body, status_code=200 if healthy else 503)
+
+    async def _page(self, request: Request) -> Response:
+        del request
+        return page()
+
+    async def _recent(self, request: Request) -> Response:
+        """For the page: what the last answers were like."""
+        del request
+        return JSONResponse({"answers": list(self._metrics.recent)})
 
     async def _show_metrics(self, request: Request) -> Response:
         del request

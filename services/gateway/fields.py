@@ -115,7 +115,13 @@ class _Request(_Strict, frozen=True, kw_only=True):
     min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
     stop: str | Annotated[list[str], msgspec.Meta(max_length=16)] | None = None
     seed: int | None = None
-    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
+            msgspec.Meta(max_length=1024),
+        ]
+        | None
+    ) = None
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None

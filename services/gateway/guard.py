@@ -16,7 +16,7 @@ _BODY_S = 30.0
 """Longest wait for a body to arrive."""
 
 _OPEN_PATHS = frozenset({"/", "/health"})
-"""They tell nothing that is secret."""
+"""They need no key, and tell nothing that is secret to those without one."""
 
 
 class Guard:
@@ -34,9 +34,12 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer strangers; let others through."""
-        if scope["type"] == "http" and (fault := self._objection(Request(scope))):
-            await fault.response()(scope, receive, send)
-            return
+        if scope["type"] == "http":
+            request = Request(scope)
+            if fault := self._objection(request):
+                await fault.response()(scope, receive, send)
+                return
+            request.state.trusted = not self._key or self._knows_key(request)
         await self._app(scope, receive, send)
 
     def _objection(self, request: Request) -> Fault | None:

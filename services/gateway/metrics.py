@@ -1,17 +1,49 @@
 """What Prometheus is told: counts of everything that this gateway answered."""
 
+from collections import deque
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from protocol.messages import Finished, Status
+from protocol.messages import SPREAD_MS, Finished, Mode, Spread, Status
 
+_RECENT = 50
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+class _Phases(Collector):
+    """Times of rounds, which come counted in classes."""
+
+    def __init__(self) -> None:
+        self._spreads: dict[str, Spread] = {}
+
+    def add(self, spreads: dict[str, Spread]) -> None:
+        for phase, more in spreads.items():
+            known = self._spreads.get(phase, Spread([0] * len(more.counts), 0.0))
+            counts = [a + b for a, b in zip(known.counts, more.counts, strict=True)]
+            self._spreads[phase] = Spread(counts, known.sum_ms + more.sum_ms)
+
+    def collect(self) -> Iterator[Metric]:
+        """For Prometheus, in seconds."""
+        family = HistogramMetricFamily("ssd_round_seconds", "By phase.", labels=["phase"])
+        bounds = [*(str(bound / 1e3) for bound in SPREAD_MS), "+Inf"]
+        for phase, spread in self._spreads.items():
+            buckets = list(zip(bounds, accumulate(spread.counts), strict=True))
+            family.add_metric([phase], buckets, spread.sum_ms / 1e3)
+        yield family
 
 
 class Metrics:
     """A registry of its own, so that two gateways in one process do not mix."""
 
     def __init__(self) -> None:
+        self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
+        """What the last answers were like, oldest first."""
         r = self._registry = CollectorRegistry()
         decode = "ssd_spec_decode_num"
         self._requests = Counter(
@@ -44,6 +76,8 @@ class Metrics:
             buckets=_TOKEN_SECONDS,
             registry=r,
         )
+        self._phases = _Phases()
+        r.register(self._phases)
         self._running = Gauge("ssd_requests_running", "Being decoded.", registry=r)
         self._waiting = Gauge("ssd_requests_waiting", "In line.", registry=r)
 
@@ -51,9 +85,19 @@ class Metrics:
         """A request ended without an answer."""
         self._requests.labels(reason).inc()
 
-    def finished(self, finished: Finished, tokens: int) -> None:
+    def finished(self, finished: Finished, tokens: int, mode: Mode) -> None:
         """A request was answered with so many tokens."""
         s = finished.statistics
+        self.recent.append(
+            {
+                "mode": mode,
+                "tokens": tokens,
+                "tok_s": s.tok_s,
+                "ttft_ms": s.ttft_ms,
+                "acceptance_rate": s.acceptance_rate,
+                "hit_rate": s.hit_rate,
+            }
+        )
         self._requests.labels(finished.reason).inc()
         self._prompt.inc(finished.prompt_tokens)
         self._cached.inc(finished.cached_tokens)
@@ -68,6 +112,7 @@ class Metrics:
         for reason, count in s.fallbacks.items():
             self._fallback.labels(reason).inc(count)
         self._restarts.inc(s.drafter_restarts)
+        self._phases.add(finished.spreads)
         self._ttft.observe(s.ttft_ms / 1e3)
         if tokens > 1:
             self._per_token.observe(s.decode_s / (tokens - 1))

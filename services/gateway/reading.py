@@ -5,11 +5,21 @@ import secrets
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
-from protocol.messages import ChatMessage, Generate, Sampling
+from protocol.grammar import json_grammar
+from protocol.messages import ChatMessage, Generate, Sampling, Shape
 from protocol.sampling import check
 from services.gateway.faults import Fault, unsupported
-from services.gateway.fields import ChatRequest, CompletionRequest, Turn
+from services.gateway.fields import (
+    ChatRequest,
+    CompletionRequest,
+    Function,
+    ToolCall,
+    ToolChoice,
+    Turn,
+)
+from services.gateway.tools import call_grammar
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 
@@ -43,21 +53,32 @@ def _misfit(sentence: str) -> Fault:
 
 def chat(request: ChatRequest, defaults: Sampling) -> Generate:
     """What to ask for a conversation; raises Fault for what cannot be honoured."""
-    _refuse_chat(request)
     return _generate(
         request,
         defaults,
+        grammar=_grammar(request),
+        logprobs=_logprobs(request),
         max_tokens=request.max_completion_tokens or request.max_tokens,
+        tools=[
+            {"type": "function", "function": _described(function)}
+            for function in functions(request)
+        ],
+        template_options=request.chat_template_kwargs or {},
         messages=[_message(index, turn) for index, turn in enumerate(request.messages)],
     )
 
 
 def completion(request: CompletionRequest, defaults: Sampling) -> Generate:
     """What to ask for a text to be continued; raises Fault for what cannot be honoured."""
-    if request.logprobs is not None:
-        raise unsupported("logprobs", "not supported yet")
     given = _prompt(request.prompt)
-    return _generate(request, defaults, max_tokens=request.max_tokens, **given)
+    return _generate(
+        request,
+        defaults,
+        grammar="",
+        logprobs=request.logprobs,
+        max_tokens=request.max_tokens,
+        **given,
+    )
 
 
 def _prompt(prompt: str | list[int | str]) -> dict[str, Any]:
@@ -75,12 +96,21 @@ def _prompt(prompt: str | list[int | str]) -> dict[str, Any]:
     return {"tokens": prompt}
 
 
-def _generate(request: R, defaults: Sampling, *, max_tokens: int | None, **prompt: Any) -> Generate:
+def _generate(
+    request: R,
+    defaults: Sampling,
+    *,
+    grammar: str,
+    logprobs: int | None,
+    max_tokens: int | None,
+    **prompt: Any,
+) -> Generate:
     if request.n not in (None, 1):
         raise unsupported("n", "one answer per request, please")
-    _refuse_unfinished(request)
     plain = request.draft_model is None or request.num_draft_tokens == 0
-    sampling = _sampling(request, defaults)
+    sampling = replace(
+        _sampling(request, defaults), shape=_shape(request, grammar), logprobs=logprobs
+    )
     check(sampling)
     try:
         return Generate(
@@ -105,21 +135,61 @@ def _sampling(request: R, defaults: Sampling) -> Sampling:
     }
     seed = secrets.randbits(31) if request.seed is None else request.seed % 2**63
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return msgspec.structs.replace(defaults, seed=seed, **chosen)
+    return replace(defaults, seed=seed, **chosen)
 
 
-def _refuse_unfinished(request: R) -> None:
-    for name in ("logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-        if getattr(request, name):
-            raise unsupported(name, "not supported yet")
+def _shape(request: R, grammar: str) -> Shape | None:
+    """What is done to logits; None leaves them alone, which costs nothing."""
+    bias = request.logit_bias or {}
+    if not all(token.isdecimal() and int(token) < 2**31 for token in bias):
+        raise Fault(400, "logit_bias: keys are token ids", code="invalid_value", param="logit_bias")
+    shape = Shape(
+        logit_bias=tuple(sorted((int(token), value) for token, value in bias.items() if value)),
+        repetition_penalty=request.repetition_penalty or 1.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        grammar=grammar,
+    )
+    return shape if shape != Shape() else None
 
 
-def _refuse_chat(request: ChatRequest) -> None:
-    if request.response_format is not None and request.response_format.type != "text":
-        raise unsupported("response_format", "only text is supported yet")
-    for name in ("logprobs", "top_logprobs", "tools", "chat_template_kwargs"):
-        if getattr(request, name):
-            raise unsupported(name, "not supported yet")
+def _logprobs(request: ChatRequest) -> int | None:
+    if not request.logprobs and request.top_logprobs is not None:
+        raise unsupported("top_logprobs", "ask for logprobs too")
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _grammar(request: ChatRequest) -> str:
+    """What the answer must look like: a call that is asked for, or the format."""
+    called = functions(request)
+    choice = request.tool_choice
+    if isinstance(choice, ToolChoice):
+        called = [function for function in called if function.name == choice.function.name]
+        if not called:
+            raise unsupported("tool_choice", f"there is no tool {choice.function.name!r}")
+    if choice == "required" or isinstance(choice, ToolChoice):
+        if not called:
+            raise unsupported("tool_choice", "there are no tools")
+        return call_grammar(called)
+    wanted = request.response_format
+    match wanted.type if wanted else "text":
+        case "json_object":
+            return json_grammar({"type": "object"})
+        case "json_schema":
+            if wanted is None or wanted.json_schema is None:
+                raise unsupported("response_format", "json_schema is missing")
+            return json_grammar(wanted.json_schema.schema)
+        case _:
+            return ""
+
+
+def functions(request: ChatRequest | CompletionRequest) -> list[Function]:
+    """The tools that may be called."""
+    if isinstance(request, CompletionRequest) or request.tool_choice == "none":
+        return []
+    if request.parallel_tool_calls is False:
+        raise unsupported("parallel_tool_calls", "the number of calls cannot be limited")
+    return [tool.function for tool in request.tools or []]
 
 
 def _message(index: int, turn: Turn) -> ChatMessage:
@@ -127,11 +197,38 @@ def _message(index: int, turn: Turn) -> ChatMessage:
     content = turn.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
-    if content is None:
+    if content is None and not turn.tool_calls:
         raise Fault(
             400,
             f"message {index} has no content",
             code="invalid_value",
             param=f"messages[{index}].content",
         )
-    return ChatMessage(role, content)
+    return ChatMessage(
+        role,
+        content or "",
+        name=turn.name or "",
+        tool_calls=[_called(index, call) for call in turn.tool_calls or []],
+        tool_call_id=turn.tool_call_id or "",
+    )
+
+
+def _called(index: int, call: ToolCall) -> dict[str, Any]:
+    """An earlier call; templates want its arguments as a map."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
+    except msgspec.DecodeError as error:
+        where = f"messages[{index}].tool_calls"
+        reason = f"{where}: the arguments are not JSON: {error}"
+        raise Fault(400, reason, code="invalid_value", param=where) from error
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"type": "function", "id": call.id, "function": function}
+
+
+def _described(function: Function) -> dict[str, Any]:
+    """A tool as chat templates expect it."""
+    return {
+        "name": function.name,
+        "description": function.description or "",
+        "parameters": function.parameters or {"type": "object", "properties": {}},
+    }

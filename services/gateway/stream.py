@@ -31,6 +31,7 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[Text | Finished],
         reply: Reply,
+        transcript: Transcript,
         metrics: Metrics,
         silence_s: float,
     ) -> None:
@@ -43,7 +44,7 @@ class EventStream(Response):
         self._reply = reply
         self._metrics = metrics
         self._silence_s = silence_s
-        self._transcript = Transcript()
+        self._transcript = transcript
         self._gone: asyncio.Task[None] | None = None
         self._events: AsyncGenerator[Text | Finished | None] | None = None
         self._first: Text | Finished | None = None
@@ -104,7 +105,7 @@ class EventStream(Response):
                 if self._reply.shows(piece):
                     yield _event(self._reply.chunk(piece))
             case Finished():
-                self._metrics.finished(event, self._transcript.tokens)
+                self._metrics.finished(event, self._transcript.tokens, self._reply.request.mode)
                 for body in self._reply.closing(self._transcript, event):
                     yield _event(body)
 

@@ -1,31 +1,58 @@
 """An answer as it comes in: what each message of the orchestrator adds to it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protocol.messages import Finished, Text
+from protocol.messages import Logprobs, Text
+from services.gateway.fields import Function
+from services.gateway.tools import Call, ToolReader
 
 
 @dataclass(frozen=True)
 class Piece:
     """What one message adds."""
 
-    content: str
+    content: str = ""
+    calls: list[Call] = field(default_factory=list)
+    first_call: int = 0
+    """How many calls came before these."""
+    logprobs: list[Logprobs] = field(default_factory=list)
     origins: list[tuple[str, str]] = field(default_factory=list)
     """Where each token came from, and the text that became certain with it."""
 
 
-@dataclass
 class Transcript:
-    """One answer."""
+    """One answer; `functions` are the tools that it may call."""
 
-    content: str = ""
-    tokens: int = 0
-    finished: Finished | None = None
+    def __init__(self, functions: Sequence[Function] = ()) -> None:
+        self._reader = ToolReader(functions) if functions else None
+        self.content = ""
+        self.calls: list[Call] = []
+        self.logprobs: list[Logprobs] = []
+        self.tokens = 0
 
     def push(self, text: Text) -> Piece:
         """Take in newly emitted text."""
-        self.content += text.text
         self.tokens += len(text.tokens)
+        self.logprobs += text.logprobs
+        content, calls = self._reader.push(text.text) if self._reader else (text.text, [])
         # Text that was held back until the end belongs to no token.
-        pairs = zip(text.origins, text.pieces, strict=False)
-        return Piece(text.text, list(pairs) if text.origins else [])
+        origins = list(zip(text.origins, text.pieces, strict=False)) if text.origins else []
+        return self._add(content, calls, text.logprobs, [(str(o), piece) for o, piece in origins])
+
+    def end(self) -> Piece:
+        """What was held back until it was clear that it is no call."""
+        content, calls = self._reader.end() if self._reader else ("", [])
+        return self._add(content, calls, [], [])
+
+    def _add(
+        self,
+        content: str,
+        calls: list[Call],
+        logprobs: list[Logprobs],
+        origins: list[tuple[str, str]],
+    ) -> Piece:
+        piece = Piece(content, calls, len(self.calls), logprobs, origins)
+        self.content += content
+        self.calls += calls
+        return piece

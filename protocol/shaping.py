@@ -1,0 +1,149 @@
+"""What a request does to logits before a token is drawn: bias, penalties, grammar.
+
+All are functions of the tokens before a position, so target and drafter apply them alike,
+position by position along a chain or a branch, and speculation changes no answer. In this
+order, as mlx-lm does: the bias is added; the repetition penalty divides positive logits and
+multiplies negative ones of every token of prompt and answer; the presence penalty is taken
+once, and the frequency penalty once per occurrence, from the tokens of the answer; what the
+grammar forbids becomes minus infinity.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from protocol.errors import ProtocolError
+from protocol.grammar import Allowed, Grammar
+from protocol.law import Floats, Ids
+from protocol.messages import Shape, Tokens
+
+
+class Shaper:
+    """The state of one sequence after some of its tokens, at one model.
+
+    Args:
+        shape: what the request wants.
+        folder: the model folder, for a grammar's tokenizer.
+        tokens: the sequence so far.
+        head_ids: what the columns of a trimmed head stand for; None: column i is token i.
+    """
+
+    def __init__(
+        self, shape: Shape, folder: Path, tokens: Tokens, head_ids: Ids | None = None
+    ) -> None:
+        self._shape = shape
+        self._head_ids = head_ids
+        self._columns = {} if head_ids is None else {int(t): c for c, t in enumerate(head_ids)}
+        self._grammar: Grammar | None = None
+        if shape.grammar:
+            self._grammar = Grammar.start(shape.grammar, folder, shape.stop_ids)
+        self._tokens: Tokens = []
+        self._seen: Counter[int] = Counter()
+        self._said: Counter[int] = Counter()
+        self._stray = 0
+        """Tokens at the end that the grammar does not allow: nothing after them is shaped by it."""
+        self.extend(tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, tokens: Tokens) -> None:
+        """These tokens follow."""
+        for token in tokens:
+            answer = len(self._tokens) >= self._shape.answer_from
+            self._tokens.append(token)
+            self._seen[token] += 1
+            if not answer:
+                continue
+            self._said[token] += 1
+            if self._stray or (self._grammar and not self._grammar.advance(token)):
+                self._stray += 1
+
+    def rewind(self, length: int) -> None:
+        """Keep the first `length` tokens only."""
+        dropped = self._tokens[length:]
+        answered = dropped[max(0, self._shape.answer_from - length) :]
+        del self._tokens[length:]
+        self._seen.subtract(dropped)
+        self._said.subtract(answered)
+        if self._grammar:
+            self._grammar.back(max(0, len(answered) - self._stray))
+        self._stray = max(0, self._stray - len(answered))
+
+    def branch(self, length: int) -> "Shaper":
+        """A copy after the first `length` tokens, to try a continuation with."""
+        copy = object.__new__(Shaper)
+        copy.__dict__.update(self.__dict__)
+        copy._tokens = list(self._tokens)  # a copy of our own
+        copy._seen, copy._said = self._seen.copy(), self._said.copy()
+        copy._grammar = self._grammar.copy() if self._grammar else None
+        copy.rewind(length)
+        return copy
+
+    def shape(self, row: Floats) -> Floats:
+        """[vocabulary or head] logits after these tokens, as the next token is drawn from."""
+        row = np.array(row, dtype=np.float32)
+        for token, bias in self._shape.logit_bias:
+            if (column := self._column(token, row.size)) is not None:
+                row[column] += np.float32(bias)
+        if self._penalises:
+            self._penalise(row)
+        if self._grammar and not self._stray:
+            self._forbid(row, self._grammar.allowed())
+        return row
+
+    @property
+    def _penalises(self) -> bool:
+        s = self._shape
+        return s.repetition_penalty != 1.0 or bool(s.presence_penalty or s.frequency_penalty)
+
+    def _column(self, token: int, size: int) -> int | None:
+        if self._head_ids is not None:
+            return self._columns.get(token)
+        return token if token < size else None
+
+    def _penalise(self, row: Floats) -> None:
+        s = self._shape
+        columns, said = [], []
+        for token, count in self._seen.items():
+            column = self._column(token, row.size)
+            if count > 0 and column is not None:
+                columns.append(column)
+                said.append(self._said[token])
+        at, counts = np.array(columns, dtype=np.int64), np.array(said, dtype=np.float32)
+        logits = row[at]
+        factor = np.float32(s.repetition_penalty)
+        logits = np.where(logits > 0, logits / factor, logits * factor)
+        logits -= np.float32(s.presence_penalty) * (counts > 0)
+        row[at] = logits - np.float32(s.frequency_penalty) * counts
+
+    def _forbid(self, row: Floats, allowed: Allowed) -> None:
+        if self._head_ids is None:
+            forbidden = np.ones(row.size, dtype=np.bool_)
+            known = min(row.size, allowed.size)
+            forbidden[:known] = ~allowed[:known]
+        else:
+            forbidden = ~allowed[self._head_ids]
+        if not forbidden.all():
+            row[forbidden] = -np.inf
+        elif self._head_ids is None:
+            raise ProtocolError("the grammar leaves no token of this model's vocabulary")
+        # A trimmed head may know none of the allowed tokens; then any draft is as bad.
+
+
+def along(shaper: Shaper | None, tokens: Tokens, rows: Floats) -> Floats:
+    """Move the shaper along tokens; returns the logits after each of them, shaped.
+
+    Args:
+        shaper: after the tokens before these; None changes nothing.
+        tokens: the next tokens.
+        rows: [tokens, vocabulary or head].
+    """
+    if shaper is None:
+        return rows
+    shaped = np.empty(rows.shape, dtype=np.float32)
+    for index, token in enumerate(tokens):
+        shaper.extend([token])
+        shaped[index] = shaper.shape(rows[index])
+    return shaped

@@ -1,0 +1,36 @@
+"""The page at `/`: the stack's state, and a chat whose tokens show where they came from."""
+
+import base64
+import hashlib
+import re
+from importlib.resources import files
+
+from starlette.responses import HTMLResponse
+
+_SOURCE = (files("services.gateway") / "page.html").read_text(encoding="utf-8")
+
+
+def page() -> HTMLResponse:
+    """One self-contained document; the browser is told to load nothing else."""
+    return HTMLResponse(_SOURCE, headers={"Content-Security-Policy": _POLICY})
+
+
+def _hash_of(element: str) -> str:
+    """What allows the inline script or style and no other."""
+    [content] = re.findall(f"<{element}>(.*?)</{element}>", _SOURCE, re.DOTALL)
+    digest = hashlib.sha256(content.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+_POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "connect-src 'self'",
+        "img-src data:",
+        f"script-src {_hash_of('script')}",
+        f"style-src {_hash_of('style')}",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+)

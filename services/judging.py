@@ -1,0 +1,109 @@
+"""What becomes of a chain: the target's logits in, accepted tokens and the bonus token out."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from protocol.law import Floats, choose
+from protocol.messages import OpenSequence, TokenLogprobs, Tokens, Verify
+from protocol.rejection import verified
+from protocol.sampling import by_rejection, is_greedy
+from protocol.shaping import Shaper, along
+from services import on_device
+from services.model import compute_unit
+
+
+class Judgement(NamedTuple):
+    """An outcome."""
+
+    accepted: int
+    bonus: int
+    logprobs: list[TokenLogprobs]
+    """Of the accepted tokens and the bonus token, if asked for."""
+
+
+class Judge:
+    """Judges the chains of one sequence.
+
+    Args:
+        opened: the sequence.
+        folder: of the target model.
+    """
+
+    def __init__(self, opened: OpenSequence, folder: Path) -> None:
+        self._sampling = opened.sampling
+        shape = opened.sampling.shape
+        self._shaper = None if shape is None else Shaper(shape, folder, opened.tokens)
+
+    def judge(self, logits: mx.array, message: Verify) -> Judgement:
+        """How many draft tokens of the chain stand, and the bonus token.
+
+        Args:
+            logits: [chain, vocabulary], possibly not computed yet.
+            message: the chain, which follows the tokens judged so far.
+        """
+        plainly = self._shaper is None and self._sampling.logprobs is None
+        if plainly and is_greedy(self._sampling):
+            # Only a few integers leave the device.
+            best: Any = mx.argmax(logits, axis=-1).tolist()
+            return self._compared([int(token) for token in best], message)
+        if plainly and compute_unit() != "cpu" and not by_rejection(self._sampling):
+            positions = range(message.position + 1, message.position + len(message.chain) + 1)
+            return self._compared(on_device.choose(logits, positions, self._sampling), message)
+        rows = host_floats(logits)
+        judgement = self._drawn(along(self._shaper, message.chain, rows), message)
+        emitted = [*message.chain[1 : judgement.accepted + 1], judgement.bonus]
+        if self._shaper is not None:
+            self._shaper.rewind(message.position + judgement.accepted + 1)
+        if self._sampling.logprobs is None:
+            return judgement
+        return judgement._replace(logprobs=logprobs(rows, emitted, self._sampling.logprobs))
+
+    def _drawn(self, rows: Floats, message: Verify) -> Judgement:
+        draft, first = message.chain[1:], message.position + 1
+        if by_rejection(self._sampling):
+            accepted, bonus = verified(rows, draft, message.laws, first, self._sampling)
+            return Judgement(accepted, bonus, [])
+        positions = range(first, first + len(draft) + 1)
+        return self._compared(choose(rows, positions, self._sampling), message)
+
+    @staticmethod
+    def _compared(chosen: Tokens, message: Verify) -> Judgement:
+        accepted = accepted_length(message.chain[1:], chosen)
+        return Judgement(accepted, chosen[accepted], [])
+
+
+def accepted_length(draft: Tokens, chosen: Tokens) -> int:
+    """How many draft tokens equal the target's own choice, counted from the first (k)."""
+    for index, (drafted, target) in enumerate(zip(draft, chosen, strict=False)):
+        if drafted != target:
+            return index
+    return len(draft)
+
+
+def logprobs(rows: Floats, tokens: Tokens, best: int) -> list[TokenLogprobs]:
+    """The target's own log-probabilities: at temperature 1, before any bias, penalty or filter.
+
+    Args:
+        rows: [at least as many as tokens, vocabulary] logits before each token.
+        tokens: what was emitted.
+        best: how many of the likeliest tokens to report beside each.
+    """
+    found = []
+    for row, token in zip(rows, tokens, strict=False):
+        exact = row.astype(np.float64)
+        peak = exact.max()
+        total = peak + np.log(np.exp(exact - peak).sum())
+        top: Any = np.argpartition(-exact, best)[:best] if best else []
+        ranked = sorted((int(t) for t in top), key=lambda t: (-exact[t], t))
+        pairs = [(t, float(exact[t] - total)) for t in ranked]
+        found.append(TokenLogprobs(float(exact[token] - total), pairs))
+    return found
+
+
+def host_floats(array: mx.array) -> npt.NDArray[np.float32]:
+    """The array as numpy float32, without a copy where the memory is shared."""
+    return np.array(array.astype(mx.float32), copy=False)

@@ -1,0 +1,186 @@
+"""The gateway beside an orchestrator that is full, slow or broken: no process, no socket."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from protocol.errors import Busy, DeadlineExceeded, RuntimeFailure, ServiceLost, SsdError
+from protocol.messages import Finished, Generate, Status, Text
+from protocol.settings import GatewaySettings
+from services.gateway import app as app_module
+from services.gateway.app import Gateway
+from services.gateway.waiting import heard
+
+STATUS = Status(pid=1, model="/models/large", services=[], active=0, waiting=0)
+BODY = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+class FakeClient:
+    """Says one word, after a silence, and then fails."""
+
+    def __init__(self, error: SsdError, *, words: int = 0, silence_s: float = 0.0) -> None:
+        self._error = error
+        self._words = words
+        self._silence_s = silence_s
+        self.closed = False
+
+    async def status(self, timeout_s: float) -> Status:
+        if isinstance(self._error, DeadlineExceeded):
+            raise self._error
+        return STATUS
+
+    async def generate(self, request: Generate, pid: int) -> AsyncGenerator[Text | Finished]:
+        try:
+            await asyncio.sleep(self._silence_s)
+            for _ in range(self._words):
+                yield Text(request=request.request, tokens=[5], origins=["hit"], pieces=["word"])
+            raise self._error
+        finally:
+            self.closed = True
+
+
+def ask(
+    client: Any, body: dict[str, Any], *, key: str = "", path: str = "/v1/chat/completions",
+    headers: dict[str, str] | None = None, leave_after: int = 10**6, method: str = "POST",
+) -> tuple[int, str]:  # fmt: skip
+    """Status and body of one request; the client leaves after so many pieces of the answer."""
+    settings = GatewaySettings(lifeline=0, listener=0, clients_address="", names=["large"])
+    application = Gateway(settings, client).app(key)
+    given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+        "server": ("localhost", 80),
+        "client": ("localhost", 1),
+        "scheme": "http",
+    }
+    sent: list[dict[str, Any]] = []
+    left = asyncio.Event()
+    bodies = [json.dumps(body).encode()]
+
+    async def receive() -> dict[str, Any]:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) > leave_after:
+            left.set()
+        await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(application(scope, receive, send), 30))
+    text = b"".join(message.get("body", b"") for message in sent).decode()
+    return sent[0]["status"], text
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (Busy("too many requests are waiting"), 429),
+        (ServiceLost("the verifier is gone"), 503),
+        (DeadlineExceeded("no status"), 503),
+        (RuntimeFailure("the verifier failed"), 500),
+    ],
+    ids=["full", "lost", "silent", "failed"],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_what_the_stack_cannot_do(error: SsdError, status: int, *, stream: bool) -> None:
+    """Each is a status with the stack's own sentence, also if a stream was asked for."""
+    got, text = ask(FakeClient(error), {**BODY, "stream": stream})
+    assert got == status
+    assert json.loads(text)["error"]["message"] == str(error)
+
+
+def test_a_stream_that_breaks_says_so() -> None:
+    """After the first words the error is an event, and the stream still ends properly."""
+    client = FakeClient(RuntimeFailure("the verifier died"), words=2)
+    status, text = ask(client, {**BODY, "stream": True})
+    *_, error, done = [line for line in text.split("\n\n") if line]
+    assert (status, done) == (200, "data: [DONE]")
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "the verifier died"
+    assert client.closed
+
+
+def test_a_long_prefill_keeps_the_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing can be said, comments are sent, which clients skip."""
+    monkeypatch.setattr(app_module, "_KEEP_ALIVE_S", 0.01)
+    client = FakeClient(RuntimeFailure("enough"), words=1, silence_s=0.2)
+    _, text = ask(client, {**BODY, "stream": True})
+    assert text.count(": keep-alive\n\n") >= 2
+    assert text.index(": keep-alive") < text.index("word")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_who_leaves_cancels(monkeypatch: pytest.MonkeyPatch, *, stream: bool) -> None:
+    """The orchestrator is told as soon as the client is gone, in the middle of a silence too."""
+    monkeypatch.setattr(app_module, "_KEEP_ALIVE_S", 0.01)
+    client = FakeClient(RuntimeFailure("never reached"), silence_s=60.0)
+    leave = 2 if stream else 10**6
+    if not stream:
+        monkeypatch.setattr(app_module, "departure", _at_once)
+    ask(client, {**BODY, "stream": stream}, leave_after=leave)
+    assert client.closed
+
+
+def test_who_stops_listening_cancels() -> None:
+    """Whoever leaves between two events closes the source, and with it the request."""
+
+    async def listen() -> bool:
+        client = FakeClient(RuntimeFailure("never reached"), words=5)
+        source = client.generate(Generate(request=1), 1)
+        never = asyncio.ensure_future(asyncio.sleep(60))
+        events = heard(source, never, 1.0)
+        await anext(events)
+        await events.aclose()
+        never.cancel()
+        return client.closed
+
+    assert asyncio.run(listen())
+
+
+async def _at_once(receive: Any) -> None:
+    await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "localhost:8080"}, 429),
+        ({"host": "127.0.0.1:8080"}, 429),
+        ({"host": "[::1]:8080"}, 429),
+        ({"host": "evil.example"}, 403),
+        ({"host": "127.0.0.1.evil.example:8080"}, 403),
+        ({"host": ""}, 403),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_pages_cannot_point_their_name_here(headers: dict[str, str], status: int) -> None:
+    """Without a key, a request must be addressed to this machine by a name of its own."""
+    assert ask(FakeClient(Busy("full")), BODY, headers=headers)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [("Bearer secret", 429), ("bearer secret", 429), ("Bearer secre", 401), ("Basic secret", 401),
+     ("secret", 401), ("", 401)],
+)  # fmt: skip
+def test_the_key_decides(given: str, status: int) -> None:
+    """Exactly the key, as a bearer token; then the host does not matter."""
+    headers = {"authorization": given, "host": "anything.example"}
+    assert ask(FakeClient(Busy("full")), BODY, key="secret", headers=headers)[0] == status
+
+
+def test_a_stranger_learns_little_from_health() -> None:
+    """Whether it works, but neither models nor processes."""
+    _, text = ask(FakeClient(Busy("full")), {}, key="secret", path="/health", method="GET")
+    assert "large" not in text
