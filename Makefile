@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check audit bench clean
 
 demo: $(VENV)/.pair
 	"$(BIN)/ssd" generate "Explain in three sentences why the sky is blue." --max-tokens 128 --stats
@@ -18,6 +18,10 @@ check: $(VENV)/.installed
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/mypy"
 	"$(BIN)/pyright" --pythonpath "$(BIN)/python"
+
+# Known holes in the dependencies, where the public list can be reached.
+audit: $(VENV)/.installed
+	"$(BIN)/python" -m tests.audit
 
 bench: $(VENV)/.pair
 	"$(BIN)/ssd" bench

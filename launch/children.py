@@ -24,6 +24,7 @@ def start_orchestrator(
     """Start the orchestrator."""
     told = OrchestratorSettings(
         lifeline=lifeline,
+        log_level=settings.log_level,
         services_address=run_dir.services_address,
         clients_address=run_dir.clients_address,
         run_dir=str(run_dir.path),
@@ -44,6 +45,7 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
     cores = share_cores(pair.backend).verifier
     told = VerifierSettings(
         lifeline=lifeline,
+        log_level=settings.log_level,
         address=run_dir.services_address,
         model=pair.model,
         cores=cores,
@@ -71,6 +73,7 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
     cores = share_cores(pair.backend).drafter
     told = DrafterSettings(
         lifeline=lifeline,
+        log_level=settings.log_level,
         address=run_dir.services_address,
         backend=pair.backend,
         compute_units=settings.compute_units,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from launch import show
-from launch.signals import signals_as_interrupts
+from launch import show, signals
 from launch.verbs import (
     bench,
+    chaos,
     chat,
     convert,
     distill,
@@ -18,10 +18,12 @@ from launch.verbs import (
     generate,
     launch,
     load,
+    logs,
     mac_check,
     models,
     serve,
     simulate,
+    soak,
     swap_drafter,
 )
 from protocol.errors import RuntimeFailure, SsdError
@@ -43,9 +45,12 @@ for _verb in (
     serve,
     swap_drafter,
     draft_server,
+    logs,
     bench,
     load,
     convert,
+    chaos,
+    soak,
     distill,
     doctor,
     models,
@@ -71,8 +76,8 @@ def main() -> None:
     """Entry point: runs a command and turns errors into a sentence and an exit code."""
     try:
         _check_shadowing()
-        with signals_as_interrupts():
-            cli.main(standalone_mode=False)
+        signals.install()
+        cli.main(standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(_INTERRUPTED)
     except KeyboardInterrupt:

@@ -74,12 +74,12 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Largest HTTP request."""
     preset: PresetName = "default"
     """What HTTP requests get that do not say otherwise."""
-    log_level: LogLevel = "info"
-    """Of the gateway; debug logs each request."""
     draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0
     """Longest wait for all processes to be ready."""
+    log_level: LogLevel = "info"
+    """What all processes write to their logs (`ssd logs`)."""
     hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 20.0
     """Silence after which a process hangs and is replaced; more if its calls take longer."""
     restarts: Annotated[int, msgspec.Meta(ge=0)] = 5

@@ -53,6 +53,8 @@ def stack_options() -> Callable[[F], F]:
                          help="The draft command speaks the line protocol."),
             click.option("--prefill", type=click.Choice(PREFILLS),
                          help="Prompts through the target's CoreML form: where faster, or always."),
+            click.option("--log-level", type=click.Choice(get_args(LogLevel)),
+                         help="Of all processes; see `ssd logs`."),
             click.option("--prefill-step-size", type=click.IntRange(min=1)),
             click.option("--decode-concurrency", type=click.IntRange(min=1),
                          help="Requests decoded at the same time; others wait in line."),
@@ -89,8 +91,6 @@ def http_options() -> Callable[[F], F]:
                          help="Longest prompt; 0 is what the context holds."),
             click.option("--preset", type=click.Choice(PRESETS),
                          help="What requests get that do not say otherwise."),
-            click.option("--log-level", type=click.Choice(get_args(LogLevel)),
-                         help=f"debug logs each request.  [default: {d.log_level}]"),
         ]
     )  # fmt: skip
 

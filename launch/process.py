@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from launch.config import child_environment
@@ -82,6 +83,20 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(_KILL_S)
+
+
+def end_all(children: Collection[Child]) -> None:
+    """End these children in an orderly way, all at the same time."""
+    for child in children:
+        child.ask_to_end()
+    for child in children:
+        child.end()
+
+
+def kill_all(children: Collection[Child]) -> None:
+    """End them at once; whoever waits for them goes on."""
+    for child in children:
+        child.process.kill()
 
 
 class Lifeline:

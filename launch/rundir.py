@@ -70,7 +70,7 @@ class RunDir:
         base = run_base()
         with contextlib.suppress(FileExistsError):
             base.mkdir(parents=True, mode=0o700)
-        _check_private(base)
+        check_private(base)
         sweep()
         try:
             self.path.mkdir(mode=0o700)
@@ -96,7 +96,14 @@ class RunDir:
         self.describe(pid, model, draft_model)
 
     def running(self) -> Description | None:
-        """The stack that lives here, if it does."""
+        """The stack that lives here, if it does.
+
+        Raises:
+            RuntimeFailure: others can get at the folder, so it may be a trap.
+        """
+        if not run_base().exists():
+            return None
+        check_private(run_base())
         try:
             data = (self.path / _DESCRIPTION).read_bytes()
             description = msgspec.json.decode(data, type=Description)
@@ -137,13 +144,26 @@ def _alive(pid: int, started: float) -> bool:
         return False
 
 
-def _check_private(base: Path) -> None:
+def check_private(base: Path) -> None:
+    """Refuse a run folder that others can read, enter or exchange for another.
+
+    Raises:
+        RuntimeFailure: it is a link, not ours, or open, or a folder above it lets others in.
+    """
     info = base.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != _own_uid() or info.st_mode & 0o077:
         raise RuntimeFailure(
             f"the run folder {str(base)!r} must be a folder of yours with mode 0700; "
             "remove it or set SSD_RUN_DIR"
         )
+    for folder in base.resolve().parents:
+        above = folder.stat()
+        open_to_all = above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX
+        if open_to_all or above.st_uid not in (0, _own_uid()):
+            raise RuntimeFailure(
+                f"other users can exchange the run folder {str(base)!r}, because {str(folder)!r} "
+                "is theirs or they may write to it; set SSD_RUN_DIR to a folder below your home"
+            )
 
 
 def _own_uid() -> int:

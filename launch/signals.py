@@ -1,24 +1,37 @@
-"""Signals as exceptions."""
+"""Signals: the first ends us in an orderly way, another one at once. Neither leaves anything."""
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NoReturn
 
 
 class Terminated(KeyboardInterrupt):
     """Somebody wants the program to end: SIGTERM, or its terminal is gone."""
 
 
+_hurried: list[Callable[[], None]] = []
+
+
 @contextlib.contextmanager
-def signals_as_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP stop us as Ctrl-C does: through the finally clauses."""
+def hurried_by(kill: Callable[[], None]) -> Iterator[None]:
+    """Inside, another signal calls `kill` instead of breaking off the orderly end."""
+    _hurried.append(kill)
+    try:
+        yield
+    finally:
+        _hurried.remove(kill)
 
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        del number, frame
-        raise Terminated
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
-    yield
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    del frame
+    if not _hurried:
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+    for kill in list(_hurried):
+        kill()
+
+
+def install() -> None:
+    """SIGINT, SIGTERM and SIGHUP stop this process alike: through its finally clauses."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)

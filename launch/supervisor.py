@@ -15,9 +15,10 @@ from launch.children import start_drafter, start_gateway, start_orchestrator, st
 from launch.config import StackSettings
 from launch.door import Door
 from launch.models import Pair
-from launch.process import Child, Lifeline
+from launch.process import Child, Lifeline, end_all, kill_all
 from launch.process_status import status_of
 from launch.rundir import RunDir, claim
+from launch.signals import hurried_by
 from launch.warden import Warden
 from protocol.channel import Deadline, Hub
 from protocol.client import Client
@@ -187,9 +188,7 @@ class Supervisor:
                 self._replace(child, client)
 
     def _replace(self, child: Child, client: Client) -> None:
-        """Restart a dead process; when its budget is spent, a service is lost and the stack ends
-        with its orchestrator or its gateway.
-        """
+        """Restart it, or do without a service; without orchestrator or gateway the stack ends."""
         role = child.role
         again = self._budgets[role].spend(time.monotonic())
         reason = child.last_words()
@@ -281,17 +280,15 @@ class Supervisor:
     def stop(self) -> None:
         """Stop everything and leave nothing behind; safe to call twice."""
         self._stopping.set()
+        with hurried_by(lambda: kill_all(self._children.values())):
+            self._stop()
+
+    def _stop(self) -> None:
         if self._watcher is not None:
             self._watcher.join()
             self._watcher = None
-        self._end_children()
+        end_all(self._children.values())
         self._lifeline.close()
         if self.door is not None:
             self.door.close()
         self.run_dir.remove()
-
-    def _end_children(self) -> None:
-        for child in self._children.values():
-            child.ask_to_end()
-        for child in self._children.values():
-            child.end()

@@ -1,5 +1,7 @@
 """From a client's request to a sequence that can be decoded, or a sentence why not."""
 
+import logging
+
 from msgspec.structs import replace
 
 from orchestrator.answer import Answer
@@ -11,8 +13,11 @@ from orchestrator.statistics import Recorder
 from orchestrator.text import StoppableText
 from orchestrator.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
+from protocol.logs import about
 from protocol.messages import Generate, Sampling, Tokens
 from protocol.sampling import by_rejection, check
+
+_log = logging.getLogger(__name__)
 
 
 def admit(
@@ -56,6 +61,8 @@ def admit(
         ),
         recorder=Recorder(now, timeline=[] if request.trace else None),
     )
+    ids = about(request=request.request, sequence=number)
+    _log.info("request of %d tokens, mode %s", len(prompt), request.mode, extra=ids)
     text = StoppableText(tokenizer.stream(), request.stop)
     most_tokens = len(prompt) + request.max_tokens
     if context_length:

@@ -1,11 +1,13 @@
 """The client's side of a request: who asked, the text so far, and what goes back to them."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from orchestrator.phase import Phase
 from orchestrator.sequence import Sequence
 from orchestrator.text import StoppableText
+from protocol.logs import about
 from protocol.messages import (
     Finished,
     FinishReason,
@@ -16,6 +18,8 @@ from protocol.messages import (
     TokenLogprobs,
     Tokens,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -42,6 +46,8 @@ class Answer:
         self, tokens: Tokens, origins: list[Origin], logprobs: Iterable[TokenLogprobs] = ()
     ) -> Text:
         """The message for newly emitted tokens, cut after the one that completes a stop string."""
+        ids = about(request=self.request, sequence=self.sequence.number, round=self.sequence.round)
+        _log.debug("%d tokens", len(tokens), extra=ids)
         pieces: list[str] = []
         for token in tokens:
             pushed = self.text.push(token)
@@ -81,6 +87,8 @@ class Answer:
 
     def finished(self, reason: FinishReason, error: str) -> Finished:
         """The last message."""
+        ids = about(request=self.request, sequence=self.sequence.number, round=self.sequence.round)
+        _log.info("request ends: %s %s", reason, error, extra=ids)
         return Finished(
             request=self.request,
             reason=reason,

@@ -71,9 +71,9 @@ class Orchestrator:
         self._clients = clients
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
-        self._pid = pid
         self._estimates = Estimates()
-        self._registry = Registry(Vigil(settings.hang_timeout_s, settings.first_timeout_s))
+        vigil = Vigil(settings.hang_timeout_s, settings.first_timeout_s)
+        self._registry = Registry(vigil, pid, settings.model)
         self._deadlines = Deadlines(settings, self._estimates)
         self._requests = Requests(settings.concurrency, settings.max_waiting)
         self._next_number = 1
@@ -131,12 +131,11 @@ class Orchestrator:
         self._services.send(address, message if peer is not None else Introduce())
         answer = self._requests.running.get(message.sequence)
         if answer is not None and peer is not None and peer.hello.role == "verifier":
-            # In the middle of a long prefill: it gets the time to finish.
-            self._deadlines.expect(answer, self._woke)
+            self._deadlines.expect(answer, self._woke)  # a long prefill may go on
 
     def _outcome(self, verifier: Peer, message: VerificationOutcome) -> None:
         answer = self._requests.running.get(message.sequence)
-        if answer is None:
+        if answer is None or verifier.hello.role != "verifier":  # nobody else may say it
             return
         foreseen = answer.sequence.foreseen(message)
         if foreseen:
@@ -198,9 +197,10 @@ class Orchestrator:
                 self._generate(peer, message)
             case Cancel():
                 self._cancel(peer, message.request)
-            case StatusRequest():
-                active, waiting = len(self._requests.running), len(self._requests.waiting)
-                status = self._registry.status(self._pid, self._settings.model, active, waiting)
+            case StatusRequest(request=number):
+                serving = self._requests.of(peer, number) is not None
+                dropped = self._services.dropped + self._clients.dropped
+                status = self._registry.status(*self._requests.counts, number, serving, dropped)
                 self._clients.send(peer, status)
             case ServiceDown():
                 self._service_down(message)

@@ -21,6 +21,11 @@ class Requests:
         """Whether the line is so long that nobody else may join it."""
         return len(self.waiting) >= self._most_waiting > 0
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many run, and how many wait."""
+        return len(self.running), len(self.waiting)
+
     def start(self, kv_tokens: int) -> Iterator[Answer]:
         """Those whose turn has come, one by one; each of them counts as running at once.
 

@@ -236,6 +236,7 @@ class Sequence:
     def tree(self, tree: DraftTree, now: float) -> Iterator[Action]:
         """One depth arrived: keep it, or go on if it is the draft that the target waits for."""
         if tree.round != self.round:
+            self.recorder.stale_trees += 1
             return
         match self.phase:
             case Phase.VERIFYING:

@@ -61,7 +61,9 @@ def objection(hello: Hello, target: Vocabulary) -> str | None:
 class Registry:
     """The current verifier and drafter, and why the last candidate was refused."""
 
-    def __init__(self, vigil: Vigil) -> None:
+    def __init__(self, vigil: Vigil, pid: int, model: str) -> None:
+        self._pid = pid
+        self._model = model
         self.vigil = vigil
         self.peers: dict[Role, Peer] = {}
         self.refused: dict[Role, str] = {}
@@ -96,11 +98,21 @@ class Registry:
         self._by_address[peer.address] = peer
         return old
 
-    def status(self, pid: int, model: str, active: int, waiting: int) -> Status:
+    def status(
+        self,
+        active: int,
+        waiting: int,
+        request: int,
+        serving: bool,  # noqa: FBT001  # a field of the message
+        dropped: int,
+    ) -> Status:
         """What clients are told: the orchestrator itself, and its current services."""
         return Status(
-            pid=pid,
-            model=model,
+            request=request,
+            serving=serving,
+            dropped=dropped,
+            pid=self._pid,
+            model=self._model,
             services=[p.status(self.vigil.silent_s(p.address)) for p in self.peers.values()],
             active=active,
             waiting=waiting,

@@ -45,6 +45,7 @@ class Recorder:
     verifying_since: float | None = None
     plain_rounds: int = 0
     plain_tok_s: float = 0.0
+    stale_trees: int = 0
     emulated_cost: str = ""
     kinds: dict[Origin, RoundKind] = field(default_factory=dict)
     ranks: Counter[int] = field(default_factory=Counter)
@@ -163,6 +164,7 @@ class Recorder:
             plain_rounds=self.plain_rounds,
             predicted_tok_s=_ratio(self._predicted_tokens, self._predicted_s),
             plain_tok_s=self.plain_tok_s,
+            stale_trees=self.stale_trees,
             emulated_cost=self.emulated_cost,
             kinds=dict(self.kinds),
             hits_by_rank=[self.ranks[i] for i in range(max(self.ranks, default=-1) + 1)],

@@ -83,7 +83,7 @@ class AsyncClient(Closing):
             Busy: too many requests wait already.
             RuntimeFailure: the request failed, or the orchestrator is gone.
         """
-        dialogue = Dialogue(request.request, pid)
+        dialogue = Dialogue(request, pid)
         line = _Line(self._context, self._address)
         done = False
         try:
@@ -92,7 +92,9 @@ class AsyncClient(Closing):
                 message = await line.receive(SILENCE_S)
                 if message is None:
                     line.send(dialogue.silence())
-                elif (event := dialogue.take(message)) is not None:
+                elif isinstance(event := dialogue.take(message), Generate):
+                    line.send(event)
+                elif event is not None:
                     done = isinstance(event, Finished)
                     yield event
         finally:

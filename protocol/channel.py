@@ -21,7 +21,8 @@ Inbound = TypeVar("Inbound", bound=Message)
 
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 5000
-_QUEUE = 10_000
+_QUEUE = 1000
+"""Messages that may wait for one peer; beyond them, what is sent to it is dropped."""
 _IPC = "ipc://"
 _LOOK_S = 1.0
 
@@ -76,8 +77,12 @@ class Channel(_Endpoint, Generic[Inbound]):
 
     def send(self, message: Message) -> None:
         """Queue a message; raises RuntimeFailure when the peer reads nothing any more."""
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Queue a message that is encoded already."""
         try:
-            self._socket.send(encode(message), _NOW)
+            self._socket.send(data, _NOW)
         except zmq.Again as error:
             raise RuntimeFailure("the orchestrator has stopped reading its messages") from error
 
@@ -103,6 +108,8 @@ class Hub(_Endpoint, Generic[Inbound]):
         self._socket.router_mandatory = True
         self._address = address
         self._looked = 0.0
+        self.dropped = 0
+        """Messages to peers that are gone or read nothing."""
         self._socket.bind(address)
 
     def keep_bound(self, now: float) -> None:
@@ -129,6 +136,7 @@ class Hub(_Endpoint, Generic[Inbound]):
             self._socket.send(frame, _NOW)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                self.dropped += 1
                 return False
             raise
         return True

@@ -4,7 +4,6 @@ A child reports failure in two ways that need no socket: one line `error: <sente
 stderr, and the exit code of the error's branch (`errors.py`).
 """
 
-import logging
 import os
 import sys
 import threading
@@ -15,6 +14,7 @@ from typing import TypeVar
 import setproctitle
 
 from protocol.errors import RuntimeFailure, SsdError, UsageError
+from protocol.logs import configure
 from protocol.settings import ChildSettings, decode_settings
 
 ERROR_PREFIX = "error: "
@@ -27,6 +27,7 @@ def main(role: str, kind: type[C], run: Callable[[C], None]) -> int:
 
     def body() -> None:
         settings = decode_settings(argument(role), kind)
+        configure(role, settings.log_level)
         pin(settings.cores)
         hold_lifeline(settings.lifeline, settings.on_orphaned)
         run(settings)
@@ -37,11 +38,7 @@ def main(role: str, kind: type[C], run: Callable[[C], None]) -> int:
 def reported(role: str, body: Callable[[], None]) -> int:
     """Run the body of a process under the name of its role; its exit code, errors reported."""
     setproctitle.setproctitle(f"ssd {role}")
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s {role} %(levelname)s %(message)s",
-    )
+    configure(role, "info")
     try:
         body()
     except SsdError as error:

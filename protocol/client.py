@@ -81,7 +81,7 @@ class Client:
             while waiting or talks:
                 while waiting and len(talks) < at_once:
                     request = waiting.popleft()
-                    talks[request.request] = Dialogue(request.request, pid)
+                    talks[request.request] = Dialogue(request, pid)
                     self._channel.send(request)
                 for number, event in self._next(talks):
                     if isinstance(event, Finished):
@@ -94,12 +94,15 @@ class Client:
     def _next(self, talks: dict[int, Dialogue]) -> list[tuple[int, Text | Finished]]:
         """What the next message says to these requests; nothing after a silence."""
         if not self._channel.ready(SILENCE_S):
-            questions = [talk.silence() for talk in talks.values()]
-            self._channel.send(questions[0])
+            for talk in talks.values():
+                self._channel.send(talk.silence())
             return []
         message = self._channel.receive(0.0, "answer")
         heard = [(number, talk.take(message)) for number, talk in talks.items()]
-        return [(number, event) for number, event in heard if event is not None]
+        for _, event in heard:
+            if isinstance(event, Generate):
+                self._channel.send(event)
+        return [(n, event) for n, event in heard if isinstance(event, Text | Finished)]
 
     def service_down(self, message: ServiceDown) -> None:
         """The supervisor's note that a process ended."""

@@ -1,7 +1,8 @@
 """Messages to bytes and back: msgpack on the wire, msgspec for the types.
 
-Decoding is strict and bounded: size, nesting, types, ranges and unknown fields are checked
-while the bytes are read, and every failure is a ProtocolError that says what was wrong.
+Decoding is strict and bounded: size, nesting, types, ranges, unknown fields and the lengths
+of lists are checked while the bytes are read, a length before room is made for it. Every
+failure is a ProtocolError that says what was wrong.
 """
 
 from typing import Any, Generic, TypeVar, get_args
@@ -12,7 +13,7 @@ import msgspec
 from protocol.errors import ProtocolError
 from protocol.messages import Message
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
 M = TypeVar("M", bound=Message)
 

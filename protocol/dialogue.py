@@ -1,18 +1,27 @@
-"""What an orchestrator's messages mean to the client of one request. No socket, no clock."""
+"""What an orchestrator's messages mean to the client of one request. No socket, no clock.
+
+An orchestrator may be restarted while a request runs. Under the coupled rule an answer is
+a function of its request, so the client asks again and skips what it has had already.
+"""
 
 from protocol.errors import Busy, RuntimeFailure, ServiceLost, SsdError, UsageError
 from protocol.messages import (
     Finished,
     FromOrchestrator,
+    Generate,
     Refusal,
     RefusalKind,
     Status,
     StatusRequest,
     Text,
 )
+from protocol.sampling import by_rejection, is_greedy
 
-SILENCE_S = 5.0
-"""After this long without a word, the client asks whether the orchestrator is still there."""
+SILENCE_S = 1.0
+"""After this long without a word, the client asks whether its request is still there."""
+
+_PATIENCE = 30
+"""Questions in a row without an answer, after which the orchestrator is taken for dead."""
 
 _ERRORS: dict[RefusalKind, type[SsdError]] = {
     "invalid": UsageError,
@@ -24,34 +33,72 @@ _ERRORS: dict[RefusalKind, type[SsdError]] = {
 class Dialogue:
     """One request, and the orchestrator process (`pid`) that took it."""
 
-    def __init__(self, request: int, pid: int) -> None:
+    def __init__(self, request: Generate, pid: int) -> None:
         self._request = request
         self._pid = pid
-        self._asked = False
+        self._unanswered = 0
+        self._received = 0
+        self._repeated = 0
 
-    def take(self, message: FromOrchestrator) -> Text | Finished | None:
-        """The message if it belongs to the answer, None if it means nothing here.
+    def take(self, message: FromOrchestrator) -> Text | Finished | Generate | None:
+        """What the message means: a part of the answer, the request to be sent again, or nothing.
 
         Raises:
             UsageError, Busy, ServiceLost: the request was refused.
-            RuntimeFailure: it failed, or was lost with its orchestrator.
+            RuntimeFailure: it failed, or was lost and cannot be repeated.
         """
-        self._asked = False
+        self._unanswered = 0
+        number = self._request.request
         match message:
-            case Status(pid=now) if now != self._pid:
-                raise RuntimeFailure("the orchestrator was restarted; the request is lost")
-            case Refusal(reason=reason, kind=kind, request=number) if number in (0, self._request):
+            case Status(request=asked) if asked == number:
+                lost = message.pid != self._pid or not message.serving
+                return self._again(message.pid) if lost else None
+            case Refusal(reason=reason, kind=kind, request=asked) if asked in (0, number):
                 raise _ERRORS[kind](reason)
-            case Finished(request=number, reason="error", error=why) if number == self._request:
+            case Finished(request=asked, reason="error", error=why) if asked == number:
                 raise RuntimeFailure(why)
-            case Text(request=number) | Finished(request=number) if number == self._request:
+            case Finished(request=asked) if asked == number:
                 return message
+            case Text(request=asked) if asked == number:
+                return self._news(message)
             case _:
                 return None  # of a request that was cancelled, or a sign of life
 
+    def _again(self, pid: int) -> Generate:
+        """The orchestrator was restarted, or has dropped the request."""
+        sampling = self._request.sampling
+        if self._received and by_rejection(sampling) and not is_greedy(sampling):
+            raise RuntimeFailure(
+                "the orchestrator was restarted, and under the rejection rule an answer cannot "
+                "be continued; ask again"
+            )
+        self._pid = pid
+        self._repeated = 0
+        return self._request
+
+    def _news(self, text: Text) -> Text | None:
+        """The part of a message that was not received before; None if it has none."""
+        known = max(0, min(len(text.tokens), self._received - self._repeated))
+        self._repeated += len(text.tokens)
+        self._received = max(self._received, self._repeated)
+        if known == 0:
+            return text
+        rest = Text(
+            request=text.request,
+            tokens=text.tokens[known:],
+            origins=text.origins[known:],
+            pieces=text.pieces[known:],
+            logprobs=text.logprobs[known:],
+        )
+        return rest if rest.pieces else None
+
     def silence(self) -> StatusRequest:
-        """What to ask after `SILENCE_S` without a message; the second time RuntimeFailure."""
-        if self._asked:
+        """What to ask after `SILENCE_S` without a message.
+
+        Raises:
+            RuntimeFailure: it was asked often enough.
+        """
+        if self._unanswered >= _PATIENCE:
             raise RuntimeFailure("the orchestrator does not answer any more")
-        self._asked = True
-        return StatusRequest()
+        self._unanswered += 1
+        return StatusRequest(request=self._request.request)

@@ -15,7 +15,12 @@ Role = Literal["verifier", "drafter"]
 Mode = Literal["ar", "sd", "ssd"]
 Acceptance = Literal["coupled", "rejection"]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-Tokens = list[Token]
+MAX_TOKENS = 2**20
+"""Longest list of tokens in a message: more than any model's context."""
+MAX_BRANCHES = 4096
+"""Most branches of a tree, and most of whatever else a message counts by the dozen."""
+
+Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_TOKENS)]
 
 ENDED = -1
 """Stands in `DraftTree.tokens` for a branch that has no further token."""
@@ -75,8 +80,10 @@ class DraftLaw(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Without tokens: the draft token was not drawn but named (all probability is its own).
     """
 
-    tokens: Tokens = []
-    probabilities: list[Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]] = []
+    tokens: Annotated[list[Token], msgspec.Meta(max_length=MAX_BRANCHES)] = []
+    probabilities: Annotated[
+        list[Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]], msgspec.Meta(max_length=MAX_BRANCHES)
+    ] = []
 
 
 # ---------------------------------------------------------------- handshake, all services
@@ -198,7 +205,7 @@ class Verify(Message, frozen=True, tag="verify", kw_only=True):
     round: int
     position: int
     chain: Tokens
-    laws: list[DraftLaw] = []
+    laws: Annotated[list[DraftLaw], msgspec.Meta(max_length=MAX_BRANCHES)] = []
     """What chain[1:] was drawn from, under the rejection rule; empty if nothing was drawn."""
 
 
@@ -244,7 +251,7 @@ class Prepare(Message, frozen=True, tag="prepare", kw_only=True):
     base: int
     tokens: Tokens
     chain: Tokens
-    fan_out: list[int]
+    fan_out: Annotated[list[int], msgspec.Meta(max_length=MAX_BRANCHES)]
     depth: int
     held_back: Annotated[int, msgspec.Meta(ge=0)] = 0
     """How many of the best tokens Saguaro sampling holds back (F)."""
@@ -278,11 +285,16 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
     sequence: int
     round: int
     depth: int
-    outcomes: list[tuple[int, Token]]
-    tokens: list[Annotated[int, msgspec.Meta(ge=ENDED, lt=2**31)]]
-    confidences: list[Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]]
+    outcomes: Annotated[list[tuple[int, Token]], msgspec.Meta(max_length=MAX_BRANCHES)]
+    tokens: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=ENDED, lt=2**31)]],
+        msgspec.Meta(max_length=MAX_BRANCHES),
+    ]
+    confidences: Annotated[
+        list[Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]], msgspec.Meta(max_length=MAX_BRANCHES)
+    ]
     """Per branch, how sure the drafter is of its token: its own probability, 0 to 1."""
-    laws: list[DraftLaw] = []
+    laws: Annotated[list[DraftLaw], msgspec.Meta(max_length=MAX_BRANCHES)] = []
     """Per branch, what its token was drawn from; empty if none was drawn."""
     draft_ms: float
     """Time the drafter worked for this message."""
@@ -325,7 +337,7 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """
 
     request: int
-    messages: list[ChatMessage] = []
+    messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_BRANCHES)] = []
     text: str = ""
     tokens: Tokens = []
     tools: list[dict[str, Any]] = []
@@ -334,7 +346,7 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """What else the chat template is told, such as enable_thinking."""
     sampling: Sampling = Sampling()
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 256
-    stop: list[str] = []
+    stop: Annotated[list[str], msgspec.Meta(max_length=MAX_BRANCHES)] = []
     mode: Mode = "ssd"
     lookahead: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     """Draft tokens per round; 0 leaves it to the orchestrator."""
@@ -445,6 +457,8 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Rounds without speculation because plain decoding was faster, or to measure it."""
     predicted_tok_s: float
     """What the planner predicted before each round, over the whole answer; 0 if it could not."""
+    stale_trees: int = 0
+    """Messages of the drafter that came too late and were dropped."""
     plain_tok_s: float
     """Speed of plain decoding beside which speculation was judged; 0 if never measured."""
     emulated_cost: str = ""
@@ -489,6 +503,9 @@ class Finished(Message, frozen=True, tag="finished", kw_only=True):
 class StatusRequest(Message, frozen=True, tag="status?"):
     """Client or supervisor -> orchestrator: who is there? Answer: Status."""
 
+    request: int = 0
+    """One of the client's own requests, to learn whether it is still served; 0 asks for none."""
+
 
 class ServiceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One service as the orchestrator sees it."""
@@ -517,6 +534,12 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
     """Why the last service of a role was turned away, until one is welcomed."""
     condemned: dict[int, str] = {}
     """Processes that hang or talk nonsense, by pid, and why: the supervisor ends them."""
+    dropped: int = 0
+    """Messages, ever, to services and clients that were gone or did not read."""
+    request: int = 0
+    """The request that was asked about."""
+    serving: bool = False
+    """Whether it is answered or waits."""
     degraded: list[str] = []
     """What does not work as it should, in sentences; empty if all is well."""
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeVar, get_args
 import msgspec
 
 from protocol.errors import UsageError
+from protocol.logs import LogLevel as LogLevel  # noqa: PLC0414  # a setting like the others
 from protocol.messages import Sampling
 from protocol.orphans import end_children
 
@@ -31,8 +32,6 @@ PREFILLS: tuple[Prefill, ...] = get_args(Prefill)
 Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]
 """Where a process computes: cpu, gpu, cuda:N (one GPU of several), or empty for MLX's choice."""
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of all: immutable, strict."""
@@ -45,6 +44,8 @@ class ChildSettings(Settings, frozen=True, kw_only=True):
     """File descriptor that reaches end of file when the supervisor is gone."""
     cores: list[int] = []
     """Linux: the cores this process is pinned to; empty leaves it free."""
+    log_level: LogLevel = "info"
+    """What it writes to its log."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -164,7 +165,6 @@ class GatewaySettings(ChildSettings, frozen=True, kw_only=True):
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4 * 1024**2
     sampling: Sampling = Sampling()
     """What requests get that do not say otherwise."""
-    log_level: LogLevel = "info"
 
     @property
     def descriptors(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from collections import deque
 import msgspec
 
 from protocol.errors import BackendLost, ModelError, ProtocolError
+from protocol.logs import about
 from protocol.messages import (
     PROTOCOL_VERSION,
     Alive,
@@ -99,7 +100,10 @@ def _step(job: Job, channel: Connection, inbox: Inbox, agenda: Agenda, service: 
         raise
     # One request must not take the process down; its sequence fails with the reason.
     except Exception as error:  # noqa: BLE001
-        _log.exception("%s of sequence %d failed", type(message).__name__, message.sequence)
+        ids = about(sequence=message.sequence, round=getattr(message, "round", 0))
+        _log.exception(
+            "%s of sequence %d failed", type(message).__name__, message.sequence, extra=ids
+        )
         agenda.done(job)
         channel.send(Failed(sequence=message.sequence, error=f"{type(error).__name__}: {error}"))
         return

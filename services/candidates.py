@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from protocol.errors import RuntimeFailure
 from protocol.law import Floats, Ids, ranked
 from protocol.messages import Sampling
 from protocol.rejection import draft_token, drafter_law, to_send
@@ -50,6 +51,10 @@ def best_of(rows: Floats, width: int, head_ids: Ids | None) -> Top:
         columns = np.take_along_axis(columns, np.argsort(-values, axis=-1), axis=-1)
     ids = columns if head_ids is None else head_ids[columns]
     peaks = rows.max(axis=-1)
+    if np.isnan(peaks).any():
+        raise RuntimeFailure(
+            "the drafter's logits are not numbers (NaN); its weights or kernels are broken"
+        )
     totals = peaks + np.log(np.exp(rows - peaks[:, None]).sum(axis=-1))
     return Top(ids, np.take_along_axis(rows, columns, axis=-1), totals)
 

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from protocol.errors import RuntimeFailure
 from protocol.law import Floats, choose
 from protocol.messages import OpenSequence, TokenLogprobs, Tokens, Verify
 from protocol.rejection import verified
@@ -45,6 +46,10 @@ class Judge:
             logits: [chain, vocabulary], possibly not computed yet.
             message: the chain, which follows the tokens judged so far.
         """
+        if bool(mx.isnan(logits).any()):
+            raise RuntimeFailure(
+                "the target's logits are not numbers (NaN); its weights or kernels are broken"
+            )
         plainly = self._shaper is None and self._sampling.logprobs is None
         if plainly and is_greedy(self._sampling):
             # Only a few integers leave the device.

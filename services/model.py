@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 import psutil
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_model
@@ -44,9 +45,26 @@ def load(folder: Path) -> LoadedModel:
         raise ModelError(f"there is no model folder at {str(folder)!r}")
     if not (folder / "config.json").is_file():
         raise ModelError(f"the model folder {str(folder)!r} has no config.json")
+    _refuse_code(folder)
     vocabulary = vocabulary_of(folder)
     module, config = _load(folder)
     return LoadedModel(module, folder, vocabulary, _context_length(config, folder))
+
+
+def _refuse_code(folder: Path) -> None:
+    """A model folder is data: one that brings Python of its own is not loaded.
+
+    Some versions of mlx-lm execute the file that `model_file` names without asking.
+    """
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise ModelError(f"config.json in {str(folder)!r} is not JSON: {error}") from error
+    if "model_file" in config:
+        raise ModelError(
+            f"the model {str(folder)!r} wants to run code of its own "
+            f"({str(config['model_file'])[:100]!r}); such models are not loaded"
+        )
 
 
 def _load(folder: Path) -> tuple[Any, dict[str, Any]]:

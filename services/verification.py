@@ -9,7 +9,7 @@ from collections.abc import Generator
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from protocol.errors import ModelError, ProtocolError
+from protocol.errors import ModelError, ProtocolError, RuntimeFailure
 from protocol.messages import (
     CloseSequence,
     FromService,
@@ -184,6 +184,9 @@ class Verifier:
             judged = sequence.judge.judge(logits, message)
             self._rewind(sequence, message.position + judged.accepted + 1)
             sequence.tokens += chain[: judged.accepted + 1]
+        except RuntimeFailure:
+            self._sequences.pop(message.sequence, None)  # its KV serves nobody any more
+            raise
         finally:
             sequence.asked = None
             self._batcher.withdraw(asked)

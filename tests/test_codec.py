@@ -1,5 +1,6 @@
 """The codec: what goes in comes out, and nothing else comes in."""
 
+import tracemalloc
 from types import UnionType
 from typing import Any, get_args
 
@@ -367,3 +368,16 @@ def test_damaged_messages_are_survived(
     data = pack(example(kind))
     at %= len(data)
     survives(data[:at] + inserted + data[at + removed :])
+
+
+def test_lengths_are_checked_before_room_is_made() -> None:
+    """Lists that claim or have more elements than the field allows cost neither time nor memory."""
+    head = pack({"type": "verify", "sequence": 1, "round": 1, "position": 0, "chain": 0})[:-1]
+    for length, body in ((2**32 - 1, b""), (messages.MAX_TOKENS + 1, b"\x01" * 8_000_000)):
+        data = head + b"\xdd" + length.to_bytes(4, "big") + body
+        tracemalloc.start()
+        with pytest.raises(ProtocolError, match="length <="):
+            DECODERS["ToVerifier"].decode(data)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1_000_000

@@ -72,11 +72,13 @@ class FakeHub(Generic[Inbound]):
         self.inbox: deque[tuple[bytes, Message]] = deque()
         self.sent: list[tuple[bytes, Message]] = []
         self.gone: set[bytes] = set()
+        self.dropped = 0
 
     def send(self, peer: bytes, message: Message | bytes) -> bool:
         if isinstance(message, bytes):
             message = TO_VERIFIER.decode(message)
         self.sent.append((peer, message))
+        self.dropped += peer in self.gone
         return peer not in self.gone
 
     def keep_bound(self, now: float) -> None:
@@ -425,6 +427,37 @@ def test_a_coarse_clock_does_no_harm(house: House, verify_ms: float) -> None:
         house.drafted(6)
         house.verified(0, bonus, verify_ms)
     assert [finished.reason for finished in house.told(b"c", Finished)] == ["length"]
+
+
+def test_only_a_verifier_says_what_was_verified(house: House) -> None:
+    """An outcome that comes from the drafter is nothing."""
+    house.client(ask(max_tokens=1))
+    outcome = VerificationOutcome(
+        sequence=1, round=1, accepted=0, bonus=9, verify_ms=1.0, idle_ms=0.0
+    )
+    house.service(b"d", outcome)
+    assert house.told(b"c", Text) == []
+    house.verified(0, 5)
+    assert [text.tokens for text in house.told(b"c", Text)] == [[5]]
+
+
+def test_a_client_learns_whether_it_is_served(house: House) -> None:
+    """The status tells a client about its own request, running or waiting, and nobody else's."""
+    house.client(ask(4))
+    house.client(StatusRequest(request=4))
+    house.client(StatusRequest(request=5))
+    house.client(StatusRequest(request=4), peer=b"other")
+    assert [(s.request, s.serving) for s in house.told(b"c", Status)] == [(4, True), (5, False)]
+    assert [s.serving for s in house.told(b"other", Status)] == [False]
+
+
+def test_what_nobody_reads_is_counted(house: House) -> None:
+    """The status says how many messages were dropped because their reader was gone."""
+    house.client(ask(1), peer=b"gone")
+    house.clients.gone.add(b"gone")
+    house.verified(0, 5)
+    house.client(StatusRequest())
+    assert house.told(b"c", Status)[-1].dropped == house.clients.dropped > 0
 
 
 def test_signs_of_life_are_answered(house: House) -> None:

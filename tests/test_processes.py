@@ -57,3 +57,50 @@ def test_nothing_is_left(
     launched.wait(30)
     eventually(lambda: gone(pids), "the children are gone")
     eventually(lambda: leftovers(run_dir) == [], "the run folder is empty")
+
+
+def test_a_second_interrupt_does_not_wait(launched: subprocess.Popen[bytes], run_dir: Path) -> None:
+    """Ctrl-C twice, in the launcher's own process group, while a child refuses to end: at once."""
+    pids = [child.pid for child in children(launched)]
+    stubborn = next(child for child in children(launched) if title(child) == "ssd verifier")
+    stubborn.send_signal(signal.SIGSTOP)  # a stopped process does not hear SIGTERM
+    os.killpg(launched.pid, signal.SIGINT)
+    eventually(lambda: not psutil.pid_exists(pids[0]) or gone([pids[0]]), "the stack is stopping")
+    os.killpg(launched.pid, signal.SIGINT)
+    launched.wait(30)
+    eventually(lambda: gone(pids), "the children are gone")
+    eventually(lambda: leftovers(run_dir) == [], "the run folder is empty")
+
+
+def test_a_stopped_child_does_not_outlive_its_supervisor(
+    launched: subprocess.Popen[bytes], run_dir: Path
+) -> None:
+    """SIGKILL of the supervisor while a child is stopped: the others end it and tidy up."""
+    pids = [child.pid for child in children(launched)]
+    stopped = next(child for child in children(launched) if title(child) == "ssd drafter")
+    stopped.send_signal(signal.SIGSTOP)
+    os.kill(launched.pid, signal.SIGKILL)
+    launched.wait(30)
+    eventually(lambda: gone(pids), "the children are gone")
+    eventually(lambda: leftovers(run_dir) == [], "the run folder is empty")
+
+
+def test_another_user_cannot_reach_the_sockets(
+    launched: subprocess.Popen[bytes], run_dir: Path
+) -> None:
+    """Whoever is not the owner can neither list the run folder nor connect to a socket in it."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can try it as somebody else")
+    code = (
+        "import os, socket, sys\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "for name in ('services', 'clients', 'control'):\n"
+        "    try:\n"
+        "        socket.socket(socket.AF_UNIX).connect(f'{sys.argv[1]}/s/{name}.sock')\n"
+        "    except PermissionError:\n"
+        "        continue\n"
+        "    sys.exit(1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(run_dir)], check=False, timeout=30)
+    assert done.returncode == 0
+    assert launched.poll() is None

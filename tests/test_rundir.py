@@ -1,6 +1,9 @@
 """Run folders: private, described, and swept when their owner is dead."""
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -9,6 +12,7 @@ import pytest
 
 from launch.rundir import Description, RunDir, claim, sweep
 from protocol.errors import RuntimeFailure
+from protocol.orphans import note_children
 
 NOBODY = 2**22 + 1  # above the largest pid of Linux and macOS
 
@@ -184,3 +188,38 @@ def test_a_long_name_is_refused() -> None:
     run_dir = RunDir("x" * 100)
     with pytest.raises(RuntimeFailure, match="set SSD_RUN_DIR to a short one"):
         assert run_dir.services_address
+
+
+def test_a_folder_that_others_can_exchange_is_refused(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below a folder in which everybody may rename, a private folder is not ours for long."""
+    above = base.parent / "shared"
+    above.mkdir()
+    above.chmod(0o777)
+    monkeypatch.setenv("SSD_RUN_DIR", str(above / "b"))
+    with pytest.raises(RuntimeFailure, match="can exchange the run folder"):
+        RunDir("x").create()
+    above.chmod(0o1777)
+    RunDir("x").create()
+
+
+def test_a_trap_is_not_attached_to(base: Path) -> None:
+    """A client looks at the folder before it believes what is in it."""
+    run_dir = RunDir("x")
+    run_dir.create()
+    run_dir.describe(os.getpid(), "model", "")
+    assert run_dir.running() is not None
+    base.chmod(0o755)
+    with pytest.raises(RuntimeFailure, match="mode 0700"):
+        run_dir.running()
+
+
+def test_a_folder_of_a_dead_owner_takes_its_processes_along() -> None:
+    """What a dead supervisor left behind is ended when its folder is swept."""
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    folder = stack("x", f"{NOBODY} 0.0")
+    note_children(folder, [sleeper.pid])
+    sweep()
+    assert not folder.exists()
+    assert sleeper.wait(10) == -signal.SIGKILL

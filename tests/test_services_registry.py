@@ -90,7 +90,7 @@ def test_a_drafter_needs_no_model() -> None:
 
 def test_peers_are_found_by_address() -> None:
     """A message is attributed to the current service of its address, and to no other."""
-    registry = Registry(Vigil(20.0, 180.0))
+    registry = Registry(Vigil(20.0, 180.0), 1, "large")
     drafter, verifier = Peer(b"d", DRAFTER), Peer(b"v", VERIFIER)
     assert registry.adopt(drafter) is None
     assert registry.adopt(verifier) is None
@@ -99,7 +99,7 @@ def test_peers_are_found_by_address() -> None:
 
 def test_a_newcomer_replaces_the_service_of_its_role() -> None:
     """Adopting returns the service that was replaced, which is unknown from then on."""
-    registry = Registry(Vigil(20.0, 180.0))
+    registry = Registry(Vigil(20.0, 180.0), 1, "large")
     old, new = Peer(b"old", DRAFTER), Peer(b"new", changed(DRAFTER, pid=9))
     registry.adopt(old)
     assert old is registry.adopt(new)
@@ -109,7 +109,7 @@ def test_a_newcomer_replaces_the_service_of_its_role() -> None:
 
 def test_a_welcome_ends_the_refusal_of_its_role() -> None:
     """Why a candidate was refused is remembered until one of its role is welcomed."""
-    registry = Registry(Vigil(20.0, 180.0))
+    registry = Registry(Vigil(20.0, 180.0), 1, "large")
     registry.refused.update(drafter="no", verifier="never")
     registry.adopt(Peer(b"d", DRAFTER))
     assert registry.refused == {"verifier": "never"}
@@ -121,7 +121,7 @@ def test_a_welcome_ends_the_refusal_of_its_role() -> None:
 )
 def test_only_the_current_service_can_die(role: Role, pid: int, expected: bool) -> None:  # noqa: FBT001
     """News of the death of a service that was replaced does not drop its successor."""
-    registry = Registry(Vigil(20.0, 180.0))
+    registry = Registry(Vigil(20.0, 180.0), 1, "large")
     registry.adopt(Peer(b"d", DRAFTER))
     assert expected is registry.drop(role, pid)
     assert expected is (registry.at(b"d") is None)

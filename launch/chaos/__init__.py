@@ -1,0 +1,1 @@
+"""`ssd chaos`: a stack under load, and everything that may happen to it."""

@@ -1,0 +1,109 @@
+"""A campaign: one fault after another, at random moments of the load, and what came of each."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from launch.chaos.faults import ROLES, Fault, Victim, known
+from launch.chaos.load import Load
+from protocol.client import Client
+from protocol.errors import DeadlineExceeded, RuntimeFailure, SsdError
+from protocol.messages import Status
+
+_WHOLE_S = 30.0
+"""Longest wait for a stack to be whole again, and for any answer."""
+_TWICE = 0.1
+"""Share of faults that strike before the one before is mended."""
+
+
+@dataclass
+class Outcome:
+    """What one class of faults did."""
+
+    injected: int = 0
+    silences_s: list[float] = field(default_factory=list)
+    """Longest pause in the tokens of any client that touches the fault, each time."""
+    mended_s: list[float] = field(default_factory=list)
+    """Until every process was there and tokens came again."""
+
+
+class Campaign:
+    """Runs faults against one stack."""
+
+    def __init__(self, victim: Victim, load: Load, progress: Callable[[str], None]) -> None:
+        self._victim = victim
+        self._load = load
+        self._progress = progress
+        self.outcomes: dict[str, Outcome] = {}
+        self._alone = True
+
+    def run(self, count: int, seconds: float, only: tuple[str, ...] = ()) -> None:
+        """Inject `count` faults, fewer if the time is over first; `only` names parts of names.
+
+        Raises:
+            RuntimeFailure: the stack did not mend, or a request hangs.
+        """
+        end = time.monotonic() + seconds
+        faults = [f for f in known() if not only or any(part in f.name for part in only)]
+        todo: list[Fault] = []
+        for number in range(count):
+            if time.monotonic() > end:
+                break
+            if not todo:
+                todo = random.Random(self._victim.dice.random()).sample(faults, len(faults))  # noqa: S311  # no secret
+            self._strike(todo.pop(), number)
+
+    def _strike(self, fault: Fault, number: int) -> None:
+        time.sleep(self._victim.dice.uniform(0.0, 0.3))
+        self._progress(f"{number + 1}: {fault.name}")
+        outcome = self.outcomes.setdefault(fault.name, Outcome())
+        outcome.injected += 1
+        old = self._victim.processes().get(fault.replaces)
+        started = time.monotonic()
+        fault.inject(self._victim)
+        alone, self._alone = self._alone, self._victim.dice.random() >= _TWICE
+        if not self._alone:
+            return
+        self._await_mended(started, fault, old.pid if old is not None else 0)
+        mended = time.monotonic()
+        if alone:  # else it also shows what the fault before it did
+            outcome.mended_s.append(mended - started)
+            outcome.silences_s.append(self._load.silence_s(started, mended))
+
+    def _await_mended(self, started: float, fault: Fault, ended: int) -> None:
+        before = self._load.arrivals
+        while not (self._load.arrivals > before and self._whole(ended)):
+            if time.monotonic() - started > _WHOLE_S or self._load.oldest_s > _WHOLE_S:
+                raise RuntimeFailure(
+                    f"after {fault.name!r} the stack did not mend within {_WHOLE_S:g} s"
+                )
+            time.sleep(0.02)
+
+    def _whole(self, ended: int) -> bool:
+        """Whether all of the supervisor's processes, none of which is `ended`, know each other."""
+        pids = {role: p.pid for role, p in self._victim.processes().items()}
+        status = _status(self._victim)
+        if ended in pids.values():
+            return False
+        if status is None or set(pids) != set(ROLES) or {*pids.values()} & {*status.condemned}:
+            return False
+        here: dict[str, int] = {str(s.role): s.pid for s in status.services}
+        known: dict[str, int] = {**here, "orchestrator": status.pid}
+        return known == pids
+
+
+def _status(victim: Victim) -> Status | None:
+    client = Client(victim.run_dir.clients_address)
+    try:
+        return client.status(timeout_s=2.0)
+    except (DeadlineExceeded, SsdError):
+        return None
+    finally:
+        client.close()
+
+
+def middle(values: list[float]) -> float:
+    """The median; 0 of nothing."""
+    return statistics.median(values) if values else 0.0

@@ -1,0 +1,72 @@
+"""Structured logs: one JSON object a line, with the ids of what it is about, and no prompts.
+
+Written with `extra=about(request=..., sequence=..., round=...)`. What repeats itself is
+written a few times and then counted, so that no peer can fill the disk.
+"""
+
+import json
+import logging
+import sys
+import time
+from typing import Any, Literal
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_IDS = ("request", "sequence", "round")
+_TIMES = 20
+_WINDOW_S = 10.0
+
+
+def about(**ids: int | str) -> dict[str, dict[str, int | str]]:
+    """The `extra` of a log call: what the line is about, in ids and counts, never in text."""
+    return {"about": dict(ids)}
+
+
+class JsonLines(logging.Formatter):
+    """`{"time", "role", "level", ids, "message"}`; an exception's traceback under `trace`."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        line: dict[str, Any] = {
+            "time": round(record.created, 3),
+            "role": self._role,
+            "level": record.levelname.lower(),
+        }
+        line.update(getattr(record, "about", {}))
+        line["message"] = record.getMessage()
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class Repetition(logging.Filter):
+    """Lets a sentence (before its values are filled in) pass 20 times in ten seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since = 0.0
+        self._seen: dict[str, int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether this line is written."""
+        now = time.monotonic()
+        if now - self._since > _WINDOW_S:
+            self._since, self._seen = now, {}
+        count = self._seen[record.msg] = self._seen.get(record.msg, 0) + 1
+        if count == _TIMES:
+            record.msg = f"{record.msg} (and no more of these for {_WINDOW_S:g} s)"
+        return count <= _TIMES or record.levelno <= logging.DEBUG
+
+
+def configure(role: str, level: LogLevel) -> None:
+    """Log to stderr, which the supervisor has led to the process's log file."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines(role))
+    handler.addFilter(Repetition())
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    # A full disk must cost log lines, not the process; nor a traceback per lost line.
+    logging.raiseExceptions = False

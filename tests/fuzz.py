@@ -1,0 +1,123 @@
+"""`python -m tests.fuzz TARGET [libFuzzer options]`: coverage-guided fuzzing with atheris.
+
+Targets: codec, gguf, safetensors, tokenizer. An input that
+leads to anything but our own errors is a crash; atheris writes it to a file, and it becomes
+a test. Example: `python -m tests.fuzz codec -max_total_time=120`.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["protocol", "services", "msgpack"]):
+    from protocol import messages
+    from protocol.codec import Decoder, encode
+    from protocol.errors import ModelError, ProtocolError
+    from protocol.fingerprint import vocabulary_of
+    from services import gguf, model
+
+from tests.gguf_file import metadata_of, tensors_of, write_gguf
+from tests.reference import tiny_folder
+
+FOLDER = Path(tempfile.mkdtemp(prefix="ssd-fuzz-"))
+DECODERS = [
+    Decoder(getattr(messages, name))
+    for name in ("FromService", "ToVerifier", "ToDrafter", "ToOrchestrator", "FromOrchestrator")
+]
+
+
+def codec(data: bytes) -> None:
+    """What is decoded can be encoded again and comes back equal."""
+    for decoder in DECODERS:
+        try:
+            message = decoder.decode(data)
+        except ProtocolError:
+            continue
+        if message == message:  # noqa: PLR0124  # NaN is no message, see below
+            assert decoder.decode(encode(message)) == message
+
+
+def gguf_file(data: bytes) -> None:
+    """A GGUF file that is broken is a ModelError."""
+    path = FOLDER / "m.gguf"
+    path.write_bytes(data)
+    try:
+        gguf.convert(path, FOLDER / "converted")
+    except ModelError:
+        return
+
+
+def safetensors(data: bytes) -> None:
+    """Weights that are broken are a ModelError."""
+    _copy(FOLDER / "model", "model.safetensors", data)
+    try:
+        model.load(FOLDER / "model")
+    except ModelError:
+        return
+
+
+def tokenizer(data: bytes) -> None:
+    """A tokenizer that is broken is a ModelError."""
+    _copy(FOLDER / "vocabulary", "tokenizer.json", data)
+    try:
+        vocabulary_of(FOLDER / "vocabulary")
+    except ModelError:
+        return
+
+
+def _copy(folder: Path, name: str, data: bytes) -> None:
+    folder.mkdir(exist_ok=True)
+    for file in tiny_folder("llama").iterdir():
+        if file.name != name and not (folder / file.name).exists():
+            (folder / file.name).write_bytes(file.read_bytes())
+    (folder / name).write_bytes(data)
+
+
+def seeds(target: str) -> list[bytes]:
+    """Honest inputs to begin with."""
+    source = tiny_folder("llama")
+    if target == "gguf":
+        path = FOLDER / "seed.gguf"
+        write_gguf(path, metadata_of(source, split="gpt-2"), tensors_of(source), "F32", {})
+        return [path.read_bytes()]
+    if target == "safetensors":
+        return [(source / "model.safetensors").read_bytes()]
+    if target == "tokenizer":
+        return [(source / "tokenizer.json").read_bytes()]
+    return [
+        encode(messages.Alive(3)),
+        encode(messages.Generate(request=1, tokens=[1, 2, 3])),
+        encode(messages.Verify(sequence=1, round=2, position=3, chain=[4, 5])),
+        encode(
+            messages.DraftTree(
+                sequence=1, round=1, depth=1, outcomes=[(0, 1)], tokens=[2], confidences=[0.5],
+                draft_ms=1.0,
+            )
+        ),
+    ]  # fmt: skip
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "codec": codec,
+    "gguf": gguf_file,
+    "safetensors": safetensors,
+    "tokenizer": tokenizer,
+}
+
+
+def main() -> None:
+    """Run one target until libFuzzer's options end it."""
+    target = sys.argv.pop(1)
+    corpus = FOLDER / "corpus"
+    corpus.mkdir()
+    for number, seed in enumerate(seeds(target)):
+        (corpus / str(number)).write_bytes(seed)
+    atheris.Setup([*sys.argv, str(corpus)], TARGETS[target])
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

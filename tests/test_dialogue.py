@@ -1,0 +1,106 @@
+"""What a client makes of an orchestrator's messages, also of one that was restarted."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.statistics import Recorder
+from protocol.dialogue import Dialogue
+from protocol.errors import RuntimeFailure
+from protocol.messages import Finished, Generate, Sampling, Status, StatusRequest, Text, Tokens
+
+REQUEST = Generate(request=3, tokens=[1, 2])
+REJECTION = Generate(
+    request=3, tokens=[1], sampling=Sampling(temperature=1.0, acceptance="rejection")
+)
+
+
+def text(tokens: Tokens, request: int = 3) -> Text:
+    pieces = [f"<{token}>" for token in tokens]
+    return Text(request=request, tokens=tokens, origins=["target"] * len(tokens), pieces=pieces)
+
+
+def status(pid: int, *, serving: bool, request: int = 3) -> Status:
+    return Status(
+        pid=pid, model="", services=[], active=0, waiting=0, request=request, serving=serving
+    )
+
+
+def split(tokens: Tokens, cuts: list[int]) -> Iterator[Text]:
+    """These tokens as messages that end at the cuts."""
+    ends = sorted({min(cut, len(tokens)) for cut in cuts} | {len(tokens)})
+    for start, end in zip([0, *ends], ends, strict=False):
+        if end > start:
+            yield text(tokens[start:end])
+
+
+@given(st.integers(0, 12), st.lists(st.integers(1, 12)), st.lists(st.integers(1, 12)))
+def test_an_answer_is_continued_where_it_stopped(
+    had: int, before: list[int], after: list[int]
+) -> None:
+    """However both answers are cut up, each token and its text arrive once, in order."""
+    tokens = list(range(100, 112))
+    dialogue = Dialogue(REQUEST, pid=1)
+    got = [dialogue.take(message) for message in split(tokens[:had], before)]
+    assert dialogue.take(status(2, serving=False)) == REQUEST
+    got += [dialogue.take(message) for message in split(tokens, after)]
+    texts = [message for message in got if isinstance(message, Text)]
+    assert tokens == [token for message in texts for token in message.tokens]
+    assert "".join(f"<{token}>" for token in tokens) == "".join(m.text for m in texts)
+    assert len(tokens) == sum(len(message.origins) for message in texts)
+
+
+def test_a_served_request_is_waited_for() -> None:
+    """As long as the same orchestrator serves it, nothing is sent again."""
+    dialogue = Dialogue(REQUEST, pid=1)
+    assert dialogue.silence() == StatusRequest(request=3)
+    assert dialogue.take(status(1, serving=True)) is None
+
+
+def test_a_dropped_request_is_asked_again() -> None:
+    """The same orchestrator may have dropped a request whose client did not read."""
+    dialogue = Dialogue(REQUEST, pid=1)
+    assert dialogue.take(status(1, serving=False)) == REQUEST
+
+
+def test_other_answers_to_status_mean_nothing() -> None:
+    """A status that was asked for other reasons says nothing about the request."""
+    dialogue = Dialogue(REQUEST, pid=1)
+    assert dialogue.take(status(2, serving=False, request=0)) is None
+    assert dialogue.take(text([5], request=4)) is None
+
+
+def test_what_cannot_be_repeated_fails() -> None:
+    """Under the rejection rule a restart ends an answer that has begun, and says so."""
+    dialogue = Dialogue(REJECTION, pid=1)
+    assert dialogue.take(status(2, serving=False)) == REJECTION
+    dialogue.take(text([5]))
+    with pytest.raises(RuntimeFailure, match="rejection rule"):
+        dialogue.take(status(3, serving=False))
+
+
+def test_silence_has_an_end() -> None:
+    """Thirty questions without an answer; any word forgives them."""
+    dialogue = Dialogue(REQUEST, pid=1)
+    for _ in range(30):
+        dialogue.silence()
+    dialogue.take(status(1, serving=True))
+    for _ in range(30):
+        dialogue.silence()
+    with pytest.raises(RuntimeFailure, match="does not answer"):
+        dialogue.silence()
+
+
+def test_a_failed_request_is_an_error() -> None:
+    """The orchestrator's reason is raised."""
+    finished = Finished(
+        request=3,
+        reason="error",
+        prompt_tokens=1,
+        statistics=Recorder(0.0).summary(),
+        error="no luck",
+    )
+    with pytest.raises(RuntimeFailure, match="no luck"):
+        Dialogue(REQUEST, pid=1).take(finished)
