@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from launch.config import StackSettings, share_cores
+from launch.config import StackSettings, cache_dir, machine_name, share_cores
 from launch.converted import require_converted
 from launch.door import Door, write_key
 from launch.models import Pair
@@ -36,6 +36,10 @@ def start_orchestrator(
         verify_timeout_s=settings.verify_timeout_s,
         hang_timeout_s=settings.hang_timeout_s,
         first_timeout_s=settings.start_timeout_s,
+        learned_dir=str(cache_dir() / "learned") if settings.memory else "",
+        # All that times depend on, besides the models.
+        machine=f"{machine_name()} {settings.target_device} {settings.draft_device} "
+        f"{settings.emulate_target_cost}",
     )
     return Child("orchestrator", "orchestrator.main", told, run_dir.log("orchestrator"))
 

@@ -3,7 +3,11 @@
 This is the only module that reads the environment. Unknown keys are errors everywhere.
 """
 
+import contextlib
 import os
+import platform
+import subprocess
+import sys
 import tempfile
 import tomllib
 from pathlib import Path
@@ -74,6 +78,8 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Largest HTTP request."""
     preset: PresetName = "default"
     """What HTTP requests get that do not say otherwise."""
+    memory: bool = True
+    """Whether the planner begins with what it learned in earlier runs."""
     draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0
@@ -165,6 +171,24 @@ def compute_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def machine_name() -> str:
+    """The chip, and how many of its cores are ours."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_chip()}, {cores} cores"
+
+
+def _chip() -> str:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        line = next(line for line in lines if line.startswith("model name"))
+        return line.split(":", 1)[1].strip()
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.check_output(command, text=True, timeout=5.0).strip()
+    return f"{platform.system()} {platform.machine()}"
 
 
 class Cores(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ import json
 import secrets
 import sys
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,9 +12,10 @@ import msgspec
 from launch import show
 from launch.explain import explanation
 from launch.prompts import Prompt
+from launch.trace import write_trace
 from protocol.client import Client
 from protocol.errors import UsageError
-from protocol.messages import ChatMessage, Finished, Generate, Text
+from protocol.messages import ChatMessage, Finished, Generate, Slice, Text
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +28,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     statistics: bool = False
     show_draft: bool = False
     explain: bool = False
+    trace: Path | None = None
+    """Where to write who did what when."""
 
 
 def new_seed() -> int:
@@ -47,13 +51,16 @@ def read_prompt(prompt: str) -> str:
 
 def answer_all(client: Client, prompts: list[Prompt], options: Options) -> None:
     """Answer each prompt in turn, on standard output."""
+    slices: list[Slice] = []
     for index, prompt in enumerate(prompts):
         if options.as_json:
-            _print_json(client, prompt, options)
+            slices += _print_json(client, prompt, options)
         else:
             if len(prompts) > 1:
                 show.human().print(f"{'' if index == 0 else chr(10)}[{prompt.id or index + 1}]")
-            _print_text(client, prompt, options)
+            slices += _print_text(client, prompt, options)
+    if options.trace is not None:
+        write_trace(options.trace, slices)
 
 
 def _request(client: Client, prompt: Prompt, options: Options) -> Generate:
@@ -63,7 +70,7 @@ def _request(client: Client, prompt: Prompt, options: Options) -> Generate:
     return msgspec.structs.replace(options.template, request=client.number(), messages=messages)
 
 
-def _print_text(client: Client, prompt: Prompt, options: Options) -> None:
+def _print_text(client: Client, prompt: Prompt, options: Options) -> list[Slice]:
     console = show.plain() if options.show_draft else None
     finished = None
     for message in client.generate(_request(client, prompt, options)):
@@ -82,18 +89,22 @@ def _print_text(client: Client, prompt: Prompt, options: Options) -> None:
         show.human().print(explanation(mode, finished.statistics), markup=False)
     if finished is not None and options.statistics:
         show.human().print(show.statistics_table(finished.statistics))
+    return finished.timeline if finished is not None else []
 
 
-def _print_json(client: Client, prompt: Prompt, options: Options) -> None:
+def _print_json(client: Client, prompt: Prompt, options: Options) -> list[Slice]:
     text, tokens = "", list[int]()
+    timeline: list[Slice] = []
     for message in client.generate(_request(client, prompt, options)):
         if isinstance(message, Text):
             text += message.text
             tokens += message.tokens
         else:
+            timeline = message.timeline
             record = _record(client, options.template, message)
             identity: dict[str, Any] = {"id": prompt.id} if prompt.id != "" else {}
             show.write(json.dumps({**identity, "text": text, "tokens": tokens, **record}) + "\n")
+    return timeline
 
 
 def _record(client: Client, request: Generate, finished: Finished) -> dict[str, Any]:

@@ -56,6 +56,8 @@ def stack_options() -> Callable[[F], F]:
             click.option("--log-level", type=click.Choice(get_args(LogLevel)),
                          help="Of all processes; see `ssd logs`."),
             click.option("--prefill-step-size", type=click.IntRange(min=1)),
+            click.option("--memory/--no-memory", default=None,
+                         help="Begin with what the planner learned in earlier runs, or anew."),
             click.option("--decode-concurrency", type=click.IntRange(min=1),
                          help="Requests decoded at the same time; others wait in line."),
             click.option("--max-waiting", type=click.IntRange(min=0),
@@ -124,15 +126,38 @@ def sampling_options() -> Callable[[F], F]:
             click.option("--draft-temp", type=click.FloatRange(0, 100),
                          help="The drafter's own temperature; no answer's law depends on it."),
             click.option("--draft-top-p", type=share, help="The drafter's own top-p."),
-            click.option("--saguaro-c", type=unit, default=d.saguaro, show_default=True,
-                         help="Rejection: the draft's weight for tokens prepared for; 1 is off."),
+            click.option("--saguaro-c", type=_Weight(), default=d.saguaro, show_default=True,
+                         help="Rejection: the draft's weight for tokens prepared for; 1 is off, "
+                              "auto tries a few and prefers the fastest."),
         ]
     )  # fmt: skip
+
+
+class _Weight(click.FloatRange):
+    """C of Saguaro sampling: a number from 0 to 1, or `auto`."""
+
+    name = "C"
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "auto" else super().convert(value, param, ctx)
+
+
+def take_saguaro_choice(options: dict[str, Any]) -> bool:
+    """Whether `--saguaro-c auto` was given; then a number takes its place in `options`."""
+    chosen: bool = options["saguaro_c"] == "auto"
+    if chosen:
+        options["saguaro_c"] = Sampling().saguaro
+    return chosen
 
 
 def take_sampling(options: dict[str, Any]) -> Sampling:
     """Take the sampling options out of `options`; raises UsageError if they contradict."""
     seed = options.pop("seed")
+    if options["saguaro_c"] == "auto":
+        raise UsageError("--saguaro-c auto is for `generate`; give a number here")
     given = {
         "temperature": options.pop("temp"),
         "top_p": options.pop("top_p"),

@@ -11,11 +11,12 @@ from orchestrator.plan import Plan
 from orchestrator.sequence import Sequence
 from orchestrator.statistics import Recorder
 from orchestrator.text import StoppableText
+from orchestrator.timeline import Timeline
 from orchestrator.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from protocol.logs import about
 from protocol.messages import Generate, Sampling, Tokens
-from protocol.sampling import by_rejection, check
+from protocol.sampling import by_rejection, check, is_greedy, of_drafter
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def admit(
             parameters contradict each other.
     """
     check(request.sampling)
+    sampling, tried = _saguaro(request, estimates)
     prompt = _prompt(request, tokenizer)
     if 0 < max_prompt_tokens < len(prompt):
         raise UsageError(
@@ -49,7 +51,7 @@ def admit(
     sequence = Sequence(
         number=number,
         prompt=prompt,
-        sampling=_shaped(request.sampling, len(prompt), tokenizer, vocabulary_size),
+        sampling=_shaped(sampling, len(prompt), tokenizer, vocabulary_size),
         limits=Limits(request.max_tokens, tokenizer.stop_ids, context_length, vocabulary_size),
         plan=Plan(
             request.mode,
@@ -57,9 +59,14 @@ def admit(
             request.lookahead,
             request.fan_out,
             request.fan_out_policy,
-            sampled=by_rejection(request.sampling),
+            sampled=by_rejection(sampling),
+            tried_saguaro=tried,
         ),
-        recorder=Recorder(now, timeline=[] if request.trace else None),
+        recorder=Recorder(
+            now,
+            timeline=[] if request.trace else None,
+            slices=Timeline() if request.trace else None,
+        ),
     )
     ids = about(request=request.request, sequence=number)
     _log.info("request of %d tokens, mode %s", len(prompt), request.mode, extra=ids)
@@ -83,6 +90,18 @@ def _shaped(
     stop_ids = tuple(sorted(tokenizer.stop_ids))
     shape = replace(shape, answer_from=prompt_length, stop_ids=stop_ids)
     return replace(sampling, shape=shape)
+
+
+def _saguaro(request: Generate, estimates: Estimates) -> tuple[Sampling, float | None]:
+    """The sampling with its C chosen, if that was left to us, and the choice."""
+    if not request.choose_saguaro:
+        return request.sampling, None
+    if request.sampling.acceptance != "rejection":
+        raise UsageError("C of Saguaro sampling is a matter of the rejection rule; ask for that")
+    if not by_rejection(request.sampling) or is_greedy(of_drafter(request.sampling)):
+        return request.sampling, None  # nothing is drawn
+    weight = estimates.saguaro.choose()
+    return replace(request.sampling, saguaro=weight), weight
 
 
 def _prompt(request: Generate, tokenizer: TargetTokenizer) -> Tokens:

@@ -79,9 +79,9 @@ class Answer:
             case Phase.STRANDED | Phase.FINISHED:
                 self.deadline = None
 
-    def prefilled(self, message: Prefilled, role: Role) -> None:
+    def prefilled(self, message: Prefilled, role: Role, now: float) -> None:
         """A service has taken in the tokens so far; again after each restart."""
-        self.sequence.recorder.phase(f"prefill_{role}", message.prefill_ms)
+        self.sequence.recorder.prefilled(role, message, now)
         if role == "verifier" and self.cached_tokens is None:
             self.cached_tokens = min(message.cached, self.prompt_tokens)
 
@@ -89,6 +89,7 @@ class Answer:
         """The last message."""
         ids = about(request=self.request, sequence=self.sequence.number, round=self.sequence.round)
         _log.info("request ends: %s %s", reason, error, extra=ids)
+        timeline = self.sequence.recorder.slices
         return Finished(
             request=self.request,
             reason=reason,
@@ -97,6 +98,7 @@ class Answer:
             statistics=self.sequence.recorder.summary(),
             spreads=self.sequence.recorder.spreads(),
             error=error,
+            timeline=timeline.slices if timeline is not None else [],
         )
 
     def rest(self, text: str) -> Text:

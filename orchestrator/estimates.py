@@ -3,25 +3,28 @@
 Shared by all requests of a stack. Pure: fed with events, asked for numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any, Protocol, TypeVar
 
+from orchestrator.calibration import Calibration
 from orchestrator.crowd import Crowd, Passes
 from orchestrator.fan_out import AFTER_ALL, AFTER_REJECTION, acceptance_law, hit_chances
 from orchestrator.hit_curve import HitCurve
+from orchestrator.learned import Learned
+from orchestrator.mean import Mean
 from orchestrator.pace import Pace
+from orchestrator.saguaro import SaguaroChoice
 from orchestrator.step_cost import StepCost
+from orchestrator.verify_cost import VerifyCost
 from orchestrator.width import WIDTHS, Width, between, worth_of_depths
 from protocol.messages import Mode, Origin
 
 ORIGINS: tuple[Origin, ...] = ("target", "hit", "miss")
 
-_SMOOTHING = 0.1
-"""Weight of a new sample in a running mean."""
-
-_SHORTEST_MS = 1e-3
-"""A clock may be too coarse to see a verification; no time at all would make it priceless."""
+Remembered_contra = TypeVar("Remembered_contra", contravariant=True)
+Remembered = TypeVar("Remembered")
 
 _UNSEEN_RATE = 0.5
 """Assumed acceptance rate of a draft token."""
@@ -29,89 +32,15 @@ _UNSEEN_RATE = 0.5
 _REACH, _RELAX = 2.0, 0.05
 """Assumed longest draft that is worth verifying, and by how much it shrinks per round unused."""
 
+_SHORTEST_MS = 1e-3
+"""A clock may be too coarse to see a tree step."""
+
 _HOPED = 0.85
 _ALIKE, _BACKUP_FADE = 6.0, 0.99
 """Samples that the rate of hits counts for among backups, and how fast those fade, per round."""
 
-_UNSEEN_STEP = 0.15
-"""Assumed extra cost per token, as a share of one token's, where nothing was measured."""
-
-
-class VerifyCost:
-    """T_v(m): time of a verification of m tokens, relative to nothing but itself."""
-
-    def __init__(self) -> None:
-        self._mean: dict[int, float] = {}
-
-    def observe(self, tokens: int, milliseconds: float) -> None:
-        """A verification of `tokens` tokens took this long."""
-        milliseconds = max(milliseconds, _SHORTEST_MS)
-        old = self._mean.get(tokens, milliseconds)
-        # A single outlier (a page fault storm, a sleeping core) must not change plans.
-        sample = min(milliseconds, 2.0 * old)
-        self._mean[tokens] = old + _SMOOTHING * (sample - old)
-
-    def of(self, tokens: int) -> float:
-        """T_v(tokens): measured, between its measured neighbours, or assumed."""
-        if tokens in self._mean:
-            return self._mean[tokens]
-        below = max((m for m in self._mean if m < tokens), default=None)
-        above = min((m for m in self._mean if m > tokens), default=None)
-        if below is not None and above is not None:
-            share = (tokens - below) / (above - below)
-            return self._mean[below] + share * (self._mean[above] - self._mean[below])
-        if below is not None:
-            return self._mean[below] * _assumed(tokens) / _assumed(below)
-        if above is not None:
-            return self._mean[above] * _assumed(tokens) / _assumed(above)
-        return _assumed(tokens)
-
-
-def _assumed(tokens: int) -> float:
-    return 1.0 + _UNSEEN_STEP * (tokens - 1)
-
-
-class Calibration:
-    """Turns a drafter's confidence in a token into the rate at which such tokens are accepted."""
-
-    _BINS = 10
-    _PRIOR = 8.0
-    """Samples that the assumption "confidence is acceptance" counts for, per bin."""
-
-    def __init__(self) -> None:
-        centres = [(index + 0.5) / self._BINS for index in range(self._BINS)]
-        self._accepted = [self._PRIOR * centre for centre in centres]
-        self._offered = [self._PRIOR] * self._BINS
-
-    def rate(self, confidence: float) -> float:
-        """Probability that a token of this confidence is accepted, given that it is reached."""
-        index = self._bin(confidence)
-        return self._accepted[index] / self._offered[index]
-
-    def observe(self, confidences: Sequence[float], accepted: int) -> None:
-        """Of a chain's draft tokens the first `accepted` stood; the next one fell."""
-        for index, confidence in enumerate(confidences[: accepted + 1]):
-            place = self._bin(confidence)
-            # Old samples fade, so that the rate follows the text.
-            self._accepted[place] = 0.99 * self._accepted[place] + float(index < accepted)
-            self._offered[place] = 0.99 * self._offered[place] + 1.0
-
-    def _bin(self, confidence: float) -> int:
-        return min(self._BINS - 1, max(0, int(confidence * self._BINS)))
-
-
-class Mean:
-    """A running mean."""
-
-    def __init__(self, assumed: float = 0.0) -> None:
-        self.value = assumed
-        """The assumed value, until there is a sample."""
-        self._weight = 0.0
-
-    def observe(self, sample: float) -> None:
-        """One sample; the first ones count in full."""
-        self._weight = (1.0 - _SMOOTHING) * self._weight + 1.0
-        self.value += (sample - self.value) / self._weight
+_LONGEST_REACH = 64.0
+"""Longest reach that is believed if remembered."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +64,8 @@ class Lesson:
     verify_ms: float
     idle_ms: float | None
     """Between the verification before and this one; None for a request's first."""
+    tried_saguaro: float | None = None
+    """C that was chosen for the request; None if it was not the planner's choice."""
     sequences: int = 1
     """How many requests shared the pass."""
     all_tokens: int = 0
@@ -158,11 +89,13 @@ class Estimates:
         self.verify_cost = VerifyCost()
         """While a drafter works beside the target, which may slow it down."""
         self.plain_cost = VerifyCost()
-        self.calibrations = {origin: Calibration() for origin in ORIGINS}
-        self.after_rejection = {origin: HitCurve(AFTER_REJECTION) for origin in ORIGINS}
-        self.after_all = {origin: HitCurve(AFTER_ALL) for origin in ORIGINS}
-        self.idle_ms = {origin: Mean() for origin in ORIGINS}
-        self.acceptance = {origin: Mean(_UNSEEN_RATE) for origin in ORIGINS}
+        self.calibrations: dict[Origin, Calibration] = {origin: Calibration() for origin in ORIGINS}
+        self.after_rejection: dict[Origin, HitCurve] = {
+            origin: HitCurve(AFTER_REJECTION) for origin in ORIGINS
+        }
+        self.after_all: dict[Origin, HitCurve] = {origin: HitCurve(AFTER_ALL) for origin in ORIGINS}
+        self.idle_ms: dict[Origin, Mean] = {origin: Mean() for origin in ORIGINS}
+        self.acceptance: dict[Origin, Mean] = {origin: Mean(_UNSEEN_RATE) for origin in ORIGINS}
         """alpha: share of the draft tokens that were looked at and accepted."""
         self.tree_step_ms = Mean()
         """T_d(B): one depth of all branches."""
@@ -176,6 +109,7 @@ class Estimates:
         """Longest draft that was verified of late."""
         self.paces: dict[Mode, Pace] = {"sd": Pace(), "ssd": Pace()}
         """Of a request that is alone."""
+        self.saguaro = SaguaroChoice()
         self.crowd = Crowd()
         self._passes: Passes[Lesson] = Passes()
 
@@ -216,6 +150,9 @@ class Estimates:
             curves[lesson.origin].observe(lesson.rank, lesson.prepared)
         if lesson.idle_ms is not None:
             self.idle_ms[lesson.origin].observe(lesson.idle_ms)
+            if lesson.tried_saguaro is not None and lesson.speculating:
+                time_ms = lesson.idle_ms + lesson.verify_ms
+                self.saguaro.observe(lesson.tried_saguaro, lesson.accepted + 1, time_ms)
         if shared := self._passes.complete(lesson):
             self._judge(shared)
 
@@ -263,3 +200,50 @@ class Estimates:
         steps = [max(_SHORTEST_MS, self.step_cost.of(branches)) for branches in WIDTHS]
         depths = [between(worth, time_ms / step) for step in steps]
         return [hits[b] * depth for b, depth in zip(WIDTHS, depths, strict=True)]
+
+    def memory(self) -> Learned:
+        """What is worth remembering for another run."""
+        return Learned(
+            verify_cost=self.verify_cost.memory(),
+            plain_cost=self.plain_cost.memory(),
+            calibrations={origin: one.memory() for origin, one in self.calibrations.items()},
+            after_rejection={origin: one.memory() for origin, one in self.after_rejection.items()},
+            after_all={origin: one.memory() for origin, one in self.after_all.items()},
+            idle_ms={origin: one.memory() for origin, one in self.idle_ms.items()},
+            acceptance={origin: one.memory() for origin, one in self.acceptance.items()},
+            tree_step_ms=self.tree_step_ms.memory(),
+            backup_ms=self.backup_ms.memory(),
+            reach=self.reach,
+            trials={mode: pace.memory() for mode, pace in self.paces.items()},
+        )
+
+    def begin(self, remembered: Learned | None) -> None:
+        """Forget all, then begin with what was remembered, which counts for little."""
+        # In place: the plans of running requests hold this object.
+        fresh = {name: value for name, value in vars(Estimates()).items() if name != "crowd"}
+        vars(self).update(fresh)
+        if remembered is None:
+            return
+        self.verify_cost.recall(remembered.verify_cost)
+        self.plain_cost.recall(remembered.plain_cost)
+        self.tree_step_ms.recall(remembered.tree_step_ms)
+        self.backup_ms.recall(remembered.backup_ms)
+        self.reach = min(remembered.reach, _LONGEST_REACH)
+        _recall(self.calibrations, remembered.calibrations)
+        _recall(self.after_rejection, remembered.after_rejection)
+        _recall(self.after_all, remembered.after_all)
+        _recall(self.idle_ms, remembered.idle_ms)
+        _recall(self.acceptance, remembered.acceptance)
+        _recall(self.paces, remembered.trials)
+
+
+class _Learner(Protocol[Remembered_contra]):
+    def recall(self, remembered: Remembered_contra) -> None: ...
+
+
+def _recall(
+    learners: Mapping[Any, _Learner[Remembered]], remembered: Mapping[Any, Remembered]
+) -> None:
+    for key, learner in learners.items():
+        if key in remembered:
+            learner.recall(remembered[key])

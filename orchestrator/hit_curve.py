@@ -6,6 +6,7 @@ learned is the chance that candidate i is the one, given that the i before it ar
 """
 
 from orchestrator.fan_out import MissLaw
+from orchestrator.learned import Shares
 
 _RANKS = 32
 """Candidates whose chances are learned one by one; the prior speaks for those behind."""
@@ -15,6 +16,9 @@ _PRIOR = 6.0
 
 _FADE = 0.995
 """Old samples fade, so that the curve follows the text."""
+
+_RECALLED = 24.0
+"""Most samples that a remembered rank counts for."""
 
 
 class HitCurve:
@@ -34,6 +38,15 @@ class HitCurve:
         for index in range(min(prepared if rank is None else rank + 1, _RANKS)):
             self._found[index] = _FADE * self._found[index] + float(index == rank)
             self._tried[index] = _FADE * self._tried[index] + 1.0
+
+    def memory(self) -> Shares:
+        """For another run."""
+        return Shares(found=list(self._found), tried=list(self._tried))
+
+    def recall(self, remembered: Shares) -> None:
+        """Begin with what was known."""
+        if remembered.fits(_RANKS):
+            self._found, self._tried = remembered.weighing(_RECALLED)
 
     def hit(self, candidates: int) -> float:
         """Probability that the bonus token is among the first `candidates`; 0 for none."""

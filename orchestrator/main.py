@@ -1,8 +1,10 @@
 """`python -m orchestrator.main SETTINGS`: the orchestrator process."""
 
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 from orchestrator.pipeline import Orchestrator
 from orchestrator.tokenizer import TargetTokenizer
@@ -22,14 +24,26 @@ def run(settings: OrchestratorSettings) -> None:
     with services, clients:
         tokenizer = TargetTokenizer(folder)
         vocabulary = vocabulary_of(folder)
-        Orchestrator(
+        orchestrator = Orchestrator(
             settings,
             services=services,
             clients=clients,
             tokenizer=tokenizer,
             vocabulary=vocabulary,
             pid=os.getpid(),
-        ).run()
+        )
+        signal.signal(signal.SIGTERM, _leave)
+        try:
+            orchestrator.run()
+        finally:
+            orchestrator.memory.save()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Being told to end is the ordinary end; a second word changes nothing."""
+    del frame
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(0)
 
 
 if __name__ == "__main__":

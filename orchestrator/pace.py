@@ -10,6 +10,8 @@ that fail become rarer.
 
 from dataclasses import dataclass, field
 
+from orchestrator.learned import Rate, Trial
+
 _TRIAL = 24
 """Rounds of speculation before plain decoding is measured for the first time."""
 _BASELINE = 4
@@ -28,6 +30,9 @@ _FADE = 0.98
 _OLD_BASELINE = 0.25
 """What an earlier baseline weighs beside a new one."""
 
+_RECALLED = 8.0
+"""Most tokens that a remembered speed counts for."""
+
 
 @dataclass
 class _Speed:
@@ -41,6 +46,14 @@ class _Speed:
     @property
     def per_second(self) -> float:
         return 1e3 * self.tokens / self.milliseconds if self.milliseconds > 0.0 else 0.0
+
+    def memory(self) -> Rate:
+        return Rate(tokens=self.tokens, milliseconds=self.milliseconds)
+
+    @staticmethod
+    def recalled(rate: Rate) -> "_Speed":
+        weight = min(1.0, _RECALLED / rate.tokens) if rate.tokens else 0.0
+        return _Speed(rate.tokens, rate.milliseconds).faded(weight)
 
     def faded(self, weight: float) -> "_Speed":
         return _Speed(weight * self.tokens, weight * self.milliseconds)
@@ -144,3 +157,23 @@ class Pace:
         self._since_change = 0
         self.speculating = speculating
         self._pausing = False
+
+    def memory(self) -> Trial:
+        """For another run."""
+        return Trial(
+            speculative=self._speculative.memory(),
+            plain=self._plain.memory(),
+            pausing=self._pausing,
+            patience=self._patience,
+        )
+
+    def recall(self, remembered: Trial) -> None:
+        """Begin with what was known; where speculation did not pay, with a short pause."""
+        self._speculative = _Speed.recalled(remembered.speculative)
+        self._plain = _Speed.recalled(remembered.plain)
+        self._patience = min(max(remembered.patience, _LEAST_PATIENCE), _PATIENCE)
+        # Whether the machine still is as it was has to be seen before it ends speculation.
+        self._since_baseline = _FRESH
+        if remembered.pausing:
+            self._change(speculating=False, rounds=_SHORTEST_PAUSE)
+            self._pausing = True

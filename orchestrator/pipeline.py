@@ -14,7 +14,7 @@ from orchestrator.admission import admit
 from orchestrator.answer import Answer, time_left
 from orchestrator.comings import bereave, succeed, welcome
 from orchestrator.deadlines import Deadlines
-from orchestrator.estimates import Estimates
+from orchestrator.memory import Memory
 from orchestrator.requests import Requests
 from orchestrator.services import Peer, Registry, objection
 from orchestrator.tokenizer import TargetTokenizer
@@ -71,10 +71,10 @@ class Orchestrator:
         self._clients = clients
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
-        self._estimates = Estimates()
+        self.memory = Memory(settings.learned_dir, settings.machine)
         vigil = Vigil(settings.hang_timeout_s, settings.first_timeout_s)
         self._registry = Registry(vigil, pid, settings.model)
-        self._deadlines = Deadlines(settings, self._estimates)
+        self._deadlines = Deadlines(settings, self.memory.estimates)
         self._requests = Requests(settings.concurrency, settings.max_waiting)
         self._next_number = 1
         self._woke = 0.0
@@ -92,6 +92,7 @@ class Orchestrator:
             while request := self._clients.receive():
                 self._from_client(*request)
             self._check_deadlines()
+            self.memory.keep(self._woke)
 
     # ------------------------------------------------------------ services
 
@@ -117,7 +118,7 @@ class Orchestrator:
                 self._failed(peer.hello.role, message)
             case Prefilled():
                 if answer := self._requests.running.get(message.sequence):
-                    answer.prefilled(message, peer.hello.role)
+                    answer.prefilled(message, peer.hello.role, self._woke)
 
     def _condemn(self, peer: Peer, reason: str) -> None:
         """It hangs or talks nonsense: the supervisor ends it; a drafter is left at once."""
@@ -141,7 +142,7 @@ class Orchestrator:
         if foreseen:
             frame = answer.frames[message.accepted, message.bonus]
             self._services.send(verifier.address, frame)
-            answer.sequence.recorder.phase("dispatch", 1e3 * (time.monotonic() - self._woke))
+            answer.sequence.recorder.dispatched(self._woke, time.monotonic())
         answer.sequence.recorder.verifying_since = None
         for action in answer.sequence.outcome(message, self._woke):
             if foreseen and isinstance(action, ToVerifier) and isinstance(action.message, Verify):
@@ -152,8 +153,7 @@ class Orchestrator:
     def _tree(self, message: DraftTree) -> None:
         answer = self._requests.running.get(message.sequence)
         if answer is not None:
-            answer.sequence.recorder.drew(message.draft_ms, self._woke, message.depth)
-            answer.sequence.recorder.phase(f"draft_{message.depth}", message.draft_ms)
+            answer.sequence.recorder.drew(message, self._woke)
             self._do(answer, answer.sequence.tree(message, self._woke))
         self._deadlines.draft_came(answer, self._woke)
 
@@ -173,6 +173,7 @@ class Orchestrator:
             self._services.send(peer.address, Refusal(reason))
             return
         old = self._registry.adopt(peer)
+        self.memory.meet(self._registry.peers)
         self._services.send(peer.address, Welcome())
         if old is not None and old.address != peer.address:
             self._services.send(old.address, Stop())
@@ -223,7 +224,7 @@ class Orchestrator:
                 vocabulary_size=self._vocabulary.size,
                 context_length=self._registry.context_length,
                 max_prompt_tokens=self._settings.max_prompt_tokens,
-                estimates=self._estimates,
+                estimates=self.memory.estimates,
                 now=self._woke,
             )
         except UsageError as error:
@@ -244,7 +245,7 @@ class Orchestrator:
             self._do(answer, answer.sequence.finish("cancelled"))
 
     def _share(self) -> None:
-        self._estimates.crowd.streams = max(1, len(self._requests.running))
+        self.memory.estimates.crowd.streams = max(1, len(self._requests.running))
 
     # ------------------------------------------------------------ actions
 
@@ -273,8 +274,7 @@ class Orchestrator:
             self._services.send(peer.address, message)
 
     def _emit(self, answer: Answer, message: Message) -> None:
-        delivered = self._clients.send(answer.peer, message)
-        if not delivered:
+        if not self._clients.send(answer.peer, message):
             self._do(answer, answer.sequence.finish("cancelled"))
         elif answer.stopped:
             self._do(answer, answer.sequence.finish("stop"))

@@ -47,6 +47,8 @@ class Plan:
     policy: FanOutPolicy = "online"
     sampled: bool = False
     """Drafts are drawn at random (rejection rule): what was drawn must not decide its use."""
+    tried_saguaro: float | None = None
+    """C that was chosen for this request, whose speed is to be judged."""
 
     @property
     def held_back(self) -> int:

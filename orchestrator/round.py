@@ -45,6 +45,7 @@ class Round:
         return Lesson(
             mode=plan.mode,
             by_hand=plan.lookahead > 0,
+            tried_saguaro=plan.tried_saguaro,
             speculating=self.speculating,
             origin=self.origin,
             confidences=self.draft.confidences,

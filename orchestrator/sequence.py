@@ -125,7 +125,7 @@ class Sequence:
         lesson = done.lesson(outcome, self._plan, first=self.recorder.rounds == 0)
         self._plan.estimates.learn(lesson)
         self.recorder.plain_rounds += not done.speculating
-        self.recorder.timed(outcome, len(draft) + 1, hit=done.origin == "hit")
+        self.recorder.timed(outcome, len(draft) + 1, done.origin, now)
         self.recorder.learned(lesson, now)
         self.recorder.verified(len(draft), min(outcome.accepted, kept))
         self.recorder.emit(kept, now)
@@ -240,9 +240,10 @@ class Sequence:
             return
         match self.phase:
             case Phase.VERIFYING:
+                if not self.current.cache.add(tree):
+                    return  # again, or out of order
                 self._plan.estimates.drew(tree.depth, len(tree.tokens), tree.draft_ms)
-                if self.current.cache.add(tree):
-                    yield from self._foresee()
+                yield from self._foresee()
             case Phase.DRAFTING if tree.depth == len(self._backup) + 1:
                 grown = self._backup.grow(tree, 0)
                 sure = self._backup.confidences
@@ -251,7 +252,7 @@ class Sequence:
                 done = tree.last or not grown or worth < len(self._backup)
                 if done or not self._plan.goes_on(sure):
                     waited_ms = 1e3 * (now - self._waiting_since)
-                    self.recorder.phase("draft_wait", waited_ms)
+                    self.recorder.waited(self._waiting_since, now)
                     self._plan.estimates.backup_ms.observe(waited_ms / tree.depth)
                     yield from self._verify(self._backup, "miss")
             case Phase.DRAFTING | Phase.STRANDED | Phase.FINISHED:

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from orchestrator.estimates import Lesson
+from orchestrator.timeline import Timeline
 from protocol.messages import (
     SPREAD_MS,
+    DraftTree,
     Origin,
+    Prefilled,
     Role,
     RoundKind,
     Span,
@@ -51,6 +54,8 @@ class Recorder:
     ranks: Counter[int] = field(default_factory=Counter)
     timeline: list[Span] | None = None
     """None if it was not asked for."""
+    slices: Timeline | None = None
+    """Who did what when, if somebody asked for it."""
     _predicted_tokens: float = 0.0
     _predicted_s: float = 0.0
     _last_accepted: int = 0
@@ -64,12 +69,14 @@ class Recorder:
         self.last_token_at = now
         self.emitted += tokens
 
-    def timed(self, outcome: VerificationOutcome, tokens: int, *, hit: bool) -> None:
-        """The times of a verification of `tokens` tokens."""
+    def timed(self, outcome: VerificationOutcome, tokens: int, origin: Origin, now: float) -> None:
+        """The times of a verification of `tokens` tokens; its chain came from `origin`."""
+        if self.slices is not None:
+            self.slices.verified(outcome, tokens, origin, now)
         self.phase("verify", outcome.verify_ms)
         self.phase(f"verify_{tokens}", outcome.verify_ms)
         if self.rounds:  # before the first round the verifier had nothing to do
-            self.phase("idle_hit" if hit else "idle_other", outcome.idle_ms)
+            self.phase("idle_hit" if origin == "hit" else "idle_other", outcome.idle_ms)
 
     def learned(self, lesson: Lesson, now: float) -> None:
         """What a round taught that ended just now."""
@@ -117,10 +124,31 @@ class Recorder:
         """One sample of a phase."""
         self.phases.setdefault(name, []).append(milliseconds)
 
-    def drew(self, milliseconds: float, now: float, depth: int = 0) -> None:
+    def prefilled(self, role: Role, message: Prefilled, now: float) -> None:
+        """A service has taken in the prompt."""
+        self.phase(f"prefill_{role}", message.prefill_ms)
+        if self.slices is not None:
+            self.slices.prefilled(role, message, now)
+
+    def dispatched(self, woke: float, now: float) -> None:
+        """From an outcome's arrival to the next verification's departure, after a hit."""
+        self.phase("dispatch", 1e3 * (now - woke))
+        if self.slices is not None:
+            self.slices.add("orchestrator", "dispatch", woke, now)
+
+    def waited(self, since: float, now: float) -> None:
+        """The target waited for a draft."""
+        self.phase("draft_wait", 1e3 * (now - since))
+        if self.slices is not None:
+            self.slices.add("orchestrator", "draft wait", since, now)
+
+    def drew(self, tree: DraftTree, now: float) -> None:
         """The drafter worked until `now`; what fell into a verification was hidden by it."""
-        self._span("drafter", milliseconds, str(depth), now)
-        started = now - milliseconds / 1e3
+        self.phase(f"draft_{tree.depth}", tree.draft_ms)
+        if self.slices is not None:
+            self.slices.drafted(tree, now)
+        self._span("drafter", tree.draft_ms, str(tree.depth), now)
+        started = now - tree.draft_ms / 1e3
         self.drafting_s += now - started
         if self.verifying_since is not None:
             self.overlapped_s += max(0.0, now - max(started, self.verifying_since))

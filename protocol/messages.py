@@ -180,6 +180,8 @@ class Prefilled(Message, frozen=True, tag="prefilled", kw_only=True):
     prefill_ms: float
     cached: int = 0
     """How many of them were not computed, because the KV of another sequence had them."""
+    at_ns: int = 0
+    """When it was sent, on the sender's monotonic clock; 0 if unknown."""
 
 
 class CloseSequence(Message, frozen=True, tag="close", kw_only=True):
@@ -232,6 +234,8 @@ class VerificationOutcome(Message, frozen=True, tag="outcome", kw_only=True):
     """Of the accepted tokens and the bonus token, if the request asked for them."""
     rows: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Tokens of all their chains; 0 stands for this chain's own."""
+    at_ns: int = 0
+    """When it was sent, on the sender's monotonic clock; 0 if unknown."""
 
 
 # ---------------------------------------------------------------- drafter
@@ -299,6 +303,8 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
     draft_ms: float
     """Time the drafter worked for this message."""
     last: bool = False
+    at_ns: int = 0
+    """When it was sent, on the sender's monotonic clock; 0 if unknown."""
 
 
 Greeting = Welcome | Refusal | Introduce | Alive | Stop
@@ -354,7 +360,9 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """Branches prepared per round (B); 0 leaves it to the orchestrator."""
     fan_out_policy: FanOutPolicy = "online"
     trace: bool = False
-    """Whether the statistics are to hold a timeline of the first rounds."""
+    """Whether the statistics are to hold a timeline of the first rounds, and `Finished` all."""
+    choose_saguaro: bool = False
+    """Whether the orchestrator chooses `sampling.saguaro`, by the speed it brought others."""
 
 
 class Cancel(Message, frozen=True, tag="cancel", kw_only=True):
@@ -486,6 +494,19 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
 
 
+Track = Literal["orchestrator", "verifier", "drafter"]
+
+
+class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a process did for a request, and when, on the machine's monotonic clock."""
+
+    track: Track
+    name: str
+    start_us: float
+    duration_us: float
+    details: dict[str, int | str] = {}
+
+
 class Finished(Message, frozen=True, tag="finished", kw_only=True):
     """Orchestrator -> client: the request is over."""
 
@@ -498,6 +519,8 @@ class Finished(Message, frozen=True, tag="finished", kw_only=True):
     spreads: dict[str, Spread] = {}
     """Per phase, the times of the rounds whose medians are in `statistics`."""
     error: str = ""
+    timeline: list[Slice] = []
+    """If it was asked for."""
 
 
 class StatusRequest(Message, frozen=True, tag="status?"):

@@ -28,7 +28,6 @@ Prefill = Literal["mlx", "coreml", "coreml-always"]
 """Who computes the target's prompts; `coreml` where that was measured to be faster."""
 PREFILLS: tuple[Prefill, ...] = get_args(Prefill)
 
-
 Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]
 """Where a process computes: cpu, gpu, cuda:N (one GPU of several), or empty for MLX's choice."""
 
@@ -111,8 +110,7 @@ class ReferenceSettings(Settings, frozen=True, kw_only=True):
     draft_model: str = ""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     device: Device = ""
-    emulated_cost: str = ""
-    """As `VerifierSettings`."""
+    emulated_cost: str = ""  # as `VerifierSettings`
 
 
 class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
@@ -139,6 +137,8 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     """Silence after which a service hangs; more if its calls take longer (`vigil.py`)."""
     first_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0
     """The same until a service has done its first work, which may compile and load."""
+    learned_dir: str = ""  # what the planner learned earlier; empty: it keeps nothing
+    machine: str = ""  # chip and cores, for which what was learned holds
 
     def on_orphaned(self) -> None:
         """End who cannot end by itself and remove the run folder: the supervisor cannot."""

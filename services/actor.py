@@ -7,6 +7,7 @@ within one step), and lets other sequences have their turn. It also beats (`puls
 
 import logging
 import os
+import time
 from collections import deque
 
 import msgspec
@@ -17,12 +18,16 @@ from protocol.messages import (
     PROTOCOL_VERSION,
     Alive,
     CloseSequence,
+    DraftTree,
     Failed,
+    FromService,
     Hello,
     Introduce,
+    Prefilled,
     Refusal,
     Role,
     Stop,
+    VerificationOutcome,
     Welcome,
 )
 from services.agenda import Agenda, Job, Service
@@ -110,8 +115,15 @@ def _step(job: Job, channel: Connection, inbox: Inbox, agenda: Agenda, service: 
     if isinstance(answer, _Done):
         agenda.done(job)
     elif answer is not None:
-        channel.send(answer)
+        channel.send(_stamped(answer))
         inbox.pulse.said()
+
+
+def _stamped(answer: FromService) -> FromService:
+    """With the time at which the work for it ended."""
+    if isinstance(answer, Prefilled | VerificationOutcome | DraftTree):
+        return msgspec.structs.replace(answer, at_ns=time.monotonic_ns())
+    return answer
 
 
 class _Done:

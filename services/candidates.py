@@ -79,10 +79,12 @@ def drafted(top: Top, positions: Sequence[int], sampling: Sampling, turn: Turn) 
 
     Args:
         top: the candidates.
-        positions: [rows] the absolute position that the draft token will have.
+        positions: [rows] the position that the draft token will have, among the tokens that
+            the backend was given.
         sampling: the drafter's (`sampling.of_drafter`).
         turn: the round that drafts, for the draw.
     """
+    positions = [position + turn.shift for position in positions]
     if not by_rejection(sampling):
         tokens = ranked(top.ids, top.logits, positions, sampling)[:, 0].tolist()
         return [Drafted(token, top.confidence(row, token)) for row, token in enumerate(tokens)]

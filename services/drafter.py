@@ -14,6 +14,7 @@ from services.backends.start import start
 from services.bridge import relay
 from services.drafting import Drafter
 from services.program import started
+from services.windowed import WindowedBackend
 
 
 def run(settings: DrafterSettings) -> None:
@@ -30,6 +31,8 @@ def run(settings: DrafterSettings) -> None:
 
 
 def _serve(settings: DrafterSettings, backend: DraftBackend) -> None:
+    if backend.identity.context_length:
+        backend = WindowedBackend(backend)
     identity = Identity(role="drafter", **backend.identity._asdict())
     channel: Channel[ToService] = Channel(settings.address, Decoder(ToDrafter))
     with channel:

@@ -1,5 +1,6 @@
 """Settings that all tests share."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ from services.machine import load_blas
 
 # The same BLAS as in the processes, before any test imports MLX.
 load_blas(threads=1)
+
+# No test knows what an earlier one learned, nor leaves anything behind.
+os.environ["SSD_MEMORY"] = "false"
 
 # The same examples in every run: a failure is a fact about the code, not about the day.
 settings.register_profile(

@@ -246,12 +246,13 @@ class Stack:
         self.actions: list[Action] = []
         self.foreseen: dict[tuple[int, int], Verify] = {}
         self.now = 0.0
+        self.estimates = estimates or Estimates()
         self.sequence = Sequence(
             number=1,
             prompt=prompt,
             sampling=Sampling(),
             limits=limits,
-            plan=Plan(mode, estimates or Estimates(), lookahead, budget),
+            plan=Plan(mode, self.estimates, lookahead, budget),
             recorder=Recorder(0.0),
         )
 

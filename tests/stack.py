@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from launch.config import StackSettings
@@ -85,10 +86,12 @@ class RunningStack:
 
 
 @contextlib.contextmanager
-def running(settings: StackSettings) -> Iterator[RunningStack]:
-    """A private stack with a client."""
+def running(settings: StackSettings, *, memory: bool = False) -> Iterator[RunningStack]:
+    """A private stack with a client; without a `memory` it knows nothing of earlier ones."""
     lines: list[ProcessStatus] = []
-    with private_stack(settings, lines.append) as supervisor:
+    with private_stack(
+        msgspec.structs.replace(settings, memory=memory), lines.append
+    ) as supervisor:
         client = Client(supervisor.run_dir.clients_address)
         with contextlib.closing(client):
             yield RunningStack(supervisor, client, lines)

@@ -3,10 +3,12 @@
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from protocol.channel import Channel, Hub, ipc_address
@@ -27,6 +29,7 @@ from protocol.messages import (
     Sampling,
     Stop,
     ToService,
+    VerificationOutcome,
     Verify,
     Welcome,
 )
@@ -131,6 +134,9 @@ class Running(NamedTuple):
         peer, message = received
         assert peer == self.peer
         assert not isinstance(message, ProtocolError)
+        if isinstance(message, Prefilled | VerificationOutcome | DraftTree):
+            assert 0 <= time.monotonic_ns() - message.at_ns < 60e9  # when it left, on our clock
+            return msgspec.structs.replace(message, at_ns=0)
         return message
 
     def end(self) -> BaseException | None:

@@ -78,6 +78,7 @@ def test_every_setting_has_its_variable(
     words = {
         "draft_backend": "ngram",
         "draft_lines": "True",
+        "memory": "False",
         "http": "True",
         "compute_units": "all",
         "log_level": "debug",

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.estimates import Calibration, Estimates, Lesson, Mean, VerifyCost
+from orchestrator.calibration import Calibration
+from orchestrator.estimates import Estimates, Lesson
+from orchestrator.mean import Mean
 from orchestrator.plan import Plan
+from orchestrator.verify_cost import VerifyCost
 from protocol.messages import Mode
 
 CONFIDENCES = st.lists(st.floats(0.0, 1.0), max_size=8)

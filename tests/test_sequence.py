@@ -1,7 +1,9 @@
 """The state machine of a request, driven by a fake target and a fake drafter (`tests.fakes`)."""
 
+from collections.abc import Callable
 from itertools import product
 from math import ceil
+from random import Random
 from typing import Any
 
 import pytest
@@ -48,6 +50,44 @@ def test_the_answer_is_that_of_plain_decoding(
     stack.chaos(chaos)
     stack.calm(patience).assert_plain()
     assert {"target", "hit", "miss"} >= set(stack.origins)
+
+
+@given(PLANS, st.integers(0, 255), st.lists(st.integers(0, 3), max_size=40), st.integers(0, 99))
+def test_stale_and_repeated_messages_change_nothing(
+    plan: dict[str, Any], salt: int, order: list[int], seed: int
+) -> None:
+    """What was delivered before may come again at any time: no action or estimate differs."""
+    undisturbed, disturbed = (started(target=Target(salt), **plan) for _ in range(2))
+    chance = Random(seed)  # noqa: S311  # no secret depends on it
+    for event in order:
+        for stack in (undisturbed, disturbed):
+            _EVENTS[event](stack)
+        before = len(disturbed.actions)
+        for _ in range(3):
+            old_news(disturbed, chance)
+        assert before == len(disturbed.actions)
+        learned = [s.estimates.memory() for s in (undisturbed, disturbed)]
+        assert learned[0] == learned[1]
+    undisturbed.calm().assert_plain()
+    disturbed.calm().assert_plain()
+    assert undisturbed.actions == disturbed.actions
+
+
+_EVENTS: tuple[Callable[[Stack], object], ...] = (
+    Stack.drafter_works,
+    Stack.tree_arrives,
+    Stack.outcome_arrives,
+    Stack.calm_round,
+)
+
+
+def old_news(stack: Stack, chance: Random) -> None:
+    """Something that was delivered before arrives again."""
+    trees = [tree for tree in stack.past if tree not in stack.wire]
+    if trees:
+        stack.do(stack.sequence.tree(chance.choice(trees), stack.now))
+    if stack.past_outcomes:
+        stack.do(stack.sequence.outcome(chance.choice(stack.past_outcomes), stack.now))
 
 
 @settings(max_examples=60)

@@ -76,7 +76,12 @@ def test_phases_are_medians() -> None:
 def test_drafting_hides_behind_verification(verifying_since: float | None, expected: float) -> None:
     """The overlap is the share of drafting that fell into a verification."""
     recorder = Recorder(0.0, verifying_since=verifying_since)
-    recorder.drew(100.0, 10.0)
+    recorder.drew(
+        DraftTree(
+            sequence=1, round=1, depth=1, outcomes=[], tokens=[], confidences=[], draft_ms=100.0
+        ),
+        10.0,
+    )
     assert recorder.summary().overlap_ratio == pytest.approx(expected)
 
 
@@ -108,7 +113,7 @@ def answered(stop: str, stop_ids: frozenset[int]) -> Answer:
         recorder=Recorder(0.0),
     )
     stream: Any = Letters()
-    answer = Answer(b"", 1, sequence, StoppableText(stream, [stop]), 1)
+    answer = Answer(b"", 1, sequence, StoppableText(stream, [stop]), 1, 100)
     list(sequence.verifier_up(64))
     list(sequence.drafter_up(0))
     for accepted, bonus in [(0, 1), (3, 5)]:

@@ -6,7 +6,13 @@ from typing import Any, get_args
 import click
 
 from launch import generate, show
-from launch.options import sampling_options, settings_of, stack_options, take_sampling
+from launch.options import (
+    sampling_options,
+    settings_of,
+    stack_options,
+    take_saguaro_choice,
+    take_sampling,
+)
 from launch.prompts import Prompt, read_prompts
 from launch.rundir import DEFAULT_NAME
 from launch.session import session
@@ -45,6 +51,11 @@ from protocol.messages import FanOutPolicy, Generate
     help="Share branches out by what was learned, by Theorem 12, or evenly.",
 )
 @click.option("--explain", is_flag=True, help="Say what was chosen and why.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    help="Write who did what when, as JSON for Perfetto or chrome://tracing.",
+)
 @click.option("--stats", is_flag=True, help="Print statistics after each answer.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per prompt.")
 @click.option("--show-draft", is_flag=True, help="Colour tokens by where they came from.")
@@ -71,6 +82,7 @@ def _prompts(text: str | None, prompt: str | None, file: Path | None) -> list[Pr
 
 def _answer_options(options: dict[str, Any]) -> generate.Options:
     """Take the options of the answer out of `options`; what is left configures the stack."""
+    choose_saguaro = take_saguaro_choice(options)
     sampling = take_sampling(options)
     template = Generate(
         request=0,
@@ -81,6 +93,8 @@ def _answer_options(options: dict[str, Any]) -> generate.Options:
         lookahead=options.pop("num_draft_tokens"),
         fan_out=options.pop("fan_out"),
         fan_out_policy=options.pop("fan_out_policy"),
+        trace=options["trace"] is not None,
+        choose_saguaro=choose_saguaro,
     )
     return generate.Options(
         template=template,
@@ -89,4 +103,5 @@ def _answer_options(options: dict[str, Any]) -> generate.Options:
         statistics=options.pop("stats"),
         show_draft=options.pop("show_draft"),
         explain=options.pop("explain"),
+        trace=options.pop("trace"),
     )

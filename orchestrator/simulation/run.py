@@ -128,8 +128,7 @@ class _Answer:
         self._agenda.after(self._ipc, partial(self._tree, tree))
 
     def _tree(self, tree: DraftTree) -> None:
-        self._recorder.drew(tree.draft_ms, self._now_s)
-        self._recorder.phase(f"draft_{tree.depth}", tree.draft_ms)
+        self._recorder.drew(tree, self._now_s)
         self._act(self._sequence.tree(tree, self._now_s))
 
     # ------------------------------------------------------------ what the sequence wants

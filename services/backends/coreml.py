@@ -95,7 +95,7 @@ class CoremlBackend:
         known = self._known(sequence)
         if not self._extend(known, known.committed + chain, rows=len(chain)):
             return
-        roots = self._fork(known, chain, fan_out)
+        roots = self._fork(known, chain, fan_out, turn)
         tokens = [root.bonus for root in roots]
         grown_from = len(known.committed)
         for level in range(depth if roots else 0):
@@ -177,12 +177,14 @@ class CoremlBackend:
 
     # ------------------------------------------------------------ the tree
 
-    def _fork(self, known: _Sequence, chain: Tokens, fan_out: list[int]) -> list[Outcome]:
+    def _fork(
+        self, known: _Sequence, chain: Tokens, fan_out: list[int], turn: Turn
+    ) -> list[Outcome]:
         """The outcomes to prepare for: the best bonus tokens at each acceptance length."""
         roots: list[Outcome] = []
         for accepted, wanted in enumerate(fan_out[: len(chain)]):
             position = len(known.committed) + accepted
-            best = best_bonuses(known.tops[position], position + 1, known.sampling)
+            best = best_bonuses(known.tops[position], position + 1 + turn.shift, known.sampling)
             rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
             bonuses = [int(token) for token in best[: wanted + 1] if token != rejected]
             roots += [Outcome(accepted, bonus) for bonus in bonuses[:wanted]]

@@ -35,6 +35,9 @@ class Turn(NamedTuple):
     """The round: two rounds draw independently."""
     held_back: int = 0
     """How many of the best tokens Saguaro sampling holds back."""
+    shift: int = 0
+    """Tokens that a backend with a short context was not given (`services.windowed`): what to
+    add to its positions where the noise of a position is asked for."""
 
 
 NO_TURN = Turn()

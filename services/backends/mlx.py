@@ -85,9 +85,7 @@ class MlxBackend:
             compute_unit=unit or compute_unit(),
             max_draft_tokens=MAX_DRAFT_TOKENS,
         )
-        self._head_size = (
-            len(self._head_ids) if self._head_ids is not None else loaded.vocabulary.size
-        )
+        self._head_size = loaded.vocabulary.size if self._head_ids is None else len(self._head_ids)
 
     # ------------------------------------------------------------ DraftBackend
 
@@ -130,7 +128,7 @@ class MlxBackend:
         width = self._width(known.sampling, max(fan_out, default=0) + 1)
         yield from self._feed(known, known.committed, chain, rows=len(chain), width=width)
         known.cut(known.committed + len(chain))
-        roots = known.fork(chain, fan_out)
+        roots = known.fork(chain, fan_out, turn.shift)
         if not roots:
             return
         branches = {root: index for index, root in enumerate(roots)}

@@ -39,12 +39,15 @@ class Trunk:
         oldest = length - _REMEMBERED
         self.tops = {p: top for p, top in self.tops.items() if oldest <= p < length}
 
-    def fork(self, chain: Tokens, fan_out: list[int]) -> list[Outcome]:
-        """The outcomes to prepare for: the best bonus tokens at each acceptance length."""
+    def fork(self, chain: Tokens, fan_out: list[int], shift: int) -> list[Outcome]:
+        """The outcomes to prepare for: the best bonus tokens at each acceptance length.
+
+        `shift` is `Turn.shift`.
+        """
         roots: list[Outcome] = []
         for accepted, wanted in enumerate(fan_out[: len(chain)]):
             position = self.committed + accepted
-            best = best_bonuses(self.tops[position], position + 1, self.sampling)
+            best = best_bonuses(self.tops[position], position + 1 + shift, self.sampling)
             rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
             bonuses = [int(token) for token in best[: wanted + 1] if token != rejected]
             roots += [Outcome(accepted, bonus) for bonus in bonuses[:wanted]]

@@ -1,0 +1,52 @@
+"""A round timeline as Chrome trace events: JSON for Perfetto or chrome://tracing.
+
+One process per track. Every slice is a complete event ("ph": "X") with its start `ts` and
+duration `dur` in microseconds of the machine's monotonic clock, and what it was about in
+`args`. Where the verifier waits between two pieces of its work, an `idle` slice says so.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args
+
+from protocol.errors import UsageError
+from protocol.messages import Slice, Track
+
+TRACKS: tuple[Track, ...] = get_args(Track)
+
+
+def write_trace(path: Path, slices: Iterable[Slice]) -> None:
+    """Write the slices; raises UsageError if the file cannot be written."""
+    try:
+        path.write_text(json.dumps({"traceEvents": list(_events(slices))}), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the trace cannot be written to {str(path)!r}: {error}") from error
+
+
+def _events(slices: Iterable[Slice]) -> Iterator[dict[str, Any]]:
+    ordered = sorted(slices, key=lambda one: one.start_us)
+    for number, track in enumerate(TRACKS, start=1):
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": track}}
+        own = [one for one in ordered if one.track == track]
+        for one in [*own, *(_idle(own) if track == "verifier" else [])]:
+            yield {
+                "ph": "X",
+                "name": one.name,
+                "pid": number,
+                "tid": 1,
+                "ts": one.start_us,
+                "dur": one.duration_us,
+                "args": one.details,
+            }
+
+
+def _idle(work: list[Slice]) -> Iterator[Slice]:
+    """The gaps between the verifier's pieces of work."""
+    for before, after in pairwise(work):
+        start = before.start_us + before.duration_us
+        if after.start_us > start:
+            yield Slice(
+                track="verifier", name="idle", start_us=start, duration_us=after.start_us - start
+            )

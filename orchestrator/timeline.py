@@ -1,0 +1,65 @@
+"""Who did what when, for one request: the slices of a trace (`ssd generate --trace`).
+
+Every process reads the same clock: Python's `time.monotonic` is CLOCK_MONOTONIC on Linux and
+mach_absolute_time on macOS, which count for the whole machine. A service on another machine
+has another clock; its slices end when their message arrived.
+"""
+
+from protocol.messages import DraftTree, Prefilled, Role, Slice, Track, VerificationOutcome
+
+_SAME_CLOCK_S = 1.0
+"""A message that is older, or younger than now, was stamped by another clock."""
+
+
+class Timeline:
+    """Collects slices; times are seconds of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.slices: list[Slice] = []
+
+    def prefilled(self, role: Role, message: Prefilled, now: float) -> None:
+        """A service has taken in the prompt."""
+        ended = _ended(message.at_ns, now)
+        details = {"tokens": message.length, "cached": message.cached}
+        self.add(role, "prefill", ended - message.prefill_ms / 1e3, ended, details)
+
+    def verified(self, outcome: VerificationOutcome, tokens: int, origin: str, now: float) -> None:
+        """The verifier checked a chain of `tokens` tokens."""
+        ended = _ended(outcome.at_ns, now)
+        details: dict[str, int | str] = {
+            "round": outcome.round,
+            "m": tokens,
+            "accepted": outcome.accepted,
+            "chain": origin,
+        }
+        self.add("verifier", "verify", ended - outcome.verify_ms / 1e3, ended, details)
+
+    def drafted(self, tree: DraftTree, now: float) -> None:
+        """The drafter finished one depth."""
+        ended = _ended(tree.at_ns, now)
+        details = {"round": tree.round, "depth": tree.depth, "branches": len(tree.tokens)}
+        self.add("drafter", f"depth {tree.depth}", ended - tree.draft_ms / 1e3, ended, details)
+
+    def add(
+        self,
+        track: Track,
+        name: str,
+        begun: float,
+        ended: float,
+        details: dict[str, int] | dict[str, int | str] | None = None,
+    ) -> None:
+        """Something was done from `begun` to `ended`."""
+        self.slices.append(
+            Slice(
+                track=track,
+                name=name,
+                start_us=1e6 * begun,
+                duration_us=max(0.0, 1e6 * (ended - begun)),
+                details={**(details or {})},
+            )
+        )
+
+
+def _ended(at_ns: int, now: float) -> float:
+    at = at_ns / 1e9
+    return at if abs(at - now) < _SAME_CLOCK_S else now
