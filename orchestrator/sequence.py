@@ -58,6 +58,11 @@ class Sequence:
         self._backup = Draft()  # what has come of the draft that the target waits for
         self._waiting_since = 0.0
 
+    @property
+    def plan(self) -> Plan:
+        """How its rounds are decided."""
+        return self._plan
+
     # ------------------------------------------------------------ services come and go
 
     def verifier_up(self, max_draft_tokens: int) -> Iterator[Action]:

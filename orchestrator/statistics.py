@@ -162,35 +162,44 @@ class Recorder:
             found[name] = Spread(counts, sum(values))
         return found
 
+    @property
+    def decode_s(self) -> float:
+        """From the first token to the last."""
+        if self.first_token_at is None or self.last_token_at is None:
+            return 0.0
+        return self.last_token_at - self.first_token_at
+
+    @property
+    def tok_s(self) -> float:
+        """Decoded tokens per second, without the first."""
+        return ratio(max(0, self.emitted - 1), self.decode_s)
+
     def summary(self) -> Statistics:
         """The request's statistics so far."""
         first = self.first_token_at
-        last = self.last_token_at
-        decode = last - first if first is not None and last is not None else 0.0
-        decoded = max(0, self.emitted - 1)
         positions = range(max(self.offered_at, default=-1) + 1)
         return Statistics(
             ttft_ms=1e3 * (first - self.received_at) if first is not None else 0.0,
-            decode_s=decode,
-            tok_s=_ratio(decoded, decode),
+            decode_s=self.decode_s,
+            tok_s=self.tok_s,
             rounds=self.rounds,
             drafted=self.drafted,
             accepted=self.accepted,
-            acceptance_rate=_ratio(self.accepted, self.drafted),
-            mean_acceptance_length=1.0 + _ratio(self.accepted, self.rounds),
-            per_position=[_ratio(self.accepted_at[i], self.offered_at[i]) for i in positions],
+            acceptance_rate=ratio(self.accepted, self.drafted),
+            mean_acceptance_length=1.0 + ratio(self.accepted, self.rounds),
+            per_position=[ratio(self.accepted_at[i], self.offered_at[i]) for i in positions],
             offered_per_position=[self.offered_at[i] for i in positions],
             accepted_per_position=[self.accepted_at[i] for i in positions],
             cache_hits=self.hits,
             cache_misses=self.misses,
-            hit_rate=_ratio(self.hits, self.hits + self.misses),
+            hit_rate=ratio(self.hits, self.hits + self.misses),
             fallbacks=dict(self.fallbacks),
-            overlap_ratio=_ratio(self.overlapped_s, self.drafting_s),
+            overlap_ratio=ratio(self.overlapped_s, self.drafting_s),
             phase_ms={name: _middle(values) for name, values in self.phases.items()},
             drafter_restarts=self.drafter_restarts,
             verifier_restarts=self.verifier_restarts,
             plain_rounds=self.plain_rounds,
-            predicted_tok_s=_ratio(self._predicted_tokens, self._predicted_s),
+            predicted_tok_s=ratio(self._predicted_tokens, self._predicted_s),
             plain_tok_s=self.plain_tok_s,
             stale_trees=self.stale_trees,
             emulated_cost=self.emulated_cost,
@@ -201,7 +210,8 @@ class Recorder:
         )
 
 
-def _ratio(part: float, whole: float) -> float:
+def ratio(part: float, whole: float) -> float:
+    """Part of the whole; 0 of nothing."""
     return part / whole if whole else 0.0
 
 

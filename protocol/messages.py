@@ -545,6 +545,67 @@ class ServiceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Since its working thread last came by, in time during which the orchestrator was awake."""
 
 
+class Recent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What all requests together did in the last `seconds`, ten at most.
+
+    Definitions as in `Statistics`, but for `tok_s`.
+    """
+
+    seconds: float = 0.0
+    busy_s: float = 0.0
+    """Time of it in which any request was running."""
+    requests: int = 0
+    """Those that ended in it."""
+    tokens: int = 0
+    tok_s: float = 0.0
+    """Tokens of all requests per busy second; prefill counts as busy."""
+    rounds: int = 0
+    plain_rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    acceptance_rate: float = 0.0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    hit_rate: float = 0.0
+
+
+class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the planner would do in the next round."""
+
+    mode: Mode = "ssd"
+    speculating: bool = False
+    """False: plain decoding, because it is faster, is being measured, or was asked for."""
+    lookahead: int = 0
+    """Longest draft that would be verified; 0 for plain decoding."""
+    fan_out: int = 0
+    """Branches that would be prepared (B); 0 where none are."""
+    speculative_tok_s: float = 0.0
+    """Speed of recent speculative rounds, per request; 0 if there were none."""
+    plain_tok_s: float = 0.0
+    """Speed of recent plain rounds, per request; 0 if never measured."""
+
+
+SequenceState = Literal["prefill", "verify", "draft", "stranded"]
+"""What a sequence waits for: the prompt, a verification, a draft, or a verifier."""
+
+
+class SequenceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One running request, up to now."""
+
+    sequence: int
+    state: SequenceState
+    age_s: float
+    """Since the request arrived."""
+    prompt_tokens: int
+    cached_tokens: int
+    tokens: int
+    """Emitted."""
+    tok_s: float
+    acceptance_rate: float
+    hit_rate: float
+    choice: Choice
+
+
 class Status(Message, frozen=True, tag="status", kw_only=True):
     """Orchestrator -> client: itself, and the services that have shaken hands."""
 
@@ -565,6 +626,12 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
     """Whether it is answered or waits."""
     degraded: list[str] = []
     """What does not work as it should, in sentences; empty if all is well."""
+    recent: Recent = Recent()
+    """What all requests did of late."""
+    choice: Choice = Choice()
+    """For a request that leaves everything to the planner."""
+    sequences: list[SequenceStatus] = []
+    """The running requests, the first 64 of them."""
 
 
 class ServiceDown(Message, frozen=True, tag="down", kw_only=True):

@@ -360,6 +360,9 @@ def test_health_and_metrics_tell_the_truth(url: str, stack: RunningStack) -> Non
     assert count('ssd_round_seconds_bucket{le="+Inf",phase="verify"}') == count(
         'ssd_round_seconds_count{phase="verify"}'
     )
+    assert json.loads(get("/health")[1])["stack"]["recent"]["tokens"] >= 9
+    # Nothing runs now, so the plan does not change between these questions.
+    assert (count("ssd_lookahead") > 0) == (count("ssd_fan_out") > 0) == count("ssd_speculating")
 
 
 def test_a_gateway_that_dies_is_replaced(stack: RunningStack, url: str) -> None:

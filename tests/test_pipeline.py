@@ -24,6 +24,7 @@ from protocol.messages import (
     Introduce,
     Message,
     OpenSequence,
+    Prefilled,
     Prepare,
     Refusal,
     ServiceDown,
@@ -237,6 +238,43 @@ def test_services_are_welcomed(house: House) -> None:
     house.client(StatusRequest())
     (status,) = house.told(b"c", Status)
     assert [service.pid for service in status.services] == [11, 12]
+
+
+def test_the_status_tells_of_the_requests_in_hand(house: House) -> None:
+    """What each request waits for and has, what all did of late, and what is planned."""
+    house.client(ask(max_tokens=3, lookahead=2))
+    house.client(StatusRequest())
+    (seen,) = house.told(b"c", Status)[-1].sequences
+    assert (seen.state, seen.prompt_tokens, seen.tokens) == ("prefill", 3, 0)
+    (opened,) = house.told(b"v", OpenSequence)
+    house.service(b"v", Prefilled(sequence=opened.sequence, length=2, prefill_ms=1.0, cached=1))
+    house.drafted(6)
+    house.verified(0, 5)
+    house.client(StatusRequest())
+    status = house.told(b"c", Status)[-1]
+    (seen,) = status.sequences
+    assert (seen.state, seen.cached_tokens, seen.tokens, seen.hit_rate) == ("verify", 1, 1, 1.0)
+    assert (seen.choice.lookahead, seen.choice.speculating) == (2, True)
+    assert (status.recent.tokens, status.recent.rounds, status.recent.cache_hits) == (1, 1, 1)
+    house.verified(1, 7)
+    house.client(StatusRequest())
+    status = house.told(b"c", Status)[-1]
+    assert status.sequences == []
+    assert (status.recent.tokens, status.recent.requests) == (3, 1)
+    assert status.recent.acceptance_rate == 1.0
+
+
+def test_the_status_of_plain_decoding(house: House) -> None:
+    """Who asked for no drafts is told of none, whatever others would get."""
+    house.client(ask(mode="ar"))
+    house.client(StatusRequest())
+    status = house.told(b"c", Status)[-1]
+    (seen,) = status.sequences
+    assert (seen.choice.mode, seen.choice.speculating) == ("ar", False)
+    assert (seen.choice.lookahead, seen.choice.fan_out) == (0, 0)
+    assert status.choice.speculating
+    assert status.choice.lookahead > 0
+    assert status.choice.fan_out > 0
 
 
 def test_a_request_is_answered(house: House) -> None:

@@ -80,6 +80,11 @@ class Metrics:
         r.register(self._phases)
         self._running = Gauge("ssd_requests_running", "Being decoded.", registry=r)
         self._waiting = Gauge("ssd_requests_waiting", "In line.", registry=r)
+        self._speculating = Gauge(
+            "ssd_speculating", "Whether the planner speculates (1) or not (0).", registry=r
+        )
+        self._lookahead = Gauge("ssd_lookahead", "Longest draft it would verify.", registry=r)
+        self._fan_out = Gauge("ssd_fan_out", "Branches it would prepare.", registry=r)
 
     def failed(self, reason: str) -> None:
         """A request ended without an answer."""
@@ -121,4 +126,7 @@ class Metrics:
         """Everything, in Prometheus' text format."""
         self._running.set(status.active)
         self._waiting.set(status.waiting)
+        self._speculating.set(status.choice.speculating)
+        self._lookahead.set(status.choice.lookahead)
+        self._fan_out.set(status.choice.fan_out)
         return generate_latest(self._registry)

@@ -1,0 +1,152 @@
+"""What every verb's `--help` has in common: examples, and words for the flags that many share.
+
+Kept in one place so that it reads alike. A verb's own help text, where it has one, stays.
+"""
+
+from collections.abc import Iterator
+
+import click
+
+_SCREEN = 78
+
+_EXAMPLES: dict[str, list[tuple[str, str]]] = {
+    "": [
+        ("ssd models add default", "once: a small pair of models"),
+        ('ssd generate "Why is the sky blue?" --stats', "an answer, and what it cost"),
+        ("ssd serve", "OpenAI-compatible HTTP"),
+        ("ssd top", "watch it work"),
+    ],
+    "bench": [
+        ("ssd bench --limit 3", "three of our own prompts, all modes"),
+        ("ssd bench --prompts FILE.jsonl --json runs.json", "yours, all runs in a file"),
+    ],
+    "chaos": [("ssd chaos --faults 20 --only drafter", "twenty faults of one kind")],
+    "chat": [
+        ("ssd chat", "with the default pair"),
+        ("ssd chat --show-draft --temp 0.7", "tokens coloured by where they came from"),
+    ],
+    "completion": [
+        ('eval "$(ssd completion bash)"', "in ~/.bashrc"),
+        ('eval "$(ssd completion zsh)"', "in ~/.zshrc, after compinit"),
+        ("ssd completion fish > ~/.config/fish/completions/ssd.fish", "once"),
+    ],
+    "convert": [("ssd convert --model MODEL --target LARGER", "a drafter for CoreML")],
+    "distill": [
+        ("ssd distill --target MODEL --out my-drafter --minutes 20", "train one"),
+        ("ssd distill --evaluate my-drafter --target MODEL --prompts FILE.jsonl", "judge it"),
+    ],
+    "doctor": [
+        ("ssd doctor", "this machine and the default pair"),
+        ("ssd doctor --model MODEL --draft-model SMALLER --json", "a pair of yours"),
+    ],
+    "draft-server": [
+        ("ssd draft-server --stdio", "messages of the protocol"),
+        ("ssd draft-server --stdio --lines", "lines to read and type"),
+    ],
+    "generate": [
+        ('ssd generate "Why is the sky blue?" --stats', "an answer, and what it cost"),
+        ("ssd generate -p - --temp 0.7 --seed 7 < question.txt", "from standard input"),
+        ("ssd generate --prompts FILE.jsonl --json", "one JSON object a prompt"),
+        ('ssd generate "Tell me a story" --show-draft', "coloured by origin"),
+    ],
+    "launch": [
+        ("ssd launch", "the default pair; `ssd generate` attaches to it"),
+        ("ssd launch --model MODEL --draft-model SMALLER --http", "a pair of yours, with HTTP"),
+    ],
+    "load": [("ssd load --streams 1,4 --requests 8", "one request at a time, and four")],
+    "logs": [("ssd logs", "of the running stack")],
+    "mac-check": [("ssd mac-check", "with the default drafter, converted before")],
+    "models": [
+        ("ssd models recommend --purpose code", "pairs that fit this machine"),
+        ("ssd models pull mlx-community/Qwen3-8B-4bit", "fetch a model from the hub"),
+        ("ssd models list", "what is here, and the pairs it makes"),
+    ],
+    "models add": [("ssd models add default", "downloads 93 MB")],
+    "models inspect": [
+        ("ssd models inspect ./my-model", "a folder"),
+        ("ssd models inspect smollm2-135m-instruct --json", "a model in the cache"),
+    ],
+    "models list": [
+        ("ssd models list", "models, and pairs that share a tokenizer"),
+        ("ssd models list --json", "the same for a script"),
+    ],
+    "models pull": [("ssd models pull mlx-community/Qwen3-8B-4bit", "what is missing of it")],
+    "models recommend": [
+        ("ssd models recommend", "for this machine"),
+        ("ssd models recommend --memory 64 --purpose chat", "for another"),
+    ],
+    "serve": [
+        ("ssd serve", "on 127.0.0.1:8080"),
+        ("ssd serve --host 0.0.0.0 --port 9000", "for others: needs SSD_API_KEY"),
+    ],
+    "simulate": [
+        ("ssd simulate --preset m4-ane", "a device that you do not have"),
+        ("ssd simulate --preset m4-ane --sweep --json", "all pairs of depth and width"),
+    ],
+    "soak": [("ssd soak --minutes 10", "as long as patience lasts")],
+    "swap-drafter": [
+        ("ssd swap-drafter --backend ngram", "no draft model at all"),
+        ("ssd swap-drafter --backend mlx --draft-model MODEL", "another one"),
+    ],
+    "top": [
+        ("ssd top", "what `ssd launch` or `ssd serve` keeps running"),
+        ("ssd top --name work --interval 0.5", "another stack, twice a second"),
+        ("ssd top --once --json", "one picture, for a script"),
+    ],
+}
+
+_WORDS = {
+    "--backend": "What drafts: a model, or what was said before (ngram).",
+    "--calls": "Calls of the model for each measurement.",
+    "--clients": "Clients at the same time.",
+    "--draft-backend": "What drafts; auto is mlx where there is a draft model, else ngram.",
+    "--fan-out-policy": "Branches by what was learned, by Theorem 12, or evenly.",
+    "--faults": "How many.",
+    "--max-tokens": "Most tokens of an answer.",
+    "--min-p": "Only tokens at least this likely, relative to the likeliest; 0 is off.",
+    "--minutes": "How long.",
+    "--mode": "ar: plain decoding; sd: draft, then verify; ssd: both at the same time.",
+    "--modes": "Which to compare, separated by commas.",
+    "--prefill-step-size": "Tokens of a prompt that are computed at once.",
+    "--repeats": "How often each is measured.",
+    "--requests": "How many are answered for each row.",
+    "--seconds": "Stop after so long.",
+    "--seed": "Same seed, same result.",
+    "--top-k": "Only the likeliest so many tokens; 0 is off.",
+    "--top-p": "Only the likeliest tokens that together have this probability; 1 is off.",
+}
+
+_LAST = """
+
+\b
+Settings: flag, else SSD_* variable, else ssd.toml, else default.
+Exit codes: 2 usage, 3 model, 4 runtime, 5 losslessness, 130 interrupted."""
+
+
+def complete(cli: click.Group) -> None:
+    """Give each verb its examples, and a word to each flag that has none."""
+    for name, command in verbs(cli):
+        if name in _EXAMPLES and not command.epilog:
+            command.epilog = _laid_out(_EXAMPLES[name])
+        for option in command.params:
+            if isinstance(option, click.Option) and not option.help:
+                option.help = next((_WORDS[o] for o in option.opts if o in _WORDS), option.help)
+    cli.epilog = _laid_out(_EXAMPLES[""]) + _LAST
+
+
+def verbs(group: click.Group, above: str = "") -> Iterator[tuple[str, click.Command]]:
+    """All verbs and what one types for them; those of groups too."""
+    for name, command in group.commands.items():
+        yield f"{above}{name}", command
+        if isinstance(command, click.Group):
+            yield from verbs(command, f"{above}{name} ")
+
+
+def _laid_out(pairs: list[tuple[str, str]]) -> str:
+    """As an epilog; what an example does stands beside it where there is room."""
+    width = max(len(command) for command, _ in pairs)
+    lines = [f"  {command:<{width}}  {what}" for command, what in pairs]
+    if max(len(line) for line in lines) > _SCREEN:
+        lines = [f"  {command}\n      {what}" for command, what in pairs]
+    # \b keeps click from joining the lines.
+    return "\b\nExamples:\n" + "\n".join(lines)

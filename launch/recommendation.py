@@ -1,0 +1,106 @@
+"""Pairs worth trying, by memory and purpose, with what may be expected: assumptions, marked so."""
+
+import importlib.resources
+import tomllib
+from typing import Annotated, Literal, get_args
+
+import msgspec
+
+from protocol.errors import UsageError
+
+Purpose = Literal["try", "small", "chat", "code", "maths"]
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+
+_FILE = "pairs.toml"
+_LOOKAHEAD = 4
+_KV_AND_WORKING_SPACE = 1.2
+"""Weights times this: KV of a few thousand tokens, buffers, two processes."""
+_SHARE = 0.75
+"""Of the memory that a pair may take: the rest belongs to others."""
+
+Positive = Annotated[float, msgspec.Meta(gt=0.0)]
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One pair of the file, whose head explains the fields."""
+
+    model: str
+    draft_model: str
+    family: str
+    purposes: list[Purpose]
+    parameters: Positive
+    draft_parameters: Positive
+    bits: Positive
+    acceptance: Annotated[float, msgspec.Meta(gt=0.0, lt=1.0)]
+    measured: str = ""
+    note: str = ""
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pair: list[_Entry]
+
+
+class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
+    """A pair, what it needs, and what may be expected of it."""
+
+    model: str
+    draft_model: str
+    family: str
+    purposes: list[Purpose]
+    memory_bytes: int
+    """Estimated, for both models with some context."""
+    fits: bool
+    assumed_acceptance: float
+    expected_tokens_per_round: float
+    """With 4 draft tokens, if the assumption holds; the most that speed-up could be."""
+    measured: str
+    """Where this project's own measurements stand; empty: there are none."""
+    note: str
+
+    @property
+    def command(self) -> str:
+        """What sets it up."""
+        if self.model == "default":
+            return "ssd models add default"
+        return f"ssd launch --model {self.model} --draft-model {self.draft_model}"
+
+
+def recommend(memory_bytes: int, purpose: Purpose | None = None) -> list[Recommendation]:
+    """Pairs for this purpose, the largest that fit first, then those that do not fit."""
+    found = [
+        _judged(entry, memory_bytes)
+        for entry in read_pairs()
+        if purpose is None or purpose in entry.purposes
+    ]
+    return sorted(found, key=lambda r: (not r.fits, -r.memory_bytes if r.fits else r.memory_bytes))
+
+
+def read_pairs() -> list[_Entry]:
+    """The file that comes with this project; raises UsageError if somebody broke it."""
+    text = (importlib.resources.files("launch") / _FILE).read_text(encoding="utf-8")
+    try:
+        return msgspec.convert(tomllib.loads(text), _File).pair
+    except (ValueError, msgspec.ValidationError) as error:
+        raise UsageError(f"{_FILE} of this installation is damaged: {error}") from error
+
+
+def _judged(entry: _Entry, memory_bytes: int) -> Recommendation:
+    weights = (entry.parameters + entry.draft_parameters) * 1e9 * entry.bits / 8
+    needed = round(weights * _KV_AND_WORKING_SPACE)
+    return Recommendation(
+        model=entry.model,
+        draft_model=entry.draft_model,
+        family=entry.family,
+        purposes=entry.purposes,
+        memory_bytes=needed,
+        fits=needed <= _SHARE * memory_bytes,
+        assumed_acceptance=entry.acceptance,
+        expected_tokens_per_round=expected_tokens(entry.acceptance, _LOOKAHEAD),
+        measured=entry.measured,
+        note=entry.note,
+    )
+
+
+def expected_tokens(acceptance: float, lookahead: int) -> float:
+    """E(K) = (1 - a^(K+1)) / (1 - a): tokens of a round if each draft token stands with a."""
+    return (1.0 - acceptance ** (lookahead + 1)) / (1.0 - acceptance)
