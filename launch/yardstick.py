@@ -8,9 +8,6 @@ from protocol.messages import Sampling, Tokens
 from protocol.settings import Device, ReferenceSettings
 from protocol.yardstick import Decode, Decoded, DecodedMany, DecodeMany, Margin, MarginAnswer
 
-LARGEST_TIE = 1e-3
-"""Two tokens whose scores are closer than this (in logits) are a rounding tie."""
-
 
 class Yardstick(LineProcess):
     """mlx-lm in a process of its own, with all cores."""
@@ -34,6 +31,8 @@ class Yardstick(LineProcess):
         """mlx-lm's own answers to many prompts, in batches."""
         return self.ask(question, DecodedMany)
 
-    def margin(self, tokens: Tokens, candidates: tuple[int, int], sampling: Sampling) -> float:
+    def margin(
+        self, tokens: Tokens, candidates: tuple[int, int], sampling: Sampling
+    ) -> MarginAnswer:
         """How near a tie two candidates for the token after `tokens` are, in logits."""
-        return self.ask(Margin(tokens, candidates, sampling), MarginAnswer).margin
+        return self.ask(Margin(tokens, candidates, sampling), MarginAnswer)

@@ -52,10 +52,26 @@ class Margin(msgspec.Struct, frozen=True, tag="margin", forbid_unknown_fields=Tr
     sampling: Sampling
 
 
+LARGEST_TIE = 1e-3
+"""In float32, two tokens whose scores are closer than this (in logits) are a rounding tie."""
+
+_TIED_SPACINGS = 4.0
+"""The same in half precision, in steps of the format at the logits' size: its forward passes
+over one token and over several differ by so much."""
+
+
 class MarginAnswer(msgspec.Struct, frozen=True):
-    """The distance of their scores, in logits; infinite if a filter keeps only one."""
+    """How far apart they are."""
 
     margin: float
+    """The distance of their scores, in logits; infinite if a filter keeps only one."""
+    spacing: float = 0.0
+    """Between neighbouring numbers of the logits' format, at the larger one's size."""
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether rounding alone can have exchanged them."""
+        return self.margin <= max(LARGEST_TIE, _TIED_SPACINGS * self.spacing)
 
 
 Question = Decode | DecodeMany | Margin

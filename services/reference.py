@@ -4,6 +4,7 @@ The same weights, dtype and BLAS as our services, all cores, one process. Speaks
 on stdin and stdout, one answer per question (`protocol.yardstick`).
 """
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -118,7 +119,13 @@ class Reference:
         logits: Any = self._target(mx.array(question.tokens)[None])[0, -1]
         row = np.array(logits.astype(mx.float32))
         gap = distances(row, len(question.tokens), question.sampling, question.candidates)
-        return MarginAnswer(gap)
+        largest = float(np.abs(row[list(question.candidates)]).max())
+        return MarginAnswer(gap, _spacing(largest, mx.finfo(logits.dtype).eps))
+
+
+def _spacing(size: float, eps: float) -> float:
+    """Between neighbouring floats of this size, in a format whose relative step is `eps`."""
+    return eps * 2.0 ** math.floor(math.log2(size)) if size > 0.0 else 0.0
 
 
 def main() -> int:

@@ -8,9 +8,10 @@ import pytest
 
 from launch.config import BackendChoice, StackSettings
 from launch.models import pair_of
-from launch.yardstick import LARGEST_TIE, Yardstick
+from launch.yardstick import Yardstick
 from orchestrator.tokenizer import TargetTokenizer
 from protocol.messages import ChatMessage, Mode, Sampling, Tokens
+from protocol.yardstick import LARGEST_TIE
 from tests.stack import RunningStack, running
 
 pytestmark = [pytest.mark.processes, pytest.mark.model]
@@ -74,5 +75,5 @@ def test_tokens_are_those_of_plain_decoding(
         pairs = enumerate(zip(expected, answer.tokens, strict=False))
         at = next(i for i, (a, b) in pairs if a != b)
         prefix = tokenizer().encode([ChatMessage("user", PROMPTS[prompt])]) + expected[:at]
-        margin = yardstick.margin(prefix, (expected[at], answer.tokens[at]), sampling)
+        margin = yardstick.margin(prefix, (expected[at], answer.tokens[at]), sampling).margin
         assert margin < LARGEST_TIE, f"token {at} differs at a logit margin of {margin:.2g}"

@@ -8,7 +8,7 @@ from launch.bench.memory import MemoryWatch
 from launch.bench.result import Checks, Divergence, Run
 from launch.bench.variant import Variant
 from launch.prompts import Prompt
-from launch.yardstick import LARGEST_TIE, Yardstick
+from launch.yardstick import Yardstick
 from orchestrator.tokenizer import TargetTokenizer
 from protocol.client import Client
 from protocol.errors import LosslessnessError, RuntimeFailure
@@ -140,11 +140,11 @@ class Bench:
             return
         pairs = zip(plain.emitted, run.emitted, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), -1)
-        margin = None  # one answer is the beginning of the other
+        found = None  # one answer is the beginning of the other
         if at >= 0:
             prefix = self.tokenizer.encode([ChatMessage("user", prompt.prompt)])
             rivals = (plain.emitted[at], run.emitted[at])
-            margin = self.yardstick.margin(prefix + plain.emitted[:at], rivals, sampling)
+            found = self.yardstick.margin(prefix + plain.emitted[:at], rivals, sampling)
         self.divergences.append(
             Divergence(
                 prompt_id=prompt.id,
@@ -152,8 +152,8 @@ class Bench:
                 repeat=run.repeat,
                 temperature=run.temperature,
                 position=at,
-                margin=margin,
-                tie=margin is not None and margin <= LARGEST_TIE,
+                margin=None if found is None else found.margin,
+                tie=found is not None and found.is_tie,
             )
         )
 
