@@ -12,7 +12,7 @@ from protocol.client import Client
 from protocol.errors import DeadlineExceeded, RuntimeFailure, SsdError
 from protocol.messages import Status
 
-_WHOLE_S = 30.0
+_WHOLE_S = 120.0
 """Longest wait for a stack to be whole again, and for any answer."""
 _TWICE = 0.1
 """Share of faults that strike before the one before is mended."""
