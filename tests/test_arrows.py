@@ -27,6 +27,7 @@ HOMES = {
     "uvicorn": {"services"},
     "prometheus_client": {"services"},
     "matplotlib": {"launch"},
+    "rich": {"launch"},
 }
 LONGEST_FUNCTION = 60
 LONGEST_FILE = 300

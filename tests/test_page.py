@@ -86,6 +86,8 @@ def test_a_chat_in_a_browser(url: str) -> None:
         assert painted
         assert page.locator("#stack tr").count() == 3
         page.locator("#recent", has_text="ssd").wait_for()
+        shown = page.locator("#now").inner_text()
+        assert all(word in shown for word in ("speed", "tok/s", "accepted", "hits", "planner"))
         assert not page.locator("#keybox").is_visible()
         if folder := os.environ.get("SCREENSHOTS"):
             page.screenshot(path=str(Path(folder) / "page.png"), full_page=True)
