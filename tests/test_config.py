@@ -82,6 +82,8 @@ def test_every_setting_has_its_variable(
         "http": "True",
         "compute_units": "all",
         "log_level": "debug",
+        "prefill": "coreml",
+        "preset": "creative",
     }
     devices = {"target_device": "gpu", "draft_device": "cuda:1"}
     value: Any = {**words, **devices}.get(field.name, "7")

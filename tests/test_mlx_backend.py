@@ -23,6 +23,7 @@ from protocol.messages import Sampling, Tokens
 from protocol.noise import gumbel
 from services.backends.interface import Drafted, Layer
 from services.backends.mlx import MAX_DRAFT_TOKENS, MlxBackend
+from services.prompt_cache import PromptCache
 from tests.reference import SAMPLINGS, Reference, said, tiny_folder
 from tests.tiny_models import DRAFTERS, FAMILIES, RECURRENT, write_tiny_model
 
@@ -406,7 +407,15 @@ def test_padding_is_never_drafted(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def nothing_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other test's KV serves a prompt of the llama backend."""
+    backend = setup_of("llama").backend
+    monkeypatch.setattr(backend, "_prompts", PromptCache(0, 0))
+    monkeypatch.setattr(backend, "_sequences", {})
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch, nothing_cached: None) -> list[int]:
     """How many tokens each forward of the llama backend was given, from now on."""
     backend = setup_of("llama").backend
     model: Callable[..., mx.array] = backend._model
@@ -444,6 +453,7 @@ def test_nothing_is_computed_twice(fed: list[int]) -> None:
     assert fed == [1, 1]
 
 
+@pytest.mark.usefixtures("nothing_cached")
 def test_an_abandoned_prefill_opens_nothing() -> None:
     """A prefill yields between its chunks; closed there, the sequence is not open."""
     backend, number = setup_of("llama").backend, next(NUMBERS)
