@@ -50,8 +50,7 @@ def command(**options: Any) -> None:  # fmt: skip
     With --report also the profile and the overlap.
     """
     json_file, report = options.pop("json_file"), options.pop("report")
-    if report is not None:
-        write = _writer()
+    write = None if report is None else _writer()
     wish = _wish(options, everything=report is not None)
     columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
                TimeElapsedColumn())  # fmt: skip
@@ -59,7 +58,7 @@ def command(**options: Any) -> None:  # fmt: skip
         result = measure(wish, partial(_bars, progress))
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
-    if report is not None:
+    if write is not None:
         write(result, report)
     _show(result)
     require_lossless(result.checks)
