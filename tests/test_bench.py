@@ -155,7 +155,7 @@ def test_hits_and_the_bound_are_pooled() -> None:
 def schema() -> dict[str, Any]:
     """Of the file; what the protocol's messages hold is the protocol's affair."""
     found = msgspec.json.schema(BenchFile)
-    for name in {"Statistics", "Sampling", "RoundKind", "Span"} & set(found["$defs"]):
+    for name in {"Statistics", "Sampling", "Shape", "RoundKind", "Span"} & set(found["$defs"]):
         found["$defs"][name] = {"title": name, "type": "object"}
     return found
 
