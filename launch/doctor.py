@@ -65,7 +65,7 @@ def examine(settings: StackSettings) -> Report:
         cores=len(_cores()),
         memory_bytes=memory.total,
         free_bytes=memory.available,
-        versions={name: _version(name) for name in _PACKAGES},
+        versions=versions(),
         survey=survey,
         findings=[*_on_machine(survey), *_on_pair(settings, survey, memory.available)],
     )
@@ -84,6 +84,11 @@ def ask_survey() -> Survey:
         lines = done.stderr.strip().splitlines() or ["no reason given"]
         raise RuntimeFailure(f"MLX does not start: {lines[-1]}")
     return msgspec.json.decode(done.stdout, type=Survey)
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that matter; empty if one is not installed."""
+    return {name: _version(name) for name in _PACKAGES}
 
 
 def _version(package: str) -> str:
@@ -112,6 +117,9 @@ def _on_machine(survey: Survey) -> list[Finding]:
     if sys.platform == "darwin" and not survey.coreml:
         text = "coremltools is not installed: no drafts on the Neural Engine (extra 'coreml')"
         findings.append(Finding("note", "Neural Engine", text))
+    elif sys.platform == "darwin":
+        text = f"coremltools {survey.coreml}; `ssd mac-check` measures what CoreML does here"
+        findings.append(Finding("ok", "Neural Engine", text))
     elif sys.platform != "darwin":
         findings.append(Finding("note", "Neural Engine", "none here; it needs a Mac"))
     return findings

@@ -1,6 +1,7 @@
 """Probes as the door sees them: started, alone or two at a time, and listened to."""
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ class Probe:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            pass_fds=(lifeline.child_end,),
+            pass_fds=(lifeline.child_end, *(self.settings.barrier or ())),
         )
 
     def found(self) -> Found:
@@ -65,3 +66,16 @@ def probe(lifeline: Lifeline, **told: Any) -> Iterator[Probe]:
         yield started
     finally:
         started.close()
+
+
+@contextlib.contextmanager
+def probes_together(lifeline: Lifeline, *told: dict[str, Any]) -> Iterator[list[Probe]]:
+    """Loops that begin when all of them are ready; one that dies keeps nobody waiting."""
+    with contextlib.ExitStack() as stack:
+        barrier = os.pipe()
+        try:
+            started = [stack.enter_context(probe(lifeline, barrier=barrier, **one)) for one in told]
+        finally:
+            for end in barrier:
+                os.close(end)
+        yield started

@@ -12,6 +12,10 @@ from protocol.settings import ChildSettings, ComputeUnits
 Compression = Literal["none", "int8", "palette8", "palette6", "palette4"]
 COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 StateWrite = Literal["slice", "onehot"]
+Route = Literal["tree", "decode", "prefill"]
+"""Which functions a compared text goes through. tree: the prompt in chunks, the answer in calls
+of several tokens. prefill: the prompt in chunks, the answer one by one. decode: all one by one."""
+ROUTES: tuple[Route, ...] = get_args(Route)
 STATE_WRITES: tuple[StateWrite, ...] = get_args(StateWrite)
 
 
@@ -43,6 +47,8 @@ class ConvertSettings(ChildSettings, frozen=True, kw_only=True):
     """Of the comparison that ends the conversion."""
     tokens: Annotated[int, msgspec.Meta(ge=0)] = 32
     """Tokens per prompt that are compared; 0 skips the comparison."""
+    all_routes: bool = False
+    """Compare along every route, not along `tree` alone."""
     threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
     """Least share of tokens on which package and model must agree, ties left out."""
 
@@ -55,6 +61,18 @@ class ConvertSettings(ChildSettings, frozen=True, kw_only=True):
     def on_orphaned(self) -> None:
         """Leave nothing half-written."""
         shutil.rmtree(self.partial, ignore_errors=True)
+
+
+class Difference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A compared position at which package and model have other best tokens."""
+
+    position: int
+    """In the answers, which follow each other without gaps."""
+    margin: float
+    """Between the model's two best logits."""
+    model: int
+    """The model's best token."""
+    package: int
 
 
 class Agreement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,6 +91,8 @@ class Agreement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Mean divergence of the package's law from the model's, in nats."""
     worst_margin: float
     """Largest margin, in the model's logits, at which the two disagree."""
+    differences: list[Difference] = []
+    """Every position of a disagreement, ties included."""
 
 
 TIE = 0.05
@@ -123,6 +143,8 @@ class Converted(msgspec.Struct, frozen=True, kw_only=True, tag="converted"):
     """Of the package."""
     model: Acceptance | None = None
     """Of the model that it came from."""
+    routes: dict[Route, Agreement] = {}
+    """With `all_routes`: the agreement along each; `agreement` is the one of `tree`."""
     costs: list[FunctionCost] = []
     compute_unit: str = ""
 

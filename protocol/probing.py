@@ -17,11 +17,13 @@ class ProbeSettings(ChildSettings, frozen=True, kw_only=True):
     model: str = ""
     """Folder of the converted model."""
     target: str = ""
-    """Folder of the MLX model, for `target-loop`."""
+    """Folder of the MLX model, for `target-loop` and `injection`."""
     compute_units: ComputeUnits = "auto"
     calls: Annotated[int, msgspec.Meta(ge=1)] = 20
     seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     """Of the loops."""
+    barrier: tuple[int, int] | None = None
+    """Loops: both ends of a pipe that all probes hold which are to begin at the same time."""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
@@ -40,6 +42,10 @@ class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Loops."""
     slowest_ms: float = 0.0
     """Loops: the slowest call."""
+    ready_s: float = 0.0
+    """Loops: when the model was loaded and warm, by the machine's monotonic clock."""
+    began_s: float = 0.0
+    """Loops: when measuring began; with a barrier after all were ready."""
     same_best: float = 0.0
     """device: share of positions with the best token of the reference runtime."""
     worst_logit: float = 0.0

@@ -72,7 +72,7 @@ class PromptsElsewhere:
         self._module = module
         self._windows = windows
         self._other = other
-        self._dtype = _kv_dtype(module, windows)
+        self._dtype = kv_dtype(module, windows)
         if whenever_it_fits:
             self._choice = always(other.slots)
             return
@@ -107,7 +107,7 @@ class PromptsElsewhere:
                 return
 
 
-def _kv_dtype(module: Any, windows: list[int | None]) -> mx.Dtype:
+def kv_dtype(module: Any, windows: list[int | None]) -> mx.Dtype:
     """The type of the target's own keys: a forward of one token tells."""
     store = KVStore(windows, bucketed=False)
     store.chain(1)

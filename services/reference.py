@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from protocol.emulation import parse_size
-from protocol.errors import SsdError
+from protocol.errors import SsdError, UsageError
 from protocol.law import distances
 from protocol.messages import Tokens
 from protocol.settings import ReferenceSettings, decode_settings
@@ -61,13 +61,15 @@ class Reference:
         from mlx_lm.generate import generate_step, speculative_generate_step  # noqa: PLC0415
         from mlx_lm.sample_utils import make_sampler  # noqa: PLC0415
 
+        if question.num_draft_tokens and self._draft is None:
+            raise UsageError("mlx-lm was asked to draft, and was given no draft model")
         prompt: Any = mx.array(question.tokens)
         s = question.sampling
         mx.random.seed(s.seed)
         sampler = make_sampler(s.temperature, s.top_p, s.min_p, top_k=s.top_k)
         started = time.perf_counter()
         steps: Any
-        if question.num_draft_tokens and self._draft is not None:
+        if question.num_draft_tokens:
             steps = speculative_generate_step(
                 prompt,
                 self._target,

@@ -15,13 +15,12 @@ import pytest
 from launch.converted import beside, converted, require_converted
 from launch.converting import Converting
 from launch.process import Lifeline
-from protocol.conversion import COMPRESSIONS, Agreement, Compression
+from protocol.conversion import COMPRESSIONS, ROUTES, Compression
 from protocol.errors import ModelError
 from services.coreml.architecture import read_architecture
 from services.coreml.compression import pack
 from services.coreml.functions import parts_of
 from services.coreml.manifest import read_manifest
-from services.coreml.parity import Laws, acceptance, agreement, tops_of
 from services.coreml.runtime import ops
 from services.coreml.runtime.placement import Placement, joint_unit, placement_of
 from services.coreml.runtime.program import Program
@@ -177,36 +176,6 @@ def test_a_call_that_hangs_ends_the_process() -> None:
     assert done.returncode == -signal.SIGALRM
 
 
-# ---------------------------------------------------------------- the comparison
-
-
-def test_agreement_of_a_model_with_itself_and_with_another() -> None:
-    """Itself: 1, 1, 0. Another: less, and the margins of the differences are told."""
-    ids = np.arange(100, 400)
-    laws = Laws(rng().normal(size=(50, 300)).astype(np.float32) * 3, ids)
-    same = agreement(laws, tops_of(laws, 64))
-    assert (same.greedy, same.top8, same.worst_margin) == (1.0, 1.0, 0.0)
-    assert abs(same.kl) < 1e-4
-    other = Laws(
-        laws.rows + np.random.default_rng(4).normal(size=laws.rows.shape).astype(np.float32), ids
-    )
-    apart: Agreement = agreement(laws, tops_of(other, 64))
-    assert apart.greedy < 1
-    assert apart.top8 < 1
-    assert apart.kl > 0.05
-    assert apart.worst_margin > 0
-
-
-def test_acceptance_is_the_overlap_of_the_laws() -> None:
-    """Of a target with itself nearly 1; of disjoint laws 0."""
-    laws = Laws(rng().normal(size=(20, 50)).astype(np.float32) * 4, np.arange(50))
-    own = acceptance(laws, 100, tops_of(laws, 50))
-    assert own.greedy == 1.0
-    assert own.sampled == pytest.approx(1.0, abs=1e-4)
-    elsewhere = Laws(laws.rows, np.arange(50, 100))
-    assert acceptance(laws, 100, tops_of(elsewhere, 50)).sampled == 0.0
-
-
 # ---------------------------------------------------------------- the verb
 
 
@@ -224,11 +193,17 @@ def test_the_verb_converts_compares_and_records(tmp_path: Path) -> None:
     out = tmp_path / "made"
     done = run_verb(
         "--model", source_folder("llama"), "--target", source_folder("qwen3"), "--out", out,
-        "--json",
+        "--all-routes", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert figures["passed"]
+    assert figures["routes"]["tree"] == figures["agreement"]
+    assert set(figures["routes"]) == set(ROUTES)
+    for route in figures["routes"].values():
+        assert route["tokens"] == figures["agreement"]["tokens"]
+        assert route["greedy"] >= 0.95
+        assert len(route["differences"]) == round((1 - route["greedy_with_ties"]) * route["tokens"])
     assert figures["agreement"]["greedy"] >= 0.95
     assert figures["compute_unit"] == "reference"
     assert abs(figures["draft"]["sampled"] - figures["model"]["sampled"]) < 0.01

@@ -43,6 +43,11 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
         """Whether mlx-lm itself decodes."""
         return self.mode in REFERENCES
 
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether mlx-lm drafts for itself, which takes a draft model that it can load."""
+        return self.is_reference and self.lookahead > 0
+
     def sampling(self, given: Sampling) -> Sampling:
         """With this variant's own acceptance rule; raises UsageError if they contradict."""
         mine: dict[str, Any] = {"acceptance": self.acceptance, "saguaro": self.saguaro}
@@ -117,3 +122,18 @@ def parse_all(text: str) -> tuple[Variant, ...]:
     if len(set(labels)) < len(labels):
         raise UsageError(f"a mode is named twice in {text!r}")
     return variants
+
+
+def require_draft_model(variants: tuple[Variant, ...], backend: str) -> None:
+    """Raise UsageError if mlx-lm is to draft with what it cannot load: it would decode plainly."""
+    for variant in variants:
+        if variant.has_draft_model and backend != "mlx":
+            raise UsageError(
+                f"{variant.label!r} drafts with an MLX model, and the drafter here is {backend!r}: "
+                "leave the mode out, or name an MLX --draft-model"
+            )
+
+
+def default_modes(backend: str) -> str:
+    """All modes that a drafter of this backend can be compared in."""
+    return ",".join(name for name in NAMES if backend == "mlx" or not REFERENCES.get(name))

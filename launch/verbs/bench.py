@@ -14,7 +14,7 @@ from launch.bench import tables
 from launch.bench.measuring import Wish, measure
 from launch.bench.result import BenchFile
 from launch.bench.runs import require_lossless, verdict
-from launch.bench.variant import NAMES, parse_all
+from launch.bench.variant import NAMES, default_modes, parse_all, require_draft_model
 from launch.models import pair_of
 from launch.options import sampling_options, settings_of, stack_options, take_sampling
 from launch.prompts import chosen_prompts
@@ -36,8 +36,7 @@ from protocol.messages import Sampling
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option(
     "--modes",
-    default=",".join(NAMES),
-    show_default=True,
+    show_default=",".join(NAMES),
     help="Knobs may be fixed, as in ssd:k=4:b=16, ssd:uniform, ssd:rejection, mlx-lm-draft:k=5.",
 )
 @click.option("--profile", is_flag=True, help="Only predict what to gain, in half a minute.")
@@ -76,7 +75,8 @@ def _writer() -> Callable[[BenchFile, Path], None]:
 
 
 def _wish(options: dict[str, Any], *, everything: bool) -> Wish:
-    variants = parse_all(options.pop("modes"))
+    modes = options.pop("modes")
+    variants = parse_all(modes or ",".join(NAMES))
     alone = {name: options.pop(name) for name in ("profile", "overlap")}
     sampling = take_sampling(options)
     if sampling.shape is not None:
@@ -91,10 +91,16 @@ def _wish(options: dict[str, Any], *, everything: bool) -> Wish:
     # The KV of an earlier mode's run would make every later one's first token come sooner.
     options["prompt_cache_size"] = options["prompt_cache_size"] or 0
     settings = settings_of(**options)
+    pair = pair_of(settings)
     only = any(alone.values()) and not everything
+    if modes is None:
+        variants = parse_all(default_modes(pair.backend))
+        if pair.backend != "mlx" and not only:
+            show.human().print(f"no mlx-lm-draft: it cannot draft with {pair.backend}")
+    require_draft_model(variants, pair.backend)
     return Wish(
         settings=settings,
-        pair=pair_of(settings),
+        pair=pair,
         variants=variants,
         samplings=samplings,
         prompts=chosen,

@@ -54,6 +54,7 @@ def _option(flag: str, help_text: str, kind: Any = None) -> Callable[[F], F]:
 @_option("--compute-units", "Where the comparison runs.", click.Choice(COMPUTE_UNITS))
 @_option("--tokens", "Tokens per prompt that are compared; 0: no comparison.")
 @_option("--threshold", "Least share of equal best tokens; below: exit code 6, no folder.")
+@click.option("--all-routes", is_flag=True, help="Compare token by token, too, and list all.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(model: str, out: Path | None, target: str | None, **options: Any) -> None:
     """Convert a model to CoreML, and compare the package with it."""
@@ -115,11 +116,14 @@ def _show(converted: conversion.Converted) -> None:
     if agreed is None:
         console.print("not compared with the model")
         return
-    console.print(
-        f"best token equal on {agreed.greedy:.3f} of {agreed.tokens - agreed.ties} tokens "
-        f"({agreed.greedy_with_ties:.3f} with {agreed.ties} ties; largest margin of a difference "
-        f"{agreed.worst_margin:.3f}), top 8 {agreed.top8:.3f}, KL {agreed.kl:.5f}"
-    )
+    console.print(_said(agreed))
+    for route, one in converted.routes.items():
+        console.print(f"by {route}: {_said(one)}")
+        for apart in one.differences:
+            console.print(
+                f"  position {apart.position}: token {apart.package}, the model's {apart.model} "
+                f"has a margin of {apart.margin:.4f}"
+            )
     if converted.draft is not None and converted.model is not None:
         console.print(
             f"the target accepts, greedily {converted.draft.greedy:.3f} "
@@ -132,3 +136,11 @@ def _show(converted: conversion.Converted) -> None:
             console.print(f"    not on the Neural Engine: {cost.off_ane}")
     if converted.compute_unit == "reference":
         console.print("  the reference runtime is a test instrument: no times of CoreML")
+
+
+def _said(agreed: conversion.Agreement) -> str:
+    return (
+        f"best token equal on {agreed.greedy:.3f} of {agreed.tokens - agreed.ties} tokens "
+        f"({agreed.greedy_with_ties:.3f} with {agreed.ties} ties; largest margin of a difference "
+        f"{agreed.worst_margin:.3f}), top 8 {agreed.top8:.3f}, KL {agreed.kl:.5f}"
+    )

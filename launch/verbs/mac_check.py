@@ -1,10 +1,10 @@
 """`ssd mac-check`: everything that only a Mac can show, measured and written to one file."""
 
 import contextlib
+import datetime
 import platform
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,53 +14,33 @@ import psutil
 
 from launch import show
 from launch.config import StackSettings
-from launch.converted import require_converted
+from launch.converted import converted, read_facts, require_converted
+from launch.doctor import versions
+from launch.mac_report import TEMPERATURE, Answer, Report, lines, without_paths
 from launch.models import default_drafter, pair_of, resolve
-from launch.probing import probe
+from launch.probing import probe, probes_together
 from launch.process import Lifeline
 from launch.session import private_stack
 from protocol.client import Client
+from protocol.errors import SsdError, UsageError
 from protocol.messages import ChatMessage, Finished, Generate, Mode, Sampling
 from protocol.probing import Found
 
 _UNITS = ("cpu_and_ne", "cpu_only", "cpu_and_gpu")
 _PROMPT = "Explain in a few sentences how a bicycle stays upright while it is moving."
-_TEMPERATURE = 0.8
+_LOOKAHEAD, _FAN_OUT = 4, 8
+"""Fixed, so that something is drafted even where the planner would rather not."""
 
 _ONLY_ON_A_MAC = (
     "speed and placement on the Neural Engine, the GPU and the CPU under CoreML",
     "the device's numbers beside the reference runtime's",
     "how much drafting on the Neural Engine slows the target on the GPU",
-    "a same-model SSD run on two devices",
+    "a run on two devices",
 )
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer of a stack."""
-
-    mode: str
-    tokens: int
-    tok_s: float
-    accepted: int
-    drafted: int
-    cache_hits: int
-    cache_misses: int
-    same_as_plain: bool
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The file that a user can attach to a report."""
-
-    format: int = 1
-    machine: dict[str, str]
-    model: str
-    probes: list[Found] = []
-    overlap: dict[str, list[Found]] = {}
-    """"alone": draft and target loop one after the other; "together": at the same time."""
-    answers: list[Answer] = []
-    same_model: str = ""
-    """The stack of `answers`."""
-    not_measured: list[str] = []
+_SAME_MODEL = (
+    "a same-model run: the target has no conversion beside it; run `ssd convert --model {}` and "
+    "this again"
+)
 
 
 @click.command("mac-check")
@@ -76,27 +56,49 @@ def command(model: str | None, target: str | None, out: Path, **options: Any) ->
     """Measure what CoreML does on this machine; on others, what can be measured there."""
     folder = require_converted(resolve(model) if model else default_drafter())
     pair = pair_of(StackSettings(model=target or "", draft_backend="ngram"))
-    with contextlib.closing(Lifeline()) as lifeline:
-        common: dict[str, Any] = {"lifeline": lifeline, "model": str(folder)}
-        probes = _probes(common, options["calls"])
-        overlap = _overlap(common, pair.model, options["seconds"]) if _on_mac() else {}
-    settings = StackSettings(
-        model=pair.model, draft_backend="coreml", draft_model=_same_model(pair.model, folder)
-    )
-    report = Report(
-        machine=_machine(),
-        model=str(folder),
-        probes=probes,
-        overlap=overlap,
-        answers=_answers(settings, options["max_tokens"]),
-        same_model=f"{settings.model} with {settings.draft_model}",
-        not_measured=[] if _on_mac() else list(_ONLY_ON_A_MAC),
-    )
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {str(out)!r}: there is no such folder")
+    report = without_paths(_measured(folder, Path(pair.model), options))
     out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     if options["as_json"]:
         show.write(msgspec.json.encode(report).decode() + "\n")
     else:
-        _show(report, out)
+        for line in lines(report):
+            show.plain().print(line, markup=False)
+        show.plain().print(f"written to {out}", markup=False)
+
+
+def _measured(folder: Path, target: Path, options: dict[str, Any]) -> Report:
+    with contextlib.closing(Lifeline()) as lifeline:
+        common: dict[str, Any] = {"lifeline": lifeline, "model": str(folder)}
+        probes = _probes(common, str(target), options["calls"])
+        overlap = _overlap(common, str(target), options["seconds"]) if _on_mac() else {}
+    # The target's own conversion, if there is one: both models are then the same.
+    own = converted(target)
+    missing = [] if _on_mac() else list(_ONLY_ON_A_MAC)
+    settings = StackSettings(
+        model=str(target), draft_backend="coreml", draft_model=str(own or folder)
+    )
+    answers: list[Answer] = []
+    failed = ""
+    try:
+        for answer in _answers(settings, options["max_tokens"]):
+            answers.append(answer)
+    except SsdError as error:  # what was measured before is worth its file
+        failed = str(error)
+    return Report(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        machine=_machine(),
+        versions=versions(),
+        model=folder.name,
+        package=read_facts(folder),
+        probes=probes,
+        overlap=overlap,
+        answers=answers,
+        stack=f"{target.name} with {(own or folder).name}",
+        answers_failed=failed,
+        not_measured=missing if own else [*missing, _SAME_MODEL.format(target.name)],
+    )
 
 
 def _on_mac() -> bool:
@@ -115,9 +117,9 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _probes(common: dict[str, Any], calls: int) -> list[Found]:
+def _probes(common: dict[str, Any], target: str, calls: int) -> list[Found]:
     """Functions by compute unit, the device beside the reference, injection."""
-    wanted: list[dict[str, Any]] = [{"kind": "injection", "calls": calls}]
+    wanted: list[dict[str, Any]] = [{"kind": "injection", "target": target, "calls": calls}]
     for units in _UNITS if _on_mac() else ("reference",):
         wanted.append({"kind": "functions", "compute_units": units, "calls": calls})
         if _on_mac():
@@ -132,43 +134,40 @@ def _probes(common: dict[str, Any], calls: int) -> list[Found]:
 
 def _overlap(common: dict[str, Any], target: str, seconds: float) -> dict[str, list[Found]]:
     """Drafting on the Neural Engine and decoding on the GPU: each alone, then both at once."""
-    draft = {**common, "kind": "draft-loop", "compute_units": "cpu_and_ne", "seconds": seconds}
-    decode = {**common, "kind": "target-loop", "target": target, "seconds": seconds}
+    told: dict[str, Any] = {"model": common["model"], "seconds": seconds}
+    units = "cpu_and_ne" if _on_mac() else "reference"
+    loops = (
+        {**told, "kind": "draft-loop", "compute_units": units},
+        {**told, "kind": "target-loop", "target": target},
+    )
     show.human().print("measuring: overlap")
     alone = []
-    for told in (draft, decode):
-        with probe(**told) as one:
+    for loop in loops:
+        with probe(common["lifeline"], **loop) as one:
             alone.append(one.found())
-    with probe(**draft) as first, probe(**decode) as second:
-        together = [first.found(), second.found()]
-    return {"alone": alone, "together": together}
+    with probes_together(common["lifeline"], *loops) as both:
+        return {"alone": alone, "together": [one.found() for one in both]}
 
 
-def _same_model(target: str, drafter: Path) -> str:
-    """The target's own conversion if there is one: both models are then the same."""
-    own = Path(target).with_name(f"{Path(target).name}-coreml")
-    return str(own if own.is_dir() else drafter)
-
-
-def _answers(settings: StackSettings, max_tokens: int) -> list[Answer]:
+def _answers(settings: StackSettings, max_tokens: int) -> Iterator[Answer]:
     """Plain and speculative, at a temperature, on the stack that would be used."""
-    show.human().print(f"measuring: answers at temperature {_TEMPERATURE}")
-    sampling = Sampling(temperature=_TEMPERATURE, seed=1)
-    answers: list[Answer] = []
+    show.human().print(f"measuring: answers at temperature {TEMPERATURE}")
+    sampling = Sampling(temperature=TEMPERATURE, seed=1)
     plain: list[int] = []
     with private_stack(settings, show.process_line) as supervisor:
         client = Client(supervisor.run_dir.clients_address)
         with contextlib.closing(client):
-            modes: tuple[Mode, ...] = ("ar", "sd", "ssd")
-            for mode in modes:
-                tokens, finished = _ask(client, mode, sampling, max_tokens)
+            ways: tuple[tuple[Mode, int], ...] = (
+                ("ar", 0), ("sd", _LOOKAHEAD), ("ssd", _LOOKAHEAD), ("ssd", 0),
+            )  # fmt: skip
+            for mode, lookahead in ways:
+                tokens, finished = _ask(client, mode, lookahead, sampling, max_tokens)
                 plain = plain or tokens
-                answers.append(_answer(mode, tokens, finished, same=tokens == plain))
-    return answers
+                yield _answer(mode, lookahead, tokens, finished, same=tokens == plain)
 
 
 def _ask(
-    client: Client, mode: Mode, sampling: Sampling, max_tokens: int
+    client: Client, mode: Mode, lookahead: int, sampling: Sampling, max_tokens: int
 ) -> tuple[list[int], Finished]:
     request = Generate(
         request=client.number(),
@@ -176,6 +175,8 @@ def _ask(
         sampling=sampling,
         max_tokens=max_tokens,
         mode=mode,
+        lookahead=lookahead,
+        fan_out=_FAN_OUT if mode == "ssd" and lookahead else 0,
     )
     tokens: list[int] = []
     for message in client.generate(request):
@@ -185,10 +186,13 @@ def _ask(
     raise AssertionError("an answer ends with Finished")
 
 
-def _answer(mode: str, tokens: list[int], finished: Finished, *, same: bool) -> Answer:
+def _answer(
+    mode: str, lookahead: int, tokens: list[int], finished: Finished, *, same: bool
+) -> Answer:
     statistics = finished.statistics
     return Answer(
         mode=mode,
+        lookahead=lookahead,
         tokens=len(tokens),
         tok_s=statistics.tok_s,
         accepted=statistics.accepted,
@@ -197,35 +201,3 @@ def _answer(mode: str, tokens: list[int], finished: Finished, *, same: bool) -> 
         cache_misses=statistics.cache_misses,
         same_as_plain=same,
     )
-
-
-def _show(report: Report, out: Path) -> None:
-    line: Callable[..., None] = show.plain().print
-    line(f"{report.model} on {report.machine['system']}, {time.strftime('%Y-%m-%d')}")
-    for found in report.probes:
-        if found.failed:
-            line(f"{found.kind} {found.compute_units}: no figure, {found.failed}")
-            continue
-        match found.kind:
-            case "functions":
-                for cost in found.costs:
-                    line(f"{found.compute_units} {cost.name}: {cost.call_ms:.1f} ms on {cost.unit}")
-            case "device":
-                line(
-                    f"{found.compute_units}: best token of the reference on "
-                    f"{found.same_best:.3f}, worst logit {found.worst_logit:.3f}"
-                )
-            case _:
-                line(f"injection of {found.tokens} tokens: {found.milliseconds:.2f} ms")
-    for when, loops in report.overlap.items():
-        for loop in loops:
-            line(f"{when}: {loop.kind} {loop.per_second:.1f} a second on {loop.compute_unit}")
-    for answer in report.answers:
-        line(
-            f"{answer.mode} at T={_TEMPERATURE}: {answer.tok_s:.1f} tok/s, "
-            f"{answer.accepted} of {answer.drafted} accepted, "
-            f"{'same' if answer.same_as_plain else 'OTHER'} tokens as plain decoding"
-        )
-    for what in report.not_measured:
-        line(f"not measured here: {what}")
-    line(f"written to {out}")

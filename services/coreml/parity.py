@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from protocol.conversion import TIE, Acceptance, Agreement
+from protocol.conversion import TIE, Acceptance, Agreement, Difference, Route
 from protocol.errors import UsageError
 from protocol.law import Floats, Ids
 from protocol.messages import Tokens
@@ -85,23 +85,30 @@ def fitted(prompts: list[Tokens], slots: int, count: int) -> list[Tokens]:
     return [prompt[-room:] for prompt in prompts]
 
 
-def candidates(model: ConvertedModel, texts: list[Text]) -> list[Top]:
-    """The package's best tokens at the same positions."""
+def candidates(model: ConvertedModel, texts: list[Text], route: Route = "tree") -> list[Top]:
+    """The package's best tokens at the same positions, by the functions of a route."""
     tops: list[Top] = []
-    branches = model.manifest.function("tree").tokens
-    chunk = model.manifest.function("prefill").tokens
     for text in texts:
         state, start = model.new_state(), 0
         tokens, first = text.prompt + text.answer[:-1], len(text.prompt) - 1
         while start < len(tokens):
-            plain = first - start
-            name, limit = ("prefill", chunk) if plain > 0 else ("tree", branches)
-            part = tokens[start : start + (min(limit, plain) if plain > 0 else limit)]
-            if start + limit > model.slots:
-                name, part = "decode", part[:1]
-            tops += model.run(name, chain_feed(part, start, model.slots), state)
+            name, count = _next_call(model, route, start, first - start)
+            part = tokens[start : start + count]
+            found = model.run(name, chain_feed(part, start, model.slots), state)
+            tops += found[max(0, first - start) :]
             start += len(part)
     return tops
+
+
+def _next_call(model: ConvertedModel, route: Route, start: int, unheard: int) -> tuple[str, int]:
+    """(function, most tokens); nobody asks what follows the next `unheard` tokens."""
+    name = "tree" if route == "tree" else "decode"
+    if unheard > 0 and route != "decode":
+        name = "prefill"
+    limit = model.manifest.function(name).tokens
+    if start + limit > model.slots:
+        return "decode", 1
+    return name, min(limit, unheard) if name == "prefill" else limit
 
 
 def agreement(laws: Laws, tops: list[Top]) -> Agreement:
@@ -109,7 +116,8 @@ def agreement(laws: Laws, tops: list[Top]) -> Agreement:
     best = np.sort(laws.rows, axis=1)[:, -2:]
     margins = best[:, 1] - best[:, 0]
     chosen = laws.ids[laws.rows.argmax(axis=1)]
-    same = np.array([top.ids[0, 0] for top in tops]) == chosen
+    said = np.array([top.ids[0, 0] for top in tops])
+    same = said == chosen
     clear = margins >= TIE
     order = np.argsort(-laws.rows, axis=1)[:, :_TOP]
     shared = [
@@ -124,6 +132,10 @@ def agreement(laws: Laws, tops: list[Top]) -> Agreement:
         top8=float(np.mean(shared)),
         kl=_divergence(laws, tops),
         worst_margin=float(margins[~same].max(initial=0.0)),
+        differences=[
+            Difference(int(at), float(margins[at]), int(chosen[at]), int(said[at]))
+            for at in np.flatnonzero(~same)
+        ],
     )
 
 

@@ -1,5 +1,7 @@
 """`python -m services.coreml.probe SETTINGS`: one measurement for `ssd mac-check`."""
 
+import os
+import select
 import statistics
 import sys
 import time
@@ -10,7 +12,9 @@ import msgspec
 import numpy as np
 
 from protocol.child import main
+from protocol.errors import RuntimeFailure
 from protocol.probing import Found, ProbeSettings
+from services.coreml.architecture import read_architecture
 from services.coreml.manifest import read_manifest
 from services.coreml.model import ConvertedModel, chain_feed, open_model
 from services.coreml.runtime.executor import ReferenceExecutor
@@ -19,6 +23,8 @@ from services.machine import load_blas
 
 _INJECTED = 512
 _COMPARED = 64
+_MEETING_S = 900.0
+"""A first load compiles for minutes; half of what the door waits for a probe."""
 
 
 def run(settings: ProbeSettings) -> None:
@@ -80,6 +86,10 @@ def _device(settings: ProbeSettings) -> Found:
 
 def _looped(settings: ProbeSettings, unit: str, call: Callable[[], None]) -> Found:
     call()
+    ready = time.monotonic()
+    if settings.barrier is not None:
+        _meet(*settings.barrier)
+    began = time.monotonic()
     taken: list[float] = []
     ends = time.perf_counter() + settings.seconds
     while time.perf_counter() < ends:
@@ -93,7 +103,20 @@ def _looped(settings: ProbeSettings, unit: str, call: Callable[[], None]) -> Fou
         calls=len(taken),
         per_second=len(taken) / sum(taken),
         slowest_ms=1e3 * max(taken),
+        ready_s=ready,
+        began_s=began,
     )
+
+
+def _meet(reading: int, writing: int) -> None:
+    """Wait for the others: the pipe ends when nobody holds its writing end any more.
+
+    Raises:
+        RuntimeFailure: the others were not ready in time.
+    """
+    os.close(writing)
+    if not select.select([reading], [], [], _MEETING_S)[0]:
+        raise RuntimeFailure(f"the other probe was not ready within {_MEETING_S:g} s")
 
 
 def _draft_loop(settings: ProbeSettings) -> Found:
@@ -125,20 +148,21 @@ def _target_loop(settings: ProbeSettings) -> Found:
 
 
 def _injection(settings: ProbeSettings) -> Found:
-    """Arrays of a prompt's keys and values into an empty MLX cache."""
-    import mlx.core as mx  # noqa: PLC0415
+    """Arrays of a prompt's keys and values into the target's empty MLX cache."""
+    from services.elsewhere import inject, kv_dtype  # noqa: PLC0415
+    from services.kv import KVStore, windows_of  # noqa: PLC0415
+    from services.model import compute_unit, load  # noqa: PLC0415
 
-    from services.elsewhere import inject  # noqa: PLC0415
-    from services.kv import KVStore  # noqa: PLC0415
-    from services.model import compute_unit  # noqa: PLC0415
-
-    shape = read_manifest(Path(settings.model)).architecture
+    module = load(Path(settings.target)).module
+    windows = windows_of(module)
+    dtype = kv_dtype(module, windows)
+    shape = read_architecture(Path(settings.target))
     rows = np.zeros((shape.layers, shape.kv_heads, _INJECTED, shape.head_dim), np.float16)
     taken = []
     for _ in range(settings.calls + 1):
-        store = KVStore([None] * shape.layers, bucketed=False)
+        store = KVStore(windows, bucketed=False)
         started = time.perf_counter()
-        inject(store, (rows, rows), mx.float16)
+        inject(store, (rows, rows), dtype)
         store.evaluate()
         taken.append(1e3 * (time.perf_counter() - started))
     return Found(

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from protocol.conversion import Converted, ConvertSettings, Event, Step
+from protocol.conversion import ROUTES, Converted, ConvertSettings, Event, Step
 from protocol.distillation import TokenPrompt
 from protocol.errors import ModelError, ParityError, UsageError
 from protocol.messages import Tokens
@@ -58,8 +58,9 @@ def _produce(settings: ConvertSettings, partial: Path) -> None:
         _install(partial, Path(settings.out))
     say(found)
     if not found.passed and found.agreement is not None:
+        least = min(one.greedy for one in (found.agreement, *found.routes.values()))
         raise ParityError(
-            f"the package agrees with {settings.model!r} on {found.agreement.greedy:.3f} of the "
+            f"the package agrees with {settings.model!r} on {least:.3f} of the "
             f"tokens, below --threshold {settings.threshold:g}; nothing was written"
         )
 
@@ -101,6 +102,9 @@ def _compared(settings: ConvertSettings, folder: Path, found: Converted) -> Conv
     laws = source.laws(texts)
     tops = parity.candidates(model, texts)
     agreed = parity.agreement(laws, tops)
+    routes = {"tree": agreed} if settings.all_routes else {}
+    for route in ROUTES[1:] if settings.all_routes else ():
+        routes[route] = parity.agreement(laws, parity.candidates(model, texts, route))
     draft = own = None
     if target is not None:
         judged, size = target.laws(texts), target.vocabulary.size
@@ -109,8 +113,9 @@ def _compared(settings: ConvertSettings, folder: Path, found: Converted) -> Conv
     say(Step("comparing", 1.0))
     return msgspec.structs.replace(
         found,
-        passed=agreed.greedy >= settings.threshold,
+        passed=all(one.greedy >= settings.threshold for one in (agreed, *routes.values())),
         agreement=agreed,
+        routes=routes,
         draft=draft,
         model=own,
         costs=measure(model, _CALLS),

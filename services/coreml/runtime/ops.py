@@ -134,6 +134,11 @@ CONSTANT_OPS: dict[str, Callable[[Inputs], Array]] = {
 }
 """Executed once, when a function is loaded."""
 
+MOVES = frozenset({
+    "concat", "identity", "reshape", "slice_by_index", "slice_update", "split", "transpose",
+})  # fmt: skip
+"""Their results are elements of their inputs, so they are rounded already."""
+
 OPS: dict[str, Callable[[Inputs], Array | tuple[Array, ...]]] = {
     "abs": lambda i: np.abs(i.x),
     "add": lambda i: i.x + i.y,

@@ -13,7 +13,7 @@ from coremltools.proto import Model_pb2
 
 from protocol.errors import ModelError
 from services.coreml.runtime.blob import DTYPES, FLOAT16, Array, Constants, shape_of
-from services.coreml.runtime.ops import CONSTANT_OPS, OPS, Inputs
+from services.coreml.runtime.ops import CONSTANT_OPS, MOVES, OPS, Inputs
 
 Precision = Literal["float16", "float32"]
 """float16: every result is rounded to the type that the package declares. float32: float16
@@ -102,7 +102,8 @@ class Program:
         for (name, kind, shape), result in zip(op.outputs, results, strict=True):
             if result.shape != shape:
                 raise ModelError(f"{op.kind} {name!r} gave {result.shape}, declared {shape}")
-            values[name] = result if op.kind == "read_state" else self._rounded(result, kind)
+            as_is = op.kind == "read_state" or op.kind in MOVES
+            values[name] = result if as_is else self._rounded(result, kind)
 
     def _rounded(self, array: Array, kind: int) -> Array:
         if kind != FLOAT16:

@@ -1,0 +1,112 @@
+"""The file that `ssd mac-check` writes, for reports, and the same for people."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.probing import Found
+
+TEMPERATURE = 0.8
+"""Of all answers."""
+
+_PATH = re.compile(r"(?<![\w.])(?:~|~?(?:/[^\s/'\"]+)+)/")
+"""Folders before a name: the file is made to be shown to others."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer of a stack."""
+
+    mode: str
+    lookahead: int
+    """0: as the planner chose."""
+    tokens: int
+    tok_s: float
+    accepted: int
+    drafted: int
+    cache_hits: int
+    cache_misses: int
+    same_as_plain: bool
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The file that a user can attach to a report."""
+
+    format: int = 1
+    date: str
+    machine: dict[str, str]
+    versions: dict[str, str]
+    model: str
+    package: dict[str, Any]
+    """What the manifest of the converted model says of it, the comparison included."""
+    probes: list[Found] = []
+    overlap: dict[str, list[Found]] = {}
+    """"alone": draft and target loop one after the other; "together": at the same time."""
+    answers: list[Answer] = []
+    stack: str = ""
+    """Of `answers`: target and drafter."""
+    answers_failed: str = ""
+    """Why there are none, or not all."""
+    not_measured: list[str] = []
+
+
+def without_paths(report: Report) -> Report:
+    """The same with bare names in place of paths: they may hold people's names."""
+    values = json.loads(msgspec.json.encode(report).replace(str(Path.home()).encode(), b"~"))
+    return msgspec.convert(_bare(values), Report)
+
+
+def _bare(value: Any) -> Any:
+    match value:
+        case str():
+            return _PATH.sub("", value)
+        case list():
+            return [_bare(one) for one in value]
+        case dict():
+            return {key: _bare(one) for key, one in value.items()}
+    return value
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The same for people."""
+    yield f"{report.model} on {report.machine['system']}, {report.date}"
+    for found in report.probes:
+        yield from _said(found)
+    for when, loops in report.overlap.items():
+        for loop in loops:
+            for text in _said(loop):
+                yield f"{when}: {text}"
+    for answer in report.answers:
+        yield (
+            f"{answer.mode}{f' K={answer.lookahead}' if answer.lookahead else ''} "
+            f"at T={TEMPERATURE}: {answer.tok_s:.1f} tok/s, "
+            f"{answer.accepted} of {answer.drafted} accepted, "
+            f"{'same' if answer.same_as_plain else 'OTHER'} tokens as plain decoding"
+        )
+    if report.answers_failed:
+        yield f"answers: no more figures, {report.answers_failed}"
+    for what in report.not_measured:
+        yield f"not measured here: {what}"
+
+
+def _said(found: Found) -> list[str]:
+    """The figures of one probe, a line each."""
+    if found.failed:
+        return [f"{found.kind} {found.compute_units}: no figure, {found.failed}"]
+    match found.kind:
+        case "functions":
+            return [
+                f"{found.compute_units} {cost.name}: {cost.call_ms:.1f} ms on {cost.unit}"
+                for cost in found.costs
+            ]
+        case "device":
+            return [
+                f"{found.compute_units}: best token of the reference on {found.same_best:.3f}, "
+                f"worst logit {found.worst_logit:.3f}"
+            ]
+        case "injection":
+            return [f"injection of {found.tokens} tokens: {found.milliseconds:.2f} ms"]
+    return [f"{found.kind} {found.per_second:.1f} a second on {found.compute_unit}"]
