@@ -55,14 +55,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def without_paths(report: Report) -> Report:
     """The same with bare names in place of paths: they may hold people's names."""
-    values = json.loads(msgspec.json.encode(report).replace(str(Path.home()).encode(), b"~"))
-    return msgspec.convert(_bare(values), Report)
+    return msgspec.convert(_bare(json.loads(msgspec.json.encode(report))), Report)
 
 
 def _bare(value: Any) -> Any:
     match value:
         case str():
-            return _PATH.sub("", value)
+            # First the home, whose name may hold spaces, which end a path in a sentence.
+            return _PATH.sub("", value.replace(f"{Path.home()}/", "~/"))
         case list():
             return [_bare(one) for one in value]
         case dict():

@@ -100,9 +100,10 @@ def test_overlapping_loops_begin_together() -> None:
     assert decode.per_second > 0
 
 
-def test_failures_are_told_without_paths() -> None:
+def test_failures_are_told_without_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason stays; folders go, also those with a space in the home's name."""
-    home = str(Path.home())
+    home = "/Users/jane doe"
+    monkeypatch.setenv("HOME", home)
     text = f"'{home}/models/a-coreml' is no model; /opt/me/x.py failed, 3/4 done"
     found = Found(kind="functions", compute_units="cpu_and_ne", failed=text)
     report = mac_report.Report(

@@ -82,7 +82,7 @@ def _palettised(matrix: Floats, scales: npt.NDArray[np.float16], bits: int) -> P
     weights = scales.astype(np.float64) ** 2
     for number in range(len(palettes)):
         rows = slice(number * group, (number + 1) * group)
-        # Rounded, values recur: fewer points to cluster, in a quarter of the time.
+        # Rounded, values recur: fewer points to cluster.
         values, inverse = np.unique(np.rint(matrix[rows] * _GRID), return_inverse=True)
         values = values / _GRID
         of_points = np.broadcast_to(weights[rows, None], matrix[rows].shape).ravel()
