@@ -13,7 +13,7 @@ from protocol.probing import Found
 TEMPERATURE = 0.8
 """Of all answers."""
 
-_PATH = re.compile(r"(?<![\w.])(?:~|~?(?:/[^\s/'\"]+)+)/")
+_PATH = re.compile(r"(?<![\w.])(?:~?(?:/[^\s/'\"]+)+|~)/")
 """Folders before a name: the file is made to be shown to others."""
 
 
