@@ -55,9 +55,6 @@ _cluster: Any = kmeans1d.cluster  # declared for lists; takes arrays
 _SMALLEST_SCALE = 2.0**-14
 """float16's smallest normal number; devices may take what is below for 0."""
 
-_GRID = 1024.0
-"""Steps per 1, the largest value: float16 is no finer near 1, and a palette nowhere is."""
-
 _NONE = np.zeros(0, np.float16)
 
 
@@ -83,8 +80,7 @@ def _palettised(matrix: Floats, scales: npt.NDArray[np.float16], bits: int) -> P
     for number in range(len(palettes)):
         rows = slice(number * group, (number + 1) * group)
         # Rounded, values recur: fewer points to cluster.
-        values, inverse = np.unique(np.rint(matrix[rows] * _GRID), return_inverse=True)
-        values = values / _GRID
+        values, inverse = np.unique(matrix[rows].astype(np.float16), return_inverse=True)
         of_points = np.broadcast_to(weights[rows, None], matrix[rows].shape).ravel()
         mass = np.bincount(inverse.ravel(), weights=of_points, minlength=len(values))
         found = _cluster(values.astype(np.float64), min(2**bits, len(values)), weights=mass)
