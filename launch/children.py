@@ -57,6 +57,7 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         prefill_step_size=settings.prefill_step_size,
         prompt_cache_size=settings.prompt_cache_size,
         prompt_cache_bytes=settings.prompt_cache_bytes,
+        prompt_cache_file=_absolute(settings.prompt_cache_file),
         kv_bytes=settings.kv_bytes,
         device=settings.target_device,
         prefill=settings.prefill,
@@ -65,6 +66,10 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         emulated_cost=settings.emulate_target_cost,
     )
     return Child("verifier", "services.verifier", told, run_dir.log("verifier"))
+
+
+def _absolute(file: str) -> str:
+    return str(Path(file).expanduser().absolute()) if file else ""
 
 
 def _prefill_model(settings: StackSettings, pair: Pair) -> str:

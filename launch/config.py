@@ -54,6 +54,8 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Finished sequences whose KV each model keeps, for others with the same beginning."""
     prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = 2 * 1024**3
     """Most memory that each model may use for them."""
+    prompt_cache_file: str = ""
+    """Where the target's are saved at the end and read at the start; empty: nowhere."""
     kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Most memory for the target's KV of open requests; 0 is half of what is free."""
     prefill: Prefill = "mlx"

@@ -78,6 +78,7 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
     "serve": [
         ("ssd serve", "on 127.0.0.1:8080"),
         ("ssd serve --host 0.0.0.0 --port 9000", "for others: needs SSD_API_KEY"),
+        ("ssd serve --prompt-cache-file FILE", "prompts stay known over restarts"),
     ],
     "simulate": [
         ("ssd simulate --preset m4-ane", "a device that you do not have"),

@@ -66,6 +66,8 @@ def stack_options() -> Callable[[F], F]:
                          help="Finished requests whose KV is kept for the next turn."),
             click.option("--prompt-cache-bytes", type=click.IntRange(min=0),
                          help="Most memory for them, per model."),
+            click.option("--prompt-cache-file", metavar="FILE",
+                         help="Save the target's at the end, and begin with them next time."),
             click.option("--kv-bytes", type=click.IntRange(min=0),
                          help="Most memory for the KV of open requests; 0: half of what is free."),
             click.option("--target-device", metavar="DEVICE", help=_DEVICE.format("target")),

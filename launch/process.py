@@ -11,7 +11,6 @@ from launch.config import child_environment
 from protocol.child import ERROR_PREFIX
 from protocol.settings import ChildSettings, ServiceSettings, encode_settings
 
-_TERM_S = 2.0
 _KILL_S = 5.0
 
 
@@ -26,6 +25,7 @@ class Child:
         self.role = role
         self.log = log
         self._killed_because = ""
+        self._farewell_s = settings.farewell_s
         # -P: a folder named `services` in the user's working directory must not shadow ours.
         command = [sys.executable, "-P", "-m", module, encode_settings(settings)]
         device = settings.device if isinstance(settings, ServiceSettings) else ""
@@ -79,7 +79,7 @@ class Child:
     def end(self) -> None:
         """Wait for the end, then force it, and reap."""
         try:
-            self.process.wait(_TERM_S)
+            self.process.wait(self._farewell_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(_KILL_S)

@@ -64,8 +64,7 @@ def admit(
         ),
         recorder=Recorder(
             now,
-            timeline=[] if request.trace else None,
-            slices=Timeline() if request.trace else None,
+            timeline=Timeline() if request.trace else None,
         ),
     )
     ids = about(request=request.request, sequence=number)

@@ -89,7 +89,7 @@ class Answer:
         """The last message."""
         ids = about(request=self.request, sequence=self.sequence.number, round=self.sequence.round)
         _log.info("request ends: %s %s", reason, error, extra=ids)
-        timeline = self.sequence.recorder.slices
+        timeline = self.sequence.recorder.timeline
         return Finished(
             request=self.request,
             reason=reason,

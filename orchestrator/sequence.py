@@ -131,7 +131,7 @@ class Sequence:
         self._plan.estimates.learn(lesson)
         self.recorder.plain_rounds += not done.speculating
         self.recorder.timed(outcome, len(draft) + 1, done.origin, now)
-        self.recorder.learned(lesson, now)
+        self.recorder.learned(lesson)
         self.recorder.verified(len(draft), min(outcome.accepted, kept))
         self.recorder.emit(kept, now)
         origins: list[Origin] = [done.origin for _ in range(outcome.accepted)]

@@ -15,13 +15,10 @@ from protocol.messages import (
     Prefilled,
     Role,
     RoundKind,
-    Span,
     Spread,
     Statistics,
     VerificationOutcome,
 )
-
-_LONGEST_TIMELINE = 400
 
 
 @dataclass
@@ -52,9 +49,7 @@ class Recorder:
     emulated_cost: str = ""
     kinds: dict[Origin, RoundKind] = field(default_factory=dict)
     ranks: Counter[int] = field(default_factory=Counter)
-    timeline: list[Span] | None = None
-    """None if it was not asked for."""
-    slices: Timeline | None = None
+    timeline: Timeline | None = None
     """Who did what when, if somebody asked for it."""
     _predicted_tokens: float = 0.0
     _predicted_s: float = 0.0
@@ -71,17 +66,15 @@ class Recorder:
 
     def timed(self, outcome: VerificationOutcome, tokens: int, origin: Origin, now: float) -> None:
         """The times of a verification of `tokens` tokens; its chain came from `origin`."""
-        if self.slices is not None:
-            self.slices.verified(outcome, tokens, origin, now)
+        if self.timeline is not None:
+            self.timeline.verified(outcome, tokens, origin, now)
         self.phase("verify", outcome.verify_ms)
         self.phase(f"verify_{tokens}", outcome.verify_ms)
         if self.rounds:  # before the first round the verifier had nothing to do
             self.phase("idle_hit" if origin == "hit" else "idle_other", outcome.idle_ms)
 
-    def learned(self, lesson: Lesson, now: float) -> None:
+    def learned(self, lesson: Lesson) -> None:
         """What a round taught that ended just now."""
-        label = f"{lesson.origin} {lesson.accepted}/{len(lesson.confidences)}"
-        self._span("verifier", lesson.verify_ms, label, now)
         if not self.rounds:
             return  # it brought the first token, which is not part of the decoding
         old = self.kinds.get(lesson.origin, RoundKind())
@@ -94,11 +87,6 @@ class Recorder:
         )
         if lesson.rank is not None:
             self.ranks[lesson.rank] += 1
-
-    def _span(self, process: Role, milliseconds: float, label: str, now: float) -> None:
-        if self.timeline is not None and len(self.timeline) < _LONGEST_TIMELINE:
-            end_ms = 1e3 * (now - self.received_at)
-            self.timeline.append(Span(process, end_ms - milliseconds, milliseconds, label))
 
     def verified(self, drafted: int, accepted: int) -> None:
         """A verification was offered `drafted` tokens and `accepted` of them were emitted."""
@@ -127,27 +115,26 @@ class Recorder:
     def prefilled(self, role: Role, message: Prefilled, now: float) -> None:
         """A service has taken in the prompt."""
         self.phase(f"prefill_{role}", message.prefill_ms)
-        if self.slices is not None:
-            self.slices.prefilled(role, message, now)
+        if self.timeline is not None:
+            self.timeline.prefilled(role, message, now)
 
     def dispatched(self, woke: float, now: float) -> None:
         """From an outcome's arrival to the next verification's departure, after a hit."""
         self.phase("dispatch", 1e3 * (now - woke))
-        if self.slices is not None:
-            self.slices.add("orchestrator", "dispatch", woke, now)
+        if self.timeline is not None:
+            self.timeline.add("orchestrator", "dispatch", woke, now)
 
     def waited(self, since: float, now: float) -> None:
         """The target waited for a draft."""
         self.phase("draft_wait", 1e3 * (now - since))
-        if self.slices is not None:
-            self.slices.add("orchestrator", "draft wait", since, now)
+        if self.timeline is not None:
+            self.timeline.add("orchestrator", "draft wait", since, now)
 
     def drew(self, tree: DraftTree, now: float) -> None:
         """The drafter worked until `now`; what fell into a verification was hidden by it."""
         self.phase(f"draft_{tree.depth}", tree.draft_ms)
-        if self.slices is not None:
-            self.slices.drafted(tree, now)
-        self._span("drafter", tree.draft_ms, str(tree.depth), now)
+        if self.timeline is not None:
+            self.timeline.drafted(tree, now)
         started = now - tree.draft_ms / 1e3
         self.drafting_s += now - started
         if self.verifying_since is not None:
@@ -206,7 +193,6 @@ class Recorder:
             kinds=dict(self.kinds),
             hits_by_rank=[self.ranks[i] for i in range(max(self.ranks, default=-1) + 1)],
             draft_wait_ms=sum(self.phases.get("draft_wait", ())),
-            timeline=self.timeline or [],
         )
 
 

@@ -4,11 +4,14 @@ A child reports failure in two ways that need no socket: one line `error: <sente
 stderr, and the exit code of the error's branch (`errors.py`).
 """
 
+import contextlib
 import os
+import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TypeVar
 
 import setproctitle
@@ -69,6 +72,22 @@ def pin(cores: list[int]) -> None:
     """Keep this process on these cores, where the system can (Linux)."""
     if cores and sys.platform == "linux":
         os.sched_setaffinity(0, cores)
+
+
+@contextlib.contextmanager
+def leaving_on_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM raises SystemExit; after it, nothing but SIGKILL disturbs the farewell."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        del frame
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def hold_lifeline(descriptor: int, farewell: Callable[[], None]) -> None:

@@ -16,14 +16,23 @@ from protocol.errors import ProtocolError, UsageError
 
 _BLANKS = r"[ ]{0,2}|\n[ \t]{0,16}"
 
+MAX_GRAMMAR_BYTES = 128 * 1024
+"""The models compile it in line with other work: so much takes about 0.1 s."""
+
 Allowed = npt.NDArray[np.bool_]
 
 
 def check_grammar(text: str) -> None:
-    """Raises UsageError if this is no grammar, with the library's reason.
+    """Raises UsageError if this is no grammar, with the library's reason, or is too large.
 
     For the doors: it may take a while, which the orchestrator does not have.
     """
+    size = len(text.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise UsageError(
+            f"the answer's grammar or schema has {size} bytes; "
+            f"at most {MAX_GRAMMAR_BYTES} are taken: shorten it, descriptions first"
+        )
     from llguidance import LLMatcher  # noqa: PLC0415  # heavy, rarely needed
 
     reason = LLMatcher.validate_grammar(text)

@@ -360,7 +360,7 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """Branches prepared per round (B); 0 leaves it to the orchestrator."""
     fan_out_policy: FanOutPolicy = "online"
     trace: bool = False
-    """Whether the statistics are to hold a timeline of the first rounds, and `Finished` all."""
+    """Whether `Finished` is to hold the timeline."""
     choose_saguaro: bool = False
     """Whether the orchestrator chooses `sampling.saguaro`, by the speed it brought others."""
 
@@ -424,17 +424,6 @@ class RoundKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many of these ended in a prepared outcome."""
 
 
-class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A stretch of work on the timeline of a request."""
-
-    process: Role
-    start_ms: float
-    """Since the request came."""
-    ms: float
-    label: str
-    """Drafter: the depth of the tree. Verifier: origin of the chain, accepted / drafted."""
-
-
 class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one request did. Definitions: README, "Statistics"; times in the unit named."""
 
@@ -476,8 +465,6 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """How often the outcome was the i-th best candidate that was prepared for its length."""
     draft_wait_ms: float = 0.0
     """Total time in which the target waited for a draft."""
-    timeline: list[Span] = []
-    """Of the first rounds, if asked for (`Generate.trace`)."""
 
 
 SPREAD_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)

@@ -51,6 +51,11 @@ class ChildSettings(Settings, frozen=True, kw_only=True):
         """The file descriptors that the child inherits."""
         return (self.lifeline,)
 
+    @property
+    def farewell_s(self) -> float:
+        """How long it may take to end after SIGTERM."""
+        return 2.0
+
     def on_orphaned(self) -> None:
         """Clean up because the supervisor cannot."""
 
@@ -85,6 +90,13 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     """Most memory for the KV of open sequences; 0 is half of what is free after loading."""
     emulated_cost: str = ""
     """Size of the target whose cost is emulated (`protocol.emulation`); empty for none."""
+    prompt_cache_file: str = ""
+    """Where the KV of sequences that are over outlives the process; empty: nowhere."""
+
+    @property
+    def farewell_s(self) -> float:
+        """Gigabytes may have to be written."""
+        return 20.0 if self.prompt_cache_file else super().farewell_s
 
 
 class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):

@@ -157,6 +157,24 @@ class KVStore:
         new.length = length
         return new
 
+    def rows(self, length: int) -> list[tuple[mx.array, mx.array]]:
+        """Keys and values of the first `length` tokens, [1, heads, length, size] per layer."""
+        found = []
+        for cache in self.caches:
+            if cache.keys is None or cache.values is None:
+                raise ValueError(f"an empty cache has no {length} tokens")
+            found.append((cache.keys[..., :length, :], cache.values[..., :length, :]))
+        return found
+
+    def fill(self, rows: Sequence[tuple[mx.array, mx.array]]) -> None:
+        """Begin with these `rows` of another store; this one must be empty."""
+        lengths = {array.shape[2] for pair in rows for array in pair}
+        if len(rows) != len(self.caches) or len(lengths) != 1 or self.length:
+            raise ValueError(f"rows of {len(rows)} layers and {lengths} tokens do not fit here")
+        for cache, (keys, values) in zip(self.caches, rows, strict=True):
+            cache.keys, cache.values = _stored(None, keys, 0), _stored(None, values, 0)
+        self.length = lengths.pop()
+
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Append tokens whose keys and values are known, [layers, heads, tokens, size] each."""
         if keys.shape[0] != len(self.caches) or keys.shape != values.shape:

@@ -59,6 +59,11 @@ class PromptCache:
         return candidates[best].store.fork(length)
 
     @property
+    def kept(self) -> tuple[Held, ...]:
+        """All that is kept, the least recently used first."""
+        return tuple(self._kept)
+
+    @property
     def nbytes(self) -> int:
         """Memory of what is kept; buffers that are shared count for each."""
         return sum(held.store.nbytes for held in self._kept)

@@ -116,6 +116,15 @@ class Verifier:
         if sequence is not None:
             self._keep(sequence)
 
+    def retire_all(self) -> None:
+        """Forget all sequences, even in the middle of a pass: their tokens are what is sure."""
+        for number in list(self._sequences):
+            self._retire(number)
+
+    def empty_store(self) -> KVStore | None:
+        """A store for this model's KV; None if its state cannot be rewound."""
+        return None if self._windows is None else KVStore(self._windows, bucketed=self._bucketed)
+
     def _keep(self, sequence: TargetSequence) -> None:
         if sequence.store is not None:
             self._prompts.keep(Held(sequence.tokens, sequence.store))

@@ -21,6 +21,7 @@ def run(settings: VerifierSettings) -> None:
     from services.emulation import emulate  # noqa: PLC0415
     from services.model import load  # noqa: PLC0415
     from services.prompt_cache import PromptCache  # noqa: PLC0415
+    from services.prompt_file import outliving  # noqa: PLC0415
     from services.verification import Verifier  # noqa: PLC0415
     from services.warming import warm_verifier  # noqa: PLC0415
 
@@ -52,7 +53,8 @@ def run(settings: VerifierSettings) -> None:
         emulated_cost=emulated,
     )
     channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))
-    with channel:
+    how = f"{settings.prefill} {emulated}"
+    with channel, outliving(settings.prompt_cache_file, prompts, verifier, model, how):
         serve(channel, identity, verifier)
 
 

@@ -34,6 +34,7 @@ class Answered:
         self.tokens = tokens
         self.text = text
         self.reason = finished.reason
+        self.cached_tokens = finished.cached_tokens
         self.statistics: Statistics = finished.statistics
 
 

@@ -202,9 +202,14 @@ def test_a_schema_over_http(client: openai.OpenAI) -> None:
     chunks = chat(client, response_format=form, temperature=1, seed=1, stream=True)
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == answer.choices[0].message.content
-    for schema in ({"type": "colour"}, {"$ref": "#/nowhere"}):
-        wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        with pytest.raises(openai.BadRequestError, match="schema"):
+    wrongs = (
+        ({"type": "colour"}, "schema"),
+        ({"$ref": "#/nowhere"}, "schema"),
+        ({"enum": ["x" * 2**17]}, "at most 131072"),
+    )
+    for schema, said in wrongs:
+        wrong: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        with pytest.raises(openai.BadRequestError, match=said):
             chat(client, response_format=wrong)
 
 

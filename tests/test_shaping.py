@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import UsageError
-from protocol.grammar import Grammar, check_grammar, json_grammar
+from protocol.grammar import MAX_GRAMMAR_BYTES, Grammar, check_grammar, json_grammar
 from protocol.messages import Shape, Tokens
 from protocol.shaping import Shaper, along
 from tests.reference import tiny_folder
@@ -138,6 +138,15 @@ def test_nonsense_is_no_grammar(text: str) -> None:
     """The library's own reason is in the sentence."""
     with pytest.raises(UsageError, match="grammar or schema"):
         check_grammar(text)
+
+
+def test_a_grammar_has_a_largest_size() -> None:
+    """Beyond it, the refusal tells the limit; up to it, size is no reason."""
+    most = MAX_GRAMMAR_BYTES
+    grammar = 'start: "a" //'
+    check_grammar(grammar.ljust(most, "x"))
+    with pytest.raises(UsageError, match=f"{most + 1} bytes; at most {most}"):
+        check_grammar(grammar.ljust(most + 1, "x"))
 
 
 def test_schemas_are_grammars() -> None:

@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from launch.bench.result import BenchFile, ModeSummary, Profile, Run
-from protocol.messages import Span
+from protocol.messages import Slice
 
 # Text stays text, so that it can be searched and read aloud; ids do not change from run to run.
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ssd", "font.size": 10})
@@ -127,21 +127,23 @@ def costs(found: Profile) -> str:
 
 def timeline(run: Run) -> str:
     """Who worked when, in the first rounds of one answer."""
-    spans = run.statistics.timeline if run.statistics else []
-    verified = [span for span in spans if span.process == "verifier"][1 : _ROUNDS_SHOWN + 1]
+    work = run.timeline
+    verified = [slice_ for slice_ in work if slice_.name == "verify"][1 : _ROUNDS_SHOWN + 1]
     if not verified:
         return ""
-    start, end = verified[0].start_ms, verified[-1].start_ms + verified[-1].ms
-    drafted = [s for s in spans if s.process == "drafter" and start <= s.start_ms < end]
+    start, end = verified[0].start_us, verified[-1].start_us + verified[-1].duration_us
+    drafted = [s for s in work if s.name.startswith("depth ") and start <= s.start_us < end]
 
     def draw(axes: Any) -> None:
-        for span in verified:
-            axes.barh(1, span.ms, 0.6, span.start_ms - start, color=_origin(span), edgecolor="w")
-            accepted = span.label.rpartition(" ")[2]
-            middle = span.start_ms - start + span.ms / 2
-            axes.text(middle, 1, accepted, ha="center", va="center", fontsize=8, color="w")
-        for span in drafted:
-            axes.barh(0, span.ms, 0.6, span.start_ms - start, color=_DRAFT, edgecolor="w")
+        for slice_ in verified:
+            left, width = (slice_.start_us - start) / 1e3, slice_.duration_us / 1e3
+            axes.barh(1, width, 0.6, left, color=_origin(slice_), edgecolor="w")
+            shown = f"{slice_.details['accepted']}/{int(slice_.details['m']) - 1}"
+            middle = left + width / 2
+            axes.text(middle, 1, shown, ha="center", va="center", fontsize=8, color="w")
+        for slice_ in drafted:
+            left, width = (slice_.start_us - start) / 1e3, slice_.duration_us / 1e3
+            axes.barh(0, width, 0.6, left, color=_DRAFT, edgecolor="w")
         axes.set_yticks([0, 1], ["drafter", "target"])
         axes.set_xlabel("milliseconds")
         keys = {"after a hit": _HIT, "after a miss": _MISS, "without a draft": _PLAIN}
@@ -152,8 +154,8 @@ def timeline(run: Run) -> str:
     return _svg(9.5, 2.4, draw)
 
 
-def _origin(span: Span) -> str:
-    return {"hit": _HIT, "miss": _MISS}.get(span.label.partition(" ")[0], _PLAIN)
+def _origin(verified: Slice) -> str:
+    return {"hit": _HIT, "miss": _MISS}.get(str(verified.details["chain"]), _PLAIN)
 
 
 def predictions(result: BenchFile) -> str:

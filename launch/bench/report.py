@@ -159,7 +159,7 @@ def _guesses(result: BenchFile) -> str:
 
 
 def _timeline(result: BenchFile) -> str:
-    traced = [run for run in result.runs if run.statistics and run.statistics.timeline]
+    traced = [run for run in result.runs if run.timeline]
     if not traced:
         return ""
     run = max(traced, key=lambda run: (run.mode == "ssd", run.cache_hits, run.tokens))

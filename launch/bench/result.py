@@ -6,9 +6,9 @@ import msgspec
 
 from launch.bench.variant import Variant
 from launch.prompts import PromptId
-from protocol.messages import Sampling, Statistics, Tokens
+from protocol.messages import Sampling, Slice, Statistics, Tokens
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Positive = Annotated[float, msgspec.Meta(ge=0.0)]
 
@@ -69,6 +69,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     output_sha256: str
     statistics: Statistics | None = None
     """None for mlx-lm."""
+    timeline: list[Slice] = []
+    """Who did what in the first rounds; of one mode only."""
     emitted: Tokens = []
 
 

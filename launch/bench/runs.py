@@ -12,14 +12,26 @@ from launch.yardstick import Yardstick
 from orchestrator.tokenizer import TargetTokenizer
 from protocol.client import Client
 from protocol.errors import LosslessnessError, RuntimeFailure
-from protocol.messages import ChatMessage, Finished, Generate, Sampling, Statistics, Tokens
+from protocol.messages import (
+    ChatMessage,
+    Finished,
+    Generate,
+    Sampling,
+    Slice,
+    Statistics,
+    Tokens,
+)
 from protocol.sampling import by_rejection
 from protocol.yardstick import Decode
 
 _WARM_UP_TOKENS = 24
 _TRACED = "ssd"
+_SLICES_KEPT = 400
+"""Of an answer's timeline; some dozens of rounds."""
 
 Progress = Callable[[str], None]
+_Answered = tuple[Tokens, float, float, Statistics | None, list[Slice]]
+"""Tokens, ttft_ms, decode_s, and what only our own stack tells."""
 
 
 @dataclass
@@ -77,7 +89,9 @@ class Bench:
         messages = [ChatMessage("user", prompt.prompt)]
         prompt_tokens = self.tokenizer.encode(messages)
         ask = self._reference if variant.is_reference else self._ours
-        tokens, ttft_ms, decode_s, statistics = ask(prompt_tokens, variant, sampling, max_tokens)
+        tokens, ttft_ms, decode_s, statistics, timeline = ask(
+            prompt_tokens, variant, sampling, max_tokens
+        )
         counts = statistics or _NOTHING
         return Run(
             prompt_id=prompt.id,
@@ -99,20 +113,21 @@ class Bench:
             cache_misses=counts.cache_misses,
             output_sha256=digest(tokens),
             statistics=statistics,
+            timeline=timeline,
             emitted=tokens,
         )
 
     def _reference(
         self, prompt: Tokens, variant: Variant, sampling: Sampling, max_tokens: int
-    ) -> tuple[Tokens, float, float, Statistics | None]:
+    ) -> _Answered:
         stops = sorted(self.tokenizer.stop_ids)
         question = Decode(prompt, max_tokens, stops, variant.lookahead, sampling)
         decoded = self.yardstick.decode(question)
-        return decoded.tokens, decoded.ttft_ms, decoded.decode_s, None
+        return decoded.tokens, decoded.ttft_ms, decoded.decode_s, None, []
 
     def _ours(
         self, prompt: Tokens, variant: Variant, sampling: Sampling, max_tokens: int
-    ) -> tuple[Tokens, float, float, Statistics | None]:
+    ) -> _Answered:
         template = Generate(
             request=self.client.number(),
             tokens=prompt,
@@ -128,7 +143,7 @@ class Bench:
             if message.error:
                 raise RuntimeFailure(f"{variant.label}: {message.error}")
             s = message.statistics
-            return tokens, s.ttft_ms, s.decode_s, s
+            return tokens, s.ttft_ms, s.decode_s, s, message.timeline[:_SLICES_KEPT]
         raise RuntimeFailure("an answer did not end")
 
     # ------------------------------------------------------------ the same tokens
