@@ -69,11 +69,12 @@ class Reference:
         sampler = make_sampler(s.temperature, s.top_p, s.min_p, top_k=s.top_k)
         started = time.perf_counter()
         steps: Any
+        draft: Any = self._draft
         if question.num_draft_tokens:
             steps = speculative_generate_step(
                 prompt,
                 self._target,
-                self._draft,
+                draft,
                 num_draft_tokens=question.num_draft_tokens,
                 max_tokens=question.max_tokens,
                 sampler=sampler,

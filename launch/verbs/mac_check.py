@@ -75,7 +75,7 @@ def _measured(folder: Path, target: Path, options: dict[str, Any]) -> Report:
         overlap = _overlap(common, str(target), options["seconds"]) if _on_mac() else {}
     # The target's own conversion, if there is one: both models are then the same.
     own = converted(target)
-    missing = [] if _on_mac() else list(_ONLY_ON_A_MAC)
+    missing: list[str] = [] if _on_mac() else list(_ONLY_ON_A_MAC)
     settings = StackSettings(
         model=str(target), draft_backend="coreml", draft_model=str(own or folder)
     )
