@@ -25,7 +25,7 @@ from protocol.sampling import of_drafter
 from services.backends.interface import Drafted, Turn
 from services.backends.mlx import MlxBackend
 from services.batching import Ask, Pass
-from services.judging import host_floats
+from services.judging import Judge, host_floats
 from services.model import load
 from services.verification import Verifier
 from tests.chi_square import ONE_IN_A_THOUSAND, assert_law
@@ -81,14 +81,16 @@ class Rounds:
         prompt = TargetTokenizer(Path(pair.model)).encode([ChatMessage("user", QUESTION)])
         self.pending = prompt.pop()
         self.base = len(prompt)
-        self.verifier = Rewinding(load(Path(pair.model)), 512)
+        self.prompt, self.folder = prompt, Path(pair.model)
+        self.verifier = Rewinding(load(self.folder), 512)
         self.drafter = MlxBackend(Path(pair.draft_model), 512)
         list(self.verifier.handle(OpenSequence(sequence=1, tokens=prompt, sampling=PLAIN)))
         list(self.drafter.open(1, prompt, PLAIN))
 
     def play(self, sampling: Sampling) -> tuple[Tokens, Tokens]:
         """The chain of a round with two draft tokens, and what it commits."""
-        self.verifier._sequences[1].sampling = sampling
+        opened = OpenSequence(sequence=1, tokens=self.prompt, sampling=sampling)
+        self.verifier._sequences[1].judge = Judge(opened, self.folder)
         self.drafter._sequences[1].sampling = of_drafter(sampling)
         draft: list[Drafted] = said(self.drafter.draft(1, self.pending, 2, Turn(1, 3)))
         chain = [self.pending, *(found.token for found in draft)]
