@@ -57,7 +57,7 @@ def command(**options: Any) -> None:  # fmt: skip
         result = measure(wish, partial(_bars, progress))
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
-    if write is not None:
+    if write is not None and report is not None:
         write(result, report)
     _show(result)
     require_lossless(result.checks)
