@@ -26,6 +26,8 @@ class Spelling:
 class Asker:
     """As much of a sequence as an answer's text needs."""
 
+    number: int = 1
+    round: int = 1
     recorder: Recorder = field(default_factory=lambda: Recorder(0.0))
 
 
