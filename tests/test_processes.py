@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.stack import eventually, gone, leftovers
+from tests.stack import DEADLINE_S, eventually, gone, leftovers
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.processes
@@ -54,7 +54,7 @@ def test_nothing_is_left(
     """Ctrl-C, SIGTERM, SIGHUP or SIGKILL of the supervisor: no process, socket or file stays."""
     pids = [child.pid for child in children(launched)]
     os.kill(launched.pid, number)
-    launched.wait(30)
+    launched.wait(DEADLINE_S)
     eventually(lambda: gone(pids), "the children are gone")
     eventually(lambda: leftovers(run_dir) == [], "the run folder is empty")
 
@@ -67,7 +67,7 @@ def test_a_second_interrupt_does_not_wait(launched: subprocess.Popen[bytes], run
     os.killpg(launched.pid, signal.SIGINT)
     eventually(lambda: not psutil.pid_exists(pids[0]) or gone([pids[0]]), "the stack is stopping")
     os.killpg(launched.pid, signal.SIGINT)
-    launched.wait(30)
+    launched.wait(DEADLINE_S)
     eventually(lambda: gone(pids), "the children are gone")
     eventually(lambda: leftovers(run_dir) == [], "the run folder is empty")
 
@@ -80,7 +80,7 @@ def test_a_stopped_child_does_not_outlive_its_supervisor(
     stopped = next(child for child in children(launched) if title(child) == "ssd drafter")
     stopped.send_signal(signal.SIGSTOP)
     os.kill(launched.pid, signal.SIGKILL)
-    launched.wait(30)
+    launched.wait(DEADLINE_S)
     eventually(lambda: gone(pids), "the children are gone")
     eventually(lambda: leftovers(run_dir) == [], "the run folder is empty")
 
