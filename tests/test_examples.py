@@ -1,5 +1,6 @@
 """The examples for third parties: built by the system's compiler, run in real stacks."""
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def test_the_real_drafter_over_pipes_is_the_same_drafter(lines: bool) -> None:  
     """The mlx backend behind pipes gives the tokens and the acceptance of the one inside."""
     flags = ["--lines"] if lines else []
     command = [sys.executable, "-m", "launch.cli", "draft-server", "--stdio", *flags]
-    piped = StackSettings(draft_command=" ".join(command), draft_lines=lines)
+    piped = StackSettings(draft_command=shlex.join(command), draft_lines=lines)
     prompt = "Write a Python function that adds the even numbers of a list."
     answers = []
     for settings in (StackSettings(), piped):
