@@ -1,6 +1,7 @@
 """Programs of others as drafters, in running stacks: whatever they do, no token changes."""
 
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,7 +151,7 @@ def test_a_swap_to_a_program_that_cannot_be_is_refused(
 def test_restarts_have_a_budget(target: str) -> None:
     """A program that never holds is given up; requests go on without a drafter."""
     settings = StackSettings(
-        model=target, draft_command=" ".join(command("crash")), restarts=1, draft_timeout_s=0.5
+        model=target, draft_command=shlex.join(command("crash")), restarts=1, draft_timeout_s=0.5
     )
     with running(settings) as stack:
 
@@ -173,12 +174,12 @@ def test_restarts_have_a_budget(target: str) -> None:
         ({"draft_command": "true"}, RuntimeFailure, "'true' ended with exit code 0"),
         ({"draft_command": "yes"}, RuntimeFailure, "no message that is valid"),
         (
-            {"draft_command": f"{sys.executable} {HOSTILE} silent", "start_timeout_s": 1.5},
+            {"draft_command": shlex.join(command("silent")), "start_timeout_s": 1.5},
             RuntimeFailure,
             "start_timeout_s",
         ),
         (
-            {"draft_command": f"{sys.executable} {HOSTILE} tokenizer"},
+            {"draft_command": shlex.join(command("tokenizer"))},
             ModelError,
             "must share its tokenizer",
         ),
