@@ -10,8 +10,9 @@ EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
 demo: $(VENV)/.pair
 	"$(BIN)/ssd" generate "Explain in three sentences why the sky is blue." --max-tokens 128 --stats
 
+# Two at a time: most tests wait for processes; those of a file stay together.
 test: $(VENV)/.pair
-	"$(BIN)/python" -m pytest
+	"$(BIN)/python" -m pytest --numprocesses 2 --dist loadfile --durations 12
 
 check: $(VENV)/.installed
 	"$(BIN)/ruff" check .

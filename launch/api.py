@@ -15,7 +15,7 @@ from launch.session import private_stack
 from protocol.async_client import AsyncClient
 from protocol.client import Client
 from protocol.closing import Closing
-from protocol.errors import ProtocolError
+from protocol.errors import ProtocolError, UsageError
 from protocol.messages import (
     Finished,
     FinishReason,
@@ -143,8 +143,8 @@ class LLM(Closing):
         return self._astream(request)
 
     async def _astream(self, request: Generate) -> AsyncGenerator[Text | Finished]:
-        status = await self._async_client.status()
-        events = self._async_client.generate(request, status.pid)
+        await self._async_client.status()  # raises if nobody is there
+        events = self._async_client.generate(request)
         async with contextlib.aclosing(events):
             async for event in events:
                 yield event
@@ -204,9 +204,15 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Iterable[Prompt]:
     """A text, or a list of messages, is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(entry, Mapping) for entry in prompts):
-        return [prompts]  # type: ignore[list-item]  # a conversation, as just seen
-    return prompts  # type: ignore[return-value]  # not one prompt, so several
+    messages: list[Mapping[str, str]] = [one for one in prompts if isinstance(one, Mapping)]
+    if messages and len(messages) == len(prompts):
+        return [messages]
+    if messages:
+        raise UsageError(
+            "the prompts are texts and messages mixed: a conversation is a list of messages, "
+            "several are a list of such lists"
+        )
+    return [one for one in prompts if not isinstance(one, Mapping)]
 
 
 def _silent(status: ProcessStatus) -> None:

@@ -89,6 +89,9 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         model=pair.draft_model,
         command=list(pair.command),
         lines=pair.lines,
+        server=pair.far.address if pair.far else "",
+        server_key=pair.far.key if pair.far else "",
+        key_file=str(pair.far.own) if pair.far else "",
         ready_timeout_s=settings.start_timeout_s,
         answer_timeout_s=settings.draft_timeout_s,
         cores=cores,
@@ -117,6 +120,8 @@ def start_gateway(
         key_file=write_key(run_dir.path, settings.api_key),
         allowed_origins=[o for o in settings.allowed_origins.replace(",", " ").split() if o],
         max_body_bytes=settings.max_body_bytes,
+        rate_limit=settings.rate_limit,
+        model=pair.model,
         sampling=Sampling(**preset(settings.preset)),
         log_level=settings.log_level,
     )

@@ -20,13 +20,16 @@ from protocol.errors import UsageError
 from protocol.presets import PresetName
 from protocol.settings import BackendName, ComputeUnits, Device, LogLevel, Prefill
 
-BackendChoice = Literal["auto", "mlx", "coreml", "ngram", "stdio"]
+BackendChoice = Literal["auto", "mlx", "coreml", "ngram", "stdio", "remote"]
 
 CONFIG_FILE = "ssd.toml"
 _PREFIX = "SSD_"
 _CUDA = "cuda:"
+# MLX on CUDA keeps 400 graphs, and gives up for good after 800 that were new, however long
+# that took; verifications of all lengths and trees of all widths are many more.
+_MLX_ON_CUDA = {"MLX_ENABLE_CACHE_THRASHING_CHECK": "0", "MLX_CUDA_GRAPH_CACHE_SIZE": "2000"}
 # Environment variables with our prefix that are not settings of a stack.
-_OTHER_VARIABLES = frozenset({"SSD_RUN_DIR", "SSD_CACHE_DIR"})
+_OTHER_VARIABLES = frozenset({"SSD_RUN_DIR", "SSD_CACHE_DIR", "SSD_KEYS_DIR"})
 
 
 class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -37,14 +40,20 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     draft_model: str = ""
     """Drafter: a model folder or hub name; empty is the default pair's, if the target is too."""
     draft_backend: BackendChoice = "auto"
-    """`auto`: stdio with a draft command; with a draft model coreml (on macOS, if it is
-    converted) or mlx; else ngram."""
+    """`auto`: stdio with a draft command, remote with a draft server; with a draft model coreml
+    (on macOS, if it is converted) or mlx; else ngram."""
     compute_units: ComputeUnits = "auto"
     """Where a converted model runs."""
     draft_command: str = ""
     """Backend stdio: the program that drafts, with its arguments, as in a shell."""
     draft_lines: bool = False
     """Backend stdio: the program speaks the line protocol."""
+    draft_server: str = ""
+    """Backend remote: where the draft server listens, tcp://HOST:PORT."""
+    draft_server_key: str = ""
+    """Backend remote: its public key, or the name under which it is trusted (`ssd keys`)."""
+    key: str = "default"
+    """Backend remote: which of our own keys we show it."""
     prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = 512
     decode_concurrency: Annotated[int, msgspec.Meta(ge=1)] = 4
     """Requests decoded at the same time; others wait in line."""
@@ -78,6 +87,8 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Web pages that may use the gateway from a browser, separated by commas; * is all."""
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4 * 1024**2
     """Largest HTTP request."""
+    rate_limit: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """HTTP requests for answers that an address may make in a minute; 0 is any number."""
     preset: PresetName = "default"
     """What HTTP requests get that do not say otherwise."""
     memory: bool = True
@@ -148,23 +159,30 @@ def cache_dir() -> Path:
     return Path(chosen) if chosen else Path.home() / ".cache" / "ssd"
 
 
-def child_environment(device: Device) -> dict[str, str] | None:
-    """The environment of a child bound to this device; None is our own, unchanged.
+def keys_dir() -> Path:
+    """Folder of our keys and of those that we trust: SSD_KEYS_DIR, or ~/.config/ssd/keys."""
+    chosen = os.environ.get("SSD_KEYS_DIR")
+    return Path(chosen) if chosen else Path.home() / ".config" / "ssd" / "keys"
+
+
+def child_environment(device: Device) -> dict[str, str]:
+    """The environment of a child bound to this device.
 
     CUDA has no other way to keep a process off a GPU than not to show it.
 
     Raises:
         UsageError: the GPU is not among those that we ourselves may see.
     """
+    own = {**_MLX_ON_CUDA, **os.environ}
     if not device.startswith(_CUDA):
-        return None
+        return own
     index = int(device.removeprefix(_CUDA))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = [str(index)] if visible is None else visible.split(",")[index : index + 1]
     if not shown:
         raise UsageError(f"there is no {device}: CUDA_VISIBLE_DEVICES is {visible!r}")
     # By bus, as nvidia-smi counts, not by speed, as CUDA does if left alone.
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **os.environ}
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **own}
     return {**order, "CUDA_VISIBLE_DEVICES": shown[0]}
 
 
@@ -208,7 +226,7 @@ def share_cores(backend: BackendName) -> Cores:
     if not hasattr(os, "sched_getaffinity"):
         return Cores([], [])
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2 or backend == "ngram":
+    if len(cores) < 2 or backend in {"ngram", "remote"}:
         return Cores(cores[:1], cores[1:2]) if len(cores) == 2 else Cores(cores[:-1], cores[-1:])
     drafting = max(1, len(cores) // 4)
     return Cores(cores[:-drafting], cores[-drafting:])

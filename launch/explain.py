@@ -13,7 +13,8 @@ def explanation(mode: Mode, s: Statistics) -> str:
         return f"Plain decoding, as asked: {s.rounds} verifications of one token each."
     undrafted = s.fallbacks.get("no_drafter", 0)
     if undrafted > _MOSTLY * s.rounds:
-        return "There was no drafter for most of the answer, so the target decoded plainly."
+        text = "There was no drafter for most of the answer, so the target decoded plainly."
+        return text + _looked_up(s)
     return " ".join(filter(None, [_what(s), _why(s), _how_well(s)]))
 
 
@@ -27,7 +28,17 @@ def _what(s: Statistics) -> str:
     )
     if s.cache_hits + s.cache_misses:
         text += f", and in {s.hit_rate:.0%} of the rounds the next draft was ready in time"
-    return text + "."
+    return text + "." + _looked_up(s)
+
+
+def _looked_up(s: Statistics) -> str:
+    kind = s.kinds.get("lookup")
+    if kind is None:
+        return ""
+    return (
+        f" In {kind.rounds} rounds a draft was looked up in prompt and answer instead; "
+        f"{kind.tokens - kind.rounds} of its tokens were accepted."
+    )
 
 
 def _why(s: Statistics) -> str:

@@ -26,7 +26,9 @@ class Served:
     """One answer."""
 
     prompt: int
-    tokens: Tokens
+    answer: Tokens | str
+    """Its tokens, or its text where tokens are not told."""
+    tokens: int
     ttft_s: float
     cached: int = 0
     statistics: Statistics | None = None
@@ -45,12 +47,12 @@ class Load:
     @property
     def tok_s(self) -> float:
         """Tokens of all answers per second."""
-        return sum(len(one.tokens) for one in self.served) / self.seconds
+        return sum(one.tokens for one in self.served) / self.seconds
 
     @property
-    def by_prompt(self) -> dict[int, Tokens]:
+    def by_prompt(self) -> dict[int, Tokens | str]:
         """Prompt -> its answer."""
-        return {one.prompt: one.tokens for one in self.served}
+        return {one.prompt: one.answer for one in self.served}
 
 
 class _Customers:
@@ -86,7 +88,8 @@ def _ask(client: Client, number: int, request: Generate) -> Served:
                 tokens += message.tokens
             case Finished():
                 ttft = (first or time.perf_counter()) - asked
-                return Served(number, tokens, ttft, message.cached_tokens, message.statistics)
+                cached, statistics = message.cached_tokens, message.statistics
+                return Served(number, tokens, len(tokens), ttft, cached, statistics)
     raise RuntimeFailure("an answer ended without its end")
 
 
@@ -110,7 +113,7 @@ def with_mlx_lm(
     """The same prompts, by mlx-lm."""
     answer = yardstick.decode_many(DecodeMany(prompts, max_tokens, stop_ids, streams))
     served = [
-        Served(number, tokens, ttft_ms / 1e3)
+        Served(number, tokens, len(tokens), ttft_ms / 1e3)
         for number, (tokens, ttft_ms) in enumerate(zip(answer.tokens, answer.ttft_ms, strict=True))
     ]
     return Load(MLX_LM, streams, answer.seconds, served)
@@ -135,7 +138,9 @@ def table(loads: Sequence[Load]) -> Table:
             f"{load.tok_s:.1f}",
             f"{load.tok_s / base.tok_s:.2f}",
             # mlx-lm is given all prompts at once: its first tokens wait in line.
-            f"{1e3 * median(one.ttft_s for one in load.served):.0f}" if statistics else "-",
+            f"{1e3 * median(one.ttft_s for one in load.served):.0f}"
+            if load.mode != MLX_LM
+            else "-",
             f"{accepted / drafted:.2f}" if drafted else "-",
             f"{hits / looked_up:.2f}" if looked_up else "-",
             str(different),

@@ -107,6 +107,15 @@ def _said(found: Found) -> list[str]:
                 f"{found.compute_units}: best token of the reference on {found.same_best:.3f}, "
                 f"worst logit {found.worst_logit:.3f}"
             ]
+        case "soak":
+            return [
+                f"{found.calls} calls on {found.compute_unit}: best token of the first pass on "
+                f"{found.same_best:.3f}, worst logit {found.worst_logit:.3f}, slowest "
+                f"{found.slowest_ms:.1f} ms, memory {found.grown_mb:+.1f} MB"
+            ]
         case "injection":
-            return [f"injection of {found.tokens} tokens: {found.milliseconds:.2f} ms"]
+            return [
+                f"injection of {found.tokens} tokens, {found.dtype}: {found.milliseconds:.2f} ms, "
+                f"after {found.written_ms:.1f} ms of writing while the prompt is computed"
+            ]
     return [f"{found.kind} {found.per_second:.1f} a second on {found.compute_unit}"]

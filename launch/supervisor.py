@@ -14,7 +14,9 @@ from launch.budget import RestartBudget
 from launch.children import start_drafter, start_gateway, start_orchestrator, start_verifier
 from launch.config import StackSettings
 from launch.door import Door
+from launch.keyring import far_of
 from launch.models import Pair
+from launch.muster import TICK_S, ask_status, await_ready
 from launch.process import Child, Lifeline, end_all, kill_all
 from launch.process_status import status_of
 from launch.rundir import RunDir, claim
@@ -32,12 +34,10 @@ from protocol.messages import (
     ServiceDown,
     Stack,
     StackRequest,
-    Status,
     SwapDrafter,
     ToSupervisor,
 )
 
-_TICK_S = 0.05
 _PATIENCE_S = 3600.0
 
 Report = Callable[[ProcessStatus], None]
@@ -92,7 +92,14 @@ class Supervisor:
                 self._spawn(role)
             if self.door is not None:
                 self._spawn("gateway")
-            self._await_ready()
+            self._starting |= await_ready(
+                self.run_dir.clients_address,
+                self._children,
+                self._settings.start_timeout_s,
+                tell=self._tell,
+                door=self.door,
+                optional=frozenset({"drafter"} if self._pair.far else ()),
+            )
             self.run_dir.describe(os.getpid(), self._pair.model, self._pair.draft_model)
         except BaseException:
             self.stop()
@@ -112,45 +119,6 @@ class Supervisor:
         self.run_dir.note([other.pid for other in self._children.values()])
         self._tell(child.role, "starting")
 
-    def _await_ready(self) -> None:
-        deadline = Deadline(self._settings.start_timeout_s)
-        with contextlib.closing(Client(self.run_dir.clients_address)) as client:
-            missing = {"verifier", "drafter"}
-            while missing:
-                self._raise_if_dead()
-                if deadline.passed:
-                    raise DeadlineExceeded(
-                        f"the {' and '.join(sorted(missing))} did not become ready within "
-                        f"{deadline.seconds:g} s (start_timeout_s)"
-                    )
-                status = self._ask_status(client)
-                for role in {s.role for s in status.services} & missing if status else set():
-                    missing.remove(role)
-                    self._tell(role, "ready")
-                time.sleep(_TICK_S)
-        self._tell("orchestrator", "ready")
-        while self.door is not None and not self.door.answers(timeout_s=1.0):
-            self._raise_if_dead()
-            if deadline.passed:
-                raise DeadlineExceeded("the gateway did not become ready (start_timeout_s)")
-            time.sleep(_TICK_S)
-        if self.door is not None:
-            self._tell("gateway", f"ready at {self.door.url}")
-
-    @staticmethod
-    def _ask_status(client: Client) -> Status | None:
-        try:
-            return client.status(timeout_s=0.5)
-        except DeadlineExceeded:
-            return None
-
-    def _raise_if_dead(self) -> None:
-        """While starting, a child's end is the stack's end; the first cause is what counts."""
-        for child in self._children.values():
-            if child.exit_code is not None:
-                kind = BY_EXIT_CODE.get(child.exit_code, RuntimeFailure)
-                raise kind(child.last_words())
-
     # ------------------------------------------------------------ watch
 
     def _watch(self) -> None:
@@ -159,7 +127,7 @@ class Supervisor:
         warden = Warden(self.run_dir.clients_address, self._settings)
         with control, contextlib.closing(client), warden:
             while not self._stopping.is_set() and self.failure is None:
-                control.ready(_TICK_S)
+                control.ready(TICK_S)
                 self._keep_reachable(control)
                 self._look_after(warden, client)
                 while received := control.receive():
@@ -228,7 +196,11 @@ class Supervisor:
         """Start the new drafter beside the old one; the orchestrator then switches over."""
         old, old_pair = self._children["drafter"], self._pair
         self._pair = old_pair.with_drafter(
-            message.backend, message.model, message.command, lines=message.lines
+            message.backend,
+            message.model,
+            message.command,
+            lines=message.lines,
+            far=far_of(message.server, message.server_key, self._settings.key),
         )
         if "drafter" in self._starting:
             old.ask_to_end()  # it must not say Hello after the new one, and replace it
@@ -254,10 +226,10 @@ class Supervisor:
             if child.exit_code is not None:
                 raise BY_EXIT_CODE.get(child.exit_code, RuntimeFailure)(child.last_words())
             self._check_children(client, but="drafter")
-            status = self._ask_status(client)
+            status = ask_status(client)
             if status and child.pid in {service.pid for service in status.services}:
                 return
-            time.sleep(_TICK_S)
+            time.sleep(TICK_S)
         raise DeadlineExceeded("the new drafter did not become ready in time (start_timeout_s)")
 
     # ------------------------------------------------------------ status and stop

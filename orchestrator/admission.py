@@ -48,6 +48,7 @@ def admit(
             f"{max_prompt_tokens} (max_prompt_tokens)"
         )
     _check_prompt(prompt, context_length, vocabulary_size)
+    estimates.new_text(request.mode)
     sequence = Sequence(
         number=number,
         prompt=prompt,
@@ -69,7 +70,7 @@ def admit(
     )
     ids = about(request=request.request, sequence=number)
     _log.info("request of %d tokens, mode %s", len(prompt), request.mode, extra=ids)
-    text = StoppableText(tokenizer.stream(), request.stop)
+    text = StoppableText(tokenizer.stream(marks=bool(request.tools)), request.stop)
     most_tokens = len(prompt) + request.max_tokens
     if context_length:
         most_tokens = min(most_tokens, context_length)

@@ -71,6 +71,8 @@ class SpeculationCache:
     def __init__(self) -> None:
         self._drafts: dict[tuple[int, int], Draft] = {}
         self._order: list[tuple[int, int]] = []
+        self._growing: list[tuple[int, int]] = []
+        """Outcomes whose branch got a token at the last depth."""
         self._depth = 0
         self._heir: tuple[int, int] | None = None
         self._inherited = Draft()
@@ -104,8 +106,13 @@ class SpeculationCache:
             return False
         self._order = order
         self._depth = tree.depth
-        for branch, outcome in enumerate(order):
-            self._drafts.setdefault(outcome, Draft()).grow(tree, branch)
+        if tree.depth == 1:
+            self._drafts = {outcome: Draft() for outcome in order}
+        self._growing = [
+            outcome
+            for branch, outcome in enumerate(order)
+            if tree.tokens[branch] != ENDED and self._drafts[outcome].grow(tree, branch)
+        ]
         return True
 
     def draft(self, accepted: int, bonus: int) -> Draft:
@@ -121,8 +128,8 @@ class SpeculationCache:
             return [self._heir] if self._heir is not None else []
         return [
             outcome
-            for outcome in self._order
-            if len(self._drafts[outcome]) == self._depth == len(self.draft(*outcome))
+            for outcome in self._growing
+            if outcome != self._heir or len(self.draft(*outcome)) == self._depth
         ]
 
     def rank(self, accepted: int, bonus: int) -> tuple[int | None, int]:

@@ -5,13 +5,16 @@ them, a further draft token costs only what it adds to the pass, and whether spe
 is another question for each size of the crowd. Pure.
 """
 
+from collections.abc import Mapping
 from math import sqrt
 from typing import Generic, Protocol, TypeVar
 
+from orchestrator.learned import Trial
 from orchestrator.pace import Pace
 from protocol.messages import Mode
 
 _SMOOTHING = 0.1
+_PLACES = {f"{mode} {size}" for mode in ("sd", "ssd") for size in range(1, 17)}
 _TRIAL = 6
 """Passes of speculation before plain decoding is measured: each of them has many rounds."""
 
@@ -50,7 +53,8 @@ class Crowd:
         self.streams = 1
         """How many there are now."""
         self._company = 0.0
-        self._paces: dict[tuple[Mode, int], Pace] = {}
+        self._paces: dict[str, Pace] = {}
+        """By mode and size, as they are remembered."""
 
     @property
     def scale(self) -> float:
@@ -72,7 +76,19 @@ class Crowd:
         if self.streams == 1 or mode == "ar":
             return alone.get(mode)
         # Sizes 2, 3-4, 5-8, ... are alike enough.
-        return self._paces.setdefault((mode, (self.streams - 1).bit_length()), Pace(_left=_TRIAL))
+        size = (self.streams - 1).bit_length()
+        return self._paces.setdefault(f"{mode} {size}", Pace(_left=_TRIAL))
+
+    def memory(self) -> dict[str, Trial]:
+        """How each mode has fared in crowds of each size, for another run."""
+        return {place: pace.memory() for place, pace in self._paces.items()}
+
+    def recall(self, remembered: Mapping[str, Trial]) -> None:
+        """Forget how crowds fared, then begin with what was known."""
+        self._paces = {}
+        for place in _PLACES & remembered.keys():
+            self._paces[place] = Pace(_left=_TRIAL)
+            self._paces[place].recall(remembered[place])
 
 
 class Passes(Generic[P]):

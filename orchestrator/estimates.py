@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Protocol, TypeVar
 
+from orchestrator.backup_rate import BackupRate
 from orchestrator.calibration import Calibration
 from orchestrator.crowd import Crowd, Passes
 from orchestrator.fan_out import AFTER_ALL, AFTER_REJECTION, acceptance_law, hit_chances
@@ -21,7 +22,7 @@ from orchestrator.verify_cost import VerifyCost
 from orchestrator.width import WIDTHS, Width, between, worth_of_depths
 from protocol.messages import Mode, Origin
 
-ORIGINS: tuple[Origin, ...] = ("target", "hit", "miss")
+ORIGINS: tuple[Origin, ...] = ("target", "hit", "miss", "lookup")
 
 Remembered_contra = TypeVar("Remembered_contra", contravariant=True)
 Remembered = TypeVar("Remembered")
@@ -36,9 +37,6 @@ _SHORTEST_MS = 1e-3
 """A clock may be too coarse to see a tree step."""
 
 _HOPED = 0.85
-_ALIKE, _BACKUP_FADE = 6.0, 0.99
-"""Samples that the rate of hits counts for among backups, and how fast those fade, per round."""
-
 _LONGEST_REACH = 64.0
 """Longest reach that is believed if remembered."""
 
@@ -70,6 +68,8 @@ class Lesson:
     """How many requests shared the pass."""
     all_tokens: int = 0
     """Tokens of all their chains; 0 stands for this chain's own."""
+    untried: tuple[float, bool] | None = None
+    """Confidence of the first token of a lookup that was not verified, and whether it was right."""
 
     @property
     def tokens(self) -> int:
@@ -101,7 +101,7 @@ class Estimates:
         """T_d(B): one depth of all branches."""
         self.backup_ms = Mean()
         """Per token drafted while the target waited."""
-        self._backups = self._backups_accepted = 0.0
+        self._backups = BackupRate()
         self.step_cost = StepCost()
         """T_d(B) by the number of branches."""
         self.width = Width()
@@ -117,6 +117,11 @@ class Estimates:
         """Whether speculation pays now; None for plain decoding."""
         return self.crowd.pace(mode, self.paces)
 
+    def new_text(self, mode: Mode) -> None:
+        """A request of this mode is about to start."""
+        if (pace := self.paces.get(mode)) is not None:
+            pace.new_text()
+
     @property
     def draft_token_ms(self) -> float:
         """What a token costs that is drafted while the target waits."""
@@ -127,7 +132,7 @@ class Estimates:
         """Rate at which the tokens of a backup are accepted; that of hits until it is known."""
         # Without trees there are no hits to go by: hope, and see.
         alike = self.acceptance["hit"].value if self.step_cost.known else _HOPED
-        return (self._backups_accepted + _ALIKE * alike) / (self._backups + _ALIKE)
+        return self._backups.given(alike)
 
     def learn(self, lesson: Lesson) -> None:
         """Take in one round."""
@@ -136,12 +141,12 @@ class Estimates:
         cost.observe(lesson.rows, lesson.verify_ms)
         self.crowd.meet(lesson)
         self.calibrations[lesson.origin].observe(lesson.confidences, lesson.accepted)
-        # What is not tried is forgotten too, so that an unlucky trial does not decide for ever.
-        self._backups *= _BACKUP_FADE
-        self._backups_accepted *= _BACKUP_FADE
+        if lesson.untried is not None:
+            confidence, right = lesson.untried
+            self.calibrations["lookup"].observe([confidence], int(right))
+        self._backups.fade()
         if lesson.origin == "miss":
-            self._backups += min(lesson.accepted + 1, len(lesson.confidences))
-            self._backups_accepted += lesson.accepted
+            self._backups.observe(len(lesson.confidences), lesson.accepted)
         for index in range(min(lesson.accepted + 1, len(lesson.confidences))):
             self.acceptance[lesson.origin].observe(float(index < lesson.accepted))
         if lesson.prepared:
@@ -169,10 +174,17 @@ class Estimates:
                 part.by_hand or part.mode != mode or part.speculating != pace.speculating
                 for part in shared
             )
+            # Nor does a lookup, which there is with and without a drafter. In a crowd that
+            # speculates nearly every pass may have one, and the pace must not go blind.
+            or (
+                (not pace.speculating or len(shared) == 1)
+                and any(part.origin == "lookup" for part in shared)
+            )
         ):
             return
         tokens = sum(part.accepted + 1 for part in shared) / self.crowd.scale
-        pace.observe(tokens, idle_ms + shared[0].verify_ms)
+        drafted = [part.accepted for part in shared if part.origin != "lookup"]
+        pace.observe(tokens, idle_ms + shared[0].verify_ms, sum(drafted), len(drafted))
         alone = len(shared) == self.crowd.streams == 1
         if alone and mode == "ssd" and pace.speculating and self.step_cost.known:
             self.width.consider(self._gains_by_width(shared[0], pace.speculative_tok_s / 1e3))
@@ -215,6 +227,11 @@ class Estimates:
             backup_ms=self.backup_ms.memory(),
             reach=self.reach,
             trials={mode: pace.memory() for mode, pace in self.paces.items()},
+            step_cost=self.step_cost.memory(),
+            width=self.width.memory(),
+            backups=self._backups.memory(),
+            crowd_trials=self.crowd.memory(),
+            saguaro=self.saguaro.memory(),
         )
 
     def begin(self, remembered: Learned | None) -> None:
@@ -222,6 +239,7 @@ class Estimates:
         # In place: the plans of running requests hold this object.
         fresh = {name: value for name, value in vars(Estimates()).items() if name != "crowd"}
         vars(self).update(fresh)
+        self.crowd.recall(remembered.crowd_trials if remembered is not None else {})
         if remembered is None:
             return
         self.verify_cost.recall(remembered.verify_cost)
@@ -235,6 +253,13 @@ class Estimates:
         _recall(self.idle_ms, remembered.idle_ms)
         _recall(self.acceptance, remembered.acceptance)
         _recall(self.paces, remembered.trials)
+        self.saguaro.recall(remembered.saguaro)
+        if remembered.step_cost is not None:
+            self.step_cost.recall(remembered.step_cost)
+        if remembered.width is not None:
+            self.width.recall(remembered.width)
+        if remembered.backups is not None:
+            self._backups.recall(remembered.backups)
 
 
 class _Learner(Protocol[Remembered_contra]):

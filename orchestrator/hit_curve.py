@@ -28,6 +28,8 @@ class HitCurve:
         self._prior = prior
         self._found = [_PRIOR * self._hazard(rank) for rank in range(_RANKS)]
         self._tried = [_PRIOR] * _RANKS
+        self._missed = [1.0]
+        """Per number of candidates, the chance that none is it, as far as anybody asked."""
 
     def _hazard(self, rank: int) -> float:
         before = self._prior.hit(rank)
@@ -38,6 +40,7 @@ class HitCurve:
         for index in range(min(prepared if rank is None else rank + 1, _RANKS)):
             self._found[index] = _FADE * self._found[index] + float(index == rank)
             self._tried[index] = _FADE * self._tried[index] + 1.0
+        self._missed = [1.0]
 
     def memory(self) -> Shares:
         """For another run."""
@@ -47,13 +50,13 @@ class HitCurve:
         """Begin with what was known."""
         if remembered.fits(_RANKS):
             self._found, self._tried = remembered.weighing(_RECALLED)
+            self._missed = [1.0]
 
     def hit(self, candidates: int) -> float:
         """Probability that the bonus token is among the first `candidates`; 0 for none."""
-        missed = 1.0
-        for rank in range(candidates):
+        missed = self._missed
+        for rank in range(len(missed) - 1, candidates):
             learned = rank < _RANKS
-            missed *= 1.0 - (
-                self._found[rank] / self._tried[rank] if learned else self._hazard(rank)
-            )
-        return 1.0 - missed
+            hazard = self._found[rank] / self._tried[rank] if learned else self._hazard(rank)
+            missed.append(missed[-1] * (1.0 - hazard))
+        return 1.0 - missed[candidates]

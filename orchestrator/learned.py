@@ -58,6 +58,36 @@ class Trial(_Record, frozen=True, kw_only=True):
     patience: Annotated[float, msgspec.Meta(gt=0.0, le=100.0)]
 
 
+class Line(_Record, frozen=True, kw_only=True):
+    """A straight line as running means, and a first step that has more to do."""
+
+    weight: _Amount
+    branches: _Amount
+    milliseconds: _Amount
+    squares: _Amount
+    products: _Amount
+    first_ms: _Amount
+    firsts: _Amount
+    chain_ms: _Amount
+    chains: _Amount
+
+
+class Widths(_Record, frozen=True, kw_only=True):
+    """What each number of branches would gain, in tokens, and which is in use."""
+
+    gains: list[_Amount]
+    chosen: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Arm(_Record, frozen=True, kw_only=True):
+    """Rounds at one of several choices."""
+
+    rounds: _Amount
+    tokens: _Amount
+    squares: _Amount
+    milliseconds: _Amount
+
+
 class Learned(_Record, frozen=True, kw_only=True):
     """Everything, for one pair of models on one machine."""
 
@@ -74,3 +104,11 @@ class Learned(_Record, frozen=True, kw_only=True):
     reach: _Amount
     """The longest draft that was worth verifying."""
     trials: dict[Mode, Trial]
+    step_cost: Line | None = None
+    width: Widths | None = None
+    backups: Shares | None = None
+    """Draft tokens of backups: one place."""
+    crowd_trials: dict[str, Trial] = {}
+    """By mode and size of the crowd, as `ssd 3`."""
+    saguaro: dict[str, Arm] = {}
+    """By the weight C, as `0.4`."""

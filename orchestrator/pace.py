@@ -5,11 +5,13 @@ its best moment (Page's cumulative sum test): a gain survives unlucky stretches 
 a loss is ended after a bounded cost. Plain decoding is measured in a few rounds of its own,
 since verifications run faster while no drafter works beside them, and again before an old
 measurement ends speculation. After each pause follows a trial with less patience; trials
-that fail become rarer.
+that fail become rarer, and a new text gets one early. A drafter of which nothing is accepted
+is known sooner, without any clock (`doubt`).
 """
 
 from dataclasses import dataclass, field
 
+from orchestrator.doubt import Doubt
 from orchestrator.learned import Rate, Trial
 
 _TRIAL = 24
@@ -18,9 +20,12 @@ _BASELINE = 4
 """Plain rounds that measure plain decoding."""
 _SETTLING = 2
 """Rounds after a change that say nothing: the drafter ends its step, or has no tree yet."""
-_PATIENCE, _LEAST_PATIENCE = 6.0, 2.0
-"""What speculation may lose before it pauses, in tokens of plain decoding."""
+_PATIENCE, _LEAST_PATIENCE = 6.0, 3.0
+"""What speculation may lose before it pauses, in tokens of plain decoding. Acceptance scatters
+by about one token a round: with two, half of all good trials ended by bad luck."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 512
+_EARLIER = 16
+"""How much sooner a new text gets a trial than the same one."""
 _FRESH = 64
 """Rounds for which a baseline is recent enough to end speculation by it."""
 _STALE = 512
@@ -72,10 +77,11 @@ class Pace:
     _left: int = _TRIAL
     """Rounds until plain decoding is measured, or until the next trial."""
     _settling: int = _SETTLING
-    _pausing: bool = False
+    pausing: bool = False
     """Whether plain decoding goes on because it is faster, not to be measured."""
     _pause: int = _SHORTEST_PAUSE
     _patience: float = _PATIENCE
+    _doubt: Doubt = field(default_factory=Doubt)
     _since_change: int = 0
     _since_baseline: int = 0
 
@@ -95,8 +101,15 @@ class Pace:
         since = self._since_best
         return since.milliseconds * self.plain_tok_s / 1e3 - since.tokens
 
-    def observe(self, tokens: float, milliseconds: float) -> None:
-        """A round in the current way emitted `tokens` tokens in this time."""
+    def observe(self, tokens: float, milliseconds: float, accepted: int, chains: int = 1) -> None:
+        """A pass in the current way emitted `tokens` tokens in this time.
+
+        Args:
+            tokens: in whatever unit this pace is told of, which may be tokens of a crowd.
+            milliseconds: of the pass, and of the wait before it.
+            accepted: tokens of the drafter that it accepted.
+            chains: requests in it whose chain came from the drafter, or could have.
+        """
         self._since_baseline += 1
         self._since_change += 1
         if self._settling:
@@ -106,22 +119,32 @@ class Pace:
         if self.speculating:
             self._speculative.observe(tokens, milliseconds)
             self._since_best.observe(tokens, milliseconds, fade=1.0)
+            self._doubt.observe(accepted, chains)
             self._judge()
         else:
             self._plain.observe(tokens, milliseconds)
             if self._left <= 0:
                 self._end_of_plain()
 
+    def new_text(self) -> None:
+        """Another request: how drafts fare on its text is not known from the last one's."""
+        if self.pausing:
+            self._left = min(self._left, self._pause // _EARLIER)
+
     def _judge(self) -> None:
         """Another speculative round is known."""
-        if self.plain_tok_s == 0.0:
+        known = self.plain_tok_s > 0.0
+        if known and self.lost <= 0.0:
+            self._since_best, self._doubt = _Speed(), self._doubt.forgotten()
+            if self._since_change > _TRIAL:
+                self._pause, self._patience = _SHORTEST_PAUSE, _PATIENCE
+        if self._doubt.settled:
+            self._rest()
+            return
+        if not known:
             if self._left <= 0:
                 self._measure_plain()
             return
-        if self.lost <= 0.0:
-            self._since_best = _Speed()
-            if self._since_change > _TRIAL:
-                self._pause, self._patience = _SHORTEST_PAUSE, _PATIENCE
         old = _FRESH if self.lost > self._patience else _STALE
         close = self.speculative_tok_s < _CLOSE * self.plain_tok_s
         if close and self._since_baseline > old:
@@ -132,7 +155,7 @@ class Pace:
     def _end_of_plain(self) -> None:
         """A baseline or a pause is over."""
         self._since_baseline = 0
-        if self._pausing:
+        if self.pausing:
             # Text changes: a new trial counts, not how the last one went.
             self._speculative, self._since_best = _Speed(), _Speed()
             self._change(speculating=True, rounds=_TRIAL)
@@ -147,23 +170,24 @@ class Pace:
 
     def _rest(self) -> None:
         self._change(speculating=False, rounds=self._pause)
-        self._pausing = True
+        self.pausing = True
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._patience = max(0.5 * self._patience, _LEAST_PATIENCE)
+        self._doubt = self._doubt.confirmed()
 
     def _change(self, *, speculating: bool, rounds: int) -> None:
         self._settling = _SETTLING if speculating != self.speculating else 0
         self._left = rounds
         self._since_change = 0
         self.speculating = speculating
-        self._pausing = False
+        self.pausing = False
 
     def memory(self) -> Trial:
         """For another run."""
         return Trial(
             speculative=self._speculative.memory(),
             plain=self._plain.memory(),
-            pausing=self._pausing,
+            pausing=self.pausing,
             patience=self._patience,
         )
 
@@ -176,4 +200,4 @@ class Pace:
         self._since_baseline = _FRESH
         if remembered.pausing:
             self._change(speculating=False, rounds=_SHORTEST_PAUSE)
-            self._pausing = True
+            self.pausing = True

@@ -24,6 +24,7 @@ from protocol.channel import Hub, Poller
 from protocol.codec import encode
 from protocol.errors import ProtocolError, UsageError
 from protocol.fingerprint import Vocabulary
+from protocol.logs import about
 from protocol.messages import (
     Alive,
     Cancel,
@@ -37,6 +38,7 @@ from protocol.messages import (
     Message,
     Prefilled,
     Refusal,
+    RefusalKind,
     Role,
     ServiceDown,
     StatusRequest,
@@ -159,7 +161,8 @@ class Orchestrator:
         self._deadlines.draft_came(answer, self._woke)
 
     def _failed(self, role: Role, message: Failed) -> None:
-        _log.warning("the %s failed on sequence %d: %s", role, message.sequence, message.error)
+        ids = about(sequence=message.sequence)
+        _log.warning("the %s failed: %s", role, message.error, extra=ids)
         answer = self._requests.running.get(message.sequence)
         if answer is not None and role == "verifier":
             reason = f"the verifier failed: {message.error}"
@@ -195,14 +198,15 @@ class Orchestrator:
 
     def _from_client(self, peer: bytes, message: ToOrchestrator | ProtocolError) -> None:
         match message:
-            case Generate():
-                self._generate(peer, message)
+            case Generate(request=number):
+                if self._requests.of(peer, number) is None:  # else it is being answered
+                    self._generate(peer, message)
             case Cancel():
                 self._cancel(peer, message.request)
-            case StatusRequest(request=number):
-                serving = self._requests.of(peer, number) is not None
+            case StatusRequest():
+                serving = self._requests.of(peer, message.request) is not None
                 dropped = self._services.dropped + self._clients.dropped
-                status = self._registry.status(*self._requests.counts, number, serving, dropped)
+                status = self._registry.status(*self._requests.counts, message, serving, dropped)
                 told = overview(status, self._requests, self.memory.estimates, self._woke)
                 self._clients.send(peer, told)
             case ServiceDown():
@@ -211,11 +215,9 @@ class Orchestrator:
                 self._clients.send(peer, Refusal(str(message)))
 
     def _generate(self, peer: bytes, message: Generate) -> None:
-        if self._lost:
-            self._clients.send(peer, Refusal(self._lost, "unavailable", message.request))
-            return
-        if self._requests.full:
-            self._clients.send(peer, Refusal(_BUSY, "busy", message.request))
+        if self._lost or self._requests.full:
+            kind: RefusalKind = "unavailable" if self._lost else "busy"
+            self._clients.send(peer, Refusal(self._lost or _BUSY, kind, message.request))
             return
         try:
             answer = admit(
@@ -248,8 +250,6 @@ class Orchestrator:
 
     def _share(self) -> None:
         self.memory.estimates.crowd.streams = max(1, len(self._requests.running))
-
-    # ------------------------------------------------------------ actions
 
     def _do(self, answer: Answer, actions: Iterable[Action]) -> None:
         for action in actions:

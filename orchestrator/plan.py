@@ -76,23 +76,51 @@ class Plan:
         return bool(self.lookahead) or (pace is not None and pace.speculating)
 
     @property
+    def rests(self) -> bool:
+        """Whether the drafter is left out because it did not pay; what costs nothing goes on."""
+        pace = self.estimates.pace(self.mode)
+        return pace is not None and pace.pausing
+
+    @property
     def plain_tok_s(self) -> float:
         """Speed of plain decoding beside which speculation is judged; 0 if never measured."""
         pace = self.estimates.pace(self.mode)
         return pace.plain_tok_s / self.estimates.crowd.scale if pace is not None else 0.0
 
-    @property
-    def backup(self) -> int:
+    def backup(self, looked_up: Sequence[float] = ()) -> int:
         """After a miss, how many tokens are drafted while the target waits.
 
-        With 0 the target does not wait: it goes on with the bonus token alone, plain decoding
-        of one token, while the drafter prepares the next round.
+        With 0 the target does not wait: it goes on with what was looked up, if that pays, or
+        with the bonus token alone, plain decoding of one token, while the drafter prepares the
+        next round.
+
+        Args:
+            looked_up: confidences of what lookup found.
         """
         if self.lookahead:
             return self.lookahead
         if self.estimates.crowd.company:
             return 0  # the pass that the others are part of would leave without this request
-        return self._more([])
+        values = self._worth_of_waiting([])
+        count = values.index(max(values))
+        return count if values[count] > max(self._worth_of_lookup(looked_up)) else 0
+
+    def looked_up(self, confidences: Sequence[float], *, alone: bool = False) -> int:
+        """How many tokens to verify of what was looked up; `alone`: no drafter works beside."""
+        if self.lookahead:
+            return 0  # what is done is fixed by hand
+        values = self._worth_of_lookup(confidences, alone=alone)
+        return values.index(max(values))
+
+    def _worth_of_lookup(self, confidences: Sequence[float], *, alone: bool = False) -> list[float]:
+        """What verifying 0, 1, ... of these tokens is worth, in tokens."""
+        rates = self._rates(confidences, "lookup")
+        if not alone or self.estimates.crowd.company:
+            return [self._value(rates[:count]) for count in range(len(rates) + 1)]
+        cost = self.estimates.plain_cost
+        speed = 1.0 / cost.of(1)
+        counts = range(len(rates) + 1)
+        return [_expected(rates[:count]) - speed * cost.of(count + 1) for count in counts]
 
     @property
     def sequential(self) -> int:
@@ -109,21 +137,27 @@ class Plan:
 
     def _more(self, rates: Sequence[float]) -> int:
         """How many tokens to draft behind those with these rates while the target waits."""
+        values = self._worth_of_waiting(rates)
+        return values.index(max(values))
+
+    def _worth_of_waiting(self, rates: Sequence[float]) -> list[float]:
+        """What waiting for 0, 1, ... tokens behind those with these rates is worth, in tokens."""
         rate, token_ms = self.estimates.backup_rate, self.estimates.draft_token_ms
         if not token_ms:
-            return 0  # nothing was drafted yet
+            return [self._value(rates)]  # nothing was drafted yet
         # While one request waits, the target works for the others.
         token_cost = self._speed / self.estimates.crowd.streams * token_ms
-        values = [
+        return [
             self._value([*rates, *[rate] * count]) - count * token_cost
             for count in range(max(0, self.depth - len(rates)) + 1)
         ]
-        return values.index(max(values))
 
     def length(self, confidences: Sequence[float], origin: Origin) -> int:
         """How many tokens of a draft to verify: as many as are worth their time."""
         if self.lookahead:
             return min(self.lookahead, len(confidences))
+        if origin == "lookup":
+            return len(confidences)  # `looked_up` has decided
         rates = self._rates(confidences, origin)
         if self.sampled:
             return self._unseen_length(rates)

@@ -33,6 +33,8 @@ class Round:
     cache: SpeculationCache = field(default_factory=SpeculationCache)
     ahead: dict[tuple[int, int], Planned] = field(default_factory=dict)
     """The rounds that the prepared outcomes lead to."""
+    untried: Draft = field(default_factory=Draft)
+    """What lookup would have offered; it is learned from without being verified."""
 
     def forget(self) -> None:
         """What was prepared is worthless."""
@@ -42,6 +44,8 @@ class Round:
     def lesson(self, outcome: VerificationOutcome, plan: Plan, *, first: bool) -> Lesson:
         """What it taught; before the `first` of a request the verifier had nothing to do."""
         rank, prepared = self.cache.rank(outcome.accepted, outcome.bonus)
+        untried = self.untried
+        right = len(untried) > 0 and untried.tokens[0] == outcome.bonus
         return Lesson(
             mode=plan.mode,
             by_hand=plan.lookahead > 0,
@@ -56,4 +60,5 @@ class Round:
             idle_ms=None if first else outcome.idle_ms,
             sequences=outcome.sequences,
             all_tokens=outcome.rows,
+            untried=(untried.confidences[0], right) if len(untried) else None,
         )

@@ -9,13 +9,19 @@ C is chosen before a request begins and by other requests' speed alone, never by
 drawn in this one, so the rejection rule stays exact.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf, log, sqrt
+
+from orchestrator.learned import Arm
 
 CHOICES = (1.0, 0.6, 0.4, 0.2)
 
 _FADE = 0.998
 """Old rounds fade, so that the choice follows the text."""
+
+_RECALLED = 30.0
+"""Most rounds that a remembered choice counts for."""
 
 _CURIOSITY = 1.0
 """How many standard errors of a speed are given for benefit of the doubt."""
@@ -73,3 +79,27 @@ class SaguaroChoice:
         arm.tokens += tokens
         arm.squares += tokens**2
         arm.milliseconds += milliseconds
+
+    def memory(self) -> dict[str, Arm]:
+        """For another run."""
+        return {
+            str(weight): Arm(
+                rounds=arm.rounds,
+                tokens=arm.tokens,
+                squares=arm.squares,
+                milliseconds=arm.milliseconds,
+            )
+            for weight, arm in self._arms.items()
+            if arm.rounds > 0.0
+        }
+
+    def recall(self, remembered: Mapping[str, Arm]) -> None:
+        """Begin with the speeds that were known; they count for little."""
+        for weight in CHOICES:
+            arm = remembered.get(str(weight))
+            if arm is None or arm.rounds <= 0.0 or arm.tokens <= 0.0:
+                continue
+            kept = min(1.0, _RECALLED / arm.rounds)
+            self._arms[weight] = _Arm(
+                kept * arm.rounds, kept * arm.tokens, kept * arm.squares, kept * arm.milliseconds
+            )

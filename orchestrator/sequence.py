@@ -12,6 +12,7 @@ from orchestrator.actions import Action, Emit, Finish, Foresee, ToDrafter, ToVer
 from orchestrator.briefing import Briefing
 from orchestrator.cache import Draft
 from orchestrator.limits import Limits
+from orchestrator.lookup import looked_up
 from orchestrator.phase import Phase
 from orchestrator.plan import Plan
 from orchestrator.reach import Reach
@@ -129,7 +130,7 @@ class Sequence:
         # The target is busy again: now there is time for the books.
         lesson = done.lesson(outcome, self._plan, first=self.recorder.rounds == 0)
         self._plan.estimates.learn(lesson)
-        self.recorder.plain_rounds += not done.speculating
+        self.recorder.plain_rounds += not done.speculating and done.origin != "lookup"
         self.recorder.timed(outcome, len(draft) + 1, done.origin, now)
         self.recorder.learned(lesson)
         self.recorder.verified(len(draft), min(outcome.accepted, kept))
@@ -141,8 +142,11 @@ class Sequence:
             yield from self.finish(reason)
 
     def _next_round(self, outcome: VerificationOutcome, now: float) -> Iterator[Action]:
-        if self._plan.mode == "ar" or not self._plan.speculates:
-            yield from self._verify(Draft(), "target")
+        if not self._plan.speculates:
+            if self._plan.rests:
+                yield from self._go_on(looked_up(self.tokens, self._plan), alone=True)
+            else:
+                yield from self._verify(Draft(), "target")
             return
         planned = self.current.ahead.get((outcome.accepted, outcome.bonus))
         if planned is not None:
@@ -150,24 +154,32 @@ class Sequence:
             yield from self._start(planned, "hit")
             return
         length = len(self.tokens)
+        found = looked_up(self.tokens, self._plan)
         if not self._reach.can_speculate(length):
-            if not self._reach.can_draft(length):
-                self.recorder.fallbacks["no_drafter"] += 1
-            yield from self._verify(Draft(), "target")
+            drafter = self._reach.can_draft(length)
+            yield from self._go_on(found, "" if drafter else "no_drafter", alone=not drafter)
             return
         if self._plan.mode == "sd":
             count = self._plan.sequential
-            draft = self._draft_now(count, now) if count else self._verify(Draft(), "target")
-            yield from draft
+            yield from self._draft_now(count, now) if count else self._go_on(found)
             return
         if self.current.speculating:
             self.recorder.misses += 1
-        count = self._plan.backup
-        self.recorder.fallbacks["draft" if count else "plain"] += 1
-        if count:
+        if count := self._plan.backup(found.confidences):
+            self.recorder.fallbacks["draft"] += 1
             yield from self._draft_now(count, now)
         else:
-            yield from self._verify(Draft(), "target")
+            yield from self._go_on(found, "plain")
+
+    def _go_on(self, found: Draft, without: str = "", *, alone: bool = False) -> Iterator[Action]:
+        """The target does not wait: it verifies what was looked up, or nothing."""
+        worth = found.first(self._plan.looked_up(found.confidences, alone=alone))
+        used = self._reach.clip(worth, len(self.tokens), "lookup")
+        if fallback := "lookup" if used else without:
+            self.recorder.fallbacks[fallback] += 1
+        yield from self._verify(used, "lookup" if used else "target")
+        if not used:
+            self.current.untried = found
 
     def _planned(self, length: int, pending: int, draft: Draft, origin: Origin) -> Planned:
         """The next round; the pending token is the last of `length`."""

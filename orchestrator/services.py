@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from orchestrator.vigil import Vigil
 from protocol.fingerprint import Vocabulary
-from protocol.messages import PROTOCOL_VERSION, Hello, Role, ServiceStatus, Status
+from protocol.messages import PROTOCOL_VERSION, Hello, Role, ServiceStatus, Status, StatusRequest
 
 _log = logging.getLogger(__name__)
 
@@ -102,13 +102,14 @@ class Registry:
         self,
         active: int,
         waiting: int,
-        request: int,
+        asked: StatusRequest,
         serving: bool,  # noqa: FBT001  # a field of the message
         dropped: int,
     ) -> Status:
         """What clients are told: the orchestrator itself, and its current services."""
         return Status(
-            request=request,
+            request=asked.request,
+            question=asked.question,
             serving=serving,
             dropped=dropped,
             pid=self._pid,

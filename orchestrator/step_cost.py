@@ -1,10 +1,14 @@
 """T_d(B), learned: a tree step is a straight line in its branches, the chain comes on top."""
 
+from orchestrator.learned import Line
+
 _FADE = 0.99
 _RIDGE = 0.2
 """What the assumed slope weighs: a variance of the widths, in branches squared."""
 _ASSUMED_SLOPE = 0.02
 """Assumed extra cost per branch, as a share of a step, where only one width was measured."""
+_RECALLED = 8.0
+"""Most steps that a remembered line counts for."""
 
 
 class StepCost:
@@ -60,3 +64,25 @@ class StepCost:
         assumed = _ASSUMED_SLOPE * self._ms
         slope = (together + _RIDGE * assumed) / (max(0.0, spread) + _RIDGE)
         return max(0.5 * self._ms, self._ms + max(0.0, slope) * (branches - self._branches))
+
+    def memory(self) -> Line:
+        """For another run."""
+        return Line(
+            weight=self._weight,
+            branches=self._branches,
+            milliseconds=self._ms,
+            squares=self._squares,
+            products=self._products,
+            first_ms=self._first_ms,
+            firsts=self._firsts,
+            chain_ms=self._chain_ms,
+            chains=self._chains,
+        )
+
+    def recall(self, remembered: Line) -> None:
+        """Begin with what was known."""
+        self._weight = min(remembered.weight, _RECALLED)
+        self._branches, self._ms = remembered.branches, remembered.milliseconds
+        self._squares, self._products = remembered.squares, remembered.products
+        self._first_ms, self._firsts = remembered.first_ms, min(remembered.firsts, _RECALLED)
+        self._chain_ms, self._chains = remembered.chain_ms, min(remembered.chains, _RECALLED)

@@ -85,9 +85,12 @@ class TargetTokenizer:
         """The prompt tokens of a text that is to be continued."""
         return list(self._tokenizer.encode(text).ids)
 
-    def stream(self) -> "TextStream":
-        """A fresh incremental decoder."""
-        return TextStream(self._tokenizer)
+    def stream(self, *, marks: bool = False) -> "TextStream":
+        """A fresh incremental decoder; with `marks` all special tokens but stops are text too.
+
+        Some models mark calls of tools by special tokens.
+        """
+        return TextStream(self._tokenizer, self.stop_ids if marks else None)
 
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -107,13 +110,16 @@ class TargetTokenizer:
 class TextStream:
     """Turns tokens into text as soon as the text is certain (whole UTF-8 characters)."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, hidden: frozenset[int] | None = None) -> None:
         self._tokenizer = tokenizer
+        self._hidden = hidden or frozenset[int]()
         self._byte_level = "ByteLevel" in repr(tokenizer.decoder)
-        self._stream: Any = DecodeStream(skip_special_tokens=True)
+        self._stream: Any = DecodeStream(skip_special_tokens=hidden is None)
 
     def push(self, token: int) -> str:
         """The text that this token completes, possibly none."""
+        if token in self._hidden:
+            return ""
         return self._stream.step(self._tokenizer, token) or ""
 
     def shown(self, token: int, logprob: float) -> ShownToken:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from orchestrator.learned import Widths
+
 WIDTHS = (4, 8, 16, 32)
 """A few fixed values: on some devices every new shape costs a compilation."""
 
@@ -39,6 +41,15 @@ class Width:
         best = self._gains.index(max(self._gains))
         if self._gains[best] > _BETTER * self._gains[self._chosen]:
             self._chosen = best
+
+    def memory(self) -> Widths:
+        """For another run."""
+        return Widths(gains=list(self._gains), chosen=self._chosen)
+
+    def recall(self, remembered: Widths) -> None:
+        """Begin with the width that was best."""
+        if len(remembered.gains) == len(WIDTHS) > remembered.chosen:
+            self._gains, self._chosen = list(remembered.gains), remembered.chosen
 
 
 def worth_of_depths(alpha: float, speed: float, verify_ms: Sequence[float]) -> list[float]:

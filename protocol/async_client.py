@@ -71,19 +71,18 @@ class AsyncClient(Closing):
             line.close()
         raise DeadlineExceeded(f"no status of the orchestrator within {timeout_s:g} s")
 
-    async def generate(self, request: Generate, pid: int) -> AsyncGenerator[Text | Finished]:
+    async def generate(self, request: Generate) -> AsyncGenerator[Text | Finished]:
         """Stream an answer: Text messages, then one Finished. Closing the generator cancels.
 
         Args:
             request: its number need only be unlike 0.
-            pid: of the orchestrator, from its status.
 
         Raises:
             UsageError: the request is wrong.
             Busy: too many requests wait already.
             RuntimeFailure: the request failed, or the orchestrator is gone.
         """
-        dialogue = Dialogue(request, pid)
+        dialogue = Dialogue(request)
         line = _Line(self._context, self._address)
         done = False
         try:

@@ -1,12 +1,13 @@
-"""Sockets with deadlines. Only this module and `async_client.py` import zmq.
+"""Sockets with deadlines. Only this module, `curve.py` and `async_client.py` import zmq.
 
 The orchestrator binds a `Hub` for its services and one for its clients; everybody else
 connects a `Channel`. A Hub knows its peers by opaque `peer` bytes. Sends never block: a
 peer that stopped reading loses messages once its queue is full, and the send says so.
+Over a network there is nothing in clear: an address that is not a Unix socket needs a lock.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -14,7 +15,14 @@ import zmq
 
 from protocol.closing import Closing
 from protocol.codec import MAX_MESSAGE_BYTES, Decoder, encode
-from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure
+from protocol.curve import ClientLock, Lock, ServerLock, monitor, secure, why_down
+from protocol.errors import (
+    DeadlineExceeded,
+    ProtocolError,
+    RuntimeFailure,
+    StreamEnded,
+    UsageError,
+)
 from protocol.messages import Message
 
 Inbound = TypeVar("Inbound", bound=Message)
@@ -31,8 +39,10 @@ _NOW = int(zmq.NOBLOCK)
 _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
-def configure(socket: zmq.Socket[bytes], address: str) -> None:
-    """What all sockets have in common."""
+def configure(socket: zmq.Socket[bytes], address: str, *, locked: bool = False) -> None:
+    """What all sockets have in common; raises UsageError for a network address without a lock."""
+    if not locked and not address.startswith(_IPC):
+        raise UsageError(f"{address!r} is not a Unix socket: it needs keys (`ssd keys`)")
     socket.linger = 200  # ms; a dying process must not hang on an unread farewell
     socket.sndhwm = socket.rcvhwm = _QUEUE
     socket.maxmsgsize = MAX_MESSAGE_BYTES
@@ -47,10 +57,15 @@ def configure(socket: zmq.Socket[bytes], address: str) -> None:
 class _Endpoint(Closing):
     """What Hub and Channel share: a socket, its context, and closing both."""
 
-    def __init__(self, kind: int, address: str) -> None:
+    def __init__(self, kind: int, address: str, lock: Lock | None = None) -> None:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
-        configure(self._socket, address)
+        try:
+            configure(self._socket, address, locked=lock is not None)
+        except UsageError:
+            self._context.destroy()
+            raise
+        self._judge = secure(self._socket, self._context, lock) if lock is not None else None
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -63,6 +78,9 @@ class _Endpoint(Closing):
 
     def close(self) -> None:
         """Close the socket and its context; safe to call twice."""
+        if self._judge is not None:
+            self._judge.stop()
+            self._judge = None
         self._socket.close()
         self._context.term()
 
@@ -70,10 +88,18 @@ class _Endpoint(Closing):
 class Channel(_Endpoint, Generic[Inbound]):
     """One connection to a Hub."""
 
-    def __init__(self, address: str, decoder: Decoder[Inbound]) -> None:
-        super().__init__(zmq.DEALER, address)
+    def __init__(
+        self, address: str, decoder: Decoder[Inbound], lock: ClientLock | None = None
+    ) -> None:
+        super().__init__(zmq.DEALER, address, lock)
         self._decoder = decoder
-        self._socket.connect(address)
+        self._monitor = monitor(self._socket) if lock is not None else None
+        _at(address, self._socket.connect)
+
+    def check(self) -> None:
+        """Over a network: raises StreamEnded, with the reason, if the connection is down."""
+        if self._monitor is not None and (reason := why_down(self._monitor)) is not None:
+            raise StreamEnded(reason)
 
     def send(self, message: Message) -> None:
         """Queue a message; raises RuntimeFailure when the peer reads nothing any more."""
@@ -97,12 +123,22 @@ class Channel(_Endpoint, Generic[Inbound]):
             raise DeadlineExceeded(f"no {what} within {timeout_s:g} s")
         return self._decoder.decode(self._socket.recv())
 
+    def close(self) -> None:
+        """Close the connection; safe to call twice."""
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.socket.close()
+            self._monitor = None
+        super().close()
+
 
 class Hub(_Endpoint, Generic[Inbound]):
     """The bound end: many peers, told apart by `peer` bytes."""
 
-    def __init__(self, address: str, decoder: Decoder[Inbound]) -> None:
-        super().__init__(zmq.ROUTER, address)
+    def __init__(
+        self, address: str, decoder: Decoder[Inbound], lock: ServerLock | None = None
+    ) -> None:
+        super().__init__(zmq.ROUTER, address, lock)
         self._decoder = decoder
         # Sending to a peer that is gone must be an error, not a silent drop.
         self._socket.router_mandatory = True
@@ -110,7 +146,12 @@ class Hub(_Endpoint, Generic[Inbound]):
         self._looked = 0.0
         self.dropped = 0
         """Messages to peers that are gone or read nothing."""
-        self._socket.bind(address)
+        _at(address, self._socket.bind)
+
+    @property
+    def bound_to(self) -> str:
+        """The address, with the port that the system chose if it was 0."""
+        return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def keep_bound(self, now: float) -> None:
         """Bind again if somebody deleted our socket's file; connections are not touched.
@@ -162,13 +203,27 @@ class Hub(_Endpoint, Generic[Inbound]):
         return ProtocolError(f"expected one frame, got {1 + len(rest)}")
 
 
+def _at(address: str, reach: Callable[[str], object]) -> None:
+    """Bind or connect; raises UsageError if a network address cannot be used."""
+    try:
+        reach(address)
+    except zmq.ZMQError as error:
+        if address.startswith(_IPC):
+            raise
+        raise UsageError(f"the address {address!r} cannot be used: {error}") from error
+
+
 class Poller:
     """Waits for any of several endpoints, and of other programs' pipes."""
 
     def __init__(self, endpoints: Sequence[_Endpoint]) -> None:
         self._poller = zmq.Poller()
         for endpoint in endpoints:
-            self._poller.register(endpoint.socket, zmq.POLLIN)
+            self.add(endpoint)
+
+    def add(self, endpoint: _Endpoint) -> None:
+        """Wait for one more; again changes nothing."""
+        self._poller.register(endpoint.socket, zmq.POLLIN)
 
     def read(self, descriptor: int) -> None:
         """Wait for a file descriptor that can be read, too."""

@@ -74,14 +74,14 @@ class Client:
 
         The first error ends all of them; errors as for `generate`.
         """
-        pid = self.status().pid
+        self.status()  # raises if nobody is there
         waiting = deque(requests)
         talks: dict[int, Dialogue] = {}
         try:
             while waiting or talks:
                 while waiting and len(talks) < at_once:
                     request = waiting.popleft()
-                    talks[request.request] = Dialogue(request, pid)
+                    talks[request.request] = Dialogue(request)
                     self._channel.send(request)
                 for number, event in self._next(talks):
                     if isinstance(event, Finished):

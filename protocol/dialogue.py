@@ -31,11 +31,17 @@ _ERRORS: dict[RefusalKind, type[SsdError]] = {
 
 
 class Dialogue:
-    """One request, and the orchestrator process (`pid`) that took it."""
+    """One request.
 
-    def __init__(self, request: Generate, pid: int) -> None:
+    A question that was sent before the request was sent (again) says nothing about it: an
+    orchestrator that takes long to start finds many of them, and answers them all.
+    """
+
+    def __init__(self, request: Generate) -> None:
         self._request = request
-        self._pid = pid
+        self._questions = 0
+        self._questions_before = 0
+        """Those that were sent before the request was sent last."""
         self._unanswered = 0
         self._received = 0
         self._repeated = 0
@@ -50,9 +56,9 @@ class Dialogue:
         self._unanswered = 0
         number = self._request.request
         match message:
-            case Status(request=asked) if asked == number:
-                lost = message.pid != self._pid or not message.serving
-                return self._again(message.pid) if lost else None
+            case Status(request=asked, question=question) if asked == number:
+                lost = question > self._questions_before and not message.serving
+                return self._again() if lost else None
             case Refusal(reason=reason, kind=kind, request=asked) if asked in (0, number):
                 raise _ERRORS[kind](reason)
             case Finished(request=asked, reason="error", error=why) if asked == number:
@@ -64,7 +70,7 @@ class Dialogue:
             case _:
                 return None  # of a request that was cancelled, or a sign of life
 
-    def _again(self, pid: int) -> Generate:
+    def _again(self) -> Generate:
         """The orchestrator was restarted, or has dropped the request."""
         sampling = self._request.sampling
         if self._received and by_rejection(sampling) and not is_greedy(sampling):
@@ -72,7 +78,7 @@ class Dialogue:
                 "the orchestrator was restarted, and under the rejection rule an answer cannot "
                 "be continued; ask again"
             )
-        self._pid = pid
+        self._questions_before = self._questions
         self._repeated = 0
         return self._request
 
@@ -101,4 +107,5 @@ class Dialogue:
         if self._unanswered >= _PATIENCE:
             raise RuntimeFailure("the orchestrator does not answer any more")
         self._unanswered += 1
-        return StatusRequest(request=self._request.request)
+        self._questions += 1
+        return StatusRequest(request=self._request.request, question=self._questions)

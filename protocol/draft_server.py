@@ -8,13 +8,19 @@ from protocol.settings import BackendName, ComputeUnits, Device, Settings
 
 
 class DraftServerSettings(Settings, frozen=True, kw_only=True):
-    """One draft server: a drafter on standard input and output (`docs/DRAFT_SERVER.md`)."""
+    """One draft server: on standard input and output, or listening (`docs/DRAFT_SERVER.md`)."""
 
     backend: BackendName
     model: str = ""
     """Folder of the model; empty for a backend that needs none."""
     lines: bool = False
     """Whether it speaks the line protocol instead of messages."""
+    listen: str = ""
+    """Where it listens, tcp://HOST:PORT; empty: standard input and output."""
+    key_file: str = ""
+    """Its keys, where it listens."""
+    trusted: tuple[str, ...] = ()
+    """Public keys of those who may connect."""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Threads of the BLAS on Linux."""
     device: Device = ""

@@ -310,6 +310,7 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
 Greeting = Welcome | Refusal | Introduce | Alive | Stop
 ToDrafter = OpenSequence | Prepare | DraftNow | CloseSequence | Greeting
 FromDrafter = Hello | Prefilled | DraftTree | Failed | Alive
+FromDraftServer = FromDrafter | Refusal  # over a network it may be busy
 ToVerifier = OpenSequence | Verify | CloseSequence | Greeting
 FromVerifier = Hello | Prefilled | VerificationOutcome | Failed | Alive
 ToService = OpenSequence | Prepare | DraftNow | Verify | CloseSequence | Greeting
@@ -371,9 +372,10 @@ class Cancel(Message, frozen=True, tag="cancel", kw_only=True):
     request: int
 
 
-Origin = Literal["target", "hit", "miss"]
+Origin = Literal["target", "hit", "miss", "lookup"]
 """Where an emitted token came from: the target's own, or an accepted draft token of a
-chain that was prepared in time (hit) or drafted while the target waited (miss)."""
+chain that was prepared in time (hit), drafted while the target waited (miss), or found by
+lookup in prompt and answer (lookup)."""
 
 
 class ShownToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -515,6 +517,8 @@ class StatusRequest(Message, frozen=True, tag="status?"):
 
     request: int = 0
     """One of the client's own requests, to learn whether it is still served; 0 asks for none."""
+    question: int = 0
+    """The client's number of this question; the answer repeats it."""
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -609,6 +613,8 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
     """Messages, ever, to services and clients that were gone or did not read."""
     request: int = 0
     """The request that was asked about."""
+    question: int = 0
+    """The question that this answers."""
     serving: bool = False
     """Whether it is answered or waits."""
     degraded: list[str] = []
@@ -646,6 +652,10 @@ class SwapDrafter(Message, frozen=True, tag="swap", kw_only=True):
     """Backend stdio: the program that drafts, and its arguments."""
     lines: bool = False
     """Backend stdio: whether it speaks the line protocol."""
+    server: str = ""
+    """Backend remote: where the draft server listens."""
+    server_key: str = ""
+    """Backend remote: its public key, or the name under which it is trusted."""
 
 
 class StackRequest(Message, frozen=True, tag="stack?"):

@@ -7,7 +7,7 @@ import msgspec
 from protocol.conversion import FunctionCost
 from protocol.settings import ChildSettings, ComputeUnits
 
-Kind = Literal["functions", "device", "draft-loop", "target-loop", "injection"]
+Kind = Literal["functions", "device", "draft-loop", "target-loop", "injection", "soak"]
 
 
 class ProbeSettings(ChildSettings, frozen=True, kw_only=True):
@@ -19,6 +19,8 @@ class ProbeSettings(ChildSettings, frozen=True, kw_only=True):
     target: str = ""
     """Folder of the MLX model, for `target-loop` and `injection`."""
     compute_units: ComputeUnits = "auto"
+    half: bool = False
+    """injection: into a float16 cache, whatever the target's is."""
     calls: Annotated[int, msgspec.Meta(ge=1)] = 20
     seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     """Of the loops."""
@@ -37,22 +39,30 @@ class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     costs: list[FunctionCost] = []
     """functions: every function of the package."""
     calls: int = 0
-    """device: tokens compared. Loops: calls made."""
+    """device: tokens compared. Loops, soak: calls made."""
     per_second: float = 0.0
-    """Loops."""
+    """Loops, soak."""
     slowest_ms: float = 0.0
-    """Loops: the slowest call."""
+    """Loops, soak: the slowest call."""
     ready_s: float = 0.0
     """Loops: when the model was loaded and warm, by the machine's monotonic clock."""
     began_s: float = 0.0
     """Loops: when measuring began; with a barrier after all were ready."""
     same_best: float = 0.0
-    """device: share of positions with the best token of the reference runtime."""
+    """device: share of positions with the best token of the reference runtime. soak: share of
+    the calls with the best token of the first such call."""
     worst_logit: float = 0.0
-    """device: largest difference of a best logit from the reference runtime's."""
+    """device, soak: largest difference of a best logit from that."""
+    grown_mb: float = 0.0
+    """soak: resident memory at the end, less that after the first pass."""
     tokens: int = 0
     """injection: length of the prompt."""
     milliseconds: float = 0.0
-    """injection: arrays to cache, evaluated; the median."""
+    """injection: the prompt's end to a cache to decode with; the median."""
+    written_ms: float = 0.0
+    """injection: before that, writing all rows where the cache will be, chunk by chunk, while
+    the prompt is computed; the median."""
+    dtype: str = ""
+    """injection: of the cache."""
     failed: str = ""
     """Why there is no figure."""

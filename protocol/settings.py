@@ -15,9 +15,10 @@ from protocol.logs import LogLevel as LogLevel  # noqa: PLC0414  # a setting lik
 from protocol.messages import Sampling
 from protocol.orphans import end_children
 
-BackendName = Literal["mlx", "coreml", "ngram", "stdio"]
+BackendName = Literal["mlx", "coreml", "ngram", "stdio", "remote"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
-OWN_BACKENDS = tuple(name for name in BACKENDS if name != "stdio")  # they draft by themselves
+OWN_BACKENDS = tuple(name for name in BACKENDS if name not in {"stdio", "remote"})
+"""They draft by themselves."""
 
 ComputeUnits = Literal["auto", "cpu_and_ne", "cpu_only", "cpu_and_gpu", "all", "reference"]
 """Where a converted model runs: CoreML's own words; `reference` is a slow numpy runtime, a test
@@ -109,10 +110,16 @@ class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Backend stdio: the program that drafts, and its arguments."""
     lines: bool = False
     """Backend stdio: the program speaks the line protocol, not messages."""
+    server: str = ""
+    """Backend remote: where the draft server listens, tcp://HOST:PORT."""
+    server_key: str = ""
+    """Backend remote: its public key."""
+    key_file: str = ""
+    """Backend remote: our own keys; a file, since arguments can be read by everybody."""
     ready_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0
-    """Backend stdio: longest wait for the program to be ready, or to prefill."""
+    """stdio and remote: longest wait for the drafter to be ready, or to prefill."""
     answer_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
-    """Backend stdio: longest wait for a draft that the target waits for; then it has hung."""
+    """stdio and remote: longest wait for a draft that the target waits for; then it has hung."""
 
 
 class ReferenceSettings(Settings, frozen=True, kw_only=True):
@@ -175,6 +182,10 @@ class GatewaySettings(ChildSettings, frozen=True, kw_only=True):
     allowed_origins: list[str] = []
     """Web pages that may use this server from a browser."""
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4 * 1024**2
+    rate_limit: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Requests for answers that an address may make in a minute; 0 is any number."""
+    model: str = ""
+    """Folder of the target, for how it writes calls of tools."""
     sampling: Sampling = Sampling()
     """What requests get that do not say otherwise."""
 

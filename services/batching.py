@@ -58,7 +58,7 @@ class Batcher:
 
     def __init__(self, model: Any, most_rows: int) -> None:
         self._model = model
-        self._most_rows = most_rows
+        self.most_rows = most_rows
         self._waiting: list[Ask] = []
 
     def ask(
@@ -92,7 +92,7 @@ class Batcher:
         chosen, rows = [asked], len(asked.tokens)
         for other in list(self._waiting):
             rows += len(other.tokens)
-            if rows > self._most_rows:
+            if rows > self.most_rows:
                 break
             chosen.append(other)
             self._waiting.remove(other)

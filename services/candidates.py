@@ -10,6 +10,7 @@ from protocol.law import Floats, Ids, ranked
 from protocol.messages import Sampling
 from protocol.rejection import draft_token, drafter_law, to_send
 from protocol.sampling import by_rejection
+from protocol.shaping import Shaper
 from services.backends.interface import Drafted, Turn
 
 
@@ -57,6 +58,45 @@ def best_of(rows: Floats, width: int, head_ids: Ids | None) -> Top:
         )
     totals = peaks + np.log(np.exp(rows - peaks[:, None]).sum(axis=-1))
     return Top(ids, np.take_along_axis(rows, columns, axis=-1), totals)
+
+
+def shaped(
+    shaper: Shaper | None, tokens: Sequence[int], tops: list[Top], vocabulary: int
+) -> list[Top]:
+    """Move a shaper along tokens; the candidates after each of them, shaped, in order again.
+
+    A head that reports its best tokens only has no others to offer: what a bias would lift
+    from below them stays out, and where a grammar allows none of them they are left as they
+    are. Either costs accepted drafts.
+
+    Args:
+        shaper: after the tokens before these; None changes nothing.
+        tokens: the next tokens.
+        tops: the candidates after each of them, one row each; none if nobody asked.
+        vocabulary: how many tokens there are.
+    """
+    if shaper is None:
+        return tops
+    found = []
+    for index, token in enumerate(tokens):
+        shaper.extend([token])
+        if tops:
+            found.append(_shaped(shaper, tops[index], vocabulary))
+    return found
+
+
+def _shaped(shaper: Shaper, top: Top, vocabulary: int) -> Top:
+    ids, given = top.ids[0], top.logits[0]
+    row = np.full(vocabulary, -np.inf, np.float32)
+    row[ids] = given
+    logits = shaper.shape(row)[ids]
+    if not np.isfinite(logits).any():
+        return top
+    order = np.argsort(-logits, kind="stable")
+    # What the head did not report keeps its share of the law.
+    rest = np.exp(np.float64(top.totals[0])) - np.exp(given.astype(np.float64)).sum()
+    total = np.log(max(rest, 0.0) + np.exp(logits.astype(np.float64)).sum())
+    return Top(ids[order][None], logits[order][None], np.array([total], np.float32))
 
 
 def best_bonuses(top: Top, position: int, sampling: Sampling) -> Ids:

@@ -1,16 +1,21 @@
-"""`python -m services.draft_server SETTINGS`: a drafter on standard input and output.
+"""`python -m services.draft_server SETTINGS`: a drafter on standard input and output, or listening.
 
-`docs/DRAFT_SERVER.md` says what is spoken there. The end of standard input is a clean exit.
+`docs/DRAFT_SERVER.md` says what is spoken there. The end of standard input is a clean exit; one
+that listens serves one host after another until it is told to end.
 """
 
+import contextlib
+import logging
 import os
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 from protocol.child import argument, reported
 from protocol.codec import Decoder
+from protocol.curve import read_keys
 from protocol.draft_server import DraftServerSettings
-from protocol.errors import StreamEnded
+from protocol.errors import DeadlineExceeded, ModelError, ProtocolError, StreamEnded
 from protocol.messages import ToDrafter
 from protocol.settings import decode_settings
 from protocol.stream import Stream
@@ -19,6 +24,9 @@ from services.backends.interface import DraftBackend
 from services.backends.start import start
 from services.drafting import Drafter
 from services.line_server import LineServer
+from services.reception import Reception
+
+_log = logging.getLogger(__name__)
 
 
 class Pipes(NamedTuple):
@@ -44,6 +52,10 @@ def take_pipes() -> Pipes:
 def run(settings: DraftServerSettings, pipes: Pipes) -> None:
     """Start the backend and serve the host until it says stop or goes away."""
     backend = start(settings)
+    if settings.listen:
+        with contextlib.suppress(KeyboardInterrupt):
+            _listen(settings, backend)
+        return
     try:
         if settings.lines:
             LineServer(backend).serve(*pipes)
@@ -51,6 +63,25 @@ def run(settings: DraftServerSettings, pipes: Pipes) -> None:
             _serve_messages(backend, pipes)
     except StreamEnded:
         return
+
+
+def _listen(settings: DraftServerSettings, backend: DraftBackend) -> None:
+    """Serve whoever comes and is trusted, one at a time; none of them can end it."""
+    keys = read_keys(Path(settings.key_file))
+    identity, drafter = Identity(role="drafter", **backend.identity._asdict()), Drafter(backend)
+    with Reception(settings.listen, keys, settings.trusted) as reception:
+        _log.info("listening at %s with the key %s", reception.address, keys.public)
+        while True:
+            reception.await_host()
+            reason = "the host said stop"
+            _log.info("a host has come")
+            try:
+                serve(reception, identity, drafter)
+            except (StreamEnded, DeadlineExceeded, ProtocolError, ModelError) as error:
+                reason = str(error)
+            _log.info("done with this host: %s", reason)
+            drafter.forget()
+            reception.dismiss(reason)
 
 
 def _serve_messages(backend: DraftBackend, pipes: Pipes) -> None:

@@ -14,11 +14,17 @@ from services.backends.start import start
 from services.bridge import relay
 from services.drafting import Drafter
 from services.program import started
+from services.program_end import ProgramEnd
+from services.remote_end import RemoteEnd
 from services.windowed import WindowedBackend
 
 
 def run(settings: DrafterSettings) -> None:
     """Start the backend and serve the orchestrator until told to stop."""
+    if settings.backend == "remote":
+        with RemoteEnd(settings) as far:
+            relay(settings, far)
+        return
     if settings.backend != "stdio":
         _serve(settings, start(settings))
         return
@@ -27,7 +33,7 @@ def run(settings: DrafterSettings) -> None:
             limits = (settings.ready_timeout_s, settings.answer_timeout_s)
             _serve(settings, LineBackend(program, *limits))
         else:
-            relay(settings, program)
+            relay(settings, ProgramEnd(program))
 
 
 def _serve(settings: DrafterSettings, backend: DraftBackend) -> None:

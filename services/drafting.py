@@ -23,6 +23,13 @@ class Drafter:
 
     def __init__(self, backend: DraftBackend) -> None:
         self._backend = backend
+        self._open: set[int] = set()
+
+    def forget(self) -> None:
+        """Whoever asked is gone: close what is open."""
+        for sequence in self._open:
+            self._backend.close(sequence)
+        self._open.clear()
 
     def supersedes(self, news: Work, current: Work) -> bool:
         """Any news of a sequence ends the work on an older round; only its end ends a prefill."""
@@ -41,17 +48,19 @@ class Drafter:
         """Answer one message (see `agenda.Service`)."""
         match message:
             case OpenSequence():
-                yield from self._open(message)
+                self._open.add(message.sequence)
+                yield from self._prefill(message)
             case Prepare():
                 yield from self._prepare(message)
             case DraftNow():
                 yield from self._draft(message)
             case CloseSequence():
+                self._open.discard(message.sequence)
                 self._backend.close(message.sequence)
             case _:
                 raise ProtocolError(f"a drafter cannot handle {type(message).__name__}")
 
-    def _open(self, message: OpenSequence) -> Generator[FromService | None]:
+    def _prefill(self, message: OpenSequence) -> Generator[FromService | None]:
         started = time.perf_counter()
         self._backend.close(message.sequence)
         yield from self._backend.open(message.sequence, message.tokens, message.sampling)

@@ -11,15 +11,22 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 import mlx.core as mx
+import numpy as np
 import numpy.typing as npt
 
 from protocol.messages import Tokens
-from services.kv import KVStore
+from services.kv import KVStore, slots_for
 
 _log = logging.getLogger(__name__)
 
+_CLEARLY = 4.0
+"""A first run warms up, which costs less than this."""
+
+_BUDGET_S = 15.0
+"""For measuring, while the stack waits; the reference runtime would take minutes."""
+
 Computed = tuple[npt.NDArray[Any], npt.NDArray[Any]]
-"""Keys and values of a prompt, [layers, kv_heads, tokens, head_dim] each."""
+"""Keys and values of some tokens, [layers, kv_heads, tokens, head_dim] each."""
 
 
 class Elsewhere(Protocol):
@@ -30,15 +37,74 @@ class Elsewhere(Protocol):
         """Longest prompt that it takes."""
         ...
 
-    def pieces(self, tokens: Tokens) -> Generator[None, None, Computed]:
-        """The keys and values of these tokens; yields where it may be interrupted."""
+    def pieces(self, tokens: Tokens) -> Generator[Computed]:
+        """The keys and values of these tokens, piece by piece; may be abandoned between two."""
         ...
 
 
-def inject(store: KVStore, computed: Computed, dtype: mx.Dtype) -> None:
-    """Append tokens whose keys and values were computed elsewhere."""
-    keys, values = (mx.array(array) for array in computed)
-    store.append(keys.astype(dtype), values.astype(dtype))
+class Landing:
+    """Memory of the target's cache, into which rows are written while they are computed.
+
+    numpy writes where MLX will read, in the target's own type, so that nothing is left to
+    convert or to copy when the prompt ends.
+    """
+
+    def __init__(self, length: int, dtype: mx.Dtype) -> None:
+        """For a prompt of so many tokens; the first rows tell how many layers and heads."""
+        self._length = length
+        self._dtype = dtype
+        # The buffer protocol knows no bfloat16: its bits are written.
+        self._stored = mx.uint16 if dtype == mx.bfloat16 else dtype
+        self._buffers: list[tuple[mx.array, mx.array]] = []
+        self._views: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
+        self._filled = 0
+
+    def write(self, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        """The next tokens' rows, [layers, heads, tokens, size] each."""
+        if not self._buffers:
+            self._allocate(keys.shape)
+        rows = slice(self._filled, self._filled + keys.shape[2])
+        keys, values = self._converted(keys), self._converted(values)
+        for layer, (key_slots, value_slots) in enumerate(self._views):
+            key_slots[0, :, rows] = keys[layer]
+            value_slots[0, :, rows] = values[layer]
+        self._filled = rows.stop
+
+    def hand_over(self, store: KVStore) -> None:
+        """Make this the beginning of an empty store."""
+        self._views = []  # MLX writes in place only what nobody else holds
+        buffers, self._buffers = self._buffers, []
+        if self._stored != self._dtype:
+            buffers = [(keys.view(self._dtype), values.view(self._dtype))
+                       for keys, values in buffers]  # fmt: skip
+        store.take(buffers, self._filled)
+
+    def _converted(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """All layers at once: numpy converts slowly while it scatters."""
+        if self._dtype == mx.bfloat16:
+            return _bfloat16(rows)
+        return rows.astype(np.float16 if self._dtype == mx.float16 else np.float32, copy=False)
+
+    def _allocate(self, shape: tuple[int, ...]) -> None:
+        layers, heads, _, size = shape
+        slots = (1, heads, slots_for(self._length), size)
+        self._buffers = [
+            (mx.zeros(slots, self._stored), mx.zeros(slots, self._stored)) for _ in range(layers)
+        ]
+        mx.eval(self._buffers)
+        self._views = [
+            (np.array(keys, copy=False), np.array(values, copy=False))
+            for keys, values in self._buffers
+        ]
+
+
+def _bfloat16(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
+    """The bits of finite numbers rounded to bfloat16, ties to even."""
+    bits = np.ascontiguousarray(rows, np.float32).view(np.uint32)
+    rounded: npt.NDArray[np.uint16] = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(
+        np.uint16
+    )
+    return rounded
 
 
 class Choice:
@@ -84,9 +150,11 @@ class PromptsElsewhere:
         """Fill an empty store with a prompt, if that is the better way; notes it in `held`."""
         if store.length or not self._choice.elsewhere(len(tokens)):
             return
-        computed = yield from self._other.pieces(tokens)
-        inject(store, computed, self._dtype)
-        store.evaluate()
+        landing = Landing(len(tokens), self._dtype)
+        for keys, values in self._other.pieces(tokens):
+            landing.write(keys, values)
+            yield
+        landing.hand_over(store)
         held += tokens
 
     def _here(self, length: int) -> None:
@@ -97,14 +165,11 @@ class PromptsElsewhere:
 
     def _there(self, length: int) -> None:
         store = KVStore(self._windows, bucketed=False)
-        pieces = self._other.pieces([1] * length)
-        while True:
-            try:
-                next(pieces)
-            except StopIteration as end:
-                inject(store, end.value, self._dtype)
-                store.evaluate()
-                return
+        landing = Landing(length, self._dtype)
+        for keys, values in self._other.pieces([1] * length):
+            landing.write(keys, values)
+        landing.hand_over(store)
+        store.evaluate()
 
 
 def kv_dtype(module: Any, windows: list[int | None]) -> mx.Dtype:
@@ -124,25 +189,40 @@ def always(longest: int) -> Choice:
 
 
 def measured(
-    here: Callable[[int], None], there: Callable[[int], None], longest: int
+    here: Callable[[int], None],
+    there: Callable[[int], None],
+    longest: int,
+    budget_s: float = _BUDGET_S,
 ) -> tuple[Choice, dict[int, tuple[float, float]]]:
     """Time both ways at doubling lengths; the better of two runs counts.
+
+    Where one way takes more than `_CLEARLY` times as long as the other, one run of each will do.
+    Once the budget is spent, longer prompts stay here.
 
     Returns:
         The choice, and per length the milliseconds (here, elsewhere).
     """
     lengths = [length for length in (64, 128, 256, 512, 1024, 2048) if length < longest]
-    times = {
-        length: (_best_ms(here, length), _best_ms(there, length)) for length in [*lengths, longest]
-    }
+    times: dict[int, tuple[float, float]] = {}
+    started = time.perf_counter()
+    for length in [*lengths, longest]:
+        times[length] = _both_ms(here, there, length)
+        if time.perf_counter() - started > budget_s:
+            break
     wins = [(length, other < own) for length, (own, other) in times.items()]
     return Choice(longest, wins), times
 
 
-def _best_ms(run: Callable[[int], None], length: int) -> float:
-    taken = []
-    for _ in range(2):
-        started = time.perf_counter()
-        run(length)
-        taken.append(1e3 * (time.perf_counter() - started))
-    return min(taken)
+def _both_ms(
+    here: Callable[[int], None], there: Callable[[int], None], length: int
+) -> tuple[float, float]:
+    own, other = _ms(here, length), _ms(there, length)
+    if max(own, other) < _CLEARLY * min(own, other):
+        own, other = min(own, _ms(here, length)), min(other, _ms(there, length))
+    return own, other
+
+
+def _ms(run: Callable[[int], None], length: int) -> float:
+    started = time.perf_counter()
+    run(length)
+    return 1e3 * (time.perf_counter() - started)

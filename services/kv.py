@@ -87,12 +87,17 @@ class SlotCache:
         return [array for array in (self.keys, self.values) if array is not None]
 
 
+def slots_for(length: int) -> int:
+    """Slots of a buffer that holds so many tokens."""
+    return -(-length // _GROWTH) * _GROWTH
+
+
 def _stored(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
     """`buffer` with `rows` at slot `start`, grown if it must be."""
     end = start + rows.shape[2]
     capacity = 0 if buffer is None else buffer.shape[2]
     if buffer is None or end > capacity:
-        slots = -(-end // _GROWTH) * _GROWTH
+        slots = slots_for(end)
         grown = mx.zeros((1, rows.shape[1], slots, rows.shape[3]), rows.dtype)
         if buffer is not None:
             grown[..., :capacity, :] = buffer
@@ -111,6 +116,7 @@ class KVStore:
         self.length = 0
         self.caches = [SlotCache(self, window) for window in windows]
         self._bucketed = bucketed
+        self._narrowest = min((window for window in windows if window is not None), default=None)
         self._masks: dict[tuple[int | None, bool], mx.array | str | None] = {}
         self.frame = Frame(0, 0, 0, np.zeros(0, np.int64), None)
 
@@ -150,7 +156,7 @@ class KVStore:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot fork {length} of {self.length} tokens")
         new = KVStore([cache.window for cache in self.caches], bucketed=self._bucketed)
-        slots = -(-length // _GROWTH) * _GROWTH
+        slots = slots_for(length)
         for own, cache in zip(self.caches, new.caches, strict=True):
             if slots and own.keys is not None and own.values is not None:
                 cache.keys, cache.values = own.keys[..., :slots, :], own.values[..., :slots, :]
@@ -175,15 +181,17 @@ class KVStore:
             cache.keys, cache.values = _stored(None, keys, 0), _stored(None, values, 0)
         self.length = lengths.pop()
 
-    def append(self, keys: mx.array, values: mx.array) -> None:
-        """Append tokens whose keys and values are known, [layers, heads, tokens, size] each."""
-        if keys.shape[0] != len(self.caches) or keys.shape != values.shape:
-            raise ValueError(f"keys and values of {keys.shape[0]} layers for {len(self.caches)}")
-        for layer, cache in enumerate(self.caches):
-            rows = slice(layer, layer + 1)
-            cache.keys = _stored(cache.keys, keys[rows], self.length)
-            cache.values = _stored(cache.values, values[rows], self.length)
-        self.length += keys.shape[2]
+    def take(self, buffers: Sequence[tuple[mx.array, mx.array]], length: int) -> None:
+        """Begin with buffers of keys and values, [1, heads, slots, size] per layer.
+
+        They are not copied: nobody else may hold them. Their first `length` slots are tokens;
+        this store must be empty.
+        """
+        if len(buffers) != len(self.caches) or self.length:
+            raise ValueError(f"{len(buffers)} layers for {len(self.caches)} with {self.length}")
+        for cache, (keys, values) in zip(self.caches, buffers, strict=True):
+            cache.keys, cache.values = keys, values
+        self.length = length
 
     @property
     def nbytes(self) -> int:
@@ -207,9 +215,17 @@ class KVStore:
         """How many slots attention is given when `end` of them are in use.
 
         MLX on CUDA builds a plan for every new key length, about 25 ms each; buckets make
-        lengths recur. Elsewhere the exact length is cheaper.
+        lengths recur. Not for a single token that sees them all: it has kernels for any
+        length, and with a mask none. Elsewhere the exact length is cheaper.
         """
-        return -(-end // _GROWTH) * _GROWTH if self._bucketed else end
+        exact = not self._bucketed or self._sees_all(self._narrowest)
+        return end if exact else slots_for(end)
+
+    def _sees_all(self, window: int | None) -> bool:
+        """Whether the frame is one token that, with this window, sees everything before it."""
+        frame = self.frame
+        windowed = window is not None and frame.start + frame.count > window
+        return frame.visible is None and frame.count == 1 and not windowed
 
     def mask(self, window: int | None, *, as_array: bool) -> mx.array | str | None:
         """The mask of the current frame: None, "causal", or bool [count, reach]."""
@@ -221,17 +237,16 @@ class KVStore:
     def _build_mask(self, window: int | None, *, as_array: bool) -> mx.array | str | None:
         frame = self.frame
         end = frame.start + frame.count
+        padding = self.reach(end) - end
+        if self._sees_all(window) and not padding:
+            return None
         windowed = window is not None and end > window
-        if frame.visible is None and not (windowed or self._bucketed):
-            if frame.count == 1:
-                return None
-            if not as_array:
-                return "causal"
+        if frame.visible is None and not (windowed or self._bucketed or as_array):
+            return "causal"
         queries = frame.positions[frame.start :, None]
         visible = queries >= frame.positions[None] if frame.visible is None else frame.visible
         if window is not None:
             visible = visible & (queries - frame.positions[None] < window)
-        padding = self.reach(end) - end
         padded: Any = np.pad(visible, ((0, 0), (0, padding)))
         return mx.array(padded)
 

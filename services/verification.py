@@ -3,10 +3,10 @@
 Chains of several sequences that wait at the same time share a pass (`batching`).
 """
 
+import contextlib
 import time
 from collections.abc import Generator
 
-import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.errors import ModelError, ProtocolError, RuntimeFailure
@@ -21,13 +21,13 @@ from protocol.messages import (
 )
 from services.batching import Batcher, Pass, most_rows
 from services.elsewhere import Elsewhere, PromptsElsewhere
+from services.filling import Filler
 from services.inbox import Work
 from services.judging import Judge
 from services.kv import KVStore, windows_of
 from services.kv_budget import kv_tokens
 from services.model import LoadedModel, compute_unit
 from services.parts import takes_parts
-from services.prefill import Pacer
 from services.prompt_cache import Held, PromptCache
 from services.rope import use_tables
 from services.target_sequence import TargetSequence
@@ -51,7 +51,6 @@ class Verifier:
         if compute_unit() == "cpu":
             use_tables(self._model)
         self._elsewhere: PromptsElsewhere | None = None
-        self._pacer = Pacer(prefill_step_size)
         self._sequences: dict[int, TargetSequence] = {}
         self._bucketed = compute_unit() == "cuda"
         try:
@@ -62,6 +61,7 @@ class Verifier:
             self._model, self._windows, bucketed=self._bucketed
         )
         self._batcher = Batcher(self._model, most_rows() if shares else 0)
+        self._filler = Filler(self._model, prefill_step_size, shares=shares)
         self._last = Pass(0, 0)
         self._idle_since = time.perf_counter()
 
@@ -129,24 +129,33 @@ class Verifier:
         if sequence.store is not None:
             self._prompts.keep(Held(sequence.tokens, sequence.store))
 
-    def _new_sequence(self, message: OpenSequence) -> TargetSequence:
+    def _new_sequence(self, message: OpenSequence) -> Generator[None, None, TargetSequence]:
+        """The sequence with what is known of its prompt, or will be in a moment."""
         judge = Judge(message, self._folder)
         if self._windows is None:
             return TargetSequence(make_prompt_cache(self._model), None, judge, [])
-        running = [Held(s.tokens, s.store) for s in self._sequences.values() if s.store is not None]
-        store = self._prompts.fork(message.tokens, running)
-        if store is None:
-            store = KVStore(self._windows, bucketed=self._bucketed)
+        store = self._fork(self._windows, message.tokens)
+        if self._filler.comes(message.tokens, store.length):
+            while self._filler.comes(message.tokens, store.length):
+                yield
+            store = self._fork(self._windows, message.tokens)
         tokens = message.tokens[: store.length]
         return TargetSequence(list(store.caches), store, judge, tokens)
+
+    def _fork(self, windows: list[int | None], tokens: Tokens) -> KVStore:
+        """The KV of the longest beginning of these tokens that is held anywhere."""
+        running = [Held(s.tokens, s.store) for s in self._sequences.values() if s.store is not None]
+        store = self._prompts.fork(tokens, running)
+        return store if store is not None else KVStore(windows, bucketed=self._bucketed)
 
     def _open(self, message: OpenSequence) -> Generator[FromService | None]:
         started = time.perf_counter()
         self._retire(message.sequence)
-        sequence = self._new_sequence(message)
+        sequence = yield from self._new_sequence(message)
         cached = sequence.length
         try:
-            yield from self._prefill(sequence, message.tokens)
+            with self._filler.working(message.sequence, message.tokens):
+                yield from self._prefill(sequence, message.tokens)
         except GeneratorExit:
             self._keep(sequence)  # who asks again need not begin again
             raise
@@ -162,22 +171,11 @@ class Verifier:
         """Make the KV hold these tokens, in pieces."""
         if sequence.store is not None and self._elsewhere is not None:
             yield from self._elsewhere.fill(sequence.store, sequence.tokens, tokens)
-        while sequence.length < len(tokens):
-            began = time.perf_counter()
-            size = self._pacer.size(alone=not self._sequences)
-            chunk = tokens[sequence.length : sequence.length + size]
-            self._append(sequence, chunk)
-            # The chunk's logits stay uncomputed: MLX is lazy and only the KV is asked for.
-            mx.eval([cache.state for cache in sequence.caches])
-            self._idle_since = time.perf_counter()
-            self._pacer.took(len(chunk), self._idle_since - began)
-            yield
-
-    def _append(self, sequence: TargetSequence, tokens: Tokens) -> None:
-        """Append tokens to the KV; lazy."""
-        sequence.place(len(tokens))
-        self._model(mx.array(tokens)[None], cache=sequence.caches)
-        sequence.tokens += tokens
+        pieces = self._filler.fill(sequence, tokens, lambda: not self._sequences)
+        with contextlib.closing(pieces):
+            for _ in pieces:
+                self._idle_since = time.perf_counter()
+                yield
 
     def _verify(self, message: Verify) -> Generator[FromService | None]:
         sequence, chain = self._checked(message), message.chain

@@ -1,27 +1,37 @@
 """`python -m tests.fuzz TARGET [libFuzzer options]`: coverage-guided fuzzing with atheris.
 
-Targets: codec, gguf, safetensors, tokenizer. An input that
-leads to anything but our own errors is a crash; atheris writes it to a file, and it becomes
-a test. Example: `python -m tests.fuzz codec -max_total_time=120`.
+Targets: codec, stream (both stdio protocols), http, gguf, safetensors, tokenizer. An input
+that leads to anything but our own errors is a crash; atheris writes it to a file, and it
+becomes a test. Example: `python -m tests.fuzz codec -max_total_time=120`.
 """
 
+import contextlib
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import atheris
 
-with atheris.instrument_imports(include=["protocol", "services", "msgpack"]):
+# Atheris has no types, and makes this name when it is imported.
+with atheris.instrument_imports(  # pyright: ignore[reportAttributeAccessIssue]
+    include=["protocol", "services", "msgpack"]
+):
     from protocol import messages
     from protocol.codec import Decoder, encode
-    from protocol.errors import ModelError, ProtocolError
+    from protocol.errors import ModelError, ProtocolError, UsageError
     from protocol.fingerprint import vocabulary_of
-    from services import gguf, model
+    from protocol.framing import Frames
+    from services import gguf, line_protocol, model
+    from services.gateway import fields, reading
+    from services.gateway.faults import Fault
 
 from tests.gguf_file import metadata_of, tensors_of, write_gguf
 from tests.reference import tiny_folder
+from tests.test_fuzz import BODIES
 
+Part_co = TypeVar("Part_co", covariant=True)
 FOLDER = Path(tempfile.mkdtemp(prefix="ssd-fuzz-"))
 DECODERS = [
     Decoder(getattr(messages, name))
@@ -38,6 +48,41 @@ def codec(data: bytes) -> None:
             continue
         if message == message:  # noqa: PLR0124  # NaN is no message, see below
             assert decoder.decode(encode(message)) == message
+
+
+class Cutter(Protocol[Part_co]):
+    """Cuts a program's output into parts."""
+
+    def feed(self, data: bytes, /) -> None: ...
+    def cut(self) -> Part_co | None: ...
+
+
+def stream(data: bytes) -> None:
+    """A program's output, in two pieces: messages, lines, or a ProtocolError."""
+    decoder: Decoder[messages.FromDrafter] = Decoder(messages.FromDrafter)
+    _read(Frames(), decoder.decode, data)
+    _read(line_protocol.Lines(), line_protocol.read_tokens, data)
+
+
+def _read(cutter: Cutter[Part_co], read: Callable[[Part_co], object], data: bytes) -> None:
+    half = len(data) // 2
+    # To refuse is one of the two right answers.
+    with contextlib.suppress(ProtocolError):
+        for piece in (data[:half], data[half:]):
+            cutter.feed(piece)
+            while (part := cutter.cut()) is not None:
+                read(part)
+
+
+def http(data: bytes) -> None:
+    """A body is refused with a fault that names the field, or it can be asked."""
+    sampling = messages.Sampling()
+    for asked in (
+        lambda: reading.chat(reading.read(data, fields.ChatRequest), sampling),
+        lambda: reading.completion(reading.read(data, fields.CompletionRequest), sampling),
+    ):
+        with contextlib.suppress(Fault, UsageError, ProtocolError):
+            encode(asked())
 
 
 def gguf_file(data: bytes) -> None:
@@ -87,6 +132,10 @@ def seeds(target: str) -> list[bytes]:
         return [(source / "model.safetensors").read_bytes()]
     if target == "tokenizer":
         return [(source / "tokenizer.json").read_bytes()]
+    if target == "http":
+        return list(BODIES)
+    if target == "stream":
+        return [b"READY\nTOKENS 1,2,3 4.5ms\nOK\n", encode(messages.Alive(3)) * 2]
     return [
         encode(messages.Alive(3)),
         encode(messages.Generate(request=1, tokens=[1, 2, 3])),
@@ -102,6 +151,8 @@ def seeds(target: str) -> list[bytes]:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "codec": codec,
+    "stream": stream,
+    "http": http,
     "gguf": gguf_file,
     "safetensors": safetensors,
     "tokenizer": tokenizer,

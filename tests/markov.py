@@ -154,6 +154,9 @@ class Setting:
     deaths: float = 0.0
     """How often somebody dies, per event."""
     hostile: bool = False
+    drafter: bool = True
+    prompt: tuple[int, ...] = (START,)
+    """Ends with START, which is all that the models know of it."""
 
 
 class Answering:
@@ -174,7 +177,7 @@ class Answering:
             estimates.verify_cost.observe(tokens, 10.0 + 5.0 * (tokens - 1))
         self.sequence = Sequence(
             number=1,
-            prompt=[START],
+            prompt=list(setting.prompt),
             sampling=self._sampling,
             limits=Limits(64, frozenset(), 0, SIZE),
             plan=Plan(
@@ -189,7 +192,8 @@ class Answering:
 
     def run(self, length: int) -> tuple[int, ...]:
         self._do(self.sequence.verifier_up(64))
-        self._do(self.sequence.drafter_up(0))
+        if self._setting.drafter:
+            self._do(self.sequence.drafter_up(0))
         while len(self.answer) < length:
             if self._random.random() < self._setting.deaths:
                 self._somebody_dies()
@@ -263,7 +267,8 @@ class Answering:
         if self._random.random() < 0.5:
             self._work = iter(())
             self._do(self.sequence.drafter_down("drafter_died"))
-            self._do(self.sequence.drafter_up(0))
+            if self._setting.drafter:
+                self._do(self.sequence.drafter_up(0))
         else:  # what it has decided dies with it
             self._verify = None
             self.sequence.verifier_down()

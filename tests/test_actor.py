@@ -122,6 +122,11 @@ class Running(NamedTuple):
     hello: Hello
     thread: threading.Thread
     raised: list[BaseException]
+    channels: list[Channel[ToService]]
+
+    def wait_for_arrival(self) -> None:
+        """Until what was sent can be read; only while the service is paused, in a thread."""
+        assert self.channels[0].ready(PATIENCE_S)
 
     def send(self, *messages: Message) -> None:
         for message in messages:
@@ -151,10 +156,12 @@ def connected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A service that has said Hello and waits for the answer."""
     address = ipc_address(str(tmp_path_factory.mktemp("z") / "s"))
     service, raised = FakeService(), list[BaseException]()
+    channels: list[Channel[ToService]] = []
 
     def run() -> None:
         try:
             with Channel[ToService](address, Decoder(ToService)) as channel:
+                channels.append(channel)
                 serve(channel, IDENTITY, service)
         except BaseException as error:  # noqa: BLE001  # it is looked at in the test's thread
             raised.append(error)
@@ -168,7 +175,7 @@ def connected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         assert received is not None
         peer, hello = received
         assert isinstance(hello, Hello)
-        yield Running(hub, service, peer, hello, thread, raised)
+        yield Running(hub, service, peer, hello, thread, raised, channels)
         hub.send(peer, Stop())
         thread.join(PATIENCE_S)
 
@@ -345,6 +352,7 @@ def test_what_was_never_begun_is_not_lost(running: Running) -> None:
     new = Prepare(sequence=1, round=2, base=6, tokens=[9, 3], chain=[5], fan_out=[1], depth=1)
     with paused(running, prepare(1, sequence=2), 0):
         running.send(old, new)
+        running.wait_for_arrival()
     answers = answers_until(running, tree(prepare(1, sequence=2), 3))
     assert tree(new, 1) in answers
     assert [m for m in running.service.handled if m.sequence == 1] == [

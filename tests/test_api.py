@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -65,6 +65,8 @@ def test_conversations_are_prompts(llm: LLM) -> None:
     [answer] = llm.generate(talk, params)
     assert answer.tokens == llm.generate("hello", params)[0].tokens
     assert len(llm.generate([talk, "hello", [{"role": "system", "content": "x"}, *talk]])) == 3
+    with pytest.raises(UsageError, match="mixed"):
+        llm.generate(cast("Any", ["hello", *talk]))
 
 
 def test_a_stream_ends_with_statistics_and_can_be_left(llm: LLM) -> None:

@@ -18,7 +18,7 @@ from orchestrator.simulation.bound import Rounds, bound_tok_s
 from orchestrator.statistics import Recorder
 from protocol.errors import UsageError
 from protocol.messages import Generate, RoundKind, Sampling, Statistics
-from tests.test_cli import USAGE, complains, ssd
+from tests.test_cli import MODEL, USAGE, complains, ssd
 from tests.tiny_models import write_tiny_model
 
 LOSSY = 5
@@ -58,7 +58,19 @@ def test_references_have_their_own_lookahead() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["fast", "ssd:k", "ssd:k=many", "ssd:wide", "ar:k=3", "sd:b=4", "mlx-lm:k=2", "ssd,ssd", ""],
+    [
+        "fast",
+        "ssd:k",
+        "ssd:k=many",
+        "ssd:wide",
+        "ar:k=3",
+        "sd:b=4",
+        "mlx-lm:k=2",
+        "ssd,ssd",
+        "",
+        "ar:drafter=d",
+        "ssd:drafter",
+    ],
 )
 def test_modes_that_make_no_sense(text: str) -> None:
     """They are refused, not ignored."""
@@ -218,6 +230,28 @@ def test_a_whole_benchmark(run_dir: Path, pair: list[str], tmp_path: Path) -> No
     assert "emulated" in html
     assert "<svg" in html
     assert not re.search(r"(src|href)=.?http|url\(.?http|@import", html)
+
+
+@pytest.mark.processes
+def test_several_drafters_side_by_side(run_dir: Path, pair: list[str], tmp_path: Path) -> None:
+    """Each has a stack of its own: who knows the target better is believed more often."""
+    good = write_tiny_model(tmp_path / "good", "llama", seed=1)
+    file = tmp_path / "bench.json"
+    modes = f"ar,ssd:k=3,ssd:k=3:drafter={good}"
+    done = ssd("bench", *pair, "--modes", modes, "--limit", "2", "-m", "16", "--json", str(file))
+    assert done.returncode == 0, done.stderr.decode()
+    found = json.loads(file.read_text())
+    rates = {mode: figures["acceptance_rate"] for mode, figures in found["summary"].items()}
+    assert rates[f"ssd:k=3:drafter={good}"] == 1.0
+    assert rates["ssd:k=3"] < 1.0
+    assert f"drafter {good}" in found["runs"][0]["peak_memory_gb"]
+
+
+@pytest.mark.processes
+def test_a_drafter_that_is_not_there(run_dir: Path, pair: list[str]) -> None:
+    """Said before anything is measured."""
+    done = ssd("bench", *pair, "--modes", "ar,ssd:drafter=nobody")
+    complains(done, MODEL, "nobody")
 
 
 @pytest.mark.processes

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,21 +18,37 @@ KINDS = ("drafter wrong", "garbage", "SIGKILL", "SIGSTOP and", "socket of", "van
 
 def test_nothing_is_lost(tmp_path: Path, run_dir: Path) -> None:
     """Faults under load: every answer is that of plain decoding, none hangs, nothing is left."""
+    kinds = [part for kind in KINDS for part in ("--only", kind)]
+    outcome = outcome_of(tmp_path, "chaos", "--faults", "12", "--seconds", "15", *kinds)
+    assert outcome["injected"] >= 3
+    assert outcome["answered"] > 0
+    assert leftovers(run_dir) == []
+
+
+def test_a_soak_counts_and_weighs(tmp_path: Path, run_dir: Path) -> None:
+    """Seconds of an hour's soak: answers and cancels counted, every process weighed."""
+    outcome = outcome_of(tmp_path, "soak", "--minutes", "0.1", "--cancels", "0.5", "--every", "0.2")
+    assert outcome["answered"] > 0
+    assert outcome["replaced"] == []
+    assert set(outcome["processes"]) == {"orchestrator", "verifier", "drafter", "supervisor"}
+    assert all(one["mb_late"] > 1 for one in outcome["processes"].values())
+    assert leftovers(run_dir) == []
+
+
+def outcome_of(folder: Path, verb: str, *flags: str) -> dict[str, Any]:
+    """What a run of this verb on a tiny pair wrote; it must have ended well."""
     pair = [
-        str(write_tiny_model(tmp_path / name, "llama", seed=1, noise=noise))
+        str(write_tiny_model(folder / name, "llama", seed=1, noise=noise))
         for name, noise in (("target", 0.0), ("draft", 0.1))
     ]
-    command = [sys.executable, "-m", "launch.cli", "chaos", "--faults", "12", "--seconds", "15"]
-    command += [part for kind in KINDS for part in ("--only", kind)]
-    report = tmp_path / "report.json"
+    report = folder / "report.json"
+    models = ("--model", pair[0], "--draft-model", pair[1], "--json", str(report))
     done = subprocess.run(
-        [*command, "--model", pair[0], "--draft-model", pair[1], "--json", str(report)],
+        [sys.executable, "-m", "launch.cli", verb, *flags, *models],
         capture_output=True,
         timeout=170,
         check=False,
     )
     assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
-    outcome = json.loads(report.read_bytes())
-    assert outcome["injected"] >= 3
-    assert outcome["answered"] > 0
-    assert leftovers(run_dir) == []
+    outcome: dict[str, Any] = json.loads(report.read_bytes())
+    return outcome

@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.errors import ModelError, ProtocolError
-from protocol.messages import Sampling, Tokens
+from protocol.messages import Sampling, Shape, Tokens
 from services.backends.coreml import Call, CoremlBackend, calls_for
 from services.backends.interface import Layer, Outcome
 from services.backends.mlx import MlxBackend
@@ -143,6 +143,29 @@ def test_mlx_backend_drafts_the_same(trimmed: bool) -> None:  # noqa: FBT001  # 
         assert theirs.outcomes == ours.outcomes
         assert theirs.tokens == ours.tokens
         assert pytest.approx(theirs.confidences, abs=0.02) == ours.confidences
+
+
+SHAPE = Shape(
+    logit_bias=((41, 2.0), (212, -9.0)), repetition_penalty=1.4, presence_penalty=1.0,
+    frequency_penalty=0.5, answer_from=8,
+)  # fmt: skip
+
+
+def test_shaped_drafts_are_those_of_the_mlx_backend() -> None:
+    """Bias and penalties move drafts alike in both, along the trunk, branches and rewinds."""
+    sampling = Sampling(shape=SHAPE)
+    found = []
+    for backend in (backend_of(), MlxBackend(source_folder("llama"), 512, "cpu")):
+        for _ in backend.open(1, PROMPT, sampling):
+            pass
+        layers = list(backend.prepare(1, [40, 41], [2, 2], depth=3))
+        backend.commit(1, len(PROMPT), [40, 99])
+        tail = [draft.token for draft in backend.draft(1, 7, 5) if draft is not None]
+        found.append(([layer.tokens for layer in layers if layer is not None], tail))
+    assert found[1] == found[0]
+    unshaped = backend_of()
+    opened(unshaped, [*PROMPT, 40, 99])
+    assert drafts(unshaped, 7, 5) != found[0][1]
 
 
 def test_unknown_sequences_and_impossible_rewinds_are_refused() -> None:

@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
+from coremltools._deps.kmeans1d import cluster
 
 from launch.converted import beside, converted, require_converted
-from launch.converting import Converting
 from launch.process import Lifeline
-from protocol.conversion import COMPRESSIONS, ROUTES, Compression
+from launch.telling import Telling
+from protocol.conversion import COMPRESSIONS, ROUTES, Compression, Converted, Event
 from protocol.errors import ModelError
 from services.coreml.architecture import read_architecture
-from services.coreml.compression import pack
+from services.coreml.compression import _centres, pack
 from services.coreml.functions import parts_of
 from services.coreml.manifest import read_manifest
 from services.coreml.runtime import ops
+from services.coreml.runtime.blob import to_float16
 from services.coreml.runtime.placement import Placement, joint_unit, placement_of
 from services.coreml.runtime.program import Program
 from services.coreml.source import Source
@@ -119,7 +122,45 @@ def _arrays(folder: Path) -> list[mx.array]:
     return list(loaded.values())
 
 
+def test_palettes_are_near_the_best_possible() -> None:
+    """The squared error beside that of the exact algorithm, which is too slow to convert with."""
+    points = np.unique(rng().normal(size=3000).astype(np.float16)).astype(np.float64)
+    mass = np.abs(rng().normal(size=len(points))) + 0.1
+    for count, excess in ((16, 1.05), (64, 1.15)):
+        best = np.sort(cluster(points, count, weights=mass).centroids)
+        found = _centres(points, mass, count)
+        errors = [
+            (mass * np.abs(points[:, None] - centres).min(axis=1) ** 2).sum()
+            for centres in (found, best)
+        ]
+        assert len(found) == count
+        assert errors[1] <= errors[0] < excess * errors[1]
+
+
 # ---------------------------------------------------------------- the runtime's honesty
+
+
+def test_rounding_is_that_of_float16() -> None:
+    """Every number of float16, every tie between two, their neighbours, and what is not finite."""
+    halves = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
+    finite = np.unique(halves[np.isfinite(halves)])
+    ties = ((finite[1:].astype(np.float64) + finite[:-1]) / 2).astype(np.float32)
+    beside = [np.nextafter(ties, np.float32(limit)) for limit in (-np.inf, np.inf)]
+    usual = np.concatenate([finite[1:-1], ties[1:-1], *[b[1:-1] for b in beside]])
+    for numbers in (usual, np.append(halves, np.float32([65519, 65520, 1e30, -1e30]))):
+        with np.errstate(all="ignore"):
+            expected = numbers.astype(np.float16).astype(np.float32)
+        np.testing.assert_array_equal(to_float16(numbers), expected)
+
+
+def test_topk_takes_the_first_of_equals() -> None:
+    """Falling values; among equal ones, the zeros of both signs included, the lower index."""
+    x = rng().integers(-3, 4, size=(2, 50, 3)).astype(np.float32)
+    x[x == 0] *= rng().choice(np.float32([-1, 1]), size=int((x == 0).sum()))
+    values, indices = ops.OPS["topk"](ops.Inputs({"x": x, "k": 20, "axis": 1}))
+    order = np.argsort(-x, axis=1, kind="stable")[:, :20]
+    np.testing.assert_array_equal(indices, order)
+    np.testing.assert_array_equal(values, np.take_along_axis(x, order, 1))
 
 
 def test_unknown_operations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +274,8 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
     with contextlib.closing(Lifeline()) as lifeline:
         values = {field: getattr(settings, field) for field in settings.__struct_fields__}
         told = type(settings)(**{**values, "lifeline": lifeline.child_end})
-        with Converting(told) as process:
+        decoder = msgspec.json.Decoder(Event)
+        with Telling("services.coreml", told, decoder, Converted) as process:
             assert next(process.events())
             assert list(tmp_path.glob(".made.partial-*"))
     assert list(tmp_path.iterdir()) == []

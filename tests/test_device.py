@@ -1,5 +1,6 @@
 """Which device a process computes on, and that a larger target's cost changes no token."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from launch.config import StackSettings, child_environment, stack_settings
 from launch.models import pair_of
 from protocol.errors import UsageError
 from protocol.messages import Sampling
+from protocol.settings import Device
 from services.device import bind
 from tests.stack import RunningStack, running
 from tests.test_cli import USAGE, complains, ssd
@@ -50,21 +52,26 @@ def test_a_cuda_process_sees_its_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> N
     """cuda:N is the N-th of the GPUs that we see ourselves."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     environment = child_environment("cuda:1")
-    assert environment is not None
     assert environment["CUDA_VISIBLE_DEVICES"] == "1"
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "PATH" in environment
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-6")
     environment = child_environment("cuda:1")
-    assert environment is not None
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-6"
     with pytest.raises(UsageError, match="cuda:2"):
         child_environment("cuda:2")
 
 
-def test_other_processes_keep_our_environment() -> None:
-    """Nothing is hidden from them."""
-    assert [child_environment(device) for device in ("", "cpu", "gpu")] == [None, None, None]
+@pytest.mark.parametrize("device", ["", "cpu", "gpu", "cuda:0"])
+def test_a_child_keeps_our_environment(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But MLX's graph cache on CUDA is made larger, unless the user has said how large."""
+    monkeypatch.setenv("MLX_CUDA_GRAPH_CACHE_SIZE", "7")
+    environment = child_environment(device)
+    assert environment.items() >= {"MLX_CUDA_GRAPH_CACHE_SIZE": "7"}.items()
+    assert environment["PATH"] == os.environ["PATH"]
+    assert environment["MLX_ENABLE_CACHE_THRASHING_CHECK"] == "0"
+    monkeypatch.delenv("MLX_CUDA_GRAPH_CACHE_SIZE")
+    assert child_environment(device)["MLX_CUDA_GRAPH_CACHE_SIZE"] == "2000"
 
 
 def test_a_drafter_without_a_model_has_no_device(tmp_path: Path) -> None:

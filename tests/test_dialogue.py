@@ -22,10 +22,12 @@ def text(tokens: Tokens, request: int = 3) -> Text:
     return Text(request=request, tokens=tokens, origins=["target"] * len(tokens), pieces=pieces)
 
 
-def status(pid: int, *, serving: bool, request: int = 3) -> Status:
+def status(question: int, *, serving: bool, request: int = 3) -> Status:
+    """The answer to this question."""
     return Status(
-        pid=pid, model="", services=[], active=0, waiting=0, request=request, serving=serving
-    )
+        pid=1, model="", services=[], active=0, waiting=0,
+        request=request, question=question, serving=serving,
+    )  # fmt: skip
 
 
 def split(tokens: Tokens, cuts: list[int]) -> Iterator[Text]:
@@ -42,9 +44,10 @@ def test_an_answer_is_continued_where_it_stopped(
 ) -> None:
     """However both answers are cut up, each token and its text arrive once, in order."""
     tokens = list(range(100, 112))
-    dialogue = Dialogue(REQUEST, pid=1)
+    dialogue = Dialogue(REQUEST)
     got = [dialogue.take(message) for message in split(tokens[:had], before)]
-    assert dialogue.take(status(2, serving=False)) == REQUEST
+    assert dialogue.silence().question == 1
+    assert dialogue.take(status(1, serving=False)) == REQUEST
     got += [dialogue.take(message) for message in split(tokens, after)]
     texts = [message for message in got if isinstance(message, Text)]
     assert tokens == [token for message in texts for token in message.tokens]
@@ -53,37 +56,53 @@ def test_an_answer_is_continued_where_it_stopped(
 
 
 def test_a_served_request_is_waited_for() -> None:
-    """As long as the same orchestrator serves it, nothing is sent again."""
-    dialogue = Dialogue(REQUEST, pid=1)
-    assert dialogue.silence() == StatusRequest(request=3)
+    """As long as an orchestrator serves it, nothing is sent again."""
+    dialogue = Dialogue(REQUEST)
+    assert dialogue.silence() == StatusRequest(request=3, question=1)
     assert dialogue.take(status(1, serving=True)) is None
 
 
 def test_a_dropped_request_is_asked_again() -> None:
     """The same orchestrator may have dropped a request whose client did not read."""
-    dialogue = Dialogue(REQUEST, pid=1)
+    dialogue = Dialogue(REQUEST)
+    dialogue.silence()
     assert dialogue.take(status(1, serving=False)) == REQUEST
+
+
+def test_a_request_is_sent_once_for_many_questions() -> None:
+    """An orchestrator that starts slowly finds all questions that were asked meanwhile: the
+    answers to those that are older than the repeated request say nothing about it."""
+    dialogue = Dialogue(REQUEST)
+    assert [dialogue.silence().question for _ in range(4)] == [1, 2, 3, 4]
+    assert dialogue.take(status(1, serving=False)) == REQUEST
+    for question in (2, 3, 4):
+        assert dialogue.take(status(question, serving=False)) is None
+    assert dialogue.silence().question == 5
+    assert dialogue.take(status(5, serving=False)) == REQUEST
 
 
 def test_other_answers_to_status_mean_nothing() -> None:
     """A status that was asked for other reasons says nothing about the request."""
-    dialogue = Dialogue(REQUEST, pid=1)
-    assert dialogue.take(status(2, serving=False, request=0)) is None
+    dialogue = Dialogue(REQUEST)
+    dialogue.silence()
+    assert dialogue.take(status(1, serving=False, request=0)) is None
     assert dialogue.take(text([5], request=4)) is None
 
 
 def test_what_cannot_be_repeated_fails() -> None:
     """Under the rejection rule a restart ends an answer that has begun, and says so."""
-    dialogue = Dialogue(REJECTION, pid=1)
-    assert dialogue.take(status(2, serving=False)) == REJECTION
+    dialogue = Dialogue(REJECTION)
+    dialogue.silence()
+    assert dialogue.take(status(1, serving=False)) == REJECTION
     dialogue.take(text([5]))
+    dialogue.silence()
     with pytest.raises(RuntimeFailure, match="rejection rule"):
-        dialogue.take(status(3, serving=False))
+        dialogue.take(status(2, serving=False))
 
 
 def test_silence_has_an_end() -> None:
     """Thirty questions without an answer; any word forgives them."""
-    dialogue = Dialogue(REQUEST, pid=1)
+    dialogue = Dialogue(REQUEST)
     for _ in range(30):
         dialogue.silence()
     dialogue.take(status(1, serving=True))
@@ -103,4 +122,4 @@ def test_a_failed_request_is_an_error() -> None:
         error="no luck",
     )
     with pytest.raises(RuntimeFailure, match="no luck"):
-        Dialogue(REQUEST, pid=1).take(finished)
+        Dialogue(REQUEST).take(finished)

@@ -1,6 +1,6 @@
 """Prompts computed elsewhere: injected keys and values decode as the target's own."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterable, Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -10,7 +10,7 @@ from launch.config import StackSettings
 from protocol.errors import ModelError
 from protocol.messages import OpenSequence, Prefilled, Sampling, Tokens, Verify
 from services.coreml.prefill import CoremlPrefill, open_prefill
-from services.elsewhere import Choice, Computed, always, inject, measured
+from services.elsewhere import Choice, Computed, Landing, always, measured
 from services.kv import KVStore
 from services.model import load
 from services.verification import Verifier
@@ -55,42 +55,55 @@ def test_injected_prompts_decode_the_same_tokens(family: str) -> None:
     assert answers[0] == answers[1]
 
 
+def landed(pieces: Iterable[Computed], length: int, dtype: mx.Dtype, layers: int) -> KVStore:
+    landing = Landing(length, dtype)
+    for keys, values in pieces:
+        landing.write(keys, values)
+    store = KVStore([None] * layers, bucketed=False)
+    landing.hand_over(store)
+    return store
+
+
 def test_injected_values_are_the_targets_own_but_for_float16() -> None:
     """Keys and values of every layer and token, within float16's rounding of the package."""
-    pieces = prefill_of("llama").pieces(TEXT)
-    computed = yield_all(pieces)
     module = load(source_folder("llama")).module
     store = KVStore([None] * 3, bucketed=False)
     store.chain(len(TEXT))
     module(mx.array([TEXT]), cache=store.caches)
-    given = KVStore([None] * 3, bucketed=False)
-    inject(given, computed, mx.float32)
+    given = landed(prefill_of("llama").pieces(TEXT), len(TEXT), mx.float32, 3)
     assert given.length == len(TEXT)
     for own, other in zip(store.caches, given.caches, strict=True):
         for a, b in zip(own.state, other.state, strict=True):
             np.testing.assert_allclose(a[..., : len(TEXT), :], b[..., : len(TEXT), :], atol=0.06)
 
 
-def yield_all(pieces: Generator[None, None, Computed]) -> Computed:
-    """The return value of a generator."""
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            return end.value
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_rows_land_in_the_targets_type(dtype: mx.Dtype) -> None:
+    """Piece after piece, rounded as MLX rounds; what the store appends leaves them alone."""
+    rng = np.random.default_rng(2)
+    drawn = rng.normal(size=(2, 2, 2, 2, 3, 4)).astype(np.float32)
+    rows = [(keys, values) for keys, values in drawn]
+    store = landed(rows, 6, dtype, 2)
+    assert store.length == 6
+    store.chain(1)
+    more = mx.ones((1, 2, 1, 4), dtype)
+    for layer, cache in enumerate(store.caches):
+        for got, part in zip(cache.update_and_fetch(more, more), (0, 1), strict=True):
+            given = np.concatenate([piece[part][layer] for piece in rows], axis=1)
+            expected = mx.concatenate([mx.array(given).astype(dtype)[None], more], axis=2)
+            assert got.dtype == dtype
+            assert mx.array_equal(got, expected)
 
 
-def test_a_prompt_goes_on_where_a_store_ends() -> None:
-    """Appended rows follow what is there; other numbers of layers are refused."""
+def test_a_store_begins_with_what_it_is_given_once() -> None:
+    """Another number of layers is refused, and so is a store that holds tokens."""
+    buffers = [(mx.ones((1, 1, 256, 4)), mx.ones((1, 1, 256, 4)))] * 2
     store = KVStore([None, None], bucketed=False)
-    first, second = (mx.ones((2, 1, count, 4)) * count for count in (3, 2))
-    store.append(first, first)
-    store.append(second, second)
-    assert store.length == 5
-    [keys, _] = store.caches[1].state
-    assert keys[0, 0, :5, 0].tolist() == [3, 3, 3, 2, 2]
-    with pytest.raises(ValueError, match="3 layers for 2"):
-        store.append(mx.ones((3, 1, 1, 4)), mx.ones((3, 1, 1, 4)))
+    store.take(buffers, 3)
+    with pytest.raises(ValueError, match="2 layers for 2 with 3"):
+        store.take(buffers, 3)
+    with pytest.raises(ValueError, match="1 layers for 2 with 0"):
+        KVStore([None, None], bucketed=False).take(buffers[:1], 3)
 
 
 def test_only_lengths_that_won_go_elsewhere() -> None:
@@ -107,10 +120,20 @@ def test_both_ways_are_timed_at_every_length() -> None:
     here: list[int] = []
     there: list[int] = []
     choice, times = measured(here.append, there.append, 200)
-    assert here == there == [64, 64, 128, 128, 200, 200]
+    assert here == there
+    assert sorted(set(here)) == [64, 128, 200]
     assert list(times) == [64, 128, 200]
     for length, (own, other) in times.items():
         assert choice.elsewhere(length) == (other < own)
+
+
+def test_measuring_ends_when_its_time_is_up() -> None:
+    """The stack waits for it; prompts longer than what was measured stay here."""
+    here: list[int] = []
+    choice, times = measured(here.append, lambda _: None, 4096, budget_s=0.0)
+    assert list(times) == [64]
+    assert set(here) == {64}
+    assert not choice.elsewhere(65)
 
 
 def test_prompts_that_do_not_fit_are_computed_here() -> None:

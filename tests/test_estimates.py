@@ -277,6 +277,25 @@ def test_a_shared_pass_counts_once() -> None:
     assert estimates.crowd.company == 0
 
 
+def test_what_is_looked_up_does_not_speak_for_the_drafter() -> None:
+    """Repetition brings tokens, the drafter none: it rests, and plain decoding is kept apart."""
+    estimates = Estimates()
+    pace = estimates.paces["ssd"]
+    for _ in range(40):
+        estimates.learn(
+            lesson(
+                speculating=pace.speculating,
+                origin="lookup",
+                confidences=[0.75] * 3,
+                accepted=3,
+            )
+        )
+        origin = "miss" if pace.speculating else "target"
+        estimates.learn(lesson(speculating=pace.speculating, origin=origin))
+    assert pace.pausing
+    assert pace.plain_tok_s == pytest.approx(20.0)
+
+
 def test_half_a_pass_says_nothing() -> None:
     """A pass whose other part was cancelled is not taken for a whole one."""
     estimates = Estimates()
@@ -294,13 +313,13 @@ def test_in_company_nobody_waits_for_a_draft() -> None:
     estimates.backup_ms.observe(1.0)
     estimates.verify_cost.observe(1, 50.0)
     plan = Plan("ssd", estimates)
-    assert plan.backup > 0
+    assert plan.backup() > 0
     estimates.crowd.streams = 4
     for _ in range(20):
         for part in shared(4, 1, 100.0):
             estimates.learn(part)
-    assert plan.backup == 0
-    assert Plan("ssd", estimates, lookahead=3).backup == 3
+    assert plan.backup() == 0
+    assert Plan("ssd", estimates, lookahead=3).backup() == 3
 
 
 def test_in_company_fewer_tokens_are_worth_verifying() -> None:

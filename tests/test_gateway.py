@@ -16,8 +16,9 @@ import pytest
 
 from launch.config import StackSettings
 from launch.door import Door
+from protocol.client import Client
 from protocol.errors import UsageError
-from protocol.messages import Sampling
+from protocol.messages import Generate, Sampling
 from tests.stack import RunningStack, eventually, running
 from tests.tiny_models import write_tiny_model
 
@@ -151,6 +152,50 @@ def test_the_seed_decides(client: openai.OpenAI) -> None:
     assert plain.timings["draft_n"] == off.timings["draft_n"] == 0 < fast.timings["draft_n"]
 
 
+def test_several_choices_have_seeds_of_their_own(client: openai.OpenAI) -> None:
+    """Choice i is the answer to the same request with the seed plus i, and shares its prompt."""
+    prompt = [{"role": "user", "content": "tell me " * 20}]
+    fields: dict[str, Any] = {"messages": prompt, "temperature": 1, "max_tokens": 8}
+    answer = chat(client, seed=7, n=3, **fields)
+    texts = [choice.message.content for choice in answer.choices]
+    alone = [chat(client, seed=7 + i, **fields).choices[0].message.content for i in range(3)]
+    assert ([choice.index for choice in answer.choices], texts) == ([0, 1, 2], alone)
+    assert len(set(texts)) == 3
+    assert answer.usage.completion_tokens == 24
+    assert [choice.ssd["seed"] for choice in answer.choices] == [7, 8, 9]
+    cached = [choice.timings["cache_n"] for choice in answer.choices]
+    assert sum(more >= answer.usage.prompt_tokens - 1 for more in cached) >= 2
+
+
+def test_several_choices_are_streamed(client: openai.OpenAI) -> None:
+    """Each chunk says which one it belongs to; all end, and the counts come once."""
+    fields: dict[str, Any] = {"temperature": 1, "seed": 7, "n": 2, "max_tokens": 8}
+    whole = chat(client, **fields)
+    *chunks, last = chat(client, **fields, stream=True, stream_options={"include_usage": True})
+    for index, choice in enumerate(whole.choices):
+        own = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        assert own[0].delta.role == "assistant"
+        assert "".join(c.delta.content or "" for c in own) == choice.message.content
+        assert [c.finish_reason for c in own if c.finish_reason] == [choice.finish_reason]
+    assert (last.choices, last.usage.completion_tokens) == ([], 16)
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_texts_have_choices_too(client: openai.OpenAI) -> None:
+    """Completions as well, with their log-probabilities at the right places."""
+    asked: dict[str, Any] = {"model": "target", "prompt": "once", "max_tokens": 6, "logprobs": 1}
+    whole = client.completions.create(**asked, n=2, temperature=1, seed=3)
+    chunks = list(client.completions.create(**asked, n=2, temperature=1, seed=3, stream=True))
+    for index, choice in enumerate(whole.choices):
+        own = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        assert "".join(c.text for c in own) == choice.text
+        told = [c.logprobs for c in own if c.logprobs]
+        assert choice.logprobs is not None
+        assert [t for one in told for t in one.tokens or []] == choice.logprobs.tokens
+        offsets = [at for one in told for at in one.text_offset or []]
+        assert offsets == choice.logprobs.text_offset
+
+
 def test_stop_strings_end_an_answer(client: openai.OpenAI) -> None:
     """The answer ends before the stop string, and says that it stopped."""
     text = chat(client).choices[0].message.content
@@ -176,7 +221,8 @@ def test_parts_and_roles_are_understood(client: openai.OpenAI) -> None:
     [
         ({"temperature": 3}, "temperature", "invalid_value"),
         ({"extra": {"temprature": 1}}, "temprature", "unknown_parameter"),
-        ({"n": 2}, "n", "unsupported_value"),
+        ({"n": 17}, "n", "invalid_value"),
+        ({"max_completion_tokens": 8}, "max_tokens", "unsupported_value"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "invalid_value"),
         (
@@ -283,6 +329,35 @@ def test_pages_need_permission(url: str) -> None:
 
     assert allowed("http://page.example") == "http://page.example"
     assert allowed("http://evil.example") is None
+
+
+def test_a_full_line_is_said(client: openai.OpenAI, stack: RunningStack) -> None:
+    """Beyond those that are decoded and those in line, a request is refused, to be tried later."""
+    settings = StackSettings()
+    places = settings.decode_concurrency + settings.max_waiting
+    busy = [
+        Generate(request=number, tokens=[5], max_tokens=4000, mode="ar")
+        for number in range(1, places + 1)
+    ]
+    with (
+        contextlib.closing(Client(stack.supervisor.run_dir.clients_address)) as other,
+        contextlib.closing(other.generate_many(busy, places)) as answers,
+    ):
+        next(answers)
+        eventually(lambda: _counts(stack) == (settings.decode_concurrency, settings.max_waiting),
+                   "the line is full")  # fmt: skip
+        for stream in (False, True):
+            with pytest.raises(openai.RateLimitError) as caught:
+                chat(client, stream=stream)
+            assert caught.value.code == "server_busy"
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+    eventually(lambda: _counts(stack) == (0, 0), "all were cancelled")
+    assert chat(client).id
+
+
+def _counts(stack: RunningStack) -> tuple[int, int]:
+    status = stack.client.status()
+    return status.active, status.waiting
 
 
 # ---------------------------------------------------------------- life

@@ -3,15 +3,18 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protocol.errors import Busy, DeadlineExceeded, RuntimeFailure, ServiceLost, SsdError
 from protocol.messages import Finished, Generate, Status, Text
 from protocol.settings import GatewaySettings
 from services.gateway import app as app_module
 from services.gateway.app import Gateway
+from services.gateway.rate import RateLimit
 from services.gateway.waiting import heard
 
 STATUS = Status(pid=1, model="/models/large", services=[], active=0, waiting=0)
@@ -32,7 +35,7 @@ class FakeClient:
             raise self._error
         return STATUS
 
-    async def generate(self, request: Generate, pid: int) -> AsyncGenerator[Text | Finished]:
+    async def generate(self, request: Generate) -> AsyncGenerator[Text | Finished]:
         try:
             await asyncio.sleep(self._silence_s)
             for _ in range(self._words):
@@ -44,11 +47,12 @@ class FakeClient:
 
 def ask(
     client: Any, body: dict[str, Any], *, key: str = "", path: str = "/v1/chat/completions",
-    headers: dict[str, str] | None = None, leave_after: int = 10**6, method: str = "POST",
+    headers: dict[str, str] | None = None, application: Any = None,
+    leave_after: int = 10**6, method: str = "POST",
 ) -> tuple[int, str]:  # fmt: skip
     """Status and body of one request; the client leaves after so many pieces of the answer."""
     settings = GatewaySettings(lifeline=0, listener=0, clients_address="", names=["large"])
-    application = Gateway(settings, client).app(key)
+    application = application or Gateway(settings, client).app(key)
     given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
     scope = {
         "type": "http",
@@ -137,7 +141,7 @@ def test_who_stops_listening_cancels() -> None:
 
     async def listen() -> bool:
         client = FakeClient(RuntimeFailure("never reached"), words=5)
-        source = client.generate(Generate(request=1), 1)
+        source = client.generate(Generate(request=1))
         never = asyncio.ensure_future(asyncio.sleep(60))
         events = heard(source, never, 1.0)
         await anext(events)
@@ -184,3 +188,47 @@ def test_a_stranger_learns_little_from_health() -> None:
     """Whether it works, but neither models nor processes."""
     _, text = ask(FakeClient(Busy("full")), {}, key="secret", path="/health", method="GET")
     assert "large" not in text
+
+
+def test_haste_is_refused_for_a_while() -> None:
+    """So many requests a minute from an address; then 429 with the time to wait, and no answer."""
+    settings = GatewaySettings(
+        lifeline=0, listener=0, clients_address="", names=["large"], rate_limit=2
+    )
+    application = Gateway(settings, cast("Any", FakeClient(RuntimeFailure("asked")))).app("")
+    asked = [ask(None, BODY, application=application) for _ in range(3)]
+    assert [status for status, _ in asked] == [500, 500, 429]
+    error = json.loads(asked[-1][1])["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert ask(None, {}, application=application, path="/v1/models", method="GET")[0] == 200
+
+
+@given(limit=st.integers(1, 20), gaps=st.lists(st.floats(0, 60), max_size=80))
+def test_no_minute_has_more_than_twice_its_requests(limit: int, gaps: list[float]) -> None:
+    """A full bucket and what flows in; who waits as told is let in, and others do not matter."""
+    rate, now, let_in = RateLimit(limit), 0.0, list[float]()
+    for gap in gaps:
+        now += gap
+        rate.wait_s("another", now)
+        wait = rate.wait_s("client", now)
+        if wait:
+            assert 0 < wait <= 60 / limit + 1e-6
+            now += wait + 1e-6
+            assert rate.wait_s("client", now) == 0
+        let_in.append(now)
+    assert all(sum(t <= other < t + 60 for other in let_in) <= 2 * limit for t in let_in)
+
+
+def test_no_limit_is_none() -> None:
+    """And nobody is remembered for it."""
+    rate = RateLimit(0)
+    assert [rate.wait_s("client", 0.0) for _ in range(1000)] == [0.0] * 1000
+
+
+def test_many_clients_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded: the one that was silent longest begins anew."""
+    monkeypatch.setattr("services.gateway.rate._MOST_CLIENTS", 2)
+    rate = RateLimit(1)
+    assert [rate.wait_s(client, 0.0) > 0 for client in "aabbca"] == [
+        False, True, False, True, False, False,
+    ]  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.utils import load_model
 from tokenizers import Tokenizer
 
+from launch.models import produce
 from protocol.errors import ModelError
 from protocol.fingerprint import vocabulary_of
 from services.gguf import convert, main
@@ -283,3 +284,14 @@ def test_the_command_reports_in_one_line(tmp_path: Path) -> None:
     assert done.returncode == ModelError.exit_code
     assert done.stderr.startswith("error: there is no file")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_that_kills_its_reader_is_refused(make: Make, tmp_path: Path) -> None:
+    """Found by fuzzing: MLX's reader dies of a wrong count of tensors; that is a ModelError."""
+    file = make()
+    data = bytearray(file.read_bytes())
+    data[10] = 1  # 65536 tensors more
+    file.write_bytes(data)
+    with pytest.raises(ModelError, match=r"was ended by signal|failed"):
+        produce(tmp_path / "converted", "services.gguf", str(file))
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]

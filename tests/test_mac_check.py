@@ -18,7 +18,7 @@ from protocol.probing import Found
 from protocol.survey import Survey
 from tests.converted import converted_folder, source_folder
 
-_DEADLINE_S = 120
+_DEADLINE_S = 240
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """What the command printed, and its file: a tiny model that drafts for itself."""
     out = tmp_path_factory.mktemp("mac-check") / "check.json"
     target, model = source_folder("llama"), converted_folder("llama")
-    options = ["--model", model, "--target", target, "--out", out, "--calls", 2]
+    options = ["--model", model, "--target", target, "--out", out, "--calls", 2, "--soak", 70]
     done = subprocess.run(
         [sys.executable, "-m", "launch.cli", "mac-check", *map(str, options), "--max-tokens", "12"],
         capture_output=True,
@@ -43,11 +43,13 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def test_all_that_can_be_measured_here_is_in_the_file(checked: tuple[str, str]) -> None:
     """Functions, injection and answers have figures; what has none is named."""
     report: dict[str, Any] = json.loads(checked[1])
-    injection, functions = report["probes"]
-    assert not injection["failed"]
-    assert not functions["failed"]
+    injection, half, functions, soak = report["probes"]
+    assert not any(found["failed"] for found in report["probes"])
+    assert [injection["dtype"], half["dtype"]] == ["float32", "float16"]
     assert injection["tokens"] == 512
     assert injection["milliseconds"] > 0
+    assert [soak["calls"], soak["same_best"], soak["worst_logit"]] == [70, 1.0, 0.0]
+    assert soak["slowest_ms"] > 0
     assert functions["compute_unit"] == "reference"
     names = [cost["name"] for cost in functions["costs"] if cost["call_ms"] > 0]
     assert names == [function["name"] for function in report["package"]["functions"]]
@@ -68,7 +70,8 @@ def test_people_read_the_same(checked: tuple[str, str]) -> None:
     printed = checked[0]
     assert printed.count("tok/s") == 4
     assert "reference decode: " in printed
-    assert "injection of 512 tokens: " in printed
+    assert "injection of 512 tokens, float16: " in printed
+    assert "70 calls on reference: " in printed
     assert printed.count("not measured here: ") == 5
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from launch.config import StackSettings
+from orchestrator.backup_rate import BackupRate
 from orchestrator.estimates import ORIGINS, Estimates, Lesson
 from orchestrator.fan_out import AFTER_ALL
 from orchestrator.hit_curve import HitCurve
@@ -17,11 +18,14 @@ from orchestrator.mean import Mean
 from orchestrator.memory import Memory
 from orchestrator.pace import Pace
 from orchestrator.plan import Plan
+from orchestrator.saguaro import CHOICES
 from orchestrator.services import Peer
 from orchestrator.verify_cost import VerifyCost
-from protocol.messages import PROTOCOL_VERSION, Hello, Role
+from protocol.messages import PROTOCOL_VERSION, Hello, Mode, Role
 from tests.stack import running
 from tests.tiny_models import write_tiny_model
+
+MODES: tuple[Mode, ...] = ("sd", "ssd")
 
 
 def taught(rounds: int = 300, *, gain: bool = True, seed: int = 1) -> Estimates:
@@ -30,7 +34,9 @@ def taught(rounds: int = 300, *, gain: bool = True, seed: int = 1) -> Estimates:
     for _ in range(rounds):
         plan = Plan("ssd", estimates)
         speculating = plan.speculates
-        estimates.tree_step_ms.observe(5.0)
+        estimates.drew(1, 8, 9.0)
+        estimates.drew(2, random.choice([4, 8, 16]), 5.0 + random.random())
+        estimates.saguaro.observe(random.choice(CHOICES), 2, 30.0)
         estimates.learn(
             Lesson(
                 mode="ssd",
@@ -60,6 +66,15 @@ def opinions(estimates: Estimates) -> list[float]:
     found = [estimates.verify_cost.of(m) for m in range(1, 6)]
     found += [estimates.plain_cost.of(1), estimates.draft_token_ms, estimates.tree_step_ms.value]
     found.append(estimates.reach)
+    found += [estimates.step_cost.of(b) for b in (1, 8, 32)]
+    found += [estimates.step_cost.chain_ms, estimates.width.memory().chosen]
+    found += [arm.tokens / arm.milliseconds for arm in estimates.saguaro.memory().values()]
+    estimates.crowd.streams = 4
+    for mode in MODES:
+        crowd = estimates.pace(mode)
+        assert crowd is not None
+        found += [crowd.speculative_tok_s, crowd.plain_tok_s, crowd.speculating]
+    estimates.crowd.streams = 1
     for origin in ORIGINS:
         found += [estimates.calibrations[origin].rate(c / 10) for c in range(11)]
         found += [estimates.after_rejection[origin].hit(f) for f in range(8)]
@@ -68,6 +83,50 @@ def opinions(estimates: Estimates) -> list[float]:
     for pace in estimates.paces.values():
         found += [pace.speculative_tok_s, pace.plain_tok_s]
     return found
+
+
+def test_how_backups_fared_is_remembered_a_little() -> None:
+    """A rate far from what is assumed moves towards it, and counts for few samples."""
+    rate, today = BackupRate(), BackupRate()
+    for _ in range(100):
+        rate.observe(4, 4)
+    learned = rate.memory()
+    assert learned is not None
+    today.recall(learned)
+    assert 0.7 < today.given(0.2) < rate.given(0.2)
+    assert BackupRate().memory() is None
+
+
+def test_what_fared_in_crowds_is_remembered() -> None:
+    """Four requests whose drafts fell begin the next run plainly; one alone does not."""
+    estimates = Estimates()
+    estimates.crowd.streams = 4
+    for _ in range(60):
+        pace = estimates.pace("ssd")
+        assert pace is not None
+        pace.observe(2.0, 60.0 if pace.speculating else 40.0, accepted=0, chains=4)
+    later = again(estimates)
+    later.crowd.streams = 4
+    in_crowd, alone = later.pace("ssd"), later.paces["ssd"]
+    assert in_crowd is not None
+    assert not in_crowd.speculating
+    assert in_crowd.plain_tok_s == pytest.approx(50.0)
+    assert alone.speculating
+    later.begin(None)
+    forgotten = later.pace("ssd")
+    assert forgotten is not None
+    assert forgotten.speculating
+
+
+def test_old_files_are_understood() -> None:
+    """A file of before, without the newer parts, is a memory still."""
+    told = msgspec.to_builtins(taught().memory())
+    for newer in ("step_cost", "width", "backups", "crowd_trials", "saguaro"):
+        del told[newer]
+    fresh = Estimates()
+    fresh.begin(msgspec.convert(told, Learned))
+    assert not fresh.step_cost.known
+    assert fresh.verify_cost.of(2) == pytest.approx(30.0)
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
@@ -138,7 +197,7 @@ def test_a_loss_is_remembered_for_a_short_pause() -> None:
     pace = again(losing).paces["ssd"]
     rounds = 0
     while not pace.speculating:
-        pace.observe(1, 20.0)
+        pace.observe(1, 20.0, accepted=0)
         rounds += 1
     assert 10 < rounds < 64
     assert again(taught(gain=True)).paces["ssd"].speculating
@@ -148,11 +207,13 @@ def test_a_remembered_baseline_is_measured_anew_before_it_ends_speculation() -> 
     """A machine that is slower than remembered does not make speculation look bad."""
     pace, today = Pace(), Pace()
     for _ in range(200):
-        pace.observe(2 if pace.speculating else 1, 25.0 if pace.speculating else 20.0)
+        pace.observe(2 if pace.speculating else 1, 25.0 if pace.speculating else 20.0, accepted=1)
     today.recall(pace.memory())
     paused = 0
     for _ in range(200):
-        today.observe(2 if today.speculating else 1, 75.0 if today.speculating else 60.0)
+        today.observe(
+            2 if today.speculating else 1, 75.0 if today.speculating else 60.0, accepted=1
+        )
         paused += not today.speculating
     assert today.plain_tok_s == pytest.approx(1e3 / 60, rel=0.3)
     assert 0 < paused < 10

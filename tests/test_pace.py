@@ -16,7 +16,7 @@ def run(pace: Pace, speculative: float, plain: float, rounds: int, seed: int = 0
     for _ in range(rounds):
         count += not pace.speculating
         mean = speculative if pace.speculating else plain
-        pace.observe(1 + (random.random() < mean - 1), 50.0)
+        pace.observe(1 + (random.random() < mean - 1), 50.0, accepted=1)
     return count / rounds
 
 
@@ -34,7 +34,9 @@ def test_a_loss_is_ended(seed: int) -> None:
     plain = 0
     for _ in range(2000):
         plain += not pace.speculating
-        pace.observe(1, 60.0 + slow.random() if pace.speculating else 50.0 + slow.random())
+        pace.observe(
+            1, 60.0 + slow.random() if pace.speculating else 50.0 + slow.random(), accepted=1
+        )
     assert plain / 2000 > 0.9
 
 
@@ -42,11 +44,11 @@ def test_text_that_becomes_easy_is_noticed() -> None:
     """A trial after a pause can bring speculation back, whatever was before."""
     pace = Pace()
     for _ in range(400):
-        pace.observe(1, 70.0 if pace.speculating else 50.0)
+        pace.observe(1, 70.0 if pace.speculating else 50.0, accepted=1)
     share = 0
     for _ in range(2000):
         share += pace.speculating
-        pace.observe(2 if pace.speculating else 1, 60.0 if pace.speculating else 50.0)
+        pace.observe(2 if pace.speculating else 1, 60.0 if pace.speculating else 50.0, accepted=1)
     assert share / 2000 > 0.6
     assert pace.speculating
 
@@ -56,7 +58,7 @@ def test_any_rounds_are_survived(rounds: list[tuple[int, float]]) -> None:
     """No sequence of measurements leads it astray, not even a clock that stands still."""
     pace = Pace()
     for tokens, milliseconds in rounds:
-        pace.observe(tokens, milliseconds)
+        pace.observe(tokens, milliseconds, accepted=tokens)
         assert pace.plain_tok_s >= 0.0
         assert pace.speculative_tok_s >= 0.0
 
@@ -65,7 +67,7 @@ def settled(speculative_ms: float, plain_ms: float, rounds: int = 60) -> Pace:
     """After some rounds of one token each in these times."""
     pace = Pace()
     for _ in range(rounds):
-        pace.observe(1, speculative_ms if pace.speculating else plain_ms)
+        pace.observe(1, speculative_ms if pace.speculating else plain_ms, accepted=1)
     return pace
 
 
@@ -78,7 +80,7 @@ def test_a_loss_ends_after_few_tokens() -> None:
         lost = 0.0
         while pace.speculating is begun:
             lost += 0.2 if pace.speculating else 0.0
-            pace.observe(1, 60.0 if pace.speculating else 50.0)
+            pace.observe(1, 60.0 if pace.speculating else 50.0, accepted=1)
         if begun:
             losses.append(lost)
     assert max(losses) < 12.0
@@ -92,7 +94,7 @@ def test_pauses_grow_and_trials_shrink() -> None:
     length = 0
     for _ in range(6000):
         before = pace.speculating
-        pace.observe(1, 60.0 if pace.speculating else 50.0)
+        pace.observe(1, 60.0 if pace.speculating else 50.0, accepted=1)
         length += 1
         if pace.speculating is not before:
             stretches.append((before, length))
@@ -105,6 +107,23 @@ def test_pauses_grow_and_trials_shrink() -> None:
     assert trials[-1] < trials[0] < 40
 
 
+def test_a_new_text_is_tried_early() -> None:
+    """A pause on one text says little of the next; where all fail, trials become rarer."""
+    waits = []
+    pace = settled(60.0, 50.0, rounds=60)
+    for _ in range(8):
+        while pace.speculating:
+            pace.observe(1, 60.0, accepted=1)
+        pace.new_text()
+        waits.append(0)
+        while not pace.speculating:
+            pace.observe(1, 50.0, accepted=1)
+            waits[-1] += 1
+    assert waits == sorted(waits)
+    assert waits[0] <= 8
+    assert 30 <= waits[-1] <= 40
+
+
 def test_a_slower_machine_is_no_loss() -> None:
     """If both ways become slower, plain decoding is measured again before speculation ends."""
     pace = settled(40.0, 50.0, rounds=100)
@@ -114,7 +133,7 @@ def test_a_slower_machine_is_no_loss() -> None:
         length = 0 if pace.speculating else length + 1
         longest = max(longest, length)
         plain += not pace.speculating
-        pace.observe(1, 80.0 if pace.speculating else 100.0)
+        pace.observe(1, 80.0 if pace.speculating else 100.0, accepted=1)
     assert plain > 0
     assert longest < 10
     assert pace.plain_tok_s == pytest.approx(10.0, rel=0.3)
@@ -124,10 +143,10 @@ def test_one_bad_stretch_does_not_end_a_gain() -> None:
     """Text on which speculation gains half may lose for ten rounds without a pause."""
     pace = settled(33.0, 50.0, rounds=100)
     for _ in range(10):
-        pace.observe(1, 60.0)
+        pace.observe(1, 60.0, accepted=1)
     for _ in range(10):
         assert pace.speculating
-        pace.observe(1, 33.0)
+        pace.observe(1, 33.0, accepted=1)
 
 
 def test_the_first_baseline_is_measured_early() -> None:
@@ -136,9 +155,36 @@ def test_the_first_baseline_is_measured_early() -> None:
     kinds = []
     for _ in range(60):
         kinds.append(pace.speculating)
-        pace.observe(1, 30.0 if pace.speculating else 50.0)
+        pace.observe(1, 30.0 if pace.speculating else 50.0, accepted=1)
     assert kinds[0]
     assert 4 <= kinds.count(False) <= 8
     assert False not in kinds[:20]
     assert pace.plain_tok_s == pytest.approx(20.0)
     assert pace.speculative_tok_s == pytest.approx(1e3 / 30.0)
+
+
+def test_a_drafter_that_knows_nothing_is_known_soon() -> None:
+    """Nothing is accepted: a trial ends after some rounds, though a round loses next to nothing."""
+    pace = Pace()
+    trials = [0]
+    for _ in range(300):
+        begun = pace.speculating
+        trials[-1] += begun
+        pace.observe(1, 50.1 if begun else 50.0, accepted=0)
+        if pace.speculating and not begun:
+            trials.append(0)
+    assert trials[0] < 20
+    assert len(trials) > 2
+    assert max(trials[1:]) <= 10
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_a_drafter_that_knows_a_little_is_not_doubted(every: int) -> None:
+    """One token in a few rounds is a gain where rounds cost the same; only the clock may judge."""
+    pace = Pace()
+    plain = 0
+    for number in range(600):
+        plain += not pace.speculating
+        accepted = int(pace.speculating and number % every == 0)
+        pace.observe(1 + accepted, 52.0 if pace.speculating else 50.0, accepted)
+    assert plain < 30

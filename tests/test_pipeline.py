@@ -115,7 +115,7 @@ class FakeTokenizer:
     def encode(self, messages: list[Any]) -> list[int]:
         return [1, 2, 3]
 
-    def stream(self) -> "FakeTokenizer":
+    def stream(self, *, marks: bool = False) -> "FakeTokenizer":
         return self
 
     def push(self, token: int) -> str:
@@ -487,6 +487,17 @@ def test_a_client_learns_whether_it_is_served(house: House) -> None:
     house.client(StatusRequest(request=4), peer=b"other")
     assert [(s.request, s.serving) for s in house.told(b"c", Status)] == [(4, True), (5, False)]
     assert [s.serving for s in house.told(b"other", Status)] == [False]
+
+
+def test_a_new_request_is_a_new_text(house: House) -> None:
+    """While the drafter rests, a request that arrives makes its next trial come sooner."""
+    pace = house._orchestrator.memory.estimates.paces["ssd"]
+    while pace.speculating:
+        pace.observe(1, 10.0, accepted=0)
+    before = pace._left
+    house.client(ask(1))
+    assert pace.pausing
+    assert pace._left < before
 
 
 def test_what_nobody_reads_is_counted(house: House) -> None:

@@ -40,18 +40,18 @@ def test_the_target_waits_as_long_as_that_pays(
     alpha: float, token_ms: float, expected: int
 ) -> None:
     """Each further token of a backup is worth its verification and the wait for it."""
-    assert expected == Plan("ssd", taught(alpha, token_ms)).backup
+    assert expected == Plan("ssd", taught(alpha, token_ms)).backup()
 
 
 def test_the_target_does_not_wait_for_what_nobody_has_timed() -> None:
     """Before any drafting was measured, a miss is followed by plain decoding of one token."""
-    assert Plan("ssd", taught(0.9)).backup == 0
+    assert Plan("ssd", taught(0.9)).backup() == 0
 
 
 @given(st.integers(1, 8), st.floats(0.0, 1.0), st.floats(0.0, 100.0))
 def test_a_lookahead_is_kept_after_a_miss(lookahead: int, alpha: float, token_ms: float) -> None:
     """With a lookahead fixed by hand the target always waits for that many tokens."""
-    assert lookahead == Plan("ssd", taught(alpha, token_ms), lookahead).backup
+    assert lookahead == Plan("ssd", taught(alpha, token_ms), lookahead).backup()
 
 
 @pytest.mark.parametrize("origin", ["target", "hit", "miss"])

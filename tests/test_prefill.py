@@ -1,5 +1,7 @@
 """How prompts are cut, and that nobody waits for a whole one."""
 
+from typing import Any
+
 import pytest
 
 from protocol.messages import OpenSequence, Prefilled, Sampling, VerificationOutcome, Verify
@@ -29,6 +31,81 @@ def test_in_company_a_piece_takes_a_quarter_of_a_second(
     pacer.took(tokens, seconds)
     assert pacer.size(alone=False) == expected
     assert Pacer(8).size(alone=False) == 8
+
+
+def opening(number: int, tokens: tuple[int, ...]) -> OpenSequence:
+    return OpenSequence(sequence=number, tokens=list(tokens), sampling=Sampling())
+
+
+def by_turns(verifier: Verifier, messages: list[OpenSequence]) -> tuple[list[int], list[Prefilled]]:
+    """All messages wait at once: the rows of each pass that follows, and the answers."""
+    rows: list[int] = []
+    inner: Any = verifier._model
+
+    def counted(tokens: Any, cache: Any) -> Any:
+        rows.append(tokens.shape[1])
+        return inner(tokens, cache=cache)
+
+    verifier._filler._batcher._model = counted
+    agenda, answers = Agenda(verifier), list[Prefilled]()
+    for message in messages:
+        agenda.add(message)
+    while agenda:
+        job = agenda.next()
+        job.answers = job.answers or verifier.handle(job.message)
+        agenda.took_turn(job)
+        try:
+            answer = next(job.answers)
+        except StopIteration:
+            agenda.done(job)
+            continue
+        answers += [answer] if isinstance(answer, Prefilled) else []
+    return rows, answers
+
+
+def test_prompts_that_wait_share_a_pass() -> None:
+    """Short prompts of several requests are one pass, and each is then decoded as if alone."""
+    prompts = [(11, 200, 7), (5, 9, 2, 8, 1), (64, 5, 120, 31)]
+    verifier = Verifier(load(tiny_folder("llama")), 512)
+    rows, answers = by_turns(verifier, [opening(n, p[:-1]) for n, p in enumerate(prompts)])
+    assert rows == [2 + 4 + 3]
+    assert [(one.sequence, one.length) for one in answers] == [(0, 2), (1, 4), (2, 3)]
+    for number, prompt in enumerate(prompts):
+        asked = Verify(sequence=number, round=1, position=len(prompt) - 1, chain=[prompt[-1]])
+        outcome = list(verifier.handle(asked))[-1]
+        assert isinstance(outcome, VerificationOutcome)
+        assert [outcome.bonus] == plain("llama", prompt, 1, Sampling())
+
+
+def test_a_pass_of_prompts_has_its_limit() -> None:
+    """No more tokens than a piece may have go together; the rest come next."""
+    verifier = Verifier(load(tiny_folder("llama")), 8)
+    rows, _ = by_turns(verifier, [opening(n, (n + 1,) * 5) for n in range(3)])
+    assert rows == [5, 5, 5]
+    rows, _ = by_turns(verifier, [opening(n, (n + 100,) * 4) for n in range(3, 6)])
+    assert rows == [8, 4]
+
+
+def test_a_prompt_waits_for_the_same_prompt() -> None:
+    """What another request's prompt will hold in a moment is not computed twice."""
+    prompt = tuple(range(2, 42))
+    verifier = Verifier(load(tiny_folder("llama")), 512)
+    asked = [opening(1, prompt), opening(2, (*prompt, 7, 8)), opening(3, (9, 9, 9))]
+    rows, answers = by_turns(verifier, asked)
+    assert rows == [43, 2]
+    assert {one.sequence: one.cached for one in answers} == {1: 0, 2: 40, 3: 0}
+
+
+def test_nobody_waits_for_a_prompt_that_is_given_up() -> None:
+    """The one that waited computes it itself."""
+    prompt = tuple(range(2, 42))
+    verifier = Verifier(load(tiny_folder("llama")), 512)
+    first, second = (verifier.handle(opening(number, prompt)) for number in (1, 2))
+    assert [next(first), next(second), next(second)] == [None, None, None]
+    first.close()
+    *_, answer = second
+    assert isinstance(answer, Prefilled)
+    assert (answer.length, answer.cached) == (40, 0)
 
 
 def test_a_long_prompt_does_not_stall_the_others() -> None:

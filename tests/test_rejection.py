@@ -17,6 +17,7 @@ import pytest
 from protocol.codec import Decoder, encode
 from protocol.errors import ProtocolError
 from protocol.law import Floats
+from protocol.lookup import continuation
 from protocol.messages import DraftLaw, Sampling, Verify
 from protocol.noise import ACCEPT, BONUS, DRAFT
 from protocol.rejection import Law, drafter_law, residual, verified
@@ -241,6 +242,42 @@ def test_a_named_draft_leaves_the_law_alone(dice: Dice, named: int, sampling: Sa
         }
         rolled = ((share, judged(target, named, [], sampling)[0]) for share in rolls(dice, steps))
         assert_same(dict(enumerate(p)), summed(rolled))
+
+
+@pytest.mark.parametrize("said", [[3, 1, 0, 2, 3, 1], [4, 2, 2, 2, 4, 2], [0, 1, 2, 0, 1]], ids=str)
+def test_an_ngram_row_has_the_joint_law(dice: Dice, said: list[int]) -> None:
+    """What lookup finds in the prompt is verified as a chain: p of the first two tokens, jointly.
+
+    Where the chain breaks, the next token is decoded plainly.
+    """
+    looked_up, _ = continuation(said, 2)
+    assert len(looked_up) == 2
+    for target, _ in Case().models:
+        p = truth(target[0], PLAIN)
+        after = [truth(row, PLAIN) for row in target[1:]]
+        first, second = looked_up
+
+        def round_of(target: Floats = target) -> tuple[int, int]:
+            rows = target[[0, *(1 + token for token in looked_up)]]
+            accepted, bonus = verified(rows, looked_up, [], FIRST, PLAIN)
+            tokens = [*looked_up[:accepted], bonus]
+            if len(tokens) == 1:
+                tokens.append(verified(target[[1 + bonus]], [], [], FIRST + 1, PLAIN)[1])
+            return tokens[0], tokens[1]
+
+        steps = {
+            (ACCEPT, FIRST): [p[first]],
+            (BONUS, FIRST): steps_of(rest_of(p, np.eye(SIZE)[first])),
+            (ACCEPT, FIRST + 1): [after[first][second]],
+            (BONUS, FIRST + 1): [
+                *steps_of(rest_of(after[first], np.eye(SIZE)[second])),
+                *(step for law in after for step in steps_of(law)),
+            ],
+            (BONUS, FIRST + 2): [],
+        }
+        rolled = ((share, round_of()) for share in rolls(dice, steps))
+        expected = {(a, b): p[a] * after[a][b] for a in range(SIZE) for b in range(SIZE)}
+        assert_same(expected, summed(rolled))
 
 
 def test_a_drafter_with_the_targets_law_is_always_accepted(dice: Dice) -> None:

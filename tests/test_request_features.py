@@ -230,6 +230,14 @@ def test_a_tool_is_called(client: openai.OpenAI, choice: Any) -> None:
     assert all("<tool" not in (delta.content or "") for delta in deltas)
 
 
+def test_marks_of_calls_are_seen(client: openai.OpenAI) -> None:
+    """Special tokens are text where there are tools, and only there: some models mark calls so."""
+    asked: dict[str, Any] = {"logit_bias": {"2": 100, "1": -100}, "max_tokens": 3}
+    assert chat(client, **asked).choices[0].message.content == ""
+    answer = chat(client, tools=[TOOL], **asked)
+    assert answer.choices[0].message.content == "<|user|>" * 3
+
+
 def test_tools_and_options_reach_the_template(client: openai.OpenAI) -> None:
     """The prompt has the tools, earlier calls as maps, and what the template is told besides."""
     bare = chat(client, max_tokens=1).usage.prompt_tokens

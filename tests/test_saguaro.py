@@ -86,8 +86,8 @@ class Letters:
 
     stop_ids = frozenset({0})
 
-    def stream(self) -> None:
-        return None
+    def stream(self, *, marks: bool) -> None:
+        assert not marks
 
 
 def admitted(estimates: Estimates, request: Generate) -> Sequence:

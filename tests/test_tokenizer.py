@@ -220,6 +220,14 @@ def test_special_tokens_have_no_text(make: Make) -> None:
     assert text_of(TargetTokenizer(folder), tokens) == "the fox"
 
 
+def test_marks_may_be_shown(make: Make) -> None:
+    """Where calls of tools are marked by special tokens, these are text; stop tokens are not."""
+    folder = make(tokenizer_config=CONFIG)
+    tokens = [2, *plain_tokens(folder, "the"), 3, *plain_tokens(folder, " fox"), 1]
+    stream = TargetTokenizer(folder).stream(marks=True)
+    assert "".join(stream.push(token) for token in tokens) == "<|user|>the<|assistant|> fox"
+
+
 def test_streams_are_independent(make: Make) -> None:
     """Two answers that are decoded in turn do not see each other's halves."""
     folder = make()

@@ -6,10 +6,12 @@ import importlib.metadata
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from launch import show
 from launch.bench import machine
@@ -68,10 +70,7 @@ def measure(wish: Wish, progress: Callable[[int], Progress]) -> BenchFile:
     text = tokenizer.encode([ChatMessage("user", wish.prompts[0].prompt)])
     verify_ms, draft_ms, overlap = _gauged(wish, text, progress(2))
     began = time.monotonic()
-    with (
-        private_stack(wish.settings, show.nothing) as supervisor,
-        contextlib.closing(Client(supervisor.run_dir.clients_address)) as client,
-    ):
+    with _stack(wish.settings) as client, _others(wish) as others:
         cold = {"ready_s": time.monotonic() - began}
         cold["first_token_s"] = _first(client).ttft_ms / 1e3
         status = client.status()
@@ -80,9 +79,7 @@ def measure(wish: Wish, progress: Callable[[int], Progress]) -> BenchFile:
             told = progress(40)
             told("a few answers")
             found = profile(verify_ms, draft_ms, sample(client, wish.prompts), told)
-        services: dict[str, int] = {s.role: s.pid for s in status.services}
-        pids = {"orchestrator": status.pid} | services
-        bench = _runs(wish, client, pids, tokenizer, progress)
+        bench = _runs(wish, {"": client, **others}, tokenizer, progress)
         hardware = machine.hardware({s.role: s.compute_unit for s in status.services})
         emulated = next((s.emulated_cost for s in status.services if s.emulated_cost), "")
         measured = Measured(cold, found, overlap)
@@ -114,20 +111,51 @@ def _first(client: Client) -> Statistics:
     return next(m.statistics for m in client.generate(request) if isinstance(m, Finished))
 
 
+@contextlib.contextmanager
+def _stack(settings: StackSettings) -> Iterator[Client]:
+    with (
+        private_stack(settings, show.long_waits) as supervisor,
+        contextlib.closing(Client(supervisor.run_dir.clients_address)) as client,
+    ):
+        yield client
+
+
+@contextlib.contextmanager
+def _others(wish: Wish) -> Iterator[dict[str, Client]]:
+    """A stack for each drafter that a mode names, awake."""
+    names = dict.fromkeys(variant.drafter for variant in wish.variants if variant.drafter)
+    with contextlib.ExitStack() as opened:
+        clients: dict[str, Client] = {}
+        for name in names if wish.runs else ():
+            settings = msgspec.structs.replace(wish.settings, draft_model=name)
+            clients[name] = opened.enter_context(_stack(settings))
+            _first(clients[name])
+        yield clients
+
+
+def _pids(clients: dict[str, Client]) -> dict[str, int]:
+    """Of all processes of all stacks; those of another drafter's are called by its name."""
+    found: dict[str, int] = {}
+    for drafter, client in clients.items():
+        status = client.status()
+        own = {"orchestrator": status.pid} | {s.role: s.pid for s in status.services}
+        found |= {f"{role} {drafter}".strip(): pid for role, pid in own.items()}
+    return found
+
+
 def _runs(
     wish: Wish,
-    client: Client,
-    pids: dict[str, int],
+    clients: dict[str, Client],
     tokenizer: TargetTokenizer,
     progress: Callable[[int], Progress],
 ) -> Bench:
     settings = wish.settings
     with (
         Yardstick(wish.pair, settings.target_device, settings.emulate_target_cost) as yardstick,
-        MemoryWatch({**pids, "mlx-lm": yardstick.pid}) as memory,
+        MemoryWatch({**_pids(clients), "mlx-lm": yardstick.pid}) as memory,
     ):
         bench = Bench(
-            client=client,
+            clients=clients,
             yardstick=yardstick,
             tokenizer=tokenizer,
             memory=memory,

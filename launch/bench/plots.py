@@ -18,6 +18,7 @@ _COLOURS = (
     "#e377c2", "#7fb3a0", "#5c6b73", "#bcbd22",
 )  # fmt: skip
 _HIT, _MISS, _PLAIN, _DRAFT = "#2a7f62", "#e0a030", "#9aa5b1", "#3f6fb5"
+_LOOKUP = "#b86fb0"
 _ROUNDS_SHOWN = 14
 
 
@@ -146,7 +147,12 @@ def timeline(run: Run) -> str:
             axes.barh(0, width, 0.6, left, color=_DRAFT, edgecolor="w")
         axes.set_yticks([0, 1], ["drafter", "target"])
         axes.set_xlabel("milliseconds")
-        keys = {"after a hit": _HIT, "after a miss": _MISS, "without a draft": _PLAIN}
+        keys = {
+            "after a hit": _HIT,
+            "after a miss": _MISS,
+            "looked up": _LOOKUP,
+            "without a draft": _PLAIN,
+        }
         for name, colour in {**keys, "one depth of the tree": _DRAFT}.items():
             axes.barh(1, 0, color=colour, label=name)
         axes.legend(ncols=4, frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1))
@@ -155,7 +161,8 @@ def timeline(run: Run) -> str:
 
 
 def _origin(verified: Slice) -> str:
-    return {"hit": _HIT, "miss": _MISS}.get(str(verified.details["chain"]), _PLAIN)
+    colours = {"hit": _HIT, "miss": _MISS, "lookup": _LOOKUP}
+    return colours.get(str(verified.details["chain"]), _PLAIN)
 
 
 def predictions(result: BenchFile) -> str:

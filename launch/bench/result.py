@@ -8,7 +8,7 @@ from launch.bench.variant import Variant
 from launch.prompts import PromptId
 from protocol.messages import Sampling, Slice, Statistics, Tokens
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Positive = Annotated[float, msgspec.Meta(ge=0.0)]
 

@@ -38,7 +38,8 @@ _Answered = tuple[Tokens, float, float, Statistics | None, list[Slice]]
 class Bench:
     """Runs prompts in several modes and keeps what happened."""
 
-    client: Client
+    clients: dict[str, Client]
+    """By the drafter that a variant names; empty is the command line's."""
     yardstick: Yardstick
     tokenizer: TargetTokenizer
     memory: MemoryWatch
@@ -128,15 +129,16 @@ class Bench:
     def _ours(
         self, prompt: Tokens, variant: Variant, sampling: Sampling, max_tokens: int
     ) -> _Answered:
+        client = self.clients[variant.drafter]
         template = Generate(
-            request=self.client.number(),
+            request=client.number(),
             tokens=prompt,
             sampling=sampling,
             max_tokens=max_tokens,
             trace=variant.mode == _TRACED,
         )
         tokens: Tokens = []
-        for message in self.client.generate(variant.request(template)):
+        for message in client.generate(variant.request(template)):
             if not isinstance(message, Finished):
                 tokens += message.tokens
                 continue

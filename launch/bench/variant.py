@@ -1,7 +1,7 @@
 """What a column of the benchmark is: a mode, perhaps with some knobs fixed.
 
 Written `mode[:knob]...`, as in `ssd`, `ssd:k=4:b=16`, `ssd:uniform`, `sd:k=3`,
-`ssd:rejection:saguaro=0.4`, `mlx-lm-draft:k=5`.
+`ssd:rejection:saguaro=0.4`, `mlx-lm-draft:k=5`, `ssd:drafter=NAME`.
 """
 
 from collections.abc import Callable
@@ -37,6 +37,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     acceptance: Acceptance | None = None
     """None: as the command line says."""
     saguaro: float | None = None
+    drafter: str = ""
+    """Draft model that has a stack of its own; empty: the one of the command line."""
 
     @property
     def is_reference(self) -> bool:
@@ -72,6 +74,7 @@ _KNOBS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "k": ("lookahead", int),
     "b": ("fan_out", int),
     "saguaro": ("saguaro", float),
+    "drafter": ("drafter", str),
 }
 
 
@@ -104,14 +107,14 @@ def _knob(knob: str, text: str) -> dict[str, Any]:
         return {"policy": knob}
     if knob in _ACCEPTANCES:
         return {"acceptance": knob}
-    name, equals, value = knob.partition("=")
-    if name in _KNOBS and equals:
+    name, _, value = knob.partition("=")
+    if name in _KNOBS and value:
         field, convert = _KNOBS[name]
         try:
             return {field: convert(value)}
         except ValueError as error:
             raise UsageError(f"{text!r}: {knob!r} needs a number") from error
-    known = ["k=N", "b=N", "saguaro=C", *_POLICIES, *_ACCEPTANCES]
+    known = ["k=N", "b=N", "saguaro=C", "drafter=MODEL", *_POLICIES, *_ACCEPTANCES]
     raise UsageError(f"{text!r}: unknown knob {knob!r}; known: {', '.join(known)}")
 
 

@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from launch.chaos.faults import ROLES, Fault, Victim, known
+from launch.chaos.faults import Fault, Victim, known
 from launch.chaos.load import Load
+from launch.chaos.starts import Starts
 from protocol.client import Client
 from protocol.errors import DeadlineExceeded, RuntimeFailure, SsdError
 from protocol.messages import Status
 
-_WHOLE_S = 120.0
-"""Longest wait for a stack to be whole again, and for any answer."""
 _TWICE = 0.1
 """Share of faults that strike before the one before is mended."""
 
@@ -27,14 +26,26 @@ class Outcome:
     """Longest pause in the tokens of any client that touches the fault, each time."""
     mended_s: list[float] = field(default_factory=list)
     """Until every process was there and tokens came again."""
+    beyond_start_s: list[float] = field(default_factory=list)
+    """The same without the start of the process that took the place of the one that ended."""
 
 
 class Campaign:
     """Runs faults against one stack."""
 
-    def __init__(self, victim: Victim, load: Load, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        victim: Victim,
+        load: Load,
+        starts: Starts,
+        patience_s: float,
+        progress: Callable[[str], None],
+    ) -> None:
+        """`patience_s`: longest wait for the stack to be whole again, and for any answer."""
         self._victim = victim
         self._load = load
+        self._starts = starts
+        self._patience_s = patience_s
         self._progress = progress
         self.outcomes: dict[str, Outcome] = {}
         self._alone = True
@@ -46,7 +57,9 @@ class Campaign:
             RuntimeFailure: the stack did not mend, or a request hangs.
         """
         end = time.monotonic() + seconds
-        faults = [f for f in known() if not only or any(part in f.name for part in only)]
+        faults = [
+            f for f in known(self._victim) if not only or any(part in f.name for part in only)
+        ]
         todo: list[Fault] = []
         for number in range(count):
             if time.monotonic() > end:
@@ -71,27 +84,39 @@ class Campaign:
         if alone:  # else it also shows what the fault before it did
             outcome.mended_s.append(mended - started)
             outcome.silences_s.append(self._load.silence_s(started, mended))
+            if fault.replaces:
+                start_s = self._starts.latest_s(fault.replaces)
+                outcome.beyond_start_s.append(max(0.0, mended - started - start_s))
 
     def _await_mended(self, started: float, fault: Fault, ended: int) -> None:
         before = self._load.arrivals
-        while not (self._load.arrivals > before and self._whole(ended)):
-            if time.monotonic() - started > _WHOLE_S or self._load.oldest_s > _WHOLE_S:
+        while (missing := self._missing(ended)) or self._load.arrivals == before:
+            late = time.monotonic() - started > self._patience_s
+            if late or self._load.oldest_s > self._patience_s:
                 raise RuntimeFailure(
-                    f"after {fault.name!r} the stack did not mend within {_WHOLE_S:g} s"
+                    f"after {fault.name!r} the stack did not mend within {self._patience_s:g} s: "
+                    f"{missing or 'all processes are there'}; "
+                    f"{self._load.arrivals - before} messages with tokens since then; "
+                    f"the oldest request is {self._load.oldest_s:.0f} s old"
                 )
             time.sleep(0.02)
 
-    def _whole(self, ended: int) -> bool:
-        """Whether all of the supervisor's processes, none of which is `ended`, know each other."""
+    def _missing(self, ended: int) -> str:
+        """What keeps the supervisor's processes, none of which is `ended`, from being a stack."""
         pids = {role: p.pid for role, p in self._victim.processes().items()}
         status = _status(self._victim)
         if ended in pids.values():
-            return False
-        if status is None or set(pids) != set(ROLES) or {*pids.values()} & {*status.condemned}:
-            return False
+            return f"process {ended} has not been replaced"
+        if set(pids) != set(self._victim.roles):
+            return f"the supervisor has only {pids}"
+        if status is None:
+            return "the orchestrator does not answer"
+        if {*pids.values()} & {*status.condemned}:
+            return f"condemned processes are still there: {status.condemned}"
         here: dict[str, int] = {str(s.role): s.pid for s in status.services}
         known: dict[str, int] = {**here, "orchestrator": status.pid}
-        return known == pids
+        known |= {role: pid for role, pid in pids.items() if role == "gateway"}
+        return "" if known == pids else f"the orchestrator knows {known}, the supervisor {pids}"
 
 
 def _status(victim: Victim) -> Status | None:

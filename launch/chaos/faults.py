@@ -15,12 +15,14 @@ import msgspec
 import psutil
 
 from launch.chaos.hostile import BEHAVIOURS, Orders
+from launch.chaos.http_client import malformed, never_reads
 from launch.control import ask_supervisor
 from launch.rundir import RunDir
 from protocol.channel import Channel
 from protocol.codec import Decoder
 from protocol.errors import SsdError
 from protocol.messages import (
+    ChatMessage,
     FromOrchestrator,
     Generate,
     ProcessStatus,
@@ -37,9 +39,16 @@ ROLES = ("orchestrator", "verifier", "drafter")
 class Victim:
     """The stack that the faults happen to."""
 
-    def __init__(self, run_dir: RunDir, dice: random.Random) -> None:
+    def __init__(self, run_dir: RunDir, dice: random.Random, url: str = "") -> None:
+        """`url`: where its gateway is, if it has one."""
         self.run_dir = run_dir
         self.dice = dice
+        self.url = url
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What belongs to it when it is whole."""
+        return (*ROLES, "gateway") if self.url else ROLES
 
     def processes(self) -> dict[str, ProcessStatus]:
         """Its processes by role; empty if the supervisor is busy."""
@@ -172,18 +181,28 @@ class Fault:
     """The role whose process it ends: the stack is whole again with another one."""
 
 
-def known() -> list[Fault]:
-    """All classes that can happen on this system."""
+def _http_malformed(victim: Victim) -> None:
+    malformed(victim.url, victim.dice)
+
+
+def _http_never_reads(victim: Victim) -> None:
+    words = [ChatMessage("user", "Tell me everything.")]
+    question = Generate(request=1, messages=words, max_tokens=400)
+    never_reads(victim.url, question, victim.dice.uniform(0.2, 1.0))
+
+
+def known(victim: Victim) -> list[Fault]:
+    """All classes that can happen to this stack on this system."""
     faults = [
         Fault(f"{name} {role}", _signalled(role, number), replaces=role)
-        for role in ROLES
+        for role in victim.roles
         for name, number in (
             ("SIGKILL", signal.SIGKILL),
             ("SIGTERM", signal.SIGTERM),
             ("SIGSTOP for good,", signal.SIGSTOP),
         )
     ]
-    faults += [Fault(f"SIGSTOP and SIGCONT {role}", _paused(role)) for role in ROLES]
+    faults += [Fault(f"SIGSTOP and SIGCONT {role}", _paused(role)) for role in victim.roles]
     faults += [Fault(f"drafter {behaviour}", _hostile(behaviour)) for behaviour in BEHAVIOURS]
     faults += [
         Fault("socket of services deleted", _unlinked("services.sock")),
@@ -195,6 +214,9 @@ def known() -> list[Fault]:
         Fault("client vanishes", _client_vanishes),
         Fault("client never reads", _client_never_reads),
     ]
+    if victim.url:
+        faults.append(Fault("HTTP that is malformed", _http_malformed))
+        faults.append(Fault("HTTP client never reads", _http_never_reads))
     if sys.platform == "linux":
         faults += [Fault("disk full", _disk_full), Fault("drafter out of memory", _memory_short)]
     return faults

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from launch.chaos.http_client import ask_http
 from protocol.client import Client
 from protocol.errors import SsdError
 from protocol.messages import ChatMessage, Finished, Generate, Mode, Sampling, Text, Tokens
@@ -27,6 +28,16 @@ class Case:
 
     request: Generate
     expected: Tokens
+    text: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An answer that is not the undisturbed one."""
+
+    request: Generate
+    expected: Tokens
+    tokens: Tokens
 
 
 @dataclass
@@ -34,13 +45,22 @@ class Tally:
     """What the clients have seen."""
 
     answered: int = 0
-    changed: int = 0
+    differences: list[Difference] = field(default_factory=list)
     cancelled: int = 0
+    cut_off: int = 0
+    """HTTP: streams that broke, so that the client knew; what had come was right."""
+    turned_away: int = 0
+    """HTTP: answered by a status that says to try again."""
     failed: list[str] = field(default_factory=list)
     messages: int = 0
     """How many had tokens."""
     arrivals: deque[float] = field(default_factory=lambda: deque(maxlen=20_000))
     """When the latest of them came."""
+
+    def arrived(self) -> None:
+        """A message with tokens."""
+        self.messages += 1
+        self.arrivals.append(time.monotonic())
 
 
 def ask(
@@ -54,8 +74,7 @@ def ask(
         if isinstance(message, Text):
             tokens += message.tokens
             if tally is not None:
-                tally.messages += 1
-                tally.arrivals.append(time.monotonic())
+                tally.arrived()
         elif isinstance(message, Finished) and message.reason == "cancelled":
             tokens.append(-1)  # nobody cancelled it: a change
     return tokens
@@ -68,9 +87,11 @@ def cases(address: str, max_tokens: int) -> list[Case]:
         for question in _QUESTIONS:
             for sampling in _SAMPLINGS:
                 plain = _request(client, question, sampling, "ar", max_tokens)
-                expected = ask(client, plain)
+                answer = [m for m in client.generate(plain) if isinstance(m, Text)]
+                expected = [token for message in answer for token in message.tokens]
+                text = "".join(message.text for message in answer)
                 found += [
-                    Case(_request(client, question, sampling, mode, max_tokens), expected)
+                    Case(_request(client, question, sampling, mode, max_tokens), expected, text)
                     for mode in _MODES
                 ]
     return found
@@ -92,9 +113,20 @@ class Load:
     """Clients in threads that ask all the time and compare token by token."""
 
     def __init__(
-        self, address: str, known: list[Case], clients: int, seed: int, cancels: float = 0.0
+        self,
+        address: str,
+        known: list[Case],
+        clients: int,
+        seed: int,
+        *,
+        cancels: float = 0.0,
+        url: str = "",
     ) -> None:
+        """With a `url` there are as many clients more, which ask over HTTP."""
         self._cancels = cancels
+        self._url = url
+        self._direct = clients
+        clients *= 2 if url else 1
         self._address = address
         self._known = known
         self._ending = threading.Event()
@@ -109,21 +141,39 @@ class Load:
 
     def _run(self, index: int, seed: int) -> None:
         dice = random.Random(seed)  # noqa: S311  # no secret
-        tally = self.tallies[index]
+        ask_once = self._ask_directly if index < self._direct else self._ask_over_http
         while not self._ending.is_set():
-            with contextlib.closing(Client(self._address)) as client:
-                case = dice.choice(self._known)
-                self._since[index] = time.monotonic()
-                cut = dice.randrange(len(case.expected)) if dice.random() < self._cancels else None
-                try:
-                    tokens = ask(client, case.request, tally, cut)
-                except SsdError as error:
-                    tally.failed.append(str(error))
-                    continue
-                tally.answered += cut is None
-                tally.cancelled += cut is not None
-                expected = case.expected if cut is None else case.expected[: len(tokens)]
-                tally.changed += tokens != expected
+            self._since[index] = time.monotonic()
+            ask_once(dice.choice(self._known), self.tallies[index], dice)
+
+    def _ask_directly(self, case: Case, tally: Tally, dice: random.Random) -> None:
+        cut = dice.randrange(len(case.expected)) if dice.random() < self._cancels else None
+        with contextlib.closing(Client(self._address)) as client:
+            try:
+                tokens = ask(client, case.request, tally, cut)
+            except SsdError as error:
+                tally.failed.append(str(error))
+                return
+        tally.answered += cut is None
+        tally.cancelled += cut is not None
+        expected = case.expected if cut is None else case.expected[: len(tokens)]
+        if tokens != expected:
+            tally.differences.append(Difference(case.request, expected, tokens))
+
+    def _ask_over_http(self, case: Case, tally: Tally, dice: random.Random) -> None:
+        """A stream may break with its gateway; then the client must know, and ask again."""
+        del dice
+        heard = ask_http(self._url, case.request, tally.arrived)
+        tally.answered += heard.whole
+        if heard.refused.startswith("HTTP 503"):
+            tally.turned_away += 1
+            time.sleep(0.2)
+        elif heard.refused:
+            tally.failed.append(heard.refused)
+        elif not heard.whole and case.text.startswith(heard.text):
+            tally.cut_off += 1
+        elif heard.text != case.text:
+            tally.failed.append(f"over HTTP: {heard.text!r} instead of {case.text!r}")
 
     @property
     def oldest_s(self) -> float:

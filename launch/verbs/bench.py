@@ -37,7 +37,8 @@ from protocol.messages import Sampling
 @click.option(
     "--modes",
     show_default=",".join(NAMES),
-    help="Knobs may be fixed, as in ssd:k=4:b=16, ssd:uniform, ssd:rejection, mlx-lm-draft:k=5.",
+    help="Knobs may be fixed, as in ssd:k=4:b=16, ssd:uniform, ssd:rejection, "
+    "ssd:drafter=MODEL, mlx-lm-draft:k=5.",
 )
 @click.option("--profile", is_flag=True, help="Only predict what to gain, in half a minute.")
 @click.option("--overlap", is_flag=True, help="Only measure whether both models run at once.")
@@ -98,6 +99,8 @@ def _wish(options: dict[str, Any], *, everything: bool) -> Wish:
         if pair.backend != "mlx" and not only:
             show.human().print(f"no mlx-lm-draft: it cannot draft with {pair.backend}")
     require_draft_model(variants, pair.backend)
+    for name in dict.fromkeys(variant.drafter for variant in variants if variant.drafter):
+        pair_of(msgspec.structs.replace(settings, draft_model=name))  # known to be there
     return Wish(
         settings=settings,
         pair=pair,

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import random
+import shutil
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,11 @@ import psutil
 from launch import show
 from launch.chaos.campaign import Campaign, Outcome, middle
 from launch.chaos.faults import Victim
+from launch.chaos.judging import Verdict, judge
 from launch.chaos.load import Load, cases
+from launch.chaos.starts import Starts
 from launch.chaos.supervisors import kill_supervisors
+from launch.models import pair_of
 from launch.options import settings_of, stack_options
 from launch.session import private_stack
 from protocol.errors import LosslessnessError, RuntimeFailure
@@ -30,6 +35,7 @@ _HANG_S = 3.0
 @click.option("--faults", type=click.IntRange(min=1), default=100, show_default=True)
 @click.option("--seconds", type=click.FloatRange(min=1), default=3600.0, help="Stop after so long.")
 @click.option("--clients", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--http", is_flag=True, help="As many clients more over HTTP, and its faults.")
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--only", multiple=True, help="Only faults with this in their name; repeatable.")
 @click.option(
@@ -39,34 +45,62 @@ _HANG_S = 3.0
     help="Also kill so many supervisors of stacks of their own.",
 )
 @click.option("-m", "--max-tokens", type=click.IntRange(min=1), default=96, show_default=True)
+@click.option(
+    "--patience",
+    type=click.FloatRange(min=1),
+    default=120.0,
+    show_default=True,
+    help="Seconds after which a stack has not mended, or a request hangs.",
+)
+@click.option(
+    "--keep-logs", type=click.Path(path_type=Path, file_okay=False), help="Copy all logs there."
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the outcome.")
 @click.option("--verbose", is_flag=True, help="Name every fault and every change of a process.")
 def command(**options: Any) -> None:
     """Do everything to a stack that may happen to it, and compare every token."""
     plan = {name: options.pop(name) for name in _PLAN}
     json_file, verbose = options.pop("json_file"), options.pop("verbose")
-    supervisors = options.pop("supervisors")
+    supervisors, keep_logs = options.pop("supervisors"), options.pop("keep_logs")
     settings = msgspec.structs.replace(
-        settings_of(**options), restarts=_MANY, hang_timeout_s=_HANG_S, max_waiting=0
+        settings_of(**options),
+        restarts=_MANY,
+        hang_timeout_s=_HANG_S,
+        max_waiting=0,
+        http=plan["http"],
+        port=0,
     )
     pids: set[int] = set()
+    starts = Starts()
 
     def report(status: ProcessStatus) -> None:
         pids.add(status.pid)
+        starts.note(status)
         if verbose:
             show.process_line(status)
 
     started = time.monotonic()
     with private_stack(settings, report) as supervisor:
-        victim = Victim(supervisor.run_dir, random.Random(plan["seed"]))  # noqa: S311  # no secret
+        url = supervisor.door.url if supervisor.door else ""
+        dice = random.Random(plan["seed"])  # noqa: S311  # no secret
+        victim = Victim(supervisor.run_dir, dice, url)
         known = cases(supervisor.run_dir.clients_address, plan["max_tokens"])
-        load = Load(supervisor.run_dir.clients_address, known, plan["clients"], plan["seed"])
-        campaign = Campaign(victim, load, _say if verbose else _nothing)
+        address = supervisor.run_dir.clients_address
+        load = Load(address, known, plan["clients"], plan["seed"], url=url)
+        progress = _say if verbose else _nothing
+        campaign = Campaign(victim, load, starts, plan["patience"], progress)
         try:
             campaign.run(plan["faults"], plan["seconds"], plan["only"])
         finally:
             hung = load.end(60.0)
-    summary = _summary(campaign.outcomes, load, hung)
+            if keep_logs is not None:
+                shutil.copytree(victim.run_dir.path, keep_logs, ignore=_no_log, dirs_exist_ok=True)
+    differences = [difference for tally in load.tallies for difference in tally.differences]
+    verdicts = judge(differences, pair_of(settings))
+    summary = _summary(campaign.outcomes, load, hung, verdicts)
+    summary["start_s"] = {
+        role: [round(middle(took), 3), round(max(took), 3)] for role, took in starts.took_s.items()
+    }
     summary["left"] = _left(pids, victim.run_dir.path)
     dice = random.Random(plan["seed"])  # noqa: S311  # no secret
     deaths = kill_supervisors(supervisors, _flags(options), dice)
@@ -76,7 +110,7 @@ def command(**options: Any) -> None:
     if json_file is not None:
         json_file.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     _print(summary)
-    _judge(summary)
+    _judge(summary, plan["clients"])
 
 
 def _flags(options: dict[str, Any]) -> list[str]:
@@ -88,7 +122,13 @@ def _flags(options: dict[str, Any]) -> list[str]:
     ]
 
 
-_PLAN = ("faults", "seconds", "clients", "seed", "only", "max_tokens")
+_PLAN = ("http", "faults", "seconds", "clients", "seed", "only", "max_tokens", "patience")
+
+
+def _no_log(folder: str, names: list[str]) -> list[str]:
+    """What is no log among these."""
+    del folder
+    return [name for name in names if not name.endswith(".log")]
 
 
 def _say(line: str) -> None:
@@ -99,11 +139,17 @@ def _nothing(line: str) -> None:
     del line
 
 
-def _summary(outcomes: dict[str, Outcome], load: Load, hung: int) -> dict[str, Any]:
+def _summary(
+    outcomes: dict[str, Outcome], load: Load, hung: int, verdicts: list[Verdict]
+) -> dict[str, Any]:
     return {
         "injected": sum(outcome.injected for outcome in outcomes.values()),
         "answered": sum(tally.answered for tally in load.tallies),
-        "changed": sum(tally.changed for tally in load.tallies),
+        "changed": sum(not verdict.tie for verdict in verdicts),
+        "ties": sum(verdict.tie for verdict in verdicts),
+        "differences": [asdict(verdict) for verdict in verdicts],
+        "cut_off": sum(tally.cut_off for tally in load.tallies),
+        "turned_away": sum(tally.turned_away for tally in load.tallies),
         "failed": [reason for tally in load.tallies for reason in tally.failed],
         "hung": hung,
         "classes": {
@@ -113,6 +159,8 @@ def _summary(outcomes: dict[str, Outcome], load: Load, hung: int) -> dict[str, A
                               round(max(outcome.silences_s, default=0.0), 3)],
                 "mended_s": [round(middle(outcome.mended_s), 3),
                              round(max(outcome.mended_s, default=0.0), 3)],
+                "beyond_start_s": [round(middle(outcome.beyond_start_s), 3),
+                                   round(max(outcome.beyond_start_s, default=0.0), 3)],
             }
             for name, outcome in sorted(outcomes.items())
         },
@@ -142,9 +190,17 @@ def _print(summary: dict[str, Any]) -> None:
     show.write("\n".join(rows) + "\n")
     show.write(
         f"\n{summary['injected']} faults in {summary['seconds']:g} s, "
-        f"{summary['answered']} answers: {summary['changed']} changed, "
+        f"{summary['answered']} answers: {summary['changed']} changed "
+        f"(and {summary['ties']} at a rounding tie), "
         f"{len(summary['failed'])} failed, {summary['hung']} hung, {len(summary['left'])} left\n"
     )
+    if summary["cut_off"] or summary["turned_away"]:
+        show.write(
+            f"{summary['cut_off']} HTTP streams broke off visibly, and "
+            f"{summary['turned_away']} requests were told to try again\n"
+        )
+    for role, (median, worst) in summary["start_s"].items():
+        show.write(f"a start of the {role} took {median:.2f} s (median), {worst:.2f} s (worst)\n")
     if killed := summary["supervisors"]["killed"]:
         gone = summary["supervisors"]["gone_s"]
         show.write(f"{killed} supervisors killed; their stacks were gone after {gone:.2f} s\n")
@@ -154,8 +210,11 @@ def _print(summary: dict[str, Any]) -> None:
         show.write(f"failed: {reason}\n")
 
 
-def _judge(summary: dict[str, Any]) -> None:
+def _judge(summary: dict[str, Any], clients: int) -> None:
     if summary["changed"]:
         raise LosslessnessError(f"{summary['changed']} answers were not those of plain decoding")
+    ended = sum(c["injected"] for name, c in summary["classes"].items() if "gateway" in name)
+    if summary["cut_off"] > ended * clients:
+        raise RuntimeFailure("more HTTP streams broke off than gateways were disturbed")
     if summary["failed"] or summary["hung"] or summary["left"]:
         raise RuntimeFailure("answers failed or hung, or something was left behind; see above")

@@ -37,7 +37,7 @@ def command(**options: Any) -> None:
         lookahead=options.pop("num_draft_tokens"),
     )
     system_prompt, show_draft = options.pop("system_prompt"), options.pop("show_draft")
-    report = show.process_line if options.pop("verbose") else show.nothing
+    report = show.process_line if options.pop("verbose") else show.long_waits
     name = options.pop("name")
     with session(settings_of(**options), name, report) as client:
         Chat(client, template, system_prompt=system_prompt, show_draft=show_draft).run()

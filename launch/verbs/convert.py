@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.resources
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,12 @@ import msgspec
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from launch import show
+from launch.config import compute_threads
 from launch.conversation import tokenise
 from launch.converted import beside
-from launch.converting import Converting
 from launch.models import resolve
 from launch.process import Lifeline
+from launch.telling import Telling
 from orchestrator.tokenizer import TargetTokenizer
 from protocol import conversion
 from protocol.conversion import COMPRESSIONS, STATE_WRITES, ConvertSettings
@@ -71,7 +71,7 @@ def command(model: str, out: Path | None, target: str | None, **options: Any) ->
             "out": str(place),
             "target": "" if target is None else str(resolve(target)),
             "prompts": str(tokenised),
-            "threads": os.cpu_count() or 1,
+            "threads": compute_threads(),
         }
         converted = _run(values)
     if as_json:
@@ -89,24 +89,24 @@ def _run(values: dict[str, Any]) -> conversion.Converted:
         console = show.human()
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
         bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        with Converting(settings) as process, bar:
+        decoder = msgspec.json.Decoder(conversion.Event)
+        with Telling("services.coreml", settings, decoder, conversion.Converted) as process, bar:
             return _drawn(process, bar)
 
 
-def _drawn(process: Converting, bar: Progress) -> conversion.Converted:
+def _drawn(
+    process: Telling[conversion.Event, conversion.Converted], bar: Progress
+) -> conversion.Converted:
     """Draw all events; raises what the process died of."""
     task = bar.add_task("reading", total=1.0)
-    converted, said = None, ""
+    said = ""
     for event in process.events():
-        match event:
-            case conversion.Step():
-                bar.update(task, description=event.what, completed=event.done)
-                if not bar.console.is_terminal and event.what != said:
-                    bar.console.print(event.what)
-                    said = event.what
-            case conversion.Converted():
-                converted = event
-    return process.ended(converted)
+        if isinstance(event, conversion.Step):
+            bar.update(task, description=event.what, completed=event.done)
+            if not bar.console.is_terminal and event.what != said:
+                bar.console.print(event.what)
+                said = event.what
+    return process.ended()
 
 
 def _show(converted: conversion.Converted) -> None:

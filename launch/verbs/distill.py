@@ -16,9 +16,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from launch import show
 from launch.conversation import form_of, tokenise
-from launch.distilling import Distilling
 from launch.models import resolve
 from launch.process import Lifeline
+from launch.telling import Telling
 from orchestrator.tokenizer import TargetTokenizer
 from protocol import distillation
 from protocol.errors import UsageError
@@ -138,7 +138,11 @@ def _run(values: dict[str, Any]) -> distillation.Finished:
             settings = msgspec.convert({**values, "lifeline": lifeline.child_end}, DistillSettings)
         except msgspec.ValidationError as error:
             raise UsageError(str(error).replace("$.", "--").replace("_", "-")) from error
-        with Distilling(settings) as process, _bar() as bar:
+        decoder = msgspec.json.Decoder(distillation.Event)
+        with (
+            Telling("services.distill", settings, decoder, distillation.Finished) as process,
+            _bar() as bar,
+        ):
             try:
                 finished = _drawn(process, bar)
             except KeyboardInterrupt:
@@ -165,10 +169,12 @@ def _bar() -> Progress:
     )
 
 
-def _drawn(process: Distilling, bar: Progress) -> distillation.Finished:
+def _drawn(
+    process: Telling[distillation.Event, distillation.Finished], bar: Progress
+) -> distillation.Finished:
     """Draw all events; raises what the process died of."""
     tasks = {task.description: task.id for task in bar.tasks}
-    finished, silent_until = None, 0.0
+    silent_until = 0.0
     for event in process.events():
         match event:
             case distillation.Note():
@@ -184,8 +190,8 @@ def _drawn(process: Distilling, bar: Progress) -> distillation.Finished:
                     bar.console.print(f"{event.phase} {event.done:.0%}, {details}")
                     silent_until = time.monotonic() + _LINE_EVERY_S
             case distillation.Finished():
-                finished = event
-    return process.ended(finished)
+                pass  # its last word, which `ended` keeps
+    return process.ended()
 
 
 def _details(event: distillation.Progress) -> str:

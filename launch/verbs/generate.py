@@ -63,7 +63,7 @@ from protocol.messages import FanOutPolicy, Generate
 def command(**options: Any) -> None:  # fmt: skip
     """Answer a prompt: on the running stack, or on a private one."""
     prompts = _prompts(options.pop("text"), options.pop("prompt"), options.pop("prompts"))
-    report = show.process_line if options.pop("verbose") else show.nothing
+    report = show.process_line if options.pop("verbose") else show.long_waits
     name = options.pop("name")
     answer_options = _answer_options(options)
     settings = settings_of(**options)

@@ -49,6 +49,8 @@ _SAME_MODEL = (
 @click.option("--out", type=click.Path(path_type=Path), default=Path("ssd-mac-check.json"),
               show_default=True, help="The file to write.")  # fmt: skip
 @click.option("--calls", type=click.IntRange(min=1), default=50, show_default=True)
+@click.option("--soak", type=click.IntRange(min=0), default=1000, show_default=True,
+              help="Calls of the long run; 0: none.")  # fmt: skip
 @click.option("--seconds", type=float, default=5.0, show_default=True, help="Of each loop.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -71,7 +73,7 @@ def command(model: str | None, target: str | None, out: Path, **options: Any) ->
 def _measured(folder: Path, target: Path, options: dict[str, Any]) -> Report:
     with contextlib.closing(Lifeline()) as lifeline:
         common: dict[str, Any] = {"lifeline": lifeline, "model": str(folder)}
-        probes = _probes(common, str(target), options["calls"])
+        probes = _probes(common, str(target), options["calls"], options["soak"])
         overlap = _overlap(common, str(target), options["seconds"]) if _on_mac() else {}
     # The target's own conversion, if there is one: both models are then the same.
     own = converted(target)
@@ -117,13 +119,19 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _probes(common: dict[str, Any], target: str, calls: int) -> list[Found]:
-    """Functions by compute unit, the device beside the reference, injection."""
-    wanted: list[dict[str, Any]] = [{"kind": "injection", "target": target, "calls": calls}]
+def _probes(common: dict[str, Any], target: str, calls: int, soak: int) -> list[Found]:
+    """Injection; functions by compute unit, the device beside the reference; a long run."""
+    wanted: list[dict[str, Any]] = [
+        {"kind": "injection", "target": target, "calls": calls, "half": half}
+        for half in (False, True)
+    ]
     for units in _UNITS if _on_mac() else ("reference",):
         wanted.append({"kind": "functions", "compute_units": units, "calls": calls})
         if _on_mac():
             wanted.append({"kind": "device", "compute_units": units})
+    if soak:
+        units = "cpu_and_ne" if _on_mac() else "reference"
+        wanted.append({"kind": "soak", "compute_units": units, "calls": soak})
     found = []
     for told in wanted:
         show.human().print(f"measuring: {told['kind']} {told.get('compute_units', '')}")

@@ -1,8 +1,10 @@
 """`ssd soak`: a long load of mixed requests with random cancels; nothing may grow or drift."""
 
+import contextlib
 import json
 import random
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import psutil
 from launch import show
 from launch.chaos.faults import ROLES, Victim
 from launch.chaos.gauge import Series
+from launch.chaos.judging import Verdict, judge
 from launch.chaos.load import Load, cases
+from launch.models import pair_of
 from launch.options import settings_of, stack_options
 from launch.session import private_stack
 from launch.supervisor import Supervisor
@@ -22,6 +26,7 @@ from protocol.errors import LosslessnessError, RuntimeFailure
 _MOST_MB = 32.0
 _MOST_SHARE = 0.05
 """A process may grow by the larger of these between its second and its last quarter."""
+_SAY_EVERY_S = 60.0
 
 
 @click.command("soak")
@@ -43,18 +48,22 @@ def command(**options: Any) -> None:  # fmt: skip
     """Ask for a long time, cancel at random, and watch memory, descriptors and every token.
 
     The verifier compares the length of its KV with the committed tokens before each round
-    and fails the request if they differ: no failed request means no drift.
+    and fails the request if they differ: no failed request means no drift. Ctrl-C ends
+    it early, with the figures so far.
     """
     plan = {name: options.pop(name) for name in _PLAN}
     json_file = options.pop("json_file")
     settings = msgspec.structs.replace(settings_of(**options), max_waiting=0)
-    with private_stack(settings, show.nothing) as supervisor:
+    with private_stack(settings, show.long_waits) as supervisor:
         address = supervisor.run_dir.clients_address
         known = cases(address, plan["max_tokens"])
-        load = Load(address, known, plan["clients"], plan["seed"], plan["cancels"])
-        series = _watch(supervisor, 60 * plan["minutes"], plan["every"])
-        hung = load.end(60.0)
-    summary = _summary(load, series, hung)
+        load = Load(address, known, plan["clients"], plan["seed"], cancels=plan["cancels"])
+        watch = _Watch(supervisor, load)
+        watch.run(60 * plan["minutes"], plan["every"])
+        hung, replaced = load.end(60.0), watch.replaced()
+    differences = [difference for tally in load.tallies for difference in tally.differences]
+    summary = _summary(load, watch.series, hung, judge(differences, pair_of(settings)))
+    summary["replaced"] = replaced
     if json_file is not None:
         json_file.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     _print(summary)
@@ -64,25 +73,54 @@ def command(**options: Any) -> None:  # fmt: skip
 _PLAN = ("minutes", "clients", "cancels", "every", "seed", "max_tokens")
 
 
-def _watch(supervisor: Supervisor, seconds: float, every_s: float) -> dict[str, Series]:
-    series = {role: Series() for role in ROLES}
-    series["supervisor"] = Series()
-    victim = Victim(supervisor.run_dir, random.Random(0))  # noqa: S311  # no secret
-    pids = {role: status.pid for role, status in victim.processes().items() if role in series}
-    pids["supervisor"] = psutil.Process().pid
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        for role, pid in pids.items():
-            series[role].take(pid)
-        time.sleep(every_s)
-    return series
+class _Watch:
+    """Samples every process, says once in a while how it goes, and ends early on Ctrl-C."""
+
+    def __init__(self, supervisor: Supervisor, load: Load) -> None:
+        self._load = load
+        # Which processes there are is all that is asked: nothing is drawn, nothing hurt.
+        self._victim = Victim(supervisor.run_dir, random.Random(0))  # noqa: S311  # no secret
+        self.series = {role: Series() for role in (*ROLES, "supervisor")}
+        self._pids = self._found()
+
+    def _found(self) -> dict[str, int]:
+        statuses = self._victim.processes()
+        pids = {role: one.pid for role, one in statuses.items() if role in self.series}
+        return pids | {"supervisor": psutil.Process().pid}
+
+    def run(self, seconds: float, every_s: float) -> None:
+        """Sample for so long, or until the user has seen enough."""
+        start = said = time.monotonic()
+        with contextlib.suppress(KeyboardInterrupt):
+            while (now := time.monotonic()) < start + seconds:
+                for role, pid in self._pids.items():
+                    self.series[role].take(pid)
+                if now > said + _SAY_EVERY_S:
+                    said = now
+                    self._say((now - start) / 60)
+                time.sleep(min(every_s, max(0.0, start + seconds - now)))
+
+    def _say(self, minutes: float) -> None:
+        sizes = {role: one.megabytes[-1] for role, one in self.series.items() if one.megabytes}
+        memory = ", ".join(f"{role} {size:.0f} MB" for role, size in sizes.items())
+        answers = sum(tally.answered for tally in self._load.tallies)
+        show.human().print(f"{minutes:.0f} min: {answers} answers; {memory}")
+
+    def replaced(self) -> list[str]:
+        """Roles whose process is another one than at the beginning."""
+        found = self._found()
+        return [role for role, pid in self._pids.items() if found.get(role, pid) != pid]
 
 
-def _summary(load: Load, series: dict[str, Series], hung: int) -> dict[str, Any]:
+def _summary(
+    load: Load, series: dict[str, Series], hung: int, verdicts: list[Verdict]
+) -> dict[str, Any]:
     return {
         "answered": sum(tally.answered for tally in load.tallies),
         "cancelled": sum(tally.cancelled for tally in load.tallies),
-        "changed": sum(tally.changed for tally in load.tallies),
+        "changed": sum(not verdict.tie for verdict in verdicts),
+        "ties": sum(verdict.tie for verdict in verdicts),
+        "differences": [asdict(verdict) for verdict in verdicts],
         "failed": [reason for tally in load.tallies for reason in tally.failed],
         "hung": hung,
         "processes": {
@@ -105,7 +143,8 @@ def _print(summary: dict[str, Any]) -> None:
     show.write("\n".join(rows) + "\n")
     show.write(
         f"\n{summary['answered']} answers, {summary['cancelled']} cancelled: "
-        f"{summary['changed']} changed, {len(summary['failed'])} failed, {summary['hung']} hung\n"
+        f"{summary['changed']} changed (and {summary['ties']} at a rounding tie), "
+        f"{len(summary['failed'])} failed, {summary['hung']} hung\n"
     )
     for reason in sorted(set(summary["failed"])):
         show.write(f"failed: {reason}\n")
@@ -116,6 +155,8 @@ def _judge(summary: dict[str, Any]) -> None:
         raise LosslessnessError(f"{summary['changed']} answers were not those of plain decoding")
     if summary["failed"] or summary["hung"]:
         raise RuntimeFailure("answers failed or hung; see above")
+    if summary["replaced"]:
+        raise RuntimeFailure(f"restarted on the way: {', '.join(summary['replaced'])}")
     for role, found in summary["processes"].items():
         if found["mb_late"] - found["mb_early"] > max(_MOST_MB, _MOST_SHARE * found["mb_early"]):
             raise RuntimeFailure(f"the memory of the {role} grows; see above")

@@ -5,6 +5,7 @@ import click
 from launch import show
 from launch.config import stack_settings
 from launch.control import ask_supervisor
+from launch.keyring import public_key
 from launch.models import command_of
 from launch.rundir import DEFAULT_NAME
 from protocol.messages import SwapDrafter
@@ -16,9 +17,18 @@ from protocol.settings import BACKENDS
 @click.option("--draft-model", default="", help="Model folder or hub name, for mlx and coreml.")
 @click.option("--draft-command", default="", help="Program that drafts, for stdio.")
 @click.option("--draft-lines", is_flag=True, help="It speaks the line protocol.")
+@click.option("--draft-server", default="", help="Where it listens, tcp://HOST:PORT, for remote.")
+@click.option("--draft-server-key", default="", help="Its public key, or its name in `ssd keys`.")
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
 def command(
-    *, backend: str, draft_model: str, draft_command: str, draft_lines: bool, name: str
+    *,
+    backend: str,
+    draft_model: str,
+    draft_command: str,
+    draft_lines: bool,
+    draft_server: str,
+    draft_server_key: str,
+    name: str,
 ) -> None:
     """Exchange the drafter of a running stack; requests go on."""
     timeout_s = stack_settings({}).start_timeout_s
@@ -27,6 +37,8 @@ def command(
         model=draft_model,
         command=list(command_of(draft_command)),
         lines=draft_lines,
+        server=draft_server,
+        server_key=public_key(draft_server_key) if draft_server_key else "",
     )
     ask_supervisor(name, swap, timeout_s)
     show.human().print(f"the stack {name!r} now drafts with {backend}")

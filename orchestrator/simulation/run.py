@@ -77,6 +77,7 @@ class _Answer:
             agenda, device, script, noise, drafter=self._drafter, send=self._verified
         )
         self._recorder = Recorder(0.0)
+        estimates.new_text(strategy.mode)
         self._sequence = Sequence(
             number=1,
             prompt=[script.token(0)],

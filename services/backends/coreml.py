@@ -19,8 +19,9 @@ import numpy as np
 from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
 from protocol.sampling import of_drafter
+from protocol.shaping import Shaper
 from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
-from services.candidates import Top, best_bonuses, drafted
+from services.candidates import Top, best_bonuses, drafted, shaped
 from services.coreml.model import ConvertedModel, Feed, chain_feed
 from services.coreml.runtime.executor import State
 
@@ -37,6 +38,8 @@ class _Sequence:
     """The trunk: token i's keys and values are in slot i."""
     tops: dict[int, Top] = field(default_factory=dict)
     """Position -> candidates after it, for the trunk's recent tokens."""
+    shaper: Shaper | None = None
+    """After `fed`, if the request shapes logits."""
 
 
 class Call(NamedTuple):
@@ -72,6 +75,8 @@ class CoremlBackend:
         """Prefill into a fresh state, in chunks; may be abandoned between two."""
         state = self._model.new_state()
         opened = _Sequence(state, of_drafter(sampling), list(tokens))
+        if sampling.shape is not None:
+            opened.shaper = Shaper(sampling.shape, self._model.folder, [])
         fits = len(tokens) <= self._model.slots
         for call in self._calls(0, len(tokens) if fits else 0, rows=0):
             self._feed(opened, call, tokens)
@@ -98,10 +103,15 @@ class CoremlBackend:
         roots = self._fork(known, chain, fan_out, turn)
         tokens = [root.bonus for root in roots]
         grown_from = len(known.committed)
+        shapers = _branched(known.shaper, [grown_from + root.accepted + 1 for root in roots])
         for level in range(depth if roots else 0):
             if self._window(known, level, len(roots)) + self._rows(len(roots)) > self._model.slots:
                 return
             tops = self._grow(known, grown_from, roots, tokens, level)
+            tops = [
+                self._shaped(shaper, [token], [top])[0]
+                for shaper, token, top in zip(shapers, tokens, tops, strict=True)
+            ]
             found = []
             for root, top in zip(roots, tops, strict=True):
                 position = grown_from + root.accepted + level + 2
@@ -159,6 +169,8 @@ class CoremlBackend:
                 keep = position
                 break
         del known.fed[keep:]
+        if known.shaper is not None:
+            known.shaper.rewind(keep)
         known.tops = {
             p: top for p, top in known.tops.items() if keep - MAX_DRAFT_TOKENS <= p < keep
         }
@@ -173,7 +185,10 @@ class CoremlBackend:
             call.function, chain_feed(tokens, start, self._model.slots), known.state
         )
         known.fed += tokens
-        known.tops.update(enumerate(tops, start))
+        known.tops.update(enumerate(self._shaped(known.shaper, tokens, tops), start))
+
+    def _shaped(self, shaper: Shaper | None, tokens: Tokens, tops: list[Top]) -> list[Top]:
+        return shaped(shaper, tokens, tops, self.identity.vocabulary_size)
 
     # ------------------------------------------------------------ the tree
 
@@ -221,6 +236,11 @@ class CoremlBackend:
             )
             tops += self._model.run("tree", feed, known.state)
         return tops
+
+
+def _branched(trunk: Shaper | None, lengths: list[int]) -> list[Shaper | None]:
+    """A shaper for each branch, after so many of the trunk's tokens."""
+    return [None if trunk is None else trunk.branch(length) for length in lengths]
 
 
 def calls_for(

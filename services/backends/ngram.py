@@ -1,4 +1,4 @@
-"""Prompt lookup: draft what followed the last time these words were said. No model.
+"""Prompt lookup as a drafter (`protocol.lookup`): what followed the last time. No model.
 
 Good on text that repeats itself: code edits, quotations, summaries.
 """
@@ -6,12 +6,10 @@ Good on text that repeats itself: code edits, quotations, summaries.
 from collections.abc import Generator, Iterator
 
 from protocol.errors import ProtocolError
+from protocol.lookup import continuation, successors
 from protocol.messages import ENDED, Sampling, Tokens
 from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
 
-_LONGEST = 4
-_SHORTEST = 2
-_CONFIDENCE = {2: 0.35, 3: 0.55, 4: 0.75}
 MAX_DRAFT_TOKENS = 64
 
 
@@ -55,8 +53,8 @@ class NgramBackend:
         for accepted, wanted in enumerate(fan_out):
             rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
             prefix = known + chain[: accepted + 1]
-            for bonus in _first_distinct(_successors(prefix), wanted, rejected):
-                draft, confidence = _continuation([*prefix, bonus], depth)
+            for bonus in _first_distinct(successors(prefix), wanted, rejected):
+                draft, confidence = continuation([*prefix, bonus], depth)
                 if draft:
                     outcomes.append(Outcome(accepted, bonus))
                     drafts.append(draft)
@@ -70,7 +68,7 @@ class NgramBackend:
     ) -> Generator[Drafted]:
         """The continuation of the latest similar place."""
         del turn
-        draft, confidence = _continuation([*self._known(sequence), pending], count)
+        draft, confidence = continuation([*self._known(sequence), pending], count)
         for token in draft:
             yield Drafted(token, confidence)
 
@@ -82,29 +80,6 @@ class NgramBackend:
         if sequence not in self._tokens:
             raise ProtocolError(f"sequence {sequence} is not open")
         return self._tokens[sequence]
-
-
-def _continuation(tokens: Tokens, count: int) -> tuple[Tokens, float]:
-    """What followed the best match, and how sure we are: the longer the match, the surer."""
-    for end, length in _matches(tokens):
-        return tokens[end : end + count], _CONFIDENCE[length]
-    return [], 0.0
-
-
-def _matches(tokens: Tokens) -> Iterator[tuple[int, int]]:
-    """(index after it, length) of earlier occurrences of the ending: longest, latest first."""
-    last = len(tokens) - 1
-    ends = [i + 1 for i in range(last - 1, -1, -1) if tokens[i] == tokens[last]]
-    for length in range(_LONGEST, _SHORTEST - 1, -1):
-        tail = tokens[len(tokens) - length :]
-        for end in ends:
-            if end >= length and tokens[end - length : end] == tail:
-                yield end, length
-
-
-def _successors(tokens: Tokens) -> Iterator[int]:
-    """Tokens that followed earlier occurrences of the ending, best first."""
-    return (tokens[end] for end, _ in _matches(tokens))
 
 
 def _first_distinct(tokens: Iterator[int], count: int, excluded: int | None) -> Tokens:

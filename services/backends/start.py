@@ -46,3 +46,5 @@ def start(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
             return NgramBackend()
         case "stdio":
             raise UsageError("the stdio backend runs another program, which cannot be itself")
+        case "remote":
+            raise UsageError("the remote backend drafts elsewhere, which cannot be here")

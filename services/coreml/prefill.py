@@ -30,7 +30,7 @@ class CoremlPrefill:
         """Longest prompt."""
         return self._model.slots
 
-    def pieces(self, tokens: Tokens) -> Generator[None, None, tuple[Array, Array]]:
+    def pieces(self, tokens: Tokens) -> Generator[tuple[Array, Array]]:
         """Chunk by chunk, each with what the former ones returned as its past."""
         if not 0 < len(tokens) <= self.slots:
             raise ModelError(f"a prompt of {len(tokens)} tokens does not fit {self.slots} slots")
@@ -39,12 +39,12 @@ class CoremlPrefill:
             feed = chain_feed(tokens[start : start + self._chunk], start, self.slots)
             stop = start + len(feed.tokens)
             new = self._model.keys_values(_FUNCTION, feed, past)
-            for (keys, values), (new_keys, new_values) in zip(past, new, strict=True):
-                keys[:, :, start:stop] = new_keys
-                values[:, :, start:stop] = new_values
-            yield
-        joined = [np.concatenate(arrays)[:, :, : len(tokens)] for arrays in zip(*past, strict=True)]
-        return joined[0].astype(np.float16), joined[1].astype(np.float16)
+            if stop < len(tokens):
+                for (keys, values), (new_keys, new_values) in zip(past, new, strict=True):
+                    keys[:, :, start:stop] = new_keys
+                    values[:, :, start:stop] = new_values
+            keys_of, values_of = zip(*new, strict=True)
+            yield np.concatenate(keys_of), np.concatenate(values_of)
 
 
 def open_prefill(folder: Path, units: ComputeUnits, target: Path) -> CoremlPrefill:

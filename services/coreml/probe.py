@@ -10,10 +10,12 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 
 from protocol.child import main
 from protocol.errors import RuntimeFailure
 from protocol.probing import Found, ProbeSettings
+from services.candidates import Top
 from services.coreml.architecture import read_architecture
 from services.coreml.manifest import read_manifest
 from services.coreml.model import ConvertedModel, chain_feed, open_model
@@ -21,7 +23,7 @@ from services.coreml.runtime.executor import ReferenceExecutor
 from services.coreml.threads import limit
 from services.machine import load_blas
 
-_INJECTED = 512
+_INJECTED, _CHUNK = 512, 64
 _COMPARED = 64
 _MEETING_S = 900.0
 """A first load compiles for minutes; half of what the door waits for a probe."""
@@ -37,6 +39,7 @@ def run(settings: ProbeSettings) -> None:
         "draft-loop": _draft_loop,
         "target-loop": _target_loop,
         "injection": _injection,
+        "soak": _soak,
     }[settings.kind]
     sys.stdout.write(msgspec.json.encode(measure(settings)).decode() + "\n")
 
@@ -81,6 +84,41 @@ def _device(settings: ProbeSettings) -> Found:
         calls=len(pairs),
         same_best=float(np.mean([a.ids[0, 0] == b.ids[0, 0] for a, b in pairs])),
         worst_logit=max(abs(float(a.logits[0, 0] - b.logits[0, 0])) for a, b in pairs),
+    )
+
+
+def _soak(settings: ProbeSettings) -> Found:
+    """Many calls: the same tokens into a fresh state, again and again, must say the same.
+
+    Drivers are known to crash, leak or drift after some hundred calls.
+    """
+    model, process = _model(settings), psutil.Process()
+    rng = np.random.default_rng(0)
+    tokens = [int(token) for token in rng.integers(0, model.manifest.vocabulary_size, _COMPARED)]
+    first: list[Top] = []
+    taken: list[float] = []
+    resident, worst, same = 0, 0.0, 0
+    while len(taken) < settings.calls:
+        state = model.new_state()
+        for at, token in enumerate(tokens[: settings.calls - len(taken)]):
+            started = time.perf_counter()
+            [top] = model.run("decode", chain_feed([token], at, model.slots), state)
+            taken.append(time.perf_counter() - started)
+            if len(first) == at:
+                first.append(top)
+            same += int(top.ids[0, 0] == first[at].ids[0, 0])
+            worst = max(worst, abs(float(top.logits[0, 0] - first[at].logits[0, 0])))
+        resident = resident or process.memory_info().rss
+    return Found(
+        kind="soak",
+        compute_units=settings.compute_units,
+        compute_unit=model.executor.compute_unit,
+        calls=len(taken),
+        per_second=len(taken) / sum(taken),
+        slowest_ms=1e3 * max(taken),
+        same_best=same / len(taken),
+        worst_logit=worst,
+        grown_mb=(process.memory_info().rss - resident) / 1e6,
     )
 
 
@@ -148,29 +186,38 @@ def _target_loop(settings: ProbeSettings) -> Found:
 
 
 def _injection(settings: ProbeSettings) -> Found:
-    """Arrays of a prompt's keys and values into the target's empty MLX cache."""
-    from services.elsewhere import inject, kv_dtype  # noqa: PLC0415
+    """Rows of a prompt into the cache of a model like the target, in chunks, then handed over."""
+    import mlx.core as mx  # noqa: PLC0415
+
+    from services.elsewhere import Landing, kv_dtype  # noqa: PLC0415
     from services.kv import KVStore, windows_of  # noqa: PLC0415
     from services.model import compute_unit, load  # noqa: PLC0415
 
     module = load(Path(settings.target)).module
     windows = windows_of(module)
-    dtype = kv_dtype(module, windows)
+    dtype = mx.float16 if settings.half else kv_dtype(module, windows)
     shape = read_architecture(Path(settings.target))
-    rows = np.zeros((shape.layers, shape.kv_heads, _INJECTED, shape.head_dim), np.float16)
-    taken = []
+    # Float32 arrays, as CoreML's Python side and the reference runtime return them.
+    rows = np.ones((shape.layers, shape.kv_heads, _CHUNK, shape.head_dim), np.float32)
+    writing, handing = [], []
     for _ in range(settings.calls + 1):
-        store = KVStore(windows, bucketed=False)
+        store, landing = KVStore(windows, bucketed=False), Landing(_INJECTED, dtype)
         started = time.perf_counter()
-        inject(store, (rows, rows), dtype)
+        for _ in range(_INJECTED // _CHUNK):
+            landing.write(rows, rows)
+        written = time.perf_counter()
+        landing.hand_over(store)
         store.evaluate()
-        taken.append(1e3 * (time.perf_counter() - started))
+        writing.append(1e3 * (written - started))
+        handing.append(1e3 * (time.perf_counter() - written))
     return Found(
         kind="injection",
         compute_units="",
         compute_unit=compute_unit(),
         tokens=_INJECTED,
-        milliseconds=statistics.median(taken[1:]),
+        dtype=str(dtype).removeprefix("mlx.core."),
+        milliseconds=statistics.median(handing[1:]),
+        written_ms=statistics.median(writing[1:]),
     )
 
 

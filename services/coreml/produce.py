@@ -98,19 +98,21 @@ def _compared(settings: ConvertSettings, folder: Path, found: Converted) -> Conv
     texts = []
     for number, prompt in enumerate(prompts):
         texts.append(author.answer(prompt, settings.tokens))
-        say(Step("comparing", 0.6 * (number + 1) / len(prompts)))
+        say(Step("writing the answers", 0.3 * (number + 1) / len(prompts)))
     laws = source.laws(texts)
+    say(Step("comparing by tree", 0.35))
     tops = parity.candidates(model, texts)
     agreed = parity.agreement(laws, tops)
     routes = {"tree": agreed} if settings.all_routes else {}
     for route in ROUTES[1:] if settings.all_routes else ():
+        say(Step(f"comparing by {route}", 0.6))
         routes[route] = parity.agreement(laws, parity.candidates(model, texts, route))
     draft = own = None
     if target is not None:
         judged, size = target.laws(texts), target.vocabulary.size
         draft = parity.acceptance(judged, size, tops)
         own = parity.acceptance(judged, size, parity.tops_of(laws, tops[0].ids.shape[1]))
-    say(Step("comparing", 1.0))
+    say(Step("compared", 1.0))
     return msgspec.structs.replace(
         found,
         passed=all(one.greedy >= settings.threshold for one in (agreed, *routes.values())),

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,11 +19,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from protocol.async_client import AsyncClient
-from protocol.errors import RuntimeFailure, SsdError
+from protocol.errors import SsdError
 from protocol.grammar import check_grammar
 from protocol.messages import Finished, Generate, Status, Text
 from protocol.settings import GatewaySettings
 from services.gateway import reading
+from services.gateway.choices import Choice, merged, requests_of
 from services.gateway.faults import Fault, fault_of, unsupported
 from services.gateway.fields import UNSET, ChatRequest, CompletionRequest
 from services.gateway.guard import Guard, body_of
@@ -30,6 +32,7 @@ from services.gateway.metrics import Metrics
 from services.gateway.page import page
 from services.gateway.reply import ChatReply, CompletionReply, Reply
 from services.gateway.stream import EventStream
+from services.gateway.tool_format import ToolFormat, tool_format
 from services.gateway.transcript import Transcript
 from services.gateway.waiting import ClientLeft, departure, heard
 
@@ -47,11 +50,13 @@ class Gateway:
         self._client = client
         self._metrics = Metrics()
         self._started = int(time.time())
+        self._tool_format = tool_format(Path(settings.model)) if settings.model else ToolFormat()
 
     def app(self, key: str) -> ASGIApp:
         """The application, for strangers and friends."""
         settings = self._settings
-        middleware = [Middleware(Guard, key=key, hosts=settings.hosts)]
+        limit = settings.rate_limit
+        middleware = [Middleware(Guard, key=key, hosts=settings.hosts, rate_limit=limit)]
         if settings.allowed_origins:
             # Outermost, so that a page may also read why it was refused.
             cors = Middleware(
@@ -107,48 +112,53 @@ class Gateway:
         if options and not asked.stream:
             raise unsupported("stream_options", "only with stream")
         kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
+        choices = [
+            Choice(index, one, self._transcript(asked))
+            for index, one in enumerate(requests_of(generate, asked.n or 1))
+        ]
         reply = kind(
-            request=generate,
+            choices=choices,
             status=status,
             model=self._settings.names[0],
             include_usage=bool(options and options.include_usage),
             include_origins=bool(options and options.include_origins),
         )
-        events = self._client.generate(generate, status.pid)
-        transcript = Transcript(reading.functions(asked))
+        events = merged([self._client.generate(one.request) for one in choices])
         if not asked.stream:
-            return await self._whole(request, events, reply, transcript)
-        stream = EventStream(events, reply, transcript, self._metrics, _KEEP_ALIVE_S)
+            return await self._whole(request, events, reply)
+        stream = EventStream(events, reply, self._metrics, _KEEP_ALIVE_S)
         await stream.begin(request.receive)
         return stream
 
+    def _transcript(self, asked: ChatRequest | CompletionRequest) -> Transcript:
+        # A call that a grammar constrains has the grammar's marks, not the model's.
+        form = ToolFormat() if reading.must_call(asked) else self._tool_format
+        return Transcript(reading.functions(asked), form)
+
     async def _whole(
-        self,
-        request: Request,
-        events: AsyncGenerator[Text | Finished],
-        reply: Reply,
-        transcript: Transcript,
+        self, request: Request, events: AsyncGenerator[tuple[int, Text | Finished]], reply: Reply
     ) -> Response:
         gone = asyncio.ensure_future(departure(request.receive))
         try:
             async with contextlib.aclosing(heard(events, gone, _KEEP_ALIVE_S)) as heard_events:
-                async for event in heard_events:
-                    if isinstance(event, Text):
-                        transcript.push(event)
-                    elif event is not None:
-                        return JSONResponse(self._end(transcript, event, reply))
+                async for said in heard_events:
+                    if said is not None:
+                        self._take(reply.choices[said[0]], said[1])
         except (SsdError, ClientLeft) as error:
             self._metrics.failed("cancelled" if isinstance(error, ClientLeft) else "error")
             raise
         finally:
             gone.cancel()
-        raise RuntimeFailure("the answer ended without its last message")
+        return JSONResponse(reply.whole())
 
-    def _end(self, transcript: Transcript, finished: Finished, reply: Reply) -> dict[str, Any]:
-        self._metrics.finished(finished, transcript.tokens, reply.request.mode)
-        if finished.reason == "cancelled":
+    def _take(self, choice: Choice, event: Text | Finished) -> None:
+        if isinstance(event, Text):
+            choice.transcript.push(event)
+            return
+        choice.finished = event
+        self._metrics.finished(event, choice.transcript.tokens, choice.request.mode)
+        if event.reason == "cancelled":
             raise Fault(503, "the request was cancelled", code="cancelled")
-        return reply.whole(transcript, finished)
 
     def _check_models(self, asked: ChatRequest | CompletionRequest, status: Status) -> None:
         """This server has one pair; whoever wants another must hear of it."""

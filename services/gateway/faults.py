@@ -11,13 +11,21 @@ class Fault(Exception):
     """An answer that is an error: HTTP status, and what the error object says."""
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int = 1,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
         self.param = param
+        self._retry_after_s = retry_after_s
+        """Of a refusal for now, status 429."""
 
     def body(self) -> dict[str, Any]:
         """The error object."""
@@ -32,7 +40,9 @@ class Fault(Exception):
 
     def response(self) -> JSONResponse:
         """The error object with its status."""
-        headers = _HEADERS.get(self.status)
+        headers = dict(_HEADERS.get(self.status, {}))
+        if self.status == 429:
+            headers["Retry-After"] = str(self._retry_after_s)
         return JSONResponse(self.body(), status_code=self.status, headers=headers)
 
 
@@ -44,7 +54,7 @@ _TYPES = {
     503: "server_error",
 }
 
-_HEADERS = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}}
 
 
 def unsupported(param: str, why: str) -> Fault:

@@ -125,7 +125,7 @@ class _Request(_Strict, frozen=True, kw_only=True):
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
-    n: int | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=16)] | None = None
     user: str | None = None
     draft_model: str | Unset | None = UNSET
     """null: plain decoding."""

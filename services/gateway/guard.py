@@ -4,12 +4,15 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import math
+import time
 from collections.abc import Sequence
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.faults import Fault
+from services.gateway.rate import RateLimit
 from services.gateway.waiting import ClientLeft
 
 _BODY_S = 30.0
@@ -27,16 +30,19 @@ class Guard:
     point there. So the host must then be one that means this machine.
     """
 
-    def __init__(self, app: ASGIApp, *, key: str, hosts: Sequence[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, key: str, hosts: Sequence[str], rate_limit: int = 0
+    ) -> None:
         self._app = app
         self._key = _digest(key.encode()) if key else b""
         self._hosts = {host.lower() for host in hosts}
+        self._rate = RateLimit(rate_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer strangers; let others through."""
         if scope["type"] == "http":
             request = Request(scope)
-            if fault := self._objection(request):
+            if fault := self._objection(request) or self._haste(request):
                 await fault.response()(scope, receive, send)
                 return
             request.state.trusted = not self._key or self._knows_key(request)
@@ -51,6 +57,19 @@ class Guard:
         if host in self._hosts or _is_loopback(host):
             return None
         return Fault(403, f"this server does not answer to the name {host!r}", code="wrong_host")
+
+    def _haste(self, request: Request) -> Fault | None:
+        """Whoever asks for too many answers in a minute; looking around is free."""
+        if request.method != "POST":
+            return None
+        # There is one key, so clients are told apart by where they are.
+        client = request.client.host if request.client else ""
+        wait_s = self._rate.wait_s(client, time.monotonic())
+        if not wait_s:
+            return None
+        seconds = math.ceil(wait_s)
+        reason = f"too many requests within a minute (rate_limit); try again in {seconds} s"
+        return Fault(429, reason, code="rate_limit_exceeded", retry_after_s=seconds)
 
     def _knows_key(self, request: Request) -> bool:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")

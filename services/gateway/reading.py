@@ -58,7 +58,7 @@ def chat(request: ChatRequest, defaults: Sampling) -> Generate:
         defaults,
         grammar=_grammar(request),
         logprobs=_logprobs(request),
-        max_tokens=request.max_completion_tokens or request.max_tokens,
+        max_tokens=_max_tokens(request),
         tools=[
             {"type": "function", "function": _described(function)}
             for function in functions(request)
@@ -79,6 +79,14 @@ def completion(request: CompletionRequest, defaults: Sampling) -> Generate:
         max_tokens=request.max_tokens,
         **given,
     )
+
+
+def _max_tokens(request: ChatRequest) -> int | None:
+    """OpenAI's name of today, or the one before."""
+    new, old = request.max_completion_tokens, request.max_tokens
+    if new and old and new != old:
+        raise unsupported("max_tokens", f"{old}, but max_completion_tokens says {new}")
+    return new or old
 
 
 def _prompt(prompt: str | list[int | str]) -> dict[str, Any]:
@@ -105,8 +113,6 @@ def _generate(
     max_tokens: int | None,
     **prompt: Any,
 ) -> Generate:
-    if request.n not in (None, 1):
-        raise unsupported("n", "one answer per request, please")
     plain = request.draft_model is None or request.num_draft_tokens == 0
     sampling = replace(
         _sampling(request, defaults), shape=_shape(request, grammar), logprobs=logprobs
@@ -167,7 +173,7 @@ def _grammar(request: ChatRequest) -> str:
         called = [function for function in called if function.name == choice.function.name]
         if not called:
             raise unsupported("tool_choice", f"there is no tool {choice.function.name!r}")
-    if choice == "required" or isinstance(choice, ToolChoice):
+    if must_call(request):
         if not called:
             raise unsupported("tool_choice", "there are no tools")
         return call_grammar(called)
@@ -181,6 +187,12 @@ def _grammar(request: ChatRequest) -> str:
             return json_grammar(wanted.json_schema.schema)
         case _:
             return ""
+
+
+def must_call(request: ChatRequest | CompletionRequest) -> bool:
+    """Whether the answer has to be a call of a tool."""
+    choice = None if isinstance(request, CompletionRequest) else request.tool_choice
+    return choice == "required" or isinstance(choice, ToolChoice)
 
 
 def functions(request: ChatRequest | CompletionRequest) -> list[Function]:

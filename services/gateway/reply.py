@@ -4,11 +4,13 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
-from protocol.messages import Finished, Generate, Logprobs, ShownToken, Status
+from protocol.messages import Logprobs, ShownToken, Status
+from services.gateway.choices import Choice
 from services.gateway.figures import speculation, timings, usage
-from services.gateway.transcript import Piece, Transcript
+from services.gateway.transcript import Piece
 
 _REASONS = {"stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
 
@@ -17,7 +19,7 @@ _REASONS = {"stop": "stop", "length": "length", "context": "length", "cancelled"
 class Reply(ABC):
     """What both kinds of answer share."""
 
-    request: Generate
+    choices: list[Choice]
     status: Status
     model: str
     include_usage: bool = False
@@ -29,11 +31,17 @@ class Reply(ABC):
     whole_kind = ""
     chunk_kind = ""
 
-    def whole(self, transcript: Transcript, finished: Finished) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """The answer to a request that does not stream."""
-        transcript.end()
-        body = self._envelope(self.whole_kind, [self._choice(transcript, finished)])
-        return {**body, **self._figures(transcript, finished), **self._usage(transcript, finished)}
+        for choice in self.choices:
+            choice.transcript.end()
+        told = [self._choice(choice) for choice in self.choices]
+        body = {**self._envelope(self.whole_kind, told), "usage": self._usage()}
+        if len(self.choices) == 1:
+            return {**body, **self._figures(self.choices[0])}
+        for one, choice in zip(told, self.choices, strict=True):
+            one.update(self._figures(choice))
+        return body
 
     def opening(self) -> list[dict[str, Any]]:
         """The chunks before the first token."""
@@ -44,23 +52,25 @@ class Reply(ABC):
         said = piece.content or piece.calls or piece.logprobs
         return bool(said) or (self.include_origins and bool(piece.origins))
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """The chunk of a piece."""
-        body = self._chunk(self._delta(piece), None)
+        body = self._chunk(choice.index, self._delta(choice, piece), None)
         if self.include_origins:
             body["ssd"] = {"origins": piece.origins}
         return body
 
-    def closing(self, transcript: Transcript, finished: Finished) -> list[dict[str, Any]]:
-        """The chunks after the last token."""
-        rest = transcript.end()
-        chunks = [self.chunk(rest)] if self.shows(rest) else []
-        last = self._chunk(self._delta(None), self._reason(transcript, finished))
-        last.update(self._figures(transcript, finished))
+    def closing(self, choice: Choice) -> list[dict[str, Any]]:
+        """The chunks after a choice's last token."""
+        rest = choice.transcript.end()
+        chunks = [self.chunk(choice, rest)] if self.shows(rest) else []
+        last = self._chunk(choice.index, self._delta(choice, None), _reason(choice))
+        return [*chunks, {**last, **self._figures(choice)}]
+
+    def counts(self) -> list[dict[str, Any]]:
+        """The chunk at the very end, if it is wanted."""
         if not self.include_usage:
-            return [*chunks, last]
-        counts = {**self._envelope(self.chunk_kind, []), **self._usage(transcript, finished)}
-        return [*chunks, last, counts]
+            return []
+        return [{**self._envelope(self.chunk_kind, []), "usage": self._usage()}]
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -71,32 +81,36 @@ class Reply(ABC):
             "choices": choices,
         }
 
-    def _chunk(self, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        body = self._envelope(self.chunk_kind, [{"index": 0, **delta, "finish_reason": reason}])
+    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        choice = {"index": index, **delta, "finish_reason": reason}
+        body = self._envelope(self.chunk_kind, [choice])
         return {**body, "usage": None} if self.include_usage else body
 
-    def _figures(self, transcript: Transcript, finished: Finished) -> dict[str, Any]:
+    def _figures(self, choice: Choice) -> dict[str, Any]:
         return {
-            "timings": timings(finished, transcript.tokens, self.status),
-            "ssd": speculation(finished, self.request),
+            "timings": timings(choice.end, choice.transcript.tokens, self.status),
+            "ssd": speculation(choice.end, choice.request),
         }
 
-    @staticmethod
-    def _usage(transcript: Transcript, finished: Finished) -> dict[str, Any]:
-        return {"usage": usage(finished, transcript.tokens)}
+    def _usage(self) -> dict[str, Any]:
+        return usage(self.choices[0].end, sum(choice.transcript.tokens for choice in self.choices))
 
-    @staticmethod
-    def _reason(transcript: Transcript, finished: Finished) -> str:
-        called = transcript.calls and finished.reason == "stop"
-        return "tool_calls" if called else _REASONS[finished.reason]
+    @property
+    def _tells_logprobs(self) -> bool:
+        return self.choices[0].request.sampling.logprobs is not None
 
     @abstractmethod
-    def _choice(self, transcript: Transcript, finished: Finished) -> dict[str, Any]:
-        """The one choice of a whole answer."""
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        """A choice of a whole answer."""
 
     @abstractmethod
-    def _delta(self, piece: Piece | None) -> dict[str, Any]:
+    def _delta(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
         """What a chunk's choice holds besides its index and reason; None is the last chunk."""
+
+
+def _reason(choice: Choice) -> str:
+    called = choice.transcript.calls and choice.end.reason == "stop"
+    return "tool_calls" if called else _REASONS[choice.end.reason]
 
 
 class ChatReply(Reply):
@@ -108,22 +122,25 @@ class ChatReply(Reply):
 
     def opening(self) -> list[dict[str, Any]]:
         """Says who speaks."""
-        return [self._chunk({"delta": {"role": "assistant", "content": ""}}, None)]
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return [self._chunk(choice.index, delta, None) for choice in self.choices]
 
-    def _choice(self, transcript: Transcript, finished: Finished) -> dict[str, Any]:
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        transcript = choice.transcript
         content = transcript.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if transcript.calls:
             message["content"] = content.strip() or None
             message["tool_calls"] = [call.body() for call in transcript.calls]
         return {
-            "index": 0,
+            "index": choice.index,
             "message": message,
             "logprobs": self._chances(transcript.logprobs),
-            "finish_reason": self._reason(transcript, finished),
+            "finish_reason": _reason(choice),
         }
 
-    def _delta(self, piece: Piece | None) -> dict[str, Any]:
+    def _delta(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
+        del choice
         if piece is None:
             return {"delta": {}, "logprobs": None}
         delta: dict[str, Any] = {"content": piece.content} if piece.content else {}
@@ -133,7 +150,7 @@ class ChatReply(Reply):
         return {"delta": delta, "logprobs": self._chances(piece.logprobs)}
 
     def _chances(self, entries: list[Logprobs]) -> dict[str, Any] | None:
-        if self.request.sampling.logprobs is None:
+        if not self._tells_logprobs:
             return None
         content = [
             {**_chance(entry.chosen), "top_logprobs": [_chance(token) for token in entry.best]}
@@ -152,32 +169,31 @@ class CompletionReply(Reply):
     prefix = "cmpl-"
     whole_kind = "text_completion"
     chunk_kind = "text_completion"
-    _offset = 0
-    """Characters of the answer that were said already."""
 
-    def _choice(self, transcript: Transcript, finished: Finished) -> dict[str, Any]:
+    def _choice(self, choice: Choice) -> dict[str, Any]:
         return {
-            "index": 0,
-            "text": transcript.content,
-            "logprobs": self._chances(transcript.logprobs),
-            "finish_reason": self._reason(transcript, finished),
+            "index": choice.index,
+            "text": choice.transcript.content,
+            "logprobs": self._chances(choice.transcript.logprobs, 0),
+            "finish_reason": _reason(choice),
         }
 
-    def _delta(self, piece: Piece | None) -> dict[str, Any]:
+    def _delta(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
         if piece is None:
             return {"text": "", "logprobs": None}
-        return {"text": piece.content, "logprobs": self._chances(piece.logprobs)}
+        known = choice.transcript.logprobs
+        before = known[: len(known) - len(piece.logprobs)]
+        said = sum(len(entry.chosen.text) for entry in before)
+        return {"text": piece.content, "logprobs": self._chances(piece.logprobs, said)}
 
-    def _chances(self, entries: list[Logprobs]) -> dict[str, Any] | None:
-        if self.request.sampling.logprobs is None:
+    def _chances(self, entries: list[Logprobs], said: int) -> dict[str, Any] | None:
+        """`said`: characters of the answer before these."""
+        if not self._tells_logprobs:
             return None
-        offsets = []
-        for entry in entries:
-            offsets.append(self._offset)
-            self._offset += len(entry.chosen.text)
+        ends = accumulate((len(entry.chosen.text) for entry in entries), initial=said)
         return {
             "tokens": [entry.chosen.text for entry in entries],
             "token_logprobs": [entry.chosen.logprob for entry in entries],
             "top_logprobs": [{t.text: t.logprob for t in entry.best} for entry in entries],
-            "text_offset": offsets,
+            "text_offset": list(ends)[:-1],
         }

@@ -15,7 +15,6 @@ from protocol.messages import Finished, Text
 from services.gateway.faults import fault_of
 from services.gateway.metrics import Metrics
 from services.gateway.reply import Reply
-from services.gateway.transcript import Transcript
 from services.gateway.waiting import ClientLeft, departure, heard
 
 _log = logging.getLogger(__name__)
@@ -29,9 +28,8 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncGenerator[Text | Finished],
+        events: AsyncGenerator[tuple[int, Text | Finished]],
         reply: Reply,
-        transcript: Transcript,
         metrics: Metrics,
         silence_s: float,
     ) -> None:
@@ -44,10 +42,9 @@ class EventStream(Response):
         self._reply = reply
         self._metrics = metrics
         self._silence_s = silence_s
-        self._transcript = transcript
         self._gone: asyncio.Task[None] | None = None
-        self._events: AsyncGenerator[Text | Finished | None] | None = None
-        self._first: Text | Finished | None = None
+        self._events: AsyncGenerator[tuple[int, Text | Finished] | None] | None = None
+        self._first: tuple[int, Text | Finished] | None = None
 
     async def begin(self, receive: Receive) -> None:
         """Wait for the first event, or for the time after which a client wants a sign of life.
@@ -91,22 +88,27 @@ class EventStream(Response):
                 async for event in events:
                     for chunk in self._render(event):
                         yield chunk
+            for body in self._reply.counts():
+                yield _event(body)
         except SsdError as error:
             self._metrics.failed("error")
             yield _event(fault_of(error).body())
         yield _DONE
 
-    def _render(self, event: Text | Finished | None) -> Iterator[bytes]:
+    def _render(self, said: tuple[int, Text | Finished] | None) -> Iterator[bytes]:
+        if said is None:
+            yield _KEEP_ALIVE
+            return
+        choice, event = self._reply.choices[said[0]], said[1]
         match event:
-            case None:
-                yield _KEEP_ALIVE
             case Text():
-                piece = self._transcript.push(event)
+                piece = choice.transcript.push(event)
                 if self._reply.shows(piece):
-                    yield _event(self._reply.chunk(piece))
+                    yield _event(self._reply.chunk(choice, piece))
             case Finished():
-                self._metrics.finished(event, self._transcript.tokens, self._reply.request.mode)
-                for body in self._reply.closing(self._transcript, event):
+                choice.finished = event
+                self._metrics.finished(event, choice.transcript.tokens, choice.request.mode)
+                for body in self._reply.closing(choice):
                     yield _event(body)
 
 

@@ -1,21 +1,27 @@
 """Tools: what is put into the prompt, what an answer must look like, what was called.
 
-A call stands between <tool_call> and </tool_call>, as JSON (Hermes, Qwen) or as XML
-(Qwen-Coder), or the whole answer is one JSON object that names a tool (Llama 3). What looks
-like a call but is none stays text: nothing that the model said is lost.
+A call stands between the marks of the model's `tool_format`. Between <tool_call> and
+</tool_call> it is JSON (Hermes, Qwen) or XML (Qwen-Coder); other marks have mlx-lm's parsers.
+Or the whole answer is one JSON object that names a tool (Llama 3). What looks like a call but
+is none stays text: nothing that the model said is lost.
 """
 
 import json
+import logging
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from protocol.grammar import json_rule
 from services.gateway.fields import Function
+from services.gateway.tool_format import ToolFormat
 
-_START = "<tool_call>"
-_END = "</tool_call>"
+_START, _END, _ = ToolFormat()
+_log = logging.getLogger(__name__)
+
+Parser = Callable[[str, list[dict[str, Any]]], Any]
+
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
@@ -55,8 +61,9 @@ def call_grammar(functions: Sequence[Function]) -> str:
 class ToolReader:
     """Takes calls out of a text that comes in pieces."""
 
-    def __init__(self, functions: Sequence[Function]) -> None:
+    def __init__(self, functions: Sequence[Function], form: ToolFormat | None = None) -> None:
         self._functions = {function.name: function for function in functions}
+        self._form = form or ToolFormat()
         self._held = ""
         self._inside = False
         self._begun = False
@@ -73,21 +80,20 @@ class ToolReader:
         if self._whole:
             return "", []
         content, calls = "", list[Call]()
-        while True:
-            marker = _END if self._inside else _START
+        while marker := self._form.end if self._inside else self._form.start:
             before, found, after = self._held.partition(marker)
             if not found:
                 break
             self._held = after
             if self._inside:
-                call = self._parsed(before)
-                calls += [call] if call else []
-                content += "" if call else _START + before + _END
+                called = self._parsed(before)
+                calls += called
+                content += "" if called else self._form.start + before + marker
             else:
                 content += before
             self._inside = not self._inside
         if not self._inside:
-            certain = len(self._held) - _overlap(self._held, _START)
+            certain = len(self._held) - _overlap(self._held, self._form.start)
             content, self._held = content + self._held[:certain], self._held[certain:]
         return content, calls
 
@@ -96,36 +102,62 @@ class ToolReader:
         held, self._held = self._held, ""
         if not self._inside and not self._whole:
             return held, []
-        call = self._parsed(held)  # a stop token may stand for the end marker
-        if call:
-            return "", [call]
-        return (_START if self._inside else "") + held, []
+        # A stop token may stand for the end marker.
+        called = self._parsed(held, whole=not self._inside)
+        if called:
+            return "", called
+        return (self._form.start if self._inside else "") + held, []
 
-    def _parsed(self, text: str) -> Call | None:
-        found = self._from_json(text) if text.lstrip().startswith("{") else self._from_xml(text)
-        if found is None or found[0] not in self._functions:
-            return None
-        name, arguments = found
-        return Call(name, json.dumps(arguments, ensure_ascii=False), f"call_{secrets.token_hex(8)}")
+    def _parsed(self, text: str, *, whole: bool = False) -> list[Call]:
+        """The calls in this text; none if it is not all calls of known tools."""
+        if self._form.parse is not None and not whole:
+            found = self._by_parser(self._form.parse, text)
+        elif text.lstrip().startswith("{"):
+            found = self._from_json(text)
+        else:
+            found = self._from_xml(text)
+        if not all(name in self._functions for name, _ in found):
+            return []
+        return [_call(name, arguments) for name, arguments in found]
+
+    def _by_parser(self, parse: Parser, text: str) -> list[tuple[str, Any]]:
+        tools = [
+            {"type": "function", "function": {"name": f.name, "parameters": f.parameters or {}}}
+            for f in self._functions.values()
+        ]
+        try:
+            parsed = parse(text, tools)
+            calls = parsed if isinstance(parsed, list) else [parsed]
+            return [(str(call["name"]), call.get("arguments") or {}) for call in calls]
+        # The parsers raise whatever a broken call leads them into, often with its text, which
+        # does not belong into a log.
+        except Exception as error:  # noqa: BLE001
+            _log.info("a call of a tool cannot be read (%s)", type(error).__name__)
+            return []
 
     @staticmethod
-    def _from_json(text: str) -> tuple[str, Any] | None:
+    def _from_json(text: str) -> list[tuple[str, Any]]:
         try:
             value = json.loads(text)
         except ValueError:
-            return None
+            return []
         arguments = value.get("arguments", value.get("parameters", {}))
-        return str(value.get("name")), arguments
+        return [(str(value.get("name")), arguments)]
 
-    def _from_xml(self, text: str) -> tuple[str, Any] | None:
+    def _from_xml(self, text: str) -> list[tuple[str, Any]]:
         function = _FUNCTION.search(text)
         if function is None:
-            return None
+            return []
         name, body = function[1].strip(), function[2]
         known = self._functions.get(name)
         schema = (known.parameters or {}).get("properties", {}) if known else {}
         pairs = ((found[1].strip(), found[2]) for found in _PARAMETER.finditer(body))
-        return name, {key: _value(text, schema.get(key, {})) for key, text in pairs}
+        return [(name, {key: _value(text, schema.get(key, {})) for key, text in pairs})]
+
+
+def _call(name: str, arguments: Any) -> Call:
+    # Mistral's templates take ids of nine letters and digits, and no others.
+    return Call(name, json.dumps(arguments, ensure_ascii=False), secrets.token_hex(5)[:9])
 
 
 def _value(text: str, schema: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from protocol.messages import Logprobs, Text
 from services.gateway.fields import Function
+from services.gateway.tool_format import ToolFormat
 from services.gateway.tools import Call, ToolReader
 
 
@@ -22,10 +23,10 @@ class Piece:
 
 
 class Transcript:
-    """One answer; `functions` are the tools that it may call."""
+    """One answer; `functions` are the tools that it may call, `form` is how it writes calls."""
 
-    def __init__(self, functions: Sequence[Function] = ()) -> None:
-        self._reader = ToolReader(functions) if functions else None
+    def __init__(self, functions: Sequence[Function] = (), form: ToolFormat | None = None) -> None:
+        self._reader = ToolReader(functions, form) if functions else None
         self.content = ""
         self.calls: list[Call] = []
         self.logprobs: list[Logprobs] = []

@@ -87,9 +87,17 @@ def _topk(i: Inputs) -> tuple[Array, Array]:
     count, axis = int(i.k), int(i.axis)
     if i.ascending:
         raise ModelError("the reference runtime knows topk of the largest only")
-    # Stable: equal values keep the order of their indices.
-    order = np.argsort(-i.x, axis=axis, kind="stable").take(range(count), axis)
-    return np.take_along_axis(i.x, order, axis), order.astype(np.int32)
+    rows = np.ascontiguousarray(np.moveaxis(i.x, axis, -1))
+    # Values and indices as one number: it has no equals, so a partition is enough.
+    bits = (rows + np.float32(0)).view(np.int32).astype(np.int64)
+    rising = np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    keys = (rising << 32) - np.arange(rows.shape[-1])
+    order = np.argpartition(-keys, count - 1, axis=-1)[..., :count]
+    order = np.take_along_axis(
+        order, np.argsort(-np.take_along_axis(keys, order, -1), axis=-1), axis=-1
+    )
+    values = np.take_along_axis(rows, order, axis=-1)
+    return np.moveaxis(values, -1, axis), np.moveaxis(order, -1, axis).astype(np.int32)
 
 
 def _split(i: Inputs) -> tuple[Array, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 from coremltools.proto import Model_pb2
 
 from protocol.errors import ModelError
-from services.coreml.runtime.blob import DTYPES, FLOAT16, Array, Constants, shape_of
+from services.coreml.runtime.blob import DTYPES, FLOAT16, Array, Constants, shape_of, to_float16
 from services.coreml.runtime.ops import CONSTANT_OPS, MOVES, OPS, Inputs
 
 Precision = Literal["float16", "float32"]
@@ -108,10 +108,8 @@ class Program:
     def _rounded(self, array: Array, kind: int) -> Array:
         if kind != FLOAT16:
             return array.astype(DTYPES[kind], copy=False)
-        if not self._rounds:
-            return array.astype(np.float32, copy=False)
-        with np.errstate(over="ignore"):  # an overflow becomes the infinity that it is
-            return array.astype(np.float16).astype(np.float32)
+        single: Array = array.astype(np.float32, copy=False)
+        return to_float16(single) if self._rounds else single
 
     # ------------------------------------------------------------ loading
 

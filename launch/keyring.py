@@ -1,0 +1,153 @@
+"""Our keys, and the public keys of machines that we trust: files in a folder of ours alone."""
+
+import contextlib
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from launch.config import keys_dir
+from protocol.curve import check_key, new_keys, read_keys
+from protocol.errors import UsageError
+
+DEFAULT_KEY = "default"
+_TRUSTED = "trusted"
+
+
+@dataclass(frozen=True)
+class Far:
+    """A draft server on another machine."""
+
+    address: str
+    key: str
+    """Its public key."""
+    own: Path
+    """File of the keys that we show it."""
+
+
+def far_of(address: str, key: str, own: str) -> Far | None:
+    """The draft server that settings name, if they name one; raises UsageError if they are wrong.
+
+    Args:
+        address: tcp://HOST:PORT.
+        key: its public key, or the name under which it is trusted.
+        own: name of the keys that we show it.
+    """
+    if not address:
+        if key:
+            raise UsageError("the key of a draft server needs its address, too (--draft-server)")
+        return None
+    if not key:
+        raise UsageError(
+            f"the draft server {address} needs its public key (--draft-server-key): "
+            "`ssd keys show` says it there; nothing is sent in clear"
+        )
+    return Far(check_address(address), public_key(key), own_keys(own))
+
+
+def check_address(address: str) -> str:
+    """The address, if it is one of TCP; raises UsageError if not."""
+    if not re.fullmatch(r"tcp://\S+:\d{1,5}", address):
+        raise UsageError(f"{address!r} is no address of a draft server; write tcp://HOST:PORT")
+    return address
+
+
+def make_keys(name: str) -> str:
+    """Make a pair of this name; returns its public half. Raises UsageError if there is one."""
+    file = _file(_folder(), name)
+    pair = new_keys()
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise UsageError(f"there are keys named {name!r} already: {str(file)!r}") from error
+    with os.fdopen(descriptor, "wb") as out:
+        out.write(msgspec.json.encode(pair))
+    return pair.public
+
+
+def own_keys(name: str) -> Path:
+    """File of our keys of this name; raises UsageError if they cannot be used."""
+    file = _file(_folder(), name)
+    if not file.exists():
+        raise UsageError(f"there are no keys named {name!r}; make them with `ssd keys new {name}`")
+    read_keys(file)
+    return file
+
+
+def own_names() -> dict[str, str]:
+    """Our keys: name and public half."""
+    return {file.stem: read_keys(file).public for file in sorted(_folder().glob("*.json"))}
+
+
+def trust(name: str, key: str) -> None:
+    """Pin a public key under a name; raises UsageError if the name has another one."""
+    file = _pin(name)
+    check_key(key)
+    if file.exists() and file.read_text(encoding="ascii") != key:
+        raise UsageError(f"{name!r} has another key already; `ssd keys forget {name}` first")
+    file.write_text(key, encoding="ascii")
+
+
+def forget(name: str) -> None:
+    """Trust it no longer; raises UsageError if it was not trusted."""
+    try:
+        _pin(name).unlink()
+    except FileNotFoundError as error:
+        raise UsageError(f"no key is trusted under the name {name!r}") from error
+
+
+def trusted_names() -> dict[str, str]:
+    """Those that we trust: name and public key."""
+    pins = sorted((_folder() / _TRUSTED).iterdir())
+    return {pin.name: check_key(pin.read_text(encoding="ascii")) for pin in pins}
+
+
+def public_key(text: str) -> str:
+    """The public key that is meant: a trusted name's, or the text itself.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if re.fullmatch(r"[\w.-]{1,39}", text):
+        known = trusted_names()
+        if text not in known:
+            raise UsageError(
+                f"no key is trusted under the name {text!r}; "
+                f"pin it with `ssd keys trust {text} KEY`"
+            )
+        return known[text]
+    return check_key(text)
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"{_named(name)}.json"
+
+
+def _pin(name: str) -> Path:
+    return _folder() / _TRUSTED / _named(name)
+
+
+def _named(name: str) -> str:
+    if not re.fullmatch(r"\w[\w.-]{0,38}", name):
+        raise UsageError(f"{name!r} cannot name a key; use letters, digits, . - and _")
+    return name
+
+
+def _folder() -> Path:
+    """The folder, made if need be; raises UsageError if others could get at it."""
+    folder = keys_dir()
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(parents=True, mode=0o700)
+    (folder / _TRUSTED).mkdir(exist_ok=True, mode=0o700)
+    info = folder.lstat()
+    own = psutil.Process().uids().real
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != own or info.st_mode & 0o077:
+        raise UsageError(
+            f"the folder of keys {str(folder)!r} must be a folder of yours with mode 0700; "
+            "move it away or set SSD_KEYS_DIR"
+        )
+    return folder

@@ -1,0 +1,85 @@
+"""Waiting for the first processes of a stack."""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+
+from launch.door import Door
+from launch.process import Child
+from protocol.channel import Deadline
+from protocol.client import Client
+from protocol.errors import BY_EXIT_CODE, DeadlineExceeded, RuntimeFailure
+from protocol.messages import Status
+
+TICK_S = 0.05
+STILL_LOADING = "still loading"
+"""How the state of a process begins that takes long to become ready."""
+_SAY_EVERY_S = 10.0
+_ELSEWHERE_S = 5.0
+"""A drafter on another machine may not be there: the stack begins without it after so long."""
+
+
+def await_ready(
+    address: str,
+    children: Mapping[str, Child],
+    timeout_s: float,
+    *,
+    tell: Callable[[str, str], None],
+    door: Door | None,
+    optional: frozenset[str],
+) -> set[str]:
+    """Wait until all processes are ready; returns those of `optional` that are not.
+
+    Raises:
+        ModelError, UsageError: a child could not start, with its reason.
+        RuntimeFailure: a child died, or was not ready in time.
+    """
+    deadline, patience, quiet = Deadline(timeout_s), Deadline(_ELSEWHERE_S), Deadline(_SAY_EVERY_S)
+    needed = [child for role, child in children.items() if role not in optional]
+    missing = {"verifier", "drafter"}
+    with contextlib.closing(Client(address)) as client:
+        while missing and not (missing <= optional and _given_up(children, missing, patience)):
+            _raise_if_dead(needed)
+            if deadline.passed:
+                raise DeadlineExceeded(
+                    f"the {' and '.join(sorted(missing))} did not become ready within "
+                    f"{deadline.seconds:g} s (start_timeout_s)"
+                )
+            status = ask_status(client)
+            for role in {s.role for s in status.services} & missing if status else set():
+                missing.remove(role)
+                tell(role, "ready")
+            if quiet.passed:
+                quiet = Deadline(_SAY_EVERY_S)
+                for late in sorted(missing):
+                    tell(late, f"{STILL_LOADING}, {timeout_s - deadline.remaining:.0f} s so far")
+            time.sleep(TICK_S)
+    tell("orchestrator", "ready")
+    while door is not None and not door.answers(timeout_s=1.0):
+        _raise_if_dead(needed)
+        if deadline.passed:
+            raise DeadlineExceeded("the gateway did not become ready (start_timeout_s)")
+        time.sleep(TICK_S)
+    if door is not None:
+        tell("gateway", f"ready at {door.url}")
+    return missing
+
+
+def ask_status(client: Client) -> Status | None:
+    """The orchestrator's status, unless it is busy or not there."""
+    try:
+        return client.status(timeout_s=0.5)
+    except DeadlineExceeded:
+        return None
+
+
+def _given_up(children: Mapping[str, Child], missing: set[str], patience: Deadline) -> bool:
+    return patience.passed or any(children[role].exit_code is not None for role in missing)
+
+
+def _raise_if_dead(needed: list[Child]) -> None:
+    """While starting, a child's end is the stack's end; the first cause is what counts."""
+    for child in needed:
+        if child.exit_code is not None:
+            kind = BY_EXIT_CODE.get(child.exit_code, RuntimeFailure)
+            raise kind(child.last_words())

@@ -1,0 +1,20 @@
+"""A backup that costs the drafter nothing: what followed the last time, in prompt or answer."""
+
+from orchestrator.cache import Draft
+from orchestrator.plan import Plan
+from protocol.lookup import continuation
+from protocol.messages import Tokens
+
+
+def looked_up(tokens: Tokens, plan: Plan) -> Draft:
+    """What may follow `tokens`, the pending one included; empty where all is fixed by hand.
+
+    Under the rejection rule these are named tokens, a function of those before them.
+    """
+    if plan.lookahead:
+        return Draft()
+    found, confidence = continuation(tokens, plan.depth)
+    draft = Draft()
+    for token in found:
+        draft.add(token, confidence)
+    return draft

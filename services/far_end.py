@@ -1,0 +1,51 @@
+"""What drafts outside of this process, as the relay (`bridge.py`) sees it."""
+
+from typing import Protocol
+
+from protocol.channel import Poller
+from protocol.messages import FromDrafter, ToService
+
+
+class FarEnd(Protocol):
+    """A drafter elsewhere, and the way to it."""
+
+    backend: str
+    """As the orchestrator knows it."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        ...
+
+    def last_words(self, reason: str) -> str:
+        """Why it is gone, as a sentence; `reason` is that of the connection's end."""
+        ...
+
+    def watch(self, poller: Poller) -> None:
+        """Have this poller wait for it too; called before each wait."""
+        ...
+
+    def ready(self, timeout_s: float) -> bool:
+        """Whether a message is waiting, after at most `timeout_s` seconds.
+
+        Raises:
+            StreamEnded: there is no connection any more.
+            ProtocolError: what arrives cannot be cut into messages.
+        """
+        ...
+
+    def receive(self, timeout_s: float, what: str) -> FromDrafter:
+        """The next message; `what` names it in errors, which are also those of `ready`.
+
+        Raises:
+            DeadlineExceeded: nothing came in time.
+        """
+        ...
+
+    def post(self, message: ToService) -> None:
+        """Queue a message; raises ProtocolError if the drafter reads nothing any more."""
+        ...
+
+    def flush(self) -> None:
+        """Send of what is queued as much as the way takes without waiting."""
+        ...

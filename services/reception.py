@@ -1,0 +1,119 @@
+"""Where hosts come to a listening draft server: one at a time, over CURVE.
+
+It is the `Connection` of a service. A host says Introduce; from then on it is the one that is
+served until it says stop, vanishes, or falls silent. Others are told to come again later.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from protocol.channel import Deadline, Hub
+from protocol.closing import Closing
+from protocol.codec import Decoder
+from protocol.curve import KeyPair, ServerLock
+from protocol.errors import DeadlineExceeded, ProtocolError, StreamEnded
+from protocol.messages import Alive, FromService, Introduce, Refusal, ToDrafter, ToService
+
+_log = logging.getLogger(__name__)
+
+_SILENCE_S = 5.0
+"""A host answers our beat every second; after so long without a word it is given up."""
+_BUSY = "it drafts for somebody else; start another draft server, or try again later"
+_LOOK_S = 1.0
+
+
+class Reception(Closing):
+    """The listening end; raises UsageError if the address cannot be used."""
+
+    def __init__(
+        self,
+        address: str,
+        keys: KeyPair,
+        trusted: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        lock = ServerLock(keys, frozenset(trusted))
+        self._hub: Hub[ToService] = Hub(address, Decoder(ToDrafter), lock)
+        self._clock = clock
+        self._host: bytes | None = None
+        self._newcomer: bytes | None = None
+        """Who came when the host turned out to be gone."""
+        self._heard = 0.0
+        self._next: ToService | ProtocolError | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens, with the port that the system chose if it was 0."""
+        return self._hub.bound_to
+
+    def await_host(self) -> None:
+        """Return when somebody has come to be served; until then only signals end the wait."""
+        while self._host is None:
+            if self._hub.ready(_LOOK_S):
+                self._look()
+
+    def dismiss(self, reason: str) -> None:
+        """Serve this host no longer."""
+        if self._host is not None:
+            self._hub.send(self._host, Refusal(reason))
+        self._host, self._next = self._newcomer, None
+        self._newcomer, self._heard = None, self._clock()
+
+    def send(self, message: FromService) -> None:
+        """Queue a message to the host; raises StreamEnded if it is gone."""
+        if self._host is None or not self._hub.send(self._host, message):
+            raise StreamEnded("the host has gone")
+
+    def ready(self, timeout_s: float) -> bool:
+        """Whether a message of the host's is waiting, after at most `timeout_s` seconds.
+
+        Raises:
+            StreamEnded: the host has been silent for too long.
+        """
+        deadline = Deadline(timeout_s)
+        while self._next is None and self._newcomer is None:
+            if self._hub.ready(0.0) or self._hub.ready(deadline.remaining):
+                self._look()
+            elif deadline.passed:
+                break
+        if self._newcomer is not None:
+            raise StreamEnded("the host has gone")
+        if self._next is None and self._clock() - self._heard > _SILENCE_S:
+            raise StreamEnded(f"the host has been silent for {_SILENCE_S:g} s")
+        return self._next is not None
+
+    def receive(self, timeout_s: float, what: str) -> ToService:
+        """The next message.
+
+        Raises:
+            DeadlineExceeded: nothing came in time.
+            ProtocolError: what came is not a message to a drafter.
+        """
+        if not self.ready(timeout_s) or self._next is None:
+            raise DeadlineExceeded(f"no {what} within {timeout_s:g} s")
+        message, self._next = self._next, None
+        if isinstance(message, ProtocolError):
+            raise message
+        return message
+
+    def _look(self) -> None:
+        """Take in one message, whoever sent it."""
+        received = self._hub.receive()
+        if received is None:
+            return
+        peer, message = received
+        if peer == self._host:
+            self._heard = self._clock()
+            self._next = message
+        elif isinstance(message, Introduce) and self._host is None:
+            self._host, self._heard = peer, self._clock()
+        elif isinstance(message, Introduce) and not self._hub.send(self._host or b"", Alive()):
+            self._newcomer = peer
+        elif isinstance(message, Introduce):
+            _log.info("another host was turned away")
+            self._hub.send(peer, Refusal(_BUSY))
+
+    def close(self) -> None:
+        """Listen no longer; safe to call twice."""
+        self._hub.close()

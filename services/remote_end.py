@@ -1,0 +1,76 @@
+"""A draft server on another machine as the far end of a relay: messages over CURVE.
+
+A lost connection is not mended here: this process ends, and its successor begins anew with a
+server that has forgotten everything, too.
+"""
+
+from pathlib import Path
+
+from protocol.channel import Channel, Deadline, Poller
+from protocol.closing import Closing
+from protocol.codec import Decoder
+from protocol.curve import ClientLock, read_keys
+from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure, StreamEnded
+from protocol.messages import FromDrafter, FromDraftServer, Introduce, Refusal, ToService
+from protocol.settings import DrafterSettings
+
+_LOOK_S = 0.2
+
+
+class RemoteEnd(Closing):
+    """See `far_end.FarEnd`; raises UsageError if keys or address are not usable."""
+
+    backend = "remote"
+
+    def __init__(self, settings: DrafterSettings) -> None:
+        self._address = settings.server
+        lock = ClientLock(read_keys(Path(settings.key_file)), settings.server_key)
+        self._channel: Channel[FromDraftServer] = Channel(
+            settings.server, Decoder(FromDraftServer), lock
+        )
+        self._channel.send(Introduce())
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"the draft server {self._address}"
+
+    def last_words(self, reason: str) -> str:
+        """The connection's end is all that we know."""
+        return f"{self.name}: {reason}"
+
+    def watch(self, poller: Poller) -> None:
+        """Wait for its messages."""
+        poller.add(self._channel)
+
+    def ready(self, timeout_s: float) -> bool:
+        """Whether a message is waiting; what has arrived before the end is still read."""
+        deadline = Deadline(timeout_s)
+        while not self._channel.ready(min(_LOOK_S, deadline.remaining)):
+            self._channel.check()
+            if deadline.passed:
+                return False
+        return True
+
+    def receive(self, timeout_s: float, what: str) -> FromDrafter:
+        """The next message."""
+        if not self.ready(timeout_s):
+            raise DeadlineExceeded(f"no {what} within {timeout_s:g} s")
+        message = self._channel.receive(0.0, what)
+        if isinstance(message, Refusal):
+            raise StreamEnded(message.reason)
+        return message
+
+    def post(self, message: ToService) -> None:
+        """Queue a message."""
+        try:
+            self._channel.send(message)
+        except RuntimeFailure as error:
+            raise ProtocolError("it does not read what it is sent") from error
+
+    def flush(self) -> None:
+        """Nothing: zmq sends by itself."""
+
+    def close(self) -> None:
+        """Close the connection; safe to call twice."""
+        self._channel.close()

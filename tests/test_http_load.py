@@ -1,0 +1,101 @@
+"""`ssd load --url` against a server of another make: what it counts, and what it refuses."""
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+from click.testing import CliRunner
+
+from launch.cli import cli
+from launch.http_load import Server
+from launch.load import table
+from protocol.errors import RuntimeFailure, UsageError
+
+
+class Echo(http.server.BaseHTTPRequestHandler):
+    """Streams the prompt back, a letter a token; fails where the prompt says so."""
+
+    seen: list[dict[str, object]]
+
+    def do_POST(self) -> None:  # the library's name
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append({**body, "path": self.path, "key": self.headers["Authorization"]})
+        text = body["messages"][0]["content"]
+        self.send_response(429 if text == "full" else 200)
+        self.end_headers()
+        for letter in text[: body["max_tokens"]]:
+            self._event({"choices": [{"delta": {"content": letter}}]})
+        if text == "broken":
+            self._event({"error": {"message": "the model is gone"}})
+        elif text != "uncounted":
+            tokens = min(len(text), body["max_tokens"])
+            self._event({"choices": [], "usage": {"completion_tokens": tokens}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, body: object) -> None:
+        self.wfile.write(b": a comment\n\ndata: " + json.dumps(body).encode() + b"\n\n")
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the library's name
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Echo.seen = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join(10)
+
+
+def test_answers_and_tokens_are_counted(url: str) -> None:
+    """Each prompt has its own answer, whoever answered it; tokens are those of the usage."""
+    load = Server(f"{url}/v1/", "m", "secret").load("server", ["one", "three", "six"], 4, 3)
+    assert load.by_prompt == {0: "one", 1: "thre", 2: "six"}
+    assert sum(one.tokens for one in load.served) == 10
+    assert 0 < load.served[0].ttft_s < load.seconds
+    assert {one["path"] for one in Echo.seen} == {"/v1/chat/completions"}
+    assert {one["key"] for one in Echo.seen} == {"Bearer secret"}
+    assert all("draft_model" not in one and one["model"] == "m" for one in Echo.seen)
+    assert table([load]).row_count == 1
+
+
+def test_plain_decoding_can_be_asked_for(url: str) -> None:
+    """Our extension; nobody else is sent it."""
+    Server(url).load("ar", ["x"], 4, 1)
+    assert [one["draft_model"] for one in Echo.seen] == [None]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [("full", "answered 429"), ("broken", "the model is gone"), ("uncounted", "did not count")],
+)
+def test_what_goes_wrong_is_said(url: str, prompt: str, reason: str) -> None:
+    """A refusal, an error within the stream, an answer without its count."""
+    with pytest.raises(RuntimeFailure, match=reason):
+        Server(url).load("server", [prompt], 100, 1)
+
+
+def test_nobody_there_is_said() -> None:
+    """A closed port, and an address that is none."""
+    with pytest.raises(RuntimeFailure, match=r"127\.0\.0\.1:1 "):
+        Server("http://127.0.0.1:1").load("server", ["x"], 4, 1)
+    with pytest.raises(UsageError, match="ftp"):
+        Server("ftp://127.0.0.1")
+
+
+def test_the_verb_asks_a_server(url: str) -> None:
+    """A row per number of streams; flags of a stack of our own are refused."""
+    asked = ["load", "--url", url, "--streams", "1,2", "--requests", "2", "-m", "4"]
+    done = CliRunner().invoke(cli, asked)
+    assert done.exit_code == 0, done.output
+    assert [line.split()[:2] for line in done.output.splitlines()[1:3]] == [
+        ["server", "1"],
+        ["server", "2"],
+    ]
+    refused = CliRunner().invoke(cli, [*asked, "--temp", "1"])
+    assert isinstance(refused.exception, UsageError) or "--temp" in refused.output

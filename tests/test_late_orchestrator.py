@@ -1,0 +1,84 @@
+"""A client, and an orchestrator that takes its time to come back, over real sockets."""
+
+import threading
+import time
+
+import pytest
+
+from orchestrator.statistics import Recorder
+from protocol.channel import Hub, ipc_address
+from protocol.client import Client
+from protocol.codec import Decoder
+from protocol.dialogue import Dialogue
+from protocol.messages import Finished, Generate, Status, StatusRequest, ToOrchestrator
+
+PATIENCE_S = 30.0
+QUESTIONS = 5
+REQUEST = Generate(request=1, tokens=[1, 2])
+
+
+class Orchestrator:
+    """Says who it is and counts what it is asked."""
+
+    def __init__(self, address: str, pid: int) -> None:
+        self.hub: Hub[ToOrchestrator] = Hub(address, Decoder(ToOrchestrator))
+        self.pid = pid
+        self.client = b""
+        self.generates = 0
+        self.questions = 0
+
+    def serve(self, *, generates: int, questions: int) -> None:
+        """Until it was asked so often."""
+        end = time.monotonic() + PATIENCE_S
+        while self.generates < generates or self.questions < questions:
+            assert time.monotonic() < end
+            received = self.hub.receive() if self.hub.ready(0.1) else None
+            if received is None:
+                continue
+            self.client, message = received
+            if isinstance(message, StatusRequest):
+                self.questions += 1
+                self.hub.send(self.client, self._status(message))
+            self.generates += isinstance(message, Generate)
+
+    def _status(self, asked: StatusRequest) -> Status:
+        return Status(
+            pid=self.pid, model="", services=[], active=0, waiting=0, request=asked.request,
+            question=asked.question, serving=self.generates > 0,
+        )  # fmt: skip
+
+
+def test_a_request_is_sent_again_once(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All questions of a long silence are answered at once; the request comes once for all of
+    them, or two streams would be mixed up."""
+    monkeypatch.setattr("protocol.client.SILENCE_S", 0.05)
+    silence = Dialogue.silence
+    asked, enough = [0], threading.Event()
+
+    def counted(dialogue: Dialogue) -> StatusRequest:
+        asked[0] += 1
+        if asked[0] == QUESTIONS:
+            enough.set()
+        return silence(dialogue)
+
+    monkeypatch.setattr(Dialogue, "silence", counted)
+    address = ipc_address(str(tmp_path_factory.mktemp("z") / "s"))
+    client = Client(address)
+    first = Orchestrator(address, pid=1)
+    got: list[object] = []
+    thread = threading.Thread(target=lambda: got.extend(client.generate(REQUEST)))
+    thread.start()
+    first.serve(generates=1, questions=1)
+    first.hub.close()
+    assert enough.wait(PATIENCE_S)
+    second = Orchestrator(address, pid=2)
+    second.serve(generates=1, questions=QUESTIONS + 3)
+    assert second.generates == 1
+    end = Finished(request=1, reason="length", prompt_tokens=2, statistics=Recorder(0.0).summary())
+    second.hub.send(second.client, end)
+    thread.join(PATIENCE_S)
+    assert got == [end]
+    client.close()
+    second.hub.close()

@@ -1,0 +1,118 @@
+"""Prompt lookup as a backup: what is found, when it is offered, and what is learned from it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.explain import explanation
+from orchestrator.estimates import Estimates
+from orchestrator.limits import Limits
+from orchestrator.plan import Plan
+from protocol.lookup import CONFIDENCE, continuation
+from tests.fakes import Stack, Target
+
+TOKENS = st.lists(st.integers(0, 3), max_size=40)
+ENDLESS = Limits(60, frozenset(), 0)
+
+
+@given(TOKENS, st.integers(0, 8))
+def test_the_longest_match_wins_and_the_latest_of_those(tokens: list[int], count: int) -> None:
+    """As the definition says, tried at every place."""
+    best: tuple[list[int], float] = ([], 0.0)
+    for length in (2, 3, 4):
+        tail = tokens[-length:]
+        for end in range(length, len(tokens)):
+            if tokens[end - length : end] == tail and len(tail) == length:
+                best = tokens[end : end + count], CONFIDENCE[length]
+    assert continuation(tokens, count) == best
+
+
+class Periodic(Target):
+    """Says the same five tokens again and again."""
+
+    def next(self, prefix: list[int]) -> int:
+        return (len(prefix) * 3) % 5 if len(prefix) % 5 else 4
+
+
+def stack(*, skill: float = 0.0, lookahead: int = 0) -> Stack:
+    """The answer repeats itself; the drafter is useless, or absent."""
+    return Stack(
+        mode="ssd",
+        target=Periodic(0),
+        prompt=[1],
+        limits=ENDLESS,
+        skill=skill,
+        lookahead=lookahead,
+    )
+
+
+def test_without_a_drafter_what_was_said_before_is_verified() -> None:
+    """Repetition is found in the answer itself, and it is said how much that brought."""
+    alone = stack()
+    alone.verifier_comes()
+    while alone.outcome_arrives():
+        pass
+    alone.assert_plain()
+    recorder = alone.sequence.recorder
+    assert recorder.rounds < 40
+    assert recorder.fallbacks["lookup"] == recorder.kinds["lookup"].rounds > 3
+    assert alone.origins.count("lookup") == recorder.accepted > 20
+    assert "looked up in prompt and answer" in explanation("ssd", recorder.summary())
+
+
+def test_after_a_miss_a_lookup_costs_the_drafter_nothing() -> None:
+    """A drafter that is always wrong is passed over, and prepares for what was looked up."""
+    beside = stack()
+    beside.verifier_comes()
+    beside.drafter_comes()
+    beside.calm().assert_plain()
+    assert beside.sequence.recorder.fallbacks["lookup"] > 3
+    assert beside.origins.count("lookup") > 20
+
+
+def test_while_the_drafter_rests_lookup_goes_on() -> None:
+    """What did not pay is left out; what costs nothing is not."""
+    estimates = Estimates()
+    pace = estimates.paces["ssd"]
+    while pace.speculating:
+        pace.observe(1, 10.0, accepted=0)
+    beside = Stack(mode="ssd", target=Periodic(0), prompt=[1], limits=ENDLESS, estimates=estimates)
+    beside.calm().assert_plain()
+    assert beside.origins.count("lookup") > 20
+    assert beside.sequence.recorder.hits + beside.sequence.recorder.misses == 0
+
+
+def test_what_is_fixed_by_hand_is_not_changed() -> None:
+    """With a lookahead of one's own nothing is looked up."""
+    fixed = stack(lookahead=3)
+    fixed.calm().assert_plain()
+    assert "lookup" not in fixed.origins
+
+
+def test_a_lookup_that_was_not_verified_teaches_too() -> None:
+    """The outcome tells for nothing whether its first token was right."""
+    estimates = Estimates()
+    for tokens in range(1, 9):
+        estimates.plain_cost.observe(tokens, 10.0 * tokens)
+        estimates.verify_cost.observe(tokens, 10.0 * tokens)
+    plan = Plan("ssd", estimates)
+    assert plan.looked_up([0.75] * 4, alone=True) == 0  # a token costs a token
+    dear = Stack(mode="ssd", target=Periodic(0), prompt=[1], limits=ENDLESS, estimates=estimates)
+    dear.verifier_comes()
+    before = estimates.calibrations["lookup"].rate(0.75)
+    for _ in range(30):
+        dear.outcome_arrives()
+    assert estimates.calibrations["lookup"].rate(0.75) > before + 0.1
+
+
+@pytest.mark.parametrize(("rate", "used"), [(0.0, False), (1.0, True)])
+def test_each_length_of_a_match_is_judged_by_what_came_of_it(rate: float, used: bool) -> None:  # noqa: FBT001  # pytest names it
+    """Where matches of two tokens mislead, those of four may still be used, and the reverse."""
+    estimates = Estimates()
+    for tokens in range(1, 9):
+        estimates.verify_cost.observe(tokens, 20.0 + 4.0 * tokens)
+    for _ in range(60):
+        estimates.calibrations["lookup"].observe([CONFIDENCE[2]], round(rate))
+    plan = Plan("ssd", estimates)
+    assert (plan.looked_up([CONFIDENCE[2]] * 3) > 0) == used
+    assert plan.looked_up([CONFIDENCE[4]] * 3) > 0
