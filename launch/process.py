@@ -68,8 +68,7 @@ class Child:
     def kill(self, reason: str) -> None:
         """End it at once, because it would not end by itself; `reason` becomes its last words."""
         self._killed_because = reason
-        self.process.kill()
-        self.process.wait(_KILL_S)
+        self._kill()
 
     def ask_to_end(self) -> None:
         """First rung of the ladder: SIGTERM."""
@@ -81,7 +80,12 @@ class Child:
         try:
             self.process.wait(self._farewell_s)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self._kill()
+
+    def _kill(self) -> None:
+        self.process.kill()
+        # The system may take long to take back its memory; others must not be left for that.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_S)
 
 
@@ -104,9 +108,11 @@ class Lifeline:
 
     def __init__(self) -> None:
         self.child_end, self._own_end = os.pipe()
+        self._open = True
 
     def close(self) -> None:
-        """Let go: children that still run end themselves."""
-        for descriptor in (self.child_end, self._own_end):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        """Let go: children that still run end themselves; safe to call twice."""
+        if self._open:
+            self._open = False  # the numbers are soon those of other files
+            os.close(self.child_end)
+            os.close(self._own_end)

@@ -36,8 +36,8 @@ def private_stack(settings: StackSettings, report: Report) -> Iterator[Superviso
     """A stack of one's own, stopped at the end."""
     name = f"private-{os.getpid()}-{secrets.token_hex(2)}"
     supervisor = Supervisor(settings, pair_of(settings), RunDir(name), report)
-    supervisor.start()
     try:
+        supervisor.start()
         yield supervisor
     finally:
         supervisor.stop()

@@ -5,6 +5,7 @@ caller's thread is free to be a client of the orchestrator.
 """
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -37,6 +38,8 @@ from protocol.messages import (
     SwapDrafter,
     ToSupervisor,
 )
+
+_log = logging.getLogger(__name__)
 
 _PATIENCE_S = 3600.0
 
@@ -74,6 +77,7 @@ class Supervisor:
         self._watcher: threading.Thread | None = None
         self.failure: SsdError | None = None
         """Why the stack ended by itself, if it did."""
+        self._has_folder = False
 
     # ------------------------------------------------------------ start
 
@@ -85,6 +89,7 @@ class Supervisor:
             RuntimeFailure: a child died, or was not ready in time.
         """
         self.run_dir.create()
+        self._has_folder = True
         try:
             claim(self.run_dir.path, os.getpid())
             self.door = Door(self._settings) if self._settings.http else None
@@ -100,12 +105,13 @@ class Supervisor:
                 door=self.door,
                 optional=frozenset({"drafter"} if self._pair.far else ()),
             )
+            self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+            self._watcher.start()
+            # Last: who sees the description may stop us.
             self.run_dir.describe(os.getpid(), self._pair.model, self._pair.draft_model)
         except BaseException:
             self.stop()
             raise
-        self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
-        self._watcher.start()
 
     def _spawn(self, role: str) -> None:
         told = self._settings, self._pair, self.run_dir, self._lifeline.child_end
@@ -128,8 +134,13 @@ class Supervisor:
         with control, contextlib.closing(client), warden:
             while not self._stopping.is_set() and self.failure is None:
                 control.ready(TICK_S)
-                self._keep_reachable(control)
-                self._look_after(warden, client)
+                try:
+                    self._keep_reachable(control)
+                    self._look_after(warden, client)
+                except OSError as error:
+                    # The folder went in this very moment, or the system gives no process: what
+                    # is missing is missing at the next look, too, and the budgets end it.
+                    _log.warning("could not look after the processes, again soon: %s", error)
                 while received := control.receive():
                     peer, message = received
                     control.send(peer, self._obey(message, client))
@@ -189,7 +200,7 @@ class Supervisor:
                     return Done()
                 case SsdError():
                     return Refusal(str(message))
-        except SsdError as error:
+        except (SsdError, OSError) as error:
             return Refusal(str(error))
 
     def _swap(self, message: SwapDrafter, client: Client) -> None:
@@ -205,13 +216,13 @@ class Supervisor:
         if "drafter" in self._starting:
             old.ask_to_end()  # it must not say Hello after the new one, and replace it
             old.end()
-        self._spawn("drafter")
-        new = self._children["drafter"]
         try:
-            self._await_drafter(new, client)
-        except SsdError:
-            new.ask_to_end()
-            new.end()
+            self._spawn("drafter")
+            self._await_drafter(self._children["drafter"], client)
+        except (SsdError, OSError):
+            if (new := self._children["drafter"]) is not old:
+                new.ask_to_end()
+                new.end()
             self._pair, self._children["drafter"] = old_pair, old
             raise
         self._lost.discard("drafter")
@@ -257,11 +268,12 @@ class Supervisor:
             self._stop()
 
     def _stop(self) -> None:
-        if self._watcher is not None:
+        if self._watcher is not None and self._watcher.is_alive():
             self._watcher.join()
-            self._watcher = None
         end_all(self._children.values())
         self._lifeline.close()
         if self.door is not None:
             self.door.close()
-        self.run_dir.remove()
+        if self._has_folder:
+            self._has_folder = False
+            self.run_dir.remove()

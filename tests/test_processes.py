@@ -6,11 +6,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.stack import DEADLINE_S, eventually, gone, leftovers
+from launch import supervisor
+from launch.config import StackSettings
+from launch.process import Lifeline
+from protocol.messages import ServiceStatus
+from tests.stack import DEADLINE_S, RunningStack, eventually, gone, leftovers, running
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.processes
@@ -101,6 +106,45 @@ def test_another_user_cannot_reach_the_sockets(
         "        continue\n"
         "    sys.exit(1)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(run_dir)], check=False, timeout=30)
+    command = [sys.executable, "-c", code, str(run_dir)]
+    done = subprocess.run(command, check=False, timeout=DEADLINE_S)
     assert done.returncode == 0
     assert launched.poll() is None
+
+
+def test_a_start_that_fails_is_tried_again(
+    tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run folder may go in the very moment in which a process is replaced."""
+    failures = [FileNotFoundError("no such folder"), BlockingIOError("no more processes")]
+    start = supervisor.start_drafter
+
+    def failing(*told: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return start(*told)
+
+    target = write_tiny_model(tmp_path / "t", "llama")
+    with running(StackSettings(model=str(target), draft_backend="ngram")) as stack:
+        old = stack.pid("drafter")
+        monkeypatch.setitem(supervisor._START, "drafter", failing)
+        os.kill(old, signal.SIGKILL)
+        eventually(
+            lambda: any(s.role == "drafter" and s.pid != old for s in services(stack)),
+            "another drafter",
+        )
+        assert not failures
+
+
+def test_letting_go_twice_closes_nothing_else() -> None:
+    """The numbers of closed files are soon those of others."""
+    lifeline = Lifeline()
+    lifeline.close()
+    others = os.pipe()
+    lifeline.close()
+    for descriptor in others:
+        os.close(descriptor)
+
+
+def services(stack: RunningStack) -> list[ServiceStatus]:
+    return stack.client.status().services

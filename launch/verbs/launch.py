@@ -25,11 +25,14 @@ def run(name: str, options: dict[str, Any]) -> None:
     """Keep the stack that these options describe running until it is interrupted."""
     settings = settings_of(**options)
     supervisor = Supervisor(settings, pair_of(settings), RunDir(name), show.process_line)
-    supervisor.start()
+    ready = False
     try:
+        supervisor.start()
+        ready = True
         where = f" OpenAI-compatible API at {supervisor.door.url}/v1;" if supervisor.door else ""
         show.human().print(f"ready;{where} Ctrl-C stops everything")
         supervisor.wait()
     finally:
         supervisor.stop()
-        show.human().print("stopped")
+        if ready:
+            show.human().print("stopped")
