@@ -11,7 +11,7 @@ import termios
 import time
 from collections.abc import Iterator
 
-DEADLINE_S = 60.0
+from tests.stack import DEADLINE_S
 
 
 class Terminal:

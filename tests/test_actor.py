@@ -36,7 +36,7 @@ from protocol.messages import (
 from services.actor import Identity, serve
 from services.inbox import Work
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 IDENTITY = Identity(
     role="drafter",

@@ -238,7 +238,7 @@ def test_several_drafters_side_by_side(run_dir: Path, pair: list[str], tmp_path:
     good = write_tiny_model(tmp_path / "good", "llama", seed=1)
     file = tmp_path / "bench.json"
     modes = f"ar,ssd:k=3,ssd:k=3:drafter={good}"
-    done = ssd("bench", *pair, "--modes", modes, "--limit", "2", "-m", "16", "--json", str(file))
+    done = ssd("bench", *pair, "--modes", modes, "--limit", "2", "-m", "48", "--json", str(file))
     assert done.returncode == 0, done.stderr.decode()
     found = json.loads(file.read_text())
     rates = {mode: figures["acceptance_rate"] for mode, figures in found["summary"].items()}
@@ -284,7 +284,7 @@ def test_a_lossy_patch_is_found_out(
     patched.write_text(patched.read_text().replace(right, wrong))
     monkeypatch.setenv("PYTHONPATH", str(home))
     file = tmp_path / "bench.json"
-    flags = ["--modes", "ar,ssd:k=3", "--limit", "2", "-m", "16", "--json", str(file)]
+    flags = ["--modes", "ar,ssd:k=3", "--limit", "2", "-m", "48", "--json", str(file)]
     done = ssd("bench", *pair, *flags, cwd=home)
     complains(done, LOSSY, "differ from plain decoding", "ssd:k=3", "margin")
     assert json.loads(file.read_text())["checks"]["lossless"] is False

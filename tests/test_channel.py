@@ -20,7 +20,7 @@ from protocol.messages import (
     Welcome,
 )
 
-PATIENCE_S = 5.0
+PATIENCE_S = 60.0
 FAREWELL = Failed(sequence=1, error="bye")
 
 

@@ -19,8 +19,8 @@ KINDS = ("drafter wrong", "garbage", "SIGKILL", "SIGSTOP and", "socket of", "van
 def test_nothing_is_lost(tmp_path: Path, run_dir: Path) -> None:
     """Faults under load: every answer is that of plain decoding, none hangs, nothing is left."""
     kinds = [part for kind in KINDS for part in ("--only", kind)]
-    outcome = outcome_of(tmp_path, "chaos", "--faults", "12", "--seconds", "15", *kinds)
-    assert outcome["injected"] >= 3
+    outcome = outcome_of(tmp_path, "chaos", "--faults", "8", *kinds)
+    assert outcome["injected"] == 8
     assert outcome["answered"] > 0
     assert leftovers(run_dir) == []
 
@@ -46,7 +46,7 @@ def outcome_of(folder: Path, verb: str, *flags: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "launch.cli", verb, *flags, *models],
         capture_output=True,
-        timeout=170,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()

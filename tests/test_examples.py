@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,12 @@ def test_an_example_drafts_without_changing_a_token(
     """Both modes give the tokens of plain decoding; some drafts were right."""
     plain = stack.answer(PROMPT, mode="ar", sampling=sampling, max_tokens=64)
     for mode in ("sd", "ssd"):
-        answer = stack.answer(PROMPT, mode=mode, sampling=sampling, max_tokens=64, lookahead=3)
+        answer = stack.until(
+            lambda answer: answer.statistics.drafted > 0,
+            "drafts come in time",
+            partial(stack.answer, PROMPT, mode=mode, sampling=sampling, max_tokens=64, lookahead=3),
+        )
         assert plain.tokens == answer.tokens
-        assert answer.statistics.drafted > 0
         assert answer.statistics.drafter_restarts == 0
         if sampling.temperature == 0.0:
             assert answer.statistics.accepted > 0
@@ -66,13 +70,21 @@ def test_the_real_drafter_over_pipes_is_the_same_drafter(lines: bool) -> None:  
     answers = []
     for settings in (StackSettings(), piped):
         with running(settings) as stack:
-            answers.append(stack.answer(prompt, mode="sd", max_tokens=48, lookahead=4))
+            ask = partial(stack.answer, prompt, max_tokens=48, lookahead=4)
+            answers.append(
+                stack.until(
+                    lambda answer: "late" not in answer.statistics.fallbacks,
+                    "all drafts come in time",
+                    partial(ask, mode="sd"),
+                )
+            )
             if settings is piped:
                 plain = stack.answer(prompt, mode="ar", max_tokens=48)
-                ssd = stack.answer(prompt, max_tokens=48, lookahead=4)
+                # Lines cannot ask again about a token that a draft was asked after: hits are rare.
+                ssd = stack.until(
+                    lambda answer: lines or answer.statistics.cache_hits > 0, "a hit", ask
+                )
     inside, outside = answers
     assert plain.tokens == inside.tokens == outside.tokens == ssd.tokens
     assert inside.statistics.drafted == outside.statistics.drafted
     assert inside.statistics.accepted == outside.statistics.accepted > 0
-    # Lines cannot ask again about a token that a draft was asked after: hits are rare.
-    assert lines or ssd.statistics.cache_hits > 0

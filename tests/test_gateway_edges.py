@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
 
 import pytest
@@ -24,10 +24,13 @@ BODY = {"messages": [{"role": "user", "content": "hello"}]}
 class FakeClient:
     """Says one word, after a silence, and then fails."""
 
-    def __init__(self, error: SsdError, *, words: int = 0, silence_s: float = 0.0) -> None:
+    def __init__(self, error: SsdError, *, words: int = 0, silence: bool = False) -> None:
+        """`silence`: until it is told to `speak`."""
         self._error = error
         self._words = words
-        self._silence_s = silence_s
+        self.speak = asyncio.Event()
+        if not silence:
+            self.speak.set()
         self.closed = False
 
     async def status(self, timeout_s: float) -> Status:
@@ -37,7 +40,7 @@ class FakeClient:
 
     async def generate(self, request: Generate) -> AsyncGenerator[Text | Finished]:
         try:
-            await asyncio.sleep(self._silence_s)
+            await self.speak.wait()
             for _ in range(self._words):
                 yield Text(request=request.request, tokens=[5], origins=["hit"], pieces=["word"])
             raise self._error
@@ -49,8 +52,10 @@ def ask(
     client: Any, body: dict[str, Any], *, key: str = "", path: str = "/v1/chat/completions",
     headers: dict[str, str] | None = None, application: Any = None,
     leave_after: int = 10**6, method: str = "POST",
+    when: Callable[[str], None] = lambda piece: None,
 ) -> tuple[int, str]:  # fmt: skip
-    """Status and body of one request; the client leaves after so many pieces of the answer."""
+    """Status and body of one request; the client leaves after so many pieces of the answer, and
+    `when` is called with each."""
     settings = GatewaySettings(lifeline=0, listener=0, clients_address="", names=["large"])
     application = application or Gateway(settings, client).app(key)
     given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
@@ -78,11 +83,12 @@ def ask(
 
     async def send(message: Any) -> None:
         sent.append(message)
+        when(message.get("body", b"").decode())
         if len(sent) > leave_after:
             left.set()
         await asyncio.sleep(0)
 
-    asyncio.run(asyncio.wait_for(application(scope, receive, send), 30))
+    asyncio.run(asyncio.wait_for(application(scope, receive, send), 60))
     text = b"".join(message.get("body", b"") for message in sent).decode()
     return sent[0]["status"], text
 
@@ -118,17 +124,24 @@ def test_a_stream_that_breaks_says_so() -> None:
 def test_a_long_prefill_keeps_the_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing can be said, comments are sent, which clients skip."""
     monkeypatch.setattr(app_module, "_KEEP_ALIVE_S", 0.01)
-    client = FakeClient(RuntimeFailure("enough"), words=1, silence_s=0.2)
-    _, text = ask(client, {**BODY, "stream": True})
-    assert text.count(": keep-alive\n\n") >= 2
-    assert text.index(": keep-alive") < text.index("word")
+    client = FakeClient(RuntimeFailure("enough"), words=1, silence=True)
+    pieces: list[str] = []
+
+    def hear(piece: str) -> None:
+        pieces.append(piece)
+        if pieces.count(": keep-alive\n\n") == 2:
+            client.speak.set()
+
+    _, text = ask(client, {**BODY, "stream": True}, when=hear)
+    silence, _, _ = text.partition("word")
+    assert silence.count(": keep-alive\n\n") >= 2
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_who_leaves_cancels(monkeypatch: pytest.MonkeyPatch, *, stream: bool) -> None:
     """The orchestrator is told as soon as the client is gone, in the middle of a silence too."""
     monkeypatch.setattr(app_module, "_KEEP_ALIVE_S", 0.01)
-    client = FakeClient(RuntimeFailure("never reached"), silence_s=60.0)
+    client = FakeClient(RuntimeFailure("never reached"), silence=True)
     leave = 2 if stream else 10**6
     if not stream:
         monkeypatch.setattr(app_module, "departure", _at_once)

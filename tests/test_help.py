@@ -104,6 +104,6 @@ def test_bash_completes(tmp_path: Path) -> None:
         offer ssd generate --mode s
     """
     done = subprocess.run(
-        [bash, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [bash, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout.splitlines() == ["models", "recommend", "--interval", "sd ssd"], done.stderr

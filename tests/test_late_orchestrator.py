@@ -12,7 +12,7 @@ from protocol.codec import Decoder
 from protocol.dialogue import Dialogue
 from protocol.messages import Finished, Generate, Status, StatusRequest, ToOrchestrator
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 QUESTIONS = 5
 REQUEST = Generate(request=1, tokens=[1, 2])
 

@@ -22,7 +22,7 @@ from orchestrator.saguaro import CHOICES
 from orchestrator.services import Peer
 from orchestrator.verify_cost import VerifyCost
 from protocol.messages import PROTOCOL_VERSION, Hello, Mode, Role
-from tests.stack import running
+from tests.stack import RunningStack, eventually, running
 from tests.tiny_models import write_tiny_model
 
 MODES: tuple[Mode, ...] = ("sd", "ssd")
@@ -407,14 +407,18 @@ def test_stacks_remember(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     folders = [str(write_tiny_model(tmp_path / name, "llama", seed=1)) for name in "td"]
     settings = StackSettings(model=folders[0], draft_model=folders[1])
 
-    def plain_tok_s(tokens: int, *, memory: bool) -> float:
-        with running(settings, memory=memory) as stack:
-            return stack.answer("Say it again.", max_tokens=tokens).statistics.plain_tok_s
+    def plain_tok_s(stack: RunningStack, tokens: int) -> float:
+        return stack.answer("Say it again.", max_tokens=tokens).statistics.plain_tok_s
 
     learned = tmp_path / "cache" / "learned"
-    assert plain_tok_s(2, memory=False) == 0.0
+    with running(settings) as stack:
+        assert plain_tok_s(stack, 2) == 0.0
     assert not learned.exists()
-    assert plain_tok_s(300, memory=True) > 0.0
+    with running(settings, memory=True) as stack:
+        # The faster the drafter, the fewer rounds an answer has; plain ones come in time.
+        eventually(lambda: plain_tok_s(stack, 300) > 0.0, "plain decoding is measured")
     assert [file.suffix for file in learned.iterdir()] == [".json"]
-    assert plain_tok_s(2, memory=True) > 0.0
-    assert plain_tok_s(2, memory=False) == 0.0
+    with running(settings, memory=True) as stack:
+        assert plain_tok_s(stack, 2) > 0.0
+    with running(settings) as stack:
+        assert plain_tok_s(stack, 2) == 0.0

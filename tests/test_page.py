@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.config import StackSettings
-from tests.stack import running
+from tests.stack import DEADLINE_S, running
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.processes
@@ -46,7 +46,7 @@ def url() -> Iterator[str]:
 
 def test_the_page_needs_nothing_else(url: str) -> None:
     """No address in it leads elsewhere, and the browser is forbidden to follow any."""
-    with urllib.request.urlopen(url, timeout=30) as response:  # noqa: S310  # our own server
+    with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:  # noqa: S310  # our own server
         source = response.read().decode()
         policy = response.headers["Content-Security-Policy"]
     assert not re.findall(r"(?:https?:)?//[a-z]+\.", source)
@@ -60,8 +60,11 @@ def test_a_chat_in_a_browser(url: str) -> None:
     from playwright.sync_api import sync_playwright  # noqa: PLC0415  # optional
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=list(FLAGS))
+        browser = playwright.chromium.launch(
+            executable_path=BROWSER, args=list(FLAGS), timeout=1e3 * DEADLINE_S
+        )
         page = browser.new_page(viewport={"width": 1100, "height": 800})
+        page.set_default_timeout(1e3 * DEADLINE_S)
         complaints: list[str] = []
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))

@@ -71,6 +71,7 @@ def stack() -> Iterator[RunningStack]:
         (target / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
         settings = StackSettings(model=str(target), draft_model=str(draft), http=True, port=0)
         with running(settings) as found:
+            found.warm_up()
             yield found
 
 
@@ -78,7 +79,7 @@ def stack() -> Iterator[RunningStack]:
 def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
     assert stack.supervisor.door is not None
     url = f"{stack.supervisor.door.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as found:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as found:
         yield found
 
 

@@ -222,4 +222,4 @@ def test_a_folder_of_a_dead_owner_takes_its_processes_along() -> None:
     note_children(folder, [sleeper.pid])
     sweep()
     assert not folder.exists()
-    assert sleeper.wait(10) == -signal.SIGKILL
+    assert sleeper.wait(60) == -signal.SIGKILL

@@ -27,7 +27,7 @@ from protocol.messages import (
     Tokens,
 )
 from tests.stack import DEADLINE_S, RunningStack, eventually, running
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import write_endless_model
 
 pytestmark = pytest.mark.processes
 
@@ -99,8 +99,8 @@ def all_at_once(
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """A tiny pair that agrees on most tokens; three are decoded at a time, two may wait."""
     base = tmp_path_factory.mktemp("m")
-    target = write_tiny_model(base / "t", "sliding", seed=1)
-    draft = write_tiny_model(base / "d", "sliding", seed=1, layers=2, noise=0.01)
+    target = write_endless_model(base / "t", "sliding", seed=1)
+    draft = write_endless_model(base / "d", "sliding", seed=1, layers=2, noise=0.01)
     settings = StackSettings(
         model=str(target), draft_model=str(draft), decode_concurrency=3, max_waiting=3
     )
@@ -160,7 +160,7 @@ def test_a_second_turn_is_cached(stack: RunningStack) -> None:
     assert second.finished.cached_tokens == len(prompt) + 9
     client = stack.client
     request = Generate(
-        request=client.number(), tokens=[*prompt[:4], 99, 98, 97], max_tokens=400, mode="ar"
+        request=client.number(), tokens=[*prompt[:4], 99, 98, 97], max_tokens=20_000, mode="ar"
     )
     answer = client.generate(request)
     text = next(answer)
@@ -175,7 +175,7 @@ def test_a_second_turn_is_cached(stack: RunningStack) -> None:
 def test_the_line_is_bounded_and_can_be_left(stack: RunningStack) -> None:
     """Three are decoded and three wait; the next is turned away as busy; leaving makes room."""
     address = stack.supervisor.run_dir.clients_address
-    long = Generate(request=0, tokens=[3, 4, 5], max_tokens=480, mode="ar")
+    long = Generate(request=0, tokens=[3, 4, 5], max_tokens=20_000, mode="ar")
     crowd: Channel[FromOrchestrator] = Channel(address, Decoder(FromOrchestrator))
     with crowd, closing(Client(address)) as other:
         for number in range(1, 7):

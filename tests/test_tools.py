@@ -137,4 +137,4 @@ def test_parsers_come_without_mlx(tmp_path: Path) -> None:
         "assert not {'mlx', 'mlx_lm', 'transformers'} & set(sys.modules)"
     )
     folder = model_folder(tmp_path, "[TOOL_CALLS]")
-    subprocess.run([sys.executable, "-c", program, str(folder)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(folder)], check=True, timeout=120)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,9 +29,9 @@ from protocol.messages import (
     Status,
     Text,
 )
-from tests.stack import RunningStack, eventually, running
+from tests.stack import DEADLINE_S, RunningStack, eventually, running
 from tests.terminal import terminal
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import write_endless_model
 
 processes = pytest.mark.processes
 
@@ -142,8 +143,8 @@ def test_words_and_units() -> None:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """A tiny pair."""
     base = tmp_path_factory.mktemp("pair")
-    target = write_tiny_model(base / "target", "llama", seed=1)
-    draft = write_tiny_model(base / "draft", "llama", seed=2)
+    target = write_endless_model(base / "target", "llama", seed=1)
+    draft = write_endless_model(base / "draft", "llama", seed=2)
     with (
         tempfile.TemporaryDirectory(prefix="ssd-t-") as folder,
         pytest.MonkeyPatch.context() as patch,
@@ -160,17 +161,23 @@ def name_of(stack: RunningStack) -> str:
 def top(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "launch.cli", "top", *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
 
 
 @processes
 def test_one_look_as_json(stack: RunningStack) -> None:
     """Every process with its memory, the requests of late, and the plan: for scripts."""
-    stack.answer("hello", max_tokens=24)
-    done = top("--once", "--json", "--name", name_of(stack))
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
+    seen: dict[str, Any] = {}
+
+    def looked() -> bool:
+        stack.answer("hello", max_tokens=24)
+        done = top("--once", "--json", "--name", name_of(stack))
+        assert done.returncode == 0, done.stderr
+        seen.update(json.loads(done.stdout))
+        return bool(seen["status"]["recent"]["requests"] > 0)
+
+    eventually(looked, "it starts within the ten seconds that are of late")
     roles = {entry["role"]: entry for entry in seen["processes"]}
     assert set(roles) == {"supervisor", "orchestrator", "verifier", "drafter"}
     assert roles["verifier"]["pid"] == stack.pid("verifier")
@@ -190,7 +197,7 @@ def test_one_look_as_json(stack: RunningStack) -> None:
 def test_a_request_is_seen_while_it_runs(stack: RunningStack) -> None:
     """A running sequence is told of, and is gone when it has ended."""
     request = Generate(
-        request=stack.client.number(), messages=[ChatMessage("user", "hi")], max_tokens=2000
+        request=stack.client.number(), messages=[ChatMessage("user", "hi")], max_tokens=20_000
     )
     with contextlib.closing(stack.client.generate(request)) as events:
         assert isinstance(next(events), Text)

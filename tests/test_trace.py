@@ -15,6 +15,7 @@ from launch.trace import write_trace
 from orchestrator.timeline import Timeline
 from protocol.errors import UsageError
 from protocol.messages import DraftTree, Slice, VerificationOutcome
+from tests.stack import DEADLINE_S
 from tests.tiny_models import write_tiny_model
 
 
@@ -92,9 +93,10 @@ def test_a_real_answers_trace(tmp_path: Path) -> None:
     pair = [str(write_tiny_model(tmp_path / name, "llama", seed=1)) for name in "td"]
     file = tmp_path / "trace.json"
     command = [sys.executable, "-m", "launch.cli", "generate", "Say it again.", "--json"]
-    options = ["--model", pair[0], "--draft-model", pair[1], "-m", "24", "--trace", str(file)]
+    options = ["--model", pair[0], "--draft-model", pair[1], "-m", "240", "--trace", str(file)]
+    options += ["--num-draft-tokens", "4"]  # the planner might not speculate at all
     begun = 1e6 * time.monotonic()
-    ran = subprocess.run([*command, *options], capture_output=True, check=True, timeout=120)
+    ran = subprocess.run([*command, *options], capture_output=True, check=True, timeout=DEADLINE_S)
     ended = 1e6 * time.monotonic()
     statistics = json.loads(ran.stdout)["stats"]
     names = {e["pid"]: e["args"]["name"] for e in events(file) if e["ph"] == "M"}

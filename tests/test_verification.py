@@ -296,7 +296,7 @@ def test_times_are_told() -> None:
     line = Line(verifier_of("llama"), [1, 2, 3], Sampling())
     first, second = line.verify([]), line.verify([])
     assert min(first.verify_ms, second.verify_ms) > 0
-    assert 0 <= second.idle_ms < 1e3
+    assert 0 <= second.idle_ms < 60e3
 
 
 @given(st.lists(st.integers(0, 3), max_size=8), st.lists(st.integers(0, 3), max_size=8))

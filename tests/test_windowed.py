@@ -203,6 +203,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     for model in (target, draft):
         make_nearsighted(model / "model.safetensors")
     with running(StackSettings(model=str(target), draft_model=str(draft))) as started:
+        started.warm_up()
         yield started
 
 

@@ -198,6 +198,22 @@ def write_tiny_model(
     return folder
 
 
+def write_endless_model(folder: Path, family: str, **more: Any) -> Path:
+    """The same, but its answers do not end by themselves: what is asked of it goes on.
+
+    Args:
+        folder: see `write_tiny_model`.
+        family: see `write_tiny_model`.
+        more: `seed`, `layers` and `noise` of `write_tiny_model`.
+    """
+    endless = {"eos_token_id": [], "max_position_embeddings": 200_000}
+    write_tiny_model(folder, family, config=endless, **more)
+    description = folder / "tokenizer_config.json"
+    text = description.read_text(encoding="utf-8").replace('"eos_token"', '"no_eos_token"')
+    description.write_text(text, encoding="utf-8")
+    return folder
+
+
 def write_tokenizer(folder: Path) -> None:
     """Write the tokenizer that all families share: byte-level BPE, chat template, stop token."""
     (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
