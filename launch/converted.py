@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from protocol.errors import ModelError
 
@@ -10,7 +10,12 @@ _MANIFEST = "coreml.json"
 """As `services/coreml/manifest.py` writes it."""
 
 
-_FACTS = ("slots", "functions", "width", "state_write", "compression", "versions", "parity")
+_FACTS = (
+    "architecture", "slots", "functions", "width", "state_write", "compression", "versions",
+    "parity",
+)  # fmt: skip
+_HALF = 2
+"""Bytes of a number of the state."""
 
 
 def beside(folder: Path) -> Path:
@@ -34,6 +39,45 @@ def read_facts(folder: Path) -> dict[str, Any]:
         return {name: manifest[name] for name in _FACTS}
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{str(folder / _MANIFEST)!r} cannot be read ({error!r})") from error
+
+
+class Conversion(NamedTuple):
+    """A converted model, as far as people want to know of it at a glance."""
+
+    text: str
+    weight_bytes: int
+    """Of all its files."""
+    state_bytes: int
+    """Of one sequence; does not grow."""
+
+
+def conversion_in(folder: Path) -> Conversion:
+    """What is in a converted folder.
+
+    Raises:
+        ModelError: its manifest cannot be read.
+    """
+    facts = read_facts(folder)
+    try:
+        shape, slots = facts["architecture"], int(facts["slots"])
+        state = 2 * shape["layers"] * shape["kv_heads"] * shape["head_dim"] * slots * _HALF
+        text = (
+            f"{folder}: {shape['layers']} layers for CoreML, {slots} tokens, "
+            f"compression {facts['compression']}"
+        )
+        agreed = facts["parity"].get("agreement")
+        told = f", best token equal on {agreed['greedy']:.3f} of those compared" if agreed else ""
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"{str(folder / _MANIFEST)!r} is not as it should be ({error!r})"
+        ) from error
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return Conversion(text + told, size, state)
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether this folder itself is a converted model."""
+    return converted(folder) == folder
 
 
 def require_converted(folder: Path) -> Path:

@@ -6,12 +6,13 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import psutil
 
 from launch.config import StackSettings, share_cores
+from launch.converted import conversion_in, converted, is_converted
 from launch.models import Pair, pair_of
 from launch.weights import Weights, weights_of
 from protocol.errors import ModelError, RuntimeFailure, SsdError
@@ -25,6 +26,14 @@ _SURVEY_S = 120.0
 _EXAMPLE_TOKENS = 4096
 """Context for which the KV is counted into the memory estimate."""
 _GB = 1e9
+
+
+class Needs(NamedTuple):
+    """Memory of one model, in bytes."""
+
+    weights: int
+    kv: int
+    """Of the example's context; a converted model's state has its own size."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -118,10 +127,13 @@ def _on_machine(survey: Survey) -> list[Finding]:
         text = "coremltools is not installed: no drafts on the Neural Engine (extra 'coreml')"
         findings.append(Finding("note", "Neural Engine", text))
     elif sys.platform == "darwin":
-        text = f"coremltools {survey.coreml}; `ssd mac-check` measures what CoreML does here"
+        units = ", ".join(survey.coreml_units) or "what it does not say"
+        text = f"coremltools {survey.coreml} reaches {units}; `ssd mac-check` measures them"
         findings.append(Finding("ok", "Neural Engine", text))
-    elif sys.platform != "darwin":
-        findings.append(Finding("note", "Neural Engine", "none here; it needs a Mac"))
+    else:
+        slow = "; converted models run on the reference runtime, a slow test instrument"
+        text = "none here; it needs a Mac" + (slow if survey.coreml else "")
+        findings.append(Finding("note", "Neural Engine", text))
     return findings
 
 
@@ -138,22 +150,55 @@ def _on_pair(settings: StackSettings, survey: Survey, free: int) -> list[Finding
         pair = pair_of(settings)
     except SsdError as error:
         return [Finding("problem", "pair", str(error))]
-    findings, sizes = [], list[Weights]()
+    findings, needs = [], list[Needs]()
     for role, folder in (("target", pair.model), ("drafter", pair.draft_model)):
         if not folder:
             continue
         try:
-            sizes.append(weights_of(Path(folder)))
+            text, need = _sized(Path(folder), survey)
         except ModelError as error:
             findings.append(Finding("problem", role, str(error)))
             continue
-        findings.append(Finding("ok", role, _described(folder, sizes[-1])))
+        needs.append(need)
+        findings.append(Finding("ok", role, text))
     if any(finding.level == "problem" for finding in findings):
         return findings
-    return [*findings, *_together(pair), _memory(sizes, survey, free), _started(pair, survey)]
+    return [
+        *findings,
+        *_conversions(pair),
+        *_together(pair),
+        _memory(needs, survey, free),
+        _started(pair, survey),
+    ]
 
 
-def _described(folder: str, size: Weights) -> str:
+def _sized(folder: Path, survey: Survey) -> tuple[str, Needs]:
+    """A model in words and in memory; raises ModelError if it cannot be read."""
+    if is_converted(folder):
+        found = conversion_in(folder)
+        return found.text, Needs(found.weight_bytes, found.state_bytes)
+    size = weights_of(folder)
+    kv = size.kv_bytes_on(survey.device) * _EXAMPLE_TOKENS
+    return _described(folder, size), Needs(size.bytes_on(survey.device), kv)
+
+
+def _conversions(pair: Pair) -> list[Finding]:
+    """The CoreML forms that lie beside the models."""
+    uses = {pair.model: "`--prefill coreml`", pair.draft_model: "`--draft-backend coreml`"}
+    findings = []
+    for folder, use in uses.items():
+        place = converted(Path(folder)) if folder else None
+        if place is None or str(place) == folder:
+            continue
+        try:
+            found = Finding("ok", "converted", f"{conversion_in(place).text}; for {use}")
+        except ModelError as error:
+            found = Finding("note", "converted", f"{error}; convert again")
+        findings.append(found)
+    return findings
+
+
+def _described(folder: Path, size: Weights) -> str:
     context = f", context {size.context_length}" if size.context_length else ""
     return f"{folder}: {size.architecture}, {size.parameters / 1e6:.0f} M parameters{context}"
 
@@ -171,9 +216,9 @@ def _together(pair: Pair) -> list[Finding]:
     return [Finding("ok", "pair", "target and drafter share their vocabulary")]
 
 
-def _memory(sizes: list[Weights], survey: Survey, free: int) -> Finding:
-    weights = sum(size.bytes_on(survey.device) for size in sizes)
-    kv = sum(size.kv_bytes_on(survey.device) for size in sizes) * _EXAMPLE_TOKENS
+def _memory(needs: list[Needs], survey: Survey, free: int) -> Finding:
+    weights = sum(need.weights for need in needs)
+    kv = sum(need.kv for need in needs)
     apart = survey.device == "cuda" and survey.device_memory_bytes
     room = survey.device_memory_bytes if apart else free
     text = (

@@ -83,7 +83,7 @@ def lines(report: Report) -> Iterator[str]:
         yield (
             f"{answer.mode}{f' K={answer.lookahead}' if answer.lookahead else ''} "
             f"at T={TEMPERATURE}: {answer.tok_s:.1f} tok/s, "
-            f"{answer.accepted} of {answer.drafted} accepted, "
+            f"{_drafted(answer)}, "
             f"{'same' if answer.same_as_plain else 'OTHER'} tokens as plain decoding"
         )
     if report.answers_failed:
@@ -92,30 +92,42 @@ def lines(report: Report) -> Iterator[str]:
         yield f"not measured here: {what}"
 
 
-def _said(found: Found) -> list[str]:
+def _drafted(answer: Answer) -> str:
+    if answer.mode != "ar" and not answer.drafted:
+        return "nothing drafted in time"
+    return f"{answer.accepted} of {answer.drafted} accepted"
+
+
+def _said(found: Found) -> Iterator[str]:
     """The figures of one probe, a line each."""
     if found.failed:
-        return [f"{found.kind} {found.compute_units}: no figure, {found.failed}"]
+        yield f"{found.kind} {found.compute_units}: no figure, {found.failed}"
+        return
     match found.kind:
         case "functions":
-            return [
-                f"{found.compute_units} {cost.name}: {cost.call_ms:.1f} ms on {cost.unit}"
-                for cost in found.costs
-            ]
+            for cost in found.costs:
+                yield f"{found.compute_units} {cost.name}: {cost.call_ms:.1f} ms on {cost.unit}"
         case "device":
-            return [
+            yield (
                 f"{found.compute_units}: best token of the reference on {found.same_best:.3f}, "
                 f"worst logit {found.worst_logit:.3f}"
-            ]
+            )
         case "soak":
-            return [
+            yield (
                 f"{found.calls} calls on {found.compute_unit}: best token of the first pass on "
                 f"{found.same_best:.3f}, worst logit {found.worst_logit:.3f}, slowest "
                 f"{found.slowest_ms:.1f} ms, memory {found.grown_mb:+.1f} MB"
-            ]
+            )
         case "injection":
-            return [
+            yield (
                 f"injection of {found.tokens} tokens, {found.dtype}: {found.milliseconds:.2f} ms, "
                 f"after {found.written_ms:.1f} ms of writing while the prompt is computed"
-            ]
-    return [f"{found.kind} {found.per_second:.1f} a second on {found.compute_unit}"]
+            )
+        case "prefill":
+            for one in found.prefills:
+                yield (
+                    f"prefill of {one.tokens} tokens: {one.mlx_ms:.0f} ms by MLX, "
+                    f"{one.coreml_ms:.0f} through the package on {found.compute_unit}"
+                )
+        case _:
+            yield f"{found.kind} {found.per_second:.1f} a second on {found.compute_unit}"

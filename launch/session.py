@@ -44,12 +44,17 @@ def private_stack(settings: StackSettings, report: Report) -> Iterator[Superviso
 
 
 def _fits(run_dir: RunDir, settings: StackSettings) -> bool:
-    """Whether a living stack runs what is wanted; who names a drafter or device gets a new one."""
+    """Whether a living stack runs what is wanted.
+
+    Who names a drafter, a device or a way of computing prompts gets a new one.
+    """
     running = run_dir.running()
     names_drafter = settings.draft_model or settings.draft_command or settings.draft_server
     if running is None or names_drafter or settings.draft_backend != "auto":
         return False
     if settings.target_device or settings.draft_device or settings.emulate_target_cost:
+        return False
+    if settings.prefill != "mlx" or settings.compute_units != "auto":
         return False
     if settings.model and running.model != str(resolve(settings.model)):
         return False

@@ -7,7 +7,7 @@ import msgspec
 from protocol.conversion import FunctionCost
 from protocol.settings import ChildSettings, ComputeUnits
 
-Kind = Literal["functions", "device", "draft-loop", "target-loop", "injection", "soak"]
+Kind = Literal["functions", "device", "draft-loop", "target-loop", "injection", "prefill", "soak"]
 
 
 class ProbeSettings(ChildSettings, frozen=True, kw_only=True):
@@ -15,18 +15,26 @@ class ProbeSettings(ChildSettings, frozen=True, kw_only=True):
 
     kind: Kind
     model: str = ""
-    """Folder of the converted model."""
+    """Folder of the converted model; for `prefill` of the target's own conversion."""
     target: str = ""
-    """Folder of the MLX model, for `target-loop` and `injection`."""
+    """Folder of the MLX model, for `target-loop`, `injection` and `prefill`."""
     compute_units: ComputeUnits = "auto"
     half: bool = False
     """injection: into a float16 cache, whatever the target's is."""
     calls: Annotated[int, msgspec.Meta(ge=1)] = 20
     seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
-    """Of the loops."""
+    """Of the loops; prefill: after so long no longer prompt is begun."""
     barrier: tuple[int, int] | None = None
     """Loops: both ends of a pipe that all probes hold which are to begin at the same time."""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+class PrefillTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A prompt of one length, computed both ways; milliseconds until the cache holds it."""
+
+    tokens: int
+    mlx_ms: float
+    coreml_ms: float
 
 
 class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,5 +72,7 @@ class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     the prompt is computed; the median."""
     dtype: str = ""
     """injection: of the cache."""
+    prefills: list[PrefillTime] = []
+    """prefill: in rising order."""
     failed: str = ""
     """Why there is no figure."""

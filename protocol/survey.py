@@ -19,3 +19,5 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     """What multiplies matrices on a CPU; empty elsewhere."""
     coreml: str
     """Version of coremltools; empty if it is not installed."""
+    coreml_units: list[str] = []
+    """What CoreML can compute on: "cpu", "gpu", "Neural Engine (16 cores)"; on macOS alone."""

@@ -1,12 +1,13 @@
 """A prompt's keys and values from elsewhere, put into the target's cache.
 
 Another device may prefill faster than the one that decodes, or leave it free meanwhile. Whether
-it does is measured when the verifier starts, per length; so which way a prompt goes depends on
-its length alone, and a verifier started again goes the same way.
+it does is measured when the verifier starts, per length; which way a prompt goes then depends on
+its length alone.
 """
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
@@ -107,21 +108,31 @@ def _bfloat16(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
     return rounded
 
 
+Times = dict[int, tuple[float, float]]
+"""Length of a prompt -> milliseconds (here, elsewhere)."""
+
+
 class Choice:
     """For which prompts the other way is the faster one."""
 
-    def __init__(self, longest: int, wins: list[tuple[int, bool]]) -> None:
-        self._longest = longest
-        self._wins = sorted(wins)
+    def __init__(self, longest: int, times: Times) -> None:
+        """From what was measured, in rising order; longer prompts than `longest` do not fit."""
+        self._longest = min(longest, max(times))
+        self._lengths = [0, *times]
+        self._here = [0.0, *(own for own, _ in times.values())]
+        self._there = [other for _, other in times.values()]
 
     def elsewhere(self, length: int) -> bool:
         """Whether a prompt of this length should be computed elsewhere.
 
-        Between two measured lengths the longer one's verdict holds.
+        Between two measured lengths the other way, which computes whole chunks, is taken to need
+        what it needed for the longer one, and the target's own way its share: if that errs, it
+        errs towards the target's own.
         """
         if not 0 < length <= self._longest:
             return False
-        return next((wins for measured, wins in self._wins if measured >= length), False)
+        there = self._there[bisect_left(self._lengths, length) - 1]
+        return there < float(np.interp(length, self._lengths, self._here))
 
 
 class PromptsElsewhere:
@@ -134,16 +145,20 @@ class PromptsElsewhere:
         other: Elsewhere,
         *,
         whenever_it_fits: bool,
+        budget_s: float = _BUDGET_S,
     ) -> None:
         self._module = module
         self._windows = windows
         self._other = other
         self._dtype = kv_dtype(module, windows)
+        self.times: Times = {}
+        """What was measured."""
         if whenever_it_fits:
             self._choice = always(other.slots)
             return
-        self._choice, times = measured(self._here, self._there, other.slots)
-        for length, (own, elsewhere) in times.items():
+        self.times = measured(self._here, self._there, other.slots, budget_s)
+        self._choice = Choice(other.slots, self.times)
+        for length, (own, elsewhere) in self.times.items():
             _log.info("prefill of %d tokens: %.1f ms here, %.1f elsewhere", length, own, elsewhere)
 
     def fill(self, store: KVStore, held: Tokens, tokens: Tokens) -> Generator[None]:
@@ -185,7 +200,7 @@ def kv_dtype(module: Any, windows: list[int | None]) -> mx.Dtype:
 
 def always(longest: int) -> Choice:
     """Every prompt that fits goes elsewhere; for tests and comparisons."""
-    return Choice(longest, [(longest, True)])
+    return Choice(longest, {longest: (1.0, 0.0)})
 
 
 def measured(
@@ -193,24 +208,23 @@ def measured(
     there: Callable[[int], None],
     longest: int,
     budget_s: float = _BUDGET_S,
-) -> tuple[Choice, dict[int, tuple[float, float]]]:
+) -> Times:
     """Time both ways at doubling lengths; the better of two runs counts.
 
     Where one way takes more than `_CLEARLY` times as long as the other, one run of each will do.
-    Once the budget is spent, longer prompts stay here.
-
-    Returns:
-        The choice, and per length the milliseconds (here, elsewhere).
+    Once the budget is spent, or the next length would overspend it, longer prompts stay here.
     """
     lengths = [length for length in (64, 128, 256, 512, 1024, 2048) if length < longest]
-    times: dict[int, tuple[float, float]] = {}
-    started = time.perf_counter()
+    times: Times = {}
+    began = time.perf_counter()
     for length in [*lengths, longest]:
+        started = time.perf_counter()
         times[length] = _both_ms(here, there, length)
-        if time.perf_counter() - started > budget_s:
+        ended = time.perf_counter()
+        # Twice the tokens take about twice as long.
+        if ended - began + 2 * (ended - started) > budget_s:
             break
-    wins = [(length, other < own) for length, (own, other) in times.items()]
-    return Choice(longest, wins), times
+    return times
 
 
 def _both_ms(

@@ -32,6 +32,7 @@ def survey() -> Survey:
         devices=1 if device == "cpu" else int(module.device_count(mx.gpu)),
         matrix_kernels=_matrix_kernels() if device == "cpu" else "",
         coreml=_version("coremltools"),
+        coreml_units=_coreml_units(),
     )
 
 
@@ -45,6 +46,19 @@ def _matrix_kernels() -> str:
 
 
 _LIBRARIES = {"small_gemm": "libssd_small_gemm", "MKL": "libmkl_rt"}
+
+
+def _coreml_units() -> list[str]:
+    """What CoreML lists; nothing where it cannot be asked, which is no reason to fail."""
+    if sys.platform != "darwin" or not _version("coremltools"):
+        return []
+    try:
+        # Takes seconds to import, and says nothing elsewhere.
+        from services.coreml.runtime.devices import units  # noqa: PLC0415
+
+        return units()
+    except (AttributeError, ImportError, RuntimeError, TypeError):
+        return []
 
 
 def _version(package: str) -> str:

@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import psutil
 import pytest
+from coremltools.models import compute_device
 from mlx.utils import tree_flatten
 
 from launch import doctor
 from launch.config import StackSettings
+from launch.converted import beside, conversion_in
 from launch.weights import weights_of
 from protocol.errors import ModelError
 from protocol.survey import Survey
+from services.coreml.manifest import read_manifest
+from services.coreml.runtime import devices
 from services.model import load
+from tests.converted import SLOTS, converted_folder
 from tests.reference import tiny_folder
 from tests.stack import DEADLINE_S
 from tests.tiny_models import write_tiny_model
@@ -88,6 +94,49 @@ def test_too_little_memory_is_a_problem(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: small)
     found = examined(model=str(tiny_folder("llama")))
     assert (found["healthy"], found["memory"].level) == (False, "problem")
+
+
+def test_a_converted_drafter_is_no_problem(examined: Callable[..., dict[str, Any]]) -> None:
+    """It has no safetensors, and its state's size is its own."""
+    folder = converted_folder("llama")
+    found = examined(model=str(tiny_folder("llama")), draft_model=str(folder))
+    assert (found["healthy"], found["pair"].level) == (True, "ok")
+    assert f"3 layers for CoreML, {SLOTS} tokens" in found["drafter"].text
+    assert "drafter by coreml" in found["stack"].text
+    shape = read_manifest(folder).architecture
+    conversion = conversion_in(folder)
+    state = 2 * shape.layers * shape.kv_heads * shape.head_dim * SLOTS * np.float16().nbytes
+    assert conversion.state_bytes == state
+    package = (folder / "model.mlpackage" / "Data").rglob("*")
+    assert conversion.weight_bytes > sum(f.stat().st_size for f in package if f.is_file()) > 1e4
+
+
+def test_conversions_beside_the_models_are_listed(
+    examined: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """What it is for; and a manifest that cannot be read is a note, since MLX needs none."""
+    folder = write_tiny_model(tmp_path / "t", "llama")
+    shutil.copytree(converted_folder("llama"), beside(folder))
+    found = examined(model=str(folder))
+    assert f"{beside(folder)}: 3 layers" in found["converted"].text
+    assert "--prefill coreml" in found["converted"].text
+    (beside(folder) / "coreml.json").write_text("{}")
+    found = examined(model=str(folder))
+    assert (found["healthy"], found["converted"].level) == (True, "note")
+
+
+def test_coremls_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the doctor prints them; a class that is not known keeps its name."""
+    names = ("MLCPUComputeDevice", "MLGPUComputeDevice", "MLNeuralEngineComputeDevice", "MLNew")
+    listed = [type(name, (), {"total_core_count": 16})() for name in names]
+    monkeypatch.setattr(compute_device.MLComputeDevice, "get_all_compute_devices", lambda: listed)
+    found = devices.units()
+    assert found == ["cpu", "gpu", "Neural Engine (16 cores)", "MLNew"]
+    values = {name: getattr(SURVEY, name) for name in SURVEY.__struct_fields__}
+    survey = Survey(**values | {"coreml": "9.0", "coreml_units": found})
+    monkeypatch.setattr(sys, "platform", "darwin")
+    said = {finding.topic: finding for finding in doctor._on_machine(survey)}["Neural Engine"]
+    assert "reaches cpu, gpu, Neural Engine (16 cores), MLNew" in said.text
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Prompts computed elsewhere: injected keys and values decode as the target's own."""
 
+import time
 from collections.abc import Iterable, Iterator
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from launch import session
 from launch.config import StackSettings
 from protocol.errors import ModelError
 from protocol.messages import OpenSequence, Prefilled, Sampling, Tokens, Verify
@@ -107,10 +109,15 @@ def test_a_store_begins_with_what_it_is_given_once() -> None:
 
 
 def test_only_lengths_that_won_go_elsewhere() -> None:
-    """Between two measured lengths the longer one's verdict holds; beyond the last, no."""
-    choice = Choice(500, [(64, False), (256, True), (500, False)])
-    assert [choice.elsewhere(n) for n in (0, 64, 65, 256, 257, 500, 501)] == [
-        False, False, True, True, False, False, False,
+    """Between two lengths the other way needs what the longer one needs, our own its share."""
+    choice = Choice(500, {64: (10.0, 20.0), 256: (40.0, 22.0), 500: (80.0, 90.0)})
+    expected = {0: False, 64: False, 65: False, 140: False, 142: True, 256: True, 257: False,
+                500: False, 501: False}  # fmt: skip
+    assert {length: choice.elsewhere(length) for length in expected} == expected
+    # A shorter prompt than any measured: a whole chunk there, a share of it here.
+    early = Choice(500, {64: (20.0, 10.0)})
+    assert [early.elsewhere(n) for n in (0, 1, 32, 33, 64, 65)] == [
+        False, False, False, True, True, False,
     ]  # fmt: skip
     assert [always(9).elsewhere(n) for n in (0, 1, 9, 10)] == [False, True, True, False]
 
@@ -119,21 +126,34 @@ def test_both_ways_are_timed_at_every_length() -> None:
     """Doubling lengths up to the longest; the verdict is of the times."""
     here: list[int] = []
     there: list[int] = []
-    choice, times = measured(here.append, there.append, 200)
+    times = measured(here.append, there.append, 200)
     assert here == there
     assert sorted(set(here)) == [64, 128, 200]
     assert list(times) == [64, 128, 200]
     for length, (own, other) in times.items():
-        assert choice.elsewhere(length) == (other < own)
+        assert Choice(200, times).elsewhere(length) == (other < own)
 
 
 def test_measuring_ends_when_its_time_is_up() -> None:
     """The stack waits for it; prompts longer than what was measured stay here."""
     here: list[int] = []
-    choice, times = measured(here.append, lambda _: None, 4096, budget_s=0.0)
+    times = measured(here.append, lambda _: None, 4096, budget_s=0.0)
     assert list(times) == [64]
     assert set(here) == {64}
-    assert not choice.elsewhere(65)
+    assert not Choice(4096, times).elsewhere(65)
+
+
+def test_a_length_that_would_overspend_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the tokens, about twice the time: known before it is spent."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def slow(length: int) -> None:
+        clock[0] += length / 64
+
+    times = measured(lambda _: None, slow, 4096, budget_s=14.0)
+    assert times == {64: (0.0, 1e3), 128: (0.0, 2e3), 256: (0.0, 4e3)}
+    assert clock[0] == 7.0
 
 
 def test_prompts_that_do_not_fit_are_computed_here() -> None:
@@ -173,3 +193,12 @@ def test_a_stack_with_prompts_from_coreml(stack: RunningStack) -> None:
     plain = stack.answer("the quick brown fox jumps over", mode="ar", max_tokens=24).tokens
     answer = stack.answer("the quick brown fox jumps over", max_tokens=24)
     assert answer.tokens == plain
+
+
+@pytest.mark.processes
+def test_who_asks_for_another_prefill_gets_another_stack(stack: RunningStack) -> None:
+    """A stack that runs cannot change how it computes prompts, nor where."""
+    run_dir, model = stack.supervisor.run_dir, stack.client.status().model
+    assert session._fits(run_dir, StackSettings(model=model))
+    assert not session._fits(run_dir, StackSettings(model=model, prefill="coreml"))
+    assert not session._fits(run_dir, StackSettings(model=model, compute_units="cpu_only"))

@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from launch import doctor, mac_report
-from launch.probing import probes_together
+from launch.probing import probe, probes_together
 from launch.process import Lifeline
 from launch.verbs import mac_check
 from protocol.probing import Found
 from protocol.survey import Survey
-from tests.converted import converted_folder, source_folder
+from tests.converted import SLOTS, converted_folder, source_folder
 
 _DEADLINE_S = 240
 
@@ -101,6 +101,51 @@ def test_overlapping_loops_begin_together() -> None:
     assert min(draft.began_s, decode.began_s) >= max(draft.ready_s, decode.ready_s) > 0
     assert draft.per_second > 0
     assert decode.per_second > 0
+
+
+@pytest.mark.processes
+def test_prompts_are_timed_both_ways() -> None:
+    """Of every length that fits, by the target itself and through its own package."""
+    told = {"target": str(source_folder("llama")), "model": str(converted_folder("llama"))}
+    with (
+        contextlib.closing(Lifeline()) as lifeline,
+        probe(lifeline, kind="prefill", compute_units="reference", seconds=60.0, **told) as one,
+    ):
+        found = one.found()
+    assert not found.failed
+    assert [one.tokens for one in found.prefills] == [64, SLOTS]
+    assert all(one.mlx_ms > 0 and one.coreml_ms > 0 for one in found.prefills)
+    report = mac_report.Report(
+        date="", machine={"system": "here"}, versions={}, model="m", package={}, probes=[found]
+    )
+    _, *said = mac_report.lines(report)
+    assert [line.partition(":")[0] for line in said] == [
+        "prefill of 64 tokens", f"prefill of {SLOTS} tokens",
+    ]  # fmt: skip
+
+
+def test_what_a_targets_own_conversion_adds() -> None:
+    """Its prompts are measured; without one the report names what is missing."""
+    options = {"calls": 3, "soak": 0, "seconds": 5.0}
+    kinds = [[one["kind"] for one in mac_check._wanted("target", own, options)]
+             for own in (None, Path("own"))]  # fmt: skip
+    assert kinds[1] == [*kinds[0], "prefill"]
+    assert mac_check._wanted("target", Path("own"), options)[-1]["seconds"] == 60.0
+
+
+def test_an_answer_without_drafts_says_so() -> None:
+    """None of none accepted would read as a drafter that is always wrong."""
+    common: dict[str, Any] = {
+        "tokens": 9, "tok_s": 1.0, "accepted": 0, "drafted": 0, "cache_hits": 0,
+        "cache_misses": 0, "same_as_plain": True,
+    }  # fmt: skip
+    answers = [mac_report.Answer(mode=m, lookahead=0, **common) for m in ("ar", "sd")]
+    report = mac_report.Report(
+        date="", machine={"system": "here"}, versions={}, model="m", package={}, answers=answers
+    )
+    _, plain, drafting = mac_report.lines(report)
+    assert "0 of 0 accepted" in plain
+    assert "nothing drafted in time" in drafting
 
 
 def test_failures_are_told_without_paths(monkeypatch: pytest.MonkeyPatch) -> None:

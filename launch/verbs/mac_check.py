@@ -35,12 +35,14 @@ _ONLY_ON_A_MAC = (
     "speed and placement on the Neural Engine, the GPU and the CPU under CoreML",
     "the device's numbers beside the reference runtime's",
     "how much drafting on the Neural Engine slows the target on the GPU",
-    "a run on two devices",
+    "a run on two devices, and one of a model with itself: the reference runtime is too slow",
 )
 _SAME_MODEL = (
-    "a same-model run: the target has no conversion beside it; run `ssd convert --model {}` and "
-    "this again"
+    "a same-model run, and prefill through CoreML: the target has no conversion beside it; run "
+    "`ssd convert --model {}` and this again"
 )
+_PREFILL_LOOPS = 12
+"""Prompts of all lengths take this many times as long as a loop, at most."""
 
 
 @click.command("mac-check")
@@ -51,7 +53,13 @@ _SAME_MODEL = (
 @click.option("--calls", type=click.IntRange(min=1), default=50, show_default=True)
 @click.option("--soak", type=click.IntRange(min=0), default=1000, show_default=True,
               help="Calls of the long run; 0: none.")  # fmt: skip
-@click.option("--seconds", type=float, default=5.0, show_default=True, help="Of each loop.")
+@click.option(
+    "--seconds",
+    type=float,
+    default=5.0,
+    show_default=True,
+    help="Of each loop; measuring prompts takes up to 12 times as long.",
+)
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(model: str | None, target: str | None, out: Path, **options: Any) -> None:
@@ -73,14 +81,13 @@ def command(model: str | None, target: str | None, out: Path, **options: Any) ->
 def _measured(folder: Path, target: Path, options: dict[str, Any]) -> Report:
     with contextlib.closing(Lifeline()) as lifeline:
         common: dict[str, Any] = {"lifeline": lifeline, "model": str(folder)}
-        probes = _probes(common, str(target), options["calls"], options["soak"])
+        own = converted(target)
+        probes = _probes(common, _wanted(str(target), own, options))
         overlap = _overlap(common, str(target), options["seconds"]) if _on_mac() else {}
-    # The target's own conversion, if there is one: both models are then the same.
-    own = converted(target)
     missing: list[str] = [] if _on_mac() else list(_ONLY_ON_A_MAC)
-    settings = StackSettings(
-        model=str(target), draft_backend="coreml", draft_model=str(own or folder)
-    )
+    # A target of any size drafts for itself on a device alone.
+    drafter = (own if _on_mac() else None) or folder
+    settings = StackSettings(model=str(target), draft_backend="coreml", draft_model=str(drafter))
     answers: list[Answer] = []
     failed = ""
     try:
@@ -97,7 +104,7 @@ def _measured(folder: Path, target: Path, options: dict[str, Any]) -> Report:
         probes=probes,
         overlap=overlap,
         answers=answers,
-        stack=f"{target.name} with {(own or folder).name}",
+        stack=f"{target.name} with {drafter.name}",
         answers_failed=failed,
         not_measured=missing if own else [*missing, _SAME_MODEL.format(target.name)],
     )
@@ -119,8 +126,12 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _probes(common: dict[str, Any], target: str, calls: int, soak: int) -> list[Found]:
-    """Injection; functions by compute unit, the device beside the reference; a long run."""
+def _wanted(target: str, own: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Injection; functions by compute unit, the device beside the reference; prompts; a long run.
+
+    `own` is the target's own conversion, if there is one.
+    """
+    calls, soak, seconds = options["calls"], options["soak"], options["seconds"]
     wanted: list[dict[str, Any]] = [
         {"kind": "injection", "target": target, "calls": calls, "half": half}
         for half in (False, True)
@@ -129,13 +140,25 @@ def _probes(common: dict[str, Any], target: str, calls: int, soak: int) -> list[
         wanted.append({"kind": "functions", "compute_units": units, "calls": calls})
         if _on_mac():
             wanted.append({"kind": "device", "compute_units": units})
+    units = "cpu_and_ne" if _on_mac() else "reference"
+    if own is not None:
+        prefill = {
+            "kind": "prefill",
+            "model": str(own),
+            "target": target,
+            "seconds": _PREFILL_LOOPS * seconds,
+        }
+        wanted.append({**prefill, "compute_units": units})
     if soak:
-        units = "cpu_and_ne" if _on_mac() else "reference"
         wanted.append({"kind": "soak", "compute_units": units, "calls": soak})
+    return wanted
+
+
+def _probes(common: dict[str, Any], wanted: list[dict[str, Any]]) -> list[Found]:
     found = []
     for told in wanted:
-        show.human().print(f"measuring: {told['kind']} {told.get('compute_units', '')}")
-        with probe(**common, **told) as one:
+        show.human().print(f"measuring: {told['kind']} {told.get('compute_units', '')}".rstrip())
+        with probe(**{**common, **told}) as one:
             found.append(one.found())
     return found
 

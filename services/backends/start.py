@@ -37,9 +37,13 @@ def start(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
 
             limit(settings.threads)
             from services.backends.coreml import CoremlBackend  # noqa: PLC0415
+            from services.coreml.costs import warm  # noqa: PLC0415
             from services.coreml.model import open_model  # noqa: PLC0415
 
-            return CoremlBackend(open_model(Path(settings.model), settings.compute_units))
+            model = open_model(Path(settings.model), settings.compute_units)
+            coreml = CoremlBackend(model)
+            warm(model)
+            return coreml
         case "ngram":
             from services.backends.ngram import NgramBackend  # noqa: PLC0415
 

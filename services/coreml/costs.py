@@ -25,12 +25,26 @@ def measure(model: ConvertedModel, calls: int) -> list[FunctionCost]:
                 name=function.name,
                 call_ms=statistics.median(times),
                 load_ms=getattr(executor, "load_ms", {}).get(function.name, 0.0),
-                unit=placement.unit if placement else executor.compute_unit,
+                unit=unit_of(model, function.name),
                 devices=placement.devices if placement else {},
                 off_ane=placement.off_ane if placement else {},
             )
         )
     return found
+
+
+def warm(model: ConvertedModel) -> None:
+    """Call every function with a state once: CoreML's first calls take many times as long."""
+    state = model.new_state()
+    for function in model.manifest.functions:
+        if function.stateful:
+            _timed(model, function, state)
+
+
+def unit_of(model: ConvertedModel, function: str) -> str:
+    """Where a function runs, as far as that is known; never a wish."""
+    placement = getattr(model.executor, "placements", {}).get(function)
+    return placement.unit if placement else model.executor.compute_unit
 
 
 def _timed(model: ConvertedModel, function: Function, state: list[State]) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 from protocol.errors import ModelError
 from protocol.messages import Tokens
 from protocol.settings import ComputeUnits
-from services.coreml.costs import empty_past
+from services.coreml.costs import empty_past, unit_of
 from services.coreml.manifest import read_manifest
 from services.coreml.model import ConvertedModel, chain_feed, open_model
 from services.coreml.runtime.blob import Array
@@ -24,6 +24,11 @@ class CoremlPrefill:
         """Prefill with a converted model; raises ModelError if it lacks the function."""
         self._model = model
         self._chunk = model.manifest.function(_FUNCTION).tokens
+
+    @property
+    def compute_unit(self) -> str:
+        """Where prompts are computed, as far as that is known."""
+        return unit_of(self._model, _FUNCTION)
 
     @property
     def slots(self) -> int:

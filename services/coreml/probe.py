@@ -14,7 +14,7 @@ import psutil
 
 from protocol.child import main
 from protocol.errors import RuntimeFailure
-from protocol.probing import Found, ProbeSettings
+from protocol.probing import Found, PrefillTime, ProbeSettings
 from services.candidates import Top
 from services.coreml.architecture import read_architecture
 from services.coreml.manifest import read_manifest
@@ -39,6 +39,7 @@ def run(settings: ProbeSettings) -> None:
         "draft-loop": _draft_loop,
         "target-loop": _target_loop,
         "injection": _injection,
+        "prefill": _prefill,
         "soak": _soak,
     }[settings.kind]
     sys.stdout.write(msgspec.json.encode(measure(settings)).decode() + "\n")
@@ -218,6 +219,30 @@ def _injection(settings: ProbeSettings) -> Found:
         dtype=str(dtype).removeprefix("mlx.core."),
         milliseconds=statistics.median(handing[1:]),
         written_ms=statistics.median(writing[1:]),
+    )
+
+
+def _prefill(settings: ProbeSettings) -> Found:
+    """Prompts of rising length: by the MLX target itself, and by its package into its cache."""
+    from services.coreml.prefill import open_prefill  # noqa: PLC0415
+    from services.elsewhere import PromptsElsewhere  # noqa: PLC0415
+    from services.kv import windows_of  # noqa: PLC0415
+    from services.model import load  # noqa: PLC0415
+
+    folder = Path(settings.target)
+    module = load(folder).module
+    other = open_prefill(Path(settings.model), settings.compute_units, folder)
+    both = PromptsElsewhere(
+        module, windows_of(module), other, whenever_it_fits=False, budget_s=settings.seconds
+    )
+    return Found(
+        kind="prefill",
+        compute_units=settings.compute_units,
+        compute_unit=other.compute_unit,
+        prefills=[
+            PrefillTime(tokens=tokens, mlx_ms=own, coreml_ms=elsewhere)
+            for tokens, (own, elsewhere) in both.times.items()
+        ],
     )
 
 

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from protocol.conversion import ROUTES, Converted, ConvertSettings, Event, Step
 from protocol.distillation import TokenPrompt
@@ -16,6 +15,7 @@ from services.coreml.conversion import convert
 from services.coreml.costs import measure
 from services.coreml.manifest import FILE_NAME, write_manifest
 from services.coreml.model import open_model
+from services.coreml.stale import remove_stale
 
 _CALLS = 5
 
@@ -37,7 +37,8 @@ def produce(settings: ConvertSettings) -> None:
     if out.exists() and not (out / FILE_NAME).is_file():
         raise UsageError(f"{str(out)!r} exists and is no converted model; name another --out")
     partial.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(partial)
+    # What a killed conversion to the same place left behind.
+    remove_stale(partial.parent, f"{partial.name.rpartition('-')[0]}-")
     try:
         _produce(settings, partial)
     finally:
@@ -72,15 +73,6 @@ def _install(partial: Path, out: Path) -> None:
         out.rename(old)
     partial.rename(out)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _remove_stale(partial: Path) -> None:
-    """What a killed conversion to the same place left behind."""
-    stem = partial.name.rpartition("-")[0]
-    for stale in partial.parent.glob(f"{stem}-*"):
-        pid = stale.name.removeprefix(f"{stem}-").partition("-")[0]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(stale, ignore_errors=True)
 
 
 def _compared(settings: ConvertSettings, folder: Path, found: Converted) -> Converted:

@@ -5,6 +5,7 @@ call has a limit (`watchdog.py`).
 """
 
 import logging
+import os
 import platform
 import shutil
 import tempfile
@@ -25,12 +26,16 @@ from services.coreml.manifest import Manifest
 from services.coreml.runtime.blob import Array
 from services.coreml.runtime.placement import Placement, joint_unit, placement_of
 from services.coreml.runtime.watchdog import within
+from services.coreml.stale import remove_stale
 
 _log = logging.getLogger(__name__)
 
 _LOAD_S = 600.0
 """The first load compiles for the Neural Engine, which takes minutes for a large model."""
 _CALL_S = 20.0
+
+_SCRATCH = ".partial-"
+"""Then the process that writes there."""
 
 _UNITS: dict[str, Any] = {
     "cpu_and_ne": ct.ComputeUnit.CPU_AND_NE,
@@ -49,7 +54,7 @@ class NativeExecutor:
     """See `executor.Executor`."""
 
     def __init__(self, folder: Path, manifest: Manifest, units: ComputeUnits) -> None:
-        """Compile if that has not been done, load and warm every function.
+        """Compile if that has not been done, and load every function.
 
         Raises:
             ModelError: CoreML refuses a function.
@@ -75,7 +80,8 @@ class NativeExecutor:
                 model = ct.models.CompiledMLModel(str(path), self._units, function.name)
         except RuntimeError as error:
             raise ModelError(
-                f"CoreML cannot load {function.name} of {str(path)!r}: {error}"
+                f"CoreML cannot load {function.name} of {str(path)!r}: {error}; if it could "
+                "before, remove that folder and it is compiled again"
             ) from error
         taken = 1e3 * (time.perf_counter() - started)
         self.load_ms[function.name] = self.load_ms.get(function.name, 0.0) + taken
@@ -83,7 +89,8 @@ class NativeExecutor:
 
     def new_state(self, part: int) -> Any:
         """See `Executor`; functions of equal states share one."""
-        return self._models[part]["decode"].make_state()
+        with within(_CALL_S):
+            return self._models[part]["decode"].make_state()
 
     def run(
         self, part: int, function: str, inputs: dict[str, Array], state: Any | None
@@ -106,16 +113,28 @@ def _compiled(folder: Path, file: str) -> Path:
     if place.exists():
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=place.parent))
+    # The watchdog ends a process that hangs, and then nobody removes its scratch.
+    remove_stale(place.parent, _SCRATCH)
+    prefix = f"{_SCRATCH}{os.getpid()}-"
+    scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=place.parent))
     try:
         with within(_LOAD_S):
             made = compile_model(str(folder / file), str(scratch / place.name))
-        Path(made).rename(place)
+        _put(Path(made), place)
     except RuntimeError as error:
         raise ModelError(f"CoreML cannot compile {str(folder / file)!r}: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return place
+
+
+def _put(made: Path, place: Path) -> None:
+    """Verifier and drafter may compile one package at once: the first to be done is kept."""
+    try:
+        made.rename(place)
+    except OSError:
+        if not place.exists():
+            raise
 
 
 def _placements(
@@ -135,7 +154,9 @@ def _placements(
         )
         for function in manifest.functions
     }
-    kept.write_bytes(msgspec.json.encode(found))
+    written = kept.with_name(f"{_SCRATCH}{os.getpid()}-{kept.name}")
+    written.write_bytes(msgspec.json.encode(found))
+    written.replace(kept)  # whole, since another process may be reading it
     return found
 
 
