@@ -21,7 +21,7 @@ from services.kv import KVStore, slots_for
 _log = logging.getLogger(__name__)
 
 _CLEARLY = 4.0
-"""A first run warms up, which costs less than this."""
+"""Times as long: lost, even if that was a first run, which warms up."""
 
 _BUDGET_S = 15.0
 """For measuring, while the stack waits; the reference runtime would take minutes."""
@@ -211,7 +211,8 @@ def measured(
 ) -> Times:
     """Time both ways at doubling lengths; the better of two runs counts.
 
-    Where one way takes more than `_CLEARLY` times as long as the other, one run of each will do.
+    Where the other way takes `_CLEARLY` times as long as the target's own, one run of each will
+    do; not where it seems to win, as the target's own first run may have compiled its kernels.
     Once the budget is spent, or the next length would overspend it, longer prompts stay here.
     """
     lengths = [length for length in (64, 128, 256, 512, 1024, 2048) if length < longest]
@@ -231,7 +232,7 @@ def _both_ms(
     here: Callable[[int], None], there: Callable[[int], None], length: int
 ) -> tuple[float, float]:
     own, other = _ms(here, length), _ms(there, length)
-    if max(own, other) < _CLEARLY * min(own, other):
+    if other < _CLEARLY * own:
         own, other = min(own, _ms(here, length)), min(other, _ms(there, length))
     return own, other
 

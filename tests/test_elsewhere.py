@@ -143,6 +143,24 @@ def test_measuring_ends_when_its_time_is_up() -> None:
     assert not Choice(4096, times).elsewhere(65)
 
 
+def test_a_first_run_that_compiles_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow: the second run tells what prompts will take. What loses clearly runs once."""
+    clock, runs = [0.0], {"here": 0, "there": 0}
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def run(way: str, first: float, later: float) -> None:
+        runs[way] += 1
+        clock[0] += first if runs[way] == 1 else later
+
+    def judged(here: tuple[float, float], there: tuple[float, float]) -> tuple[float, float]:
+        runs.update(here=0, there=0)
+        return measured(lambda _: run("here", *here), lambda _: run("there", *there), 64)[64]
+
+    assert judged((9.0, 0.1), (0.5, 0.5)) == (pytest.approx(100), pytest.approx(500))
+    assert judged((0.1, 0.1), (0.5, 0.5)) == (pytest.approx(100), pytest.approx(500))
+    assert runs == {"here": 1, "there": 1}
+
+
 def test_a_length_that_would_overspend_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the tokens, about twice the time: known before it is spent."""
     clock = [0.0]
