@@ -131,8 +131,8 @@ def _on_machine(survey: Survey) -> list[Finding]:
         text = f"coremltools {survey.coreml} reaches {units}; `ssd mac-check` measures them"
         findings.append(Finding("ok", "Neural Engine", text))
     else:
-        slow = "; converted models run on the reference runtime, a slow test instrument"
-        text = "none here; it needs a Mac" + (slow if survey.coreml else "")
+        stand_in = "; converted models run on the reference runtime, a slow test instrument"
+        text = "none here; it needs a Mac" + (stand_in if survey.coreml else "")
         findings.append(Finding("note", "Neural Engine", text))
     return findings
 
