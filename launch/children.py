@@ -86,7 +86,8 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         address=run_dir.services_address,
         backend=pair.backend,
         compute_units=settings.compute_units,
-        model=pair.draft_model,
+        # Lookup drafts without a model, but the target's tokenizer tells what a schema allows.
+        model=pair.model if pair.backend == "ngram" else pair.draft_model,
         command=list(pair.command),
         lines=pair.lines,
         server=pair.far.address if pair.far else "",

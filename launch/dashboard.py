@@ -34,10 +34,11 @@ def _head(picture: Picture, hint: str) -> RenderableType:
 
 
 def _processes(processes: Iterable[ProcessFigures]) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("process", "pid", "state", "restarts", "memory", "CPU", "up", "backend", "model"):
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=True)
+    for name in ("process", "pid", "state", "restarts", "memory", "CPU", "up", "backend"):
         right = name in {"pid", "restarts", "memory", "CPU", "up"}
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    table.add_column("model", ratio=1, no_wrap=True)  # on a narrow screen it gives way
     for p in processes:
         where = f"{p.backend} on {p.device}" if p.backend and p.device else p.backend
         table.add_row(
@@ -93,12 +94,12 @@ def planned(choice: Choice) -> str:
 
 
 def _sequences(status: Status) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("sequence", justify="right")
-    table.add_column("waits for")
-    for name in ("age", "prompt", "cached", "tokens", "tok/s", "acceptance", "hits"):
-        table.add_column(name, justify="right")
-    table.add_column("plan")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=True)
+    table.add_column("no.", justify="right", no_wrap=True)
+    table.add_column("waits for", no_wrap=True)
+    for name in ("age", "prompt", "cached", "tokens", "tok/s", "accepted", "hits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("plan", ratio=1)
     for seen in status.sequences:
         table.add_row(*_row(seen))
     title = f"sequences ({status.active} running)"
@@ -108,8 +109,8 @@ def _sequences(status: Status) -> RenderableType:
 
 def _row(seen: SequenceStatus) -> list[str]:
     choice = seen.choice
-    width = f", {choice.fan_out} branches" if choice.fan_out else ""
-    plan = f"{choice.mode}: lookahead {choice.lookahead}{width}" if choice.speculating else "plain"
+    width = f" x {choice.fan_out}" if choice.fan_out else ""
+    plan = f"{choice.mode} {choice.lookahead}{width}" if choice.speculating else "plain"
     return [
         str(seen.sequence),
         seen.state if seen.state != "stranded" else "a verifier",

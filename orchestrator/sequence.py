@@ -18,6 +18,7 @@ from orchestrator.plan import Plan
 from orchestrator.reach import Reach
 from orchestrator.round import Planned, Round
 from orchestrator.statistics import Recorder
+from protocol.bans import Bans
 from protocol.messages import (
     CloseSequence,
     DraftTree,
@@ -51,6 +52,7 @@ class Sequence:
         self.round = 0
         self.recorder = recorder
         self._sampling = sampling
+        self._bans = Bans(sampling.shape)
         self._plan = plan
         self._reach = Reach(limits, plan, len(prompt))
         self.current = Round()
@@ -144,7 +146,7 @@ class Sequence:
     def _next_round(self, outcome: VerificationOutcome, now: float) -> Iterator[Action]:
         if not self._plan.speculates:
             if self._plan.rests:
-                yield from self._go_on(looked_up(self.tokens, self._plan), alone=True)
+                yield from self._go_on(looked_up(self.tokens, self._plan, self._bans), alone=True)
             else:
                 yield from self._verify(Draft(), "target")
             return
@@ -154,7 +156,7 @@ class Sequence:
             yield from self._start(planned, "hit")
             return
         length = len(self.tokens)
-        found = looked_up(self.tokens, self._plan)
+        found = looked_up(self.tokens, self._plan, self._bans)
         if not self._reach.can_speculate(length):
             drafter = self._reach.can_draft(length)
             yield from self._go_on(found, "" if drafter else "no_drafter", alone=not drafter)

@@ -66,6 +66,8 @@ class Recorder:
 
     def timed(self, outcome: VerificationOutcome, tokens: int, origin: Origin, now: float) -> None:
         """The times of a verification of `tokens` tokens; its chain came from `origin`."""
+        if outcome.sequences == 1 and outcome.rows:
+            tokens = outcome.rows  # what a grammar rules out was not looked at
         if self.timeline is not None:
             self.timeline.verified(outcome, tokens, origin, now)
         self.phase("verify", outcome.verify_ms)

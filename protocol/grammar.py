@@ -4,7 +4,7 @@ The library is loaded by the first request that has a grammar.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -57,8 +57,9 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 class Grammar:
     """A grammar, and how far an answer has come in it."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, vocabulary_size: int) -> None:
         self._matcher = matcher
+        self._size = vocabulary_size
 
     @classmethod
     def start(cls, text: str, folder: Path, stop_ids: Iterable[int]) -> Self:
@@ -74,19 +75,26 @@ class Grammar:
         """
         from llguidance import LLMatcher  # noqa: PLC0415  # heavy, rarely needed
 
-        matcher = LLMatcher(_tokenizer(folder, tuple(sorted(stop_ids))), text)
+        tokenizer = _tokenizer(folder, tuple(sorted(stop_ids)))
+        matcher = LLMatcher(tokenizer, text)
         if matcher.is_error():
             raise UsageError(f"the grammar cannot be used: {_first_line(matcher.get_error())}")
-        return cls(matcher)
+        return cls(matcher, int(tokenizer.vocab_size))
 
     def copy(self) -> "Grammar":
         """The same place, from which another continuation may be tried."""
-        return Grammar(self._matcher.deep_copy())
+        return Grammar(self._matcher.deep_copy(), self._size)
 
     def advance(self, token: int) -> bool:
         """Take one more token; False, and no step, if it is not allowed here."""
         taken: int = self._matcher.try_consume_tokens([token])
         return taken == 1
+
+    def possible(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may come next, one after the other; no step is taken."""
+        # The library gives up for good on a token that it does not know.
+        known = next((i for i, t in enumerate(tokens) if t >= self._size), len(tokens))
+        return int(self._matcher.validate_tokens(list(tokens[:known])))
 
     def back(self, count: int) -> None:
         """Forget the last `count` tokens."""

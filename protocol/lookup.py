@@ -3,7 +3,7 @@
 A guess of this kind is named, not drawn: under the rejection rule all of q is its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from protocol.messages import Tokens
 
@@ -14,10 +14,27 @@ CONFIDENCE = {2: 0.35, 3: 0.55, 4: 0.75}
 such rates are learned."""
 
 
-def continuation(tokens: Tokens, count: int) -> tuple[Tokens, float]:
-    """What followed the best match, and how sure we are: the longer the match, the surer."""
+def continuation(
+    tokens: Tokens, count: int, possible: Callable[[Tokens], int] = len
+) -> tuple[Tokens, float]:
+    """What followed the best match, and how sure we are: the longer the match, the surer.
+
+    Args:
+        tokens: what was said.
+        count: how many tokens are wanted.
+        possible: how many of a continuation's tokens may follow; the others are left out, and
+            a match that nothing is left of is passed over.
+    """
+    impossible: set[int] = set()
     for end, length in _matches(tokens):
-        return tokens[end : end + count], CONFIDENCE[length]
+        found = tokens[end : end + count]
+        if not found:
+            return found, CONFIDENCE[length]
+        if found[0] in impossible:
+            continue
+        if kept := possible(found):
+            return found[:kept], CONFIDENCE[length]
+        impossible.add(found[0])
     return [], 0.0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from protocol.bans import Bans
 from protocol.errors import ProtocolError
 from protocol.grammar import Allowed, Grammar
 from protocol.law import Floats, Ids
@@ -33,6 +34,7 @@ class Shaper:
         self, shape: Shape, folder: Path, tokens: Tokens, head_ids: Ids | None = None
     ) -> None:
         self._shape = shape
+        self._bans = Bans(shape)
         self._head_ids = head_ids
         self._columns = {} if head_ids is None else {int(t): c for c, t in enumerate(head_ids)}
         self._grammar: Grammar | None = None
@@ -80,6 +82,22 @@ class Shaper:
         copy._grammar = self._grammar.copy() if self._grammar else None
         copy.rewind(length)
         return copy
+
+    def possible(self, sure: Tokens, draft: Tokens) -> int:
+        """How many draft tokens may follow: no bias bans them, and the grammar allows them.
+
+        Penalties rule nothing out.
+
+        Args:
+            sure: what stands between the tokens so far and the draft, ruled out or not.
+            draft: the tokens to look at; nothing is moved along them.
+        """
+        count = self._bans.possible(draft)
+        if not self._grammar or self._stray:
+            return count
+        answer = max(0, self._shape.answer_from - len(self._tokens))
+        looked_at = [*sure, *draft[:count]][answer:]
+        return max(0, answer + self._grammar.possible(looked_at) - len(sure))
 
     def shape(self, row: Floats) -> Floats:
         """[vocabulary or head] logits after these tokens, as the next token is drawn from."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from protocol.errors import RuntimeFailure
 from protocol.law import Floats, choose
@@ -38,6 +39,20 @@ class Judge:
         self._sampling = opened.sampling
         shape = opened.sampling.shape
         self._shaper = None if shape is None else Shaper(shape, folder, opened.tokens)
+
+    def worth_judging(self, message: Verify) -> Verify:
+        """The chain up to the first draft token that the request's shape rules out.
+
+        It would be rejected, and the row before it draws the same bonus token without it. A
+        token that was drawn stays: its rejection changes that law (`protocol.rejection`).
+        """
+        if self._shaper is None:
+            return message
+        pending, *draft = message.chain
+        possible = self._shaper.possible([pending], draft)
+        if possible == len(draft) or (message.laws and message.laws[possible].tokens):
+            return message
+        return replace(message, chain=[pending, *draft[:possible]], laws=message.laws[:possible])
 
     def judge(self, logits: mx.array, message: Verify) -> Judgement:
         """How many draft tokens of the chain stand, and the bonus token.

@@ -178,7 +178,9 @@ class Verifier:
                 yield
 
     def _verify(self, message: Verify) -> Generator[FromService | None]:
-        sequence, chain = self._checked(message), message.chain
+        sequence = self._checked(message)
+        message = sequence.judge.worth_judging(message)
+        chain = message.chain
         sequence.came_back(time.perf_counter(), self._last.started)
         asked = self._batcher.ask(
             chain, sequence.caches, sequence.store, lambda: sequence.place(len(chain))

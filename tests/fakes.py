@@ -227,6 +227,7 @@ class Stack:
         drafter_context: int = 0,
         draft_ms: float = 1.0,
         estimates: Estimates | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
         self.random = Random(seed)  # noqa: S311  # no secret depends on it
         self.target = target
@@ -250,7 +251,7 @@ class Stack:
         self.sequence = Sequence(
             number=1,
             prompt=prompt,
-            sampling=Sampling(),
+            sampling=sampling or Sampling(),
             limits=limits,
             plan=Plan(mode, self.estimates, lookahead, budget),
             recorder=Recorder(0.0),

@@ -226,6 +226,7 @@ def test_parts_and_roles_are_understood(client: openai.OpenAI) -> None:
         ({"n": 17}, "n", "invalid_value"),
         ({"max_completion_tokens": 8}, "max_tokens", "unsupported_value"),
         ({"messages": []}, "messages", "invalid_value"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "invalid_value"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -248,8 +249,9 @@ def test_a_refusal_is_an_error_in_a_stream_too(client: openai.OpenAI) -> None:
     """What the orchestrator refuses is a status, not a broken stream."""
     long = [{"role": "user", "content": "word " * 400}]
     for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match="max_prompt_tokens"):
+        with pytest.raises(openai.BadRequestError, match="max_prompt_tokens") as caught:
             chat(client, messages=long, stream=stream)
+        assert caught.value.code == "context_length_exceeded"
 
 
 def test_other_models_are_not_pretended(client: openai.OpenAI) -> None:

@@ -5,10 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.explain import explanation
+from orchestrator.actions import ToVerifier
 from orchestrator.estimates import Estimates
 from orchestrator.limits import Limits
 from orchestrator.plan import Plan
+from protocol.bans import Bans
 from protocol.lookup import CONFIDENCE, continuation
+from protocol.messages import Sampling, Shape, Verify
 from tests.fakes import Stack, Target
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
@@ -27,6 +30,29 @@ def test_the_longest_match_wins_and_the_latest_of_those(tokens: list[int], count
     assert continuation(tokens, count) == best
 
 
+@given(TOKENS, st.integers(1, 8), st.integers(0, 3))
+def test_what_is_ruled_out_is_passed_over(tokens: list[int], count: int, banned: int) -> None:
+    """The best match whose first token may come, up to the first that may not."""
+    best: tuple[list[int], float] = ([], 0.0)
+    for length in (2, 3, 4):
+        tail = tokens[-length:]
+        for end in range(length, len(tokens)):
+            fits = tokens[end - length : end] == tail and len(tail) == length
+            if fits and tokens[end] != banned:
+                found = tokens[end : end + count]
+                kept = found.index(banned) if banned in found else len(found)
+                best = found[:kept], CONFIDENCE[length]
+    bans = Bans(Shape(logit_bias=((banned, -100.0), (9, 99.0))))
+    assert best == continuation(tokens, count, bans.possible)
+
+
+def test_a_bias_of_100_rules_out_all_the_others() -> None:
+    """As OpenAI means it; a smaller one rules out nothing, and no shape neither."""
+    assert Bans(Shape(logit_bias=((1, 100.0), (2, 100.0)))).possible([2, 1, 3, 1]) == 2
+    assert Bans(Shape(logit_bias=((1, 99.0), (2, -99.0)))).possible([2, 1, 3, 1]) == 4
+    assert Bans(None).possible([2, 1, 3, 1]) == 4
+
+
 class Periodic(Target):
     """Says the same five tokens again and again."""
 
@@ -34,7 +60,7 @@ class Periodic(Target):
         return (len(prefix) * 3) % 5 if len(prefix) % 5 else 4
 
 
-def stack(*, skill: float = 0.0, lookahead: int = 0) -> Stack:
+def stack(*, skill: float = 0.0, lookahead: int = 0, shape: Shape | None = None) -> Stack:
     """The answer repeats itself; the drafter is useless, or absent."""
     return Stack(
         mode="ssd",
@@ -43,6 +69,7 @@ def stack(*, skill: float = 0.0, lookahead: int = 0) -> Stack:
         limits=ENDLESS,
         skill=skill,
         lookahead=lookahead,
+        sampling=Sampling(shape=shape),
     )
 
 
@@ -58,6 +85,19 @@ def test_without_a_drafter_what_was_said_before_is_verified() -> None:
     assert recorder.fallbacks["lookup"] == recorder.kinds["lookup"].rounds > 3
     assert alone.origins.count("lookup") == recorder.accepted > 20
     assert "looked up in prompt and answer" in explanation("ssd", recorder.summary())
+
+
+def test_a_banned_token_is_not_looked_up() -> None:
+    """What was said before may hold a token that this request has banned."""
+    alone = stack(shape=Shape(logit_bias=((3, -100.0),)))
+    alone.verifier_comes()
+    while alone.outcome_arrives():
+        pass
+    alone.assert_plain()  # this target knows no bias
+    chains = [a.message.chain for a in alone.actions if isinstance(a, ToVerifier)
+              and isinstance(a.message, Verify)]  # fmt: skip
+    assert any(len(chain) > 1 for chain in chains)
+    assert all(3 not in chain[1:] for chain in chains)
 
 
 def test_after_a_miss_a_lookup_costs_the_drafter_nothing() -> None:

@@ -1,5 +1,6 @@
 """Prompt lookup: what followed the last time, for every outcome, without a model."""
 
+import json
 from itertools import count
 
 import pytest
@@ -7,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ProtocolError
-from protocol.messages import ENDED, Sampling, Tokens
+from protocol.messages import ENDED, Sampling, Shape, Tokens
 from services.backends.interface import Layer, Outcome
 from services.backends.ngram import NgramBackend
+from tests.reference import tiny_folder
+from tests.tiny_models import EOS
 
 NUMBERS = count(1)
 SHORTEST, LONGEST = 2, 4
@@ -150,6 +153,42 @@ def test_branches_are_drafts_of_their_own_prefix(
         assert lookup([*tokens, *chain[: accepted + 1], bonus], depth) == draft
     for accepted, wanted in enumerate(fan_out):
         assert sum(root.accepted == accepted for root in drafts) <= wanted
+
+
+def test_a_banned_token_is_no_draft_and_no_outcome() -> None:
+    """The next place is taken in the place of one that goes on with it; a chain ends before it."""
+    ban = Sampling(shape=Shape(logit_bias=((4, -100.0),)))
+    backend = NgramBackend()
+    list(backend.open(1, [1, 2, 3, 5, 9, 1, 2, 4, 8, 9, 1, 2, 7, 4, 1], ban))
+    assert [token for token, *_ in backend.draft(1, 2, 3)] == [7]
+    [layer, *_] = backend.prepare(1, [2], [3], 2)
+    assert layer.outcomes == [Outcome(0, 3)]
+
+
+def test_what_a_grammar_forbids_is_no_draft() -> None:
+    """Places that go on as the grammar wants are found, whatever came last; commits move it."""
+    folder = tiny_folder("llama")
+    table = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    said = [table[character] for character in "xyabxyacxyzx"]
+    shape = Shape(grammar='start: "xyac" "xyac"', answer_from=len(said) - 1, stop_ids=(EOS,))
+    pending = table["y"]
+
+    def drafted_by(backend: NgramBackend) -> Tokens:
+        return [token for token, *_ in backend.draft(1, pending, 9)]
+
+    for home, expected in ((None, "zx"), (folder, "acxy")):
+        backend = NgramBackend(home)
+        list(backend.open(1, said, Sampling(shape=shape)))
+        assert drafted_by(backend)[: len(expected)] == [table[c] for c in expected]
+    assert len(drafted_by(backend)) == 4  # then came z, and may not
+    assert [layer.outcomes for layer in backend.prepare(1, [pending], [4], 1)] == [
+        [Outcome(0, table["a"])]
+    ]
+    backend.commit(1, len(said), [table[c] for c in "yac"])
+    backend.commit(1, len(said) + 3, [table["x"]])
+    assert drafted_by(backend)[:2] == [table["a"], table["c"]]
+    backend.commit(1, len(said), [])
+    assert drafted_by(backend)[:2] == [table["a"], table["c"]]
 
 
 def test_commits_append_and_rewind() -> None:

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from launch.config import StackSettings
+from orchestrator.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from protocol.grammar import json_grammar
 from protocol.messages import Generate, Mode, Sampling, Shape, Text, Tokens
@@ -89,15 +90,23 @@ def chat(client: openai.OpenAI, **fields: Any) -> Any:
     )
 
 
-def answered(stack: RunningStack, sampling: Sampling, mode: Mode, count: int = 40) -> Any:
+def answered(
+    stack: RunningStack,
+    sampling: Sampling,
+    mode: Mode,
+    *,
+    count: int = 40,
+    prompt: Tokens = PROMPT,
+    lookahead: int = 4,
+) -> Any:
     """Tokens, log-probabilities and statistics of one answer."""
     request = Generate(
         request=stack.client.number(),
-        tokens=PROMPT,
+        tokens=prompt,
         sampling=sampling,
         max_tokens=count,
         mode=mode,
-        lookahead=0 if mode == "ar" else 4,
+        lookahead=0 if mode == "ar" else lookahead,
     )
     *texts, end = stack.client.generate(request)
     said = [text for text in texts if isinstance(text, Text)]
@@ -124,6 +133,36 @@ def test_the_drafter_shapes_as_the_target_does(stack: RunningStack, shape: Shape
     for mode in ("sd", "ssd"):
         _, _, end = answered(stack, Sampling(shape=shape), mode)
         assert end.statistics.acceptance_rate == 1.0
+
+
+def test_lookup_drafts_what_the_shape_allows(stack: RunningStack) -> None:
+    """Without a draft model: repetitions that a schema or a bias leaves are found and accepted.
+
+    The last place in the prompt that looks like any of them goes on as neither allows.
+    """
+    folder = stack.client.status().model
+    tokenizer = TargetTokenizer(Path(folder))
+    wanted = {
+        "type": "array",
+        "items": {"const": "red sky"},
+        "minItems": 9,
+        "x-guidance": {"whitespace_pattern": "[ ]"},
+    }
+    cases = (
+        (Shape(grammar=json_grammar(wanted)), '[ "red sky" , "red sky" , "red mud" , "'),
+        (Shape(logit_bias=((77, 100.0), (78, 100.0))), "ab" * 9),
+    )
+    with running(StackSettings(model=folder, draft_backend="ngram")) as lookup:
+        for shape, prompt in cases:
+            asked = tokenizer.encode_text(prompt)
+            sampling = Sampling(shape=shape)
+            plain, _, _ = answered(lookup, sampling, "ar", prompt=asked)
+            fast, _, end = answered(lookup, sampling, "ssd", prompt=asked, lookahead=0)
+            assert fast == plain
+            s = end.statistics
+            assert s.acceptance_rate > 0.5
+            assert s.accepted > len(fast) / 3
+            assert s.cache_hits > 0
 
 
 def test_a_schema_is_followed(stack: RunningStack) -> None:

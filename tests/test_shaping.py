@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from protocol.errors import UsageError
 from protocol.grammar import MAX_GRAMMAR_BYTES, Grammar, check_grammar, json_grammar
@@ -115,6 +116,42 @@ def test_what_a_grammar_forbids_ends_its_say() -> None:
     assert [int(np.isfinite(r).sum()) for r in shaped] == [2, *[vocabulary_size()] * 3]
     shaper.rewind(2)
     assert possible(shaper) == {b, token("c")}
+
+
+@given(
+    known=st.integers(1, 5),
+    said=st.sampled_from(["", "a", "b", "ab", "ac", "abc"]),
+    draft=st.text("abcx", max_size=4),
+    banned=st.sampled_from("bcx"),
+)
+def test_what_may_follow_is_what_rows_would_leave(
+    known: int, said: str, draft: str, banned: str
+) -> None:
+    """A draft is possible up to its first token that is banned, or that a row would not leave.
+
+    The shaper knows a prompt and an answer in part; the rest of them is sure.
+    """
+    shape = replace(CHOICE, answer_from=3, logit_bias=((token(banned), -100.0),))
+    history = [9] * 3 + [token(c) for c in said]
+    shaper = Shaper(shape, FOLDER, history[:known])
+    step = Shaper(replace(CHOICE, answer_from=3), FOLDER, history)
+    expected = 0
+    for one in [token(c) for c in draft] if said not in ("b", "abc") else []:
+        if one == token(banned) or one not in possible(step):
+            break
+        step.extend([one])
+        expected += 1
+    if known > 3 and said in ("b", "abc"):
+        return  # it has strayed, and knows no more what may follow
+    assert expected == shaper.possible(history[known:], [token(c) for c in draft])
+    assert len(shaper) == len(history[:known])
+
+
+def test_a_token_of_no_vocabulary_breaks_no_grammar() -> None:
+    """It ends what is possible, and the grammar goes on."""
+    shaper = Shaper(CHOICE, FOLDER, [9])
+    assert shaper.possible([], [token("a"), 2**30, token("b")]) == 1
+    assert possible(shaper) == {token("a")}
 
 
 def test_a_head_without_an_allowed_token_is_left_alone() -> None:

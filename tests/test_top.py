@@ -76,8 +76,8 @@ PICTURE = Picture(
 )  # fmt: skip
 
 
-def printed(picture: Picture, speeds: list[float] | None = None) -> str:
-    console = Console(file=io.StringIO(), width=120, color_system=None)
+def printed(picture: Picture, speeds: list[float] | None = None, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(drawn(picture, speeds or [], "q ends"))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -87,9 +87,10 @@ def line(page: str, word: str) -> str:
     return next(row for row in page.splitlines() if word in row)
 
 
-def test_everything_is_on_the_page() -> None:
+@pytest.mark.parametrize("width", [80, 120])
+def test_everything_is_on_the_page(width: int) -> None:
     """Processes, requests, speed, rates, the planner's choice, and what is wrong."""
-    page = printed(PICTURE, [10.0, 50.0])
+    page = printed(PICTURE, [10.0, 50.0], width)
     for words in (
         ["verifier", "4242", "running", "2", "1.2 GB", "98 %", "1 h 02 m", "mlx on cuda:0"],
         ["requests", "1 running, 3 waiting"],
@@ -97,8 +98,9 @@ def test_everything_is_on_the_page() -> None:
         ["acceptance ", "0.80 (240 of 300)"],
         ["cache hits", "0.75 (90 of 120)"],
         ["rounds", "160, 8 of them plain"],
-        ["planner", "speculates, lookahead up to 6, 16 branches", "52.0", "plain 40.3"],
-        ["ssd:", "verify", "1 m 01 s", "30", "12", "99", "51.2", "0.61", "0.87"],
+        ["planner", "speculates, lookahead up to 6, 16 branches"],
+        ["52.0 tok/s", "plain 40.3"],
+        ["ssd 6 x 16", "verify", "1 m 01 s", "30", "12", "99", "51.2", "0.61", "0.87"],
     ):
         key, *rest = words
         for word in rest:

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from protocol.errors import ProtocolError
 from protocol.messages import (
     CloseSequence,
+    DraftLaw,
     OpenSequence,
     Prefilled,
     Prepare,
     Sampling,
+    Shape,
     Tokens,
     VerificationOutcome,
     Verify,
@@ -26,7 +28,7 @@ from services.judging import accepted_length
 from services.model import load
 from services.verification import Verifier
 from tests.reference import SAMPLINGS, plain, tiny_folder
-from tests.tiny_models import FAMILIES, RECURRENT, VERIFIERS
+from tests.tiny_models import EOS, FAMILIES, RECURRENT, VERIFIERS
 
 LENGTH = 33
 PROMPTS = {
@@ -289,6 +291,49 @@ def test_only_the_end_of_a_sequence_supersedes() -> None:
     }
     news, work = (OpenSequence, CloseSequence), (OpenSequence, Verify)
     assert {(kind, old, True) for kind in news for old in work} == found
+
+
+@pytest.mark.parametrize("shape", ["bias", "grammar"])
+def test_what_is_ruled_out_costs_no_row(shape: str) -> None:
+    """The chain ends before it, and the outcome is that of the whole chain."""
+    free = Line(verifier_of("llama"), list(PROMPTS["short"]), Sampling())
+    first = free.verify([]).bonus
+    wrong = (first + 1) % 288
+    shapes = {
+        "bias": Shape(logit_bias=((wrong, -100.0),)),
+        "grammar": Shape(grammar=f"start: <[{first}]>+", answer_from=2, stop_ids=(EOS,)),
+    }
+    sampling = Sampling(shape=shapes[shape])
+    for draft, rows in (([wrong, first], 1), ([first, wrong, first], 2), ([], 1)):
+        line = Line(verifier_of("llama"), list(PROMPTS["short"]), sampling)
+        outcome = line.verify(draft)
+        assert (rows, first) == (outcome.rows, [*draft[: outcome.accepted], outcome.bonus][0])
+        assert outcome.accepted == rows - 1
+        assert len(line.committed) - 1 == line.kv_length()
+        again = line.verify([])  # what is left is fit for the next round
+        plain_line = Line(verifier_of("llama"), line.committed[:-1], sampling)
+        if shape == "bias":
+            assert again.bonus == plain_line.verify([]).bonus
+        line.close()
+        plain_line.close()
+    free.close()
+
+
+def test_a_drawn_token_is_looked_at_even_if_ruled_out() -> None:
+    """Under the rejection rule its rejection changes the law of the bonus token."""
+    sampling = Sampling(
+        temperature=1.0, acceptance="rejection", shape=Shape(logit_bias=((5, -100.0),))
+    )
+    named, drawn = DraftLaw(), DraftLaw([5, 6], [0.5, 0.5])
+    for law, rows in ((named, 1), (drawn, 3)):
+        line = Line(verifier_of("llama"), list(PROMPTS["short"]), sampling)
+        asked = Verify(
+            sequence=line.number, round=1, position=1, chain=[200, 5, 6], laws=[law, drawn]
+        )
+        [*_, outcome] = verifier_of("llama").handle(asked)
+        assert isinstance(outcome, VerificationOutcome)
+        assert (outcome.rows, outcome.accepted) == (rows, 0)
+        line.close()
 
 
 def test_times_are_told() -> None:

@@ -1,23 +1,47 @@
 """Prompt lookup as a drafter (`protocol.lookup`): what followed the last time. No model.
 
-Good on text that repeats itself: code edits, quotations, summaries.
+Good on text that repeats itself: code edits, quotations, summaries. What a request's bias or
+grammar rules out is not proposed; penalties rule nothing out.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from protocol.errors import ProtocolError
 from protocol.lookup import continuation, successors
-from protocol.messages import ENDED, Sampling, Tokens
+from protocol.messages import ENDED, Sampling, Shape, Tokens
+from protocol.shaping import Shaper
 from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
 
 MAX_DRAFT_TOKENS = 64
 
 
-class NgramBackend:
-    """See `interface.DraftBackend`."""
+@dataclass
+class _Sequence:
+    tokens: Tokens
+    """What is committed."""
+    shaper: Shaper | None
+    """After these tokens, if the request shapes logits."""
 
-    def __init__(self) -> None:
-        self._tokens: dict[int, Tokens] = {}
+    def possible(self, sure: Tokens, draft: Tokens) -> int:
+        """How many draft tokens may follow the committed ones and `sure`."""
+        return len(draft) if self.shaper is None else self.shaper.possible(sure, draft)
+
+
+class NgramBackend:
+    """See `interface.DraftBackend`.
+
+    Args:
+        folder: the target's, for grammars, which need its tokenizer; None: they are not heeded.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._sequences: dict[int, _Sequence] = {}
         self.identity = BackendIdentity(
             backend="ngram",
             model="",
@@ -29,17 +53,25 @@ class NgramBackend:
         )
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
-        """Remember the tokens; lookup needs no sampling parameters."""
-        del sampling
-        self._tokens[sequence] = list(tokens)
+        """Remember the tokens; of the sampling, lookup heeds the shape."""
+        shaper = None if sampling.shape is None else self._shaper(sampling.shape, tokens)
+        self._sequences[sequence] = _Sequence(list(tokens), shaper)
         yield
+
+    def _shaper(self, shape: Shape, tokens: Tokens) -> Shaper:
+        if self._folder is None:
+            return Shaper(replace(shape, grammar=""), Path(), tokens)
+        return Shaper(shape, self._folder, tokens)
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
         """Rewind to `base` and append."""
         known = self._known(sequence)
-        if base > len(known):
-            raise ProtocolError(f"cannot rewind {len(known)} tokens to {base}")
-        known[base:] = tokens
+        if base > len(known.tokens):
+            raise ProtocolError(f"cannot rewind {len(known.tokens)} tokens to {base}")
+        known.tokens[base:] = tokens
+        if known.shaper is not None:
+            known.shaper.rewind(base)
+            known.shaper.extend(tokens)
 
     def prepare(
         self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
@@ -52,9 +84,12 @@ class NgramBackend:
         confidences: list[float] = []
         for accepted, wanted in enumerate(fan_out):
             rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
-            prefix = known + chain[: accepted + 1]
-            for bonus in _first_distinct(successors(prefix), wanted, rejected):
-                draft, confidence = continuation([*prefix, bonus], depth)
+            sure = chain[: accepted + 1]
+            prefix = known.tokens + sure
+            likely = (t for t in successors(prefix) if t != rejected)
+            for bonus in _first_distinct(likely, wanted, partial(known.possible, sure)):
+                possible = partial(known.possible, [*sure, bonus])
+                draft, confidence = continuation([*prefix, bonus], depth, possible)
                 if draft:
                     outcomes.append(Outcome(accepted, bonus))
                     drafts.append(draft)
@@ -68,25 +103,30 @@ class NgramBackend:
     ) -> Generator[Drafted]:
         """The continuation of the latest similar place."""
         del turn
-        draft, confidence = continuation([*self._known(sequence), pending], count)
+        known = self._known(sequence)
+        possible = partial(known.possible, [pending])
+        draft, confidence = continuation([*known.tokens, pending], count, possible)
         for token in draft:
             yield Drafted(token, confidence)
 
     def close(self, sequence: int) -> None:
         """Forget the tokens."""
-        self._tokens.pop(sequence, None)
+        self._sequences.pop(sequence, None)
 
-    def _known(self, sequence: int) -> Tokens:
-        if sequence not in self._tokens:
+    def _known(self, sequence: int) -> _Sequence:
+        if sequence not in self._sequences:
             raise ProtocolError(f"sequence {sequence} is not open")
-        return self._tokens[sequence]
+        return self._sequences[sequence]
 
 
-def _first_distinct(tokens: Iterator[int], count: int, excluded: int | None) -> Tokens:
-    found: dict[int, None] = {}
+def _first_distinct(tokens: Iterator[int], count: int, possible: Callable[[Tokens], int]) -> Tokens:
+    """The first `count` different ones that are possible."""
+    seen: dict[int, bool] = {}
+    left = count
     for token in tokens:
-        if len(found) >= count:
+        if left <= 0:
             break
-        if token != excluded:
-            found[token] = None
-    return list(found)
+        if token not in seen:
+            seen[token] = possible([token]) == 1
+            left -= seen[token]
+    return [token for token, may_come in seen.items() if may_come]

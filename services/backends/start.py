@@ -47,7 +47,7 @@ def start(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
         case "ngram":
             from services.backends.ngram import NgramBackend  # noqa: PLC0415
 
-            return NgramBackend()
+            return NgramBackend(Path(settings.model) if settings.model else None)
         case "stdio":
             raise UsageError("the stdio backend runs another program, which cannot be itself")
         case "remote":

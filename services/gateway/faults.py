@@ -54,6 +54,9 @@ _TYPES = {
     503: "server_error",
 }
 
+_NAMED = ("logit_bias",)
+"""Fields that the orchestrator's sentences begin with."""
+
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}}
 
 
@@ -62,12 +65,19 @@ def unsupported(param: str, why: str) -> Fault:
     return Fault(400, f"{param!r}: {why}", code="unsupported_value", param=param)
 
 
+def _refused(why: str) -> Fault:
+    """A request that the orchestrator would not have, by its sentence."""
+    too_long = "context holds" in why or "max_prompt_tokens" in why
+    code = "context_length_exceeded" if too_long else "invalid_value"
+    param = next((field for field in _NAMED if why.startswith(f"{field}:")), None)
+    return Fault(400, why, code=code, param=param)
+
+
 def fault_of(error: SsdError) -> Fault:
     """What a failure of the stack is over HTTP."""
     match error:
         case UsageError():
-            code = "context_length_exceeded" if "context holds" in str(error) else None
-            return Fault(400, str(error), code=code)
+            return _refused(str(error))
         case Busy():
             return Fault(429, str(error), code="server_busy")
         case ServiceLost() | DeadlineExceeded():
