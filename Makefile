@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
 
-.PHONY: demo test check audit bench clean
+.PHONY: demo test check audit bench tree clean
 
 demo: $(VENV)/.pair
 	"$(BIN)/ssd" generate "Explain in three sentences why the sky is blue." --max-tokens 128 --stats
@@ -23,6 +23,13 @@ check: $(VENV)/.installed
 # Known holes in the dependencies, where the public list can be reached.
 audit: $(VENV)/.installed
 	"$(BIN)/python" -m tests.audit
+
+# A line for each file: the first of its docstring.
+tree:
+	@$(PYTHON) -c 'import ast; from pathlib import Path; \
+	[print(f"{path!s:38}", (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]) \
+	for top in ("protocol", "services", "orchestrator", "launch", "tests") \
+	for path in sorted(Path(top).rglob("*.py")) if path.stat().st_size]'
 
 bench: $(VENV)/.pair
 	"$(BIN)/ssd" bench

@@ -84,7 +84,7 @@ def _rows(s: Statistics) -> list[tuple[str, str]]:
         ("by position", " ".join(f"{rate:.2f}" for rate in s.per_position) or "-"),
         ("cache hits", f"{s.hit_rate:.2f} ({s.cache_hits} of {s.cache_hits + s.cache_misses})"),
         ("drafting hidden", f"{s.overlap_ratio:.2f}"),
-        ("per round, median", ", ".join(f"{k} {v:.2f} ms" for k, v in s.phase_ms.items())),
+        ("per round, median", ", ".join(f"{k} {s.phase_ms[k]:.2f} ms" for k in _phases(s))),
     ]
     if s.emulated_cost:
         rows.insert(0, ("TARGET COST EMULATED", s.emulated_cost))
@@ -95,3 +95,13 @@ def _rows(s: Statistics) -> list[tuple[str, str]]:
     if s.drafter_restarts or s.verifier_restarts:
         rows.append(("restarts", f"drafter {s.drafter_restarts}, verifier {s.verifier_restarts}"))
     return rows
+
+
+def _phases(s: Statistics) -> list[str]:
+    """Names of the phases, those of one kind together and by their number."""
+
+    def kind(name: str) -> tuple[str, int]:
+        word, _, number = name.rpartition("_")
+        return (word, int(number)) if number.isdecimal() else (name, 0)
+
+    return sorted(s.phase_ms, key=kind)

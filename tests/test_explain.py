@@ -1,11 +1,15 @@
 """The sentences of `--explain` say what the statistics say."""
 
+import io
+import re
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from launch.explain import explanation
+from launch.show import statistics_table
 from orchestrator.statistics import Recorder
 from protocol.messages import Statistics
 
@@ -46,3 +50,15 @@ def test_nothing_speculative_is_said_so() -> None:
     alone = statistics(rounds=9, fallbacks={"no_drafter": 8})
     assert "no drafter" in explanation("ssd", alone)
     assert "All rounds were plain" in explanation("ssd", statistics(rounds=9, plain_rounds=9))
+
+
+def test_phases_stand_in_their_order() -> None:
+    """Not as they came up: those of one kind together, by their number."""
+    phases = {"verify_10": 1.0, "draft_2": 2.0, "verify": 3.0, "verify_2": 4.0, "draft_1": 5.0}
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    console.print(statistics_table(statistics(phase_ms=phases)))
+    assert isinstance(console.file, io.StringIO)
+    row = next(line for line in console.file.getvalue().splitlines() if "median" in line)
+    assert re.findall(r"\w+_?\d*(?= \d\.)", row) == [
+        "draft_1", "draft_2", "verify", "verify_2", "verify_10",
+    ]  # fmt: skip
