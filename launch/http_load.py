@@ -16,10 +16,12 @@ from typing import Any
 import msgspec
 
 from launch.load import Load, Served
+from protocol.channel import Deadline
 from protocol.errors import RuntimeFailure, UsageError
 
 _SILENCE_S = 300.0
 """Longest wait for a byte; a prompt may be in line for long."""
+_TICK_S = 0.2
 _PATHS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
 
@@ -41,11 +43,43 @@ class Server:
             raise UsageError(f"--url {url!r} is no address such as http://127.0.0.1:8080")
         self._connect: Callable[..., http.client.HTTPConnection] = _PATHS[parts.scheme]
         self._host = parts.netloc
-        self._path = f"{parts.path.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._path = f"{self._base}/v1/chat/completions"
         self._model = {"model": model} if model else {}
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
+
+    def await_ready(self, longest_s: float, waiting: Callable[[str], None]) -> None:
+        """Wait until it is there and has a model.
+
+        Args:
+            longest_s: how long to wait.
+            waiting: is told what is waited for, if it is not there at once.
+
+        Raises:
+            RuntimeFailure: it did not come.
+        """
+        deadline, said = Deadline(longest_s), False
+        while (reason := self._absent()) is not None:
+            if deadline.passed:
+                raise RuntimeFailure(
+                    f"{self._host} was not ready within {longest_s:g} s (--wait): {reason}"
+                )
+            if not said:
+                waiting(f"waiting for {self._host}: {reason}")
+            said = True
+            time.sleep(min(_TICK_S, deadline.remaining))
+
+    def _absent(self) -> str | None:
+        """Why it is not ready; None if it is. What knows no `/health` is taken at its word."""
+        with closing(self._connect(self._host, timeout=_SILENCE_S)) as connection:
+            try:
+                connection.request("GET", f"{self._base}/health", headers=self._headers)
+                status = connection.getresponse().status
+            except (OSError, http.client.HTTPException) as error:
+                return f"{type(error).__name__}: {error}"
+        return "it has no model yet" if status == http.client.SERVICE_UNAVAILABLE else None
 
     def load(self, mode: str, prompts: list[str], max_tokens: int, streams: int) -> Load:
         """Answer all prompts with so many requests in flight; raises RuntimeFailure."""

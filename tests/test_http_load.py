@@ -4,6 +4,7 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner
@@ -86,6 +87,43 @@ def test_nobody_there_is_said() -> None:
         Server("http://127.0.0.1:1").load("server", ["x"], 4, 1)
     with pytest.raises(UsageError, match="ftp"):
         Server("ftp://127.0.0.1")
+
+
+def test_a_server_that_is_starting_is_waited_for() -> None:
+    """It says what it waits for; then the server comes, and has no model for a while."""
+
+    class Late(http.server.BaseHTTPRequestHandler):
+        statuses: ClassVar = [404, 503]
+
+        def do_GET(self) -> None:  # the library's name
+            self.send_response(self.statuses.pop())
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            pass
+
+    said: list[str] = []
+    with http.server.HTTPServer(("127.0.0.1", 0), Late, bind_and_activate=False) as server:
+        server.server_bind()
+        port = server.server_address[1]
+
+        def waiting(what: str) -> None:
+            said.append(what)
+            server.server_activate()
+            thread.start()
+
+        thread = threading.Thread(target=lambda: [server.handle_request() for _ in range(2)])
+        Server(f"http://127.0.0.1:{port}").await_ready(30, waiting)
+        thread.join(10)
+    assert Late.statuses == []
+    assert len(said) == 1
+    assert "ConnectionRefusedError" in said[0]
+
+
+def test_a_server_that_does_not_come_is_not_waited_for_forever() -> None:
+    """The sentence names the limit."""
+    with pytest.raises(RuntimeFailure, match=r"within 0\.1 s \(--wait\)"):
+        Server("http://127.0.0.1:1").await_ready(0.1, lambda what: None)
 
 
 def test_the_verb_asks_a_server(url: str) -> None:

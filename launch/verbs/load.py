@@ -21,7 +21,7 @@ from protocol.messages import ChatMessage, Generate, Sampling
 _MODES = ("ar", "sd", "ssd", load.MLX_LM)
 _HTTP_MODES = ("ar", "server")
 _WITH_URL = frozenset(
-    {"url", "served_model", "server_key", "prompts", "requests", "max_tokens", "streams",
+    {"url", "served_model", "server_key", "prompts", "requests", "max_tokens", "streams", "wait",
      "modes", "json_file"}
 )  # fmt: skip
 
@@ -41,6 +41,13 @@ _WITH_URL = frozenset(
 @click.option("--url", help="Ask the OpenAI-compatible server there, whoever wrote it.")
 @click.option("--served-model", default="", help="With --url: what it calls its model.")
 @click.option("--server-key", default="", envvar="SSD_API_KEY", help="With --url: its API key.")
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="With --url: longest wait for a server that is starting, in seconds.",
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all answers.")
 @click.pass_context
 def command(context: click.Context, /, **options: Any) -> None:
@@ -58,13 +65,16 @@ def command(context: click.Context, /, **options: Any) -> None:
     if unknown := set(modes) - set(known):
         raise UsageError(f"unknown mode {min(unknown)!r}; known: {', '.join(known)}")
     server = (options.pop("served_model"), options.pop("server_key"))
+    wait_s = options.pop("wait")
     texts = [p.prompt for p in chosen_prompts(options.pop("prompts"), 0)]
     count, max_tokens = options.pop("requests"), options.pop("max_tokens")
     texts = [texts[number % len(texts)] for number in range(count)]
     json_file = options.pop("json_file")
     if url:
         _refuse_others(context)
-        loads = _of_server(Server(url, *server), texts, max_tokens, modes, streams)
+        asked = Server(url, *server)
+        asked.await_ready(wait_s, show.human().print)
+        loads = _of_server(asked, texts, max_tokens, modes, streams)
     else:
         loads = _of_stack(options, texts, max_tokens, modes, streams)
     show.plain().print(load.table(loads))
