@@ -12,6 +12,7 @@ import pytest
 from launch import process
 from launch.config import StackSettings
 from launch.muster import ask_status
+from protocol.messages import Tokens
 from tests.stack import RunningStack, eventually, running
 from tests.tiny_models import write_tiny_model
 
@@ -21,18 +22,24 @@ PROMPT = "the quick brown fox"
 TOKENS = 48
 
 
-@pytest.fixture
-def settings(tmp_path: Path, run_dir: Path) -> StackSettings:
-    del run_dir
-    target = write_tiny_model(tmp_path / "target", "llama", seed=1)
-    draft = write_tiny_model(tmp_path / "draft", "llama", seed=1, noise=0.1)
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> StackSettings:
+    base = tmp_path_factory.mktemp("pair")
+    target = write_tiny_model(base / "target", "llama", seed=1)
+    draft = write_tiny_model(base / "draft", "llama", seed=1, noise=0.1)
     return StackSettings(model=str(target), draft_model=str(draft))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def stack(settings: StackSettings) -> Iterator[RunningStack]:
     with running(settings) as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def plain(stack: RunningStack) -> Tokens:
+    """The answer of an undisturbed stack."""
+    return stack.answer(PROMPT, mode="ar", max_tokens=TOKENS).tokens
 
 
 def at(tokens: int, action: Callable[[], object]) -> Callable[[int], None]:
@@ -47,9 +54,8 @@ def at(tokens: int, action: Callable[[], object]) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("role", ["verifier", "drafter", "orchestrator"])
-def test_a_stopped_process_is_replaced(stack: RunningStack, role: str) -> None:
+def test_a_stopped_process_is_replaced(stack: RunningStack, plain: Tokens, role: str) -> None:
     """SIGSTOP without an end, in the middle of an answer: same tokens, and a new process."""
-    plain = stack.answer(PROMPT, mode="ar", max_tokens=TOKENS).tokens
     old = process_of(stack, role)
     answer = stack.answer(
         PROMPT, max_tokens=TOKENS, when=at(8, lambda: os.kill(old, signal.SIGSTOP))
@@ -70,7 +76,7 @@ def process_of(stack: RunningStack, role: str) -> int:
 
 
 def test_a_verifier_that_hangs_in_a_call_is_replaced(
-    settings: StackSettings, monkeypatch: pytest.MonkeyPatch
+    settings: StackSettings, plain: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that never returns: the verifier is ended, and the answer goes on unchanged."""
     start = process.subprocess.Popen
@@ -79,8 +85,6 @@ def test_a_verifier_that_hangs_in_a_call_is_replaced(
         return start([part.replace("services.verifier", "tests.hanging_verifier")
                       for part in command], **options)  # fmt: skip
 
-    with running(settings) as honest:
-        plain = honest.answer(PROMPT, mode="ar", max_tokens=TOKENS).tokens
     monkeypatch.setattr(process.subprocess, "Popen", sabotaged)
     impatient = msgspec.structs.replace(settings, hang_timeout_s=3.0)
     with running(impatient) as stack:

@@ -402,7 +402,8 @@ def test_a_folder_that_cannot_be_written_is_no_failure(
 @pytest.mark.processes
 @pytest.mark.usefixtures("run_dir")
 def test_stacks_remember(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stack leaves one file, and the next of the same pair knows plain decoding's speed."""
+    """A stack leaves one file, and the next of the same pair knows plain decoding's speed;
+    without a memory it is neither read nor written."""
     monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
     folders = [str(write_tiny_model(tmp_path / name, "llama", seed=1)) for name in "td"]
     settings = StackSettings(model=folders[0], draft_model=folders[1])
@@ -410,15 +411,15 @@ def test_stacks_remember(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def plain_tok_s(stack: RunningStack, tokens: int) -> float:
         return stack.answer("Say it again.", max_tokens=tokens).statistics.plain_tok_s
 
-    learned = tmp_path / "cache" / "learned"
-    with running(settings) as stack:
-        assert plain_tok_s(stack, 2) == 0.0
-    assert not learned.exists()
     with running(settings, memory=True) as stack:
         # The faster the drafter, the fewer rounds an answer has; plain ones come in time.
         eventually(lambda: plain_tok_s(stack, 300) > 0.0, "plain decoding is measured")
-    assert [file.suffix for file in learned.iterdir()] == [".json"]
+    [file] = (tmp_path / "cache" / "learned").iterdir()
+    assert file.suffix == ".json"
     with running(settings, memory=True) as stack:
         assert plain_tok_s(stack, 2) > 0.0
+    left = file.read_bytes(), file.stat().st_mtime_ns
     with running(settings) as stack:
         assert plain_tok_s(stack, 2) == 0.0
+    assert left == (file.read_bytes(), file.stat().st_mtime_ns)
+    assert [file] == list(file.parent.iterdir())

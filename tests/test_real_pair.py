@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,29 @@ class Once:
 
 def kill(stack: RunningStack, role: str) -> Once:
     return Once(8, lambda: os.kill(stack.pid(role), signal.SIGKILL))
+
+
+# While the stack still has the drafter that it began with.
+def test_a_schema_and_penalties_cost_no_token(stack: RunningStack) -> None:
+    """With a trimmed draft head and a real vocabulary: same tokens, drafts are still accepted."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "tips": {"type": "array", "items": {"type": "string", "maxLength": 40}, "maxItems": 4}
+        },
+        "required": ["tips"],
+        "additionalProperties": False,
+    }
+    shape = Shape(grammar=json_grammar(schema), repetition_penalty=1.1, frequency_penalty=0.1)
+    sampling = Sampling(temperature=0.7, seed=5, shape=shape, logprobs=0)
+    plain = stack.answer(PROMPT, mode="ar", sampling=sampling, max_tokens=MAX_TOKENS)
+    fast = stack.until(
+        lambda answer: answer.statistics.accepted > 0,
+        "drafts come in time",
+        partial(stack.answer, PROMPT, sampling=sampling, max_tokens=MAX_TOKENS, lookahead=3),
+    )
+    assert plain.tokens == fast.tokens
+    assert plain.text.lstrip().startswith("{")
 
 
 def test_a_killed_drafter_costs_no_token(stack: RunningStack, undisturbed: list[int]) -> None:
@@ -117,22 +141,3 @@ def test_drafts_are_accepted_and_hit() -> None:
 def has_other(stack: RunningStack, role: str, old: int) -> bool:
     """Whether the role has a process again, and not the old one."""
     return any(s.role == role and s.pid != old for s in stack.client.status().services)
-
-
-def test_a_schema_and_penalties_cost_no_token(stack: RunningStack) -> None:
-    """With a trimmed draft head and a real vocabulary: same tokens, drafts are still accepted."""
-    schema = {
-        "type": "object",
-        "properties": {
-            "tips": {"type": "array", "items": {"type": "string", "maxLength": 40}, "maxItems": 4}
-        },
-        "required": ["tips"],
-        "additionalProperties": False,
-    }
-    shape = Shape(grammar=json_grammar(schema), repetition_penalty=1.1, frequency_penalty=0.1)
-    sampling = Sampling(temperature=0.7, seed=5, shape=shape, logprobs=0)
-    plain = stack.answer(PROMPT, mode="ar", sampling=sampling, max_tokens=MAX_TOKENS)
-    fast = stack.answer(PROMPT, sampling=sampling, max_tokens=MAX_TOKENS, lookahead=3)
-    assert plain.tokens == fast.tokens
-    assert plain.text.lstrip().startswith("{")
-    assert fast.statistics.accepted > 0
