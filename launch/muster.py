@@ -65,6 +65,30 @@ def await_ready(
     return missing
 
 
+def await_drafter(
+    child: Child,
+    client: Client,
+    timeout_s: float,
+    *,
+    meanwhile: Callable[[], None],
+    ended: Callable[[], bool],
+) -> None:
+    """Wait until the orchestrator knows this drafter; `meanwhile` is done again and again.
+
+    Raises:
+        SsdError: it ended, with its reason, or was not ready in time.
+    """
+    deadline = Deadline(timeout_s)
+    while not deadline.passed and not ended():
+        _raise_if_dead([child])
+        meanwhile()
+        status = ask_status(client)
+        if status and child.pid in {service.pid for service in status.services}:
+            return
+        time.sleep(TICK_S)
+    raise DeadlineExceeded("the new drafter did not become ready in time (start_timeout_s)")
+
+
 def ask_status(client: Client) -> Status | None:
     """The orchestrator's status, unless it is busy or not there."""
     try:
@@ -78,7 +102,7 @@ def _given_up(children: Mapping[str, Child], missing: set[str], patience: Deadli
 
 
 def _raise_if_dead(needed: list[Child]) -> None:
-    """While starting, a child's end is the stack's end; the first cause is what counts."""
+    """While starting, a child's end is the end of it all; the first cause is what counts."""
     for child in needed:
         if child.exit_code is not None:
             kind = BY_EXIT_CODE.get(child.exit_code, RuntimeFailure)

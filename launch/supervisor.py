@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from launch.budget import RestartBudget
@@ -17,16 +18,15 @@ from launch.config import StackSettings
 from launch.door import Door
 from launch.keyring import far_of
 from launch.models import Pair
-from launch.muster import TICK_S, ask_status, await_ready
+from launch.muster import TICK_S, await_drafter, await_ready
 from launch.process import Child, Lifeline, end_all, kill_all
 from launch.process_status import status_of
 from launch.rundir import RunDir, claim
 from launch.signals import hurried_by
-from launch.warden import Warden
-from protocol.channel import Deadline, Hub
+from launch.warden import Post
+from protocol.channel import Hub
 from protocol.client import Client
-from protocol.codec import Decoder
-from protocol.errors import BY_EXIT_CODE, DeadlineExceeded, RuntimeFailure, SsdError
+from protocol.errors import RuntimeFailure, SsdError
 from protocol.messages import (
     Done,
     ProcessStatus,
@@ -64,7 +64,10 @@ class Supervisor:
         self._report = report
         self._lifeline = Lifeline()
         self._children: dict[str, Child] = {}
-        self._lost: set[str] = set()
+        self._lost: dict[str, ServiceDown] = {}
+        """Roles whose budget is spent, and what was said of their last process."""
+        self._absent: dict[str, float] = {}
+        """Roles whose next process is still to be started, and since when."""
         self._starting: set[str] = set()
         self._budgets = {
             role: RestartBudget(settings.restarts, settings.restart_window_s)
@@ -78,8 +81,6 @@ class Supervisor:
         self.failure: SsdError | None = None
         """Why the stack ended by itself, if it did."""
         self._has_folder = False
-
-    # ------------------------------------------------------------ start
 
     def start(self) -> None:
         """Start all processes and wait until they are ready.
@@ -125,26 +126,30 @@ class Supervisor:
         self.run_dir.note([other.pid for other in self._children.values()])
         self._tell(child.role, "starting")
 
-    # ------------------------------------------------------------ watch
-
     def _watch(self) -> None:
-        control: Hub[ToSupervisor] = Hub(self.run_dir.control_address, Decoder(ToSupervisor))
-        client = Client(self.run_dir.clients_address)
-        warden = Warden(self.run_dir.clients_address, self._settings)
-        with control, contextlib.closing(client), warden:
-            while not self._stopping.is_set() and self.failure is None:
-                control.ready(TICK_S)
-                try:
-                    self._keep_reachable(control)
-                    self._look_after(warden, client)
-                except OSError as error:
-                    # The folder went in this very moment, or the system gives no process: what
-                    # is missing is missing at the next look, too, and the budgets end it.
-                    _log.warning("could not look after the processes, again soon: %s", error)
-                while received := control.receive():
-                    peer, message = received
-                    control.send(peer, self._obey(message, client))
+        try:
+            with Post(self.run_dir, self._settings) as post:
+                while not self._stopping.is_set() and self.failure is None:
+                    post.control.ready(TICK_S)
+                    self._look_around(post)
+                    while received := post.control.receive():
+                        peer, message = received
+                        post.control.send(peer, self._obey(message, post))
+        # A stack that nobody watches is worse than none.
+        except Exception as error:  # noqa: BLE001
+            traceback.print_exc()
+            self.failure = RuntimeFailure(f"the supervisor failed: {error}")
         self._ended.set()
+
+    def _look_around(self, post: Post, but: str = "") -> None:
+        """One tick; a role `but` is somebody else's matter at the moment."""
+        try:
+            self._keep_reachable(post.control)
+            self._look_after(post, but)
+        except OSError as error:
+            # The folder went in this very moment, or the system gives no process: what is
+            # missing is missing at the next look, too.
+            _log.warning("could not look after the processes, again soon: %s", error)
 
     def _keep_reachable(self, control: Hub[ToSupervisor]) -> None:
         """Somebody may have tidied up our folder."""
@@ -153,18 +158,21 @@ class Supervisor:
             self.run_dir.note([child.pid for child in self._children.values()])
         control.keep_bound(time.monotonic())
 
-    def _look_after(self, warden: Warden, client: Client) -> None:
-        for role, reason in warden.look(self._children.values(), self._starting).items():
+    def _look_after(self, post: Post, but: str) -> None:
+        for role, reason in post.warden.look(self._children.values(), self._starting).items():
             self._children[role].kill(reason)
-        self._check_children(client)
-        for role in [role for role in self._starting if warden.ready(self._children[role])]:
+        for child in list(self._children.values()):
+            away = child.role in {*self._lost, *self._absent, but}
+            if child.exit_code is not None and not away:
+                self._replace(child, post.client)
+        for role in list(self._absent):
+            self._start_again(role)
+        for role in [role for role in self._starting if post.warden.ready(self._children[role])]:
             self._starting.remove(role)
             self._tell(role, "ready")
-
-    def _check_children(self, client: Client, but: str = "") -> None:
-        for child in list(self._children.values()):
-            if child.exit_code is not None and child.role not in {*self._lost, but}:
-                self._replace(child, client)
+            if role == "orchestrator":  # a new one has not heard of what is gone for good
+                for lost in self._lost.values():
+                    post.client.service_down(lost)
 
     def _replace(self, child: Child, client: Client) -> None:
         """Restart it, or do without a service; without orchestrator or gateway the stack ends."""
@@ -173,38 +181,51 @@ class Supervisor:
         reason = child.last_words()
         if not again:
             reason = f"{reason}; it was restarted {self._budgets[role].used} times"
-            self._lost.add(role)
         if role in ("verifier", "drafter"):
             service: Role = "verifier" if role == "verifier" else "drafter"
-            client.service_down(
-                ServiceDown(role=service, pid=child.pid, reason=reason, final=not again)
-            )
+            down = ServiceDown(role=service, pid=child.pid, reason=reason, final=not again)
+            if not again:
+                self._lost[role] = down
+            client.service_down(down)
         elif not again:
             self.failure = RuntimeFailure(reason)
         self._tell(role, f"died ({reason})" if again else f"lost ({reason})")
         self._starting.discard(role)
         if again:
-            if role in _START:
-                self._starting.add(role)
+            self._absent[role] = time.monotonic()
+
+    def _start_again(self, role: str) -> None:
+        """Raises OSError if there is no room for another process now; then it is tried again."""
+        try:
             self._spawn(role)
+        except OSError as error:
+            if time.monotonic() - self._absent[role] > self._settings.start_timeout_s:
+                self.failure = RuntimeFailure(f"the {role} cannot be started again: {error}")
+            raise
+        del self._absent[role]
+        if role in _START:
+            self._starting.add(role)
 
     # ------------------------------------------------------------ commands
 
-    def _obey(self, message: ToSupervisor | SsdError, client: Client) -> Stack | Done | Refusal:
+    def _obey(self, message: ToSupervisor | SsdError, post: Post) -> Stack | Done | Refusal:
         try:
             match message:
                 case StackRequest():
                     return Stack(processes=[self._status_of(role) for role in self._children])
                 case SwapDrafter():
-                    self._swap(message, client)
+                    self._swap(message, post)
                     return Done()
                 case SsdError():
                     return Refusal(str(message))
         except (SsdError, OSError) as error:
             return Refusal(str(error))
 
-    def _swap(self, message: SwapDrafter, client: Client) -> None:
-        """Start the new drafter beside the old one; the orchestrator then switches over."""
+    def _swap(self, message: SwapDrafter, post: Post) -> None:
+        """Start the new drafter beside the old one; the orchestrator then switches over.
+
+        The other processes are looked after meanwhile: without an orchestrator it would not end.
+        """
         old, old_pair = self._children["drafter"], self._pair
         self._pair = old_pair.with_drafter(
             message.backend,
@@ -213,35 +234,31 @@ class Supervisor:
             lines=message.lines,
             far=far_of(message.server, message.server_key, self._settings.key),
         )
+        self._absent.pop("drafter", None)
         if "drafter" in self._starting:
             old.ask_to_end()  # it must not say Hello after the new one, and replace it
             old.end()
         try:
             self._spawn("drafter")
-            self._await_drafter(self._children["drafter"], client)
+            await_drafter(
+                self._children["drafter"],
+                post.client,
+                self._settings.start_timeout_s,
+                meanwhile=lambda: self._look_around(post, but="drafter"),
+                ended=self._stopping.is_set,
+            )
         except (SsdError, OSError):
-            if (new := self._children["drafter"]) is not old:
+            new, self._children["drafter"] = self._children["drafter"], old
+            self._pair = old_pair
+            if new is not old:
                 new.ask_to_end()
                 new.end()
-            self._pair, self._children["drafter"] = old_pair, old
             raise
-        self._lost.discard("drafter")
+        self._lost.pop("drafter", None)
         self._starting.discard("drafter")
         old.ask_to_end()
         old.end()
         self._tell("drafter", "ready")
-
-    def _await_drafter(self, child: Child, client: Client) -> None:
-        deadline = Deadline(self._settings.start_timeout_s)
-        while not deadline.passed and not self._stopping.is_set():
-            if child.exit_code is not None:
-                raise BY_EXIT_CODE.get(child.exit_code, RuntimeFailure)(child.last_words())
-            self._check_children(client, but="drafter")
-            status = ask_status(client)
-            if status and child.pid in {service.pid for service in status.services}:
-                return
-            time.sleep(TICK_S)
-        raise DeadlineExceeded("the new drafter did not become ready in time (start_timeout_s)")
 
     # ------------------------------------------------------------ status and stop
 
@@ -253,7 +270,8 @@ class Supervisor:
         return status_of(self._children[role], state, restarts, self._settings, self._pair)
 
     def _tell(self, role: str, state: str) -> None:
-        self._report(self._status_of(role, state))
+        with contextlib.suppress(OSError):  # nobody reads our output any more
+            self._report(self._status_of(role, state))
 
     def wait(self) -> None:
         """Return only by an exception: the caller's interrupt, or the stack's own failure."""

@@ -11,10 +11,13 @@ import psutil
 
 from launch.config import StackSettings
 from launch.process import Child
+from launch.rundir import RunDir
 from orchestrator.vigil import Vigil
+from protocol.channel import Hub
 from protocol.client import Client
 from protocol.closing import Closing
-from protocol.messages import Status
+from protocol.codec import Decoder
+from protocol.messages import Status, ToSupervisor
 
 _ASK_S = 0.25
 _STOPPED_S = 1.0
@@ -88,6 +91,21 @@ class Warden(Closing):
     def close(self) -> None:
         """Close the connection to the orchestrator."""
         self._client.close()
+
+
+class Post(Closing):
+    """Where the supervisor keeps watch: its door for commands, its line to the orchestrator."""
+
+    def __init__(self, run_dir: RunDir, settings: StackSettings) -> None:
+        self.control: Hub[ToSupervisor] = Hub(run_dir.control_address, Decoder(ToSupervisor))
+        self.client = Client(run_dir.clients_address)
+        self.warden = Warden(run_dir.clients_address, settings)
+
+    def close(self) -> None:
+        """Close them; safe to call twice."""
+        self.warden.close()
+        self.client.close()
+        self.control.close()
 
 
 def _key(child: Child) -> bytes:

@@ -1,0 +1,93 @@
+"""The supervisor when several things go wrong at once: it goes on watching, whatever it does."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from launch import process
+from launch.config import StackSettings
+from launch.control import ask_supervisor
+from protocol.errors import ServiceLost
+from protocol.messages import Done, SwapDrafter
+from tests.stack import DEADLINE_S, RunningStack, eventually, running
+from tests.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def settings(tmp_path: Path, run_dir: Path) -> StackSettings:
+    del run_dir
+    target = write_tiny_model(tmp_path / "target", "llama", seed=1)
+    return StackSettings(model=str(target), draft_backend="ngram", restarts=2)
+
+
+@pytest.fixture
+def stack(settings: StackSettings) -> Iterator[RunningStack]:
+    with running(settings) as started:
+        yield started
+
+
+def test_a_swap_mends_what_it_waits_for(stack: RunningStack) -> None:
+    """An orchestrator that is stopped as a swap begins is replaced, and the swap ends well."""
+    old = stack.client.status().pid
+    name = stack.supervisor.run_dir.path.name
+    os.kill(old, signal.SIGSTOP)
+    assert ask_supervisor(name, SwapDrafter(backend="ngram"), DEADLINE_S) == Done()
+    assert stack.client.status().pid != old
+
+
+def test_no_room_for_a_process_is_no_end(
+    stack: RunningStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that cannot start a process now is asked again, at the cost of one restart."""
+    start, refused = process.subprocess.Popen, threading.Event()
+    left = [5]
+
+    def short(command: list[str], **options: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        refused.set()
+        return start(command, **options)
+
+    monkeypatch.setattr(process.subprocess, "Popen", short)
+    os.kill(stack.pid("verifier"), signal.SIGKILL)
+    assert refused.wait(DEADLINE_S)
+    assert len(stack.answer("the quick brown fox", max_tokens=4).tokens) == 4
+    restarts = [line.restarts for line in stack.lines if line.role == "verifier"]
+    assert max(restarts) == 1
+
+
+def test_what_is_lost_stays_lost(settings: StackSettings) -> None:
+    """An orchestrator that comes later hears that there will be no verifier any more."""
+    with running(msgspec.structs.replace(settings, restarts=1)) as stack:
+        for _ in range(2):
+            pid = stack.pid("verifier")
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda pid=pid: not has(stack, pid), "its death is known")  # type: ignore[misc]  # bound at once
+            eventually(lambda: bool(here(stack)) or lost(stack), "another, or none any more")
+        old = stack.client.status().pid
+        os.kill(old, signal.SIGKILL)
+        eventually(lambda: stack.client.status().pid != old, "another orchestrator")
+        with pytest.raises(ServiceLost, match="it was restarted 1 times"):
+            stack.answer("the quick brown fox", max_tokens=4)
+
+
+def here(stack: RunningStack) -> list[int]:
+    """The verifier that the orchestrator knows."""
+    return [s.pid for s in stack.client.status().services if s.role == "verifier"]
+
+
+def has(stack: RunningStack, pid: int) -> bool:
+    return pid in here(stack)
+
+
+def lost(stack: RunningStack) -> bool:
+    return any(line.state.startswith("lost") for line in stack.lines)
