@@ -4,6 +4,7 @@ A memory is a help, never a need: a file that is missing, broken or of another v
 noted in the log and ignored, and one that cannot be written is noted too.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from orchestrator.estimates import Estimates
 from orchestrator.learned import Learned
@@ -20,6 +22,7 @@ from protocol.messages import Hello, Role
 _log = logging.getLogger(__name__)
 
 _EVERY_S = 60.0
+_TEMPORARY = ".tmp"
 
 
 class Memory:
@@ -46,6 +49,7 @@ class Memory:
         if path != self._path:
             self.save()
             self._path = path
+            _remove_leftovers(self._folder)
             self.estimates.begin(_read(path))
 
     def keep(self, now: float) -> None:
@@ -58,13 +62,24 @@ class Memory:
         """Write what is known of the current pair, as a whole or not at all."""
         if self._path is None:
             return
-        draft = self._path.with_suffix(f".{os.getpid()}.tmp")
+        draft = self._path.with_suffix(f".{os.getpid()}{_TEMPORARY}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             draft.write_bytes(msgspec.json.encode(self.estimates.memory()))
             draft.replace(self._path)
         except OSError as error:
             _log.warning("what was learned cannot be kept in %s: %s", self._path, error)
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What processes left that were killed while they wrote."""
+    with contextlib.suppress(OSError):
+        for left in folder.glob(f"*{_TEMPORARY}"):
+            number = left.name.removesuffix(_TEMPORARY).rpartition(".")[2]
+            if number.isdigit() and not psutil.pid_exists(int(number)):
+                left.unlink()
 
 
 def _read(path: Path) -> Learned | None:

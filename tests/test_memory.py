@@ -1,6 +1,8 @@
 """What was learned survives a run, fades soon, and never stands in the way."""
 
+import errno
 import logging
+import os
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -397,6 +399,32 @@ def test_a_folder_that_cannot_be_written_is_no_failure(
     with caplog.at_level(logging.WARNING):
         memory.save()
     assert "cannot be kept" in caplog.text
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be written as a whole is removed again."""
+    memory = met(tmp_path, pair())
+    memory.save()
+    before = sorted(tmp_path.iterdir())
+
+    def fill(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[:3])
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    memory.save()
+    assert before == sorted(tmp_path.iterdir())
+
+
+def test_what_the_dead_left_is_removed(tmp_path: Path) -> None:
+    """A process that was killed while it wrote: its file goes, that of a living one stays."""
+    (tmp_path / "aa.99999999.tmp").touch()
+    (tmp_path / f"bb.{os.getpid()}.tmp").touch()
+    met(tmp_path, pair())
+    assert [tmp_path / f"bb.{os.getpid()}.tmp"] == list(tmp_path.iterdir())
 
 
 @pytest.mark.processes
