@@ -3,17 +3,26 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import Busy, DeadlineExceeded, RuntimeFailure, ServiceLost, SsdError
+from protocol.errors import (
+    Busy,
+    DeadlineExceeded,
+    RuntimeFailure,
+    ServiceLost,
+    SsdError,
+    UsageError,
+)
 from protocol.messages import Finished, Generate, Status, Text
 from protocol.settings import GatewaySettings
 from services.gateway import app as app_module
 from services.gateway.app import Gateway
+from services.gateway.main import run
 from services.gateway.rate import RateLimit
 from services.gateway.waiting import heard
 
@@ -245,3 +254,15 @@ def test_many_clients_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) ->
     assert [rate.wait_s(client, 0.0) > 0 for client in "aabbca"] == [
         False, True, False, True, False, False,
     ]  # fmt: skip
+
+
+def test_a_key_that_is_gone_opens_no_door(tmp_path: Path) -> None:
+    """A key file that is missing or empty (a full disk) ends the gateway; it is not "no key"."""
+    empty = tmp_path / "api-key"
+    empty.touch()
+    for file in (empty, tmp_path / "missing"):
+        settings = GatewaySettings(
+            lifeline=0, clients_address="", listener=-1, names=["m"], hosts=[], key_file=str(file)
+        )
+        with pytest.raises(UsageError, match="the API key"):
+            run(settings)

@@ -8,6 +8,7 @@ import uvicorn
 
 from protocol.async_client import AsyncClient
 from protocol.child import main
+from protocol.errors import UsageError
 from protocol.settings import GatewaySettings
 from services.gateway.app import Gateway
 
@@ -18,7 +19,7 @@ _FAREWELL_S = 1
 
 def run(settings: GatewaySettings) -> None:
     """Serve HTTP on the socket that the supervisor listens on, until told to end."""
-    key = Path(settings.key_file).read_text(encoding="utf-8") if settings.key_file else ""
+    key = _key(settings.key_file)
     with AsyncClient(settings.clients_address) as client:
         config = uvicorn.Config(
             Gateway(settings, client).app(key),
@@ -31,6 +32,23 @@ def run(settings: GatewaySettings) -> None:
         )
         with socket.socket(fileno=settings.listener) as listener:
             uvicorn.Server(config).run(sockets=[listener])
+
+
+def _key(file: str) -> str:
+    """What clients must know; "" only if there is to be none.
+
+    Raises:
+        UsageError: the key cannot be read, as after a write to a full disk.
+    """
+    if not file:
+        return ""
+    try:
+        key = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the API key cannot be read: {error}") from error
+    if not key:
+        raise UsageError(f"the API key in {file!r} is empty; without it the door stays shut")
+    return key
 
 
 if __name__ == "__main__":
