@@ -1,7 +1,7 @@
 """The client's side of a request: who asked, the text so far, and what goes back to them."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from orchestrator.phase import Phase
@@ -41,6 +41,8 @@ class Answer:
     """When to stop waiting for the service that the sequence waits for."""
     stopped: bool = field(default=False)
     """A stop string is complete; what the round in flight adds is not part of the answer."""
+    unheard: bool = field(default=False)
+    """Something did not reach the client, who will ask again."""
 
     def push(
         self, tokens: Tokens, origins: list[Origin], logprobs: Iterable[TokenLogprobs] = ()
@@ -85,8 +87,20 @@ class Answer:
         if role == "verifier" and self.cached_tokens is None:
             self.cached_tokens = min(message.cached, self.prompt_tokens)
 
-    def finished(self, reason: FinishReason, error: str) -> Finished:
-        """The last message."""
+    def farewell(self, reason: FinishReason, error: str) -> Iterator[Text | Finished]:
+        """Text that was held back until the end, and the last message.
+
+        Nothing for a client that missed something: to it, an end would look like a whole answer.
+        """
+        finished = self._finished(reason, error)
+        if self.unheard:
+            return
+        rest = "" if self.stopped else self.text.flush()
+        if rest:
+            yield Text(request=self.request, tokens=[], origins=[], pieces=[rest])
+        yield finished
+
+    def _finished(self, reason: FinishReason, error: str) -> Finished:
         ids = about(request=self.request, sequence=self.sequence.number, round=self.sequence.round)
         _log.info("request ends: %s %s", reason, error, extra=ids)
         timeline = self.sequence.recorder.timeline
@@ -100,10 +114,6 @@ class Answer:
             error=error,
             timeline=timeline.slices if timeline is not None else [],
         )
-
-    def rest(self, text: str) -> Text:
-        """The message for text that was held back until the end."""
-        return Text(request=self.request, tokens=[], origins=[], pieces=[text])
 
 
 def time_left(answers: Iterable[Answer], at_most: float, now: float) -> float:

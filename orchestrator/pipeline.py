@@ -97,8 +97,6 @@ class Orchestrator:
             self._check_deadlines()
             self.memory.keep(self._woke)
 
-    # ------------------------------------------------------------ services
-
     def _from_service(self, address: bytes, message: FromService | ProtocolError) -> None:
         peer = self._registry.at(address)
         self._registry.vigil.heard(address, worked=not isinstance(message, Alive | Hello))
@@ -109,10 +107,10 @@ class Orchestrator:
         match message:
             case Hello():
                 self._hello(Peer(address, message))
-            case Alive():
-                self._alive(address, peer, message)
             case _ if peer is None:
-                _log.info("dropped a %s of a stranger", type(message).__name__)
+                self._services.send(address, Introduce())
+            case Alive():
+                self._alive(peer, message)
             case ProtocolError():
                 self._condemn(peer, f"the {peer.hello.role} sent nonsense: {message}")
             case DraftTree():
@@ -131,10 +129,10 @@ class Orchestrator:
             )
         self._registry.condemn(peer, reason)
 
-    def _alive(self, address: bytes, peer: Peer | None, message: Alive) -> None:
-        self._services.send(address, message if peer is not None else Introduce())
+    def _alive(self, peer: Peer, message: Alive) -> None:
+        self._services.send(peer.address, message)
         answer = self._requests.running.get(message.sequence)
-        if answer is not None and peer is not None and peer.hello.role == "verifier":
+        if answer is not None and peer.hello.role == "verifier":
             self._deadlines.expect(answer, self._woke)  # a long prefill may go on
 
     def _outcome(self, verifier: Peer, message: VerificationOutcome) -> None:
@@ -172,6 +170,8 @@ class Orchestrator:
 
     def _hello(self, peer: Peer) -> None:
         role = peer.hello.role
+        if peer.hello.pid in self._registry.condemned:
+            return  # it is about to be ended
         if (reason := objection(peer.hello, self._vocabulary)) is not None:
             self._registry.refused[role] = reason
             self._services.send(peer.address, Refusal(reason))
@@ -276,6 +276,7 @@ class Orchestrator:
 
     def _emit(self, answer: Answer, message: Message) -> None:
         if not self._clients.send(answer.peer, message):
+            answer.unheard = True
             self._do(answer, answer.sequence.finish("cancelled"))
         elif answer.stopped:
             self._do(answer, answer.sequence.finish("stop"))
@@ -283,10 +284,9 @@ class Orchestrator:
     def _finish(self, answer: Answer, reason: FinishReason, error: str) -> None:
         self._requests.drop(answer)
         self._share()
-        rest = "" if answer.stopped else answer.text.flush()
-        if rest:
-            self._clients.send(answer.peer, answer.rest(rest))
-        self._clients.send(answer.peer, answer.finished(reason, error))
+        for message in answer.farewell(reason, error):
+            if not self._clients.send(answer.peer, message):
+                break  # what follows would hide that something is missing
         self._start_waiting()
 
     def _check_deadlines(self) -> None:

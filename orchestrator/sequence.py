@@ -260,7 +260,8 @@ class Sequence:
         match self.phase:
             case Phase.VERIFYING:
                 if not self.current.cache.add(tree):
-                    return  # again, or out of order
+                    self.recorder.stale_trees += 1  # again, or out of order
+                    return
                 self._plan.estimates.drew(tree.depth, len(tree.tokens), tree.draft_ms)
                 yield from self._foresee()
             case Phase.DRAFTING if tree.depth == len(self._backup) + 1:

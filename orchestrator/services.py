@@ -9,6 +9,9 @@ from protocol.messages import PROTOCOL_VERSION, Hello, Role, ServiceStatus, Stat
 
 _log = logging.getLogger(__name__)
 
+_MOST_CONDEMNED = 32
+"""Nobody ends a process that is not the supervisor's own: such names must not pile up."""
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -133,6 +136,8 @@ class Registry:
         """Have the supervisor end this process."""
         _log.error("%s", reason)
         self.condemned.setdefault(peer.hello.pid, reason)
+        if len(self.condemned) > _MOST_CONDEMNED:
+            del self.condemned[next(iter(self.condemned))]
 
     def hanging(self, now: float) -> list[tuple[Peer, str]]:
         """Services that have been silent for too long and were not condemned before; why."""

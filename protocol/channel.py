@@ -6,6 +6,7 @@ peer that stopped reading loses messages once its queue is full, and the send sa
 Over a network there is nothing in clear: an address that is not a Unix socket needs a lock.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ Inbound = TypeVar("Inbound", bound=Message)
 
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 5000
+_RECONNECT_MS = 20
+"""Between two looks for a local socket that is not there; a look costs next to nothing."""
 _QUEUE = 1000
 """Messages that may wait for one peer; beyond them, what is sent to it is dropped."""
 _IPC = "ipc://"
@@ -94,7 +97,26 @@ class Channel(_Endpoint, Generic[Inbound]):
         super().__init__(zmq.DEALER, address, lock)
         self._decoder = decoder
         self._monitor = monitor(self._socket) if lock is not None else None
+        self._news: zmq.Socket[bytes] | None = None
+        """Of connections that were made, once somebody wants to know."""
+        self._both = zmq.Poller()
+        if lock is None:
+            self._socket.reconnect_ivl = _RECONNECT_MS
         _at(address, self._socket.connect)
+
+    def await_news(self, timeout_s: float) -> bool:
+        """Like `ready`, but False at once when a connection is made: the other end may be new.
+
+        The first call may tell so of the first connection.
+        """
+        if self._news is None:
+            self._news = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            self._both.register(self._socket, zmq.POLLIN)
+            self._both.register(self._news, zmq.POLLIN)
+        found = dict(self._both.poll(max(0, round(timeout_s * 1000))))
+        while self._news in found and self._news.poll(0):
+            self._news.recv_multipart()
+        return self._socket in found
 
     def check(self) -> None:
         """Over a network: raises StreamEnded, with the reason, if the connection is down."""
@@ -129,6 +151,10 @@ class Channel(_Endpoint, Generic[Inbound]):
             self._socket.disable_monitor()
             self._monitor.socket.close()
             self._monitor = None
+        if self._news is not None:
+            self._socket.disable_monitor()
+            self._news.close()
+            self._news = None
         super().close()
 
 
@@ -163,7 +189,8 @@ class Hub(_Endpoint, Generic[Inbound]):
         self._looked = now
         path = self._address.removeprefix(_IPC)
         if path != self._address and not Path(path).exists() and Path(path).parent.exists():
-            self._socket.bind(self._address)
+            with contextlib.suppress(zmq.ZMQError):  # the folder has just gone: in a second, then
+                self._socket.bind(self._address)
 
     def send(self, peer: bytes, message: Message | bytes) -> bool:
         """Queue a message, which may be encoded already.

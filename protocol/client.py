@@ -75,6 +75,7 @@ class Client:
         The first error ends all of them; errors as for `generate`.
         """
         self.status()  # raises if nobody is there
+        self._channel.await_news(0.0)  # what is new is new from now on
         waiting = deque(requests)
         talks: dict[int, Dialogue] = {}
         try:
@@ -92,8 +93,11 @@ class Client:
                 self._channel.send(Cancel(request=number))
 
     def _next(self, talks: dict[int, Dialogue]) -> list[tuple[int, Text | Finished]]:
-        """What the next message says to these requests; nothing after a silence."""
-        if not self._channel.ready(SILENCE_S):
+        """What the next message says to these requests; nothing after a silence.
+
+        Whether they are still served is also asked when the connection is a new one.
+        """
+        if not self._channel.await_news(SILENCE_S):
             for talk in talks.values():
                 self._channel.send(talk.silence())
             return []

@@ -45,6 +45,7 @@ class Dialogue:
         self._unanswered = 0
         self._received = 0
         self._repeated = 0
+        self._rest = False
 
     def take(self, message: FromOrchestrator) -> Text | Finished | Generate | None:
         """What the message means: a part of the answer, the request to be sent again, or nothing.
@@ -84,6 +85,9 @@ class Dialogue:
 
     def _news(self, text: Text) -> Text | None:
         """The part of a message that was not received before; None if it has none."""
+        if not text.tokens:  # what the end of an answer sets free
+            again, self._rest = self._rest, True
+            return None if again else text
         known = max(0, min(len(text.tokens), self._received - self._repeated))
         self._repeated += len(text.tokens)
         self._received = max(self._received, self._repeated)

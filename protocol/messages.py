@@ -457,7 +457,7 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     predicted_tok_s: float
     """What the planner predicted before each round, over the whole answer; 0 if it could not."""
     stale_trees: int = 0
-    """Messages of the drafter that came too late and were dropped."""
+    """Messages of the drafter that were dropped: too late, twice, or out of order."""
     plain_tok_s: float
     """Speed of plain decoding beside which speculation was judged; 0 if never measured."""
     emulated_cost: str = ""

@@ -56,6 +56,10 @@ class Stream(Generic[Inbound]):
                 self._fill()
         return True
 
+    def await_news(self, timeout_s: float) -> bool:
+        """The same: a pipe has one other end."""
+        return self.ready(timeout_s)
+
     def receive(self, timeout_s: float, what: str) -> Inbound:
         """The next message; errors as for `Channel.receive` and `ready`."""
         if not self.ready(timeout_s) or self._next is None:

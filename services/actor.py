@@ -32,10 +32,9 @@ from protocol.messages import (
 )
 from services.agenda import Agenda, Job, Service
 from services.inbox import Connection, Inbox
+from services.pulse import Pulse
 
 _log = logging.getLogger(__name__)
-
-_HANDSHAKE_S = 30.0
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,30 +133,45 @@ _DONE = _Done()
 
 
 def shake_hands(channel: Connection, identity: Identity) -> None:
-    """Say Hello and wait to be welcomed; errors as for `serve`."""
-    channel.send(
-        Hello(
-            protocol=PROTOCOL_VERSION,
-            role=identity.role,
-            pid=os.getpid(),
-            backend=identity.backend,
-            model=identity.model,
-            tokenizer_fingerprint=identity.tokenizer_fingerprint,
-            vocabulary_size=identity.vocabulary_size,
-            context_length=identity.context_length,
-            compute_unit=identity.compute_unit,
-            max_draft_tokens=identity.max_draft_tokens,
-            kv_tokens=identity.kv_tokens,
-            emulated_cost=identity.emulated_cost,
-        )
-    )
+    """Say Hello and wait to be welcomed; errors as for `serve`.
+
+    A Hello may have gone to an orchestrator that died with it, so we beat while we wait: its
+    successor asks who we are.
+    """
+    hello = _hello(identity)
+    pulse, beaten = Pulse(channel), False
+    channel.send(hello)
     while True:
-        match channel.receive(_HANDSHAKE_S, "answer to Hello from the orchestrator"):
+        if not channel.ready(pulse.wait_s):
+            pulse.beat()
+            beaten = True
+            continue
+        match channel.receive(0.0, "answer to Hello from the orchestrator"):
             case Welcome():
                 return
             case Refusal(reason=reason):
                 raise ModelError(reason)
+            case Introduce() if beaten:
+                channel.send(hello)
+                beaten = False
             case Alive() | Introduce():
                 pass  # an answer to a beat before the Hello
             case other:
                 raise ProtocolError(f"expected Welcome or Refusal, got {type(other).__name__}")
+
+
+def _hello(identity: Identity) -> Hello:
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        role=identity.role,
+        pid=os.getpid(),
+        backend=identity.backend,
+        model=identity.model,
+        tokenizer_fingerprint=identity.tokenizer_fingerprint,
+        vocabulary_size=identity.vocabulary_size,
+        context_length=identity.context_length,
+        compute_unit=identity.compute_unit,
+        max_draft_tokens=identity.max_draft_tokens,
+        kv_tokens=identity.kv_tokens,
+        emulated_cost=identity.emulated_cost,
+    )

@@ -29,6 +29,10 @@ class Connection(Speaker, Protocol):
         """Whether a message is waiting, after at most `timeout_s` seconds."""
         ...
 
+    def await_news(self, timeout_s: float) -> bool:
+        """The same, but False at once when the other end may be a new one."""
+        ...
+
     def receive(self, timeout_s: float, what: str) -> ToService:
         """The next message; `what` names it in errors."""
         ...
@@ -52,30 +56,35 @@ class Inbox:
 
     def wait(self) -> None:
         """Return when there may be a message; beats while there is none."""
-        self._read(0.0 if self.messages else self.pulse.wait_s)
+        if not self.messages and not self._channel.await_news(self.pulse.wait_s):
+            self.pulse.beat(early=True)  # it is due, or the orchestrator may be a new one
+            return
+        self._read()
         self.pulse.beat()
 
     def look(self, sequence: int) -> None:
         """Take in what has arrived, in the middle of work on this sequence."""
-        self._read(0.0)
+        self._read()
         self.pulse.beat(sequence)
 
     def linger(self, timeout_s: float) -> bool:
         """Wait a moment for a message; whether there is one."""
         return timeout_s > 0.0 and self._channel.ready(timeout_s)
 
-    def _read(self, timeout_s: float) -> None:
-        while self._channel.ready(0.0 if self.messages else timeout_s):
+    def _read(self) -> None:
+        while self._channel.ready(0.0):
             message = self._channel.receive(0.0, "message")
             self.pulse.heard()
             match message:
                 case Alive():
-                    timeout_s = 0.0
+                    pass  # the answer to our own beat
                 case Introduce():
                     self.forgotten = True
                     self.messages.clear()
                     return
-                case Welcome() | Refusal():
+                case Welcome():
+                    pass  # we said Hello twice, as the first one seemed to be lost
+                case Refusal():
                     raise ProtocolError(f"{type(message).__name__} after the handshake")
                 case _:
                     self.messages.append(message)

@@ -47,13 +47,13 @@ class Pulse:
         """The orchestrator said something."""
         self._unanswered = 0
 
-    def beat(self, sequence: int = 0) -> None:
-        """Say so if a beat is due; `sequence` is what is being worked on.
+    def beat(self, sequence: int = 0, *, early: bool = False) -> None:
+        """Say so if a beat is due, or `early`; `sequence` is what is being worked on.
 
         Raises:
             DeadlineExceeded: the orchestrator has not answered for too many beats.
         """
-        if self.wait_s > 0.0:
+        if self.wait_s > 0.0 and not early:
             return
         if self._unanswered >= _PATIENCE:
             raise DeadlineExceeded(

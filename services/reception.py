@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 _SILENCE_S = 5.0
 """A host answers our beat every second; after so long without a word it is given up."""
 _BUSY = "it drafts for somebody else; start another draft server, or try again later"
+_FIRST_S = 60.0
+"""But first it has to be welcomed by an orchestrator, which may be about to start."""
 _LOOK_S = 1.0
 
 
@@ -40,6 +42,7 @@ class Reception(Closing):
         self._newcomer: bytes | None = None
         """Who came when the host turned out to be gone."""
         self._heard = 0.0
+        self._patience_s = _FIRST_S
         self._next: ToService | ProtocolError | None = None
 
     @property
@@ -58,7 +61,7 @@ class Reception(Closing):
         if self._host is not None:
             self._hub.send(self._host, Refusal(reason))
         self._host, self._next = self._newcomer, None
-        self._newcomer, self._heard = None, self._clock()
+        self._newcomer, self._heard, self._patience_s = None, self._clock(), _FIRST_S
 
     def send(self, message: FromService) -> None:
         """Queue a message to the host; raises StreamEnded if it is gone."""
@@ -79,9 +82,13 @@ class Reception(Closing):
                 break
         if self._newcomer is not None:
             raise StreamEnded("the host has gone")
-        if self._next is None and self._clock() - self._heard > _SILENCE_S:
-            raise StreamEnded(f"the host has been silent for {_SILENCE_S:g} s")
+        if self._next is None and self._clock() - self._heard > self._patience_s:
+            raise StreamEnded(f"the host has been silent for {self._patience_s:g} s")
         return self._next is not None
+
+    def await_news(self, timeout_s: float) -> bool:
+        """The same: another host is another `await_host`."""
+        return self.ready(timeout_s)
 
     def receive(self, timeout_s: float, what: str) -> ToService:
         """The next message.
@@ -104,10 +111,10 @@ class Reception(Closing):
             return
         peer, message = received
         if peer == self._host:
-            self._heard = self._clock()
+            self._heard, self._patience_s = self._clock(), _SILENCE_S
             self._next = message
         elif isinstance(message, Introduce) and self._host is None:
-            self._host, self._heard = peer, self._clock()
+            self._host, self._heard, self._patience_s = peer, self._clock(), _FIRST_S
         elif isinstance(message, Introduce) and not self._hub.send(self._host or b"", Alive()):
             self._newcomer = peer
         elif isinstance(message, Introduce):

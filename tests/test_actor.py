@@ -16,11 +16,13 @@ from protocol.codec import Decoder
 from protocol.errors import DeadlineExceeded, ModelError, ProtocolError, RuntimeFailure
 from protocol.messages import (
     PROTOCOL_VERSION,
+    Alive,
     CloseSequence,
     DraftTree,
     Failed,
     FromService,
     Hello,
+    Introduce,
     Message,
     OpenSequence,
     Prefilled,
@@ -176,7 +178,8 @@ def connected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         peer, hello = received
         assert isinstance(hello, Hello)
         yield Running(hub, service, peer, hello, thread, raised, channels)
-        hub.send(peer, Stop())
+        if not hub.socket.closed:
+            hub.send(peer, Stop())
         thread.join(PATIENCE_S)
 
 
@@ -237,12 +240,61 @@ def test_no_answer_to_hello_is_a_deadline(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """An orchestrator that is not there is waited for, but not for ever."""
-    monkeypatch.setattr("services.actor._HANDSHAKE_S", 0.02)
+    monkeypatch.setattr("services.pulse.BEAT_S", 0.001)
     address = ipc_address(str(tmp_path_factory.mktemp("z") / "s"))
     with Channel[ToService](address, Decoder(ToService)) as channel:
         channel.socket.linger = 0
-        with pytest.raises(DeadlineExceeded, match=r"no answer to Hello .* within 0\.02 s"):
+        with pytest.raises(DeadlineExceeded, match="the orchestrator has been silent"):
             serve(channel, IDENTITY, FakeService())
+
+
+def test_a_hello_that_was_lost_is_said_again(connected: Running) -> None:
+    """An orchestrator that dies with our Hello in its hands: its successor hears a beat, asks,
+    and is told; a Welcome too many does no harm."""
+    address = connected.hub.bound_to
+    connected.hub.close()
+    with Hub[FromService](address, Decoder(FromService)) as successor:
+        peer, beat = heard(successor)
+        assert beat == Alive(0)
+        for _ in range(2):  # as for beats that have waited for it
+            successor.send(peer, Introduce())
+        assert heard(successor) == (peer, connected.hello)
+        for message in (Welcome(), Welcome(), opening(1)):
+            successor.send(peer, message)
+        _, opened = heard(successor, but=Alive)
+        assert isinstance(opened, Prefilled)
+        successor.send(peer, Stop())
+        assert connected.end() is None
+
+
+def test_a_new_orchestrator_hears_of_us_at_once(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that has nothing to do beats when its connection is a new one, not a beat later."""
+    running.send(opening(1))
+    assert isinstance(running.receive(), Prefilled)  # from now on it has nothing to do
+    monkeypatch.setattr("services.pulse.BEAT_S", 1000.0)
+    while running.hub.ready(0.0):
+        assert running.receive() == Alive(0)
+    address = running.hub.bound_to
+    running.hub.close()
+    with Hub[FromService](address, Decoder(FromService)) as successor:
+        peer, beat = heard(successor)
+        assert beat == Alive(0)
+        successor.send(peer, Stop())
+        assert running.end() is None
+
+
+def heard(
+    hub: Hub[FromService], but: type[FromService] | None = None
+) -> tuple[bytes, FromService | ProtocolError]:
+    """The next message, and from whom; none of the kind `but`."""
+    while True:
+        assert hub.ready(PATIENCE_S)
+        received = hub.receive()
+        assert received is not None
+        if but is None or not isinstance(received[1], but):
+            return received
 
 
 # ---------------------------------------------------------------- work
@@ -401,13 +453,12 @@ def test_stop_interrupts_work(running: Running) -> None:
     assert running.service.ended == [ENDLESS]
 
 
-@pytest.mark.parametrize("message", [Welcome(), Refusal("too late")], ids=str)
-def test_a_second_answer_to_hello_is_a_protocol_error(message: Message, running: Running) -> None:
-    """Welcome and Refusal have no meaning after the handshake."""
-    running.send(message)
+def test_a_refusal_after_the_welcome_is_a_protocol_error(running: Running) -> None:
+    """It has no meaning after the handshake."""
+    running.send(Refusal("too late"))
     error = running.end()
     assert isinstance(error, ProtocolError)
-    assert str(error) == f"{type(message).__name__} after the handshake"
+    assert str(error) == "Refusal after the handshake"
     assert running.service.handled == []
 
 
@@ -441,6 +492,9 @@ def test_a_deaf_orchestrator_ends_the_service() -> None:
 
         def ready(self, timeout_s: float) -> bool:
             return bool(self.inbox)
+
+        def await_news(self, timeout_s: float) -> bool:
+            return self.ready(timeout_s)
 
         def receive(self, timeout_s: float, what: str) -> ToService:
             return self.inbox.pop(0)

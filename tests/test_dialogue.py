@@ -55,6 +55,18 @@ def test_an_answer_is_continued_where_it_stopped(
     assert len(tokens) == sum(len(message.origins) for message in texts)
 
 
+def test_the_rest_of_the_text_comes_once() -> None:
+    """Text that the end sets free has no tokens; it is not repeated with a repeated answer."""
+    rest = Text(request=3, tokens=[], origins=[], pieces=["!"])
+    dialogue = Dialogue(REQUEST)
+    assert dialogue.take(text([5])) == text([5])
+    assert dialogue.take(rest) == rest
+    dialogue.silence()
+    assert dialogue.take(status(1, serving=False)) == REQUEST
+    assert dialogue.take(text([5])) is None
+    assert dialogue.take(rest) is None
+
+
 def test_a_served_request_is_waited_for() -> None:
     """As long as an orchestrator serves it, nothing is sent again."""
     dialogue = Dialogue(REQUEST)

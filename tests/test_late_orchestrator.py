@@ -82,3 +82,26 @@ def test_a_request_is_sent_again_once(
     assert got == [end]
     client.close()
     second.hub.close()
+
+
+def test_a_new_orchestrator_is_asked_at_once(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client whose connection is made anew does not wait for a silence to ask."""
+    monkeypatch.setattr("protocol.client.SILENCE_S", 1000.0)
+    address = ipc_address(str(tmp_path_factory.mktemp("z") / "s"))
+    client = Client(address)
+    first = Orchestrator(address, pid=1)
+    got: list[object] = []
+    thread = threading.Thread(target=lambda: got.extend(client.generate(REQUEST)))
+    thread.start()
+    first.serve(generates=1, questions=1)
+    first.hub.close()
+    second = Orchestrator(address, pid=2)
+    second.serve(generates=1, questions=1)
+    end = Finished(request=1, reason="length", prompt_tokens=2, statistics=Recorder(0.0).summary())
+    second.hub.send(second.client, end)
+    thread.join(PATIENCE_S)
+    assert got == [end]
+    client.close()
+    second.hub.close()

@@ -526,6 +526,43 @@ def test_a_service_may_introduce_itself_again(house: House) -> None:
     assert len(house.told(b"d", OpenSequence)) == 2
 
 
+def test_a_stranger_is_asked_who_it_is(house: House) -> None:
+    """Whatever a service says to an orchestrator that was restarted, it is asked at once."""
+    tree = DraftTree(
+        sequence=1, round=1, depth=1, outcomes=[], tokens=[], confidences=[], draft_ms=1.0
+    )
+    house.service(b"x", tree)
+    assert [Introduce()] == house.told(b"x", Introduce)
+
+
+def test_who_is_condemned_does_not_come_back(house: House) -> None:
+    """A process that is about to be ended is not adopted again."""
+    house.services.inbox.append((b"d", Refusal("no message of a service")))
+    house.service(b"d", DRAFTER)
+    house.client(StatusRequest())
+    assert [s.role for s in house.told(b"c", Status)[-1].services] == ["verifier"]
+
+
+def test_the_condemned_do_not_pile_up(house: House) -> None:
+    """Processes that the supervisor does not know, and never ends, are forgotten some time."""
+    for pid in range(100, 200):
+        house.service(b"x", msgspec.structs.replace(DRAFTER, pid=pid))
+        house.services.inbox.append((b"x", Refusal("no message of a service")))
+        house.client(StatusRequest())
+    assert list(house.told(b"c", Status)[-1].condemned) == list(range(168, 200))
+
+
+def test_an_answer_with_a_gap_has_no_end(house: House) -> None:
+    """A client that missed a part hears no Finished, which would hide it; it asks again."""
+    house.client(ask(max_tokens=3, mode="ar"))
+    house.clients.gone.add(b"c")
+    house.verified(0, 5)
+    house.clients.gone.clear()
+    house.client(StatusRequest(request=1, question=1))
+    assert house.told(b"c", Finished) == []
+    assert not house.told(b"c", Status)[-1].serving
+
+
 def test_a_drafter_that_talks_nonsense_is_left(house: House) -> None:
     """What cannot be decoded condemns its sender, and the request goes on plainly at once."""
     house.client(ask(max_tokens=3, mode="sd"))
