@@ -1,16 +1,18 @@
 """`python -m tests.fuzz TARGET [libFuzzer options]`: coverage-guided fuzzing with atheris.
 
-Targets: codec, stream (both stdio protocols), http, gguf, safetensors, tokenizer. An input
+Targets: codec, stream (both stdio protocols), http, asked (JSON of our fields), gguf,
+safetensors, tokenizer. An input
 that leads to anything but our own errors is a crash; atheris writes it to a file, and it
 becomes a test. Example: `python -m tests.fuzz codec -max_total_time=120`.
 """
 
 import contextlib
+import json
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import atheris
 
@@ -31,6 +33,14 @@ from tests.gguf_file import metadata_of, tensors_of, write_gguf
 from tests.reference import tiny_folder
 from tests.test_fuzz import BODIES
 
+_WORDS = [
+    *("type", "text", "function", "name", "arguments", "id", "role", "content", "system", "user"),
+    *("assistant", "tool", "tool_calls", "tool_call_id", "parameters", "strict", "json_schema"),
+    *("json_object", "schema", "properties", "required", "items", "enum", "const", "anyOf", "$ref"),
+    *("object", "array", "string", "integer", "number", "boolean", "null", "additionalProperties"),
+    *("none", "auto", "include_usage", "include_origins", "5", "#/$defs/a", "$defs", "pattern"),
+    *("minItems", "maxItems", "format", "description", "a", ""),
+]
 Part_co = TypeVar("Part_co", covariant=True)
 FOLDER = Path(tempfile.mkdtemp(prefix="ssd-fuzz-"))
 DECODERS = [
@@ -85,6 +95,50 @@ def http(data: bytes) -> None:
             encode(asked())
 
 
+def asked(data: bytes) -> None:
+    """The same with bodies that are JSON, and mostly of our fields: what is behind the decoder."""
+    source = atheris.FuzzedDataProvider(data)
+    kind = source.PickValueInList([fields.ChatRequest, fields.CompletionRequest])
+    names = [*kind.__struct_fields__, "nonsense"]
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "prompt": "a"}
+    del body["prompt" if kind is fields.ChatRequest else "messages"]
+    for _ in range(source.ConsumeIntInRange(0, 6)):
+        name, value = source.PickValueInList(names), _value(source, 4)
+        fits = name in _SHAPED and source.ConsumeBool()
+        body[name] = _SHAPED[name](value) if fits else value
+    http(json.dumps(body).encode())
+
+
+def _value(source: Any, depth: int) -> Any:
+    """Something that may stand in JSON, often one of the words that mean something."""
+    kind = source.ConsumeIntInRange(0, 7 if depth else 4)
+    if kind >= 6:
+        pairs = range(source.ConsumeIntInRange(0, 4))
+        return {source.PickValueInList(_WORDS): _value(source, depth - 1) for _ in pairs}
+    if kind == 5:
+        return [_value(source, depth - 1) for _ in range(source.ConsumeIntInRange(0, 3))]
+    plain: list[Callable[[], Any]] = [
+        lambda: source.PickValueInList([None, True, False, 0, 1, -1, 2**63, 1e300, 0.5]),
+        lambda: source.ConsumeInt(4),
+        lambda: source.ConsumeUnicodeNoSurrogates(6),
+        lambda: source.PickValueInList(_WORDS),
+        lambda: source.PickValueInList(_WORDS),
+    ]
+    return plain[kind]()
+
+
+_SHAPED: dict[str, Callable[[Any], Any]] = {
+    "messages": lambda value: [{"role": "user", "content": value}],
+    "tools": lambda value: [{"type": "function", "function": {"name": "a", "parameters": value}}],
+    "response_format": lambda value: {
+        "type": "json_schema", "json_schema": {"name": "a", "schema": value},
+    },
+    "logit_bias": lambda value: {"5": value},
+    "chat_template_kwargs": lambda value: {"a": value},
+    "stop": lambda value: [value],
+}  # fmt: skip
+
+
 def gguf_file(data: bytes) -> None:
     """A GGUF file that is broken is a ModelError."""
     path = FOLDER / "m.gguf"
@@ -132,7 +186,7 @@ def seeds(target: str) -> list[bytes]:
         return [(source / "model.safetensors").read_bytes()]
     if target == "tokenizer":
         return [(source / "tokenizer.json").read_bytes()]
-    if target == "http":
+    if target in {"http", "asked"}:
         return list(BODIES)
     if target == "stream":
         return [b"READY\nTOKENS 1,2,3 4.5ms\nOK\n", encode(messages.Alive(3)) * 2]
@@ -153,6 +207,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "codec": codec,
     "stream": stream,
     "http": http,
+    "asked": asked,
     "gguf": gguf_file,
     "safetensors": safetensors,
     "tokenizer": tokenizer,

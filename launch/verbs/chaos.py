@@ -20,6 +20,7 @@ from launch.chaos.judging import Verdict, judge
 from launch.chaos.load import Load, cases
 from launch.chaos.starts import Starts
 from launch.chaos.supervisors import kill_supervisors
+from launch.config import cache_dir
 from launch.models import pair_of
 from launch.options import settings_of, stack_options
 from launch.session import private_stack
@@ -175,7 +176,8 @@ def _left(pids: set[int], folder: Path) -> list[str]:
             process = psutil.Process(pid)
             if process.status() != psutil.STATUS_ZOMBIE and "ssd " in " ".join(process.cmdline()):
                 left.append(f"process {pid}")
-    return left
+    written = (cache_dir() / "learned").glob("*.tmp")
+    return left + [str(file) for file in written if file.stem.rpartition(".")[2] in map(str, pids)]
 
 
 def _print(summary: dict[str, Any]) -> None:

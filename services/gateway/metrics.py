@@ -67,6 +67,12 @@ class Metrics:
         self._misses = Counter("ssd_cache_misses", "Outcomes not prepared.", registry=r)
         self._fallback = Counter("ssd_fallback", "Rounds without a hit.", ["reason"], registry=r)
         self._restarts = Counter("ssd_drafter_restarts", "Drafters replaced.", registry=r)
+        self._stale = Counter(
+            "ssd_stale_trees", "Drafts dropped: too late, twice, or out of order.", registry=r
+        )
+        self._dropped = Gauge(
+            "ssd_dropped_messages", "Dropped because nobody read them.", registry=r
+        )
         self._ttft = Histogram(
             "ssd_time_to_first_token_seconds", "From request to text.", buckets=_SECONDS, registry=r
         )
@@ -117,6 +123,7 @@ class Metrics:
         for reason, count in s.fallbacks.items():
             self._fallback.labels(reason).inc(count)
         self._restarts.inc(s.drafter_restarts)
+        self._stale.inc(s.stale_trees)
         self._phases.add(finished.spreads)
         self._ttft.observe(s.ttft_ms / 1e3)
         if tokens > 1:
@@ -126,6 +133,7 @@ class Metrics:
         """Everything, in Prometheus' text format."""
         self._running.set(status.active)
         self._waiting.set(status.waiting)
+        self._dropped.set(status.dropped)
         self._speculating.set(status.choice.speculating)
         self._lookahead.set(status.choice.lookahead)
         self._fan_out.set(status.choice.fan_out)
