@@ -64,9 +64,11 @@ class AsyncClient(Closing):
             line.send(StatusRequest())
             deadline = Deadline(timeout_s)
             while not deadline.passed:
-                reply = await line.receive(deadline.remaining)
+                reply = await line.receive(min(SILENCE_S, deadline.remaining))
                 if isinstance(reply, Status):
                     return reply
+                if reply is None:  # the question may have been lost with an orchestrator
+                    line.send(StatusRequest())
         finally:
             line.close()
         raise DeadlineExceeded(f"no status of the orchestrator within {timeout_s:g} s")

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable
 from protocol.channel import Channel, Deadline
 from protocol.codec import Decoder
 from protocol.dialogue import SILENCE_S, Dialogue
+from protocol.errors import DeadlineExceeded
 from protocol.messages import (
     Cancel,
     Finished,
@@ -28,15 +29,26 @@ class Client:
     def __init__(self, address: str) -> None:
         self._channel: Channel[FromOrchestrator] = Channel(address, Decoder(FromOrchestrator))
         self._numbers = itertools.count(1)
+        self._asked = 0
+        """How often the status was asked for."""
 
     def status(self, timeout_s: float = _REPLY_S) -> Status:
-        """Who is there; raises DeadlineExceeded if nobody answers."""
-        self._channel.send(StatusRequest())
-        deadline = Deadline(timeout_s)
+        """Who is there; raises DeadlineExceeded if nobody answers.
+
+        A question may be lost with an orchestrator that dies, so it is asked again and again.
+        """
+        deadline, first = Deadline(timeout_s), self._asked + 1
         while True:
-            reply = self._channel.receive(deadline.remaining, "status of the orchestrator")
-            if isinstance(reply, Status):
-                return reply
+            self._asked += 1
+            self._channel.send(StatusRequest(question=self._asked))
+            turn = Deadline(min(SILENCE_S, deadline.remaining))
+            while self._channel.ready(turn.remaining):
+                reply = self._channel.receive(0.0, "status of the orchestrator")
+                # Not what was asked before and came too late.
+                if isinstance(reply, Status) and not reply.request and reply.question >= first:
+                    return reply
+            if deadline.passed:
+                raise DeadlineExceeded(f"no status of the orchestrator within {timeout_s:g} s")
 
     def ask_status(self) -> None:
         """Ask without waiting; `status_if_any` picks the answer up."""

@@ -105,3 +105,23 @@ def test_a_new_orchestrator_is_asked_at_once(
     assert got == [end]
     client.close()
     second.hub.close()
+
+
+def test_a_lost_question_is_asked_again(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is there is asked again if the orchestrator that was asked does not answer."""
+    monkeypatch.setattr("protocol.client.SILENCE_S", 0.05)
+    address = ipc_address(str(tmp_path_factory.mktemp("z") / "s"))
+    client = Client(address)
+    got: list[int] = []
+    with Hub[ToOrchestrator](address, Decoder(ToOrchestrator)) as deaf:
+        thread = threading.Thread(target=lambda: got.append(client.status(PATIENCE_S).pid))
+        thread.start()
+        assert deaf.ready(PATIENCE_S)
+    second = Orchestrator(address, pid=2)
+    second.serve(generates=0, questions=1)
+    thread.join(PATIENCE_S)
+    assert got == [2]
+    client.close()
+    second.hub.close()

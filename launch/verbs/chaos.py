@@ -71,11 +71,12 @@ def command(**options: Any) -> None:
         http=plan["http"],
         port=0,
     )
-    pids: set[int] = set()
+    seen: dict[int, float] = {}  # when each process was created: its number may be given again
     starts = Starts()
 
     def report(status: ProcessStatus) -> None:
-        pids.add(status.pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            seen[status.pid] = psutil.Process(status.pid).create_time()
         starts.note(status)
         if verbose:
             show.process_line(status)
@@ -102,7 +103,7 @@ def command(**options: Any) -> None:
     summary["start_s"] = {
         role: [round(middle(took), 3), round(max(took), 3)] for role, took in starts.took_s.items()
     }
-    summary["left"] = _left(pids, victim.run_dir.path)
+    summary["left"] = _left(seen, victim.run_dir.path)
     dice = random.Random(plan["seed"])  # noqa: S311  # no secret
     deaths = kill_supervisors(supervisors, _flags(options), dice)
     summary["supervisors"] = {"killed": deaths.killed, "gone_s": round(middle(deaths.gone_s), 3)}
@@ -168,16 +169,16 @@ def _summary(
     }  # fmt: skip
 
 
-def _left(pids: set[int], folder: Path) -> list[str]:
+def _left(seen: dict[int, float], folder: Path) -> list[str]:
     """Processes and files that should not be there any more."""
     left = [str(folder)] if folder.exists() else []
-    for pid in pids:
+    for pid, created in seen.items():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            if process.status() != psutil.STATUS_ZOMBIE and "ssd " in " ".join(process.cmdline()):
-                left.append(f"process {pid}")
+            if process.status() != psutil.STATUS_ZOMBIE and process.create_time() == created:
+                left.append(f"process {pid}: {' '.join(process.cmdline())}")
     written = (cache_dir() / "learned").glob("*.tmp")
-    return left + [str(file) for file in written if file.stem.rpartition(".")[2] in map(str, pids)]
+    return left + [str(file) for file in written if file.stem.rpartition(".")[2] in map(str, seen)]
 
 
 def _print(summary: dict[str, Any]) -> None:
