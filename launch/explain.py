@@ -10,7 +10,7 @@ _BASELINE_ROUNDS = 8
 def explanation(mode: Mode, s: Statistics) -> str:
     """One short paragraph about a finished answer."""
     if mode == "ar":
-        return f"Plain decoding, as asked: {s.rounds} verifications of one token each."
+        return f"Plain decoding, as asked: {_counted(s.rounds, 'verification')} of one token each."
     undrafted = s.fallbacks.get("no_drafter", 0)
     if undrafted > _MOSTLY * s.rounds:
         text = "There was no drafter for most of the answer, so the target decoded plainly."
@@ -35,10 +35,16 @@ def _looked_up(s: Statistics) -> str:
     kind = s.kinds.get("lookup")
     if kind is None:
         return ""
+    accepted = kind.tokens - kind.rounds
     return (
-        f" In {kind.rounds} rounds a draft was looked up in prompt and answer instead; "
-        f"{kind.tokens - kind.rounds} of its tokens were accepted."
+        f" In {_counted(kind.rounds, 'round')} a draft was looked up in prompt and answer "
+        f"instead; {_counted(accepted, 'token')} of {'it' if kind.rounds == 1 else 'these'} "
+        f"{'was' if accepted == 1 else 'were'} accepted."
     )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _why(s: Statistics) -> str:
@@ -48,7 +54,7 @@ def _why(s: Statistics) -> str:
             f"{s.plain_rounds} rounds went without one."
         )
     if s.plain_rounds:
-        return f"{s.plain_rounds} plain rounds measured what speculation has to beat."
+        return f"{_counted(s.plain_rounds, 'plain round')} measured what speculation has to beat."
     return ""
 
 

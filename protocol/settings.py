@@ -67,7 +67,7 @@ class ServiceSettings(ChildSettings, frozen=True, kw_only=True):
     address: str
     """Where the orchestrator listens for services."""
     model: str = ""
-    """Folder of the model; empty for a backend that needs none."""
+    """Folder of the model; for ngram that of the target, whose tokenizer tells what may follow."""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Threads of the BLAS on Linux."""
     device: Device = ""

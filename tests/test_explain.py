@@ -11,7 +11,7 @@ from rich.console import Console
 from launch.explain import explanation
 from launch.show import statistics_table
 from orchestrator.statistics import Recorder
-from protocol.messages import Statistics
+from protocol.messages import RoundKind, Statistics
 
 
 def statistics(**values: Any) -> Statistics:
@@ -50,6 +50,21 @@ def test_nothing_speculative_is_said_so() -> None:
     alone = statistics(rounds=9, fallbacks={"no_drafter": 8})
     assert "no drafter" in explanation("ssd", alone)
     assert "All rounds were plain" in explanation("ssd", statistics(rounds=9, plain_rounds=9))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "tokens", "sentence"),
+    [
+        (1, 2, "In 1 round a draft was looked up in prompt and answer instead; 1 token of it was"),
+        (3, 3, "In 3 rounds a draft was looked up in prompt and answer instead; 0 tokens of these"),
+    ],
+)
+def test_one_is_one(rounds: int, tokens: int, sentence: str) -> None:
+    """A single round is not `1 rounds`."""
+    kinds = {"lookup": RoundKind(rounds=rounds, tokens=tokens)}
+    text = explanation("ssd", msgspec.structs.replace(SPECULATIVE, kinds=kinds, plain_rounds=1))
+    assert sentence in text
+    assert "1 plain round measured" in text
 
 
 def test_phases_stand_in_their_order() -> None:
