@@ -97,7 +97,7 @@ def http(data: bytes) -> None:
 
 def asked(data: bytes) -> None:
     """The same with bodies that are JSON, and mostly of our fields: what is behind the decoder."""
-    source = atheris.FuzzedDataProvider(data)
+    source = atheris.FuzzedDataProvider(data)  # pyright: ignore[reportAttributeAccessIssue]
     kind = source.PickValueInList([fields.ChatRequest, fields.CompletionRequest])
     names = [*kind.__struct_fields__, "nonsense"]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "prompt": "a"}
