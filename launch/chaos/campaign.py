@@ -25,7 +25,7 @@ class Outcome:
     silences_s: list[float] = field(default_factory=list)
     """Longest pause in the tokens of any client that touches the fault, each time."""
     mended_s: list[float] = field(default_factory=list)
-    """Until every process was there and tokens came again."""
+    """Until every process was there and every client had tokens again."""
     beyond_start_s: list[float] = field(default_factory=list)
     """The same without the start of the process that took the place of the one that ended."""
 
@@ -90,16 +90,20 @@ class Campaign:
 
     def _await_mended(self, started: float, fault: Fault, ended: int) -> None:
         before = self._load.arrivals
-        while (missing := self._missing(ended)) or self._load.arrivals == before:
+        while (missing := self._missing(ended)) or not all(self._heard(before)):
             late = time.monotonic() - started > self._patience_s
             if late or self._load.oldest_s > self._patience_s:
                 raise RuntimeFailure(
                     f"after {fault.name!r} the stack did not mend within {self._patience_s:g} s: "
                     f"{missing or 'all processes are there'}; "
-                    f"{self._load.arrivals - before} messages with tokens since then; "
+                    f"{sum(self._heard(before))} messages with tokens since then; "
                     f"the oldest request is {self._load.oldest_s:.0f} s old"
                 )
             time.sleep(0.02)
+
+    def _heard(self, before: list[int]) -> list[int]:
+        """Messages with tokens that each client has had since then."""
+        return [now - then for now, then in zip(self._load.arrivals, before, strict=True)]
 
     def _missing(self, ended: int) -> str:
         """What keeps the supervisor's processes, none of which is `ended`, from being a stack."""

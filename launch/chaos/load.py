@@ -181,9 +181,9 @@ class Load:
         return time.monotonic() - min(self._since)
 
     @property
-    def arrivals(self) -> int:
-        """Messages with tokens so far."""
-        return sum(tally.messages for tally in self.tallies)
+    def arrivals(self) -> list[int]:
+        """Messages with tokens so far, by client."""
+        return [tally.messages for tally in self.tallies]
 
     def silence_s(self, start: float, end: float) -> float:
         """The longest time between two messages of one client that touches this interval."""
