@@ -45,7 +45,10 @@ def main() -> int:
     holes = [(p["name"], p["version"], v["id"]) for p in asked for v in p.get("vulns", [])]
     for name, version, hole in holes:
         say(f"{name} {version}: {hole}")
-    say(f"{len(asked)} packages checked, {skipped} not (unknown to the list), {len(holes)} holes")
+    if not asked:
+        say("not checked: the list of known holes cannot be reached from here")
+    else:
+        say(f"{len(asked)} packages checked, {skipped} not (unknown to it), {len(holes)} holes")
     return int(bool(holes))
 
 
