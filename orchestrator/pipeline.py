@@ -176,6 +176,9 @@ class Orchestrator:
             self._registry.refused[role] = reason
             self._services.send(peer.address, Refusal(reason))
             return
+        if self._registry.outlived(peer):  # a swap's old drafter, that came back last
+            self._services.send(peer.address, Stop())
+            return
         old = self._registry.adopt(peer)
         self.memory.meet(self._registry.peers)
         self._services.send(peer.address, Welcome())
@@ -202,7 +205,8 @@ class Orchestrator:
                 if self._requests.of(peer, number) is None:  # else it is being answered
                     self._generate(peer, message)
             case Cancel():
-                self._cancel(peer, message.request)
+                if answer := self._requests.of(peer, message.request):
+                    self._do(answer, answer.sequence.finish("cancelled"))
             case StatusRequest():
                 serving = self._requests.of(peer, message.request) is not None
                 dropped = self._services.dropped + self._clients.dropped
@@ -244,10 +248,6 @@ class Orchestrator:
             for peer in self._registry.peers.values():
                 self._do(answer, welcome(answer, peer.hello))
 
-    def _cancel(self, peer: bytes, request: int) -> None:
-        if answer := self._requests.of(peer, request):
-            self._do(answer, answer.sequence.finish("cancelled"))
-
     def _share(self) -> None:
         self.memory.estimates.crowd.streams = max(1, len(self._requests.running))
 
@@ -270,8 +270,7 @@ class Orchestrator:
                 self._finish(answer, reason, error)
 
     def _to_service(self, role: Role, message: Message | bytes) -> None:
-        peer = self._registry.peers.get(role)
-        if peer is not None:
+        if (peer := self._registry.peers.get(role)) is not None:
             self._services.send(peer.address, message)
 
     def _emit(self, answer: Answer, message: Message) -> None:

@@ -90,6 +90,11 @@ class Registry:
         verifier = self.peers.get("verifier")
         return verifier.hello.kv_tokens if verifier is not None else 0
 
+    def outlived(self, peer: Peer) -> bool:
+        """Whether a younger process has this service's place already."""
+        current = self.peers.get(peer.hello.role)
+        return current is not None and current.hello.born_ns > peer.hello.born_ns > 0
+
     def adopt(self, peer: Peer) -> Peer | None:
         """Make a service current; returns the one that it replaces."""
         self.refused.pop(peer.hello.role, None)

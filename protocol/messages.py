@@ -110,6 +110,8 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """Verifier: tokens that the KV of all open sequences may hold together; 0 means any number."""
     emulated_cost: str = ""
     """Verifier: what was added to its model so that it costs more (measurements); else empty."""
+    born_ns: int = 0
+    """When its process began, by the machine's monotonic clock; 0 means unknown."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):

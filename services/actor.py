@@ -36,6 +36,8 @@ from services.pulse import Pulse
 
 _log = logging.getLogger(__name__)
 
+_BORN_NS = time.monotonic_ns()
+
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """What a service says of itself in Hello, besides what the loop knows."""
@@ -61,8 +63,7 @@ def serve(channel: Connection, identity: Identity, service: Service) -> None:
     """
     inbox = Inbox(channel)
     while True:
-        shake_hands(channel, identity)
-        if _serve(channel, inbox, service):
+        if not shake_hands(channel, identity) or _serve(channel, inbox, service):
             return
 
 
@@ -132,8 +133,8 @@ class _Done:
 _DONE = _Done()
 
 
-def shake_hands(channel: Connection, identity: Identity) -> None:
-    """Say Hello and wait to be welcomed; errors as for `serve`.
+def shake_hands(channel: Connection, identity: Identity) -> bool:
+    """Say Hello and wait to be welcomed; False if told to stop instead. Errors as for `serve`.
 
     A Hello may have gone to an orchestrator that died with it, so we beat while we wait: its
     successor asks who we are.
@@ -148,7 +149,9 @@ def shake_hands(channel: Connection, identity: Identity) -> None:
             continue
         match channel.receive(0.0, "answer to Hello from the orchestrator"):
             case Welcome():
-                return
+                return True
+            case Stop():
+                return False
             case Refusal(reason=reason):
                 raise ModelError(reason)
             case Introduce() if beaten:
@@ -174,4 +177,5 @@ def _hello(identity: Identity) -> Hello:
         max_draft_tokens=identity.max_draft_tokens,
         kv_tokens=identity.kv_tokens,
         emulated_cost=identity.emulated_cost,
+        born_ns=_BORN_NS,
     )

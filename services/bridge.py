@@ -91,19 +91,25 @@ class _Relay:
         _log.info("%s drafts: %s %s", self._far.name, identity.backend, identity.model)
         channel: Channel[ToService] = Channel(self._settings.address, Decoder(ToDrafter))
         with channel:
-            self._introduce(channel, identity)
+            if not self._introduce(channel, identity):
+                return
             self._far.post(Welcome())
             try:
                 while not self._relay(channel):
                     self._forget()
-                    self._introduce(channel, identity)
+                    if not self._introduce(channel, identity):
+                        return
             finally:
                 if self._dues.stale:
                     _log.info("dropped %d messages of rounds that were over", self._dues.stale)
 
-    def _introduce(self, channel: Channel[ToService], identity: Identity) -> None:
+    def _introduce(self, channel: Channel[ToService], identity: Identity) -> bool:
+        """False if told to stop."""
         try:
-            shake_hands(channel, identity)
+            if shake_hands(channel, identity):
+                return True
+            self._far.post(Stop())
+            self._far.flush()
         except ModelError as error:
             self._far.post(Refusal(str(error)))
             self._far.flush()

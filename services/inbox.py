@@ -79,8 +79,10 @@ class Inbox:
                 case Alive():
                     pass  # the answer to our own beat
                 case Introduce():
-                    self.forgotten = True
-                    self.messages.clear()
+                    # Who is told to stop is forgotten at once, and may still hear so.
+                    self.forgotten = not any(isinstance(m, Stop) for m in self.messages)
+                    if self.forgotten:
+                        self.messages.clear()
                     return
                 case Welcome():
                     pass  # we said Hello twice, as the first one seemed to be lost

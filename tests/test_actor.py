@@ -445,6 +445,21 @@ def test_stop_ends_an_idle_service(running: Running) -> None:
     assert running.end() is None
 
 
+def test_stop_is_the_last_word(running: Running) -> None:
+    """Who is replaced while it speaks is told to stop, and is then a stranger."""
+    with paused(running, ENDLESS, 2):
+        running.send(Stop())
+        running.send(Introduce())
+    assert running.end() is None
+
+
+def test_stop_may_answer_hello(connected: Running) -> None:
+    """The place is taken by a younger process."""
+    connected.send(Stop())
+    assert connected.end() is None
+    assert connected.service.handled == []
+
+
 def test_stop_interrupts_work(running: Running) -> None:
     """A long piece of work is left within one step, and its generator is closed."""
     with paused(running, ENDLESS, 2):

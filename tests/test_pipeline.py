@@ -316,6 +316,17 @@ def test_a_replaced_drafter_is_stopped_and_ignored(house: House) -> None:
     assert house.told(b"v", Verify)[-1].chain == [5]
 
 
+def test_an_older_process_does_not_take_the_place_of_a_younger(house: House) -> None:
+    """Of two drafters that introduce themselves to a new orchestrator, the swap's new one stays."""
+    house.service(b"e", msgspec.structs.replace(DRAFTER, pid=14, born_ns=2))
+    house.client(ask())
+    house.service(b"o", msgspec.structs.replace(DRAFTER, pid=13, born_ns=1))
+    assert [Stop()] == house.told(b"o", Stop)
+    assert house.told(b"e", Stop) == house.told(b"o", Welcome) == []
+    house.service(b"n", msgspec.structs.replace(DRAFTER, pid=15, born_ns=3))
+    assert [Stop()] == house.told(b"e", Stop)
+
+
 def test_requests_wait_in_line(house: House) -> None:
     """One request is decoded at a time; the next starts when it ends, in order."""
     for request in (1, 2, 3):

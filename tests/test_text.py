@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from orchestrator.answer import Answer
 from orchestrator.statistics import Recorder
 from orchestrator.text import StoppableText
+from protocol.messages import Finished, Text
 
 
 @dataclass
@@ -172,5 +173,7 @@ def test_the_rest_has_no_token() -> None:
     """Text held back until the end is a piece of its own."""
     one = answer(["aE"], ["END"])
     assert one.push([0], ["target"]).text == "a"
-    rest = one.rest(one.text.flush())
+    rest, end = one.farewell("length", "")
+    assert isinstance(rest, Text)
     assert (rest.tokens, rest.origins, rest.pieces) == ([], [], ["E"])
+    assert isinstance(end, Finished)
