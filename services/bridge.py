@@ -104,16 +104,17 @@ class _Relay:
                     _log.info("dropped %d messages of rounds that were over", self._dues.stale)
 
     def _introduce(self, channel: Channel[ToService], identity: Identity) -> bool:
-        """False if told to stop."""
+        """False if told to stop; the drafter is told, too."""
         try:
-            if shake_hands(channel, identity):
-                return True
-            self._far.post(Stop())
-            self._far.flush()
+            welcome = shake_hands(channel, identity)
         except ModelError as error:
             self._far.post(Refusal(str(error)))
             self._far.flush()
             raise
+        if not welcome:
+            self._far.post(Stop())
+            self._far.flush()
+        return welcome
 
     def _forget(self) -> None:
         """There is another orchestrator, to which what is open here means nothing."""
