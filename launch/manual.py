@@ -132,7 +132,8 @@ _LAST = """
 
 \b
 Settings: flag, else SSD_* variable, else ssd.toml, else default.
-Exit codes: 2 usage, 3 model, 4 runtime, 5 losslessness, 130 interrupted."""
+Exit codes: 2 usage, 3 model, 4 runtime, 5 losslessness, 6 conversion,
+130 interrupted."""
 
 
 def complete(cli: click.Group) -> None:
