@@ -109,14 +109,14 @@ def http_options() -> Callable[[F], F]:
 def sampling_options() -> Callable[[F], F]:
     """How tokens are drawn; `take_sampling` reads them."""
     d = Sampling()
-    unit, share = click.FloatRange(0, 1), click.FloatRange(0, 1, min_open=True)
+    below, share = click.FloatRange(0, 1, max_open=True), click.FloatRange(0, 1, min_open=True)
     return _apply(
         [
             click.option("--temp", "--temperature", type=click.FloatRange(0, 100),
                          help=f"0 is greedy.  [default: {d.temperature:g}]"),
             click.option("--top-p", type=share),
             click.option("--top-k", type=click.IntRange(min=0)),
-            click.option("--min-p", type=unit),
+            click.option("--min-p", type=below),
             click.option("--preset", type=click.Choice(PRESETS), default="default",
                          show_default=True, help="A start; the flags above win."),
             click.option("--repetition-penalty", type=click.FloatRange(0, 10, min_open=True),
