@@ -1,5 +1,6 @@
 """What people see: streamed text, coloured drafts, statistics, live process lines."""
 
+import os
 import sys
 
 from rich.console import Console
@@ -11,6 +12,9 @@ from protocol.messages import ProcessStatus, Statistics
 
 STYLES = {"target": "", "hit": "green", "miss": "yellow", "lookup": "cyan"}
 
+_FILE_COLUMNS = 160
+"""In a file or pipe nothing is cut to a terminal's width."""
+
 LEGEND = (
     "colours: plain = target's own, green = accepted draft after a hit, yellow = after a miss, "
     "cyan = looked up"
@@ -19,12 +23,19 @@ LEGEND = (
 
 def human() -> Console:
     """Where text for people goes when standard output belongs to machines."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return _console(stderr=True)
 
 
 def plain() -> Console:
     """Standard output, coloured where it is a terminal."""
-    return Console(highlight=False, soft_wrap=True)
+    return _console(stderr=False)
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _FILE_COLUMNS
+    return console
 
 
 def process_line(status: ProcessStatus) -> None:

@@ -6,7 +6,7 @@ from launch.bench.result import BenchFile, ModeSummary, Overlap, Profile
 
 
 def _empty(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
     return table
