@@ -38,6 +38,14 @@ def _console(*, stderr: bool) -> Console:
     return console
 
 
+class _Lines(Console):
+    """For those who go on when nobody reads them any more; rich ends the thread that writes."""
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing."""
+        self.quiet = True
+
+
 def process_line(status: ProcessStatus) -> None:
     """One line per process and change: role, pid, backend, device, model, state."""
     model = status.model.rstrip("/").rsplit("/", 1)[-1]
@@ -52,7 +60,7 @@ def process_line(status: ProcessStatus) -> None:
     )
     widths = (13, 8, 6, 6, 24, 0)
     line = " ".join(field.ljust(width) for field, width in zip(fields, widths, strict=True))
-    human().print(RichText(line.rstrip()))
+    _Lines(stderr=True, highlight=False, soft_wrap=True).print(RichText(line.rstrip()))
 
 
 def long_waits(status: ProcessStatus) -> None:

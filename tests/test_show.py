@@ -1,11 +1,13 @@
 """What people see of an answer: the colour of each token says where it came from."""
 
 import io
+import sys
 
 import pytest
 from rich.console import Console
 
-from launch.show import LEGEND, STYLES, write_coloured
+from launch.show import LEGEND, STYLES, process_line, write_coloured
+from protocol.messages import ProcessStatus
 
 CODES = {"green": 32, "yellow": 33, "cyan": 36}
 
@@ -23,6 +25,22 @@ def test_the_targets_own_tokens_are_plain() -> None:
     """They are what there is without any draft; every other origin has a colour of its own."""
     assert coloured("target") == "word"
     assert len({coloured(origin) for origin in STYLES}) == len(STYLES) == 4
+
+
+def test_a_line_that_nobody_reads_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor's thread goes on when the reader of its output has gone."""
+    written: list[str] = []
+
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    process_line(
+        ProcessStatus(role="drafter", pid=7, backend="mlx", model="m", state="ready", restarts=0)
+    )
+    assert "drafter" in "".join(written)
 
 
 def coloured(origin: str) -> str:
