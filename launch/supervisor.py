@@ -135,10 +135,11 @@ class Supervisor:
                     while received := post.control.receive():
                         peer, message = received
                         post.control.send(peer, self._obey(message, post))
-        # A stack that nobody watches is worse than none.
-        except Exception as error:  # noqa: BLE001
-            traceback.print_exc()
+        # A stack that nobody watches is worse than none, also if it was a SystemExit.
+        except BaseException as error:  # noqa: BLE001
             self.failure = RuntimeFailure(f"the supervisor failed: {error}")
+            with contextlib.suppress(OSError):  # nobody reads our output any more
+                traceback.print_exc()
         self._ended.set()
 
     def _look_around(self, post: Post, but: str = "") -> None:
@@ -245,14 +246,16 @@ class Supervisor:
                 post.client,
                 self._settings.start_timeout_s,
                 meanwhile=lambda: self._look_around(post, but="drafter"),
-                ended=self._stopping.is_set,
+                ended=lambda: self._stopping.is_set() or self.failure is not None,
             )
-        except (SsdError, OSError):
+        except (SsdError, OSError) as error:
             new, self._children["drafter"] = self._children["drafter"], old
             self._pair = old_pair
             if new is not old:
                 new.ask_to_end()
                 new.end()
+                down = ServiceDown(role="drafter", pid=new.pid, reason=str(error), final=False)
+                post.client.service_down(down)  # it may have taken the old one's place
             raise
         self._lost.pop("drafter", None)
         self._starting.discard("drafter")
