@@ -99,6 +99,8 @@ class Channel(_Endpoint, Generic[Inbound]):
         self._monitor = monitor(self._socket) if lock is not None else None
         self._news: zmq.Socket[bytes] | None = None
         """Of connections that were made, once somebody wants to know."""
+        self._renewed = False
+        """Whether there is one that was not told of yet."""
         self._both = zmq.Poller()
         if lock is None:
             self._socket.reconnect_ivl = _RECONNECT_MS
@@ -107,16 +109,21 @@ class Channel(_Endpoint, Generic[Inbound]):
     def await_news(self, timeout_s: float) -> bool:
         """Like `ready`, but False at once when a connection is made: the other end may be new.
 
-        The first call may tell so of the first connection.
+        Messages that wait come first. The first call may tell so of the first connection.
         """
         if self._news is None:
             self._news = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self._both.register(self._socket, zmq.POLLIN)
             self._both.register(self._news, zmq.POLLIN)
-        found = dict(self._both.poll(max(0, round(timeout_s * 1000))))
+        wait_s = 0.0 if self._renewed else timeout_s
+        found = dict(self._both.poll(max(0, round(wait_s * 1000))))
         while self._news in found and self._news.poll(0):
             self._news.recv_multipart()
-        return self._socket in found
+            self._renewed = True
+        if self._socket in found:
+            return True
+        self._renewed = False
+        return False
 
     def check(self) -> None:
         """Over a network: raises StreamEnded, with the reason, if the connection is down."""

@@ -67,6 +67,22 @@ def test_messages_travel_both_ways_in_order(line: Line) -> None:
     assert back == [line.channel.receive(PATIENCE_S, "answer") for _ in back]
 
 
+def test_a_new_connection_is_told_of_after_what_waits(line: Line, address: str) -> None:
+    """A message that is there does not hide that the other end may be a new one."""
+    assert not line.channel.await_news(0.0)
+    assert line.hub.send(line.peer, Welcome())
+    assert line.channel.ready(PATIENCE_S)
+    line.hub.close()
+    with Hub[FromService](address, Decoder(FromService)) as second:
+        line.channel.send(FAREWELL)
+        received(second)
+        assert line.channel.await_news(PATIENCE_S)
+        assert line.channel.receive(0.0, "welcome") == Welcome()
+        started = time.monotonic()
+        assert not line.channel.await_news(PATIENCE_S)
+        assert time.monotonic() - started < PATIENCE_S / 2
+
+
 def test_peers_are_told_apart(line: Line, address: str) -> None:
     """An answer goes to the peer that it is meant for, and to no other."""
     with Channel[ToService](address, Decoder(ToService)) as other:
