@@ -22,6 +22,8 @@ from protocol.errors import RuntimeFailure, UsageError
 _SILENCE_S = 300.0
 """Longest wait for a byte; a prompt may be in line for long."""
 _TICK_S = 0.2
+_LOOK_S = 1.0
+"""A server that is there may need so long to say so."""
 _PATHS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
 
@@ -61,7 +63,7 @@ class Server:
             RuntimeFailure: it did not come.
         """
         deadline, said = Deadline(longest_s), False
-        while (reason := self._absent()) is not None:
+        while (reason := self._absent(max(_LOOK_S, deadline.remaining))) is not None:
             if deadline.passed:
                 raise RuntimeFailure(
                     f"{self._host} was not ready within {longest_s:g} s (--wait): {reason}"
@@ -71,9 +73,9 @@ class Server:
             said = True
             time.sleep(min(_TICK_S, deadline.remaining))
 
-    def _absent(self) -> str | None:
+    def _absent(self, timeout_s: float) -> str | None:
         """Why it is not ready; None if it is. What knows no `/health` is taken at its word."""
-        with closing(self._connect(self._host, timeout=_SILENCE_S)) as connection:
+        with closing(self._connect(self._host, timeout=timeout_s)) as connection:
             try:
                 connection.request("GET", f"{self._base}/health", headers=self._headers)
                 status = connection.getresponse().status

@@ -2,7 +2,9 @@
 
 import http.server
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -124,6 +126,15 @@ def test_a_server_that_does_not_come_is_not_waited_for_forever() -> None:
     """The sentence names the limit."""
     with pytest.raises(RuntimeFailure, match=r"within 0\.1 s \(--wait\)"):
         Server("http://127.0.0.1:1").await_ready(0.1, lambda what: None)
+
+
+def test_a_server_that_says_nothing_is_not_waited_for_longer() -> None:
+    """It may take connections long before it answers them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        started = time.monotonic()
+        with pytest.raises(RuntimeFailure, match=r"within 0\.1 s \(--wait\): TimeoutError"):
+            Server(f"http://127.0.0.1:{listener.getsockname()[1]}").await_ready(0.1, print)
+        assert time.monotonic() - started < 60.0
 
 
 def test_the_verb_asks_a_server(url: str) -> None:
