@@ -135,8 +135,8 @@ class _Relay:
                 message = channel.receive(0.0, "message")
                 pulse.heard()
                 match message:
-                    case Alive():
-                        pass  # the answer to our own beat
+                    case Alive() | Welcome():
+                        pass  # the answer to our own beat, or to a Hello that was said twice
                     case Introduce():
                         return False
                     case Stop():

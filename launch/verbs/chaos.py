@@ -124,6 +124,9 @@ def _flags(options: dict[str, Any]) -> list[str]:
     ]
 
 
+_CLOCK_SLACK_S = 2.0
+"""Creation times move a little with a correction of the system's clock."""
+
 _PLAN = ("http", "faults", "seconds", "clients", "seed", "only", "max_tokens", "patience")
 
 
@@ -175,7 +178,8 @@ def _left(seen: dict[int, float], folder: Path) -> list[str]:
     for pid, created in seen.items():
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            if process.status() != psutil.STATUS_ZOMBIE and process.create_time() == created:
+            same = abs(process.create_time() - created) < _CLOCK_SLACK_S
+            if same and process.status() != psutil.STATUS_ZOMBIE:
                 left.append(f"process {pid}: {' '.join(process.cmdline())}")
     written = (cache_dir() / "learned").glob("*.tmp")
     return left + [str(file) for file in written if file.stem.rpartition(".")[2] in map(str, seen)]

@@ -1,4 +1,4 @@
-"""Scratch folders whose process was killed before it could remove them."""
+"""Scratch files and folders whose process was killed before it could remove them."""
 
 import shutil
 from pathlib import Path
@@ -11,4 +11,7 @@ def remove_stale(place: Path, prefix: str) -> None:
     for stale in place.glob(f"{prefix}*"):
         pid = stale.name.removeprefix(prefix).partition("-")[0]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(stale, ignore_errors=True)
+            if stale.is_dir():
+                shutil.rmtree(stale, ignore_errors=True)
+            else:
+                stale.unlink(missing_ok=True)
