@@ -13,7 +13,7 @@ import pytest
 from launch import process
 from launch.config import StackSettings
 from launch.control import ask_supervisor
-from protocol.errors import ServiceLost
+from protocol.errors import RuntimeFailure
 from protocol.messages import Done, SwapDrafter
 from tests.stack import DEADLINE_S, RunningStack, eventually, running
 from tests.tiny_models import write_tiny_model
@@ -76,7 +76,7 @@ def test_what_is_lost_stays_lost(settings: StackSettings) -> None:
         old = stack.client.status().pid
         os.kill(old, signal.SIGKILL)
         eventually(lambda: stack.client.status().pid != old, "another orchestrator")
-        with pytest.raises(ServiceLost, match="it was restarted 1 times"):
+        with pytest.raises(RuntimeFailure, match="it was restarted 1 times"):
             stack.answer("the quick brown fox", max_tokens=4)
 
 
