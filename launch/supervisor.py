@@ -267,7 +267,7 @@ class Supervisor:
 
     def _status_of(self, role: str, state: str = "") -> ProcessStatus:
         budget = self._budgets.get(role)
-        now = "starting" if role in self._starting else "running"
+        now = "starting" if role in {*self._starting, *self._absent} else "running"
         state = state or ("lost" if role in self._lost else now)
         restarts = budget.used if budget else 0
         return status_of(self._children[role], state, restarts, self._settings, self._pair)
