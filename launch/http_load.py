@@ -41,7 +41,11 @@ class Server:
 
     def __init__(self, url: str, model: str = "", key: str = "") -> None:
         parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in _PATHS or not parts.hostname:
+        try:
+            usable = parts.scheme in _PATHS and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is no number
+            usable = False
+        if not usable:
             raise UsageError(f"--url {url!r} is no address such as http://127.0.0.1:8080")
         self._connect: Callable[..., http.client.HTTPConnection] = _PATHS[parts.scheme]
         self._host = parts.netloc

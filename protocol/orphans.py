@@ -37,5 +37,5 @@ def end_children(folder: Path) -> None:
         return
     for pid, created in noted:
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if pid != os.getpid() and abs(psutil.Process(pid).create_time() - created) < 1.0:
+            if pid != os.getpid() and abs(psutil.Process(pid).create_time() - created) < 2.0:
                 os.kill(pid, signal.SIGKILL)

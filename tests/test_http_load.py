@@ -87,6 +87,9 @@ def test_nobody_there_is_said() -> None:
     """A closed port, and an address that is none."""
     with pytest.raises(RuntimeFailure, match=r"127\.0\.0\.1:1 "):
         Server("http://127.0.0.1:1").load("server", ["x"], 4, 1)
+    for wrong in ("http://host:abc", "http://", "host"):
+        with pytest.raises(UsageError, match="is no address"):
+            Server(wrong)
     with pytest.raises(UsageError, match="ftp"):
         Server("ftp://127.0.0.1")
 
