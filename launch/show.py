@@ -1,6 +1,5 @@
 """What people see: streamed text, coloured drafts, statistics, live process lines."""
 
-import os
 import sys
 
 from rich.console import Console
@@ -33,8 +32,8 @@ def plain() -> Console:
 
 def _console(*, stderr: bool) -> Console:
     console = Console(stderr=stderr, highlight=False, soft_wrap=True)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _FILE_COLUMNS
+    if not console.is_terminal:
+        console.width = max(console.width, _FILE_COLUMNS)
     return console
 
 
