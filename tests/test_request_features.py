@@ -157,12 +157,11 @@ def test_lookup_drafts_what_the_shape_allows(stack: RunningStack) -> None:
             asked = tokenizer.encode_text(prompt)
             sampling = Sampling(shape=shape)
             plain, _, _ = answered(lookup, sampling, "ar", prompt=asked)
-            fast, _, end = answered(lookup, sampling, "ssd", prompt=asked, lookahead=0)
+            fast, _, end = answered(lookup, sampling, "ssd", prompt=asked, lookahead=3)
             assert fast == plain
             s = end.statistics
             assert s.acceptance_rate > 0.5
             assert s.accepted > len(fast) / 3
-            assert s.cache_hits > 0
 
 
 def test_a_schema_is_followed(stack: RunningStack) -> None:
