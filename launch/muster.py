@@ -9,7 +9,7 @@ from launch.process import Child
 from protocol.channel import Deadline
 from protocol.client import Client
 from protocol.errors import BY_EXIT_CODE, DeadlineExceeded, RuntimeFailure
-from protocol.messages import Status
+from protocol.messages import ServiceDown, Status
 
 TICK_S = 0.05
 STILL_LOADING = "still loading"
@@ -67,26 +67,43 @@ def await_ready(
 
 def await_drafter(
     child: Child,
+    old: Child,
     client: Client,
     timeout_s: float,
     *,
     meanwhile: Callable[[], None],
     ended: Callable[[], bool],
 ) -> None:
-    """Wait until the orchestrator knows this drafter; `meanwhile` is done again and again.
+    """Wait until the orchestrator knows this drafter; it hears if `old` ends before that.
+
+    Args:
+        child: the new drafter.
+        old: the one whose place it takes.
+        client: of the orchestrator.
+        timeout_s: how long to wait.
+        meanwhile: is done again and again.
+        ended: whether the stack has ended, so that nobody needs a drafter any more.
 
     Raises:
         SsdError: it ended, with its reason, or was not ready in time.
     """
-    deadline = Deadline(timeout_s)
-    while not deadline.passed and not ended():
+    deadline, told = Deadline(timeout_s), False
+    while not ended():
         _raise_if_dead([child])
+        if deadline.passed:
+            raise DeadlineExceeded("the new drafter did not become ready in time (start_timeout_s)")
         meanwhile()
+        if not told and old.exit_code is not None:  # else requests would wait for its drafts
+            told = True
+            reason = old.last_words()
+            client.service_down(
+                ServiceDown(role="drafter", pid=old.pid, reason=reason, final=False)
+            )
         status = ask_status(client)
         if status and child.pid in {service.pid for service in status.services}:
             return
         time.sleep(TICK_S)
-    raise DeadlineExceeded("the new drafter did not become ready in time (start_timeout_s)")
+    raise RuntimeFailure("the stack ended before the new drafter was ready")
 
 
 def ask_status(client: Client) -> Status | None:

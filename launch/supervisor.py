@@ -243,6 +243,7 @@ class Supervisor:
             self._spawn("drafter")
             await_drafter(
                 self._children["drafter"],
+                old,
                 post.client,
                 self._settings.start_timeout_s,
                 meanwhile=lambda: self._look_around(post, but="drafter"),

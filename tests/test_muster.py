@@ -1,12 +1,15 @@
-"""What is said while the first processes of a stack are waited for."""
+"""What is said while the first processes of a stack, or a new one, are waited for."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from launch import muster, show
+from launch.process import Child
 from protocol.channel import ipc_address
-from protocol.errors import DeadlineExceeded
+from protocol.client import Client
+from protocol.errors import DeadlineExceeded, RuntimeFailure
 from protocol.messages import ProcessStatus
 
 
@@ -33,3 +36,36 @@ def test_long_loading_is_said(
         )
         show.long_waits(status)
     assert capsys.readouterr().err.count("verifier") == 1
+
+
+class Living(Child):
+    """A process that goes on, and never says Hello."""
+
+    def __init__(self) -> None:
+        """Starts nothing."""
+
+    @property
+    def exit_code(self) -> None:
+        """None: it runs."""
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "end", "reason"),
+    [(1000.0, "now", "the stack ended"), (0.0, "never", "new drafter did not become ready")],
+)
+def test_a_new_drafter_is_not_waited_for_in_vain(
+    tmp_path: Path, patience_s: float, end: str, reason: str
+) -> None:
+    """A wait that the stack's end cut short is not blamed on its length."""
+    with (
+        contextlib.closing(Client(ipc_address(str(tmp_path / "s")))) as client,
+        pytest.raises(RuntimeFailure, match=reason),
+    ):
+        muster.await_drafter(
+            Living(),
+            Living(),
+            client,
+            patience_s,
+            meanwhile=lambda: None,
+            ended=lambda: end == "now",
+        )

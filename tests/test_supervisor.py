@@ -2,8 +2,10 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from tests.stack import DEADLINE_S, RunningStack, eventually, running
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.processes
+
+HOSTILE = Path(__file__).with_name("hostile_drafter.py")
 
 
 @pytest.fixture
@@ -41,6 +45,24 @@ def test_a_swap_mends_what_it_waits_for(stack: RunningStack) -> None:
     os.kill(old, signal.SIGSTOP)
     assert ask_supervisor(name, SwapDrafter(backend="ngram"), DEADLINE_S) == Done()
     assert stack.client.status().pid != old
+
+
+def test_the_end_of_a_drafter_is_told_during_a_swap(stack: RunningStack, tmp_path: Path) -> None:
+    """Nobody waits for the drafts of a drafter that died while its successor was loading."""
+    old, go = stack.pid("drafter"), tmp_path / "go"
+    words = f"until [ -e {go} ]; do sleep 0.05; done; exec {sys.executable} {HOSTILE} good"
+    swap = SwapDrafter(backend="stdio", command=["sh", "-c", words])
+    name = stack.supervisor.run_dir.path.name
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(ask_supervisor, name, swap, DEADLINE_S)
+        try:
+            eventually(lambda: started_after(stack, old), "the new drafter is loading")
+            os.kill(old, signal.SIGKILL)
+            eventually(lambda: not roles(stack) & {"drafter"}, "the old one's death is known")
+        finally:
+            go.touch()
+        assert done.result(DEADLINE_S) == Done()
+    assert stack.pid("drafter") != old
 
 
 def test_no_room_for_a_process_is_no_end(
@@ -78,6 +100,16 @@ def test_what_is_lost_stays_lost(settings: StackSettings) -> None:
         eventually(lambda: stack.client.status().pid != old, "another orchestrator")
         with pytest.raises(RuntimeFailure, match="it was restarted 1 times"):
             stack.answer("the quick brown fox", max_tokens=4)
+
+
+def started_after(stack: RunningStack, old: int) -> bool:
+    """Whether another drafter was started."""
+    return any(line.role == "drafter" and line.pid != old for line in stack.lines)
+
+
+def roles(stack: RunningStack) -> set[str]:
+    """The services that the orchestrator knows."""
+    return {service.role for service in stack.client.status().services}
 
 
 def here(stack: RunningStack) -> list[int]:
