@@ -83,7 +83,7 @@ class Supervisor:
         self._has_folder = False
 
     def start(self) -> None:
-        """Start all processes and wait until they are ready.
+        """Start all processes and wait until they are ready; `stop` it also if that fails.
 
         Raises:
             ModelError, UsageError: a child could not start, with its reason.
@@ -91,28 +91,24 @@ class Supervisor:
         """
         self.run_dir.create()
         self._has_folder = True
-        try:
-            claim(self.run_dir.path, os.getpid())
-            self.door = Door(self._settings) if self._settings.http else None
-            for role in _START:
-                self._spawn(role)
-            if self.door is not None:
-                self._spawn("gateway")
-            self._starting |= await_ready(
-                self.run_dir.clients_address,
-                self._children,
-                self._settings.start_timeout_s,
-                tell=self._tell,
-                door=self.door,
-                optional=frozenset({"drafter"} if self._pair.far else ()),
-            )
-            self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
-            self._watcher.start()
-            # Last: who sees the description may stop us.
-            self.run_dir.describe(os.getpid(), self._pair.model, self._pair.draft_model)
-        except BaseException:
-            self.stop()
-            raise
+        claim(self.run_dir.path, os.getpid())
+        self.door = Door(self._settings) if self._settings.http else None
+        for role in _START:
+            self._spawn(role)
+        if self.door is not None:
+            self._spawn("gateway")
+        self._starting |= await_ready(
+            self.run_dir.clients_address,
+            self._children,
+            self._settings.start_timeout_s,
+            tell=self._tell,
+            door=self.door,
+            optional=frozenset({"drafter"} if self._pair.far else ()),
+        )
+        self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+        self._watcher.start()
+        # Last: who sees the description may stop us.
+        self.run_dir.describe(os.getpid(), self._pair.model, self._pair.draft_model)
 
     def _spawn(self, role: str) -> None:
         told = self._settings, self._pair, self.run_dir, self._lifeline.child_end
