@@ -30,6 +30,7 @@ XML = (
     "<parameter=many>\n3\n</parameter>\n</function>\n</tool_call>"
 )
 FOUND = {"what": "a < b", "many": 2}
+DEEP = f'<tool_call>{{"name": "stop", "arguments": {"[" * 100_000}</tool_call>'
 CASES: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
     "text": ("no call at all", "no call at all", []),
     "hermes": (HERMES, "", [("find", FOUND)]),
@@ -46,6 +47,7 @@ CASES: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
     ),
     "broken": ("<tool_call>{oops</tool_call> x", "<tool_call>{oops</tool_call> x", []),
     "less than": ("a < b <tool", "a < b <tool", []),
+    "deep": (DEEP, DEEP, []),
     "list": ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
 }
 

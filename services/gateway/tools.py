@@ -139,7 +139,7 @@ class ToolReader:
     def _from_json(text: str) -> list[tuple[str, Any]]:
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return []
         arguments = value.get("arguments", value.get("parameters", {}))
         return [(str(value.get("name")), arguments)]
@@ -166,7 +166,7 @@ def _value(text: str, schema: dict[str, Any]) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
