@@ -24,6 +24,8 @@ _SILENCE_S = 300.0
 _TICK_S = 0.2
 _LOOK_S = 1.0
 """A server that is there may need so long to say so."""
+DONE = b"[DONE]"
+"""Data of the last event."""
 _PATHS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
 
@@ -119,9 +121,8 @@ class Server:
                 if response.status != http.client.OK:
                     said = response.read(2000).decode(errors="replace")
                     raise RuntimeFailure(f"{self._host} answered {response.status}: {said}")
-                for line in response:
-                    data = line.removeprefix(b"data:").strip()
-                    if not line.startswith(b"data:") or data == b"[DONE]":
+                for data in events(response):
+                    if data == DONE:
                         continue
                     chunk = msgspec.json.decode(data, type=dict[str, Any])
                     if "error" in chunk:
@@ -132,6 +133,13 @@ class Server:
                 raise RuntimeFailure(
                     f"{self._host} does not answer as it should: {reason}"
                 ) from error
+
+
+def events(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """The data of server-sent events; a line without its end broke off, and is none."""
+    while (line := response.readline()).endswith(b"\n"):
+        if line.startswith(b"data:"):
+            yield line.removeprefix(b"data:").strip()
 
 
 def _question(prompt: str) -> dict[str, Any]:

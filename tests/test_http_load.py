@@ -11,10 +11,12 @@ from typing import ClassVar
 import pytest
 from click.testing import CliRunner
 
+from launch.chaos.http_client import Heard, ask_http
 from launch.cli import cli
 from launch.http_load import Server
 from launch.load import table
 from protocol.errors import RuntimeFailure, UsageError
+from protocol.messages import ChatMessage, Generate
 
 
 class Echo(http.server.BaseHTTPRequestHandler):
@@ -30,6 +32,9 @@ class Echo(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         for letter in text[: body["max_tokens"]]:
             self._event({"choices": [{"delta": {"content": letter}}]})
+        if text == "cut":
+            self.wfile.write(b'data: {"choices": [{"del')
+            return
         if text == "broken":
             self._event({"error": {"message": "the model is gone"}})
         elif text != "uncounted":
@@ -75,12 +80,30 @@ def test_plain_decoding_can_be_asked_for(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "reason"),
-    [("full", "answered 429"), ("broken", "the model is gone"), ("uncounted", "did not count")],
+    [
+        ("full", "answered 429"),
+        ("broken", "the model is gone"),
+        ("uncounted", "did not count"),
+        ("cut", "did not count"),
+    ],
 )
 def test_what_goes_wrong_is_said(url: str, prompt: str, reason: str) -> None:
     """A refusal, an error within the stream, an answer without its count."""
     with pytest.raises(RuntimeFailure, match=reason):
         Server(url).load("server", [prompt], 100, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "heard"),
+    [
+        ("whole", Heard("whole", whole=True)),
+        ("cut", Heard("cut", whole=False)),
+    ],
+)
+def test_a_stream_that_breaks_is_an_outcome(url: str, prompt: str, heard: Heard) -> None:
+    """The client of `ssd chaos` goes on, also when a stream ends within a line."""
+    question = Generate(request=1, messages=[ChatMessage("user", prompt)], max_tokens=100)
+    assert ask_http(url, question, lambda: None) == heard
 
 
 def test_nobody_there_is_said() -> None:

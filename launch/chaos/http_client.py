@@ -6,14 +6,14 @@ import json
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from launch.http_load import DONE, events
 from protocol.messages import Generate
 
 _PATIENCE_S = 300.0
-_DONE = "[DONE]"
 _HEADERS = {"Content-Type": "application/json"}
 
 
@@ -41,8 +41,8 @@ def ask_http(url: str, request: Generate, arrived: Callable[[], None]) -> Heard:
             response = connection.getresponse()
             if response.status != 200:
                 return Heard("", whole=False, refused=f"HTTP {response.status}")
-            for data in _events(response):
-                if data == _DONE:
+            for data in events(response):
+                if data == DONE:
                     return Heard(text, whole=True)
                 event = json.loads(data)
                 if "error" in event:
@@ -69,13 +69,6 @@ def _body(request: Generate) -> dict[str, Any]:
         "seed": request.sampling.seed,
         "stream": True,
     }
-
-
-def _events(response: http.client.HTTPResponse) -> Iterator[str]:
-    """The data of server-sent events."""
-    while line := response.readline():
-        if line.startswith(b"data: "):
-            yield line.removeprefix(b"data: ").decode().strip()
 
 
 def malformed(url: str, dice: random.Random) -> None:
