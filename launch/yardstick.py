@@ -31,6 +31,19 @@ class Yardstick(LineProcess):
         """mlx-lm's own answers to many prompts, in batches."""
         return self.ask(question, DecodedMany)
 
+    def parting(
+        self, prompt: Tokens, expected: Tokens, tokens: Tokens, sampling: Sampling
+    ) -> tuple[int, MarginAnswer | None]:
+        """Where an answer parts from the expected one, and how near a tie that is.
+
+        Position -1, and no margin, if one of them is the beginning of the other.
+        """
+        pairs = enumerate(zip(expected, tokens, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), -1)
+        if at < 0:
+            return at, None
+        return at, self.margin(prompt + expected[:at], (expected[at], tokens[at]), sampling)
+
     def margin(
         self, tokens: Tokens, candidates: tuple[int, int], sampling: Sampling
     ) -> MarginAnswer:

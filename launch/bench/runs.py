@@ -155,13 +155,8 @@ class Bench:
         self.compared += 1
         if run.emitted == plain.emitted:
             return
-        pairs = zip(plain.emitted, run.emitted, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), -1)
-        found = None  # one answer is the beginning of the other
-        if at >= 0:
-            prefix = self.tokenizer.encode([ChatMessage("user", prompt.prompt)])
-            rivals = (plain.emitted[at], run.emitted[at])
-            found = self.yardstick.margin(prefix + plain.emitted[:at], rivals, sampling)
+        asked = self.tokenizer.encode([ChatMessage("user", prompt.prompt)])
+        at, found = self.yardstick.parting(asked, plain.emitted, run.emitted, sampling)
         self.divergences.append(
             Divergence(
                 prompt_id=prompt.id,

@@ -38,14 +38,11 @@ def judge(differences: list[Difference], pair: Pair) -> list[Verdict]:
 
 
 def _judge(difference: Difference, tokenizer: TargetTokenizer, yardstick: Yardstick) -> Verdict:
-    request, expected, tokens = difference.request, difference.expected, difference.tokens
-    pairs = enumerate(zip(expected, tokens, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), -1)
-    found = None
-    if at >= 0 and tokens[at] >= 0:
-        prefix = tokenizer.encode(request.messages) + expected[:at]
-        rivals = (expected[at], tokens[at])
-        found = yardstick.margin(prefix, rivals, request.sampling)
+    request = difference.request
+    # A negative one stands for a cancellation: the answer is the beginning of the expected one.
+    tokens = [token for token in difference.tokens if token >= 0]
+    prompt = tokenizer.encode(request.messages)
+    at, found = yardstick.parting(prompt, difference.expected, tokens, request.sampling)
     return Verdict(
         question=request.messages[0].content,
         temperature=request.sampling.temperature,
