@@ -41,12 +41,16 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
+def own_prompts() -> Path:
+    """The file of our own small set."""
+    return Path(str(importlib.resources.files("launch"))) / "bench_prompts.jsonl"
+
+
 def chosen_prompts(path: Path | None, limit: int) -> list[Prompt]:
     """The prompts of a file, or our own small set, each with an id; evenly thinned to `limit`."""
-    own = Path(str(importlib.resources.files("launch"))) / "bench_prompts.jsonl"
     prompts = [
         prompt if prompt.id != "" else structs.replace(prompt, id=number)
-        for number, prompt in enumerate(read_prompts(path or own), start=1)
+        for number, prompt in enumerate(read_prompts(path or own_prompts()), start=1)
     ]
     step = max(1, len(prompts) // limit) if limit else 1
     return prompts[::step][: limit or None]

@@ -1,7 +1,6 @@
 """`ssd convert`: a model as a CoreML package, compared with what it came from."""
 
 import contextlib
-import importlib.resources
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from launch.conversation import tokenise
 from launch.converted import beside
 from launch.models import resolve
 from launch.process import Lifeline
+from launch.prompts import own_prompts
 from launch.telling import Telling
 from orchestrator.tokenizer import TargetTokenizer
 from protocol import conversion
@@ -27,7 +27,6 @@ from protocol.settings import COMPUTE_UNITS
 F = TypeVar("F", bound=Callable[..., Any])
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(ConvertSettings)}
-_OWN_PROMPTS = "bench_prompts.jsonl"
 
 
 def _option(flag: str, help_text: str, kind: Any = None) -> Callable[[F], F]:
@@ -62,7 +61,7 @@ def command(model: str, out: Path | None, target: str | None, **options: Any) ->
     place = beside(folder) if out is None else out.expanduser().resolve()
     as_json, prompts = options.pop("as_json"), options.pop("prompts")
     if prompts is None:
-        prompts = Path(str(importlib.resources.files("launch"))) / _OWN_PROMPTS
+        prompts = own_prompts()
     with tempfile.TemporaryDirectory(prefix="ssd-convert-") as scratch:
         tokenised = Path(scratch) / "prompts.jsonl"
         tokenise(prompts, TargetTokenizer(folder), tokenised)

@@ -1,7 +1,6 @@
 """`ssd distill`: a drafter for any target, trained on the target's own texts."""
 
 import contextlib
-import importlib.resources
 import json
 import os
 import tempfile
@@ -18,6 +17,7 @@ from launch import show
 from launch.conversation import form_of, tokenise
 from launch.models import resolve
 from launch.process import Lifeline
+from launch.prompts import own_prompts
 from launch.telling import Telling
 from orchestrator.tokenizer import TargetTokenizer
 from protocol import distillation
@@ -27,7 +27,6 @@ from protocol.settings import OBJECTIVES, PRECISIONS, DistillSettings
 F = TypeVar("F", bound=Callable[..., Any])
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(DistillSettings)}
-_OWN_PROMPTS = "bench_prompts.jsonl"
 _LINE_EVERY_S = 10.0
 
 
@@ -91,7 +90,7 @@ def command(**options: Any) -> None:
     with tempfile.TemporaryDirectory(prefix="ssd-distill-") as scratch:
         tokenizer = TargetTokenizer(target)
         if prompts is None and values["evaluate_only"] and not _has_texts(Path(values["out"])):
-            prompts = Path(str(importlib.resources.files("launch"))) / _OWN_PROMPTS
+            prompts = own_prompts()
         if prompts is not None:
             tokenised = Path(scratch) / "prompts.jsonl"
             tokenise(prompts, tokenizer, tokenised)
