@@ -4,10 +4,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import pytest
 
 from launch.config import StackSettings, cache_dir, run_base, share_cores, stack_settings
+from launch.options import stack_options
+from launch.verbs.chaos import _flags
 from protocol.errors import UsageError
 
 
@@ -55,6 +58,23 @@ def test_flags_win_over_environment_over_file_over_default(
         monkeypatch.setenv("SSD_RESTARTS", str(in_environment))
     flags = {} if in_flags is None else {"restarts": in_flags}
     assert expected == stack_settings(flags).restarts
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--no-memory"],
+        ["--memory", "--draft-lines", "--draft-command", "python -m mine", "--max-waiting", "0"],
+    ],
+    ids=" ".join,
+)
+def test_flags_can_be_handed_on(flags: list[str]) -> None:
+    """Options of a stack, read and written again, are the same."""
+    command = stack_options()(click.Command("launch", callback=lambda **_: None))
+    options = command.make_context("launch", list(flags)).params
+    assert options == command.make_context("launch", _flags(options)).params
+    assert sorted(_flags(options)) == sorted(flags)
 
 
 def test_places_complete_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,12 +116,14 @@ def command(**options: Any) -> None:
 
 
 def _flags(options: dict[str, Any]) -> list[str]:
-    given = {name: value for name, value in options.items() if value is not None}
-    return [
-        part
-        for name, value in given.items()
-        for part in (f"--{name.replace('_', '-')}", str(value))
-    ]
+    flags = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            flags += [f"--{flag}", str(value)]
+    return flags
 
 
 _CLOCK_SLACK_S = 2.0
