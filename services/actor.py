@@ -166,16 +166,7 @@ def shake_hands(channel: Connection, identity: Identity) -> bool:
 def _hello(identity: Identity) -> Hello:
     return Hello(
         protocol=PROTOCOL_VERSION,
-        role=identity.role,
         pid=os.getpid(),
-        backend=identity.backend,
-        model=identity.model,
-        tokenizer_fingerprint=identity.tokenizer_fingerprint,
-        vocabulary_size=identity.vocabulary_size,
-        context_length=identity.context_length,
-        compute_unit=identity.compute_unit,
-        max_draft_tokens=identity.max_draft_tokens,
-        kv_tokens=identity.kv_tokens,
-        emulated_cost=identity.emulated_cost,
         born_ns=_BORN_NS,
+        **msgspec.structs.asdict(identity),
     )

@@ -6,6 +6,7 @@ import click
 
 from launch import keyring, show
 from launch.keyring import DEFAULT_KEY
+from protocol.curve import read_keys
 
 
 @click.group("keys")
@@ -24,8 +25,7 @@ def new(name: str) -> None:
 @click.argument("name", default=DEFAULT_KEY)
 def show_key(name: str) -> None:
     """Print the public half of your keys, which the other machine must trust."""
-    keyring.own_keys(name)
-    show.write(f"{keyring.own_names()[name]}\n")
+    show.write(f"{read_keys(keyring.own_keys(name)).public}\n")
 
 
 @command.command("trust")

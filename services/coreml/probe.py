@@ -16,6 +16,7 @@ from protocol.child import main
 from protocol.errors import RuntimeFailure
 from protocol.probing import Found, PrefillTime, ProbeSettings
 from services.candidates import Top
+from services.coreml import costs
 from services.coreml.architecture import read_architecture
 from services.coreml.manifest import read_manifest
 from services.coreml.model import ConvertedModel, chain_feed, open_model
@@ -51,14 +52,12 @@ def _model(settings: ProbeSettings) -> ConvertedModel:
 
 def _functions(settings: ProbeSettings) -> Found:
     """Times of every function, and where it runs."""
-    from services.coreml.costs import measure  # noqa: PLC0415
-
     model = _model(settings)
     return Found(
         kind="functions",
         compute_units=settings.compute_units,
         compute_unit=model.executor.compute_unit,
-        costs=measure(model, settings.calls),
+        costs=costs.measure(model, settings.calls),
     )
 
 
