@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from launch.door import Door
 from launch.process import Child
@@ -38,29 +38,22 @@ def await_ready(
     needed = [child for role, child in children.items() if role not in optional]
     missing = {"verifier", "drafter"}
     with contextlib.closing(Client(address)) as client:
-        while missing and not (missing <= optional and _given_up(children, missing, patience)):
-            _raise_if_dead(needed)
-            if deadline.passed:
-                raise DeadlineExceeded(
-                    f"the {' and '.join(sorted(missing))} did not become ready within "
-                    f"{deadline.seconds:g} s (start_timeout_s)"
-                )
+        for _ in _looks(needed, deadline, missing):
             status = ask_status(client)
             for role in {s.role for s in status.services} & missing if status else set():
                 missing.remove(role)
                 tell(role, "ready")
+            if not missing or (missing <= optional and _given_up(children, missing, patience)):
+                break
             if quiet.passed:
                 quiet = Deadline(_SAY_EVERY_S)
                 for late in sorted(missing):
                     tell(late, f"{STILL_LOADING}, {timeout_s - deadline.remaining:.0f} s so far")
-            time.sleep(TICK_S)
     tell("orchestrator", "ready")
-    while door is not None and not door.answers(timeout_s=1.0):
-        _raise_if_dead(needed)
-        if deadline.passed:
-            raise DeadlineExceeded("the gateway did not become ready (start_timeout_s)")
-        time.sleep(TICK_S)
     if door is not None:
+        for _ in _looks(needed, deadline, {"gateway"}):
+            if door.answers(timeout_s=1.0):
+                break
         tell("gateway", f"ready at {door.url}")
     return missing
 
@@ -87,11 +80,10 @@ def await_drafter(
     Raises:
         SsdError: it ended, with its reason, or was not ready in time.
     """
-    deadline, told = Deadline(timeout_s), False
-    while not ended():
-        _raise_if_dead([child])
-        if deadline.passed:
-            raise DeadlineExceeded("the new drafter did not become ready in time (start_timeout_s)")
+    told = False
+    for _ in _looks([child], Deadline(timeout_s), {"new drafter"}):
+        if ended():
+            raise RuntimeFailure("the stack ended before the new drafter was ready")
         meanwhile()
         if not told and old.exit_code is not None:  # else requests would wait for its drafts
             told = True
@@ -102,8 +94,6 @@ def await_drafter(
         status = ask_status(client)
         if status and child.pid in {service.pid for service in status.services}:
             return
-        time.sleep(TICK_S)
-    raise RuntimeFailure("the stack ended before the new drafter was ready")
 
 
 def ask_status(client: Client) -> Status | None:
@@ -112,6 +102,19 @@ def ask_status(client: Client) -> Status | None:
         return client.status(timeout_s=0.5)
     except DeadlineExceeded:
         return None
+
+
+def _looks(needed: list[Child], deadline: Deadline, missing: Collection[str]) -> Iterator[None]:
+    """Look after look, until the caller has seen enough; raises if there is no hope any more."""
+    while True:
+        _raise_if_dead(needed)
+        if deadline.passed:
+            raise DeadlineExceeded(
+                f"the {' and '.join(sorted(missing))} did not become ready within "
+                f"{deadline.seconds:g} s (start_timeout_s)"
+            )
+        yield
+        time.sleep(TICK_S)
 
 
 def _given_up(children: Mapping[str, Child], missing: set[str], patience: Deadline) -> bool:
