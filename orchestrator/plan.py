@@ -107,8 +107,6 @@ class Plan:
 
     def looked_up(self, confidences: Sequence[float], *, alone: bool = False) -> int:
         """How many tokens to verify of what was looked up; `alone`: no drafter works beside."""
-        if self.lookahead:
-            return 0  # what is done is fixed by hand
         values = self._worth_of_lookup(confidences, alone=alone)
         return values.index(max(values))
 
