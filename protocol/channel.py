@@ -99,8 +99,6 @@ class Channel(_Endpoint, Generic[Inbound]):
         self._monitor = monitor(self._socket) if lock is not None else None
         self._news: zmq.Socket[bytes] | None = None
         """Of connections that were made, once somebody wants to know."""
-        self._renewed = False
-        """Whether there is one that was not told of yet."""
         self._both = zmq.Poller()
         if lock is None:
             self._socket.reconnect_ivl = _RECONNECT_MS
@@ -115,14 +113,10 @@ class Channel(_Endpoint, Generic[Inbound]):
             self._news = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self._both.register(self._socket, zmq.POLLIN)
             self._both.register(self._news, zmq.POLLIN)
-        wait_s = 0.0 if self._renewed else timeout_s
-        found = dict(self._both.poll(max(0, round(wait_s * 1000))))
-        while self._news in found and self._news.poll(0):
+        if self._socket in dict(self._both.poll(max(0, round(timeout_s * 1000)))):
+            return True  # what else there is stays unread
+        while self._news.poll(0):
             self._news.recv_multipart()
-            self._renewed = True
-        if self._socket in found:
-            return True
-        self._renewed = False
         return False
 
     def check(self) -> None:

@@ -75,12 +75,14 @@ def test_a_new_connection_is_told_of_after_what_waits(line: Line, address: str) 
     line.hub.close()
     with Hub[FromService](address, Decoder(FromService)) as second:
         line.channel.send(FAREWELL)
-        received(second)
+        peer, _ = received(second)
         assert line.channel.await_news(PATIENCE_S)
         assert line.channel.receive(0.0, "welcome") == Welcome()
         started = time.monotonic()
         assert not line.channel.await_news(PATIENCE_S)
         assert time.monotonic() - started < PATIENCE_S / 2
+        assert second.send(peer, Welcome())
+        assert line.channel.await_news(PATIENCE_S)  # it is told of once
 
 
 def test_peers_are_told_apart(line: Line, address: str) -> None:
