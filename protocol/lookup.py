@@ -25,31 +25,33 @@ def continuation(
         possible: how many of a continuation's tokens may follow; the others are left out, and
             a match that nothing is left of is passed over.
     """
-    impossible: set[int] = set()
     for end, length in _matches(tokens):
         found = tokens[end : end + count]
-        if not found:
-            return found, CONFIDENCE[length]
-        if found[0] in impossible:
-            continue
-        if kept := possible(found):
+        kept = possible(found)
+        if kept or not found:
             return found[:kept], CONFIDENCE[length]
-        impossible.add(found[0])
     return [], 0.0
 
 
 def successors(tokens: Tokens) -> Iterator[int]:
-    """Tokens that followed earlier occurrences of the ending, best first."""
+    """The different tokens that followed earlier occurrences of the ending, best first."""
     return (tokens[end] for end, _ in _matches(tokens))
 
 
 def _matches(tokens: Tokens) -> Iterator[tuple[int, int]]:
-    """(index after it, length) of earlier occurrences of the ending: longest, latest first."""
+    """(index after it, length) of earlier occurrences of the ending: longest, latest first.
+
+    Of those that the same token follows, the first.
+    """
     ends = _ends(tokens)
+    followed: set[int] = set()
     for length in range(_LONGEST, _SHORTEST - 1, -1):
         tail = tokens[len(tokens) - length :]
         for end in ends:
+            if tokens[end] in followed:
+                continue
             if end >= length and tokens[end - length : end] == tail:
+                followed.add(tokens[end])
                 yield end, length
 
 

@@ -4,9 +4,10 @@ Good on text that repeats itself: code edits, quotations, summaries. What a requ
 grammar rules out is not proposed; penalties rule nothing out.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -86,8 +87,8 @@ class NgramBackend:
             rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
             sure = chain[: accepted + 1]
             prefix = known.tokens + sure
-            likely = (t for t in successors(prefix) if t != rejected)
-            for bonus in _first_distinct(likely, wanted, partial(known.possible, sure)):
+            likely = (t for t in successors(prefix) if t != rejected and known.possible(sure, [t]))
+            for bonus in islice(likely, max(0, wanted)):
                 possible = partial(known.possible, [*sure, bonus])
                 draft, confidence = continuation([*prefix, bonus], depth, possible)
                 if draft:
@@ -117,16 +118,3 @@ class NgramBackend:
         if sequence not in self._sequences:
             raise ProtocolError(f"sequence {sequence} is not open")
         return self._sequences[sequence]
-
-
-def _first_distinct(tokens: Iterator[int], count: int, possible: Callable[[Tokens], int]) -> Tokens:
-    """The first `count` different ones that are possible."""
-    seen: dict[int, bool] = {}
-    left = count
-    for token in tokens:
-        if left <= 0:
-            break
-        if token not in seen:
-            seen[token] = possible([token]) == 1
-            left -= seen[token]
-    return [token for token, may_come in seen.items() if may_come]
