@@ -166,21 +166,18 @@ class Estimates:
         mode = shared[0].mode
         pace = self.pace(mode)
         idle_ms = next((part.idle_ms for part in shared if part.idle_ms is not None), None)
+        if pace is None or idle_ms is None:
+            return
         # A round without a drafter, or begun before the pace changed, says nothing about it.
-        if (
-            pace is None
-            or idle_ms is None
-            or any(
-                part.by_hand or part.mode != mode or part.speculating != pace.speculating
-                for part in shared
-            )
-            # Nor does a lookup, which there is with and without a drafter. In a crowd that
-            # speculates nearly every pass may have one, and the pace must not go blind.
-            or (
-                (not pace.speculating or len(shared) == 1)
-                and any(part.origin == "lookup" for part in shared)
-            )
+        if any(
+            part.by_hand or part.mode != mode or part.speculating != pace.speculating
+            for part in shared
         ):
+            return
+        # Nor does a lookup, which there is with and without a drafter. In a crowd that
+        # speculates nearly every pass may have one, and the pace must not go blind.
+        crowded = pace.speculating and len(shared) > 1
+        if not crowded and any(part.origin == "lookup" for part in shared):
             return
         tokens = sum(part.accepted + 1 for part in shared) / self.crowd.scale
         drafted = [part.accepted for part in shared if part.origin != "lookup"]
