@@ -41,6 +41,13 @@ class Orchestrator:
                 self.hub.send(self.client, self._status(message))
             self.generates += isinstance(message, Generate)
 
+    def finish(self) -> Finished:
+        """The end of the answer."""
+        statistics = Recorder(0.0).summary()
+        end = Finished(request=1, reason="length", prompt_tokens=2, statistics=statistics)
+        self.hub.send(self.client, end)
+        return end
+
     def _status(self, asked: StatusRequest) -> Status:
         return Status(
             pid=self.pid, model="", services=[], active=0, waiting=0, request=asked.request,
@@ -48,9 +55,33 @@ class Orchestrator:
         )  # fmt: skip
 
 
-def test_a_request_is_sent_again_once(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Asking:
+    """A client that asks in a thread of its own, and an orchestrator that has heard it and died."""
+
+    def __init__(self, address: str) -> None:
+        self.got: list[object] = []
+        self._client = Client(address)
+        self._thread = threading.Thread(target=self._ask)
+        first = Orchestrator(address, pid=1)
+        self._thread.start()
+        first.serve(generates=1, questions=1)
+        first.hub.close()
+
+    def _ask(self) -> None:
+        self.got.extend(self._client.generate(REQUEST))
+
+    def end(self) -> None:
+        """Until the answer is there."""
+        self._thread.join(PATIENCE_S)
+        self._client.close()
+
+
+@pytest.fixture
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return ipc_address(str(tmp_path_factory.mktemp("z") / "s"))
+
+
+def test_a_request_is_sent_again_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All questions of a long silence are answered at once; the request comes once for all of
     them, or two streams would be mixed up."""
     monkeypatch.setattr("protocol.client.SILENCE_S", 0.05)
@@ -64,55 +95,32 @@ def test_a_request_is_sent_again_once(
         return silence(dialogue)
 
     monkeypatch.setattr(Dialogue, "silence", counted)
-    address = ipc_address(str(tmp_path_factory.mktemp("z") / "s"))
-    client = Client(address)
-    first = Orchestrator(address, pid=1)
-    got: list[object] = []
-    thread = threading.Thread(target=lambda: got.extend(client.generate(REQUEST)))
-    thread.start()
-    first.serve(generates=1, questions=1)
-    first.hub.close()
+    asking = Asking(address)
     assert enough.wait(PATIENCE_S)
     second = Orchestrator(address, pid=2)
     second.serve(generates=1, questions=QUESTIONS + 3)
     assert second.generates == 1
-    end = Finished(request=1, reason="length", prompt_tokens=2, statistics=Recorder(0.0).summary())
-    second.hub.send(second.client, end)
-    thread.join(PATIENCE_S)
-    assert got == [end]
-    client.close()
+    end = second.finish()
+    asking.end()
+    assert asking.got == [end]
     second.hub.close()
 
 
-def test_a_new_orchestrator_is_asked_at_once(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_orchestrator_is_asked_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client whose connection is made anew does not wait for a silence to ask."""
     monkeypatch.setattr("protocol.client.SILENCE_S", 1000.0)
-    address = ipc_address(str(tmp_path_factory.mktemp("z") / "s"))
-    client = Client(address)
-    first = Orchestrator(address, pid=1)
-    got: list[object] = []
-    thread = threading.Thread(target=lambda: got.extend(client.generate(REQUEST)))
-    thread.start()
-    first.serve(generates=1, questions=1)
-    first.hub.close()
+    asking = Asking(address)
     second = Orchestrator(address, pid=2)
     second.serve(generates=1, questions=1)
-    end = Finished(request=1, reason="length", prompt_tokens=2, statistics=Recorder(0.0).summary())
-    second.hub.send(second.client, end)
-    thread.join(PATIENCE_S)
-    assert got == [end]
-    client.close()
+    end = second.finish()
+    asking.end()
+    assert asking.got == [end]
     second.hub.close()
 
 
-def test_a_lost_question_is_asked_again(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_question_is_asked_again(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is there is asked again if the orchestrator that was asked does not answer."""
     monkeypatch.setattr("protocol.client.SILENCE_S", 0.05)
-    address = ipc_address(str(tmp_path_factory.mktemp("z") / "s"))
     client = Client(address)
     got: list[int] = []
     with Hub[ToOrchestrator](address, Decoder(ToOrchestrator)) as deaf:
