@@ -296,6 +296,20 @@ def test_what_is_looked_up_does_not_speak_for_the_drafter() -> None:
     assert pace.plain_tok_s == pytest.approx(20.0)
 
 
+def test_in_a_crowd_lookups_leave_the_pace_its_sight() -> None:
+    """Nearly every pass may have one: the others' drafts are still judged, by what they bring."""
+    estimates = Estimates()
+    estimates.crowd.streams = 4
+    pace = estimates.pace("ssd")
+    assert pace is not None
+    for _ in range(12):
+        drafted, found = shared(4, 0, 100.0), shared(4, 1, 100.0, origin="lookup")
+        for part in [*drafted[:3], found[0]]:
+            estimates.learn(part)
+    assert pace.speculative_tok_s * estimates.crowd.scale == pytest.approx(50.0)
+    assert pace.pausing
+
+
 def test_half_a_pass_says_nothing() -> None:
     """A pass whose other part was cancelled is not taken for a whole one."""
     estimates = Estimates()

@@ -8,13 +8,16 @@ from launch.explain import explanation
 from orchestrator.actions import ToVerifier
 from orchestrator.estimates import Estimates
 from orchestrator.limits import Limits
+from orchestrator.phase import Phase
 from orchestrator.plan import Plan
 from protocol.bans import Bans
 from protocol.lookup import CONFIDENCE, continuation
 from protocol.messages import Sampling, Shape, Verify
 from tests.fakes import Stack, Target
 
-TOKENS = st.lists(st.integers(0, 3), max_size=40)
+LETTERS = st.integers(0, 2)
+TOKENS = st.lists(LETTERS, max_size=6) | st.lists(LETTERS, min_size=20, max_size=40)
+"""Long ones too: by themselves they would seldom be long enough for two matches."""
 ENDLESS = Limits(60, frozenset(), 0)
 
 
@@ -105,9 +108,30 @@ def test_after_a_miss_a_lookup_costs_the_drafter_nothing() -> None:
     beside = stack()
     beside.verifier_comes()
     beside.drafter_comes()
-    beside.calm().assert_plain()
+    prepared = set[int]()
+    for _ in range(200):
+        if beside.sequence.current.origin == "lookup" and beside.sequence.current.speculating:
+            prepared.add(beside.sequence.round)
+        beside.calm_round()
+    assert beside.sequence.phase is Phase.FINISHED
+    beside.assert_plain()
     assert beside.sequence.recorder.fallbacks["lookup"] > 3
     assert beside.origins.count("lookup") > 20
+    assert len(prepared) > 1  # not only while the drafter rested
+
+
+def test_a_draft_that_is_waited_for_must_be_better_than_what_was_found() -> None:
+    """What is looked up costs no wait: unless it is unlikely, the target goes on with it."""
+    estimates = Estimates()
+    for tokens in range(1, 9):
+        estimates.verify_cost.observe(tokens, 8.0 + 2.0 * tokens)
+    estimates.drew(1, 8, 1.0)
+    estimates.backup_ms.observe(1.0)
+    estimates.acceptance["hit"].observe(0.6)
+    plan = Plan("ssd", estimates)
+    assert plan.backup() > 0
+    assert plan.backup([CONFIDENCE[4]] * 4) == 0
+    assert plan.backup([0.05] * 4) == plan.backup()
 
 
 def test_while_the_drafter_rests_lookup_goes_on() -> None:

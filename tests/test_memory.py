@@ -97,6 +97,9 @@ def test_how_backups_fared_is_remembered_a_little() -> None:
     today.recall(learned)
     assert 0.7 < today.given(0.2) < rate.given(0.2)
     assert BackupRate().memory() is None
+    estimates = Estimates()
+    estimates._backups = rate
+    assert again(estimates).backup_rate > Estimates().backup_rate
 
 
 def test_what_fared_in_crowds_is_remembered() -> None:

@@ -325,6 +325,8 @@ def test_an_older_process_does_not_take_the_place_of_a_younger(house: House) -> 
     assert house.told(b"e", Stop) == house.told(b"o", Welcome) == []
     house.service(b"n", msgspec.structs.replace(DRAFTER, pid=15, born_ns=3))
     assert [Stop()] == house.told(b"e", Stop)
+    house.service(b"u", msgspec.structs.replace(DRAFTER, pid=16))  # of unknown age
+    assert [Stop()] == house.told(b"n", Stop)
 
 
 def test_requests_wait_in_line(house: House) -> None:
@@ -498,6 +500,16 @@ def test_a_client_learns_whether_it_is_served(house: House) -> None:
     house.client(StatusRequest(request=4), peer=b"other")
     assert [(s.request, s.serving) for s in house.told(b"c", Status)] == [(4, True), (5, False)]
     assert [s.serving for s in house.told(b"other", Status)] == [False]
+
+
+def test_a_request_that_comes_again_is_answered_once(house: House) -> None:
+    """A client that was in doubt may repeat itself while its request is served, or waits."""
+    for _ in range(2):
+        house.client(ask(1))
+        house.client(ask(2))
+    house.client(StatusRequest())
+    status = house.told(b"c", Status)[-1]
+    assert (status.active, status.waiting) == (1, 1)
 
 
 def test_a_new_request_is_a_new_text(house: House) -> None:

@@ -185,6 +185,19 @@ def test_trees_of_other_rounds_are_dropped(mode: Mode) -> None:
     assert [0, *[3 for _ in stack.past_outcomes[1:]]] == [o.accepted for o in stack.past_outcomes]
 
 
+def test_trees_that_are_dropped_are_counted() -> None:
+    """Of another round, or twice."""
+    stack = started(mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, lookahead=3)
+    assert stack.drafter_works()
+    stack.tree_arrives()
+    assert stack.sequence.recorder.stale_trees == 0
+    stack.tree_comes_again()
+    assert stack.sequence.recorder.stale_trees == 1
+    assert stack.outcome_arrives()
+    stack.tree_comes_again()
+    assert stack.sequence.recorder.summary().stale_trees == 2
+
+
 def test_what_was_not_prepared_in_time_is_a_miss() -> None:
     """An outcome that arrives before any depth of the tree is a miss, however good the drafter."""
     stack = started(mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, lookahead=3)

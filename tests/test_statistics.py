@@ -70,6 +70,20 @@ def test_phases_are_medians() -> None:
     assert recorder.summary().phase_ms == {"verify": 2.0, "dispatch": 0.5}
 
 
+@pytest.mark.parametrize(("sequences", "rows", "told"), [(1, 0, 5), (1, 3, 3), (2, 8, 5)])
+def test_a_verification_is_timed_by_what_was_looked_at(
+    sequences: int, rows: int, told: int
+) -> None:
+    """Not by the draft tokens that a grammar ruled out before; others' tokens do not count."""
+    recorder = Recorder(0.0)
+    outcome = VerificationOutcome(
+        sequence=1, round=1, accepted=0, bonus=5, verify_ms=7.0, idle_ms=0.0,
+        sequences=sequences, rows=rows,
+    )  # fmt: skip
+    recorder.timed(outcome, 5, "hit", 1.0)
+    assert recorder.summary().phase_ms == {"verify": 7.0, f"verify_{told}": 7.0}
+
+
 @pytest.mark.parametrize(
     ("verifying_since", "expected"), [(None, 0.0), (9.0, 1.0), (9.9, 1.0), (9.95, 0.5), (10.0, 0.0)]
 )
