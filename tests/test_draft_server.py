@@ -10,6 +10,7 @@ import pytest
 from protocol.codec import Decoder, encode
 from protocol.errors import BackendLost, ModelError, ProtocolError
 from protocol.messages import (
+    Alive,
     CloseSequence,
     DraftNow,
     DraftTree,
@@ -57,7 +58,10 @@ class Host:
             self.stream.send(message)
 
     def receive(self) -> FromDrafter:
-        return self.stream.receive(PATIENCE_S, "message")
+        """The next message that is not a beat."""
+        while isinstance(message := self.stream.receive(PATIENCE_S, "message"), Alive):
+            pass
+        return message
 
     def ends(self) -> tuple[int, str]:
         """Close its input; exit code and log."""

@@ -5,7 +5,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from protocol.codec import Decoder, encode
 from protocol.curve import ClientLock, KeyPair, new_keys, read_keys
 from protocol.errors import StreamEnded, UsageError
 from protocol.messages import (
+    Alive,
     FromDraftServer,
     Hello,
     Introduce,
@@ -166,19 +166,25 @@ class Visitor:
         )
 
     def hears(self) -> object:
-        return self.channel.receive(PATIENCE_S, "word of the server")
+        """The next message that is not a beat."""
+        while isinstance(message := self.channel.receive(PATIENCE_S, "word of the server"), Alive):
+            pass
+        return message
 
     def is_told(self) -> str:
         """Why there is no connection."""
-        end = time.monotonic() + PATIENCE_S
-        while time.monotonic() < end:
+        reasons: list[str] = []
+
+        def down() -> bool:
             try:
                 self.channel.check()
             except StreamEnded as error:
-                assert not self.channel.ready(0.0)
-                return str(error)
-            time.sleep(0.02)
-        raise AssertionError("the connection stands")
+                reasons.append(str(error))
+            return bool(reasons)
+
+        eventually(down, "the connection is down")
+        assert not self.channel.ready(0.0)
+        return reasons[0]
 
 
 def test_a_stranger_gets_nothing(server: Server, keys: Keys) -> None:
