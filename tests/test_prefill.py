@@ -4,8 +4,16 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import OpenSequence, Prefilled, Sampling, VerificationOutcome, Verify
+from protocol.messages import (
+    FromService,
+    OpenSequence,
+    Prefilled,
+    Sampling,
+    VerificationOutcome,
+    Verify,
+)
 from services.agenda import Agenda
+from services.inbox import Work
 from services.model import load
 from services.prefill import Pacer
 from services.verification import Verifier
@@ -51,16 +59,21 @@ def by_turns(verifier: Verifier, messages: list[OpenSequence]) -> tuple[list[int
     for message in messages:
         agenda.add(message)
     while agenda:
-        job = agenda.next()
-        job.answers = job.answers or verifier.handle(job.message)
-        agenda.took_turn(job)
-        try:
-            answer = next(job.answers)
-        except StopIteration:
-            agenda.done(job)
-            continue
-        answers += [answer] if isinstance(answer, Prefilled) else []
+        _, said = step(agenda, verifier)
+        answers += [answer for answer in said if isinstance(answer, Prefilled)]
     return rows, answers
+
+
+def step(agenda: Agenda, verifier: Verifier) -> tuple[Work, list[FromService | None]]:
+    """One turn: whose it was, and what was said; nothing at the end of a message's work."""
+    job = agenda.next()
+    job.answers = job.answers or verifier.handle(job.message)
+    agenda.took_turn(job)
+    try:
+        return job.message, [next(job.answers)]
+    except StopIteration:
+        agenda.done(job)
+        return job.message, []
 
 
 def test_prompts_that_wait_share_a_pass() -> None:
@@ -112,26 +125,11 @@ def test_a_long_prompt_does_not_stall_the_others() -> None:
     """Between any two pieces of a new request's prompt a verification of another is answered."""
     verifier = Verifier(load(tiny_folder("llama")), 512)
     agenda = Agenda(verifier)
-    answers: list[object] = []
-
-    def step() -> None:
-        job = agenda.next()
-        if job.answers is None:
-            job.answers = verifier.handle(job.message)
-        agenda.took_turn(job)
-        try:
-            answer = next(job.answers)
-        except StopIteration:
-            agenda.done(job)
-            return
-        if isinstance(job.message, OpenSequence) or answer is not None:
-            answers.append(answer)
-
+    answers: list[FromService | None] = []
     prompt = (11, 200, 7)
     agenda.add(OpenSequence(sequence=1, tokens=list(prompt[:-1]), sampling=Sampling()))
     while agenda:
-        step()
-    answers.clear()
+        step(agenda, verifier)
     long = OpenSequence(sequence=2, tokens=[5] * 200, sampling=Sampling())
     agenda.add(long)
     committed = list(prompt)
@@ -140,9 +138,10 @@ def test_a_long_prompt_does_not_stall_the_others() -> None:
             agenda.add(
                 Verify(sequence=1, round=1, position=len(committed) - 1, chain=[committed[-1]])
             )
-        before = len(answers)
-        step()
-        for answer in answers[before:]:
+        message, said = step(agenda, verifier)
+        for answer in said:
+            if isinstance(message, OpenSequence) or answer is not None:
+                answers.append(answer)
             if isinstance(answer, VerificationOutcome):
                 committed.append(answer.bonus)
     kinds = "".join("v" if isinstance(answer, VerificationOutcome) else "p" for answer in answers)
