@@ -17,6 +17,7 @@ from launch.http_load import Server
 from launch.load import table
 from protocol.errors import RuntimeFailure, UsageError
 from protocol.messages import ChatMessage, Generate
+from tests.stack import DEADLINE_S
 
 
 class Echo(http.server.BaseHTTPRequestHandler):
@@ -57,7 +58,7 @@ def url() -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-        thread.join(60)
+        thread.join(DEADLINE_S)
 
 
 def test_answers_and_tokens_are_counted(url: str) -> None:
@@ -141,8 +142,8 @@ def test_a_server_that_is_starting_is_waited_for() -> None:
             thread.start()
 
         thread = threading.Thread(target=lambda: [server.handle_request() for _ in range(2)])
-        Server(f"http://127.0.0.1:{port}").await_ready(30, waiting)
-        thread.join(10)
+        Server(f"http://127.0.0.1:{port}").await_ready(DEADLINE_S, waiting)
+        thread.join(DEADLINE_S)
     assert Late.statuses == []
     assert len(said) == 1
     assert "ConnectionRefusedError" in said[0]

@@ -16,7 +16,7 @@ from protocol.errors import UsageError
 from protocol.grammar import json_grammar
 from protocol.messages import Generate, Mode, Sampling, Shape, Text, Tokens
 from tests.reference import Reference
-from tests.stack import RunningStack, running
+from tests.stack import RunningStack, eventually, running
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.processes
@@ -114,6 +114,19 @@ def answered(
     return tokens, [entry for text in said for entry in text.logprobs], end
 
 
+def drafted(stack: RunningStack, sampling: Sampling, mode: Mode, **asked: Any) -> Any:
+    """The same, asked again until no draft came too late: which process is faster is left out."""
+    found: list[Any] = []
+
+    def in_time() -> bool:
+        found.append(answered(stack, sampling, mode, **asked))
+        statistics = found[-1][2].statistics
+        return statistics.drafted > 0 and "late" not in statistics.fallbacks
+
+    eventually(in_time, "all drafts come in time")
+    return found[-1]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_drafts_change_no_answer(stack: RunningStack, shape: Shape, temperature: float) -> None:
@@ -121,9 +134,8 @@ def test_drafts_change_no_answer(stack: RunningStack, shape: Shape, temperature:
     sampling = Sampling(temperature=temperature, seed=4, shape=shape)
     plain, _, _ = answered(stack, sampling, "ar")
     for mode in ("sd", "ssd"):
-        fast, _, end = answered(stack, sampling, mode)
+        fast, _, _ = drafted(stack, sampling, mode)
         assert fast == plain
-        assert end.statistics.drafted > 0
     assert plain != answered(stack, Sampling(temperature=temperature, seed=4), "ar")[0]
 
 
@@ -131,7 +143,7 @@ def test_drafts_change_no_answer(stack: RunningStack, shape: Shape, temperature:
 def test_the_drafter_shapes_as_the_target_does(stack: RunningStack, shape: Shape) -> None:
     """With the same model on both sides every draft is right, in every round and branch."""
     for mode in ("sd", "ssd"):
-        _, _, end = answered(stack, Sampling(shape=shape), mode)
+        _, _, end = drafted(stack, Sampling(shape=shape), mode)
         assert end.statistics.acceptance_rate == 1.0
 
 
@@ -157,7 +169,7 @@ def test_lookup_drafts_what_the_shape_allows(stack: RunningStack) -> None:
             asked = tokenizer.encode_text(prompt)
             sampling = Sampling(shape=shape)
             plain, _, _ = answered(lookup, sampling, "ar", prompt=asked)
-            fast, _, end = answered(lookup, sampling, "ssd", prompt=asked, lookahead=3)
+            fast, _, end = drafted(lookup, sampling, "ssd", prompt=asked, lookahead=3)
             assert fast == plain
             s = end.statistics
             assert s.acceptance_rate > 0.5

@@ -89,7 +89,8 @@ def test_no_room_for_a_process_is_no_end(
 
 def test_what_is_lost_stays_lost(settings: StackSettings) -> None:
     """An orchestrator that comes later hears that there will be no verifier any more."""
-    with running(msgspec.structs.replace(settings, restarts=1)) as stack:
+    slowly = msgspec.structs.replace(settings, restarts=1, restart_window_s=1000.0)
+    with running(slowly) as stack:
         for _ in range(2):
             pid = stack.pid("verifier")
             os.kill(pid, signal.SIGKILL)
