@@ -20,7 +20,9 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from protocol.errors import ModelError
+from services import few_queries
 from services.kv import KVStore, SlotCache
+from services.model import compute_unit
 from services.rope import allow_branches
 
 _NAME = "scaled_dot_product_attention"
@@ -100,7 +102,18 @@ def _by_parts(attend: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return attention
 
 
-_attention = _by_parts(scaled_dot_product_attention)
+@wraps(scaled_dot_product_attention)
+def _attend(queries: mx.array, keys: Any, values: Any, cache: Any, **rest: Any) -> mx.array:
+    """mlx-lm's attention, on CUDA by our kernel where few queries are asked."""
+    if compute_unit() == "cuda" and rest.get("sinks") is None and not hasattr(cache, "bits"):
+        own = few_queries.attend(queries, keys, values, rest["scale"], rest["mask"])
+        if own is not None:
+            return own
+    found: mx.array = scaled_dot_product_attention(queries, keys, values, cache=cache, **rest)
+    return found
+
+
+_attention = _by_parts(_attend)
 
 
 def allow_parts(model: nn.Module) -> None:

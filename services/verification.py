@@ -30,6 +30,7 @@ from services.model import LoadedModel, compute_unit
 from services.parts import takes_parts
 from services.prompt_cache import Held, PromptCache
 from services.rope import use_tables
+from services.siblings import join_siblings
 from services.target_sequence import TargetSequence
 
 MAX_DRAFT_TOKENS = 64
@@ -53,6 +54,8 @@ class Verifier:
         self._elsewhere: PromptsElsewhere | None = None
         self._sequences: dict[int, TargetSequence] = {}
         self._bucketed = compute_unit() == "cuda"
+        if compute_unit() == "cuda":
+            join_siblings(self._model)
         try:
             self._windows: list[int | None] | None = windows_of(self._model)
         except ModelError:

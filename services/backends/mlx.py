@@ -43,6 +43,7 @@ from services.parts import takes_parts
 from services.prefill import Pacer
 from services.prompt_cache import Held, PromptCache
 from services.rope import allow_branches, use_tables
+from services.siblings import join_siblings
 
 MAX_DRAFT_TOKENS = 64
 
@@ -72,6 +73,8 @@ class MlxBackend:
         self._head_ids = trim_head(self._model, folder)
         self._pacer = Pacer(prefill_step_size)
         self._bucketed = compute_unit() == "cuda"
+        if compute_unit() == "cuda":
+            join_siblings(self._model)
         shares = takes_parts(self._model, self._windows, bucketed=self._bucketed)
         self._batcher = Batcher(self._model, most_rows() if shares else 0)
         self._on_gpu = compute_unit() != "cpu"
