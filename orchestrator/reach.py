@@ -38,6 +38,10 @@ class Reach:
         """Whether a draft can be made, and verified."""
         return self.can_draft(length) and self.longest(length) > 0
 
+    def lasts(self, length: int) -> bool:
+        """Whether the answer may have more than one token from here on."""
+        return self.limits.room(length, length - self.prompt_length) > 0
+
     def longest(self, length: int) -> int:
         """Longest draft that can be verified."""
         return min(self.max_draft, self.limits.room(length, length - self.prompt_length))

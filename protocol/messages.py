@@ -211,6 +211,9 @@ class Verify(Message, frozen=True, tag="verify", kw_only=True):
     chain: Tokens
     laws: Annotated[list[DraftLaw], msgspec.Meta(max_length=MAX_BRANCHES)] = []
     """What chain[1:] was drawn from, under the rejection rule; empty if nothing was drawn."""
+    then_plain: bool = False
+    """Whether the next chain will probably be the bonus token alone, so that the verifier may
+    begin with it."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

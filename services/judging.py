@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from protocol.errors import RuntimeFailure
 from protocol.law import Floats, choose
 from protocol.messages import OpenSequence, TokenLogprobs, Tokens, Verify
 from protocol.rejection import verified
@@ -54,25 +53,35 @@ class Judge:
             return message
         return replace(message, chain=[pending, *draft[:possible]], laws=message.laws[:possible])
 
-    def judge(self, logits: mx.array, message: Verify) -> Judgement:
+    def begin(self, logits: mx.array, message: Verify) -> mx.array | None:
+        """The target's own choice after each row, [chain], perhaps still in the making.
+
+        None where the rows must be looked at on the host. See `judge` for the arguments, and
+        `on_device.begin`.
+        """
+        if self._shaper is not None or self._sampling.logprobs is not None:
+            return None
+        if not is_greedy(self._sampling) and (
+            compute_unit() == "cpu" or by_rejection(self._sampling)
+        ):
+            return None
+        return on_device.begin(logits, _positions(message), self._sampling)
+
+    def judge(self, logits: mx.array, message: Verify, begun: mx.array | None) -> Judgement:
         """How many draft tokens of the chain stand, and the bonus token.
 
         Args:
             logits: [chain, vocabulary], possibly not computed yet.
             message: the chain, which follows the tokens judged so far.
+            begun: what `begin` made of them.
+
+        Raises:
+            RuntimeFailure: a logit is NaN.
         """
-        if bool(mx.isnan(logits).any()):
-            raise RuntimeFailure(
-                "the target's logits are not numbers (NaN); its weights or kernels are broken"
-            )
-        plainly = self._shaper is None and self._sampling.logprobs is None
-        if plainly and is_greedy(self._sampling):
-            # Only a few integers leave the device.
-            best: Any = mx.argmax(logits, axis=-1).tolist()
-            return self._compared([int(token) for token in best], message)
-        if plainly and compute_unit() != "cpu" and not by_rejection(self._sampling):
-            positions = range(message.position + 1, message.position + len(message.chain) + 1)
-            return self._compared(on_device.choose(logits, positions, self._sampling), message)
+        if begun is not None:
+            chosen = on_device.finish(begun, logits, _positions(message), self._sampling)
+            return self._compared(chosen, message)
+        on_device.refuse_nan(logits)
         rows = host_floats(logits)
         judgement = self._drawn(along(self._shaper, message.chain, rows), message)
         emitted = [*message.chain[1 : judgement.accepted + 1], judgement.bonus]
@@ -87,13 +96,18 @@ class Judge:
         if by_rejection(self._sampling):
             accepted, bonus = verified(rows, draft, message.laws, first, self._sampling)
             return Judgement(accepted, bonus, [])
-        positions = range(first, first + len(draft) + 1)
-        return self._compared(choose(rows, positions, self._sampling), message)
+        return self._compared(choose(rows, _positions(message), self._sampling), message)
 
     @staticmethod
     def _compared(chosen: Tokens, message: Verify) -> Judgement:
         accepted = accepted_length(message.chain[1:], chosen)
         return Judgement(accepted, chosen[accepted], [])
+
+
+def _positions(message: Verify) -> range:
+    """Of the tokens that are chosen after each token of the chain."""
+    first = message.position + 1
+    return range(first, first + len(message.chain))
 
 
 def accepted_length(draft: Tokens, chosen: Tokens) -> int:

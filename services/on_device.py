@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from protocol import law
+from protocol.errors import RuntimeFailure
 from protocol.law import Floats, Ids
 from protocol.messages import Sampling
 from protocol.noise import gumbel
@@ -28,6 +29,11 @@ _CLOSE = 1e-5
 _BORDER = 1e-4
 """Probabilities this close to a filter's border may be on either side of it."""
 
+_IN_DOUBT, _BROKEN = -1, -2
+"""In the place of a token: the host decides, and some logit of the row is NaN."""
+
+_NOT_NUMBERS = "the target's logits are not numbers (NaN); its weights or kernels are broken"
+
 
 class _Candidates(NamedTuple):
     """What may be chosen: [rows, n] ids and logits, and which of them the filters keep."""
@@ -39,18 +45,53 @@ class _Candidates(NamedTuple):
 
 
 def choose(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> list[int]:
-    """One token per row.
+    """One token per row: `begin` and `finish`.
+
+    Raises:
+        RuntimeFailure: a logit is NaN.
+    """
+    return finish(begin(logits, positions, sampling), logits, positions, sampling)
+
+
+def begin(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.array:
+    """One token per row, perhaps still in the making; negative where `finish` has more to do.
 
     Args:
         logits: [rows, vocabulary], unnormalised, of any floating type.
         positions: [rows] the absolute position that each chosen token will have.
     """
     if is_greedy(sampling):
-        greedy: Any = mx.argmax(logits, axis=-1).tolist()
-        return [int(token) for token in greedy]
-    rows = logits.astype(mx.float32)
-    if sampling.top_k >= min(_REACH, rows.shape[-1]):
-        return law.choose(np.array(rows), positions, sampling)
+        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+    elif sampling.top_k >= min(_REACH, logits.shape[-1]):
+        tokens = mx.full(logits.shape[0], _IN_DOUBT, mx.int32)
+    else:
+        tokens = _drawn(logits.astype(mx.float32), positions, sampling)
+    return mx.where(mx.isnan(logits).any(axis=-1), _BROKEN, tokens)
+
+
+def finish(
+    begun: mx.array, logits: mx.array, positions: Sequence[int], sampling: Sampling
+) -> list[int]:
+    """The tokens on the host; rows in doubt are decided there.
+
+    Args:
+        begun: what `begin` made of the other arguments.
+
+    Raises:
+        RuntimeFailure: a logit is NaN.
+    """
+    tokens: Any = begun.tolist()
+    if _BROKEN in tokens:
+        raise RuntimeFailure(_NOT_NUMBERS)
+    for row, token in enumerate(tokens):
+        if token == _IN_DOUBT:
+            alone = np.array(logits[row : row + 1].astype(mx.float32))
+            tokens[row] = law.choose(alone, [positions[row]], sampling)[0]
+    return [int(token) for token in tokens]
+
+
+def _drawn(rows: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.array:
+    """[rows] tokens, or `_IN_DOUBT`."""
     found = _filtered(rows, sampling) if law.has_filter(sampling) else _all(rows)
     scores = found.logits / sampling.temperature
     scores = scores + gumbel(mx, sampling.seed, positions, found.ids)
@@ -61,13 +102,13 @@ def choose(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> li
     sure = mx.take_along_axis(found.sure, best, axis=-1) & (rivals == 1)
     ids = mx.broadcast_to(found.ids, scores.shape)
     token = mx.take_along_axis(ids, best, axis=-1).astype(mx.int32)
-    decided: Any = mx.where(sure, token, -1)[:, 0].tolist()
-    return [
-        int(token)
-        if token >= 0
-        else law.choose(np.array(rows[row : row + 1]), [positions[row]], sampling)[0]
-        for row, token in enumerate(decided)
-    ]
+    return mx.where(sure, token, _IN_DOUBT)[:, 0]
+
+
+def refuse_nan(logits: mx.array) -> None:
+    """Raise RuntimeFailure if a logit is NaN; waits until they are computed."""
+    if bool(mx.isnan(logits).any()):
+        raise RuntimeFailure(_NOT_NUMBERS)
 
 
 def _all(rows: mx.array) -> _Candidates:

@@ -66,6 +66,8 @@ def join_siblings(model: nn.Module) -> int:
             if _alike(layers):
                 for name, sibling in zip(family, _joined(layers), strict=True):
                     setattr(module, name, sibling)
+                # What was joined is of no size that comes again: not to be kept for reuse.
+                mx.clear_cache()
                 joints += 1
     return joints
 

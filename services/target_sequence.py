@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.messages import Tokens
+from services.ahead import Ahead
 from services.batching import Ask
 from services.judging import Judge
 from services.kv import KVStore
@@ -27,6 +28,8 @@ class TargetSequence:
     """What the caches hold."""
     counted: int = 0
     """Tokens in caches of mlx-lm's own."""
+    ahead: Ahead | None = None
+    """The pass that is likely to be asked for next."""
     asked: Ask | None = None
     """The verification that waits for a pass."""
     answered: float = 0.0

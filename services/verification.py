@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Generator
 
+import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.errors import ModelError, ProtocolError, RuntimeFailure
@@ -19,6 +20,7 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
+from services.ahead import Ahead
 from services.batching import Batcher, Pass, most_rows
 from services.elsewhere import Elsewhere, PromptsElsewhere
 from services.filling import Filler
@@ -66,6 +68,8 @@ class Verifier:
         self._batcher = Batcher(self._model, most_rows() if shares else 0)
         self._filler = Filler(self._model, prefill_step_size, shares=shares)
         self._last = Pass(0, 0)
+        # On a CPU the pass and this process would want the same cores.
+        self.runs_ahead = compute_unit() != "cpu"
         self._idle_since = time.perf_counter()
 
     def prefill_elsewhere(self, other: Elsewhere, *, whenever_it_fits: bool) -> None:
@@ -183,25 +187,18 @@ class Verifier:
     def _verify(self, message: Verify) -> Generator[FromService | None]:
         sequence = self._checked(message)
         message = sequence.judge.worth_judging(message)
-        chain = message.chain
         sequence.came_back(time.perf_counter(), self._last.started)
-        asked = self._batcher.ask(
-            chain, sequence.caches, sequence.store, lambda: sequence.place(len(chain))
-        )
-        sequence.asked = asked
         try:
-            if len(self._sequences) > 1:
-                yield None  # others may join in
-            logits, by = self._batcher.result(asked)
-            judged = sequence.judge.judge(logits, message)
+            logits, by = yield from self._logits(sequence, message.chain)
+            begun = sequence.judge.begin(logits, message)
+            if begun is not None and message.then_plain:
+                self._run_ahead(sequence, begun)
+            judged = sequence.judge.judge(logits, message, begun)
             self._rewind(sequence, message.position + judged.accepted + 1)
-            sequence.tokens += chain[: judged.accepted + 1]
+            sequence.tokens += message.chain[: judged.accepted + 1]
         except RuntimeFailure:
             self._sequences.pop(message.sequence, None)  # its KV serves nobody any more
             raise
-        finally:
-            sequence.asked = None
-            self._batcher.withdraw(asked)
         self._note(by)
         sequence.answered = self._idle_since
         yield VerificationOutcome(
@@ -215,6 +212,35 @@ class Verifier:
             sequences=by.sequences,
             rows=by.rows,
         )
+
+    def _logits(
+        self, sequence: TargetSequence, chain: Tokens
+    ) -> Generator[None, None, tuple[mx.array, Pass]]:
+        """[chain, vocabulary] logits, perhaps still in the making; the KV holds the chain."""
+        ahead, sequence.ahead = sequence.ahead, None
+        if ahead is not None and (logits := ahead.logits(chain)) is not None:
+            sequence.place(1)
+            return logits, Pass(rows=1, sequences=1)
+        asked = self._batcher.ask(
+            chain, sequence.caches, sequence.store, lambda: sequence.place(len(chain))
+        )
+        sequence.asked = asked
+        try:
+            if len(self._sequences) > 1:
+                yield None  # others may join in
+            return self._batcher.result(asked)
+        finally:
+            sequence.asked = None
+            self._batcher.withdraw(asked)
+
+    def _run_ahead(self, sequence: TargetSequence, choice: mx.array) -> None:
+        """Begin the next pass on a device that would idle until it is asked for.
+
+        After a draft nobody knows where it begins; beside others a shared pass is worth more.
+        """
+        alone = choice.size == 1 and len(self._sequences) == 1
+        if self.runs_ahead and alone and sequence.store is not None:
+            sequence.ahead = Ahead(self._model, sequence.caches, sequence.store, choice)
 
     def _note(self, by: Pass) -> None:
         """Keep the times of a pass, which end with its first outcome."""

@@ -513,3 +513,24 @@ def test_an_answer_may_be_ended_while_it_is_emitted() -> None:
     assert [Finish("stop")] == stack.finishes
     stack.chaos(100)
     assert [Finish("stop")] == stack.finishes
+
+
+def announced(stack: Stack) -> list[tuple[int, bool]]:
+    """Of every verification: how long its chain was, and whether a plain one was to follow."""
+    sent = [a.message for a in stack.actions if isinstance(a, ToVerifier)]
+    return [(len(m.chain), m.then_plain) for m in sent if isinstance(m, Verify)]
+
+
+def test_plain_decoding_is_announced_until_the_last_token() -> None:
+    limits = Limits(5, frozenset(), 0)
+    stack = started(mode="ar", target=Target(3), prompt=[1, 2], limits=limits).calm()
+    assert announced(stack) == [(1, True)] * 4 + [(1, False)]
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_plain_decoding_is_not_announced_where_drafts_are_to_come(mode: Mode) -> None:
+    limits = Limits(20, frozenset(), 0)
+    plan: Any = {"mode": mode, "target": Target(3), "prompt": [1, 2], "limits": limits}
+    stack = started(lookahead=2, **plan).calm()
+    # The first round begins before the drafter is known.
+    assert not any(plain for _, plain in announced(stack)[1:])

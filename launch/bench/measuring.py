@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import importlib.metadata
 import shlex
 import sys
 import time
@@ -171,7 +170,7 @@ def _runs(
 
 def _result(bench: Bench, config: Config, hardware: Hardware, measured: Measured) -> BenchFile:
     return BenchFile(
-        tool_version=importlib.metadata.version("mlx-ssd"),
+        tool_version=config.versions.get("mlx-ssd", "unknown"),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         hardware=hardware,
         config=config,
