@@ -18,7 +18,8 @@ import mlx.core as mx
 
 _log = logging.getLogger(__name__)
 
-_MOST_QUERIES = 64
+_MOST_PAIRS = 8192
+"""Queries times slots: every query reads the keys for itself, which cuDNN's tiles do not."""
 _WARPS = 16
 _SIZES = (64, 128, 256)
 """Head sizes: each of the 32 lanes of a warp holds whole pairs of values."""
@@ -47,7 +48,7 @@ def attend(
 
 def _takes(queries: mx.array, keys: mx.array, mask: Mask) -> bool:
     batch, _, count, size = queries.shape
-    if batch != 1 or not 1 < count <= _MOST_QUERIES or size not in _SIZES:
+    if batch != 1 or count == 1 or count * keys.shape[2] > _MOST_PAIRS or size not in _SIZES:
         return False
     if queries.dtype not in _TYPES or keys.dtype != queries.dtype:
         return False
