@@ -8,10 +8,13 @@ model is loaded there (`_works`).
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+
+from services.few_queries import _takes
 
 _ROOT = Path(__file__).parent.parent
 _DEADLINE_S = 120
@@ -61,3 +64,27 @@ def test_is_mlx_attention(kernel: Path, keys: int, mask: str) -> None:
     )
     found = np.array(told.stdout.split(), np.float32).reshape(queries, heads, size)
     np.testing.assert_allclose(found.swapaxes(0, 1)[None], np.array(expected), atol=2e-5)
+
+
+def _call(count: int, slots: int, **more: Any) -> bool:
+    """Whether our kernel serves such a call."""
+    dtype = more.get("dtype", mx.float16)
+    queries = mx.zeros((more.get("batch", 1), 4, count, more.get("size", 64)), dtype)
+    keys = mx.zeros((1, 2, slots, 64), more.get("kv", dtype))
+    return _takes(queries, keys, more.get("mask", mx.zeros((count, slots), mx.bool_)))
+
+
+def test_which_calls_it_serves() -> None:
+    assert all([_call(2, 256), _call(5, 1024), _call(32, 256), _call(5, 256, mask="causal")])
+    assert not any(
+        [
+            _call(1, 256),  # MLX has a kernel for one
+            _call(33, 256),  # reads the keys too often
+            _call(5, 256, batch=2),
+            _call(5, 256, size=80),
+            _call(5, 256, dtype=mx.float32),
+            _call(5, 256, kv=mx.float32),
+            _call(5, 256, mask=mx.zeros((5, 255), mx.bool_)),
+            _call(5, 256, mask=mx.zeros((5, 256), mx.float16)),
+        ]
+    )
