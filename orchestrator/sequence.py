@@ -192,7 +192,7 @@ class Sequence:
             position=length - 1,
             chain=[pending, *clipped.tokens],
             laws=clipped.drawn_from,
-            then_plain=not (clipped.tokens or self._speculates()) and self._reach.lasts(length),
+            then_plain=self._plan.mode == "ar" and self._reach.lasts(length),
         )
         return Planned(clipped, draft.after(len(clipped)), verify)
 

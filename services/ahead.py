@@ -29,6 +29,7 @@ class Ahead:
     def __init__(self, model: Any, caches: Sequence[Any], store: KVStore, choice: mx.array) -> None:
         start: Any = mx.async_eval
         self._token = mx.maximum(choice, 0)
+        # Before the pass is built, so that reading it waits for nothing behind it.
         start(choice, self._token)
         length = store.length
         store.chain(1)

@@ -14,11 +14,11 @@ __device__ inline float summed(float value) {
   return value;
 }
 
-// MASK: 0 all keys are seen, 1 those up to `last`, 2 those that `mask` says.
-template <typename T, int D, int WARPS, int MASK>
+// `mask` says which keys are seen; each step is from one element to the next.
+template <typename T, int D, int WARPS>
 __device__ void attend_one(
     const T* q, long q_step, const T* k, long k_step, const T* v, long v_step,
-    const bool* mask, int keys, int last, float scale, T* out) {
+    const bool* mask, long mask_step, int keys, float scale, T* out) {
   constexpr int PAIRS = D / 64;
   constexpr int AT_ONCE = 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -39,7 +39,7 @@ __device__ void attend_one(
 #pragma unroll
     for (int j = 0; j < AT_ONCE; j++) {
       const int at = start + j;
-      const bool seen = at < keys && (MASK == 0 || (MASK == 1 ? at <= last : mask[at]));
+      const bool seen = at < keys && mask[at * mask_step];
       float product = 0.0f;
       if (seen) {
         const auto* row = reinterpret_cast<const Pair<T>*>(k + at * k_step) + lane;
@@ -93,6 +93,7 @@ __device__ void attend_one(
       total += weight * sums[w];
       value += weight * parts[w][at];
     }
-    out[at] = T(total > 0.0f ? value / total : 0.0f);
+    // Not `total > 0`: what is no number must stay one that is seen.
+    out[at] = T(total == 0.0f ? 0.0f : value / total);
   }
 }

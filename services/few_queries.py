@@ -10,6 +10,7 @@ running maximum, sum and weighted values (the online softmax of Milakov and Gime
 """
 
 import functools
+import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -27,50 +28,53 @@ _TYPES = (mx.float16, mx.bfloat16)
 _TOLERANCE = 0.01
 """Relative; half precision rounds the result to steps of .001 (float16) or .008 (bfloat16)."""
 
-Mask = mx.array | str | None
-
 
 def attend(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
     """[1, heads, n, size] attention, or None where MLX's own kernels serve better.
 
     Args:
         queries: [1, heads, n, size].
-        keys: [1, kv heads, slots, size], as values; their last axis is contiguous.
+        keys: [1, kv heads, slots, size], as values; the last axis of both is contiguous.
         scale: factor of the products.
-        mask: bool [n, slots], "causal" or None (all slots are seen).
+        mask: which slots each query sees, bool [n, slots]; no other kind is served.
     """
-    if not _takes(queries, keys, mask) or not _works(queries.dtype, queries.shape[-1]):
+    if not isinstance(mask, mx.array) or not _takes(queries, keys, values, mask):
+        return None
+    if not _works(queries.dtype, queries.shape[-1]):
         return None
     return _launch(queries, keys, values, scale, mask)
 
 
-def _takes(queries: mx.array, keys: mx.array, mask: Mask) -> bool:
+def _takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) -> bool:
     batch, _, count, size = queries.shape
-    if batch != 1 or count == 1 or count * keys.shape[2] > _MOST_PAIRS or size not in _SIZES:
-        return False
-    if queries.dtype not in _TYPES or keys.dtype != queries.dtype:
-        return False
-    return not isinstance(mask, mx.array) or (
-        mask.dtype == mx.bool_ and mask.shape == (count, keys.shape[2])
+    slots = keys.shape[2]
+    return (
+        batch == 1
+        and count > 1
+        and count * slots <= _MOST_PAIRS
+        and size in _SIZES
+        and queries.dtype in _TYPES
+        and keys.dtype == values.dtype == queries.dtype
+        and keys.shape[-1] == size
+        and keys.shape == values.shape
+        and mask.dtype == mx.bool_
+        and mask.shape == (count, slots)
     )
 
 
 def _launch(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array
 ) -> mx.array:
     _, heads, count, size = queries.shape
-    seen = mask if isinstance(mask, mx.array) else _no_mask()
-    kind = 2 if isinstance(mask, mx.array) else int(mask == "causal")
-    out = _kernel(scale)(
-        inputs=[queries, keys, values, seen],
+    out = _kernel()(
+        inputs=[queries, keys, values, mask, _on_device(scale)],
         template=[
             ("T", queries.dtype),
             ("D", size),
             ("WARPS", _WARPS),
             ("GROUP", heads // keys.shape[1]),
-            ("MASK", kind),
         ],
         grid=(heads * _WARPS * 32, count, 1),
         threadgroup=(_WARPS * 32, 1, 1),
@@ -83,43 +87,50 @@ def _launch(
 
 
 @functools.cache
-def _no_mask() -> mx.array:
-    return mx.zeros((1,), mx.bool_)
+def _on_device(scale: float) -> mx.array:
+    return mx.array([scale], mx.float32)
 
 
 @functools.cache
-def _kernel(scale: float) -> Any:
+def _kernel() -> Any:
+    header = Path(__file__).with_suffix(".cuh").read_text(encoding="utf-8")
+    # MLX keeps compiled kernels by their name, some versions of it across runs.
+    digest = hashlib.sha256((header + _SOURCE).encode()).hexdigest()[:12]
     make: Any = mx.fast.cuda_kernel
     return make(
-        name="few_queries",
-        input_names=["q", "k", "v", "mask"],
+        name=f"few_queries_{digest}",
+        input_names=["q", "k", "v", "mask", "scale"],
         output_names=["out"],
-        source=f"constexpr float SCALE = {scale!r}f;\n{_SOURCE}",
-        header=(Path(__file__).parent / "few_queries.cuh").read_text(encoding="utf-8"),
+        source=_SOURCE,
+        header=header,
         ensure_row_contiguous=False,
     )
 
 
 _SOURCE = """
-attend_one<T, D, WARPS, MASK>(
+attend_one<T, D, WARPS>(
     q + (blockIdx.x * q_strides[1] + blockIdx.y * q_strides[2]), q_strides[3],
     k + (blockIdx.x / GROUP) * k_strides[1], k_strides[2],
     v + (blockIdx.x / GROUP) * v_strides[1], v_strides[2],
-    mask + (MASK == 2 ? blockIdx.y * mask_strides[0] : 0),
-    k_shape[2], k_shape[2] - int(gridDim.y) + int(blockIdx.y), SCALE,
-    out + (blockIdx.y * gridDim.x + blockIdx.x) * D);
+    mask + blockIdx.y * mask_strides[0], mask_strides[1],
+    k_shape[2], scale[0], out + (blockIdx.y * gridDim.x + blockIdx.x) * D);
 """
 
 
 @functools.cache
 def _works(dtype: mx.Dtype, size: int) -> bool:
-    """Whether the kernel compiles here and gives what MLX's own attention gives."""
-    key = mx.random.key(0)
-    queries = mx.random.normal((1, 4, 3, size), dtype, key=key)
-    keys = mx.random.normal((1, 2, 70, size), dtype, key=key)
-    values = mx.random.normal((1, 2, 70, size), dtype, key=mx.random.key(1))
+    """Whether the kernel compiles here and gives what MLX's own attention gives.
+
+    The arrays are laid out as a model's are: the first slots of larger buffers, and queries
+    whose heads stand side by side.
+    """
+    scale = 0.7 * size**-0.5
+    queries, keys, values = (
+        mx.random.normal(shape, dtype, key=mx.random.key(seed))
+        for seed, shape in enumerate([(1, 3, 4, size), (1, 2, 96, size), (1, 2, 96, size)])
+    )
+    queries, keys, values = queries.swapaxes(1, 2), keys[..., :70, :], values[..., :70, :]
     mask = mx.arange(70)[None] <= mx.array([[40], [66], [69]])
-    scale = size**-0.5
     expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     try:
         found = _launch(queries, keys, values, scale, mask)

@@ -56,7 +56,7 @@ class Verifier:
         self._elsewhere: PromptsElsewhere | None = None
         self._sequences: dict[int, TargetSequence] = {}
         self._bucketed = compute_unit() == "cuda"
-        if compute_unit() == "cuda":
+        if self._bucketed:
             join_siblings(self._model)
         try:
             self._windows: list[int | None] | None = windows_of(self._model)
@@ -220,7 +220,8 @@ class Verifier:
         ahead, sequence.ahead = sequence.ahead, None
         if ahead is not None and (logits := ahead.logits(chain)) is not None:
             sequence.place(1)
-            return logits, Pass(rows=1, sequences=1)
+            # It has been at work ever since: the device did not idle.
+            return logits, Pass(rows=1, sequences=1, started=self._idle_since)
         asked = self._batcher.ask(
             chain, sequence.caches, sequence.store, lambda: sequence.place(len(chain))
         )

@@ -1,6 +1,6 @@
 // Runs services/few_queries.cuh on the host: a thread for each thread of a block. Test only.
 //
-// stdin:  heads, kv heads, queries, keys, mask kind, then q, k, v, mask as numbers
+// stdin:  heads, kv heads, queries, keys, then q, k, v, mask as numbers
 // stdout: out [queries, heads, D]
 #include <barrier>
 #include <cmath>
@@ -35,7 +35,6 @@ float __shfl_xor_sync(unsigned, float value, int lane) {
 
 #include "few_queries.cuh"
 
-template <int MASK>
 void run(int heads, int group, int queries, int keys, const std::vector<float>& q,
          const std::vector<float>& k, const std::vector<float>& v, const bool* mask,
          std::vector<float>& out) {
@@ -45,10 +44,9 @@ void run(int heads, int group, int queries, int keys, const std::vector<float>& 
       for (int t = 0; t < THREADS; t++)
         threads.emplace_back([=, &q, &k, &v, &out] {
           threadIdx.x = t;
-          attend_one<float, D, WARPS, MASK>(
+          attend_one<float, D, WARPS>(
               &q[(head * queries + row) * D], 1, &k[head / group * keys * D], D,
-              &v[head / group * keys * D], D, mask + row * keys, keys, keys - queries + row,
-              1.0f / sqrtf(D), &out[(row * heads + head) * D]);
+              &v[head / group * keys * D], D, mask + row * keys, 1, keys, 1.0f / sqrtf(D), &out[(row * heads + head) * D]);
         });
       for (auto& thread : threads) thread.join();
     }
@@ -62,8 +60,8 @@ std::vector<float> numbers(size_t count) {
 }
 
 int main() {
-  int heads, kv, queries, keys, kind;
-  if (scanf("%d%d%d%d%d", &heads, &kv, &queries, &keys, &kind) != 5) return 1;
+  int heads, kv, queries, keys;
+  if (scanf("%d%d%d%d", &heads, &kv, &queries, &keys) != 4) return 1;
   block = std::make_unique<std::barrier<>>(THREADS);
   for (auto& warp : warps) warp = std::make_unique<std::barrier<>>(32);
   const auto q = numbers(heads * queries * D), k = numbers(kv * keys * D), v = numbers(k.size());
@@ -71,7 +69,6 @@ int main() {
   auto mask = std::make_unique<bool[]>(seen.size());
   for (size_t i = 0; i < seen.size(); i++) mask[i] = seen[i] != 0;
   std::vector<float> out(q.size());
-  auto* f = kind == 0 ? run<0> : kind == 1 ? run<1> : run<2>;
-  f(heads, heads / kv, queries, keys, q, k, v, mask.get(), out);
+  run(heads, heads / kv, queries, keys, q, k, v, mask.get(), out);
   for (float number : out) printf("%.9g\n", number);
 }

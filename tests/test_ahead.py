@@ -48,6 +48,8 @@ class Asking:
         self.verifier.runs_ahead = True
         self.number = number
         self.tokens = list(PROMPT)
+        self.idle_ms = 0.0
+        """Before the last pass."""
         self.open(number, sampling)
 
     def open(self, number: int, sampling: Sampling) -> None:
@@ -66,6 +68,7 @@ class Asking:
         )
         outcome: FromService | None = list(self.verifier.handle(asked))[-1]
         assert isinstance(outcome, VerificationOutcome)
+        self.idle_ms = outcome.idle_ms
         self.tokens += [*draft[: outcome.accepted], outcome.bonus]
         return self.model.count - before
 
@@ -75,6 +78,7 @@ def test_the_tokens_are_those_of_plain_decoding(family: str) -> None:
     asking = Asking(family, Sampling())
     passes = [asking.verify() for _ in range(12)]
     assert plain(family, PROMPT, 12, Sampling()) == asking.tokens[3:]
+    assert (asking.idle_ms == 0.0) == (family in VERIFIERS)
     # The first round runs its own pass and the next one's; where the KV can be rewound.
     assert passes == ([2] + [1] * 11 if family in VERIFIERS else [1] * 12)
 
@@ -84,8 +88,8 @@ def test_under_every_way_of_choosing(sampling: Sampling) -> None:
     """As on a GPU, where the choice is made on the device."""
     with patch("services.judging.compute_unit", lambda: "cuda"):
         asking = Asking("llama", sampling)
-        for _ in range(12):
-            asking.verify()
+        passes = [asking.verify() for _ in range(12)]
+    assert passes == [2] + [1] * 11
     assert plain("llama", PROMPT, 12, sampling) == asking.tokens[3:]
 
 

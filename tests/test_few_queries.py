@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from services.few_queries import _takes
@@ -19,8 +20,10 @@ from services.few_queries import _takes
 _ROOT = Path(__file__).parent.parent
 _DEADLINE_S = 120
 
+Array = npt.NDArray[Any]
 
-@pytest.fixture(scope="module", params=[64, 128])
+
+@pytest.fixture(scope="module", params=[64, 128, 256])
 def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("kernel") / "few_queries"
     source = _ROOT / "tests" / "few_queries_host.cpp"
@@ -35,24 +38,9 @@ def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return program
 
 
-@pytest.mark.parametrize("keys", [5, 21])
-@pytest.mark.parametrize("mask", ["none", "causal", "tree"])
-def test_is_mlx_attention(kernel: Path, keys: int, mask: str) -> None:
-    size, heads, kv_heads, queries = int(kernel.with_suffix(".size").read_text()), 4, 2, 3
-    random = np.random.default_rng(keys)
-    q = random.normal(size=(1, heads, queries, size)).astype(np.float32)
-    k, v = random.normal(size=(2, 1, kv_heads, keys, size)).astype(np.float32)
-    seen = random.random((queries, keys)) < 0.5
-    seen[:, 0] = True
-    expected = mx.fast.scaled_dot_product_attention(
-        mx.array(q),
-        mx.array(k),
-        mx.array(v),
-        scale=size**-0.5,
-        mask={"none": None, "causal": "causal", "tree": mx.array(seen)}[mask],
-    )
-    kind = ["none", "causal", "tree"].index(mask)
-    head = f"{heads} {kv_heads} {queries} {keys} {kind}\n"
+def _attention(kernel: Path, q: Array, k: Array, v: Array, seen: Array) -> Array:
+    """What the kernel gives for [heads, n, size], [kv heads, slots, size] and [n, slots]."""
+    head = f"{len(q)} {len(k)} {q.shape[1]} {k.shape[1]}\n"
     numbers = np.concatenate([a.ravel() for a in (q, k, v, seen.astype(np.float32))])
     told = subprocess.run(
         [kernel],
@@ -62,8 +50,52 @@ def test_is_mlx_attention(kernel: Path, keys: int, mask: str) -> None:
         check=True,
         timeout=_DEADLINE_S,
     )
-    found = np.array(told.stdout.split(), np.float32).reshape(queries, heads, size)
-    np.testing.assert_allclose(found.swapaxes(0, 1)[None], np.array(expected), atol=2e-5)
+    found = np.array(told.stdout.split(), np.float32)
+    return found.reshape(q.shape[1], len(q), q.shape[2]).swapaxes(0, 1)
+
+
+def _arrays(kernel: Path, slots: int) -> tuple[Array, Array, Array]:
+    """Queries of 4 heads and 3 tokens, keys and values of 2 heads."""
+    size, random = int(kernel.with_suffix(".size").read_text()), np.random.default_rng(slots)
+    shapes = [(4, 3, size), (2, slots, size), (2, slots, size)]
+    q, k, v = (random.normal(size=shape).astype(np.float32) for shape in shapes)
+    return q, k, v
+
+
+@pytest.mark.parametrize("slots", [5, 21])
+@pytest.mark.parametrize("kind", ["all", "chain", "tree"])
+def test_is_mlx_attention(kernel: Path, slots: int, kind: str) -> None:
+    q, k, v = _arrays(kernel, slots)
+    seen = {
+        "all": np.ones((3, slots), bool),
+        "chain": np.arange(slots)[None] <= np.arange(slots - 3, slots)[:, None],
+        "tree": np.random.default_rng(1).random((3, slots)) < 0.5,
+    }[kind]
+    seen[:, 0] = True
+    expected: Any = mx.fast.scaled_dot_product_attention(
+        *(mx.array(a)[None] for a in (q, k, v)), scale=q.shape[-1] ** -0.5, mask=mx.array(seen)
+    )
+    np.testing.assert_allclose(_attention(kernel, q, k, v, seen), expected[0], atol=2e-5)
+
+
+def test_what_is_no_number_stays_none(kernel: Path) -> None:
+    q, k, v = _arrays(kernel, 9)
+    k[0, 4] = np.nan
+    seen = np.ones((3, 9), bool)
+    seen[1, 4] = False
+    found = _attention(kernel, q, k, v, seen)
+    assert np.isnan(found[:2, [0, 2]]).all()
+    assert np.isfinite(found[:2, 1]).all()  # does not see it
+    assert np.isfinite(found[2:]).all()  # other keys
+
+
+def test_a_query_that_sees_nothing_gets_nothing(kernel: Path) -> None:
+    q, k, v = _arrays(kernel, 5)
+    seen = np.ones((3, 5), bool)
+    seen[2] = False
+    found = _attention(kernel, q, k, v, seen)
+    assert not found[:, 2].any()
+    assert found[:, :2].all()
 
 
 def _call(count: int, slots: int, **more: Any) -> bool:
@@ -71,11 +103,12 @@ def _call(count: int, slots: int, **more: Any) -> bool:
     dtype = more.get("dtype", mx.float16)
     queries = mx.zeros((more.get("batch", 1), 4, count, more.get("size", 64)), dtype)
     keys = mx.zeros((1, 2, slots, 64), more.get("kv", dtype))
-    return _takes(queries, keys, more.get("mask", mx.zeros((count, slots), mx.bool_)))
+    values = mx.zeros((1, 2, slots, more.get("value_size", 64)), dtype)
+    return _takes(queries, keys, values, more.get("mask", mx.zeros((count, slots), mx.bool_)))
 
 
 def test_which_calls_it_serves() -> None:
-    assert all([_call(2, 256), _call(5, 1024), _call(32, 256), _call(5, 256, mask="causal")])
+    assert all([_call(2, 256), _call(5, 1024), _call(32, 256)])
     assert not any(
         [
             _call(1, 256),  # MLX has a kernel for one
@@ -84,6 +117,7 @@ def test_which_calls_it_serves() -> None:
             _call(5, 256, size=80),
             _call(5, 256, dtype=mx.float32),
             _call(5, 256, kv=mx.float32),
+            _call(5, 256, value_size=128),
             _call(5, 256, mask=mx.zeros((5, 255), mx.bool_)),
             _call(5, 256, mask=mx.zeros((5, 256), mx.float16)),
         ]

@@ -7,12 +7,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
 from services.kv import KVStore, windows_of
 from services.model import load
 from services.siblings import Sibling, join_siblings
 from tests.tiny_models import VERIFIERS, write_tiny_model
+
+_JOINTS = {"gemma4": 5, "moe": 4, "glm4": 3}
+"""Of three layers, where they are not two in each: keys for values, experts, a joint MLP."""
 
 
 def _logits(model: Any, rows: int) -> mx.array:
@@ -29,7 +31,7 @@ def test_the_model_computes_the_same(family: str, tmp_path: Path) -> None:
     model = load(write_tiny_model(tmp_path, family)).module
     before = [_logits(model, rows) for rows in (1, 3)]
     mx.eval(before)
-    join_siblings(model)
+    assert join_siblings(model) == _JOINTS.get(family, 6)
     for rows, logits in zip((1, 3), before, strict=True):
         np.testing.assert_allclose(_logits(model, rows), logits, atol=1e-5)
 
@@ -53,12 +55,14 @@ def test_every_kind_of_linear_layer(kind: dict[str, Any]) -> None:
     module = _products(2, **kind)
     x = mx.random.normal((1, 3, 64), key=mx.random.key(1))
     before = [module.gate_proj(x), module.up_proj(x)]
-    weights = sum(a.nbytes for _, a in tree_flatten(module.parameters()))
+    mx.eval(before, module.parameters())
+    held = mx.get_active_memory()
     assert join_siblings(module) == 1
+    # A second copy of the weights would be 2 kB and more; allocations are rounded up.
+    assert mx.get_active_memory() <= held + 512
     for layer, rows in zip((module.gate_proj, module.up_proj), before, strict=True):
         np.testing.assert_allclose(layer(x), rows, atol=1e-5)
         np.testing.assert_allclose(layer(x[:, :1]), rows[:, :1], atol=1e-5)
-    assert sum(a.nbytes for _, a in tree_flatten(module.parameters())) == weights
 
 
 def test_one_product_for_all_that_ask_with_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,13 +77,13 @@ def test_one_product_for_all_that_ask_with_the_same_rows(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(nn.Linear, "__call__", counted)
     first, second = (mx.random.normal((1, 3, 64), key=mx.random.key(s)) for s in (1, 2))
-    gates = [module.gate_proj(first), module.up_proj(first)] and module.gate_proj(second)
-    assert calls == [3, 3]
+    module.gate_proj(first)
+    module.up_proj(first)
+    assert calls == [3]
     # Who left a part behind must not be answered with it.
-    np.testing.assert_allclose(
-        module.gate_proj(first), real(module.gate_proj.own, first), atol=1e-5
-    )
-    assert gates.shape == (1, 3, 32)
+    module.gate_proj(second)
+    found = module.up_proj(first)
+    np.testing.assert_allclose(found, real(module.up_proj.own, first), atol=1e-5)
 
 
 def test_layers_that_differ_stay_apart() -> None:

@@ -73,7 +73,7 @@ class MlxBackend:
         self._head_ids = trim_head(self._model, folder)
         self._pacer = Pacer(prefill_step_size)
         self._bucketed = compute_unit() == "cuda"
-        if compute_unit() == "cuda":
+        if self._bucketed:
             join_siblings(self._model)
         shares = takes_parts(self._model, self._windows, bucketed=self._bucketed)
         self._batcher = Batcher(self._model, most_rows() if shares else 0)
