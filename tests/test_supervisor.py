@@ -1,6 +1,7 @@
 """The supervisor when several things go wrong at once: it goes on watching, whatever it does."""
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -50,7 +51,8 @@ def test_a_swap_mends_what_it_waits_for(stack: RunningStack) -> None:
 def test_the_end_of_a_drafter_is_told_during_a_swap(stack: RunningStack, tmp_path: Path) -> None:
     """Nobody waits for the drafts of a drafter that died while its successor was loading."""
     old, go = stack.pid("drafter"), tmp_path / "go"
-    words = f"until [ -e {go} ]; do sleep 0.05; done; exec {sys.executable} {HOSTILE} good"
+    drafter = shlex.join([sys.executable, str(HOSTILE), "good"])
+    words = f"until [ -e {shlex.quote(str(go))} ]; do sleep 0.05; done; exec {drafter}"
     swap = SwapDrafter(backend="stdio", command=["sh", "-c", words])
     name = stack.supervisor.run_dir.path.name
     with ThreadPoolExecutor(1) as pool:
