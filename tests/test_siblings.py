@@ -84,6 +84,10 @@ def test_one_product_for_all_that_ask_with_the_same_rows(monkeypatch: pytest.Mon
     module.gate_proj(second)
     found = module.up_proj(first)
     np.testing.assert_allclose(found, real(module.up_proj.own, first), atol=1e-5)
+    calls.clear()
+    module.gate_proj(first[:, :1])
+    module.up_proj(first[:, :1])
+    assert calls == [1, 1]  # a single row is served as it was, by the kernel for one
 
 
 def test_layers_that_differ_stay_apart() -> None:
