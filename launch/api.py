@@ -12,9 +12,8 @@ import msgspec
 from launch.config import stack_settings
 from launch.params import Prompt, SamplingParams
 from launch.session import private_stack
-from protocol.async_client import AsyncClient
-from protocol.client import Client
-from protocol.closing import Closing
+from protocol.client.async_client import AsyncClient
+from protocol.client.client import Client
 from protocol.errors import ProtocolError, UsageError
 from protocol.messages import (
     Finished,
@@ -26,6 +25,7 @@ from protocol.messages import (
     Text,
     Tokens,
 )
+from protocol.process.closeable import Closing
 
 _AT_ONCE = 16
 """Requests that one call keeps at the stack; it decodes some of them and lets others wait."""

@@ -8,7 +8,7 @@ import msgspec
 
 from launch import show
 from launch.signals import Terminated
-from protocol.client import Client
+from protocol.client.client import Client
 from protocol.errors import SsdError
 from protocol.messages import ChatMessage, Finished, Generate, Statistics
 

@@ -8,8 +8,8 @@ from launch.door import Door, write_key
 from launch.models import Pair
 from launch.process import Child
 from launch.rundir import RunDir
+from protocol.decoding.presets import preset
 from protocol.messages import Sampling
-from protocol.presets import preset
 from protocol.settings import (
     DrafterSettings,
     GatewaySettings,

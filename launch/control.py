@@ -1,10 +1,10 @@
 """Talking to the supervisor of a running stack."""
 
 from launch.rundir import RunDir
-from protocol.channel import Channel
-from protocol.codec import Decoder
 from protocol.errors import RuntimeFailure, UsageError
 from protocol.messages import Done, FromSupervisor, Refusal, Stack, ToSupervisor
+from protocol.transport.channel import Channel
+from protocol.transport.codec import Decoder
 
 
 def ask_supervisor(name: str, message: ToSupervisor, timeout_s: float) -> Stack | Done:

@@ -7,8 +7,8 @@ import msgspec
 
 from launch.prompts import read_prompts
 from orchestrator.tokenizer import TargetTokenizer
-from protocol.distillation import TokenPrompt
 from protocol.errors import UsageError
+from protocol.jobs.distill import TokenPrompt
 from protocol.messages import ChatMessage, Tokens
 
 _PROBES = ("Why", "go", "7")

@@ -15,9 +15,9 @@ from launch.config import StackSettings, share_cores
 from launch.converted import conversion_in, converted, is_converted
 from launch.models import Pair, pair_of
 from launch.weights import Weights, weights_of
+from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError, RuntimeFailure, SsdError
-from protocol.fingerprint import vocabulary_of
-from protocol.survey import Survey
+from protocol.jobs.hardware import Survey
 
 Level = Literal["ok", "note", "problem"]
 

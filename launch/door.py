@@ -7,8 +7,8 @@ import socket
 from pathlib import Path
 
 from launch.config import StackSettings
-from protocol.closing import Closing
 from protocol.errors import UsageError
+from protocol.process.closeable import Closing
 
 _BACKLOG = 512
 

@@ -13,7 +13,7 @@ from launch import show
 from launch.explain import explanation
 from launch.prompts import Prompt
 from launch.trace import write_trace
-from protocol.client import Client
+from protocol.client.client import Client
 from protocol.errors import UsageError
 from protocol.messages import ChatMessage, Finished, Generate, Slice, Text
 

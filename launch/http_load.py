@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from launch.load import Load, Served
-from protocol.channel import Deadline
 from protocol.errors import RuntimeFailure, UsageError
+from protocol.transport.channel import Deadline
 
 _SILENCE_S = 300.0
 """Longest wait for a byte; a prompt may be in line for long."""

@@ -11,8 +11,8 @@ import msgspec
 import psutil
 
 from launch.config import keys_dir
-from protocol.curve import check_key, new_keys, read_keys
 from protocol.errors import UsageError
+from protocol.transport.curve import check_key, new_keys, read_keys
 
 DEFAULT_KEY = "default"
 _TRUSTED = "trusted"

@@ -7,7 +7,7 @@ import time
 import tty
 from typing import Any
 
-from protocol.closing import Closing
+from protocol.process.closeable import Closing
 
 
 class Keys(Closing):

@@ -7,9 +7,9 @@ from typing import TypeVar
 import msgspec
 
 from launch.config import child_environment
-from protocol.child import ERROR_PREFIX
-from protocol.closing import Closing
 from protocol.errors import BY_EXIT_CODE, RuntimeFailure
+from protocol.process.child import ERROR_PREFIX
+from protocol.process.closeable import Closing
 from protocol.settings import ReferenceSettings, encode_settings
 
 A = TypeVar("A")

@@ -12,10 +12,10 @@ import msgspec
 from rich.table import Table
 
 from launch.yardstick import Yardstick
-from protocol.client import Client
+from protocol.client.client import Client
 from protocol.errors import RuntimeFailure, SsdError
+from protocol.jobs.reference import DecodeMany
 from protocol.messages import Finished, Generate, Statistics, Text, Tokens
-from protocol.yardstick import DecodeMany
 
 MLX_LM = "mlx-lm"
 """Not a mode: mlx-lm's own batch generator, without a drafter, in a process of its own."""

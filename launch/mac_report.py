@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.probing import Found
+from protocol.jobs.coreml_probe import Found
 
 TEMPERATURE = 0.8
 """Of all answers."""

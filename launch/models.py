@@ -15,8 +15,8 @@ from pathlib import Path
 from launch.config import StackSettings, cache_dir
 from launch.converted import converted, require_converted
 from launch.keyring import Far, far_of
-from protocol.child import ERROR_PREFIX
 from protocol.errors import ModelError, UsageError
+from protocol.process.child import ERROR_PREFIX
 from protocol.settings import BACKENDS, BackendName
 
 TARGET_NAME = "smollm2-135m-instruct"

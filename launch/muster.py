@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from launch.door import Door
 from launch.process import Child
-from protocol.channel import Deadline
-from protocol.client import Client
+from protocol.client.client import Client
 from protocol.errors import BY_EXIT_CODE, DeadlineExceeded, RuntimeFailure
 from protocol.messages import ServiceDown, Status
+from protocol.transport.channel import Deadline
 
 TICK_S = 0.05
 STILL_LOADING = "still loading"

@@ -7,10 +7,10 @@ import psutil
 
 from launch.control import ask_supervisor
 from launch.rundir import RunDir
-from protocol.client import Client
-from protocol.closing import Closing
+from protocol.client.client import Client
 from protocol.errors import RuntimeFailure, SsdError, UsageError
 from protocol.messages import ProcessStatus, Stack, StackRequest, Status
+from protocol.process.closeable import Closing
 
 _ANSWER_S = 2.0
 _SETTLE_S = 0.2

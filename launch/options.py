@@ -9,11 +9,11 @@ import msgspec
 
 from launch.config import StackSettings, stack_settings
 from launch.generate import new_seed
+from protocol.decoding.grammar import check_grammar, json_grammar
+from protocol.decoding.presets import PRESETS, preset
+from protocol.decoding.sampling_params import check
 from protocol.errors import UsageError
-from protocol.grammar import check_grammar, json_grammar
 from protocol.messages import Acceptance, Sampling, Shape
-from protocol.presets import PRESETS, preset
-from protocol.sampling import check
 from protocol.settings import BACKENDS, COMPUTE_UNITS, PREFILLS, LogLevel
 
 _DEVICE = "Where the {} computes: cpu, gpu, or cuda:N. MLX's default device if left out."

@@ -6,11 +6,11 @@ from typing import Any, Self
 import msgspec
 
 from launch.generate import new_seed
+from protocol.decoding.grammar import check_grammar, json_grammar
+from protocol.decoding.presets import PresetName, preset
+from protocol.decoding.sampling_params import check
 from protocol.errors import UsageError
-from protocol.grammar import check_grammar, json_grammar
 from protocol.messages import Acceptance, ChatMessage, Generate, Mode, Shape
-from protocol.presets import PresetName, preset
-from protocol.sampling import check
 
 Prompt = str | Sequence[Mapping[str, str]]
 """A text, or a conversation: messages with `role` and `content`."""

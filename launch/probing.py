@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from launch.process import Lifeline
-from protocol.child import ERROR_PREFIX
-from protocol.probing import Found, ProbeSettings
+from protocol.jobs.coreml_probe import Found, ProbeSettings
+from protocol.process.child import ERROR_PREFIX
 from protocol.settings import encode_settings
 
 _LONGEST_S = 1800.0

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from launch.config import child_environment
-from protocol.child import ERROR_PREFIX
+from protocol.process.child import ERROR_PREFIX
 from protocol.settings import ChildSettings, ServiceSettings, encode_settings
 
 _KILL_S = 5.0

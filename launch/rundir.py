@@ -14,9 +14,9 @@ import msgspec
 import psutil
 
 from launch.config import run_base
-from protocol.channel import ipc_address
 from protocol.errors import RuntimeFailure, UsageError
-from protocol.orphans import end_children, note_children
+from protocol.process.orphans import end_children, note_children
+from protocol.transport.channel import ipc_address
 
 DEFAULT_NAME = "default"
 _DESCRIPTION = "stack.json"

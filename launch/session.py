@@ -9,7 +9,7 @@ from launch.config import StackSettings
 from launch.models import pair_of, resolve
 from launch.rundir import RunDir
 from launch.supervisor import Report, Supervisor
-from protocol.client import Client
+from protocol.client.client import Client
 from protocol.errors import DeadlineExceeded
 
 

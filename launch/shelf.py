@@ -8,8 +8,8 @@ import msgspec
 
 from launch.config import cache_dir
 from launch.weights import Weights, weights_of
+from protocol.decoding.vocabulary import Vocabulary, vocabulary_of
 from protocol.errors import ModelError, UsageError
-from protocol.fingerprint import Vocabulary, vocabulary_of
 
 Source = Literal["ssd", "hub", "folder"]
 """Our own cache, the Hugging Face cache, or a folder that was named."""

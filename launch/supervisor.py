@@ -24,8 +24,7 @@ from launch.process_status import status_of
 from launch.rundir import RunDir, claim
 from launch.signals import hurried_by
 from launch.warden import Post
-from protocol.channel import Hub
-from protocol.client import Client
+from protocol.client.client import Client
 from protocol.errors import RuntimeFailure, SsdError
 from protocol.messages import (
     Done,
@@ -38,6 +37,7 @@ from protocol.messages import (
     SwapDrafter,
     ToSupervisor,
 )
+from protocol.transport.channel import Hub
 
 _log = logging.getLogger(__name__)
 

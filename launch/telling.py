@@ -11,9 +11,9 @@ from typing import IO, Generic, TypeVar
 
 import msgspec
 
-from protocol.child import ERROR_PREFIX
-from protocol.closing import Closing
 from protocol.errors import BY_EXIT_CODE, RuntimeFailure
+from protocol.process.child import ERROR_PREFIX
+from protocol.process.closeable import Closing
 from protocol.settings import ChildSettings, encode_settings
 
 _LOOK_S = 0.1

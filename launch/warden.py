@@ -13,11 +13,11 @@ from launch.config import StackSettings
 from launch.process import Child
 from launch.rundir import RunDir
 from orchestrator.vigil import Vigil
-from protocol.channel import Hub
-from protocol.client import Client
-from protocol.closing import Closing
-from protocol.codec import Decoder
+from protocol.client.client import Client
 from protocol.messages import Status, ToSupervisor
+from protocol.process.closeable import Closing
+from protocol.transport.channel import Hub
+from protocol.transport.codec import Decoder
 
 _ASK_S = 0.25
 _STOPPED_S = 1.0

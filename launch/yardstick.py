@@ -4,9 +4,9 @@ import os
 
 from launch.line_process import LineProcess
 from launch.models import Pair
+from protocol.jobs.reference import Decode, Decoded, DecodedMany, DecodeMany, Margin, MarginAnswer
 from protocol.messages import Sampling, Tokens
 from protocol.settings import Device, ReferenceSettings
-from protocol.yardstick import Decode, Decoded, DecodedMany, DecodeMany, Margin, MarginAnswer
 
 
 class Yardstick(LineProcess):

@@ -13,10 +13,10 @@ from orchestrator.statistics import Recorder
 from orchestrator.text import StoppableText
 from orchestrator.timeline import Timeline
 from orchestrator.tokenizer import TargetTokenizer
+from protocol.decoding.sampling_params import by_rejection, check, is_greedy, of_drafter
 from protocol.errors import UsageError
-from protocol.logs import about
 from protocol.messages import Generate, Sampling, Tokens
-from protocol.sampling import by_rejection, check, is_greedy, of_drafter
+from protocol.process.logs import about
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from orchestrator.phase import Phase
 from orchestrator.sequence import Sequence
 from orchestrator.text import StoppableText
-from protocol.logs import about
 from protocol.messages import (
     Finished,
     FinishReason,
@@ -18,6 +17,7 @@ from protocol.messages import (
     TokenLogprobs,
     Tokens,
 )
+from protocol.process.logs import about
 
 _log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from protocol.decoding.sampling_params import is_sound
 from protocol.messages import ENDED, DraftLaw, DraftTree, Tokens
-from protocol.sampling import is_sound
 
 _NOT_DRAWN = DraftLaw()
 
@@ -19,7 +19,7 @@ class Draft:
     def add(self, token: int, confidence: float, law: DraftLaw = _NOT_DRAWN) -> None:
         """One token more; a confidence that is no probability counts as none.
 
-        Whether a drawn token is offered must not depend on the draw (`protocol.rejection`),
+        Whether a drawn token is offered must not depend on the draw (`protocol.decoding.rejection`),
         so the confidence in it is a function of its law.
         """
         confidence = max(law.probabilities, default=confidence)

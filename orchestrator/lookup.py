@@ -2,8 +2,8 @@
 
 from orchestrator.cache import Draft
 from orchestrator.plan import Plan
-from protocol.bans import Bans
-from protocol.lookup import continuation
+from protocol.decoding.bans import Bans
+from protocol.decoding.prompt_lookup import continuation
 from protocol.messages import Tokens
 
 

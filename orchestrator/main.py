@@ -8,12 +8,12 @@ from types import FrameType
 
 from orchestrator.pipeline import Orchestrator
 from orchestrator.tokenizer import TargetTokenizer
-from protocol.channel import Hub
-from protocol.child import main
-from protocol.codec import Decoder
-from protocol.fingerprint import vocabulary_of
+from protocol.decoding.vocabulary import vocabulary_of
 from protocol.messages import FromService, ToOrchestrator
+from protocol.process.child import main
 from protocol.settings import OrchestratorSettings
+from protocol.transport.channel import Hub
+from protocol.transport.codec import Decoder
 
 
 def run(settings: OrchestratorSettings) -> None:

@@ -20,11 +20,8 @@ from orchestrator.requests import Requests
 from orchestrator.services import Peer, Registry, objection
 from orchestrator.tokenizer import TargetTokenizer
 from orchestrator.vigil import Vigil
-from protocol.channel import Hub, Poller
-from protocol.codec import encode
+from protocol.decoding.vocabulary import Vocabulary
 from protocol.errors import ProtocolError, UsageError
-from protocol.fingerprint import Vocabulary
-from protocol.logs import about
 from protocol.messages import (
     Alive,
     Cancel,
@@ -48,7 +45,10 @@ from protocol.messages import (
     Verify,
     Welcome,
 )
+from protocol.process.logs import about
 from protocol.settings import OrchestratorSettings
+from protocol.transport.channel import Hub, Poller
+from protocol.transport.codec import encode
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from orchestrator.plan import Plan
 from orchestrator.reach import Reach
 from orchestrator.round import Planned, Round
 from orchestrator.statistics import Recorder
-from protocol.bans import Bans
+from protocol.decoding.bans import Bans
 from protocol.messages import (
     CloseSequence,
     DraftTree,

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from orchestrator.vigil import Vigil
-from protocol.fingerprint import Vocabulary
+from protocol.decoding.vocabulary import Vocabulary
 from protocol.messages import PROTOCOL_VERSION, Hello, Role, ServiceStatus, Status, StatusRequest
 
 _log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from typing import Annotated, Literal, TypeVar, get_args
 import msgspec
 
 from protocol.errors import UsageError
-from protocol.logs import LogLevel as LogLevel  # noqa: PLC0414  # a setting like the others
 from protocol.messages import Sampling
-from protocol.orphans import end_children
+from protocol.process.logs import LogLevel as LogLevel  # noqa: PLC0414  # a setting like the others
+from protocol.process.orphans import end_children
 
 BackendName = Literal["mlx", "coreml", "ngram", "stdio", "remote"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
@@ -90,7 +90,7 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Most memory for the KV of open sequences; 0 is half of what is free after loading."""
     emulated_cost: str = ""
-    """Size of the target whose cost is emulated (`protocol.emulation`); empty for none."""
+    """Size of the target whose cost is emulated (`protocol.jobs.cost_emulation`); empty for none."""
     prompt_cache_file: str = ""
     """Where the KV of sequences that are over outlives the process; empty: nowhere."""
 
@@ -229,7 +229,7 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     texts: list[str] = []
     """Folders of runs whose texts are learned from; empty: this run generates its own."""
     prompts: str = ""
-    """File of tokenised prompts (`protocol.distillation.TokenPrompt`, one JSON a line)."""
+    """File of tokenised prompts (`protocol.jobs.distill.TokenPrompt`, one JSON a line)."""
     temperatures: Annotated[tuple[_Amount, ...], msgspec.Meta(min_length=1)] = (0.0, 0.3, 0.7, 1.0)
     """Of the answers, in equal shares; the user's words are always drawn at 1."""
     length: Annotated[int, msgspec.Meta(ge=16)] = 512

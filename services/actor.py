@@ -13,7 +13,6 @@ from collections import deque
 import msgspec
 
 from protocol.errors import BackendLost, ModelError, ProtocolError
-from protocol.logs import about
 from protocol.messages import (
     PROTOCOL_VERSION,
     Alive,
@@ -30,6 +29,7 @@ from protocol.messages import (
     VerificationOutcome,
     Welcome,
 )
+from protocol.process.logs import about
 from services.agenda import Agenda, Job, Service
 from services.inbox import Connection, Inbox
 from services.pulse import Pulse

@@ -8,8 +8,6 @@ sentence; the supervisor's restart budget then decides, and requests decode plai
 import logging
 import time
 
-from protocol.channel import Channel, Poller
-from protocol.codec import Decoder
 from protocol.errors import (
     DeadlineExceeded,
     ModelError,
@@ -31,6 +29,8 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.settings import DrafterSettings
+from protocol.transport.channel import Channel, Poller
+from protocol.transport.codec import Decoder
 from services.actor import Identity, shake_hands
 from services.dues import Dues
 from services.far_end import FarEnd

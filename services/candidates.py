@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from protocol.decoding.logits_processor import Shaper
+from protocol.decoding.rejection import draft_token, drafter_law, to_send
+from protocol.decoding.sampler import Floats, Ids, ranked
+from protocol.decoding.sampling_params import by_rejection
 from protocol.errors import RuntimeFailure
-from protocol.law import Floats, Ids, ranked
 from protocol.messages import Sampling
-from protocol.rejection import draft_token, drafter_law, to_send
-from protocol.sampling import by_rejection
-from protocol.shaping import Shaper
 from services.backends.interface import Drafted, Turn
 
 

@@ -14,8 +14,8 @@ import mlx.nn as nn
 import msgspec
 import numpy as np
 
+from protocol.decoding.sampler import Ids
 from protocol.errors import ModelError
-from protocol.law import Ids
 from protocol.messages import Token
 
 FILE_NAME = "draft_head.json"

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from protocol.child import argument, reported
-from protocol.codec import Decoder
-from protocol.curve import read_keys
-from protocol.draft_server import DraftServerSettings
 from protocol.errors import DeadlineExceeded, ModelError, ProtocolError, StreamEnded
+from protocol.jobs.draft_server import DraftServerSettings
 from protocol.messages import ToDrafter
+from protocol.process.child import argument, reported
 from protocol.settings import decode_settings
-from protocol.stream import Stream
+from protocol.transport.codec import Decoder
+from protocol.transport.curve import read_keys
+from protocol.transport.pipes import Stream
 from services.actor import Identity, serve
 from services.backends.interface import DraftBackend
 from services.backends.start import start

@@ -2,11 +2,11 @@
 
 import sys
 
-from protocol.channel import Channel
-from protocol.child import main
-from protocol.codec import Decoder
 from protocol.messages import ToDrafter, ToService
+from protocol.process.child import main
 from protocol.settings import DrafterSettings
+from protocol.transport.channel import Channel
+from protocol.transport.codec import Decoder
 from services.actor import Identity, serve
 from services.backends.interface import DraftBackend
 from services.backends.lines import LineBackend

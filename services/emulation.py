@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import ModelArgs, TransformerBlock
 
-from protocol.emulation import EmulatedSize
 from protocol.errors import ModelError
+from protocol.jobs.cost_emulation import EmulatedSize
 from services.model import compute_unit
 
 _ROPE_BASE = 500_000.0

@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from protocol.channel import Poller
 from protocol.messages import FromDrafter, ToService
+from protocol.transport.channel import Poller
 
 
 class FarEnd(Protocol):

@@ -1,7 +1,7 @@
 """`python -m services.gauge SETTINGS`: one model of a pair, timed alone or beside the other.
 
 The very code of the services, without sockets: a verification, a step of a tree. Speaks JSON
-lines on stdin and stdout (`protocol.gauge`).
+lines on stdin and stdout (`protocol.jobs.profile`).
 """
 
 import sys
@@ -12,11 +12,11 @@ from statistics import median
 
 import msgspec
 
-from protocol.child import pin
-from protocol.emulation import parse_size
 from protocol.errors import SsdError
-from protocol.gauge import GaugeSettings, Question, Ready, Time, Times, Work, Worked
+from protocol.jobs.cost_emulation import parse_size
+from protocol.jobs.profile import GaugeSettings, Question, Ready, Time, Times, Work, Worked
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
+from protocol.process.child import pin
 from protocol.settings import decode_settings
 from services.machine import load_blas
 

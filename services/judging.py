@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from protocol.law import Floats, choose
+from protocol.decoding.logits_processor import Shaper, along
+from protocol.decoding.rejection import verified
+from protocol.decoding.sampler import Floats, choose
+from protocol.decoding.sampling_params import by_rejection, is_greedy
 from protocol.messages import OpenSequence, TokenLogprobs, Tokens, Verify
-from protocol.rejection import verified
-from protocol.sampling import by_rejection, is_greedy
-from protocol.shaping import Shaper, along
 from services import on_device
 from services.model import compute_unit
 
@@ -43,7 +43,7 @@ class Judge:
         """The chain up to the first draft token that the request's shape rules out.
 
         It would be rejected, and the row before it draws the same bonus token without it. A
-        token that was drawn stays: its rejection changes that law (`protocol.rejection`).
+        token that was drawn stays: its rejection changes that law (`protocol.decoding.rejection`).
         """
         if self._shaper is None:
             return message

@@ -6,7 +6,7 @@ import time
 
 from protocol.errors import ProtocolError, StreamEnded
 from protocol.messages import Sampling, Tokens
-from protocol.stream import READ_BYTES, readable, write_all
+from protocol.transport.pipes import READ_BYTES, readable, write_all
 from services.backends.interface import DraftBackend
 from services.line_protocol import MAX_DRAFT_TOKENS, Lines, tokens_line
 

@@ -11,8 +11,8 @@ import psutil
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_model
 
+from protocol.decoding.vocabulary import Vocabulary, vocabulary_of
 from protocol.errors import ModelError
-from protocol.fingerprint import Vocabulary, vocabulary_of
 
 
 class LoadedModel(NamedTuple):

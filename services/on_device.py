@@ -1,6 +1,6 @@
 """Choices made where the logits are: only a few numbers a row leave the GPU.
 
-`choose` gives the very tokens of `protocol.law.choose`. Noise and filters are computed on
+`choose` gives the very tokens of `protocol.decoding.sampler.choose`. Noise and filters are computed on
 the device in float32; where that leaves a doubt (a rival within rounding of the best score,
 a winner at the border of a filter), the row goes to the host and is decided there.
 """
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from protocol import law
+from protocol.decoding import sampler
+from protocol.decoding.gumbel import gumbel
+from protocol.decoding.sampler import Floats, Ids
+from protocol.decoding.sampling_params import is_greedy
 from protocol.errors import RuntimeFailure
-from protocol.law import Floats, Ids
 from protocol.messages import Sampling
-from protocol.noise import gumbel
-from protocol.sampling import is_greedy
 from services import candidates
 from services.candidates import Top
 
@@ -86,13 +86,13 @@ def finish(
     for row, token in enumerate(tokens):
         if token == _IN_DOUBT:
             alone = np.array(logits[row : row + 1].astype(mx.float32))
-            tokens[row] = law.choose(alone, [positions[row]], sampling)[0]
+            tokens[row] = sampler.choose(alone, [positions[row]], sampling)[0]
     return [int(token) for token in tokens]
 
 
 def _drawn(rows: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.array:
     """[rows] tokens, or `_IN_DOUBT`."""
-    found = _filtered(rows, sampling) if law.has_filter(sampling) else _all(rows)
+    found = _filtered(rows, sampling) if sampler.has_filter(sampling) else _all(rows)
     scores = found.logits / sampling.temperature
     scores = scores + gumbel(mx, sampling.seed, positions, found.ids)
     scores = mx.where(found.possible, scores, -mx.inf)

@@ -18,9 +18,9 @@ from typing import IO, NoReturn
 
 import psutil
 
-from protocol.channel import Deadline
-from protocol.closing import Closing
 from protocol.errors import UsageError
+from protocol.process.closeable import Closing
+from protocol.transport.channel import Deadline
 
 _log = logging.getLogger(__name__)
 

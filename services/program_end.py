@@ -1,10 +1,10 @@
 """A program on pipes as the far end of a relay."""
 
-from protocol.channel import Poller
-from protocol.codec import MAX_MESSAGE_BYTES, Decoder, encode
 from protocol.errors import ProtocolError
 from protocol.messages import FromDrafter, ToService
-from protocol.stream import Stream, writable, write_some
+from protocol.transport.channel import Poller
+from protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
+from protocol.transport.pipes import Stream, writable, write_some
 from services.program import Program
 
 

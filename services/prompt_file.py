@@ -19,7 +19,7 @@ import mlx.core as mx
 import psutil
 from mlx.utils import tree_flatten
 
-from protocol.child import leaving_on_sigterm
+from protocol.process.child import leaving_on_sigterm
 from services.kv import KVStore
 from services.model import LoadedModel, compute_unit
 from services.prompt_cache import Held, PromptCache

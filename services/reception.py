@@ -8,12 +8,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from protocol.channel import Deadline, Hub
-from protocol.closing import Closing
-from protocol.codec import Decoder
-from protocol.curve import KeyPair, ServerLock
 from protocol.errors import DeadlineExceeded, ProtocolError, StreamEnded
 from protocol.messages import Alive, FromService, Introduce, Refusal, ToDrafter, ToService
+from protocol.process.closeable import Closing
+from protocol.transport.channel import Deadline, Hub
+from protocol.transport.codec import Decoder
+from protocol.transport.curve import KeyPair, ServerLock
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """`python -m services.reference SETTINGS`: mlx-lm itself, as the yardstick of `ssd bench`.
 
 The same weights, dtype and BLAS as our services, all cores, one process. Speaks JSON lines
-on stdin and stdout, one answer per question (`protocol.yardstick`).
+on stdin and stdout, one answer per question (`protocol.jobs.reference`).
 """
 
 import math
@@ -13,12 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from protocol.emulation import parse_size
+from protocol.decoding.sampler import distances
 from protocol.errors import SsdError, UsageError
-from protocol.law import distances
-from protocol.messages import Tokens
-from protocol.settings import ReferenceSettings, decode_settings
-from protocol.yardstick import (
+from protocol.jobs.cost_emulation import parse_size
+from protocol.jobs.reference import (
     Decode,
     Decoded,
     DecodedMany,
@@ -27,6 +25,8 @@ from protocol.yardstick import (
     MarginAnswer,
     Question,
 )
+from protocol.messages import Tokens
+from protocol.settings import ReferenceSettings, decode_settings
 from services.machine import load_blas
 
 

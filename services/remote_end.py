@@ -6,13 +6,13 @@ server that has forgotten everything, too.
 
 from pathlib import Path
 
-from protocol.channel import Channel, Deadline, Poller
-from protocol.closing import Closing
-from protocol.codec import Decoder
-from protocol.curve import ClientLock, read_keys
 from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure, StreamEnded
 from protocol.messages import FromDrafter, FromDraftServer, Introduce, Refusal, ToService
+from protocol.process.closeable import Closing
 from protocol.settings import DrafterSettings
+from protocol.transport.channel import Channel, Deadline, Poller
+from protocol.transport.codec import Decoder
+from protocol.transport.curve import ClientLock, read_keys
 
 _LOOK_S = 0.2
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.survey import Survey
+from protocol.jobs.hardware import Survey
 from services.machine import load_blas
 
 

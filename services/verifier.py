@@ -3,12 +3,12 @@
 import sys
 from pathlib import Path
 
-from protocol.channel import Channel
-from protocol.child import main
-from protocol.codec import Decoder
-from protocol.emulation import parse_size
+from protocol.jobs.cost_emulation import parse_size
 from protocol.messages import ToService, ToVerifier
+from protocol.process.child import main
 from protocol.settings import VerifierSettings
+from protocol.transport.channel import Channel
+from protocol.transport.codec import Decoder
 from services.actor import Identity, serve
 from services.machine import load_blas
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from protocol.conversion import ConvertSettings
+from protocol.jobs.convert import ConvertSettings
 from protocol.messages import Tokens
 from services.coreml.conversion import convert
 from services.coreml.manifest import read_manifest

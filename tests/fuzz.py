@@ -21,10 +21,10 @@ with atheris.instrument_imports(  # pyright: ignore[reportAttributeAccessIssue]
     include=["protocol", "services", "msgpack"]
 ):
     from protocol import messages
-    from protocol.codec import Decoder, encode
+    from protocol.decoding.vocabulary import vocabulary_of
     from protocol.errors import ModelError, ProtocolError, UsageError
-    from protocol.fingerprint import vocabulary_of
-    from protocol.framing import Frames
+    from protocol.transport.codec import Decoder, encode
+    from protocol.transport.framing import Frames
     from services import gguf, line_protocol, model
     from services.gateway import fields, reading
     from services.gateway.faults import Fault

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from protocol.child import main
+from protocol.process.child import main
 from protocol.settings import VerifierSettings
 from services import verifier
 

@@ -1,7 +1,7 @@
 """Two models that know only the last token, and a stack that answers with them.
 
 The laws are known, so answers can be held against them. Verifier and drafter use what the
-real ones use (`protocol.law`, `protocol.rejection`, `services.candidates`, the real drafter
+real ones use (`protocol.decoding.sampler`, `protocol.decoding.rejection`, `services.candidates`, the real drafter
 service); wires, clocks and deaths are those of chance.
 """
 
@@ -19,7 +19,9 @@ from orchestrator.phase import Phase
 from orchestrator.plan import Plan
 from orchestrator.sequence import Action, Emit, Foresee, Sequence, ToDrafter, ToVerifier
 from orchestrator.statistics import Recorder
-from protocol.law import Floats, choose
+from protocol.decoding.rejection import verified
+from protocol.decoding.sampler import Floats, choose
+from protocol.decoding.sampling_params import by_rejection, of_drafter
 from protocol.messages import (
     CloseSequence,
     DraftLaw,
@@ -32,8 +34,6 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from protocol.rejection import verified
-from protocol.sampling import by_rejection, of_drafter
 from services.backends.interface import (
     NO_TURN,
     BackendIdentity,

@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from protocol.law import Floats, choose
+from protocol.decoding.sampler import Floats, choose
 from protocol.messages import Sampling, Tokens
 from tests.tiny_models import write_tiny_model
 

@@ -11,7 +11,7 @@ import psutil
 from launch.config import StackSettings
 from launch.session import private_stack
 from launch.supervisor import Supervisor
-from protocol.client import Client
+from protocol.client.client import Client
 from protocol.messages import (
     ChatMessage,
     Finished,

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from protocol.channel import Channel, Hub, ipc_address
-from protocol.codec import Decoder
 from protocol.errors import DeadlineExceeded, ModelError, ProtocolError, RuntimeFailure
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -35,6 +33,8 @@ from protocol.messages import (
     Verify,
     Welcome,
 )
+from protocol.transport.channel import Channel, Hub, ipc_address
+from protocol.transport.codec import Decoder
 from services.actor import Identity, serve
 from services.inbox import Work
 

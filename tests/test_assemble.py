@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError
-from protocol.fingerprint import vocabulary_of
 from services.assemble import assemble, main
 from services.model import load
 from tests.reference import tiny_folder

@@ -6,8 +6,8 @@ from launch.bench.variant import NAMES, default_modes, parse_all, require_draft_
 from launch.models import Pair
 from launch.yardstick import Yardstick
 from protocol.errors import UsageError
+from protocol.jobs.reference import Decode
 from protocol.messages import Sampling
-from protocol.yardstick import Decode
 from tests.converted import converted_folder, source_folder
 from tests.test_cli import USAGE, complains, ssd
 

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import pytest
 
-from protocol.channel import Channel, Deadline, Hub, Poller, ipc_address
-from protocol.codec import Decoder, encode
 from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure
 from protocol.messages import (
     CloseSequence,
@@ -19,6 +17,8 @@ from protocol.messages import (
     ToService,
     Welcome,
 )
+from protocol.transport.channel import Channel, Deadline, Hub, Poller, ipc_address
+from protocol.transport.codec import Decoder, encode
 
 PATIENCE_S = 60.0
 FAREWELL = Failed(sequence=1, error="bye")
@@ -137,7 +137,7 @@ def test_peers_that_do_not_read_lose_messages(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     """With a full queue, a hub's send is False and a channel's is a RuntimeFailure."""
-    monkeypatch.setattr("protocol.channel._QUEUE", 2)
+    monkeypatch.setattr("protocol.transport.channel._QUEUE", 2)
     large = Refusal("x" * 1_000_000)
     hub: Hub[FromService] = Hub(address, Decoder(FromService))
     channel: Channel[ToService] = Channel(address, Decoder(ToService))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from protocol import messages
-from protocol.codec import MAX_MESSAGE_BYTES, Decoder, encode
 from protocol.errors import ProtocolError
 from protocol.messages import Message
+from protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
 
 UNIONS: dict[str, Any] = {
     name: union for name, union in vars(messages).items() if isinstance(union, UnionType)

@@ -17,8 +17,8 @@ from coremltools._deps.kmeans1d import cluster
 from launch.converted import beside, converted, require_converted
 from launch.process import Lifeline
 from launch.telling import Telling
-from protocol.conversion import COMPRESSIONS, ROUTES, Compression, Converted, Event
 from protocol.errors import ModelError
+from protocol.jobs.convert import COMPRESSIONS, ROUTES, Compression, Converted, Event
 from services.coreml.architecture import read_architecture
 from services.coreml.compression import _centres, pack
 from services.coreml.functions import parts_of

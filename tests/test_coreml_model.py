@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.law import Floats
+from protocol.decoding.sampler import Floats
 from protocol.messages import Tokens
 from services.candidates import Top
 from services.coreml.model import ConvertedModel, Feed, causal, chain_feed

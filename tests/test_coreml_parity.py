@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from protocol.conversion import ROUTES, Agreement, Route
+from protocol.jobs.convert import ROUTES, Agreement, Route
 from services.coreml.parity import Laws, Text, acceptance, agreement, candidates, tops_of
 from tests.converted import SLOTS, converted_folder, converted_model
 from tests.test_coreml_model import fed

@@ -13,7 +13,7 @@ from launch.config import StackSettings
 from launch.control import ask_supervisor
 from launch.models import default_drafter, pair_of
 from orchestrator.tokenizer import TargetTokenizer
-from protocol.conversion import ConvertSettings
+from protocol.jobs.convert import ConvertSettings
 from protocol.messages import ChatMessage, Done, Sampling, SwapDrafter
 from services.backends.coreml import CoremlBackend
 from services.backends.mlx import MlxBackend

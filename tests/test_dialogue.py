@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.statistics import Recorder
-from protocol.dialogue import Dialogue
+from protocol.client.request_session import Dialogue
 from protocol.errors import RuntimeFailure
 from protocol.messages import Finished, Generate, Sampling, Status, StatusRequest, Text, Tokens
 

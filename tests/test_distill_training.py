@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol.distillation import Event, Finished
 from protocol.errors import UsageError
+from protocol.jobs.distill import Event, Finished
 from protocol.messages import Sampling
 from protocol.settings import DistillSettings
 from services.assemble import assemble

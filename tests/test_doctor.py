@@ -20,7 +20,7 @@ from launch.config import StackSettings
 from launch.converted import beside, conversion_in
 from launch.weights import weights_of
 from protocol.errors import ModelError
-from protocol.survey import Survey
+from protocol.jobs.hardware import Survey
 from services.coreml.manifest import read_manifest
 from services.coreml.runtime import devices
 from services.model import load

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from protocol.codec import Decoder, encode
 from protocol.errors import BackendLost, ModelError, ProtocolError
 from protocol.messages import (
     Alive,
@@ -26,7 +25,8 @@ from protocol.messages import (
     Tokens,
     Welcome,
 )
-from protocol.stream import Stream
+from protocol.transport.codec import Decoder, encode
+from protocol.transport.pipes import Stream
 from services.backends.interface import Layer, Outcome
 from services.backends.lines import LineBackend
 from services.backends.ngram import NgramBackend

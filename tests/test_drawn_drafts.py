@@ -6,11 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol.law import Floats
+from protocol.decoding.gumbel import DRAFT, uniform
+from protocol.decoding.rejection import Law, drafter_law, draw
+from protocol.decoding.sampler import Floats
+from protocol.decoding.sampling_params import of_drafter
 from protocol.messages import DraftLaw, Sampling, Tokens
-from protocol.noise import DRAFT, uniform
-from protocol.rejection import Law, drafter_law, draw
-from protocol.sampling import of_drafter
 from services.backends.interface import Drafted, Turn
 from services.backends.mlx import MlxBackend
 from tests.reference import reference, said, tiny_folder

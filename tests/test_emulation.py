@@ -8,8 +8,8 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from protocol.emulation import EmulatedSize, parse_size
 from protocol.errors import ModelError, UsageError
+from protocol.jobs.cost_emulation import EmulatedSize, parse_size
 from services.emulation import SHAPES, emulate
 from services.model import load
 from tests.reference import tiny_folder

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.decoding.vocabulary import Vocabulary, vocabulary_of
 from protocol.errors import ModelError
-from protocol.fingerprint import Vocabulary, vocabulary_of
 
 VOCAB = {"a": 0, "b": 1, "ab": 2}
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.codec import encode
 from protocol.errors import ProtocolError
-from protocol.framing import Frames
 from protocol.messages import DraftTree, Prepare
+from protocol.transport.codec import encode
+from protocol.transport.framing import Frames
 from services.line_protocol import MAX_LINE_BYTES, Lines, read_tokens, tokens_line
 
 values = st.recursive(

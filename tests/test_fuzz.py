@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import encode
+from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError, ProtocolError, UsageError
-from protocol.fingerprint import vocabulary_of
 from protocol.messages import Sampling
 from protocol.settings import VerifierSettings, decode_settings
+from protocol.transport.codec import encode
 from services.gateway.faults import Fault
 from services.gateway.fields import ChatRequest, CompletionRequest
 from services.gateway.reading import chat, completion, read

@@ -16,7 +16,7 @@ import pytest
 
 from launch.config import StackSettings
 from launch.door import Door
-from protocol.client import Client
+from protocol.client.client import Client
 from protocol.errors import UsageError
 from protocol.messages import Generate, Sampling
 from tests.stack import DEADLINE_S, RunningStack, eventually, gone, running

@@ -15,8 +15,8 @@ from mlx_lm.utils import load_model
 from tokenizers import Tokenizer
 
 from launch.models import produce
+from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError
-from protocol.fingerprint import vocabulary_of
 from services.gguf import convert, main
 from services.model import compute_unit, load
 from tests.gguf_file import metadata_of, rounded, tensors_of, write_gguf

@@ -6,11 +6,11 @@ import time
 import pytest
 
 from orchestrator.statistics import Recorder
-from protocol.channel import Hub, ipc_address
-from protocol.client import Client
-from protocol.codec import Decoder
-from protocol.dialogue import Dialogue
+from protocol.client.client import Client
+from protocol.client.request_session import Dialogue
 from protocol.messages import Finished, Generate, Status, StatusRequest, ToOrchestrator
+from protocol.transport.channel import Hub, ipc_address
+from protocol.transport.codec import Decoder
 
 PATIENCE_S = 60.0
 QUESTIONS = 5
@@ -84,7 +84,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_request_is_sent_again_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All questions of a long silence are answered at once; the request comes once for all of
     them, or two streams would be mixed up."""
-    monkeypatch.setattr("protocol.client.SILENCE_S", 0.05)
+    monkeypatch.setattr("protocol.client.client.SILENCE_S", 0.05)
     silence = Dialogue.silence
     asked, enough = [0], threading.Event()
 
@@ -108,7 +108,7 @@ def test_a_request_is_sent_again_once(address: str, monkeypatch: pytest.MonkeyPa
 
 def test_a_new_orchestrator_is_asked_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client whose connection is made anew does not wait for a silence to ask."""
-    monkeypatch.setattr("protocol.client.SILENCE_S", 1000.0)
+    monkeypatch.setattr("protocol.client.client.SILENCE_S", 1000.0)
     asking = Asking(address)
     second = Orchestrator(address, pid=2)
     second.serve(generates=1, questions=1)
@@ -120,7 +120,7 @@ def test_a_new_orchestrator_is_asked_at_once(address: str, monkeypatch: pytest.M
 
 def test_a_lost_question_is_asked_again(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is there is asked again if the orchestrator that was asked does not answer."""
-    monkeypatch.setattr("protocol.client.SILENCE_S", 0.05)
+    monkeypatch.setattr("protocol.client.client.SILENCE_S", 0.05)
     client = Client(address)
     got: list[int] = []
     with Hub[ToOrchestrator](address, Decoder(ToOrchestrator)) as deaf:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from protocol.law import choose, distances, has_filter, kept, ranked
+from protocol.decoding.gumbel import gumbel
+from protocol.decoding.sampler import choose, distances, has_filter, kept, ranked
 from protocol.messages import Sampling
-from protocol.noise import gumbel
 
 Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]

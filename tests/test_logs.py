@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.verbs.logs import LogFile, parsed, readable
-from protocol.logs import JsonLines, Repetition, about
+from protocol.process.logs import JsonLines, Repetition, about
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from orchestrator.estimates import Estimates
 from orchestrator.limits import Limits
 from orchestrator.phase import Phase
 from orchestrator.plan import Plan
-from protocol.bans import Bans
-from protocol.lookup import CONFIDENCE, continuation
+from protocol.decoding.bans import Bans
+from protocol.decoding.prompt_lookup import CONFIDENCE, continuation
 from protocol.messages import Sampling, Shape, Verify
 from tests.fakes import Stack, Target
 

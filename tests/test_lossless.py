@@ -10,8 +10,8 @@ from launch.config import BackendChoice, StackSettings
 from launch.models import pair_of
 from launch.yardstick import Yardstick
 from orchestrator.tokenizer import TargetTokenizer
+from protocol.jobs.reference import LARGEST_TIE
 from protocol.messages import ChatMessage, Mode, Sampling, Tokens
-from protocol.yardstick import LARGEST_TIE
 from tests.stack import RunningStack, running
 
 pytestmark = [pytest.mark.processes, pytest.mark.model]

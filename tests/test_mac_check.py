@@ -14,8 +14,8 @@ from launch import doctor, mac_report
 from launch.probing import probe, probes_together
 from launch.process import Lifeline
 from launch.verbs import mac_check
-from protocol.probing import Found
-from protocol.survey import Survey
+from protocol.jobs.coreml_probe import Found
+from protocol.jobs.hardware import Survey
 from tests.converted import SLOTS, converted_folder, source_folder
 
 _DEADLINE_S = 240

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.decoding.gumbel import gumbel
+from protocol.decoding.sampler import Floats, has_filter, kept
+from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError, ProtocolError
-from protocol.fingerprint import vocabulary_of
-from protocol.law import Floats, has_filter, kept
 from protocol.messages import Sampling, Tokens
-from protocol.noise import gumbel
 from services.backends.interface import Drafted, Layer
 from services.backends.mlx import MAX_DRAFT_TOKENS, MlxBackend
 from services.prompt_cache import PromptCache

@@ -13,8 +13,8 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
+from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError
-from protocol.fingerprint import vocabulary_of
 from services.model import compute_unit, load
 from tests.reference import reference, tiny_folder
 from tests.tiny_models import CONTEXT, FAMILIES, write_tiny_model

@@ -7,10 +7,10 @@ import pytest
 
 from launch import muster, show
 from launch.process import Child
-from protocol.channel import ipc_address
-from protocol.client import Client
+from protocol.client.client import Client
 from protocol.errors import DeadlineExceeded, RuntimeFailure
 from protocol.messages import ProcessStatus
+from protocol.transport.channel import ipc_address
 
 
 def test_long_loading_is_said(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.noise import ACCEPT, BONUS, DRAFT, gumbel, gumbel_of, hashed, uniform
+from protocol.decoding.gumbel import ACCEPT, BONUS, DRAFT, gumbel, gumbel_of, hashed, uniform
 
 Bits = npt.NDArray[np.uint32]
 

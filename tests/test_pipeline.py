@@ -7,9 +7,8 @@ import msgspec
 import pytest
 
 from orchestrator.pipeline import Orchestrator
-from protocol.codec import Decoder, encode
+from protocol.decoding.vocabulary import Vocabulary
 from protocol.errors import ProtocolError
-from protocol.fingerprint import Vocabulary
 from protocol.messages import (
     PROTOCOL_VERSION,
     Alive,
@@ -39,6 +38,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.settings import OrchestratorSettings
+from protocol.transport.codec import Decoder, encode
 
 VERIFIER = Hello(
     protocol=PROTOCOL_VERSION,

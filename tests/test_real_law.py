@@ -12,6 +12,8 @@ import pytest
 from launch.config import StackSettings
 from launch.models import pair_of
 from orchestrator.tokenizer import TargetTokenizer
+from protocol.decoding.rejection import Law, target_law
+from protocol.decoding.sampling_params import of_drafter
 from protocol.messages import (
     ChatMessage,
     OpenSequence,
@@ -20,8 +22,6 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from protocol.rejection import Law, target_law
-from protocol.sampling import of_drafter
 from services.backends.interface import Drafted, Turn
 from services.backends.mlx import MlxBackend
 from services.batching import Ask, Pass

@@ -15,7 +15,7 @@ from launch.models import pair_of
 from launch.prompts import chosen_prompts
 from orchestrator.limits import Limits
 from orchestrator.tokenizer import TargetTokenizer
-from protocol.grammar import json_grammar
+from protocol.decoding.grammar import json_grammar
 from protocol.messages import ChatMessage, Done, Sampling, Shape, SwapDrafter
 from services.backends.mlx import MlxBackend
 from services.model import load

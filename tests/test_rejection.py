@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from protocol.codec import Decoder, encode
+from protocol.decoding.gumbel import ACCEPT, BONUS, DRAFT
+from protocol.decoding.prompt_lookup import continuation
+from protocol.decoding.rejection import Law, drafter_law, residual, verified
+from protocol.decoding.sampler import Floats
+from protocol.decoding.sampling_params import of_drafter
 from protocol.errors import ProtocolError
-from protocol.law import Floats
-from protocol.lookup import continuation
 from protocol.messages import DraftLaw, Sampling, Verify
-from protocol.noise import ACCEPT, BONUS, DRAFT
-from protocol.rejection import Law, drafter_law, residual, verified
-from protocol.sampling import of_drafter
+from protocol.transport.codec import Decoder, encode
 from services.backends.interface import Drafted, Turn
 from services.candidates import best_of, drafted
 from tests.test_law import allowed, softmax
@@ -50,7 +50,7 @@ class Dice:
 @pytest.fixture
 def dice(monkeypatch: pytest.MonkeyPatch) -> Dice:
     found = Dice()
-    monkeypatch.setattr("protocol.rejection.uniform", found)
+    monkeypatch.setattr("protocol.decoding.rejection.uniform", found)
     return found
 
 

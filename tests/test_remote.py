@@ -14,9 +14,6 @@ import zmq
 
 from launch import keyring
 from launch.config import StackSettings
-from protocol.channel import Channel, Hub
-from protocol.codec import Decoder, encode
-from protocol.curve import ClientLock, KeyPair, new_keys, read_keys
 from protocol.errors import StreamEnded, UsageError
 from protocol.messages import (
     Alive,
@@ -31,6 +28,9 @@ from protocol.messages import (
     ToDrafter,
     Welcome,
 )
+from protocol.transport.channel import Channel, Hub
+from protocol.transport.codec import Decoder, encode
+from protocol.transport.curve import ClientLock, KeyPair, new_keys, read_keys
 from tests.stack import RunningStack, eventually, running
 from tests.tiny_models import write_tiny_model
 

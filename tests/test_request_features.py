@@ -12,8 +12,8 @@ import pytest
 
 from launch.config import StackSettings
 from orchestrator.tokenizer import TargetTokenizer
+from protocol.decoding.grammar import json_grammar
 from protocol.errors import UsageError
-from protocol.grammar import json_grammar
 from protocol.messages import Generate, Mode, Sampling, Shape, Text, Tokens
 from tests.reference import Reference
 from tests.stack import RunningStack, eventually, running

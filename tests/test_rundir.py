@@ -12,7 +12,7 @@ import pytest
 
 from launch.rundir import Description, RunDir, claim, sweep
 from protocol.errors import RuntimeFailure
-from protocol.orphans import note_children
+from protocol.process.orphans import note_children
 
 NOBODY = 2**22 + 1  # above the largest pid of Linux and macOS
 

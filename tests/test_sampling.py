@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_ssd import SamplingParams
+from protocol.decoding.sampling_params import by_rejection, check, is_sound, of_drafter
 from protocol.errors import UsageError
 from protocol.messages import DraftLaw, Sampling
-from protocol.sampling import by_rejection, check, is_sound, of_drafter
 
 WARM = Sampling(temperature=0.7, top_p=0.9)
 

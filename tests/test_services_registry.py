@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.services import Peer, Registry, objection
 from orchestrator.vigil import Vigil
-from protocol.fingerprint import Vocabulary
+from protocol.decoding.vocabulary import Vocabulary
 from protocol.messages import PROTOCOL_VERSION, Hello, Role
 
 TARGET = Vocabulary("f00d", 1000)

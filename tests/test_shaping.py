@@ -8,10 +8,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from protocol.decoding.grammar import MAX_GRAMMAR_BYTES, Grammar, check_grammar, json_grammar
+from protocol.decoding.logits_processor import Shaper, along
 from protocol.errors import UsageError
-from protocol.grammar import MAX_GRAMMAR_BYTES, Grammar, check_grammar, json_grammar
 from protocol.messages import Shape, Tokens
-from protocol.shaping import Shaper, along
 from tests.reference import tiny_folder
 from tests.tiny_models import EOS, vocabulary_size
 

@@ -6,10 +6,10 @@ from contextlib import suppress
 
 import pytest
 
-from protocol.codec import Decoder, encode
 from protocol.errors import DeadlineExceeded, ProtocolError, StreamEnded
 from protocol.messages import CloseSequence, OpenSequence, Sampling, Stop, ToDrafter
-from protocol.stream import Stream, write_all
+from protocol.transport.codec import Decoder, encode
+from protocol.transport.pipes import Stream, write_all
 
 
 class Ends:

@@ -11,9 +11,7 @@ import msgspec
 import pytest
 
 from launch.config import StackSettings
-from protocol.channel import Channel
-from protocol.client import Client
-from protocol.codec import Decoder
+from protocol.client.client import Client
 from protocol.errors import Busy
 from protocol.messages import (
     Cancel,
@@ -26,6 +24,8 @@ from protocol.messages import (
     Text,
     Tokens,
 )
+from protocol.transport.channel import Channel
+from protocol.transport.codec import Decoder
 from tests.stack import DEADLINE_S, RunningStack, eventually, running
 from tests.tiny_models import write_endless_model
 

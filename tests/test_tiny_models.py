@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from protocol.fingerprint import vocabulary_of
+from protocol.decoding.vocabulary import vocabulary_of
 from protocol.messages import Sampling
 from tests.reference import Reference, plain, reference, tiny_folder
 from tests.tiny_models import FAMILIES, VERIFIERS, write_tiny_model

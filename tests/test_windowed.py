@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.config import StackSettings
+from protocol.decoding.sampler import choose
 from protocol.errors import ProtocolError
-from protocol.law import choose
 from protocol.messages import Mode, Sampling, Tokens
 from services.backends.interface import (
     NO_TURN,

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from protocol.yardstick import LARGEST_TIE, MarginAnswer
+from protocol.jobs.reference import LARGEST_TIE, MarginAnswer
 from services.reference import _spacing
 
 

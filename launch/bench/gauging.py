@@ -8,7 +8,7 @@ from launch.bench.result import Overlap
 from launch.config import StackSettings, share_cores
 from launch.line_process import LineProcess
 from launch.models import Pair
-from protocol.gauge import GaugeSettings, Part, Ready, Time, Times, Work, Worked
+from protocol.jobs.profile import GaugeSettings, Part, Ready, Time, Times, Work, Worked
 from protocol.messages import Tokens
 
 CHAINS = [1, 2, 3, 4, 5, 6, 8]

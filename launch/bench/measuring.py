@@ -27,7 +27,7 @@ from launch.prompts import Prompt
 from launch.session import private_stack
 from launch.yardstick import Yardstick
 from orchestrator.tokenizer import TargetTokenizer
-from protocol.client import Client
+from protocol.client.client import Client
 from protocol.messages import ChatMessage, Finished, Generate, Sampling, Statistics
 
 _FIRST = "Say hello."

@@ -13,7 +13,7 @@ from launch.prompts import Prompt
 from orchestrator.simulation.run import simulate
 from orchestrator.simulation.scenario import Device, Laws, Scenario, Strategy
 from orchestrator.simulation.sweep import compare, fixed_pairs
-from protocol.client import Client
+from protocol.client.client import Client
 from protocol.messages import ChatMessage, Finished, Generate, Statistics
 
 _ANSWERS = 4

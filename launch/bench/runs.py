@@ -10,8 +10,10 @@ from launch.bench.variant import Variant
 from launch.prompts import Prompt
 from launch.yardstick import Yardstick
 from orchestrator.tokenizer import TargetTokenizer
-from protocol.client import Client
+from protocol.client.client import Client
+from protocol.decoding.sampling_params import by_rejection
 from protocol.errors import LosslessnessError, RuntimeFailure
+from protocol.jobs.reference import Decode
 from protocol.messages import (
     ChatMessage,
     Finished,
@@ -21,8 +23,6 @@ from protocol.messages import (
     Statistics,
     Tokens,
 )
-from protocol.sampling import by_rejection
-from protocol.yardstick import Decode
 
 _WARM_UP_TOKENS = 24
 _TRACED = "ssd"

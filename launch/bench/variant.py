@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 import msgspec
 
+from protocol.decoding.sampling_params import check
 from protocol.errors import UsageError
 from protocol.messages import Acceptance, FanOutPolicy, Generate, Mode, Sampling
-from protocol.sampling import check
 
 REFERENCES = {"mlx-lm": 0, "mlx-lm-draft": 3}
 """mlx-lm's own generation, and its number of draft tokens (3 is its default)."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from launch.chaos.faults import Fault, Victim, known
 from launch.chaos.load import Load
 from launch.chaos.starts import Starts
-from protocol.client import Client
+from protocol.client.client import Client
 from protocol.errors import DeadlineExceeded, RuntimeFailure, SsdError
 from protocol.messages import Status
 

@@ -18,8 +18,6 @@ from launch.chaos.hostile import BEHAVIOURS, Orders
 from launch.chaos.http_client import malformed, never_reads
 from launch.control import ask_supervisor
 from launch.rundir import RunDir
-from protocol.channel import Channel
-from protocol.codec import Decoder
 from protocol.errors import SsdError
 from protocol.messages import (
     ChatMessage,
@@ -30,6 +28,8 @@ from protocol.messages import (
     StackRequest,
     SwapDrafter,
 )
+from protocol.transport.channel import Channel
+from protocol.transport.codec import Decoder
 
 _REPLY_S = 10.0
 _HOSTILE_S = 0.4

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from protocol.channel import Channel, Deadline
-from protocol.codec import Decoder, encode
 from protocol.errors import SsdError
 from protocol.messages import (
     PROTOCOL_VERSION,
@@ -27,6 +25,8 @@ from protocol.messages import (
     ToService,
     VerificationOutcome,
 )
+from protocol.transport.channel import Channel, Deadline
+from protocol.transport.codec import Decoder, encode
 
 _MANY = 200
 

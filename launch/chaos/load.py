@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from launch.chaos.http_client import ask_http
-from protocol.client import Client
+from protocol.client.client import Client
 from protocol.errors import SsdError
 from protocol.messages import ChatMessage, Finished, Generate, Mode, Sampling, Text, Tokens
 

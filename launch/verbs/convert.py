@@ -19,9 +19,9 @@ from launch.process import Lifeline
 from launch.prompts import own_prompts
 from launch.telling import Telling
 from orchestrator.tokenizer import TargetTokenizer
-from protocol import conversion
-from protocol.conversion import COMPRESSIONS, STATE_WRITES, ConvertSettings
 from protocol.errors import UsageError
+from protocol.jobs import convert as conversion
+from protocol.jobs.convert import COMPRESSIONS, STATE_WRITES, ConvertSettings
 from protocol.settings import COMPUTE_UNITS
 
 F = TypeVar("F", bound=Callable[..., Any])

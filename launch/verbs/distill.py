@@ -20,8 +20,8 @@ from launch.process import Lifeline
 from launch.prompts import own_prompts
 from launch.telling import Telling
 from orchestrator.tokenizer import TargetTokenizer
-from protocol import distillation
 from protocol.errors import UsageError
+from protocol.jobs import distill as distillation
 from protocol.settings import OBJECTIVES, PRECISIONS, DistillSettings
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -8,8 +8,8 @@ import click
 from launch.config import compute_threads
 from launch.keyring import check_address, own_keys, public_key
 from launch.models import drafter_folder
-from protocol.draft_server import DraftServerSettings
 from protocol.errors import UsageError
+from protocol.jobs.draft_server import DraftServerSettings
 from protocol.settings import OWN_BACKENDS, BackendName, encode_settings
 
 

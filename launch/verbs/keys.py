@@ -6,7 +6,7 @@ import click
 
 from launch import keyring, show
 from launch.keyring import DEFAULT_KEY
-from protocol.curve import read_keys
+from protocol.transport.curve import read_keys
 
 
 @click.group("keys")

@@ -21,10 +21,10 @@ from launch.models import default_drafter, pair_of, resolve
 from launch.probing import probe, probes_together
 from launch.process import Lifeline
 from launch.session import private_stack
-from protocol.client import Client
+from protocol.client.client import Client
 from protocol.errors import SsdError, UsageError
+from protocol.jobs.coreml_probe import Found
 from protocol.messages import ChatMessage, Finished, Generate, Mode, Sampling
-from protocol.probing import Found
 
 _UNITS = ("cpu_and_ne", "cpu_only", "cpu_and_gpu")
 _PROMPT = "Explain in a few sentences how a bicycle stays upright while it is moving."

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from protocol.decoding.logits_processor import Shaper
+from protocol.decoding.sampling_params import of_drafter
 from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
-from protocol.sampling import of_drafter
-from protocol.shaping import Shaper
 from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
 from services.candidates import Top, best_bonuses, drafted, shaped
 from services.coreml.model import ConvertedModel, Feed, chain_feed

@@ -7,7 +7,7 @@ verifies every token.
 
 One promise matters: a draft token is a function of the tokens before it, unless it was drawn
 at random; then the law that it was drawn from comes with it, exactly, and what was drawn
-does not decide what is offered (`protocol.rejection`, `candidates.drafted`).
+does not decide what is offered (`protocol.decoding.rejection`, `candidates.drafted`).
 
 Life of a sequence: `open` with the committed tokens; then, per round, `commit` brings it up
 to date and one of `prepare` or `draft` is asked for; `close` ends it. Methods raise on

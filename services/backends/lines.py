@@ -10,7 +10,6 @@ protocol can say: one branch, no probabilities, one sequence, and no interruptio
 import os
 from collections.abc import Generator
 
-from protocol.channel import Deadline
 from protocol.errors import (
     BackendLost,
     DeadlineExceeded,
@@ -19,7 +18,8 @@ from protocol.errors import (
     StreamEnded,
 )
 from protocol.messages import Sampling, Tokens
-from protocol.stream import READ_BYTES, readable, write_all
+from protocol.transport.channel import Deadline
+from protocol.transport.pipes import READ_BYTES, readable, write_all
 from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
 from services.line_protocol import MAX_DRAFT_TOKENS, Lines, read_tokens
 from services.program import Program

@@ -26,10 +26,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from protocol.decoding.logits_processor import Shaper, along
+from protocol.decoding.sampling_params import is_greedy, of_drafter
 from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
-from protocol.sampling import is_greedy, of_drafter
-from protocol.shaping import Shaper, along
 from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
 from services.backends.tree import Tree, common_length, scratch_positions, visible
 from services.backends.trunk import Trunk

@@ -1,4 +1,4 @@
-"""Prompt lookup as a drafter (`protocol.lookup`): what followed the last time. No model.
+"""Prompt lookup as a drafter (`protocol.decoding.prompt_lookup`): what followed the last time. No model.
 
 Good on text that repeats itself: code edits, quotations, summaries. What a request's bias or
 grammar rules out is not proposed; penalties rule nothing out.
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from protocol.decoding.logits_processor import Shaper
+from protocol.decoding.prompt_lookup import continuation, successors
 from protocol.errors import ProtocolError
-from protocol.lookup import continuation, successors
 from protocol.messages import ENDED, Sampling, Shape, Tokens
-from protocol.shaping import Shaper
 from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
 
 MAX_DRAFT_TOKENS = 64

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from protocol.draft_server import DraftServerSettings
 from protocol.errors import UsageError
+from protocol.jobs.draft_server import DraftServerSettings
 from protocol.settings import DrafterSettings
 from services.backends.interface import DraftBackend
 from services.machine import load_blas

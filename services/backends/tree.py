@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from protocol.decoding.logits_processor import Shaper, along
 from protocol.messages import Tokens
-from protocol.shaping import Shaper, along
 from services.backends.interface import Outcome
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from protocol.decoding.logits_processor import Shaper
 from protocol.messages import Sampling, Tokens
-from protocol.shaping import Shaper
 from services.backends.interface import Outcome
 from services.backends.tree import Tree
 from services.candidates import Top, best_bonuses

@@ -5,8 +5,8 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from protocol.child import main
-from protocol.conversion import ConvertSettings
+from protocol.jobs.convert import ConvertSettings
+from protocol.process.child import main
 from services.machine import load_blas
 
 

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from protocol.decoding.sampler import Floats
 from protocol.errors import ModelError
-from protocol.law import Floats
 
 Doubles = npt.NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from protocol.law import Floats
+from protocol.decoding.sampler import Floats
 from services.coreml.compression import Packed
 from services.coreml.mil import mb, types
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from protocol.conversion import Compression
-from protocol.law import Floats
+from protocol.decoding.sampler import Floats
+from protocol.jobs.convert import Compression
 
 _BITS: dict[str, int] = {"palette8": 8, "palette6": 6, "palette4": 4}
 

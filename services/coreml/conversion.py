@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from protocol.conversion import ConvertSettings
-from protocol.fingerprint import vocabulary_of
+from protocol.decoding.vocabulary import vocabulary_of
+from protocol.jobs.convert import ConvertSettings
 from services.coreml import package
 from services.coreml.functions import functions_of, parts_of
 from services.coreml.manifest import EMBEDDING, Manifest, Versions, write_manifest

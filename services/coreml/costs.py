@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from protocol.conversion import FunctionCost
+from protocol.jobs.convert import FunctionCost
 from services.coreml.functions import Function
 from services.coreml.model import ConvertedModel, chain_feed
 from services.coreml.runtime.blob import Array

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.conversion import Compression, StateWrite
 from protocol.errors import ModelError
+from protocol.jobs.convert import Compression, StateWrite
 from services.coreml.architecture import Architecture
 from services.coreml.functions import Function, Part
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from protocol.decoding.sampler import Floats
 from protocol.errors import ModelError
-from protocol.law import Floats
 from protocol.settings import ComputeUnits
 from services.candidates import Top
 from services.coreml.functions import MASKED, Function

@@ -11,9 +11,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from protocol.conversion import TIE, Acceptance, Agreement, Difference, Route
+from protocol.decoding.sampler import Floats, Ids
 from protocol.errors import UsageError
-from protocol.law import Floats, Ids
+from protocol.jobs.convert import TIE, Acceptance, Agreement, Difference, Route
 from protocol.messages import Tokens
 from services.candidates import Top
 from services.coreml.model import ConvertedModel, chain_feed

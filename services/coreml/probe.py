@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import psutil
 
-from protocol.child import main
 from protocol.errors import RuntimeFailure
-from protocol.probing import Found, PrefillTime, ProbeSettings
+from protocol.jobs.coreml_probe import Found, PrefillTime, ProbeSettings
+from protocol.process.child import main
 from services.candidates import Top
 from services.coreml import costs
 from services.coreml.architecture import read_architecture

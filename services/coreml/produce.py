@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.conversion import ROUTES, Converted, ConvertSettings, Event, Step
-from protocol.distillation import TokenPrompt
 from protocol.errors import ModelError, ParityError, UsageError
+from protocol.jobs.convert import ROUTES, Converted, ConvertSettings, Event, Step
+from protocol.jobs.distill import TokenPrompt
 from protocol.messages import Tokens
 from services.coreml.conversion import convert
 from services.coreml.costs import measure

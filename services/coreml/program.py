@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from protocol.conversion import StateWrite
+from protocol.jobs.convert import StateWrite
 from services.coreml import mil
 from services.coreml.architecture import Architecture
 from services.coreml.blocks import Var, attend, best_tokens, by_head, dense, rms_norm, rotate

@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from protocol.conversion import Compression
+from protocol.decoding.sampler import Floats, Ids
 from protocol.errors import ModelError
-from protocol.law import Floats, Ids
+from protocol.jobs.convert import Compression
 from protocol.messages import Token
 from services.coreml.architecture import Architecture, read_architecture
 from services.coreml.compression import Packed, pack

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from protocol.decoding.sampler import Floats
 from protocol.errors import ModelError
-from protocol.law import Floats
 
 _DTYPES: dict[str, type[np.generic]] = {
     "F16": np.float16,

@@ -2,7 +2,7 @@
 
 import sys
 
-from protocol.child import main
+from protocol.process.child import main
 from protocol.settings import DistillSettings
 from services.distill.session import Session
 from services.machine import load_blas

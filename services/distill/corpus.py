@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from protocol.distillation import Note, Progress, TokenPrompt
 from protocol.errors import UsageError
+from protocol.jobs.distill import Note, Progress, TokenPrompt
 from protocol.messages import Tokens
 from protocol.settings import DistillSettings
 from services.distill.data import RowInfo, ShardInfo, Shards

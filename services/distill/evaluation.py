@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from protocol.law import Ids
+from protocol.decoding.sampler import Ids
 from services.distill.data import Batches, Texts
 from services.distill.generation import Integers
 from services.distill.laws import TargetLaw, logits_at

@@ -13,8 +13,8 @@ import mlx.core as mx
 import msgspec
 from mlx.utils import tree_flatten
 
+from protocol.decoding.sampler import Ids
 from protocol.errors import RuntimeFailure
-from protocol.law import Ids
 from services.distill.laws import Weights
 from services.draft_head import FILE_NAME
 from services.model import LoadedModel

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 from mlx.utils import tree_flatten
 
-from protocol.distillation import Finished, Note
+from protocol.decoding.sampler import Ids
+from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError, UsageError
-from protocol.fingerprint import vocabulary_of
-from protocol.law import Ids
+from protocol.jobs.distill import Finished, Note
 from protocol.settings import DistillSettings
 from services.distill import card, checkpoint
 from services.distill.corpus import Corpus, chat_of, read_prompts

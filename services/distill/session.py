@@ -7,7 +7,7 @@ from types import FrameType
 
 import msgspec
 
-from protocol.distillation import Event, Progress
+from protocol.jobs.distill import Event, Progress
 
 _SAY_EVERY_S = 1.0
 

@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from protocol.decoding.sampler import Ids
 from protocol.errors import ModelError, UsageError
-from protocol.law import Ids
 from services.distill.laws import Weights, logits_at
 from services.draft_head import keep_rows
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from protocol.distillation import Progress
 from protocol.errors import RuntimeFailure
+from protocol.jobs.distill import Progress
 from protocol.settings import DistillSettings, Objective
 from services.distill.checkpoint import Checkpoint, LogEntry, Moments, Position
 from services.distill.data import Batch, Batches

@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from protocol.async_client import AsyncClient
+from protocol.client.async_client import AsyncClient
+from protocol.decoding.grammar import check_grammar
 from protocol.errors import SsdError
-from protocol.grammar import check_grammar
 from protocol.messages import Finished, Generate, Status, Text
 from protocol.settings import GatewaySettings
 from services.gateway import reading

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import uvicorn
 
-from protocol.async_client import AsyncClient
-from protocol.child import main
+from protocol.client.async_client import AsyncClient
 from protocol.errors import UsageError
+from protocol.process.child import main
 from protocol.settings import GatewaySettings
 from services.gateway.app import Gateway
 

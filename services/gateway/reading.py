@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from protocol.grammar import json_grammar
+from protocol.decoding.grammar import json_grammar
+from protocol.decoding.sampling_params import check
 from protocol.messages import ChatMessage, Generate, Sampling, Shape
-from protocol.sampling import check
 from services.gateway.faults import Fault, unsupported
 from services.gateway.fields import (
     ChatRequest,

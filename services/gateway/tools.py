@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from protocol.grammar import json_rule
+from protocol.decoding.grammar import json_rule
 from services.gateway.fields import Function
 from services.gateway.tool_format import ToolFormat
 

@@ -9,11 +9,11 @@ import os
 import select
 from typing import Generic, TypeVar
 
-from protocol.channel import Deadline
-from protocol.codec import Decoder, encode
 from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure, StreamEnded
-from protocol.framing import Frames
 from protocol.messages import Message
+from protocol.transport.channel import Deadline
+from protocol.transport.codec import Decoder, encode
+from protocol.transport.framing import Frames
 
 Inbound = TypeVar("Inbound", bound=Message)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from protocol.bans import Bans
+from protocol.decoding.bans import Bans
+from protocol.decoding.grammar import Allowed, Grammar
+from protocol.decoding.sampler import Floats, Ids
 from protocol.errors import ProtocolError
-from protocol.grammar import Allowed, Grammar
-from protocol.law import Floats, Ids
 from protocol.messages import Shape, Tokens
 
 

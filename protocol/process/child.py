@@ -17,7 +17,7 @@ from typing import TypeVar
 import setproctitle
 
 from protocol.errors import RuntimeFailure, SsdError, UsageError
-from protocol.logs import configure
+from protocol.process.logs import configure
 from protocol.settings import ChildSettings, decode_settings
 
 ERROR_PREFIX = "error: "

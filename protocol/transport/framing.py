@@ -6,8 +6,8 @@ hostile stream cannot make us build anything before its size and types are check
 
 import msgpack
 
-from protocol.codec import MAX_MESSAGE_BYTES
 from protocol.errors import ProtocolError
+from protocol.transport.codec import MAX_MESSAGE_BYTES
 
 
 class Frames:

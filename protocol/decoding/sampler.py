@@ -16,9 +16,9 @@ from math import exp, log
 import numpy as np
 import numpy.typing as npt
 
+from protocol.decoding.gumbel import gumbel, gumbel_of, hashed
+from protocol.decoding.sampling_params import is_greedy
 from protocol.messages import Sampling
-from protocol.noise import gumbel, gumbel_of, hashed
-from protocol.sampling import is_greedy
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]

@@ -5,9 +5,7 @@ import itertools
 from collections import deque
 from collections.abc import Generator, Iterable
 
-from protocol.channel import Channel, Deadline
-from protocol.codec import Decoder
-from protocol.dialogue import SILENCE_S, Dialogue
+from protocol.client.request_session import SILENCE_S, Dialogue
 from protocol.errors import DeadlineExceeded
 from protocol.messages import (
     Cancel,
@@ -19,6 +17,8 @@ from protocol.messages import (
     StatusRequest,
     Text,
 )
+from protocol.transport.channel import Channel, Deadline
+from protocol.transport.codec import Decoder
 
 _REPLY_S = 10.0
 

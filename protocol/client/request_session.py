@@ -4,6 +4,7 @@ An orchestrator may be restarted while a request runs. Under the coupled rule an
 a function of its request, so the client asks again and skips what it has had already.
 """
 
+from protocol.decoding.sampling_params import by_rejection, is_greedy
 from protocol.errors import Busy, RuntimeFailure, ServiceLost, SsdError, UsageError
 from protocol.messages import (
     Finished,
@@ -15,7 +16,6 @@ from protocol.messages import (
     StatusRequest,
     Text,
 )
-from protocol.sampling import by_rejection, is_greedy
 
 SILENCE_S = 1.0
 """After this long without a word, the client asks whether its request is still there."""

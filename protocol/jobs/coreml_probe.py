@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from protocol.conversion import FunctionCost
+from protocol.jobs.convert import FunctionCost
 from protocol.settings import ChildSettings, ComputeUnits
 
 Kind = Literal["functions", "device", "draft-loop", "target-loop", "injection", "prefill", "soak"]

@@ -5,10 +5,7 @@ from collections.abc import AsyncGenerator
 import zmq
 import zmq.asyncio
 
-from protocol.channel import Deadline, configure
-from protocol.closing import Closing
-from protocol.codec import Decoder, encode
-from protocol.dialogue import SILENCE_S, Dialogue
+from protocol.client.request_session import SILENCE_S, Dialogue
 from protocol.errors import DeadlineExceeded, RuntimeFailure
 from protocol.messages import (
     Cancel,
@@ -20,6 +17,9 @@ from protocol.messages import (
     StatusRequest,
     Text,
 )
+from protocol.process.closeable import Closing
+from protocol.transport.channel import Deadline, configure
+from protocol.transport.codec import Decoder, encode
 
 _DECODER: Decoder[FromOrchestrator] = Decoder(FromOrchestrator)
 

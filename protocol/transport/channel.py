@@ -14,9 +14,6 @@ from typing import Generic, TypeVar
 
 import zmq
 
-from protocol.closing import Closing
-from protocol.codec import MAX_MESSAGE_BYTES, Decoder, encode
-from protocol.curve import ClientLock, Lock, ServerLock, monitor, secure, why_down
 from protocol.errors import (
     DeadlineExceeded,
     ProtocolError,
@@ -25,6 +22,9 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.messages import Message
+from protocol.process.closeable import Closing
+from protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
+from protocol.transport.curve import ClientLock, Lock, ServerLock, monitor, secure, why_down
 
 Inbound = TypeVar("Inbound", bound=Message)
 

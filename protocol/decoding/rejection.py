@@ -31,11 +31,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from protocol.decoding.gumbel import ACCEPT, BONUS, DRAFT, uniform
+from protocol.decoding.sampler import Floats, Ids, has_filter, kept
+from protocol.decoding.sampling_params import is_sound
 from protocol.errors import ProtocolError
-from protocol.law import Floats, Ids, has_filter, kept
 from protocol.messages import DraftLaw, Sampling
-from protocol.noise import ACCEPT, BONUS, DRAFT, uniform
-from protocol.sampling import is_sound
 
 Doubles = npt.NDArray[np.float64]
 

@@ -29,7 +29,7 @@ class ConvertSettings(ChildSettings, frozen=True, kw_only=True):
     target: str = ""
     """Folder of the target that the model is to draft for; empty judges the model alone."""
     prompts: str = ""
-    """File of tokenised prompts (`protocol.distillation.TokenPrompt`, one JSON a line)."""
+    """File of tokenised prompts (`protocol.jobs.distill.TokenPrompt`, one JSON a line)."""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     context: Annotated[int, msgspec.Meta(ge=64, multiple_of=32)] = 512
     """Slots of the state: committed tokens and drafts."""

@@ -1,0 +1,1 @@
+"""Messages on their way: sockets, pipes, bytes, keys."""
