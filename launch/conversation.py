@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from launch.prompts import read_prompts
-from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from protocol.jobs.distill import TokenPrompt
 from protocol.messages import ChatMessage, Tokens

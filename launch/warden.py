@@ -12,7 +12,7 @@ import psutil
 from launch.config import StackSettings
 from launch.process import Child
 from launch.rundir import RunDir
-from orchestrator.vigil import Vigil
+from orchestrator.hang_detector import Vigil
 from protocol.client.client import Client
 from protocol.messages import Status, ToSupervisor
 from protocol.process.closeable import Closing

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from orchestrator.pipeline import Orchestrator
-from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.server import Orchestrator
+from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.vocabulary import vocabulary_of
 from protocol.messages import FromService, ToOrchestrator
 from protocol.process.child import main
@@ -36,7 +36,7 @@ def run(settings: OrchestratorSettings) -> None:
         try:
             orchestrator.run()
         finally:
-            orchestrator.memory.save()
+            orchestrator.learning.estimate_store.save()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from typing import Any
 
-from orchestrator.estimates import Estimates
-from orchestrator.plan import Plan
-from orchestrator.sequence import (
+from orchestrator.learning.cost_model import Estimates
+from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.sequence import (
     Action,
     Emit,
     Finish,
@@ -23,7 +23,7 @@ from orchestrator.sequence import (
     ToDrafter,
     ToVerifier,
 )
-from orchestrator.statistics import Recorder
+from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import (
     ENDED,
     CloseSequence,

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from orchestrator.estimates import Estimates
-from orchestrator.limits import Limits
-from orchestrator.phase import Phase
-from orchestrator.plan import Plan
-from orchestrator.sequence import Action, Sequence, ToDrafter, ToVerifier
-from orchestrator.statistics import Recorder
+from orchestrator.learning.cost_model import Estimates
+from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.phase import Phase
+from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.sequence import Action, Sequence, ToDrafter, ToVerifier
+from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import (
     DraftTree,
     Prefilled,

@@ -13,12 +13,12 @@ from random import Random
 import msgspec
 import numpy as np
 
-from orchestrator.estimates import Estimates
-from orchestrator.limits import Limits
-from orchestrator.phase import Phase
-from orchestrator.plan import Plan
-from orchestrator.sequence import Action, Emit, Foresee, Sequence, ToDrafter, ToVerifier
-from orchestrator.statistics import Recorder
+from orchestrator.learning.cost_model import Estimates
+from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.phase import Phase
+from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.sequence import Action, Emit, Foresee, Sequence, ToDrafter, ToVerifier
+from orchestrator.telemetry.recorder import Recorder
 from protocol.decoding.rejection import verified
 from protocol.decoding.sampler import Floats, choose
 from protocol.decoding.sampling_params import by_rejection, of_drafter

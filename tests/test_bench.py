@@ -15,7 +15,7 @@ from launch.bench.runs import comparable
 from launch.bench.summary import bootstrap, categories, summary
 from launch.bench.variant import parse, parse_all
 from orchestrator.simulation.bound import Rounds, bound_tok_s
-from orchestrator.statistics import Recorder
+from orchestrator.telemetry.recorder import Recorder
 from protocol.errors import UsageError
 from protocol.messages import Generate, RoundKind, Sampling, Statistics
 from tests.test_cli import MODEL, USAGE, complains, ssd

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.cache import Draft, SpeculationCache
+from orchestrator.sequence.speculation_cache import Draft, SpeculationCache
 from protocol.messages import ENDED, DraftLaw, DraftTree
 
 OUTCOMES = [(0, 5), (1, 5), (2, 7)]

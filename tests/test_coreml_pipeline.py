@@ -12,7 +12,7 @@ import pytest
 from launch.config import StackSettings
 from launch.control import ask_supervisor
 from launch.models import default_drafter, pair_of
-from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.jobs.convert import ConvertSettings
 from protocol.messages import ChatMessage, Done, Sampling, SwapDrafter
 from services.backends.coreml import CoremlBackend

@@ -1,7 +1,7 @@
 """How deep branches are prepared: what was worth verifying of late decides."""
 
-from orchestrator.estimates import Estimates, Lesson
-from orchestrator.plan import Plan
+from orchestrator.learning.cost_model import Estimates, Lesson
+from orchestrator.sequence.planner import Plan
 
 
 def verified(estimates: Estimates, count: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.statistics import Recorder
+from orchestrator.telemetry.recorder import Recorder
 from protocol.client.request_session import Dialogue
 from protocol.errors import RuntimeFailure
 from protocol.messages import Finished, Generate, Sampling, Status, StatusRequest, Text, Tokens

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launch.conversation import Form, form_of
-from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from services.distill import checkpoint
 from tests.stack import DEADLINE_S, eventually

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from orchestrator.doubt import Doubt
+from orchestrator.learning.futility_test import Doubt
 
 
 def rounds_until_settled(doubt: Doubt, rate: float, seed: int = 0) -> int:

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.calibration import Calibration
-from orchestrator.estimates import Estimates, Lesson
-from orchestrator.mean import Mean
-from orchestrator.plan import Plan
-from orchestrator.verify_cost import VerifyCost
+from orchestrator.learning.calibration import Calibration
+from orchestrator.learning.cost_model import Estimates, Lesson
+from orchestrator.learning.ema import Mean
+from orchestrator.learning.verify_cost import VerifyCost
+from orchestrator.sequence.planner import Plan
 from protocol.messages import Mode
 
 CONFIDENCES = st.lists(st.floats(0.0, 1.0), max_size=8)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from launch.explain import explanation
 from launch.show import statistics_table
-from orchestrator.statistics import Recorder
+from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import RoundKind, Statistics
 
 

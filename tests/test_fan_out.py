@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.fan_out import (
+from orchestrator.learning.fan_out import (
     AFTER_ALL,
     AFTER_REJECTION,
     MissLaw,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.fan_out import AFTER_ALL, AFTER_REJECTION, MissLaw
-from orchestrator.hit_curve import HitCurve
+from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION, MissLaw
+from orchestrator.learning.hit_curve import HitCurve
 
 
 @pytest.mark.parametrize("prior", [AFTER_REJECTION, AFTER_ALL])

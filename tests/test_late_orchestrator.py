@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from orchestrator.statistics import Recorder
+from orchestrator.telemetry.recorder import Recorder
 from protocol.client.client import Client
 from protocol.client.request_session import Dialogue
 from protocol.messages import Finished, Generate, Status, StatusRequest, ToOrchestrator

@@ -2,8 +2,8 @@
 
 import pytest
 
-from orchestrator.ledger import Ledger
-from orchestrator.statistics import Recorder
+from orchestrator.telemetry.recorder import Recorder
+from orchestrator.telemetry.window_stats import Ledger
 
 
 def recorder(tokens: int = 0, rounds: int = 0, drafted: int = 0, accepted: int = 0) -> Recorder:

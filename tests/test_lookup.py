@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.explain import explanation
-from orchestrator.actions import ToVerifier
-from orchestrator.estimates import Estimates
-from orchestrator.limits import Limits
-from orchestrator.phase import Phase
-from orchestrator.plan import Plan
+from orchestrator.learning.cost_model import Estimates
+from orchestrator.sequence.actions import ToVerifier
+from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.phase import Phase
+from orchestrator.sequence.planner import Plan
 from protocol.decoding.bans import Bans
 from protocol.decoding.prompt_lookup import CONFIDENCE, continuation
 from protocol.messages import Sampling, Shape, Verify

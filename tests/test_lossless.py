@@ -9,7 +9,7 @@ import pytest
 from launch.config import BackendChoice, StackSettings
 from launch.models import pair_of
 from launch.yardstick import Yardstick
-from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.jobs.reference import LARGEST_TIE
 from protocol.messages import ChatMessage, Mode, Sampling, Tokens
 from tests.stack import RunningStack, running

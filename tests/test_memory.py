@@ -11,18 +11,18 @@ import msgspec
 import pytest
 
 from launch.config import StackSettings
-from orchestrator.backup_rate import BackupRate
-from orchestrator.estimates import ORIGINS, Estimates, Lesson
-from orchestrator.fan_out import AFTER_ALL
-from orchestrator.hit_curve import HitCurve
-from orchestrator.learned import Learned
-from orchestrator.mean import Mean
-from orchestrator.memory import Memory
-from orchestrator.pace import Pace
-from orchestrator.plan import Plan
-from orchestrator.saguaro import CHOICES
-from orchestrator.services import Peer
-from orchestrator.verify_cost import VerifyCost
+from orchestrator.learning.backup_rate import BackupRate
+from orchestrator.learning.cost_model import ORIGINS, Estimates, Lesson
+from orchestrator.learning.ema import Mean
+from orchestrator.learning.estimate_store import Memory
+from orchestrator.learning.fan_out import AFTER_ALL
+from orchestrator.learning.hit_curve import HitCurve
+from orchestrator.learning.saguaro import CHOICES
+from orchestrator.learning.snapshot import Learned
+from orchestrator.learning.speculation_switch import Pace
+from orchestrator.learning.verify_cost import VerifyCost
+from orchestrator.registry import Peer
+from orchestrator.sequence.planner import Plan
 from protocol.messages import PROTOCOL_VERSION, Hello, Mode, Role
 from tests.stack import RunningStack, eventually, running
 from tests.tiny_models import write_tiny_model

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.pace import Pace
+from orchestrator.learning.speculation_switch import Pace
 
 
 def run(pace: Pace, speculative: float, plain: float, rounds: int, seed: int = 0) -> float:

@@ -1,6 +1,6 @@
 """How long the target waits for a draft."""
 
-from orchestrator.patience import Patience
+from orchestrator.requests.patience import Patience
 
 
 def test_a_draft_is_waited_for_as_long_as_drafts_take() -> None:

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import pytest
 
-from orchestrator.pipeline import Orchestrator
+from orchestrator.server import Orchestrator
 from protocol.decoding.vocabulary import Vocabulary
 from protocol.errors import ProtocolError
 from protocol.messages import (
@@ -215,7 +215,7 @@ class House:
 
 @pytest.fixture(autouse=True)
 def _no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.pipeline.Poller", FakePoller)
+    monkeypatch.setattr("orchestrator.server.Poller", FakePoller)
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.estimates import Estimates
-from orchestrator.fan_out import AFTER_REJECTION, geometric, rounded
-from orchestrator.plan import Plan
+from orchestrator.learning.cost_model import Estimates
+from orchestrator.learning.fan_out import AFTER_REJECTION, geometric, rounded
+from orchestrator.sequence.planner import Plan
 from protocol.messages import FanOutPolicy, Origin
 
 

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from launch.simulation import scenario_of
-from orchestrator.estimates import Estimates
+from orchestrator.learning.cost_model import Estimates
 from orchestrator.simulation.run import Run, simulate
 from orchestrator.simulation.scenario import Device, Laws, Scenario, Strategy
 from orchestrator.simulation.sweep import Comparison, compare, fixed_pairs

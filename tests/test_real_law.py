@@ -11,7 +11,7 @@ import pytest
 
 from launch.config import StackSettings
 from launch.models import pair_of
-from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.rejection import Law, target_law
 from protocol.decoding.sampling_params import of_drafter
 from protocol.messages import (

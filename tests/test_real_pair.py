@@ -13,8 +13,8 @@ from launch.config import StackSettings
 from launch.control import ask_supervisor
 from launch.models import pair_of
 from launch.prompts import chosen_prompts
-from orchestrator.limits import Limits
-from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.sequence.limits import Limits
+from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.grammar import json_grammar
 from protocol.messages import ChatMessage, Done, Sampling, Shape, SwapDrafter
 from services.backends.mlx import MlxBackend

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from launch.config import StackSettings
-from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.grammar import json_grammar
 from protocol.errors import UsageError
 from protocol.messages import Generate, Mode, Sampling, Shape, Text, Tokens

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from orchestrator.requests import Requests
+from orchestrator.requests.queue import Requests
 from protocol.messages import (
     Cancel,
     CloseSequence,
@@ -25,7 +25,7 @@ from tests.test_pipeline import DRAFTER, VERIFIER, FakePoller, House
 
 @pytest.fixture(autouse=True)
 def _no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.pipeline.Poller", FakePoller)
+    monkeypatch.setattr("orchestrator.server.Poller", FakePoller)
 
 
 def house_of(kv_tokens: int = 0, **settings: Any) -> House:

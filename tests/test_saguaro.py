@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.actions import ToDrafter
-from orchestrator.admission import admit
-from orchestrator.estimates import Estimates
-from orchestrator.saguaro import CHOICES, SaguaroChoice
-from orchestrator.sequence import Sequence
+from orchestrator.learning.cost_model import Estimates
+from orchestrator.learning.saguaro import CHOICES, SaguaroChoice
+from orchestrator.requests.admission import admit
+from orchestrator.sequence.actions import ToDrafter
+from orchestrator.sequence.sequence import Sequence
 from protocol.errors import UsageError
 from protocol.messages import Generate, OpenSequence, Sampling, VerificationOutcome
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.estimates import Estimates
-from orchestrator.sequence import Emit, Finish, Limits, Phase, ToDrafter, ToVerifier
+from orchestrator.learning.cost_model import Estimates
+from orchestrator.sequence.sequence import Emit, Finish, Limits, Phase, ToDrafter, ToVerifier
 from protocol.messages import CloseSequence, DraftNow, Mode, OpenSequence, Prepare, Verify
 from tests.fakes import VOCABULARY, Stack, Target, started
 

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from orchestrator.services import Peer, Registry, objection
-from orchestrator.vigil import Vigil
+from orchestrator.hang_detector import Vigil
+from orchestrator.registry import Peer, Registry, objection
 from protocol.decoding.vocabulary import Vocabulary
 from protocol.messages import PROTOCOL_VERSION, Hello, Role
 

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.simulation.agenda import Agenda
 from orchestrator.simulation.bound import Rounds, bound_tok_s
-from orchestrator.simulation.curve import curve
+from orchestrator.simulation.event_queue import Agenda
+from orchestrator.simulation.latency_curve import curve
+from orchestrator.simulation.oracle import Script
 from orchestrator.simulation.run import Run, simulate
 from orchestrator.simulation.scenario import Device, Laws, Scenario, Strategy
-from orchestrator.simulation.script import Script
 from protocol.errors import UsageError
 
 PLAIN, SEQUENTIAL, ADAPTIVE = Strategy(mode="ar"), Strategy(mode="sd"), Strategy()

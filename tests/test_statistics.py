@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from orchestrator.answer import Answer
-from orchestrator.estimates import Estimates
-from orchestrator.plan import Plan
-from orchestrator.sequence import Emit, Limits, Sequence
-from orchestrator.statistics import Recorder
-from orchestrator.text import StoppableText
+from orchestrator.learning.cost_model import Estimates
+from orchestrator.requests.request import Answer
+from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.sequence import Emit, Limits, Sequence
+from orchestrator.telemetry.recorder import Recorder
+from orchestrator.text.stop_strings import StoppableText
 from protocol.messages import DraftTree, Sampling, VerificationOutcome
 
 

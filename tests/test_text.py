@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.answer import Answer
-from orchestrator.statistics import Recorder
-from orchestrator.text import StoppableText
+from orchestrator.requests.request import Answer
+from orchestrator.telemetry.recorder import Recorder
+from orchestrator.text.stop_strings import StoppableText
 from protocol.messages import Finished, Text
 
 

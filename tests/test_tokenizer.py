@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import ModelError, UsageError
 from protocol.messages import ChatMessage
 

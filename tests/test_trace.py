@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launch.trace import write_trace
-from orchestrator.timeline import Timeline
+from orchestrator.telemetry.timeline import Timeline
 from protocol.errors import UsageError
 from protocol.messages import DraftTree, Slice, VerificationOutcome
 from tests.stack import DEADLINE_S

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.vigil import Vigil
+from orchestrator.hang_detector import Vigil
 
 A, B = b"a", b"b"
 

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.estimates import Estimates, Lesson
-from orchestrator.fan_out import AFTER_ALL, AFTER_REJECTION, allocate, hit_chances
-from orchestrator.plan import Plan
-from orchestrator.step_cost import StepCost
-from orchestrator.width import WIDTHS, Width, between, worth_of_depths
+from orchestrator.learning.cost_model import Estimates, Lesson
+from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION, allocate, hit_chances
+from orchestrator.learning.step_cost import StepCost
+from orchestrator.learning.tree_width import WIDTHS, Width, between, worth_of_depths
+from orchestrator.sequence.planner import Plan
 from protocol.messages import Origin
 
 

@@ -26,7 +26,7 @@ from launch.models import Pair
 from launch.prompts import Prompt
 from launch.session import private_stack
 from launch.yardstick import Yardstick
-from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.client.client import Client
 from protocol.messages import ChatMessage, Finished, Generate, Sampling, Statistics
 

@@ -9,7 +9,7 @@ from launch.bench.result import Checks, Divergence, Run
 from launch.bench.variant import Variant
 from launch.prompts import Prompt
 from launch.yardstick import Yardstick
-from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.client.client import Client
 from protocol.decoding.sampling_params import by_rejection
 from protocol.errors import LosslessnessError, RuntimeFailure

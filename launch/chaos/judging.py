@@ -11,7 +11,7 @@ from pathlib import Path
 from launch.chaos.load import Difference
 from launch.models import Pair
 from launch.yardstick import Yardstick
-from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.text.tokenizer import TargetTokenizer
 
 
 @dataclass(frozen=True)

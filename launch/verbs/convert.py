@@ -18,7 +18,7 @@ from launch.models import resolve
 from launch.process import Lifeline
 from launch.prompts import own_prompts
 from launch.telling import Telling
-from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from protocol.jobs import convert as conversion
 from protocol.jobs.convert import COMPRESSIONS, STATE_WRITES, ConvertSettings

@@ -14,7 +14,7 @@ from launch.options import sampling_options, settings_of, stack_options, take_sa
 from launch.prompts import chosen_prompts
 from launch.session import private_stack
 from launch.yardstick import Yardstick
-from orchestrator.tokenizer import TargetTokenizer
+from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from protocol.messages import ChatMessage, Generate, Sampling
 

@@ -6,18 +6,18 @@ from functools import partial
 
 import msgspec
 
-from orchestrator.actions import Action, Emit, Finish, Foresee, ToDrafter, ToVerifier
-from orchestrator.estimates import Estimates
-from orchestrator.limits import Limits
-from orchestrator.phase import Phase
-from orchestrator.plan import Plan
-from orchestrator.sequence import Sequence
-from orchestrator.simulation.agenda import Agenda
+from orchestrator.learning.cost_model import Estimates
+from orchestrator.sequence.actions import Action, Emit, Finish, Foresee, ToDrafter, ToVerifier
+from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.phase import Phase
+from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.sequence import Sequence
 from orchestrator.simulation.bound import Rounds, bound_tok_s
+from orchestrator.simulation.event_queue import Agenda
+from orchestrator.simulation.models import DrafterModel, Noise, VerifierModel
+from orchestrator.simulation.oracle import Script
 from orchestrator.simulation.scenario import Scenario, Strategy
-from orchestrator.simulation.script import Script
-from orchestrator.simulation.services import DrafterModel, Noise, VerifierModel
-from orchestrator.statistics import Recorder
+from orchestrator.telemetry.recorder import Recorder
 from protocol.errors import RuntimeFailure
 from protocol.messages import (
     DraftNow,

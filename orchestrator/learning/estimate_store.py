@@ -1,0 +1,109 @@
+"""The planner's memory across runs: one JSON file per (target, drafter, machine).
+
+A memory is a help, never a need: a file that is missing, broken or of another version is
+noted in the log and ignored, and one that cannot be written is noted too.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from orchestrator.learning.cost_model import Estimates
+from orchestrator.learning.snapshot import Learned
+from orchestrator.registry import Peer
+from protocol.messages import Hello, Role
+
+_log = logging.getLogger(__name__)
+
+_EVERY_S = 60.0
+_TEMPORARY = ".tmp"
+
+
+class Memory:
+    """Keeps what is learned of the pair that works; without a folder it keeps nothing.
+
+    Args:
+        folder: where the files are; empty switches the memory off.
+        machine: name of the chip and its cores, as measured times depend on them.
+    """
+
+    def __init__(self, folder: str, machine: str) -> None:
+        self.estimates = Estimates()
+        self._folder = Path(folder) if folder else None
+        self._machine = machine
+        self._path: Path | None = None
+        self._saved_at = 0.0
+
+    def meet(self, peers: Mapping[Role, Peer]) -> None:
+        """These services are there: recall what is known of the pair, if it is another one."""
+        verifier, drafter = peers.get("verifier"), peers.get("drafter")
+        if self._folder is None or verifier is None or drafter is None:
+            return
+        path = self._folder / f"{_fingerprint(verifier.hello, drafter.hello, self._machine)}.json"
+        if path != self._path:
+            self.save()
+            self._path = path
+            _remove_leftovers(self._folder)
+            self.estimates.begin(_read(path))
+
+    def keep(self, now: float) -> None:
+        """Save now and then; `now` in seconds of a monotonic clock. Call when there is time."""
+        if self._path is not None and now - self._saved_at > _EVERY_S:
+            self._saved_at = now
+            self.save()
+
+    def save(self) -> None:
+        """Write what is known of the current pair, as a whole or not at all."""
+        if self._path is None:
+            return
+        draft = self._path.with_suffix(f".{os.getpid()}{_TEMPORARY}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(msgspec.json.encode(self.estimates.memory()))
+            draft.replace(self._path)
+        except OSError as error:
+            _log.warning("what was learned cannot be kept in %s: %s", self._path, error)
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What processes left that were killed while they wrote."""
+    with contextlib.suppress(OSError):
+        for left in folder.glob(f"*{_TEMPORARY}"):
+            number = left.name.removesuffix(_TEMPORARY).rpartition(".")[2]
+            if number.isdigit() and not psutil.pid_exists(int(number)):
+                left.unlink()
+
+
+def _read(path: Path) -> Learned | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Learned)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        _log.warning("ignored what was learned in %s: %s", path, error)
+        return None
+
+
+def _fingerprint(verifier: Hello, drafter: Hello, machine: str) -> str:
+    """Names a pair on a machine: models, backends, compute units, chip and cores."""
+    told = [machine]
+    for hello in (verifier, drafter):
+        told += [hello.backend, hello.compute_unit, hello.model, *_weights(Path(hello.model))]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
+
+
+def _weights(folder: Path) -> list[str]:
+    """What tells two versions of a model folder apart; nothing if it is on another machine."""
+    try:
+        files = [(file.name, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
+    except OSError:
+        return []
+    return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in files]

@@ -1,0 +1,1 @@
+"""Requests between their clients and their sequences: admission, queue, timeouts."""

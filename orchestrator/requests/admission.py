@@ -1,0 +1,124 @@
+"""From a client's request to a sequence that can be decoded, or a sentence why not."""
+
+import logging
+
+from msgspec.structs import replace
+
+from orchestrator.learning.cost_model import Estimates
+from orchestrator.requests.request import Answer
+from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.sequence import Sequence
+from orchestrator.telemetry.recorder import Recorder
+from orchestrator.telemetry.timeline import Timeline
+from orchestrator.text.stop_strings import StoppableText
+from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.decoding.sampling_params import by_rejection, check, is_greedy, of_drafter
+from protocol.errors import UsageError
+from protocol.messages import Generate, Sampling, Tokens
+from protocol.process.logs import about
+
+_log = logging.getLogger(__name__)
+
+
+def admit(
+    request: Generate,
+    *,
+    peer: bytes,
+    number: int,
+    tokenizer: TargetTokenizer,
+    vocabulary_size: int,
+    context_length: int,
+    max_prompt_tokens: int = 0,
+    estimates: Estimates,
+    now: float,
+) -> Answer:
+    """The answer to be, under the sequence number `number`; `context_length` 0 is unlimited.
+
+    Raises:
+        UsageError: the prompt is empty, too long, or not of this vocabulary, or the sampling
+            parameters contradict each other.
+    """
+    check(request.sampling)
+    sampling, tried = _saguaro(request, estimates)
+    prompt = _prompt(request, tokenizer)
+    if 0 < max_prompt_tokens < len(prompt):
+        raise UsageError(
+            f"the prompt has {len(prompt)} tokens, more than this stack takes: "
+            f"{max_prompt_tokens} (max_prompt_tokens)"
+        )
+    _check_prompt(prompt, context_length, vocabulary_size)
+    estimates.new_text(request.mode)
+    sequence = Sequence(
+        number=number,
+        prompt=prompt,
+        sampling=_shaped(sampling, len(prompt), tokenizer, vocabulary_size),
+        limits=Limits(request.max_tokens, tokenizer.stop_ids, context_length, vocabulary_size),
+        plan=Plan(
+            request.mode,
+            estimates,
+            request.lookahead,
+            request.fan_out,
+            request.fan_out_policy,
+            sampled=by_rejection(sampling),
+            tried_saguaro=tried,
+        ),
+        recorder=Recorder(
+            now,
+            timeline=Timeline() if request.trace else None,
+        ),
+    )
+    ids = about(request=request.request, sequence=number)
+    _log.info("request of %d tokens, mode %s", len(prompt), request.mode, extra=ids)
+    text = StoppableText(tokenizer.stream(marks=bool(request.tools)), request.stop)
+    most_tokens = len(prompt) + request.max_tokens
+    if context_length:
+        most_tokens = min(most_tokens, context_length)
+    return Answer(peer, request.request, sequence, text, len(prompt), most_tokens)
+
+
+def _shaped(
+    sampling: Sampling, prompt_length: int, tokenizer: TargetTokenizer, vocabulary_size: int
+) -> Sampling:
+    """With what the models need to know of this request to shape its logits."""
+    shape = sampling.shape
+    if shape is None:
+        return sampling
+    largest = max((token for token, _ in shape.logit_bias), default=0)
+    if largest >= vocabulary_size:
+        raise UsageError(f"logit_bias: token {largest} is not in the vocabulary")
+    stop_ids = tuple(sorted(tokenizer.stop_ids))
+    shape = replace(shape, answer_from=prompt_length, stop_ids=stop_ids)
+    return replace(sampling, shape=shape)
+
+
+def _saguaro(request: Generate, estimates: Estimates) -> tuple[Sampling, float | None]:
+    """The sampling with its C chosen, if that was left to us, and the choice."""
+    if not request.choose_saguaro:
+        return request.sampling, None
+    if request.sampling.acceptance != "rejection":
+        raise UsageError("C of Saguaro sampling is a matter of the rejection rule; ask for that")
+    if not by_rejection(request.sampling) or is_greedy(of_drafter(request.sampling)):
+        return request.sampling, None  # nothing is drawn
+    weight = estimates.saguaro.choose()
+    return replace(request.sampling, saguaro=weight), weight
+
+
+def _prompt(request: Generate, tokenizer: TargetTokenizer) -> Tokens:
+    if request.tokens:
+        return request.tokens
+    if request.text:
+        return tokenizer.encode_text(request.text)
+    return tokenizer.encode(request.messages, request.tools, request.template_options)
+
+
+def _check_prompt(prompt: Tokens, context_length: int, vocabulary_size: int) -> None:
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    if context_length and len(prompt) >= context_length:
+        raise UsageError(
+            f"the prompt has {len(prompt)} tokens, but the model's context holds "
+            f"{context_length}; shorten it"
+        )
+    if max(prompt) >= vocabulary_size:
+        raise UsageError(f"token {max(prompt)} is not in the vocabulary of {vocabulary_size}")

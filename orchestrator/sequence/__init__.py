@@ -1,0 +1,1 @@
+"""One request as a pure state machine, and the planner that decides its rounds."""

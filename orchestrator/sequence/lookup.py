@@ -1,0 +1,23 @@
+"""A backup that costs the drafter nothing: what followed the last time, in prompt or answer."""
+
+from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.speculation_cache import Draft
+from protocol.decoding.bans import Bans
+from protocol.decoding.prompt_lookup import continuation
+from protocol.messages import Tokens
+
+
+def looked_up(tokens: Tokens, plan: Plan, bans: Bans) -> Draft:
+    """What may follow `tokens`, the pending one included; empty where all is fixed by hand.
+
+    What a bias rules out is not proposed; what a grammar forbids the verifier leaves out.
+
+    Under the rejection rule these are named tokens, a function of those before them.
+    """
+    if plan.lookahead:
+        return Draft()
+    found, confidence = continuation(tokens, plan.depth, bans.possible)
+    draft = Draft()
+    for token in found:
+        draft.add(token, confidence)
+    return draft

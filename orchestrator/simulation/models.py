@@ -1,0 +1,225 @@
+"""Models of the two services: they answer the product's messages, and take time for it.
+
+The drafter works as `services.actor` and `services.drafting` do: one message after the
+other, news is looked at between two steps, and whatever is newer ends the work on the old.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from orchestrator.simulation.event_queue import Agenda
+from orchestrator.simulation.latency_curve import curve
+from orchestrator.simulation.oracle import Script
+from orchestrator.simulation.scenario import Device
+from protocol.messages import ENDED, DraftNow, DraftTree, Prepare, VerificationOutcome, Verify
+
+_Step = tuple[float, DraftTree]
+"""Milliseconds, and what they bring."""
+
+
+class Noise:
+    """Factors around 1 by which times differ; drawn in blocks, since one by one is slow."""
+
+    def __init__(self, spread: float, seed: int) -> None:
+        self._spread = spread
+        self._random = np.random.default_rng(seed)
+        self._drawn: list[float] = []
+
+    def factor(self) -> float:
+        """Positive, of median 1."""
+        if not self._spread:
+            return 1.0
+        if not self._drawn:
+            self._drawn = np.exp(self._spread * self._random.standard_normal(1024)).tolist()
+        return self._drawn.pop()
+
+
+class DrafterModel:
+    """Prepares trees and drafts; interruptible between two steps."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        device: Device,
+        script: Script,
+        noise: Noise,
+        *,
+        send: Callable[[DraftTree], None],
+    ) -> None:
+        self._agenda, self._script, self._noise, self._send = agenda, script, noise, send
+        self._cost = curve(device.t_draft)
+        self._inbox: deque[Prepare | DraftNow] = deque()
+        self._work: Iterator[_Step] | None = None
+        self._worked_ms, self._since = 0.0, 0.0
+        self._tree_depths = 0
+        self._roots: set[int] = set()
+        self.on_idle: Callable[[], None] = lambda: None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it waits for news."""
+        return self._work is None
+
+    @property
+    def worked_ms(self) -> float:
+        """Time spent working so far."""
+        return self._worked_ms + (0.0 if self.idle else self._agenda.now - self._since)
+
+    def receive(self, message: Prepare | DraftNow) -> None:
+        """News."""
+        self._inbox.append(message)
+        if self.idle:
+            self._next()
+
+    def _next(self) -> None:
+        self._work = None
+        if not self._inbox:
+            self.on_idle()
+            return
+        message = self._inbox.popleft()
+        self._work = (
+            self._prepare(message) if isinstance(message, Prepare) else self._draft(message)
+        )
+        self._step()
+
+    def _step(self) -> None:
+        found = next(self._work, None) if self._work is not None else None
+        if found is None:
+            self._next()
+            return
+        self._since = self._agenda.now
+        self._agenda.after(found[0], partial(self._stepped, found[1]))
+
+    def _stepped(self, tree: DraftTree) -> None:
+        self._worked_ms += self._agenda.now - self._since
+        self._since = self._agenda.now
+        self._send(tree)
+        if self._inbox:
+            self._next()
+        else:
+            self._step()
+
+    def _time(self, branches: int) -> float:
+        return self._cost.of(branches) * self._noise.factor()
+
+    def _feed(self, chain: list[int]) -> float:
+        """Taking in the last token of a chain, unless it was a branch deeper than the chain."""
+        adopted = chain[0] in self._roots and self._tree_depths >= len(chain)
+        self._roots, self._tree_depths = set(), 0
+        return 0.0 if adopted else self._time(1)
+
+    def _prepare(self, message: Prepare) -> Iterator[_Step]:
+        chain, script = message.chain, self._script
+        pending = message.base + len(message.tokens)
+        milliseconds = self._feed(chain)
+        roots: list[tuple[int, int]] = []
+        for accepted, wanted in enumerate(message.fan_out[: len(chain)]):
+            rejected = accepted + 1 < len(chain)
+            bonuses = script.bonuses(pending + accepted + 1, wanted, rejected=rejected)
+            roots += [(accepted, bonus) for bonus in bonuses]
+        self._roots = {bonus for _, bonus in roots}
+        coming = script.outcome(pending, chain)
+        on_track = True
+        for depth in range(1, message.depth + 1 if roots else 1):
+            milliseconds += self._time(len(roots))
+            self._tree_depths = depth
+            position = pending + coming[0] + 1 + depth
+            yield (
+                milliseconds,
+                DraftTree(
+                    sequence=message.sequence,
+                    round=message.round,
+                    depth=depth,
+                    outcomes=roots if depth == 1 else [],
+                    # Drafts for other outcomes are dropped unseen; planning for them is most of
+                    # the work of a simulation.
+                    tokens=[
+                        script.drafted(position) if root == coming else ENDED for root in roots
+                    ],
+                    confidences=[script.confidence(position, on_track=on_track)] * len(roots),
+                    draft_ms=milliseconds,
+                    last=depth == message.depth,
+                ),
+            )
+            on_track = on_track and script.drafted(position) == script.token(position)
+            milliseconds = 0.0
+
+    def _draft(self, message: DraftNow) -> Iterator[_Step]:
+        self._roots = set()
+        position = message.base + len(message.tokens)
+        on_track = True
+        for depth in range(1, message.count + 1):
+            position += 1
+            milliseconds = self._time(1)
+            yield (
+                milliseconds,
+                DraftTree(
+                    sequence=message.sequence,
+                    round=message.round,
+                    depth=depth,
+                    outcomes=[(message.accepted, message.pending)] if depth == 1 else [],
+                    tokens=[self._script.drafted(position)],
+                    confidences=[self._script.confidence(position, on_track=on_track)],
+                    draft_ms=milliseconds,
+                    last=depth == message.count,
+                ),
+            )
+            on_track = on_track and self._script.drafted(position) == self._script.token(position)
+
+
+class VerifierModel:
+    """Verifies chains against the script, slower while the drafter works if they contend."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        device: Device,
+        script: Script,
+        noise: Noise,
+        *,
+        drafter: DrafterModel,
+        send: Callable[[VerificationOutcome], None],
+    ) -> None:
+        self._agenda, self._device, self._script, self._noise = agenda, device, script, noise
+        self._drafter, self._send = drafter, send
+        self._cost = curve(device.t_verify)
+        self._idle_since = 0.0
+
+    def receive(self, message: Verify) -> None:
+        """Start verifying; the verifier is always idle then."""
+        alone_ms = self._cost.of(len(message.chain)) * self._noise.factor()
+        started, worked = self._agenda.now, self._drafter.worked_ms
+        self._agenda.after(alone_ms, partial(self._check, message, started, worked, alone_ms))
+
+    def _check(self, message: Verify, started: float, worked: float, alone_ms: float) -> None:
+        """The verification ends, unless the drafter slowed it down."""
+        slowed = self._device.contention / (1.0 + self._device.contention)
+        lost_ms = slowed * (self._drafter.worked_ms - worked)
+        missing_ms = alone_ms + lost_ms - (self._agenda.now - started)
+        if missing_ms > 1e-6 * alone_ms:
+            self._agenda.after(missing_ms, partial(self._check, message, started, worked, alone_ms))
+            return
+        outcome = self._outcome(message, started)
+        self._idle_since = self._agenda.now
+        if self._device.whole_tree and not self._drafter.idle:
+            self._drafter.on_idle = partial(self._release, outcome)
+        else:
+            self._send(outcome)
+
+    def _release(self, outcome: VerificationOutcome) -> None:
+        self._drafter.on_idle = lambda: None
+        self._send(outcome)
+
+    def _outcome(self, message: Verify, started: float) -> VerificationOutcome:
+        accepted, bonus = self._script.outcome(message.position, message.chain)
+        return VerificationOutcome(
+            sequence=message.sequence,
+            round=message.round,
+            accepted=accepted,
+            bonus=bonus,
+            verify_ms=self._agenda.now - started,
+            idle_ms=started - self._idle_since,
+        )

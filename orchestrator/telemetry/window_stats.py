@@ -1,0 +1,111 @@
+"""What all requests did of late: a running window over counts that are kept anyway.
+
+Costs an addition and a comparison per wake-up of the orchestrator, and a sum over the running
+requests twice a second. Pure: the clock's readings are given.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from orchestrator.telemetry.recorder import Recorder, ratio
+from protocol.messages import Recent
+
+_STEP_S = 0.5
+"""Between two samples."""
+_WINDOW_S = 10.0
+
+
+class Totals(NamedTuple):
+    """Counts since the start, or differences of such."""
+
+    at: float = 0.0
+    """When; seconds."""
+    busy_s: float = 0.0
+    """Time in which any request was running."""
+    requests: int = 0
+    """Those that are over."""
+    tokens: int = 0
+    rounds: int = 0
+    plain_rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    hits: int = 0
+    misses: int = 0
+
+    def plus(self, recorder: Recorder) -> "Totals":
+        """With the counts of one request; `at`, `busy_s` and `requests` stay."""
+        r = recorder
+        return self._replace(
+            tokens=self.tokens + r.emitted,
+            rounds=self.rounds + r.rounds,
+            plain_rounds=self.plain_rounds + r.plain_rounds,
+            drafted=self.drafted + r.drafted,
+            accepted=self.accepted + r.accepted,
+            hits=self.hits + r.hits,
+            misses=self.misses + r.misses,
+        )
+
+    def since(self, before: "Totals") -> "Totals":
+        """What was added; a stop string takes tokens back, so nothing may look negative."""
+        pairs = zip(self, before, strict=True)
+        return Totals._make(max(0, new - old) for new, old in pairs)
+
+
+class Ledger:
+    """Counts of all requests, and what they were a while ago."""
+
+    def __init__(self) -> None:
+        self._ended = Totals()
+        self._busy_s = 0.0
+        self._samples: deque[Totals] = deque()
+        self._seen = 0.0
+        self._was_busy = False
+
+    def wake(self, now: float, *, busy: bool) -> bool:
+        """Call at every wake-up; `busy` says whether any request is running from now on.
+
+        Returns:
+            Whether it is time for a sample.
+        """
+        if self._was_busy:
+            self._busy_s += now - self._seen
+        self._seen, self._was_busy = now, busy
+        return not self._samples or now - self._samples[-1].at >= _STEP_S
+
+    def sample(self, now: float, running: Iterable[Recorder]) -> None:
+        """Remember how much was done until now."""
+        self._samples.append(self._totals(now, running))
+        while len(self._samples) > 1 and self._samples[1].at <= now - _WINDOW_S:
+            self._samples.popleft()
+
+    def end(self, recorder: Recorder) -> None:
+        """A request is over; it is no longer among those running."""
+        totals = self._ended.plus(recorder)
+        self._ended = totals._replace(requests=totals.requests + 1)
+
+    def recent(self, now: float, running: Iterable[Recorder]) -> Recent:
+        """The last seconds, up to ten."""
+        latest = self._totals(now, running)
+        added = latest.since(self._samples[0] if self._samples else latest)
+        return Recent(
+            seconds=added.at,
+            busy_s=added.busy_s,
+            requests=added.requests,
+            tokens=added.tokens,
+            tok_s=ratio(added.tokens, added.busy_s),
+            rounds=added.rounds,
+            plain_rounds=added.plain_rounds,
+            drafted=added.drafted,
+            accepted=added.accepted,
+            acceptance_rate=ratio(added.accepted, added.drafted),
+            cache_hits=added.hits,
+            cache_misses=added.misses,
+            hit_rate=ratio(added.hits, added.hits + added.misses),
+        )
+
+    def _totals(self, now: float, running: Iterable[Recorder]) -> Totals:
+        totals = self._ended._replace(at=now, busy_s=self._busy_s)
+        for recorder in running:
+            totals = totals.plus(recorder)
+        return totals

@@ -1,0 +1,178 @@
+"""The target's tokenizer and chat template, without the weight of `transformers`.
+
+Everything comes from the model folder: `tokenizer.json` for the tokens, the chat template
+of `tokenizer_config.json` or `chat_template.jinja`, the stop tokens of `config.json` and
+`generation_config.json`.
+"""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from orchestrator.text.token_bytes import token_bytes
+from protocol.errors import ModelError, UsageError
+from protocol.messages import ChatMessage, ShownToken, Tokens
+
+
+class TargetTokenizer:
+    """Text to tokens and back, for one model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"the model folder {str(folder)!r} has no tokenizer.json")
+        try:
+            self._tokenizer: Any = Tokenizer.from_file(str(path))
+        # The library raises bare Exception for a file it cannot read.
+        except Exception as error:
+            raise ModelError(f"{str(path)!r} is not a tokenizer description: {error}") from error
+        self._config = _read_json(folder / "tokenizer_config.json")
+        source = _template_source(folder, self._config)
+        self._template = _compiled(source, folder) if source else None
+        self._knows_tools = "tools" in source
+        self.stop_ids = self._stop_ids(folder)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model knows conversations."""
+        return self._template is not None
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that texts begin with, if the model has one."""
+        found = self._tokenizer.token_to_id(_token_text(self._config.get("bos_token")))
+        return None if found is None else int(found)
+
+    def encode(
+        self,
+        messages: list[ChatMessage],
+        tools: list[dict[str, Any]] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Tokens:
+        """The prompt tokens of a conversation, ready for the assistant's answer.
+
+        A model without a chat template gets the contents as plain text.
+
+        Raises:
+            UsageError: the template refuses the messages, or knows no tools.
+        """
+        if tools and not self._knows_tools:
+            raise UsageError("this model's chat template knows no tools")
+        if self._template is None:
+            text = "\n".join(message.content for message in messages)
+            return list(self._tokenizer.encode(text).ids)
+        try:
+            text = self._template.render(
+                messages=[{"content": "", **msgspec.to_builtins(m)} for m in messages],
+                add_generation_prompt=True,
+                tools=tools or None,
+                **{**self._special_tokens(), **(options or {})},
+            )
+        # A template is a program of the model's makers: anything may go wrong in it.
+        except Exception as error:
+            raise UsageError(f"the chat template refuses these messages: {error}") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_text(self, text: str) -> Tokens:
+        """The prompt tokens of a text that is to be continued."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def stream(self, *, marks: bool = False) -> "TextStream":
+        """A fresh incremental decoder; with `marks` all special tokens but stops are text too.
+
+        Some models mark calls of tools by special tokens.
+        """
+        return TextStream(self._tokenizer, self.stop_ids if marks else None)
+
+    def _special_tokens(self) -> dict[str, str]:
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        return {name: _token_text(self._config.get(name)) for name in names}
+
+    def _stop_ids(self, folder: Path) -> frozenset[int]:
+        found: set[int] = set()
+        for name in ("config.json", "generation_config.json"):
+            value = _read_json(folder / name).get("eos_token_id")
+            found.update(value if isinstance(value, list) else [] if value is None else [value])
+        eos = self._tokenizer.token_to_id(_token_text(self._config.get("eos_token")))
+        if eos is not None:
+            found.add(eos)
+        return frozenset(found)
+
+
+class TextStream:
+    """Turns tokens into text as soon as the text is certain (whole UTF-8 characters)."""
+
+    def __init__(self, tokenizer: Any, hidden: frozenset[int] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden or frozenset[int]()
+        self._byte_level = "ByteLevel" in repr(tokenizer.decoder)
+        self._stream: Any = DecodeStream(skip_special_tokens=hidden is None)
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, possibly none."""
+        if token in self._hidden:
+            return ""
+        return self._stream.step(self._tokenizer, token) or ""
+
+    def shown(self, token: int, logprob: float) -> ShownToken:
+        """A token by itself."""
+        data = token_bytes(self._tokenizer.id_to_token(token) or "", byte_level=self._byte_level)
+        return ShownToken(data.decode(errors="replace"), list(data), logprob)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{str(path)!r} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{str(path)!r} does not hold a JSON object")
+    return content
+
+
+def _token_text(value: Any) -> str:
+    """A special token is given as a string or as an object with its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _template_source(folder: Path, config: dict[str, Any]) -> str:
+    """The chat template; empty if there is none."""
+    file = folder / "chat_template.jinja"
+    source: Any = file.read_text(encoding="utf-8") if file.is_file() else None
+    source = source or config.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        named = {entry.get("name"): entry.get("template") for entry in source}
+        source = named.get("default")
+    return source if isinstance(source, str) else ""
+
+
+def _compiled(source: str, folder: Path) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(
+        value, ensure_ascii=False, **options
+    )
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ModelError(f"the chat template in {str(folder)!r} is broken: {error}") from error
+
+
+def _raise_exception(message: str) -> None:
+    """What chat templates call to refuse a conversation."""
+    raise jinja2.TemplateError(message)
