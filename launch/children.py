@@ -65,7 +65,7 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         compute_units=settings.compute_units,
         emulated_cost=settings.emulate_target_cost,
     )
-    return Child("verifier", "services.verifier", told, run_dir.log("verifier"))
+    return Child("verifier", "services.verifier.main", told, run_dir.log("verifier"))
 
 
 def _absolute(file: str) -> str:
@@ -103,7 +103,7 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         # Other backends have no device to choose; one may have been swapped in.
         device=settings.draft_device if pair.backend == "mlx" else "",
     )
-    return Child("drafter", "services.drafter", told, run_dir.log("drafter"))
+    return Child("drafter", "services.drafter.main", told, run_dir.log("drafter"))
 
 
 def start_gateway(

@@ -82,7 +82,7 @@ def examine(settings: StackSettings) -> Report:
 
 def ask_survey() -> Survey:
     """What a process with MLX says; raises RuntimeFailure if it cannot."""
-    command = [sys.executable, "-P", "-m", "services.survey"]
+    command = [sys.executable, "-P", "-m", "services.tools.hardware"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_SURVEY_S

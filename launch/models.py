@@ -218,9 +218,9 @@ def add_default(report: Callable[[str], None]) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             gguf = _fetch_gguf(Path(scratch))
             report("converting them")
-            produce(target, "services.gguf", str(gguf))
+            produce(target, "services.tools.gguf", str(gguf))
     report(f"target: {target}")
-    produce(drafter, "services.assemble", str(carried_drafter()), str(target))
+    produce(drafter, "services.tools.build_drafter", str(carried_drafter()), str(target))
     report(f"drafter: {drafter}")
 
 

@@ -23,7 +23,7 @@ class Weights(NamedTuple):
     architecture: str
 
     def bytes_on(self, device: str) -> int:
-        """Weights in memory: float32 on a CPU, as stored elsewhere (`services.model.load`)."""
+        """Weights in memory: float32 on a CPU, as stored elsewhere (`services.mlx.loader.load`)."""
         return 4 * self.parameters if device == "cpu" else self.bytes_as_stored
 
     def kv_bytes_on(self, device: str) -> int:

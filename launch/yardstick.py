@@ -21,7 +21,7 @@ class Yardstick(LineProcess):
             device=device,
             emulated_cost=emulated_cost,
         )
-        super().__init__("reference", "services.reference", settings)
+        super().__init__("reference", "services.tools.reference", settings)
 
     def decode(self, question: Decode) -> Decoded:
         """mlx-lm's own answer."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from services.machine import load_blas
+from services.mlx.blas import load_blas
 
 # The same BLAS as in the processes, before any test imports MLX.
 load_blas(threads=1)

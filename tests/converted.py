@@ -10,7 +10,7 @@ from typing import Any
 
 from protocol.jobs.convert import ConvertSettings
 from protocol.messages import Tokens
-from services.coreml.conversion import convert
+from services.coreml.convert.convert import convert
 from services.coreml.manifest import read_manifest
 from services.coreml.model import ConvertedModel
 from services.coreml.runtime.executor import ReferenceExecutor

@@ -1,4 +1,4 @@
-// Runs services/few_queries.cuh on the host: a thread for each thread of a block. Test only.
+// Runs services/mlx/decode_attention.cuh on the host: a thread for each thread of a block. Test only.
 //
 // stdin:  heads, kv heads, queries, keys, then q, k, v, mask as numbers
 // stdout: out [queries, heads, D]

@@ -20,14 +20,18 @@ import atheris
 with atheris.instrument_imports(  # pyright: ignore[reportAttributeAccessIssue]
     include=["protocol", "services", "msgpack"]
 ):
+    from services.drafter.main.server import line_protocol
+
     from protocol import messages
     from protocol.decoding.vocabulary import vocabulary_of
     from protocol.errors import ModelError, ProtocolError, UsageError
     from protocol.transport.codec import Decoder, encode
     from protocol.transport.framing import Frames
-    from services import gguf, line_protocol, model
-    from services.gateway import fields, reading
-    from services.gateway.faults import Fault
+    from services.gateway import parse
+    from services.gateway import schema as fields
+    from services.gateway.errors import Fault
+    from services.mlx import loader
+    from services.tools import gguf
 
 from tests.gguf_file import metadata_of, tensors_of, write_gguf
 from tests.reference import tiny_folder
@@ -88,8 +92,8 @@ def http(data: bytes) -> None:
     """A body is refused with a fault that names the field, or it can be asked."""
     sampling = messages.Sampling()
     for asked in (
-        lambda: reading.chat(reading.read(data, fields.ChatRequest), sampling),
-        lambda: reading.completion(reading.read(data, fields.CompletionRequest), sampling),
+        lambda: parse.chat(parse.read(data, fields.ChatRequest), sampling),
+        lambda: parse.completion(parse.read(data, fields.CompletionRequest), sampling),
     ):
         with contextlib.suppress(Fault, UsageError, ProtocolError):
             encode(asked())
@@ -153,7 +157,7 @@ def safetensors(data: bytes) -> None:
     """Weights that are broken are a ModelError."""
     _copy(FOLDER / "model", "model.safetensors", data)
     try:
-        model.load(FOLDER / "model")
+        loader.load(FOLDER / "model")
     except ModelError:
         return
 

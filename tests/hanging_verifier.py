@@ -1,6 +1,6 @@
 """A verifier whose main thread hangs in its fifth verification, as in a driver; the next is sane.
 
-Run as `python -m tests.hanging_verifier SETTINGS`, in place of services.verifier.
+Run as `python -m tests.hanging_verifier SETTINGS`, in place of services.verifier.main.
 """
 
 import sys
@@ -10,13 +10,13 @@ from typing import Any
 
 from protocol.process.child import main
 from protocol.settings import VerifierSettings
-from services import verifier
+from services.verifier.main import main as verifier
 
 _FIFTH = 5
 
 
 def _hang_once(folder: Path) -> None:
-    from services.judging import Judge  # noqa: PLC0415  # MLX comes after the BLAS
+    from services.verifier.acceptance import Judge  # noqa: PLC0415  # MLX comes after the BLAS
 
     honest, calls = Judge.judge, [0]
 

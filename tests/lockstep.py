@@ -23,10 +23,10 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.backends.interface import DraftBackend
-from services.drafting import Drafter
-from services.inbox import Work
-from services.verification import Verifier
+from services.drafter.backends.base import DraftBackend
+from services.drafter.drafter import Drafter
+from services.runtime.inbox import Work
+from services.verifier.verifier import Verifier
 from tests.reference import said
 
 _VERIFY_MS, _DRAFT_MS = 50.0, 5.0

@@ -1,7 +1,7 @@
 """Two models that know only the last token, and a stack that answers with them.
 
 The laws are known, so answers can be held against them. Verifier and drafter use what the
-real ones use (`protocol.decoding.sampler`, `protocol.decoding.rejection`, `services.candidates`, the real drafter
+real ones use (`protocol.decoding.sampler`, `protocol.decoding.rejection`, `services.sampling.candidates`, the real drafter
 service); wires, clocks and deaths are those of chance.
 """
 
@@ -34,7 +34,7 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.backends.interface import (
+from services.drafter.backends.base import (
     NO_TURN,
     BackendIdentity,
     Drafted,
@@ -42,9 +42,9 @@ from services.backends.interface import (
     Outcome,
     Turn,
 )
-from services.candidates import best_bonuses, best_of, drafted
-from services.drafting import Drafter
-from services.judging import accepted_length
+from services.drafter.drafter import Drafter
+from services.sampling.candidates import best_bonuses, best_of, drafted
+from services.verifier.acceptance import accepted_length
 from tests.test_law import allowed, softmax
 
 SIZE = 3

@@ -35,8 +35,8 @@ from protocol.messages import (
 )
 from protocol.transport.channel import Channel, Hub, ipc_address
 from protocol.transport.codec import Decoder
-from services.actor import Identity, serve
-from services.inbox import Work
+from services.runtime.inbox import Work
+from services.runtime.loop import Identity, serve
 
 PATIENCE_S = 60.0
 
@@ -196,7 +196,7 @@ def connected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture
 def running(connected: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
     """A service that was welcomed; it does not beat, however long the test takes."""
-    monkeypatch.setattr("services.pulse.BEAT_S", 1000.0)
+    monkeypatch.setattr("services.runtime.heartbeat.BEAT_S", 1000.0)
     connected.send(Welcome())
     return connected
 
@@ -251,7 +251,7 @@ def test_no_answer_to_hello_is_a_deadline(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """An orchestrator that is not there is waited for, but not for ever."""
-    monkeypatch.setattr("services.pulse.BEAT_S", 0.001)
+    monkeypatch.setattr("services.runtime.heartbeat.BEAT_S", 0.001)
     address = ipc_address(str(tmp_path_factory.mktemp("z") / "s"))
     with Channel[ToService](address, Decoder(ToService)) as channel:
         channel.socket.linger = 0

@@ -14,9 +14,9 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.ahead import Ahead
-from services.model import load
-from services.verification import Verifier
+from services.mlx.loader import load
+from services.verifier.pipelined_step import Ahead
+from services.verifier.verifier import Verifier
 from tests.reference import SAMPLINGS, plain, tiny_folder
 from tests.tiny_models import FAMILIES, VERIFIERS
 
@@ -86,7 +86,7 @@ def test_the_tokens_are_those_of_plain_decoding(family: str) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_under_every_way_of_choosing(sampling: Sampling) -> None:
     """As on a GPU, where the choice is made on the device."""
-    with patch("services.judging.compute_unit", lambda: "cuda"):
+    with patch("services.verifier.acceptance.compute_unit", lambda: "cuda"):
         asking = Asking("llama", sampling)
         passes = [asking.verify() for _ in range(12)]
     assert passes == [2] + [1] * 11

@@ -13,8 +13,8 @@ import pytest
 
 from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError
-from services.assemble import assemble, main
-from services.model import load
+from services.mlx.loader import load
+from services.tools.build_drafter import assemble, main
 from tests.reference import tiny_folder
 from tests.tiny_models import write_tiny_model
 
@@ -129,7 +129,7 @@ def test_a_target_without_a_tokenizer_is_refused(
 def test_the_command_assembles(
     target: Path, carried: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`python -m services.assemble CARRIED TARGET FOLDER` writes the folder and exits with 0."""
+    """`python -m services.tools.build_drafter CARRIED TARGET FOLDER` writes the folder and exits with 0."""
     folder = tmp_path / "draft"
     monkeypatch.setattr(sys, "argv", ["assemble", str(carried), str(target), str(folder)])
     assert main() == 0
@@ -139,7 +139,7 @@ def test_the_command_assembles(
 def test_the_command_reports_in_one_line(target: Path, tmp_path: Path) -> None:
     """A failure is one line on stderr and the exit code of a ModelError."""
     missing = str(tmp_path / "nowhere")
-    command = [sys.executable, "-m", "services.assemble", missing, str(target), missing]
+    command = [sys.executable, "-m", "services.tools.build_drafter", missing, str(target), missing]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == ModelError.exit_code
     assert done.stderr.startswith("error: cannot read the weights")

@@ -19,12 +19,12 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.backends.mlx import MlxBackend
-from services.batching import Ask, Batcher
-from services.kv import KVStore, windows_of
-from services.model import load
-from services.parts import takes_parts
-from services.verification import Verifier
+from services.batching.forward import Ask, Batcher
+from services.batching.packing import takes_parts
+from services.drafter.backends.mlx import MlxBackend
+from services.kv.cache import KVStore, windows_of
+from services.mlx.loader import load
+from services.verifier.verifier import Verifier
 from tests.reference import SAMPLINGS, plain, said, tiny_folder
 from tests.tiny_models import DRAFTERS, FAMILIES, VERIFIERS
 

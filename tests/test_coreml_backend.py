@@ -4,9 +4,9 @@ import pytest
 
 from protocol.errors import ModelError, ProtocolError
 from protocol.messages import Sampling, Shape, Tokens
-from services.backends.coreml import Call, CoremlBackend, calls_for
-from services.backends.interface import Layer, Outcome
-from services.backends.mlx import MlxBackend
+from services.drafter.backends.base import Layer, Outcome
+from services.drafter.backends.coreml import Call, CoremlBackend, calls_for
+from services.drafter.backends.mlx import MlxBackend
 from tests.converted import (
     BRANCHES,
     SLOTS,

@@ -20,16 +20,16 @@ from launch.telling import Telling
 from protocol.errors import ModelError
 from protocol.jobs.convert import COMPRESSIONS, ROUTES, Compression, Converted, Event
 from services.coreml.architecture import read_architecture
-from services.coreml.compression import _centres, pack
+from services.coreml.convert.compression import _centres, pack
+from services.coreml.convert.source import Source
+from services.coreml.convert.weights import Weights, fingerprint_of
 from services.coreml.functions import parts_of
 from services.coreml.manifest import read_manifest
 from services.coreml.runtime import ops
 from services.coreml.runtime.blob import to_float16
 from services.coreml.runtime.placement import Placement, joint_unit, placement_of
 from services.coreml.runtime.program import Program
-from services.coreml.source import Source
-from services.coreml.weights import Weights, fingerprint_of
-from services.model import load
+from services.mlx.loader import load
 from tests.converted import converted_folder, settings_for, source_folder
 from tests.tiny_models import write_tiny_model
 

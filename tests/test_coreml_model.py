@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from protocol.decoding.sampler import Floats
 from protocol.messages import Tokens
-from services.candidates import Top
 from services.coreml.model import ConvertedModel, Feed, causal, chain_feed
+from services.sampling.candidates import Top
 from tests.converted import BRANCHES, CHUNK, HEAD, SLOTS, converted_folder, converted_model
 from tests.reference import reference
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from protocol.jobs.convert import ROUTES, Agreement, Route
-from services.coreml.parity import Laws, Text, acceptance, agreement, candidates, tops_of
+from services.coreml.convert.parity import Laws, Text, acceptance, agreement, candidates, tops_of
 from tests.converted import SLOTS, converted_folder, converted_model
 from tests.test_coreml_model import fed
 

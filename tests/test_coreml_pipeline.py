@@ -15,12 +15,12 @@ from launch.models import default_drafter, pair_of
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.jobs.convert import ConvertSettings
 from protocol.messages import ChatMessage, Done, Sampling, SwapDrafter
-from services.backends.coreml import CoremlBackend
-from services.backends.mlx import MlxBackend
-from services.coreml.conversion import convert
+from services.coreml.convert.convert import convert
 from services.coreml.manifest import read_manifest
 from services.coreml.model import ConvertedModel
 from services.coreml.runtime.executor import ReferenceExecutor
+from services.drafter.backends.coreml import CoremlBackend
+from services.drafter.backends.mlx import MlxBackend
 from tests.converted import converted_folder, source_folder
 from tests.stack import DEADLINE_S, RunningStack, running
 

@@ -12,7 +12,7 @@ from launch.models import pair_of
 from protocol.errors import UsageError
 from protocol.messages import Sampling
 from protocol.settings import Device
-from services.device import bind
+from services.mlx.device import bind
 from tests.stack import RunningStack, running
 from tests.test_cli import USAGE, complains, ssd
 from tests.tiny_models import write_tiny_model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.distill.generation import Chat, Rows, generate
-from services.model import load
+from services.mlx.loader import load
 from tests.tiny_models import vocabulary_size, write_tiny_model
 
 OPENING, TURN, STOPS = [0, 2], [3, 7], [1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from protocol.errors import ModelError, SsdError, UsageError
-from services.distill.laws import TargetLaw, check_layout, logits_at
+from services.distill.logits import TargetLaw, check_layout, logits_at
 from services.distill.student import (
     Student,
     chosen_layers,
@@ -17,7 +17,7 @@ from services.distill.student import (
     new_student,
     read_config,
 )
-from services.model import load, to_dense
+from services.mlx.loader import load, to_dense
 from tests.tiny_models import write_tiny_model
 
 TOKENS = mx.array([[5, 9, 40, 17, 30], [8, 8, 20, 21, 22]])

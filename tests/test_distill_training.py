@@ -14,17 +14,17 @@ from protocol.errors import UsageError
 from protocol.jobs.distill import Event, Finished
 from protocol.messages import Sampling
 from protocol.settings import DistillSettings
-from services.assemble import assemble
-from services.backends.mlx import MlxBackend
 from services.distill import checkpoint
 from services.distill.data import Batch, Batches, RowInfo, Shards, Texts, divided, joined
 from services.distill.evaluation import Drafter, Figures, evaluate
-from services.distill.laws import TargetLaw
-from services.distill.program import distill, judge
-from services.distill.session import Session
+from services.distill.logits import TargetLaw
+from services.distill.phases import distill, judge
+from services.distill.run_control import Session
 from services.distill.speed import Costs, predict
 from services.distill.training import Inputs, Trainer, learning_rate
-from services.model import load
+from services.drafter.backends.mlx import MlxBackend
+from services.mlx.loader import load
+from services.tools.build_drafter import assemble
 from tests.reference import said
 from tests.tiny_models import write_tiny_model
 
@@ -261,7 +261,7 @@ class Fixed:
 def test_figures_are_counted_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agreement, ranks in a trimmed head, categories: by hand on laws that never change."""
     monkeypatch.setattr(
-        "services.distill.laws.logits_at",
+        "services.distill.logits.logits_at",
         lambda model, tokens, positions: model(tokens).reshape(-1, 4)[positions],
     )
     monkeypatch.setattr(

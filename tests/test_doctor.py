@@ -23,7 +23,7 @@ from protocol.errors import ModelError
 from protocol.jobs.hardware import Survey
 from services.coreml.manifest import read_manifest
 from services.coreml.runtime import devices
-from services.model import load
+from services.mlx.loader import load
 from tests.converted import SLOTS, converted_folder
 from tests.reference import tiny_folder
 from tests.stack import DEADLINE_S

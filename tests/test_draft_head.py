@@ -13,8 +13,8 @@ from mlx_lm.utils import load_model
 
 from protocol.errors import ModelError
 from protocol.messages import Tokens
-from services.draft_head import trim_head
-from services.model import load
+from services.mlx.lm_head import trim_head
+from services.mlx.loader import load
 from tests.reference import tiny_folder
 from tests.tiny_models import VERIFIERS, write_tiny_model
 

@@ -27,11 +27,11 @@ from protocol.messages import (
 )
 from protocol.transport.codec import Decoder, encode
 from protocol.transport.pipes import Stream
-from services.backends.interface import Layer, Outcome
-from services.backends.lines import LineBackend
-from services.backends.ngram import NgramBackend
-from services.line_server import LineServer
-from services.program import Program
+from services.drafter.backends.base import Layer, Outcome
+from services.drafter.backends.line_client import LineBackend
+from services.drafter.backends.ngram import NgramBackend
+from services.drafter.relay.process import Program
+from services.drafter.server.line_server import LineServer
 
 pytestmark = pytest.mark.processes
 

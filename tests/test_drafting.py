@@ -20,9 +20,9 @@ from protocol.messages import (
     Tokens,
     Verify,
 )
-from services.backends.interface import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
-from services.drafting import Drafter
-from services.inbox import Work
+from services.drafter.backends.base import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
+from services.drafter.drafter import Drafter
+from services.runtime.inbox import Work
 
 NOT_DRAWN = DraftLaw()
 ROOTS = [Outcome(0, 5), Outcome(2, 6)]

@@ -11,8 +11,8 @@ from protocol.decoding.rejection import Law, drafter_law, draw
 from protocol.decoding.sampler import Floats
 from protocol.decoding.sampling_params import of_drafter
 from protocol.messages import DraftLaw, Sampling, Tokens
-from services.backends.interface import Drafted, Turn
-from services.backends.mlx import MlxBackend
+from services.drafter.backends.base import Drafted, Turn
+from services.drafter.backends.mlx import MlxBackend
 from tests.reference import reference, said, tiny_folder
 
 PROMPT = [0, 2, 97, 41, 250, 33, 8, 141, 77, 19, 203, 64]

@@ -18,7 +18,7 @@ from protocol.messages import (
     Prepare,
     Sampling,
 )
-from services.dues import Dues
+from services.drafter.relay.pending_replies import Dues
 
 PREFILL_S, DRAFT_S = 100.0, 5.0
 OPEN = OpenSequence(sequence=1, tokens=[1], sampling=Sampling())

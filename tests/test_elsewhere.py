@@ -11,11 +11,11 @@ from launch import session
 from launch.config import StackSettings
 from protocol.errors import ModelError
 from protocol.messages import OpenSequence, Prefilled, Sampling, Tokens, Verify
+from services.batching.external_prefill import Choice, Computed, Landing, always, measured
 from services.coreml.prefill import CoremlPrefill, open_prefill
-from services.elsewhere import Choice, Computed, Landing, always, measured
-from services.kv import KVStore
-from services.model import load
-from services.verification import Verifier
+from services.kv.cache import KVStore
+from services.mlx.loader import load
+from services.verifier.verifier import Verifier
 from tests.converted import SLOTS, converted_folder, converted_model, source_folder
 from tests.stack import RunningStack, running
 

@@ -10,8 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.errors import ModelError, UsageError
 from protocol.jobs.cost_emulation import EmulatedSize, parse_size
-from services.emulation import SHAPES, emulate
-from services.model import load
+from services.mlx.cost_emulation import SHAPES, emulate
+from services.mlx.loader import load
 from tests.reference import tiny_folder
 
 FAMILIES = ["llama", "llama3", "sliding", "qwen2", "qwen3", "gemma2", "gemma3", "moe"]

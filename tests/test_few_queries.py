@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from services.few_queries import _takes
+from services.mlx.decode_attention import _takes
 
 _ROOT = Path(__file__).parent.parent
 _DEADLINE_S = 120

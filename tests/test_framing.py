@@ -11,7 +11,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import DraftTree, Prepare
 from protocol.transport.codec import encode
 from protocol.transport.framing import Frames
-from services.line_protocol import MAX_LINE_BYTES, Lines, read_tokens, tokens_line
+from services.drafter.server.line_protocol import MAX_LINE_BYTES, Lines, read_tokens, tokens_line
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(),

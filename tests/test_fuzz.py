@@ -13,10 +13,10 @@ from protocol.errors import ModelError, ProtocolError, UsageError
 from protocol.messages import Sampling
 from protocol.settings import VerifierSettings, decode_settings
 from protocol.transport.codec import encode
-from services.gateway.faults import Fault
-from services.gateway.fields import ChatRequest, CompletionRequest
-from services.gateway.reading import chat, completion, read
-from services.model import load
+from services.gateway.errors import Fault
+from services.gateway.parse import chat, completion, read
+from services.gateway.schema import ChatRequest, CompletionRequest
+from services.mlx.loader import load
 from tests.reference import tiny_folder
 from tests.test_codec import DECODERS, MEMBERS, example, pack
 

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from launch.models import produce
 from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError
-from services.gguf import convert, main
-from services.model import compute_unit, load
+from services.mlx.loader import compute_unit, load
+from services.tools.gguf import convert, main
 from tests.gguf_file import metadata_of, rounded, tensors_of, write_gguf
 from tests.reference import tiny_folder
 from tests.tiny_models import write_tiny_model
@@ -126,7 +126,7 @@ def test_blocks_are_dequantised_on_a_cpu(kind: str, make: Make) -> None:
 
 def test_blocks_are_halves_on_cuda(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense float16: the values of the blocks, rounded once."""
-    monkeypatch.setattr("services.gguf.compute_unit", lambda: "cuda")
+    monkeypatch.setattr("services.tools.gguf.compute_unit", lambda: "cuda")
     found = tensors_in(converted(make(kind="Q4_1")))
     assert {value.dtype for value in found.values()} == {mx.float16}
     weight = np.array(tensors_in(tiny_folder("llama"))["model.layers.0.mlp.up_proj.weight"])
@@ -140,7 +140,7 @@ def test_blocks_are_halves_on_cuda(make: Make, monkeypatch: pytest.MonkeyPatch) 
 def test_blocks_are_kept_elsewhere(kind: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where quantised kernels are fast the blocks stay, and mlx-lm computes the same with them."""
     expected = logits_of(converted(make(kind=kind)))
-    monkeypatch.setattr("services.gguf.compute_unit", lambda: "metal")
+    monkeypatch.setattr("services.tools.gguf.compute_unit", lambda: "metal")
     folder = converted(make(kind=kind))
     assert "model.layers.0.self_attn.q_proj.scales" in tensors_in(folder)
     module: Any = load_model(folder)[0]
@@ -153,7 +153,7 @@ def test_widths_may_differ(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer keeps its own width, and mlx-lm is told of it."""
     kinds = {"token_embd.weight": "Q8_0", "blk.0.ffn_up.weight": "Q8_0"}
     expected = logits_of(converted(make(kind="Q4_0", others=kinds)))
-    monkeypatch.setattr("services.gguf.compute_unit", lambda: "metal")
+    monkeypatch.setattr("services.tools.gguf.compute_unit", lambda: "metal")
     folder = converted(make(kind="Q4_0", others=kinds))
     said = json.loads((folder / "config.json").read_text())["quantization"]
     wide = {"group_size": 32, "bits": 8}
@@ -270,7 +270,7 @@ def test_unknown_tensors_are_refused(make: Make) -> None:
 
 
 def test_the_command_converts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m services.gguf SOURCE FOLDER` writes the folder and exits with 0."""
+    """`python -m services.tools.gguf SOURCE FOLDER` writes the folder and exits with 0."""
     file = make()
     monkeypatch.setattr(sys, "argv", ["gguf", str(file), str(file.parent / "converted")])
     assert main() == 0
@@ -279,7 +279,7 @@ def test_the_command_converts(make: Make, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_command_reports_in_one_line(tmp_path: Path) -> None:
     """A failure is one line on stderr and the exit code of a ModelError."""
-    command = [sys.executable, "-m", "services.gguf", str(tmp_path / "m.gguf"), str(tmp_path)]
+    command = [sys.executable, "-m", "services.tools.gguf", str(tmp_path / "m.gguf"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == ModelError.exit_code
     assert done.stderr.startswith("error: there is no file")
@@ -293,5 +293,5 @@ def test_a_file_that_kills_its_reader_is_refused(make: Make, tmp_path: Path) -> 
     data[10] = 1  # 65536 tensors more
     file.write_bytes(data)
     with pytest.raises(ModelError, match=r"was ended by signal|failed"):
-        produce(tmp_path / "converted", "services.gguf", str(file))
+        produce(tmp_path / "converted", "services.tools.gguf", str(file))
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]

@@ -82,7 +82,7 @@ def test_a_verifier_that_hangs_in_a_call_is_replaced(
     start = process.subprocess.Popen
 
     def sabotaged(command: list[str], **options: Any) -> Any:
-        return start([part.replace("services.verifier", "tests.hanging_verifier")
+        return start([part.replace("services.verifier.main", "tests.hanging_verifier")
                       for part in command], **options)  # fmt: skip
 
     monkeypatch.setattr(process.subprocess, "Popen", sabotaged)

@@ -13,7 +13,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from protocol.errors import ModelError
-from services.kv import KVStore, SlotCache, windows_of
+from services.kv.cache import KVStore, SlotCache, windows_of
 from tests.reference import reference
 from tests.tiny_models import FAMILIES, RECURRENT, VERIFIERS, WINDOW
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from services import machine
+from services.mlx import blas
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS brings its own BLAS")
 
@@ -28,7 +28,7 @@ def uniform(*shape: int) -> Floats:
 def kernel(tmp_path: Path) -> ctypes.CDLL:
     """The kernel by itself, freshly compiled; whatever is not its own goes nowhere."""
     library = tmp_path / "kernel.so"
-    machine._compile(library)
+    blas._compile(library)
     loaded = ctypes.CDLL(str(library))
     assert loaded.small_gemm_take(None, 1, 16) == 16
     return loaded
@@ -83,7 +83,7 @@ def test_it_is_in_use() -> None:
     """MLX's own symbol for a product is the kernel's."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     assert "libssd_small_gemm" in maps
-    here, kernel = ctypes.CDLL(None), machine._small_gemm()
+    here, kernel = ctypes.CDLL(None), blas._small_gemm()
     assert kernel is not None
     ours, used = (ctypes.cast(x.cblas_sgemm, ctypes.c_void_p).value for x in (kernel, here))
     assert ours == used
@@ -100,9 +100,9 @@ def test_without_a_compiler_there_is_a_warning_and_no_kernel(
     def fail(library: Path) -> None:
         raise cause
 
-    monkeypatch.setattr(machine, "_compile", fail)
-    monkeypatch.setattr(machine.hashlib, "sha256", lambda data: _Unseen())
-    assert machine._small_gemm() is None
+    monkeypatch.setattr(blas, "_compile", fail)
+    monkeypatch.setattr(blas.hashlib, "sha256", lambda data: _Unseen())
+    assert blas._small_gemm() is None
     assert "no small_gemm kernel" in caplog.text
 
 

@@ -21,9 +21,9 @@ from protocol.decoding.sampler import Floats, has_filter, kept
 from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError, ProtocolError
 from protocol.messages import Sampling, Tokens
-from services.backends.interface import Drafted, Layer
-from services.backends.mlx import MAX_DRAFT_TOKENS, MlxBackend
-from services.prompt_cache import PromptCache
+from services.drafter.backends.base import Drafted, Layer
+from services.drafter.backends.mlx import MAX_DRAFT_TOKENS, MlxBackend
+from services.kv.prefix_cache import PromptCache
 from tests.reference import SAMPLINGS, Reference, said, tiny_folder
 from tests.tiny_models import DRAFTERS, FAMILIES, RECURRENT, write_tiny_model
 

@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model
 
 from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError
-from services.model import compute_unit, load
+from services.mlx.loader import compute_unit, load
 from tests.reference import reference, tiny_folder
 from tests.tiny_models import CONTEXT, FAMILIES, write_tiny_model
 

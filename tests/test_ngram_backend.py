@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from protocol.errors import ProtocolError
 from protocol.messages import ENDED, Sampling, Shape, Tokens
-from services.backends.interface import Layer, Outcome
-from services.backends.ngram import NgramBackend
+from services.drafter.backends.base import Layer, Outcome
+from services.drafter.backends.ngram import NgramBackend
 from tests.reference import tiny_folder
 from tests.tiny_models import EOS
 

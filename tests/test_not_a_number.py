@@ -11,7 +11,7 @@ import pytest
 from launch.config import StackSettings
 from protocol.errors import RuntimeFailure
 from protocol.messages import Mode, Sampling
-from services.candidates import best_of
+from services.sampling.candidates import best_of
 from tests.stack import RunningStack, running
 from tests.tiny_models import write_tiny_model
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from protocol.decoding import sampler
 from protocol.messages import OpenSequence, Sampling, VerificationOutcome, Verify
-from services import on_device
-from services.backends.mlx import MlxBackend
-from services.candidates import best_of
-from services.model import load
-from services.verification import Verifier
+from services.drafter.backends.mlx import MlxBackend
+from services.mlx.loader import load
+from services.sampling import device
+from services.sampling.candidates import best_of
+from services.verifier.verifier import Verifier
 from tests.reference import plain, tiny_folder
 
 SAMPLINGS = [
@@ -50,7 +50,7 @@ def test_the_same_tokens_as_on_the_host(sampling: Sampling, step: float) -> None
     logits = rows(1, 240, 8192, step=step)
     positions = range(1000, 1240)
     expected = sampler.choose(logits, positions, sampling)
-    assert expected == on_device.choose(mx.array(logits), positions, sampling)
+    assert expected == device.choose(mx.array(logits), positions, sampling)
 
 
 @given(
@@ -70,7 +70,7 @@ def test_the_same_tokens_under_any_filters(sampling: Sampling, size: int, step: 
     logits = rows(sampling.seed, 6, size, step=step)
     positions = range(sampling.seed % 1000, sampling.seed % 1000 + 6)
     expected = sampler.choose(logits, positions, sampling)
-    assert expected == on_device.choose(mx.array(logits), positions, sampling)
+    assert expected == device.choose(mx.array(logits), positions, sampling)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
@@ -80,7 +80,7 @@ def test_half_precision_logits(dtype: mx.Dtype) -> None:
     host = np.array(logits.astype(mx.float32))
     for sampling in SAMPLINGS[1:]:
         expected = sampler.choose(host, range(60), sampling)
-        assert expected == on_device.choose(logits, range(60), sampling)
+        assert expected == device.choose(logits, range(60), sampling)
 
 
 @pytest.mark.parametrize("sampling", [SAMPLINGS[1], SAMPLINGS[5], SAMPLINGS[10]], ids=str)
@@ -88,7 +88,7 @@ def test_rows_seldom_go_to_the_host(sampling: Sampling) -> None:
     """What is moved is the exception: less than one row in fifty."""
     logits = mx.array(rows(3, 300, 8192))
     with patch.object(sampler, "choose", wraps=sampler.choose) as choose:
-        on_device.choose(logits, range(300), sampling)
+        device.choose(logits, range(300), sampling)
     assert choose.call_count < 6
 
 
@@ -98,7 +98,7 @@ def test_the_best_candidates(width: int) -> None:
     logits = rows(4, 9, 300)
     for head_ids in (None, np.arange(300)[::-1] * 2):
         expected = best_of(logits, width, head_ids)
-        actual = on_device.best_of(mx.array(logits), width, head_ids)
+        actual = device.best_of(mx.array(logits), width, head_ids)
         assert np.array_equal(expected.ids, actual.ids)
         assert np.array_equal(expected.logits, actual.logits)
         assert np.allclose(expected.totals, actual.totals, rtol=1e-5)
@@ -122,7 +122,7 @@ def test_a_drafter_on_a_gpu_drafts_the_same(sampling: Sampling) -> None:
         return found
 
     on_host = trees()
-    with patch("services.backends.mlx.compute_unit", lambda: "cuda"):
+    with patch("services.drafter.backends.mlx.compute_unit", lambda: "cuda"):
         on_gpu = trees()
     assert on_host == on_gpu
 
@@ -132,7 +132,7 @@ def test_a_verifier_on_a_gpu_commits_the_same(sampling: Sampling) -> None:
     """The code path of GPUs, computed here on a CPU: the tokens of plain decoding."""
     prompt = (11, 200, 5)
     expected = plain("llama", prompt, 12, sampling)
-    with patch("services.verification.compute_unit", lambda: "cuda"):
+    with patch("services.verifier.verifier.compute_unit", lambda: "cuda"):
         verifier = Verifier(load(tiny_folder("llama")), 512)
         list(verifier.handle(OpenSequence(sequence=1, tokens=[11, 200], sampling=sampling)))
         tokens = list(prompt)

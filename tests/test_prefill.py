@@ -12,11 +12,11 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.agenda import Agenda
-from services.inbox import Work
-from services.model import load
-from services.prefill import Pacer
-from services.verification import Verifier
+from services.batching.prefill import Pacer
+from services.mlx.loader import load
+from services.runtime.inbox import Work
+from services.runtime.work_queue import Agenda
+from services.verifier.verifier import Verifier
 from tests.reference import plain, tiny_folder
 
 

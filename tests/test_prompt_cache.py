@@ -18,11 +18,11 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.backends.mlx import MlxBackend
-from services.kv import KVStore, windows_of
-from services.model import LoadedModel, load
-from services.prompt_cache import Held, PromptCache
-from services.verification import Verifier
+from services.drafter.backends.mlx import MlxBackend
+from services.kv.cache import KVStore, windows_of
+from services.kv.prefix_cache import Held, PromptCache
+from services.mlx.loader import LoadedModel, load
+from services.verifier.verifier import Verifier
 from tests.reference import SAMPLINGS, plain, said, tiny_folder
 from tests.tiny_models import DRAFTERS, RECURRENT, VERIFIERS
 

@@ -7,10 +7,10 @@ import pytest
 
 from launch.config import StackSettings
 from protocol.messages import CloseSequence, OpenSequence, Prefilled, Sampling
-from services.model import load as load_model
-from services.prompt_cache import PromptCache
-from services.prompt_file import identity_of, load, save
-from services.verification import Verifier
+from services.kv.prefix_cache import PromptCache
+from services.mlx.loader import load as load_model
+from services.verifier.prefix_cache_file import identity_of, load, save
+from services.verifier.verifier import Verifier
 from tests.reference import said
 from tests.stack import running
 from tests.tiny_models import write_tiny_model

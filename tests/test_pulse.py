@@ -4,7 +4,7 @@ import pytest
 
 from protocol.errors import DeadlineExceeded
 from protocol.messages import Alive, FromService
-from services.pulse import Pulse
+from services.runtime.heartbeat import Pulse
 
 
 class Body:

@@ -22,12 +22,12 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.backends.interface import Drafted, Turn
-from services.backends.mlx import MlxBackend
-from services.batching import Ask, Pass
-from services.judging import Judge, host_floats
-from services.model import load
-from services.verification import Verifier
+from services.batching.forward import Ask, Pass
+from services.drafter.backends.base import Drafted, Turn
+from services.drafter.backends.mlx import MlxBackend
+from services.mlx.loader import load
+from services.verifier.acceptance import Judge, host_floats
+from services.verifier.verifier import Verifier
 from tests.chi_square import ONE_IN_A_THOUSAND, assert_law
 from tests.reference import said
 

@@ -17,9 +17,9 @@ from orchestrator.sequence.limits import Limits
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.grammar import json_grammar
 from protocol.messages import ChatMessage, Done, Sampling, Shape, SwapDrafter
-from services.backends.mlx import MlxBackend
-from services.model import load
-from services.verification import Verifier
+from services.drafter.backends.mlx import MlxBackend
+from services.mlx.loader import load
+from services.verifier.verifier import Verifier
 from tests.lockstep import Lockstep
 from tests.stack import DEADLINE_S, RunningStack, eventually, running
 

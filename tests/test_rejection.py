@@ -22,8 +22,8 @@ from protocol.decoding.sampling_params import of_drafter
 from protocol.errors import ProtocolError
 from protocol.messages import DraftLaw, Sampling, Verify
 from protocol.transport.codec import Decoder, encode
-from services.backends.interface import Drafted, Turn
-from services.candidates import best_of, drafted
+from services.drafter.backends.base import Drafted, Turn
+from services.sampling.candidates import best_of, drafted
 from tests.test_law import allowed, softmax
 
 Doubles = npt.NDArray[np.float64]

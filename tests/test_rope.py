@@ -15,8 +15,8 @@ from mlx_lm.models.rope_utils import (
 )
 
 from protocol.errors import ModelError
-from services.model import load
-from services.rope import BranchRope, TableRope, allow_branches, use_tables
+from services.mlx.loader import load
+from services.mlx.rope import BranchRope, TableRope, allow_branches, use_tables
 from tests.reference import tiny_folder
 
 SIZE = 16

@@ -8,9 +8,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from services.kv import KVStore, windows_of
-from services.model import load
-from services.siblings import Sibling, join_siblings
+from services.kv.cache import KVStore, windows_of
+from services.mlx.fused_linear import Sibling, join_siblings
+from services.mlx.loader import load
 from tests.tiny_models import VERIFIERS, write_tiny_model
 
 _JOINTS = {"gemma4": 5, "moe": 4, "glm4": 3}

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from protocol.messages import OpenSequence, Sampling
-from services.judging import Judge
-from services.target_sequence import TargetSequence
+from services.verifier.acceptance import Judge
+from services.verifier.sequence import TargetSequence
 
 LONGEST = 0.010
 JUDGE = Judge(OpenSequence(sequence=1, tokens=[], sampling=Sampling()), Path())

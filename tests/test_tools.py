@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.fields import Function
+from services.gateway.schema import Function
 from services.gateway.tool_format import ToolFormat, tool_format
 from services.gateway.tools import ToolReader
 

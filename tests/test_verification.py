@@ -23,10 +23,10 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.inbox import Work
-from services.judging import accepted_length
-from services.model import load
-from services.verification import Verifier
+from services.mlx.loader import load
+from services.runtime.inbox import Work
+from services.verifier.acceptance import accepted_length
+from services.verifier.verifier import Verifier
 from tests.reference import SAMPLINGS, plain, tiny_folder
 from tests.tiny_models import EOS, FAMILIES, RECURRENT, VERIFIERS
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
-from services.backends.interface import Layer, Turn
-from services.backends.mlx import MlxBackend
-from services.model import load
-from services.verification import Verifier
-from services.warming import warm_drafter, warm_verifier
+from services.drafter.backends.base import Layer, Turn
+from services.drafter.backends.mlx import MlxBackend
+from services.mlx.loader import load
+from services.runtime.warmup import warm_drafter, warm_verifier
+from services.verifier.verifier import Verifier
 from tests.reference import tiny_folder
 
 PROMPT: Tokens = [0, 2, 20, 21, 22]

@@ -14,7 +14,7 @@ from launch.config import StackSettings
 from protocol.decoding.sampler import choose
 from protocol.errors import ProtocolError
 from protocol.messages import Mode, Sampling, Tokens
-from services.backends.interface import (
+from services.drafter.backends.base import (
     NO_TURN,
     BackendIdentity,
     Drafted,
@@ -22,8 +22,8 @@ from services.backends.interface import (
     Outcome,
     Turn,
 )
-from services.backends.mlx import MlxBackend
-from services.windowed import WindowedBackend
+from services.drafter.backends.mlx import MlxBackend
+from services.drafter.sliding_context import WindowedBackend
 from tests.reference import reference, said, tiny_folder
 from tests.stack import Answered, RunningStack, running
 from tests.tiny_models import write_tiny_model

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from protocol.jobs.reference import LARGEST_TIE, MarginAnswer
-from services.reference import _spacing
+from services.tools.reference import _spacing
 
 
 @pytest.mark.parametrize(

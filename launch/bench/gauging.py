@@ -36,7 +36,7 @@ class Gauge(LineProcess):
             device=settings.target_device if target else settings.draft_device,
             emulated_cost=settings.emulate_target_cost if target else "",
         )
-        super().__init__("gauge", "services.gauge", told)
+        super().__init__("gauge", "services.tools.profiler", told)
         self.part = part
         self.unit = ""
 

@@ -66,5 +66,11 @@ def command(
         prefill_step_size=prefill_step_size,
     )
     # In our place: the host's pipes, signals and waits then concern the server itself.
-    arguments = [sys.executable, "-P", "-m", "services.draft_server", encode_settings(settings)]
+    arguments = [
+        sys.executable,
+        "-P",
+        "-m",
+        "services.drafter.server.main",
+        encode_settings(settings),
+    ]
     os.execv(sys.executable, arguments)  # noqa: S606  # no shell is wanted

@@ -4,7 +4,7 @@ import msgspec
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of JSON from `python -m services.survey`."""
+    """One line of JSON from `python -m services.tools.hardware`."""
 
     mlx: str
     """Version of MLX."""

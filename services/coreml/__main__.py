@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from protocol.jobs.convert import ConvertSettings
 from protocol.process.child import main
-from services.machine import load_blas
+from services.mlx.blas import load_blas
 
 
 def run(settings: ConvertSettings) -> None:
@@ -16,7 +16,7 @@ def run(settings: ConvertSettings) -> None:
         signal.signal(number, _end)
     load_blas(settings.threads)
     # MLX, which the comparison needs, must find the BLAS in place.
-    from services.coreml.produce import produce  # noqa: PLC0415
+    from services.coreml.convert.produce import produce  # noqa: PLC0415
     from services.coreml.threads import limit  # noqa: PLC0415
 
     limit(settings.threads)

@@ -14,11 +14,11 @@ import numpy.typing as npt
 from protocol.decoding.sampler import Floats
 from protocol.errors import ModelError
 from protocol.settings import ComputeUnits
-from services.candidates import Top
 from services.coreml.functions import MASKED, Function
 from services.coreml.manifest import EMBEDDING, Manifest, read_manifest
 from services.coreml.runtime.blob import Array
 from services.coreml.runtime.executor import Executor, State, executor_of
+from services.sampling.candidates import Top
 
 Visible = npt.NDArray[np.bool_]
 

@@ -8,17 +8,17 @@ import numpy as np
 from protocol.errors import ModelError
 from protocol.messages import Tokens
 from protocol.settings import ComputeUnits
+from services.coreml.convert.weights import fingerprint_of
 from services.coreml.costs import empty_past, unit_of
 from services.coreml.manifest import read_manifest
 from services.coreml.model import ConvertedModel, chain_feed, open_model
 from services.coreml.runtime.blob import Array
-from services.coreml.weights import fingerprint_of
 
 _FUNCTION = "prefill_kv"
 
 
 class CoremlPrefill:
-    """See `services.elsewhere.Elsewhere`."""
+    """See `services.batching.external_prefill.Elsewhere`."""
 
     def __init__(self, model: ConvertedModel) -> None:
         """Prefill with a converted model; raises ModelError if it lacks the function."""

@@ -15,14 +15,14 @@ import psutil
 from protocol.errors import RuntimeFailure
 from protocol.jobs.coreml_probe import Found, PrefillTime, ProbeSettings
 from protocol.process.child import main
-from services.candidates import Top
 from services.coreml import costs
 from services.coreml.architecture import read_architecture
 from services.coreml.manifest import read_manifest
 from services.coreml.model import ConvertedModel, chain_feed, open_model
 from services.coreml.runtime.executor import ReferenceExecutor
 from services.coreml.threads import limit
-from services.machine import load_blas
+from services.mlx.blas import load_blas
+from services.sampling.candidates import Top
 
 _INJECTED, _CHUNK = 512, 64
 _COMPARED = 64
@@ -171,8 +171,8 @@ def _target_loop(settings: ProbeSettings) -> Found:
     # MLX must be imported after the BLAS is in place.
     import mlx.core as mx  # noqa: PLC0415
 
-    from services.kv import KVStore, windows_of  # noqa: PLC0415
-    from services.model import compute_unit, load  # noqa: PLC0415
+    from services.kv.cache import KVStore, windows_of  # noqa: PLC0415
+    from services.mlx.loader import compute_unit, load  # noqa: PLC0415
 
     module = load(Path(settings.target)).module
     store = KVStore(windows_of(module), bucketed=False)
@@ -189,9 +189,9 @@ def _injection(settings: ProbeSettings) -> Found:
     """Rows of a prompt into the cache of a model like the target, in chunks, then handed over."""
     import mlx.core as mx  # noqa: PLC0415
 
-    from services.elsewhere import Landing, kv_dtype  # noqa: PLC0415
-    from services.kv import KVStore, windows_of  # noqa: PLC0415
-    from services.model import compute_unit, load  # noqa: PLC0415
+    from services.batching.external_prefill import Landing, kv_dtype  # noqa: PLC0415
+    from services.kv.cache import KVStore, windows_of  # noqa: PLC0415
+    from services.mlx.loader import compute_unit, load  # noqa: PLC0415
 
     module = load(Path(settings.target)).module
     windows = windows_of(module)
@@ -223,10 +223,10 @@ def _injection(settings: ProbeSettings) -> Found:
 
 def _prefill(settings: ProbeSettings) -> Found:
     """Prompts of rising length: by the MLX target itself, and by its package into its cache."""
+    from services.batching.external_prefill import PromptsElsewhere  # noqa: PLC0415
     from services.coreml.prefill import open_prefill  # noqa: PLC0415
-    from services.elsewhere import PromptsElsewhere  # noqa: PLC0415
-    from services.kv import windows_of  # noqa: PLC0415
-    from services.model import load  # noqa: PLC0415
+    from services.kv.cache import windows_of  # noqa: PLC0415
+    from services.mlx.loader import load  # noqa: PLC0415
 
     folder = Path(settings.target)
     module = load(folder).module

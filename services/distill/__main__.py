@@ -4,8 +4,8 @@ import sys
 
 from protocol.process.child import main
 from protocol.settings import DistillSettings
-from services.distill.session import Session
-from services.machine import load_blas
+from services.distill.run_control import Session
+from services.mlx.blas import load_blas
 
 
 def run(settings: DistillSettings) -> None:
@@ -14,7 +14,7 @@ def run(settings: DistillSettings) -> None:
     session.listen()
     load_blas(settings.threads)
     # MLX must be imported after the BLAS is in place.
-    from services.distill.program import distill, judge  # noqa: PLC0415
+    from services.distill.phases import distill, judge  # noqa: PLC0415
 
     (judge if settings.evaluate_only else distill)(settings, session)
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import msgspec
 
 from protocol.errors import RuntimeFailure, UsageError
-from services.distill.laws import Weights
+from services.distill.logits import Weights
 
 _NAME = "checkpoint.safetensors"
 _PARTIAL = "checkpoint.partial.safetensors"

@@ -14,7 +14,7 @@ from protocol.messages import Tokens
 from protocol.settings import DistillSettings
 from services.distill.data import RowInfo, ShardInfo, Shards
 from services.distill.generation import ANSWER, USER, Chat, Rows, generate
-from services.distill.session import Session
+from services.distill.run_control import Session
 
 _ROOM = 16
 """Tokens that an answer must have room for."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from protocol.decoding.sampler import Ids
 from services.distill.data import Batches, Texts
 from services.distill.generation import Integers
-from services.distill.laws import TargetLaw, logits_at
+from services.distill.logits import TargetLaw, logits_at
 from services.distill.objective import overlap
 
 WIDTHS = (1, 2, 3, 4, 8, 16)

@@ -1,6 +1,6 @@
 """The drafter as folders: one that mlx-lm loads, and one without the target's embedding.
 
-The second, `carried/`, is what travels: `services.assemble` adds the embedding of a target
+The second, `carried/`, is what travels: `services.tools.build_drafter` adds the embedding of a target
 that is already there.
 """
 
@@ -15,9 +15,9 @@ from mlx.utils import tree_flatten
 
 from protocol.decoding.sampler import Ids
 from protocol.errors import RuntimeFailure
-from services.distill.laws import Weights
-from services.draft_head import FILE_NAME
-from services.model import LoadedModel
+from services.distill.logits import Weights
+from services.mlx.lm_head import FILE_NAME
+from services.mlx.loader import LoadedModel
 
 CARRIED = "carried"
 

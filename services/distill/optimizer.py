@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.optimizers as optimizers
 
 from services.distill.checkpoint import Moments
-from services.distill.laws import Weights
+from services.distill.logits import Weights
 
 _BETAS = (0.9, 0.95)
 

@@ -11,10 +11,10 @@ from statistics import median
 import msgspec
 
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
-from services.backends.mlx import MlxBackend
 from services.distill.evaluation import Figures
-from services.model import LoadedModel
-from services.verification import Verifier
+from services.drafter.backends.mlx import MlxBackend
+from services.mlx.loader import LoadedModel
+from services.verifier.verifier import Verifier
 
 CHAINS = (1, 2, 3, 4, 5)
 BRANCHES = (1, 4, 8, 16)

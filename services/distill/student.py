@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from protocol.decoding.sampler import Ids
 from protocol.errors import ModelError, UsageError
-from services.distill.laws import Weights, logits_at
-from services.draft_head import keep_rows
+from services.distill.logits import Weights, logits_at
+from services.mlx.lm_head import keep_rows
 
 _LAYER = "model.layers."
 _FROZEN = ("embed", "lm_head")

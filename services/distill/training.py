@@ -17,12 +17,12 @@ from protocol.jobs.distill import Progress
 from protocol.settings import DistillSettings, Objective
 from services.distill.checkpoint import Checkpoint, LogEntry, Moments, Position
 from services.distill.data import Batch, Batches
-from services.distill.laws import TargetLaw, Weights, begin, number
+from services.distill.logits import TargetLaw, Weights, begin, number
 from services.distill.objective import LOSSES, coupled_bound
 from services.distill.optimizer import adamw, clipped
-from services.distill.session import Session
+from services.distill.run_control import Session
 from services.distill.student import Student
-from services.model import compute_unit
+from services.mlx.loader import compute_unit
 
 _LAST_RATE = 0.02
 """Learning rate at the end, as a share of the highest."""

@@ -23,18 +23,18 @@ from protocol.decoding.grammar import check_grammar
 from protocol.errors import SsdError
 from protocol.messages import Finished, Generate, Status, Text
 from protocol.settings import GatewaySettings
-from services.gateway import reading
+from services.gateway import parse
+from services.gateway.auth import Guard, body_of
 from services.gateway.choices import Choice, merged, requests_of
-from services.gateway.faults import Fault, fault_of, unsupported
-from services.gateway.fields import UNSET, ChatRequest, CompletionRequest
-from services.gateway.guard import Guard, body_of
+from services.gateway.errors import Fault, fault_of, unsupported
 from services.gateway.metrics import Metrics
-from services.gateway.page import page
-from services.gateway.reply import ChatReply, CompletionReply, Reply
+from services.gateway.responses import ChatReply, CompletionReply, Reply
+from services.gateway.schema import UNSET, ChatRequest, CompletionRequest
 from services.gateway.stream import EventStream
 from services.gateway.tool_format import ToolFormat, tool_format
 from services.gateway.transcript import Transcript
 from services.gateway.waiting import ClientLeft, departure, heard
+from services.gateway.web import page
 
 _log = logging.getLogger(__name__)
 
@@ -91,13 +91,13 @@ class Gateway:
 
     async def _chat(self, request: Request) -> Response:
         body = await body_of(request, self._settings.max_body_bytes)
-        asked = reading.read(body, ChatRequest)
-        return await self._answer(request, asked, reading.chat(asked, self._settings.sampling))
+        asked = parse.read(body, ChatRequest)
+        return await self._answer(request, asked, parse.chat(asked, self._settings.sampling))
 
     async def _completions(self, request: Request) -> Response:
         body = await body_of(request, self._settings.max_body_bytes)
-        asked = reading.read(body, CompletionRequest)
-        generate = reading.completion(asked, self._settings.sampling)
+        asked = parse.read(body, CompletionRequest)
+        generate = parse.completion(asked, self._settings.sampling)
         return await self._answer(request, asked, generate)
 
     async def _answer(
@@ -132,8 +132,8 @@ class Gateway:
 
     def _transcript(self, asked: ChatRequest | CompletionRequest) -> Transcript:
         # A call that a grammar constrains has the grammar's marks, not the model's.
-        form = ToolFormat() if reading.must_call(asked) else self._tool_format
-        return Transcript(reading.functions(asked), form)
+        form = ToolFormat() if parse.must_call(asked) else self._tool_format
+        return Transcript(parse.functions(asked), form)
 
     async def _whole(
         self, request: Request, events: AsyncGenerator[tuple[int, Text | Finished]], reply: Reply

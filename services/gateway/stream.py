@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from protocol.errors import SsdError
 from protocol.messages import Finished, Text
-from services.gateway.faults import fault_of
+from services.gateway.errors import fault_of
 from services.gateway.metrics import Metrics
-from services.gateway.reply import Reply
+from services.gateway.responses import Reply
 from services.gateway.waiting import ClientLeft, departure, heard
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from protocol.decoding.grammar import json_rule
-from services.gateway.fields import Function
+from services.gateway.schema import Function
 from services.gateway.tool_format import ToolFormat
 
 _START, _END, _ = ToolFormat()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from protocol.messages import Logprobs, Text
-from services.gateway.fields import Function
+from services.gateway.schema import Function
 from services.gateway.tool_format import ToolFormat
 from services.gateway.tools import Call, ToolReader
 

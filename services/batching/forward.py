@@ -1,0 +1,128 @@
+"""Forward passes that wait for each other: who needs one first runs it, with all that wait."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from protocol.messages import Tokens
+from services.batching.packing import together
+from services.kv.cache import KVStore
+from services.mlx.loader import compute_unit
+
+_log = logging.getLogger(__name__)
+
+
+def most_rows() -> int:
+    """Tokens of a shared pass. On a CPU the kernel for few rows ends here (`machine`)."""
+    return 16 if compute_unit() == "cpu" else 64
+
+
+@dataclass
+class Pass:
+    """One forward pass over the tokens of one or several sequences."""
+
+    rows: int
+    sequences: int
+    started: float = field(default_factory=time.perf_counter)
+    waited: float = 0.0
+    """Seconds that the model was idle before; for whoever keeps the times."""
+    ended: float = 0.0
+    """When its first result was there; likewise."""
+
+
+@dataclass(eq=False)
+class Ask:
+    """Tokens of one sequence that are to go through the model."""
+
+    tokens: Tokens
+    caches: list[Any]
+    store: KVStore | None
+    """None if the sequence cannot share a pass."""
+    place: Callable[[], None]
+    """Makes room in the caches, right before the pass."""
+    logits: mx.array | None = None
+    """[tokens, head], lazy."""
+    by: Pass = field(default_factory=lambda: Pass(0, 0))
+    error: Exception | None = None
+
+
+class Batcher:
+    """Collects what sequences ask of a model, and runs it in as few passes as allowed.
+
+    A pass has at most `most_rows` tokens, unless a single sequence asks for more.
+    """
+
+    def __init__(self, model: Any, most_rows: int) -> None:
+        self._model = model
+        self.most_rows = most_rows
+        self._waiting: list[Ask] = []
+
+    def ask(
+        self, tokens: Tokens, caches: list[Any], store: KVStore | None, place: Callable[[], None]
+    ) -> Ask:
+        """Note that a sequence wants these tokens computed; nothing happens yet."""
+        asked = Ask(tokens, caches, store, place)
+        self._waiting.append(asked)
+        return asked
+
+    def withdraw(self, asked: Ask) -> None:
+        """It is not wanted any more; fine if it has been computed."""
+        if asked in self._waiting:
+            self._waiting.remove(asked)
+
+    def result(self, asked: Ask) -> tuple[mx.array, Pass]:
+        """Its logits and pass; unless another one took it along, computed now with what waits.
+
+        Raises whatever the model raises on these tokens.
+        """
+        if asked.logits is None and asked.error is None:
+            self._run(self._with_company(asked))
+        if asked.error is not None:
+            raise asked.error
+        if asked.logits is None:
+            raise RuntimeError("a pass has lost one of its sequences")
+        return asked.logits, asked.by
+
+    def _with_company(self, asked: Ask) -> list[Ask]:
+        self.withdraw(asked)
+        chosen, rows = [asked], len(asked.tokens)
+        for other in list(self._waiting):
+            rows += len(other.tokens)
+            if rows > self.most_rows:
+                break
+            chosen.append(other)
+            self._waiting.remove(other)
+        return chosen
+
+    def _run(self, asks: list[Ask]) -> None:
+        lengths = [asked.store.length if asked.store is not None else 0 for asked in asks]
+        try:
+            self._forward(asks)
+        # A sequence that the model cannot take must not take the others down.
+        except Exception as error:  # noqa: BLE001
+            for asked, length in zip(asks, lengths, strict=True):
+                if asked.store is not None:
+                    asked.store.trim(min(length, asked.store.length))
+            if len(asks) == 1:
+                asks[0].error = error
+                return
+            _log.exception("a pass of %d sequences failed; now one by one", len(asks))
+            for asked in asks:
+                self._run([asked])
+
+    def _forward(self, asks: list[Ask]) -> None:
+        tokens = [token for asked in asks for token in asked.tokens]
+        now = Pass(len(tokens), len(asks))
+        for asked in asks:
+            asked.place()
+        stores = [asked.store for asked in asks if asked.store is not None]
+        caches: Any = asks[0].caches if len(asks) == 1 else together(stores)
+        logits: mx.array = self._model(mx.array(tokens)[None], cache=caches)[0]
+        start = 0
+        for asked in asks:
+            asked.logits, asked.by = logits[start : start + len(asked.tokens)], now
+            start += len(asked.tokens)

@@ -1,0 +1,158 @@
+"""Several sequences in one flat row of tokens: attention part by part, all else at once.
+
+To the linear layers a row is one matrix, so the weights are read once for all sequences.
+A `PartedCache` stands for one layer's caches of all sequences: it hands the model `Parts`
+instead of arrays, which models pass on untouched to mlx-lm's attention function. Ours, in
+its place, attends each part to its own keys with its own mask, in the shapes that it has
+alone. A model that treats keys in a way of its own fails on `Parts`, and is found out by
+`takes_parts`.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.base import scaled_dot_product_attention
+
+from protocol.errors import ModelError
+from services.kv.cache import KVStore, SlotCache
+from services.mlx import decode_attention
+from services.mlx.loader import compute_unit
+from services.mlx.rope import allow_branches
+
+_NAME = "scaled_dot_product_attention"
+_TOLERANCE = 0.05
+"""Relative difference of the logits in the trial; half precision rounds coarsely."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What belongs to each sequence of a row, in its order: keys, values or masks."""
+
+    values: list[Any]
+    borders: list[int]
+    """Where the parts of the row but the first begin."""
+
+
+class PartedCache:
+    """One layer's caches of all sequences in a row; what mlx-lm takes for a KV cache."""
+
+    def __init__(self, caches: Sequence[SlotCache], borders: list[int], offset: mx.array) -> None:
+        self._caches = caches
+        self._borders = borders
+        self.offset = offset
+        """[tokens] RoPE position of each token of the row."""
+
+    def make_mask(
+        self, n: int, *, return_array: bool = False, window_size: int | None = None
+    ) -> Parts:
+        """The mask of each part; `n` is the number of tokens in the row."""
+        ends = [*self._borders, n]
+        counts = np.diff([0, *ends])
+        masks = [
+            cache.make_mask(int(count), return_array=return_array, window_size=window_size)
+            for cache, count in zip(self._caches, counts, strict=True)
+        ]
+        return Parts(masks, self._borders)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
+        """Store each part's [1, heads, count, size]; return the parts' own slots."""
+        pieces = zip(
+            self._caches,
+            mx.split(keys, self._borders, axis=2),
+            mx.split(values, self._borders, axis=2),
+            strict=True,
+        )
+        stored = [
+            cache.update_and_fetch(own_keys, own_values) for cache, own_keys, own_values in pieces
+        ]
+        return Parts([k for k, _ in stored], self._borders), Parts(
+            [v for _, v in stored], self._borders
+        )
+
+
+def together(stores: Sequence[KVStore]) -> list[PartedCache]:
+    """The caches for one forward over the current frames of these sequences, laid end to end."""
+    borders = [int(end) for end in np.cumsum([store.frame.count for store in stores])[:-1]]
+    positions = [store.frame.positions[store.frame.start :] for store in stores]
+    # One array for all layers: they share the sines of a position by its identity.
+    offset = mx.array(np.concatenate(positions), dtype=mx.int32)
+    layers = zip(*(store.caches for store in stores), strict=True)
+    return [PartedCache(layer, borders, offset) for layer in layers]
+
+
+def _by_parts(attend: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """mlx-lm's attention, which also takes `Parts`."""
+
+    @wraps(attend)
+    def attention(queries: mx.array, keys: Any, values: Any, cache: Any, **rest: Any) -> mx.array:
+        if not isinstance(keys, Parts):
+            return attend(queries, keys, values, cache, **rest)
+        masks = rest.pop("mask")
+        rows = mx.split(queries, keys.borders, axis=2)
+        parts = zip(rows, keys.values, values.values, masks.values, strict=True)
+        answers = [attend(q, k, v, None, mask=mask, **rest) for q, k, v, mask in parts]
+        return mx.concatenate(answers, axis=2)
+
+    return attention
+
+
+@wraps(scaled_dot_product_attention)
+def _attend(queries: mx.array, keys: Any, values: Any, cache: Any, **rest: Any) -> mx.array:
+    """mlx-lm's attention, on CUDA by our kernel where few queries are asked."""
+    if compute_unit() == "cuda" and rest.get("sinks") is None and not hasattr(cache, "bits"):
+        own = decode_attention.attend(queries, keys, values, rest["scale"], rest["mask"])
+        if own is not None:
+            return own
+    found: mx.array = scaled_dot_product_attention(queries, keys, values, cache=cache, **rest)
+    return found
+
+
+_attention = _by_parts(_attend)
+
+
+def allow_parts(model: nn.Module) -> None:
+    """Let the model's attention take `Parts`, and its RoPE a position per token.
+
+    Raises:
+        ModelError: the model has no RoPE that takes positions (see `allow_branches`).
+    """
+    allow_branches(model)
+    for module in {type(layer).__module__ for _, layer in model.named_modules()}:
+        home = sys.modules[module]
+        if getattr(home, _NAME, None) is scaled_dot_product_attention:
+            setattr(home, _NAME, _attention)
+
+
+def takes_parts(model: Any, windows: Sequence[int | None], *, bucketed: bool) -> bool:
+    """Whether two sequences in one row get the logits that each gets alone: tried out."""
+    try:
+        allow_parts(model)
+        alone = _trial(model, windows, bucketed=bucketed, flat=False)
+        flat = _trial(model, windows, bucketed=bucketed, flat=True)
+    except (ModelError, AttributeError, TypeError, ValueError, KeyError):
+        return False  # attention written out for arrays
+    distance = np.array(mx.linalg.norm(flat - alone) / mx.linalg.norm(alone))
+    return bool(mx.all(mx.isfinite(flat)).item()) and float(distance) < _TOLERANCE
+
+
+def _trial(model: Any, windows: Sequence[int | None], *, bucketed: bool, flat: bool) -> mx.array:
+    """[5, vocabulary] logits of three tokens after four others, and of the first two of a text."""
+    first, second = (KVStore(windows, bucketed=bucketed) for _ in range(2))
+    first.chain(4)
+    model(mx.array([[1, 2, 3, 4]]), cache=first.caches)
+    first.chain(3)
+    if flat:
+        second.chain(2)
+        caches: Any = together([first, second])
+        row: mx.array = model(mx.array([[5, 6, 7, 8, 9]]), cache=caches)[0]
+        return row.astype(mx.float32)
+    rows = [model(mx.array([[5, 6, 7]]), cache=first.caches)[0]]
+    second.chain(2)
+    rows.append(model(mx.array([[8, 9]]), cache=second.caches)[0])
+    return mx.concatenate(rows).astype(mx.float32)

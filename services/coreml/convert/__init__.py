@@ -1,0 +1,1 @@
+"""Conversion of a model to CoreML. The only folder that builds programs."""

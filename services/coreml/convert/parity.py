@@ -1,0 +1,176 @@
+"""Does a package say what its model says? Compared after the same texts, on real prompts.
+
+The texts are greedy answers: the target's, if there is one, else the model's own. The package
+is *teacher-forced* along them, since in float16 one rounding tie would part two free runs.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from protocol.decoding.sampler import Floats, Ids
+from protocol.errors import UsageError
+from protocol.jobs.convert import TIE, Acceptance, Agreement, Difference, Route
+from protocol.messages import Tokens
+from services.coreml.model import ConvertedModel, chain_feed
+from services.mlx.lm_head import trim_head
+from services.mlx.loader import load
+from services.sampling.candidates import Top
+
+_TOP = 8
+
+
+class Text(NamedTuple):
+    """A prompt and its greedy answer."""
+
+    prompt: Tokens
+    answer: Tokens
+
+
+class Laws(NamedTuple):
+    """A model's logits at every compared position."""
+
+    rows: Floats
+    """[positions, columns] float32."""
+    ids: Ids
+    """[columns] the token that each stands for."""
+
+    def probabilities(self, vocabulary: int) -> Floats:
+        """[positions, vocabulary]."""
+        powers = np.exp(self.rows - self.rows.max(axis=1, keepdims=True))
+        spread = np.zeros((len(powers), vocabulary), np.float32)
+        spread[:, self.ids] = powers / powers.sum(axis=1, keepdims=True)
+        return spread
+
+
+class Judge:
+    """A model under mlx-lm: writes texts, and gives its laws after any."""
+
+    def __init__(self, folder: Path) -> None:
+        loaded = load(folder)
+        self._module: Any = loaded.module
+        self.vocabulary = loaded.vocabulary
+        head_ids = trim_head(self._module, folder)
+        self._ids = np.arange(loaded.vocabulary.size) if head_ids is None else head_ids
+
+    def answer(self, prompt: Tokens, count: int) -> Text:
+        """`count` tokens, greedily."""
+        cache, fed = make_prompt_cache(self._module), prompt
+        answer: Tokens = []
+        for _ in range(count):
+            row = self._module(mx.array([fed]), cache=cache)[0, -1, : len(self._ids)]
+            fed = [int(self._ids[int(mx.argmax(row))])]
+            answer += fed
+        return Text(prompt, answer)
+
+    def laws(self, texts: list[Text]) -> Laws:
+        """After the prompt and after each token of the answer but the last."""
+        rows = []
+        for text in texts:
+            whole = mx.array([text.prompt + text.answer[:-1]])
+            logits = self._module(whole, cache=make_prompt_cache(self._module))[0]
+            wanted = logits[len(text.prompt) - 1 :, : len(self._ids)].astype(mx.float32)
+            rows.append(np.array(wanted))
+        return Laws(np.concatenate(rows), self._ids)
+
+
+def fitted(prompts: list[Tokens], slots: int, count: int) -> list[Tokens]:
+    """The ends of the prompts, as much as the state takes beside an answer."""
+    room = slots - 2 * count
+    if room < 1:
+        raise UsageError(f"{count} tokens to compare do not fit into {slots} slots")
+    return [prompt[-room:] for prompt in prompts]
+
+
+def candidates(model: ConvertedModel, texts: list[Text], route: Route = "tree") -> list[Top]:
+    """The package's best tokens at the same positions, by the functions of a route."""
+    tops: list[Top] = []
+    for text in texts:
+        state, start = model.new_state(), 0
+        tokens, first = text.prompt + text.answer[:-1], len(text.prompt) - 1
+        while start < len(tokens):
+            name, count = _next_call(model, route, start, first - start)
+            part = tokens[start : start + count]
+            found = model.run(name, chain_feed(part, start, model.slots), state)
+            tops += found[max(0, first - start) :]
+            start += len(part)
+    return tops
+
+
+def _next_call(model: ConvertedModel, route: Route, start: int, unheard: int) -> tuple[str, int]:
+    """(function, most tokens); nobody asks what follows the next `unheard` tokens."""
+    name = "tree" if route == "tree" else "decode"
+    if unheard > 0 and route != "decode":
+        name = "prefill"
+    limit = model.manifest.function(name).tokens
+    if start + limit > model.slots:
+        return "decode", 1
+    return name, min(limit, unheard) if name == "prefill" else limit
+
+
+def agreement(laws: Laws, tops: list[Top]) -> Agreement:
+    """How near the package is to the model."""
+    best = np.sort(laws.rows, axis=1)[:, -2:]
+    margins = best[:, 1] - best[:, 0]
+    chosen = laws.ids[laws.rows.argmax(axis=1)]
+    said = np.array([top.ids[0, 0] for top in tops])
+    same = said == chosen
+    clear = margins >= TIE
+    order = np.argsort(-laws.rows, axis=1)[:, :_TOP]
+    shared = [
+        np.isin(laws.ids[columns], top.ids[0, :_TOP]).mean()
+        for columns, top in zip(order, tops, strict=True)
+    ]
+    return Agreement(
+        tokens=len(same),
+        ties=int((~clear).sum()),
+        greedy=float(same[clear].mean()) if clear.any() else 1.0,
+        greedy_with_ties=float(same.mean()),
+        top8=float(np.mean(shared)),
+        kl=_divergence(laws, tops),
+        worst_margin=float(margins[~same].max(initial=0.0)),
+        differences=[
+            Difference(int(at), float(margins[at]), int(chosen[at]), int(said[at]))
+            for at in np.flatnonzero(~same)
+        ],
+    )
+
+
+def _divergence(laws: Laws, tops: list[Top]) -> float:
+    """Mean KL(model || package) over the reported tokens, all others taken together."""
+    totals = np.logaddexp.reduce(laws.rows.astype(np.float64), axis=1)
+    column = {int(token): index for index, token in enumerate(laws.ids)}
+    found = []
+    for row, total, top in zip(laws.rows, totals, tops, strict=True):
+        p = np.exp(row[[column[int(token)] for token in top.ids[0]]] - total)
+        q = np.exp(top.logits[0].astype(np.float64) - top.totals[0])
+        rest = np.clip([1 - p.sum(), 1 - q.sum()], 1e-9, None)
+        p, q = np.append(p, rest[0]), np.append(q, rest[1])
+        found.append(float((p * np.log(np.maximum(p, 1e-12) / q)).sum()))
+    return float(np.mean(found))
+
+
+def acceptance(target: Laws, vocabulary: int, tops: list[Top]) -> Acceptance:
+    """What the target would accept of drafts from these candidates."""
+    p = target.probabilities(vocabulary)
+    chosen = target.ids[target.rows.argmax(axis=1)]
+    greedy = np.array([top.ids[0, 0] for top in tops]) == chosen
+    overlap = [
+        np.minimum(row[top.ids[0]], np.exp(top.logits[0] - top.totals[0])).sum()
+        for row, top in zip(p, tops, strict=True)
+    ]
+    return Acceptance(greedy=float(greedy.mean()), sampled=float(np.mean(overlap)))
+
+
+def tops_of(laws: Laws, width: int) -> list[Top]:
+    """The model's own candidates, as a package would report them."""
+    columns = np.argsort(-laws.rows, axis=1)[:, :width]
+    logits = np.take_along_axis(laws.rows, columns, axis=1)
+    totals = np.logaddexp.reduce(laws.rows, axis=1)
+    return [
+        Top(laws.ids[columns[i]][None], logits[i : i + 1], totals[i : i + 1])
+        for i in range(len(logits))
+    ]

@@ -1,0 +1,122 @@
+"""One run of `ssd convert`: convert, compare, and only then put the folder in its place."""
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from protocol.errors import ModelError, ParityError, UsageError
+from protocol.jobs.convert import ROUTES, Converted, ConvertSettings, Event, Step
+from protocol.jobs.distill import TokenPrompt
+from protocol.messages import Tokens
+from services.coreml.convert.convert import convert
+from services.coreml.costs import measure
+from services.coreml.manifest import FILE_NAME, write_manifest
+from services.coreml.model import open_model
+from services.coreml.stale import remove_stale
+
+_CALLS = 5
+
+
+def say(event: Event) -> None:
+    """One line on stdout."""
+    sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
+    sys.stdout.flush()
+
+
+def produce(settings: ConvertSettings) -> None:
+    """Convert and compare.
+
+    Raises:
+        ModelError: the model cannot be converted, or `out` is a folder of something else.
+        ParityError: the package says other things than the model; nothing is written.
+    """
+    out, partial = Path(settings.out), settings.partial
+    if out.exists() and not (out / FILE_NAME).is_file():
+        raise UsageError(f"{str(out)!r} exists and is no converted model; name another --out")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    # What a killed conversion to the same place left behind.
+    remove_stale(partial.parent, f"{partial.name.rpartition('-')[0]}-")
+    try:
+        _produce(settings, partial)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _produce(settings: ConvertSettings, partial: Path) -> None:
+    started = time.perf_counter()
+    manifest = convert(settings, partial, lambda what, done: say(Step(what, done)))
+    seconds = time.perf_counter() - started
+    size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()) / 1e6
+    found = Converted(out=settings.out, seconds=seconds, megabytes=size, passed=True)
+    if settings.tokens and settings.prompts:
+        found = _compared(settings, partial, found)
+    parity = msgspec.to_builtins(found)
+    write_manifest(partial, msgspec.structs.replace(manifest, parity=parity))
+    if found.passed:
+        _install(partial, Path(settings.out))
+    say(found)
+    if not found.passed and found.agreement is not None:
+        least = min(one.greedy for one in (found.agreement, *found.routes.values()))
+        raise ParityError(
+            f"the package agrees with {settings.model!r} on {least:.3f} of the "
+            f"tokens, below --threshold {settings.threshold:g}; nothing was written"
+        )
+
+
+def _install(partial: Path, out: Path) -> None:
+    """Put the folder in its place; what was there goes only when the new one is complete."""
+    old = out.with_name(f"{partial.name}-old")
+    if out.exists():
+        out.rename(old)
+    partial.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _compared(settings: ConvertSettings, folder: Path, found: Converted) -> Converted:
+    # MLX is needed for the comparison only.
+    from services.coreml import parity  # noqa: PLC0415
+
+    say(Step("comparing", 0.0))
+    model = open_model(folder, settings.compute_units)
+    prompts = parity.fitted(_prompts(settings), model.slots, settings.tokens)
+    source = parity.Judge(Path(settings.model))
+    target = parity.Judge(Path(settings.target)) if settings.target else None
+    author = target or source
+    if author.vocabulary.fingerprint != source.vocabulary.fingerprint:
+        raise ModelError(f"{settings.target!r} does not share the vocabulary of the model")
+    texts = []
+    for number, prompt in enumerate(prompts):
+        texts.append(author.answer(prompt, settings.tokens))
+        say(Step("writing the answers", 0.3 * (number + 1) / len(prompts)))
+    laws = source.laws(texts)
+    say(Step("comparing by tree", 0.35))
+    tops = parity.candidates(model, texts)
+    agreed = parity.agreement(laws, tops)
+    routes = {"tree": agreed} if settings.all_routes else {}
+    for route in ROUTES[1:] if settings.all_routes else ():
+        say(Step(f"comparing by {route}", 0.6))
+        routes[route] = parity.agreement(laws, parity.candidates(model, texts, route))
+    draft = own = None
+    if target is not None:
+        judged, size = target.laws(texts), target.vocabulary.size
+        draft = parity.acceptance(judged, size, tops)
+        own = parity.acceptance(judged, size, parity.tops_of(laws, tops[0].ids.shape[1]))
+    say(Step("compared", 1.0))
+    return msgspec.structs.replace(
+        found,
+        passed=all(one.greedy >= settings.threshold for one in (agreed, *routes.values())),
+        agreement=agreed,
+        routes=routes,
+        draft=draft,
+        model=own,
+        costs=measure(model, _CALLS),
+        compute_unit=model.executor.compute_unit,
+    )
+
+
+def _prompts(settings: ConvertSettings) -> list[Tokens]:
+    lines = Path(settings.prompts).read_bytes().splitlines()
+    return [msgspec.json.decode(line, type=TokenPrompt).tokens for line in lines if line]

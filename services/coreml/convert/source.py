@@ -1,0 +1,81 @@
+"""A model on its way into a program: its tensors, each compressed once."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from protocol.decoding.sampler import Floats, Ids
+from protocol.errors import ModelError
+from protocol.jobs.convert import Compression
+from protocol.messages import Token
+from services.coreml.architecture import Architecture, read_architecture
+from services.coreml.convert.compression import Packed, pack
+from services.coreml.convert.weights import Weights
+
+HEAD_FILE = "draft_head.json"
+"""Token ids of a trimmed head (`services/mlx/lm_head.py` reads the same file for MLX)."""
+
+
+class Source:
+    """The model in a folder, as the builder wants it."""
+
+    def __init__(self, folder: Path, compression: Compression) -> None:
+        """Open the folder; raises ModelError if it cannot be converted."""
+        self.folder = folder
+        self.architecture: Architecture = read_architecture(folder)
+        self._weights = Weights(folder)
+        self._compression: Compression = compression
+        self._packed: dict[tuple[str, float], Packed] = {}
+        self.head_ids = _head_ids(folder, self.architecture.vocabulary)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
+    @property
+    def head_size(self) -> int:
+        """Columns of the logits."""
+        return self.architecture.vocabulary if self.head_ids is None else len(self.head_ids)
+
+    def packed(self, layer: str, scale: float = 1.0) -> Packed:
+        """The weight of a linear layer, times `scale`."""
+        key = (layer, scale)
+        if key not in self._packed:
+            self._packed[key] = pack(self._weights.matrix(layer) * scale, self._compression)
+        return self._packed[key]
+
+    def head(self) -> Packed:
+        """The output head, [columns, width]."""
+        key = ("head", 1.0)
+        if key not in self._packed:
+            tied = self.architecture.tied
+            matrix = self._weights.matrix("model.embed_tokens" if tied else "lm_head")
+            rows = matrix if self.head_ids is None else matrix[self.head_ids]
+            self._packed[key] = pack(rows, self._compression)
+        return self._packed[key]
+
+    def embedding(self) -> Floats:
+        """[vocabulary, width]."""
+        return self._weights.matrix("model.embed_tokens")
+
+    def vector(self, name: str) -> Floats:
+        """A norm's weight."""
+        return self._weights.vector(name)
+
+    def bias(self, layer: str) -> Floats | None:
+        """The bias of a linear layer, if it has one."""
+        name = f"{layer}.bias"
+        return self._weights.vector(name) if name in self._weights else None
+
+
+def _head_ids(folder: Path, vocabulary: int) -> Ids | None:
+    path = folder / HEAD_FILE
+    if not path.exists():
+        return None
+    try:
+        ids = np.array(msgspec.json.decode(path.read_bytes(), type=list[Token]), dtype=np.int64)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelError(f"{str(path)!r} is not a list of token ids ({error})") from error
+    if not ids.size or ids.max() >= vocabulary or np.unique(ids).size != ids.size:
+        raise ModelError(f"{str(path)!r} is not a list of distinct ids below {vocabulary}")
+    return ids

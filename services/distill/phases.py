@@ -1,0 +1,272 @@
+"""The phases of a distillation, in order: texts, training, drafter, figures."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+from mlx.utils import tree_flatten
+
+from protocol.decoding.sampler import Ids
+from protocol.decoding.vocabulary import vocabulary_of
+from protocol.errors import ModelError, UsageError
+from protocol.jobs.distill import Finished, Note
+from protocol.settings import DistillSettings
+from services.distill import card, checkpoint
+from services.distill.corpus import Corpus, chat_of, read_prompts
+from services.distill.data import Batches, RowInfo, Shards, Texts, divided, joined
+from services.distill.evaluation import Drafter, Figures, evaluate
+from services.distill.export import export
+from services.distill.generation import ANSWER, USER, Rows, generate
+from services.distill.logits import TargetLaw, check_layout
+from services.distill.run_control import Session
+from services.distill.run_folder import RunFolder, recorded
+from services.distill.speed import Costs, measure, predict
+from services.distill.student import (
+    Student,
+    chosen_layers,
+    drafter_config,
+    frequent_ids,
+    new_student,
+    read_config,
+)
+from services.distill.training import Budget, Trainer
+from services.kv.cache import windows_of
+from services.mlx.lm_head import trim_head
+from services.mlx.loader import LoadedModel, compute_unit, load, to_dense
+
+# A Mac's GPU shares its memory with everything else; a CUDA card's is its own.
+_ROWS = {"cpu": 8, "metal": 64, "cuda": 1024}
+_BATCH = {"cpu": 4, "metal": 8, "cuda": 64}
+_SPARE_BYTES = 64_000_000
+
+
+class _Plan(NamedTuple):
+    """What the drafter will be."""
+
+    layers: list[int]
+    config: dict[str, Any]
+    dtype: mx.Dtype
+
+
+def distill(settings: DistillSettings, session: Session) -> None:
+    """Train a drafter, or go on training it; ends early if the session stops."""
+    folder = RunFolder(settings)
+    try:
+        _distill(settings, session, folder)
+    finally:
+        folder.close()
+
+
+def _distill(settings: DistillSettings, session: Session, folder: RunFolder) -> None:
+    target, plan = _target(settings), _plan(settings)
+    folder.check_space(_needed_bytes(settings, target.module, plan))
+    state = checkpoint.load(folder.path)
+    # Once training has begun its texts are fixed.
+    if state is None and not settings.texts:
+        corpus = Corpus(settings, folder.shards, _rows(settings))
+        if not corpus.fill(target.module, target.vocabulary.size, session):
+            session.say(Finished(out=settings.out, complete=False))
+            return
+    # The buffers of generation have other shapes than those of training.
+    mx.clear_cache()
+    sources = _sources(settings, folder)
+    texts = joined([source.read() for source in sources])
+    learned, held = divided(texts, settings.held_out, len(settings.temperatures))
+    head_ids = _head_ids(settings, learned, target.vocabulary.size)
+    student = new_student(target.module, plan.config, plan.layers, head_ids, plan.dtype)
+    trainer = _trainer(settings, student, target, learned, held)
+    state = trainer.run(
+        state or trainer.start(), session, lambda reached: checkpoint.save(folder.path, reached)
+    )
+    if Budget(settings.steps, 60 * settings.minutes).spent(state.position) < 1:
+        session.say(Finished(out=settings.out, complete=False))
+        return
+    session.say(Note("training is done; writing and judging the drafter"))
+    export(folder.path, target, state.weights, config=plan.config, head_ids=head_ids)
+    figures = _judge(settings, target, folder.path, held)
+    costs = measure(target, folder.path, [int(token) for token in held.tokens[0]])
+    seconds = sum(info.seconds for source in sources for info in source.infos())
+    facts = _Facts(learned, held, seconds, head_ids)
+    report = _report(settings, plan, state, facts, (figures, costs))
+    card.write(folder.path, report)
+    session.say(_finished(settings, report))
+
+
+def judge(settings: DistillSettings, session: Session) -> None:
+    """Recompute a drafter's figures, on given prompts or on the run's held-out texts."""
+    target = _target(settings)
+    folder = Path(settings.out)
+    if settings.prompts:
+        texts = _greedy_answers(settings, target, session)
+    else:
+        known = recorded(folder)
+        if known is None:
+            raise UsageError(f"{settings.out!r} holds no run with held-out texts; give --prompts")
+        runs = known["texts"] or [folder]
+        everything = joined([Shards(Path(run, "data")).read() for run in runs])
+        _, texts = divided(everything, known["held_out"], len(known["temperatures"]))
+    figures = _judge(settings, target, folder, texts)
+    session.say(
+        Finished(out=settings.out, complete=True, figures={"figures": msgspec.to_builtins(figures)})
+    )
+
+
+def _sources(settings: DistillSettings, folder: RunFolder) -> list[Shards]:
+    """Where the run's texts are: its own, or those of the runs that it was given."""
+    return [Shards(Path(run, "data")) for run in settings.texts] or [folder.shards]
+
+
+# ---------------------------------------------------------------- models
+
+
+def _dtype(settings: DistillSettings) -> mx.Dtype:
+    name: str = settings.precision
+    if name == "auto":
+        name = "float32" if compute_unit() == "cpu" else "bfloat16"
+    chosen: mx.Dtype = getattr(mx, name)
+    return chosen
+
+
+def _target(settings: DistillSettings) -> LoadedModel:
+    """The target in memory, dense: with many tokens at once that is faster everywhere."""
+    target = load(Path(settings.target))
+    check_layout(target.module)
+    windows_of(target.module)
+    to_dense(target.module, _dtype(settings))
+    mx.eval(target.module.parameters())
+    return target
+
+
+def _plan(settings: DistillSettings) -> _Plan:
+    config = read_config(Path(settings.target))
+    chosen = chosen_layers(config["num_hidden_layers"], settings.layers, settings.init_layers)
+    return _Plan(chosen, drafter_config(config, chosen, settings.mlp), _dtype(settings))
+
+
+def _head_ids(settings: DistillSettings, texts: Texts, vocabulary: int) -> Ids | None:
+    if not settings.head_size or settings.head_size >= vocabulary:
+        return None
+    chosen = texts.tokens[(texts.kinds == ANSWER) | (texts.kinds == USER)]
+    stops = [token for token in settings.stop_ids if token < vocabulary]
+    return frequent_ids(chosen.astype(np.int64), vocabulary, settings.head_size, stops)
+
+
+def _needed_bytes(settings: DistillSettings, target: Any, plan: _Plan) -> int:
+    """Two checkpoints of weights and moments, the drafter twice in half precision, the texts."""
+    flat: Any = tree_flatten(target.parameters())
+    inner = sum(a.size for name, a in flat if name.startswith("model.layers."))
+    shared = sum(a.size for name, a in flat if not name.startswith("model.layers."))
+    trained: int = inner * len(plan.layers) // max(1, len(target.layers))
+    needed: int = _SPARE_BYTES + 28 * trained + 4 * shared + 5 * settings.data_tokens
+    return needed
+
+
+# ---------------------------------------------------------------- phases
+
+
+def _trainer(
+    settings: DistillSettings, student: Student, target: LoadedModel, learned: Texts, held: Texts
+) -> Trainer:
+    head = None if student.head_ids is None else mx.array(student.head_ids)
+    batch = _training_batch(settings)
+    return Trainer(
+        settings,
+        student,
+        TargetLaw(target.module, target.vocabulary.size, head),
+        batches=Batches(learned, batch, user_weight=settings.user_weight, seed=settings.seed),
+        validation=Batches(held, min(batch, len(held.rows))),
+    )
+
+
+def _training_batch(settings: DistillSettings) -> int:
+    return settings.batch or _BATCH[compute_unit()]
+
+
+def _rows(settings: DistillSettings) -> int:
+    return settings.data_batch or _ROWS[compute_unit()]
+
+
+def _greedy_answers(settings: DistillSettings, target: LoadedModel, session: Session) -> Texts:
+    """The target's own greedy answers to the given prompts."""
+    prompts = read_prompts(settings)
+    step = _rows(settings)
+    parts = []
+    for start in range(0, len(prompts), step):
+        some = prompts[start : start + step]
+        rows = Rows(
+            [prompt.tokens for prompt in some],
+            invents=False,
+            temperatures=[0.0] * len(some),
+            length=settings.length,
+            seed=settings.seed,
+        )
+        made = generate(
+            target.module,
+            target.vocabulary.size,
+            rows,
+            chat_of(settings),
+            lambda: session.stopping,
+        )
+        if made is None:
+            raise UsageError("stopped before the target had answered")
+        infos = [RowInfo(start + i, 0.0, prompt.category) for i, prompt in enumerate(some)]
+        parts.append(Texts(made[0], made[1].astype(np.uint8), infos))
+    return joined(parts)
+
+
+def _judge(settings: DistillSettings, target: LoadedModel, folder: Path, texts: Texts) -> Figures:
+    """The figures of the drafter in `folder`, as it is deployed."""
+    drafter = load(folder)
+    if drafter.vocabulary.fingerprint != target.vocabulary.fingerprint:
+        raise ModelError(f"{str(folder)!r} does not share the target's vocabulary")
+    check_layout(drafter.module)
+    head_ids = trim_head(drafter.module, folder)
+    deployed = Drafter(drafter.module, head_ids)
+    size = target.vocabulary.size
+    return evaluate(target.module, deployed, size, texts, _training_batch(settings))
+
+
+class _Facts(NamedTuple):
+    """What a report says of the texts and the head."""
+
+    learned: Texts
+    held: Texts
+    seconds: float
+    head_ids: Ids | None
+
+
+def _report(
+    settings: DistillSettings,
+    plan: _Plan,
+    state: checkpoint.Checkpoint,
+    facts: _Facts,
+    verdict: tuple[Figures, Costs],
+) -> card.Report:
+    figures, costs = verdict
+    whole = vocabulary_of(Path(settings.target)).size
+    return card.Report(
+        target=settings.target,
+        compute_unit=compute_unit(),
+        layers=plan.layers,
+        parameters=sum(array.size for array in state.weights.values()),
+        head_size=whole if facts.head_ids is None else len(facts.head_ids),
+        training_tokens=int((facts.learned.kinds == ANSWER).sum()),
+        validation_sequences=len(facts.held.rows),
+        generation_seconds=facts.seconds,
+        training_seconds=state.position.seconds,
+        peak_memory_gb=mx.get_peak_memory() / 1e9,
+        steps=state.position.step,
+        figures=figures,
+        costs=costs,
+        prediction=predict(figures, costs),
+        settings=settings,
+        log=state.position.log,
+    )
+
+
+def _finished(settings: DistillSettings, report: card.Report) -> Finished:
+    told = ("figures", "costs", "prediction")
+    figures = {name: msgspec.to_builtins(getattr(report, name)) for name in told}
+    return Finished(out=settings.out, complete=True, figures=figures)

@@ -1,0 +1,1 @@
+"""The drafter: prepares drafts for the outcomes of the verification in flight."""

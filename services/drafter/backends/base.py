@@ -1,0 +1,123 @@
+"""What a drafter backend is. Read this to write another one.
+
+A backend drafts for sequences that the drafter process names by number. It owns whatever
+state it needs (a KV, a list of tokens) and may do as little as it likes: fewer branches,
+shorter drafts or none at all cost speed only, never correctness, because the target
+verifies every token.
+
+One promise matters: a draft token is a function of the tokens before it, unless it was drawn
+at random; then the law that it was drawn from comes with it, exactly, and what was drawn
+does not decide what is offered (`protocol.decoding.rejection`, `candidates.drafted`).
+
+Life of a sequence: `open` with the committed tokens; then, per round, `commit` brings it up
+to date and one of `prepare` or `draft` is asked for; `close` ends it. Methods raise on
+failure and stay usable for other sequences.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from protocol.messages import DraftLaw, Sampling, Tokens
+
+
+class Outcome(NamedTuple):
+    """What a verification may return: accepted draft tokens, then the bonus token."""
+
+    accepted: int
+    bonus: int
+
+
+class Turn(NamedTuple):
+    """What a backend that draws tokens at random needs to know of a round; others ignore it."""
+
+    number: int = 0
+    """The round: two rounds draw independently."""
+    held_back: int = 0
+    """How many of the best tokens Saguaro sampling holds back."""
+    shift: int = 0
+    """Tokens that a backend with a short context was not given (`services.drafter.sliding_context`): what to
+    add to its positions where the noise of a position is asked for."""
+
+
+NO_TURN = Turn()
+
+
+class Drafted(NamedTuple):
+    """One draft token, and how sure the backend is of it (see `Layer.confidences`)."""
+
+    token: int
+    confidence: float
+    law: DraftLaw = DraftLaw()
+    """What the token was drawn from; without tokens, as here, it was not drawn."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One depth of all branches."""
+
+    outcomes: list[Outcome]
+    """The branches, in an order that all layers of one tree share."""
+    tokens: list[int]
+    """The draft token of each branch at this depth, or `messages.ENDED`."""
+    confidences: list[float]
+    """How sure the backend is of each of these tokens, 0 to 1; a rough guess will do, since
+    the orchestrator learns how often tokens of a given confidence are accepted."""
+    laws: list[DraftLaw] = field(default_factory=list)
+    """What each of these tokens was drawn from; empty if none was drawn."""
+
+
+class BackendIdentity(NamedTuple):
+    """What a backend says of itself in the handshake; see `messages.Hello`."""
+
+    backend: str
+    model: str
+    tokenizer_fingerprint: str
+    vocabulary_size: int
+    context_length: int
+    compute_unit: str
+    max_draft_tokens: int
+
+
+class DraftBackend(Protocol):
+    """A source of drafts."""
+
+    @property
+    def identity(self) -> BackendIdentity:
+        """Fixed once the backend is constructed, which is when models are loaded."""
+        ...
+
+    def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
+        """Start a sequence with these committed tokens (a prefill, say).
+
+        Yields at points where the work may be abandoned; the sequence is open when the
+        generator ends.
+        """
+        ...
+
+    def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
+        """Keep the first `base` committed tokens, drop the rest, then append `tokens`."""
+        ...
+
+    def prepare(
+        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
+    ) -> Generator[Layer | None]:
+        """Branches for the outcomes of verifying `chain`, one depth at a time.
+
+        `chain[0]` is the pending token, which follows the committed ones; the target is
+        verifying chain[1:] right now. `fan_out[k]` outcomes (k, bonus) are wanted for each
+        acceptance length k; for k < len(chain) - 1 the bonus cannot be chain[k + 1], which
+        was rejected. The generator may be closed between two layers. None is a pause in which
+        other sequences may be worked for.
+        """
+        ...
+
+    def draft(
+        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
+    ) -> Generator[Drafted | None]:
+        """Up to `count` draft tokens after the pending token, one at a time."""
+        ...
+
+    def close(self, sequence: int) -> None:
+        """Forget a sequence; unknown ones are ignored."""
+        ...

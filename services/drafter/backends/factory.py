@@ -1,0 +1,54 @@
+"""Starts the backend of a name. What it needs is imported here and only then."""
+
+from pathlib import Path
+
+from protocol.errors import UsageError
+from protocol.jobs.draft_server import DraftServerSettings
+from protocol.settings import DrafterSettings
+from services.drafter.backends.base import DraftBackend
+from services.mlx.blas import load_blas
+
+
+def start(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
+    """The backend that the settings name, its model loaded.
+
+    Raises:
+        ModelError: the model folder is not usable.
+        UsageError: the backend drafts in a program of its own.
+    """
+    match settings.backend:
+        case "mlx":
+            load_blas(settings.threads)
+            # MLX must be imported after the BLAS is in place, and only where it computes.
+            from services.drafter.backends.mlx import MlxBackend  # noqa: PLC0415
+            from services.kv.prefix_cache import PromptCache  # noqa: PLC0415
+            from services.mlx.device import bind  # noqa: PLC0415
+            from services.runtime.warmup import warm_drafter  # noqa: PLC0415
+
+            unit = bind(settings.device)
+            prompts = PromptCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
+            folder, step = Path(settings.model), settings.prefill_step_size
+            backend = MlxBackend(folder, step, unit, prompts)
+            if unit != "cpu":
+                warm_drafter(backend)
+            return backend
+        case "coreml":
+            from services.coreml.threads import limit  # noqa: PLC0415
+
+            limit(settings.threads)
+            from services.coreml.costs import warm  # noqa: PLC0415
+            from services.coreml.model import open_model  # noqa: PLC0415
+            from services.drafter.backends.coreml import CoremlBackend  # noqa: PLC0415
+
+            model = open_model(Path(settings.model), settings.compute_units)
+            coreml = CoremlBackend(model)
+            warm(model)
+            return coreml
+        case "ngram":
+            from services.drafter.backends.ngram import NgramBackend  # noqa: PLC0415
+
+            return NgramBackend(Path(settings.model) if settings.model else None)
+        case "stdio":
+            raise UsageError("the stdio backend runs another program, which cannot be itself")
+        case "remote":
+            raise UsageError("the remote backend drafts elsewhere, which cannot be here")

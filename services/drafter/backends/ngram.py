@@ -1,0 +1,120 @@
+"""Prompt lookup as a drafter (`protocol.decoding.prompt_lookup`): what followed the last time. No model.
+
+Good on text that repeats itself: code edits, quotations, summaries. What a request's bias or
+grammar rules out is not proposed; penalties rule nothing out.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from protocol.decoding.logits_processor import Shaper
+from protocol.decoding.prompt_lookup import continuation, successors
+from protocol.errors import ProtocolError
+from protocol.messages import ENDED, Sampling, Shape, Tokens
+from services.drafter.backends.base import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
+
+MAX_DRAFT_TOKENS = 64
+
+
+@dataclass
+class _Sequence:
+    tokens: Tokens
+    """What is committed."""
+    shaper: Shaper | None
+    """After these tokens, if the request shapes logits."""
+
+    def possible(self, sure: Tokens, draft: Tokens) -> int:
+        """How many draft tokens may follow the committed ones and `sure`."""
+        return len(draft) if self.shaper is None else self.shaper.possible(sure, draft)
+
+
+class NgramBackend:
+    """See `interface.DraftBackend`.
+
+    Args:
+        folder: the target's, for grammars, which need its tokenizer; None: they are not heeded.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._sequences: dict[int, _Sequence] = {}
+        self.identity = BackendIdentity(
+            backend="ngram",
+            model="",
+            tokenizer_fingerprint="",
+            vocabulary_size=0,
+            context_length=0,
+            compute_unit="cpu",
+            max_draft_tokens=MAX_DRAFT_TOKENS,
+        )
+
+    def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
+        """Remember the tokens; of the sampling, lookup heeds the shape."""
+        shaper = None if sampling.shape is None else self._shaper(sampling.shape, tokens)
+        self._sequences[sequence] = _Sequence(list(tokens), shaper)
+        yield
+
+    def _shaper(self, shape: Shape, tokens: Tokens) -> Shaper:
+        if self._folder is None:
+            return Shaper(replace(shape, grammar=""), Path(), tokens)
+        return Shaper(shape, self._folder, tokens)
+
+    def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
+        """Rewind to `base` and append."""
+        known = self._known(sequence)
+        if base > len(known.tokens):
+            raise ProtocolError(f"cannot rewind {len(known.tokens)} tokens to {base}")
+        known.tokens[base:] = tokens
+        if known.shaper is not None:
+            known.shaper.rewind(base)
+            known.shaper.extend(tokens)
+
+    def prepare(
+        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
+    ) -> Generator[Layer]:
+        """One branch per distinct continuation found after each prefix of the chain."""
+        del turn  # nothing is drawn
+        known = self._known(sequence)
+        outcomes: list[Outcome] = []
+        drafts: list[Tokens] = []
+        confidences: list[float] = []
+        for accepted, wanted in enumerate(fan_out):
+            rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
+            sure = chain[: accepted + 1]
+            prefix = known.tokens + sure
+            likely = (t for t in successors(prefix) if t != rejected and known.possible(sure, [t]))
+            for bonus in islice(likely, max(0, wanted)):
+                possible = partial(known.possible, [*sure, bonus])
+                draft, confidence = continuation([*prefix, bonus], depth, possible)
+                if draft:
+                    outcomes.append(Outcome(accepted, bonus))
+                    drafts.append(draft)
+                    confidences.append(confidence)
+        for level in range(max(map(len, drafts), default=0)):
+            tokens = [draft[level] if level < len(draft) else ENDED for draft in drafts]
+            yield Layer(outcomes, tokens, confidences)
+
+    def draft(
+        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
+    ) -> Generator[Drafted]:
+        """The continuation of the latest similar place."""
+        del turn
+        known = self._known(sequence)
+        possible = partial(known.possible, [pending])
+        draft, confidence = continuation([*known.tokens, pending], count, possible)
+        for token in draft:
+            yield Drafted(token, confidence)
+
+    def close(self, sequence: int) -> None:
+        """Forget the tokens."""
+        self._sequences.pop(sequence, None)
+
+    def _known(self, sequence: int) -> _Sequence:
+        if sequence not in self._sequences:
+            raise ProtocolError(f"sequence {sequence} is not open")
+        return self._sequences[sequence]

@@ -1,0 +1,49 @@
+"""`python -m services.drafter.main SETTINGS`: the drafter process."""
+
+import sys
+
+from protocol.messages import ToDrafter, ToService
+from protocol.process.child import main
+from protocol.settings import DrafterSettings
+from protocol.transport.channel import Channel
+from protocol.transport.codec import Decoder
+from services.drafter.backends.base import DraftBackend
+from services.drafter.backends.factory import start
+from services.drafter.backends.line_client import LineBackend
+from services.drafter.drafter import Drafter
+from services.drafter.relay.process import started
+from services.drafter.relay.relay import relay
+from services.drafter.relay.stdio_peer import ProgramEnd
+from services.drafter.relay.tcp_peer import RemoteEnd
+from services.drafter.sliding_context import WindowedBackend
+from services.runtime.loop import Identity, serve
+
+
+def run(settings: DrafterSettings) -> None:
+    """Start the backend and serve the orchestrator until told to stop."""
+    if settings.backend == "remote":
+        with RemoteEnd(settings) as far:
+            relay(settings, far)
+        return
+    if settings.backend != "stdio":
+        _serve(settings, start(settings))
+        return
+    with started(settings.command) as program:
+        if settings.lines:
+            limits = (settings.ready_timeout_s, settings.answer_timeout_s)
+            _serve(settings, LineBackend(program, *limits))
+        else:
+            relay(settings, ProgramEnd(program))
+
+
+def _serve(settings: DrafterSettings, backend: DraftBackend) -> None:
+    if backend.identity.context_length:
+        backend = WindowedBackend(backend)
+    identity = Identity(role="drafter", **backend.identity._asdict())
+    channel: Channel[ToService] = Channel(settings.address, Decoder(ToDrafter))
+    with channel:
+        serve(channel, identity, Drafter(backend))
+
+
+if __name__ == "__main__":
+    sys.exit(main("drafter", DrafterSettings, run))

@@ -1,0 +1,1 @@
+"""Drafters outside this process: programs on pipes, and machines over TCP."""

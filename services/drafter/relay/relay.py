@@ -1,0 +1,164 @@
+"""The stdio and remote backends: relay between the orchestrator and a drafter elsewhere.
+
+A relay and not a `DraftBackend`, so that the drafter gets every message as it comes: it keeps
+its own streaming, and news can interrupt it. Whatever it does wrong ends this process with a
+sentence; the supervisor's restart budget then decides, and requests decode plainly meanwhile.
+"""
+
+import logging
+import time
+
+from protocol.errors import (
+    DeadlineExceeded,
+    ModelError,
+    ProtocolError,
+    RuntimeFailure,
+    StreamEnded,
+)
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Alive,
+    CloseSequence,
+    FromDrafter,
+    Hello,
+    Introduce,
+    Refusal,
+    Stop,
+    ToDrafter,
+    ToService,
+    Welcome,
+)
+from protocol.settings import DrafterSettings
+from protocol.transport.channel import Channel, Poller
+from protocol.transport.codec import Decoder
+from services.drafter.relay.peer import FarEnd
+from services.drafter.relay.pending_replies import Dues
+from services.runtime.heartbeat import Pulse
+from services.runtime.loop import Identity, shake_hands
+
+_log = logging.getLogger(__name__)
+
+_TICK_S = 0.2
+
+
+def relay(settings: DrafterSettings, far: FarEnd) -> None:
+    """Relay until the orchestrator says stop.
+
+    Raises:
+        ModelError: the orchestrator refused the drafter.
+        RuntimeFailure: the drafter ended, hung, was lost, or said something it must not.
+    """
+    try:
+        _Relay(settings, far).run()
+    except StreamEnded as error:
+        raise RuntimeFailure(far.last_words(str(error))) from error
+    except (ProtocolError, DeadlineExceeded) as error:
+        raise RuntimeFailure(f"{far.name}: {error}") from error
+
+
+def _identity(hello: FromDrafter, far: FarEnd) -> Identity:
+    """What the drafter says of itself, as this process says it to the orchestrator."""
+    if not isinstance(hello, Hello) or hello.role != "drafter":
+        raise ProtocolError("its first message must be a drafter's Hello")
+    if hello.protocol != PROTOCOL_VERSION:
+        raise ModelError(
+            f"{far.name} speaks protocol version {hello.protocol}, not {PROTOCOL_VERSION}"
+        )
+    return Identity(
+        role="drafter",
+        backend=far.backend,
+        model=hello.model or far.name,
+        tokenizer_fingerprint=hello.tokenizer_fingerprint,
+        vocabulary_size=hello.vocabulary_size,
+        context_length=hello.context_length,
+        compute_unit=hello.compute_unit,
+        max_draft_tokens=hello.max_draft_tokens,
+    )
+
+
+class _Relay:
+    """One drafter's connection to the orchestrator."""
+
+    def __init__(self, settings: DrafterSettings, far: FarEnd) -> None:
+        self._settings = settings
+        self._far = far
+        self._dues = Dues(settings.ready_timeout_s, settings.answer_timeout_s)
+
+    def run(self) -> None:
+        """Introduce the drafter, then relay; errors as for `relay`."""
+        hello = self._far.receive(self._settings.ready_timeout_s, "Hello (start_timeout_s)")
+        identity = _identity(hello, self._far)
+        _log.info("%s drafts: %s %s", self._far.name, identity.backend, identity.model)
+        channel: Channel[ToService] = Channel(self._settings.address, Decoder(ToDrafter))
+        with channel:
+            if not self._introduce(channel, identity):
+                return
+            self._far.post(Welcome())
+            try:
+                while not self._relay(channel):
+                    self._forget()
+                    if not self._introduce(channel, identity):
+                        return
+            finally:
+                if self._dues.stale:
+                    _log.info("dropped %d messages of rounds that were over", self._dues.stale)
+
+    def _introduce(self, channel: Channel[ToService], identity: Identity) -> bool:
+        """False if told to stop; the drafter is told, too."""
+        try:
+            welcome = shake_hands(channel, identity)
+        except ModelError as error:
+            self._far.post(Refusal(str(error)))
+            self._far.flush()
+            raise
+        if not welcome:
+            self._far.post(Stop())
+            self._far.flush()
+        return welcome
+
+    def _forget(self) -> None:
+        """There is another orchestrator, to which what is open here means nothing."""
+        for number in self._dues.sequences:
+            self._to_drafter(CloseSequence(sequence=number), time.monotonic())
+
+    def _relay(self, channel: Channel[ToService]) -> bool:
+        """Relay until told to stop (True), or until the orchestrator is another one (False)."""
+        pulse = Pulse(channel)
+        poller = Poller([channel])
+        while True:
+            self._far.watch(poller)
+            waiting = channel.ready(0.0) or self._far.ready(0.0)
+            poller.wait(0.0 if waiting else _TICK_S)
+            now = time.monotonic()
+            # News first: it may make what the drafter says next worthless.
+            while channel.ready(0.0):
+                message = channel.receive(0.0, "message")
+                pulse.heard()
+                match message:
+                    case Alive() | Welcome():
+                        pass  # the answer to our own beat, or to a Hello that was said twice
+                    case Introduce():
+                        return False
+                    case Stop():
+                        self._to_drafter(message, now)
+                        self._far.flush()
+                        return True
+                    case _:
+                        self._to_drafter(message, now)
+            self._far.flush()
+            if self._far.ready(0.0):
+                self._from_drafter(self._far.receive(0.0, "message"), channel, now)
+            if overdue := self._dues.overdue(now):
+                raise DeadlineExceeded(overdue)
+            pulse.beat()
+
+    def _from_drafter(self, message: FromDrafter, channel: Channel[ToService], now: float) -> None:
+        if isinstance(message, Alive):
+            self._to_drafter(message, now)  # answered as by an orchestrator
+        answer = self._dues.answered(message, now)
+        if answer is not None:
+            channel.send(answer)
+
+    def _to_drafter(self, message: ToService, now: float) -> None:
+        self._dues.asked(message, now)
+        self._far.post(message)

@@ -1,0 +1,56 @@
+"""A program on pipes as the far end of a relay."""
+
+from protocol.errors import ProtocolError
+from protocol.messages import FromDrafter, ToService
+from protocol.transport.channel import Poller
+from protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
+from protocol.transport.pipes import Stream, writable, write_some
+from services.drafter.relay.process import Program
+
+
+class ProgramEnd:
+    """See `far_end.FarEnd`."""
+
+    backend = "stdio"
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._stream: Stream[FromDrafter] = Stream(
+            program.reading, program.writing, Decoder(FromDrafter)
+        )
+        self._unsent = bytearray()
+        """What the program has not read yet."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"the draft command {self._program.name!r}"
+
+    def last_words(self, reason: str) -> str:
+        """How the program ended says more than that its pipe did."""
+        del reason
+        return self._program.last_words()
+
+    def watch(self, poller: Poller) -> None:
+        """Wait for its output, and until it reads if something is left for it."""
+        poller.read(self._program.reading)
+        poller.write(self._program.writing, wanted=bool(self._unsent))
+
+    def ready(self, timeout_s: float) -> bool:
+        """Whether a message is waiting."""
+        return self._stream.ready(timeout_s)
+
+    def receive(self, timeout_s: float, what: str) -> FromDrafter:
+        """The next message."""
+        return self._stream.receive(timeout_s, what)
+
+    def post(self, message: ToService) -> None:
+        """Queue a message."""
+        self._unsent += encode(message)
+        if len(self._unsent) > MAX_MESSAGE_BYTES:
+            raise ProtocolError("it does not read what it is sent")
+
+    def flush(self) -> None:
+        """Write as much as its pipe takes."""
+        while self._unsent and writable(self._program.writing, 0.0):
+            del self._unsent[: write_some(self._program.writing, self._unsent)]

@@ -1,0 +1,1 @@
+"""Our drafters for others: on standard input and output, or listening."""

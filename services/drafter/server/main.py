@@ -1,0 +1,104 @@
+"""`python -m services.drafter.server.main SETTINGS`: a drafter on standard input and output, or listening.
+
+`docs/DRAFT_SERVER.md` says what is spoken there. The end of standard input is a clean exit; one
+that listens serves one host after another until it is told to end.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from protocol.errors import DeadlineExceeded, ModelError, ProtocolError, StreamEnded
+from protocol.jobs.draft_server import DraftServerSettings
+from protocol.messages import ToDrafter
+from protocol.process.child import argument, reported
+from protocol.settings import decode_settings
+from protocol.transport.codec import Decoder
+from protocol.transport.curve import read_keys
+from protocol.transport.pipes import Stream
+from services.drafter.backends.base import DraftBackend
+from services.drafter.backends.factory import start
+from services.drafter.drafter import Drafter
+from services.drafter.server.line_server import LineServer
+from services.drafter.server.listener import Reception
+from services.runtime.loop import Identity, serve
+
+_log = logging.getLogger(__name__)
+
+
+class Pipes(NamedTuple):
+    """The descriptors that the host talks to us by."""
+
+    reading: int
+    writing: int
+
+
+def take_pipes() -> Pipes:
+    """Keep standard input and output for the protocol alone.
+
+    What a library prints goes to standard error from now on, and nothing else reads the input.
+    """
+    pipes = Pipes(os.dup(0), os.dup(1))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return pipes
+
+
+def run(settings: DraftServerSettings, pipes: Pipes) -> None:
+    """Start the backend and serve the host until it says stop or goes away."""
+    backend = start(settings)
+    if settings.listen:
+        with contextlib.suppress(KeyboardInterrupt):
+            _listen(settings, backend)
+        return
+    try:
+        if settings.lines:
+            LineServer(backend).serve(*pipes)
+        else:
+            _serve_messages(backend, pipes)
+    except StreamEnded:
+        return
+
+
+def _listen(settings: DraftServerSettings, backend: DraftBackend) -> None:
+    """Serve whoever comes and is trusted, one at a time; none of them can end it."""
+    keys = read_keys(Path(settings.key_file))
+    identity, drafter = Identity(role="drafter", **backend.identity._asdict()), Drafter(backend)
+    with Reception(settings.listen, keys, settings.trusted) as reception:
+        _log.info("listening at %s with the key %s", reception.address, keys.public)
+        while True:
+            reception.await_host()
+            reason = "the host said stop"
+            _log.info("a host has come")
+            try:
+                serve(reception, identity, drafter)
+            except (StreamEnded, DeadlineExceeded, ProtocolError, ModelError) as error:
+                reason = str(error)
+            _log.info("done with this host: %s", reason)
+            drafter.forget()
+            reception.dismiss(reason)
+
+
+def _serve_messages(backend: DraftBackend, pipes: Pipes) -> None:
+    identity = Identity(role="drafter", **backend.identity._asdict())
+    stream: Stream[ToDrafter] = Stream(*pipes, Decoder(ToDrafter))
+    serve(stream, identity, Drafter(backend))
+
+
+def main() -> int:
+    """The process's exit code."""
+
+    def body() -> None:
+        pipes = take_pipes()
+        run(decode_settings(argument("draft-server"), DraftServerSettings), pipes)
+
+    return reported("draft-server", body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""A drafter whose context is shorter than the target's: it drafts on the most recent tokens.
+
+Where a sequence outgrows the context, the backend opens it anew with its last tokens, half a
+context of them, so that this is rare. A backend then counts positions from the first token
+that it has; the noise belongs to the sequence's own positions, so `Turn.shift` says what is
+missing. The rest is the backend's own business, and a shorter memory costs acceptance only.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from protocol.errors import ProtocolError
+from protocol.messages import Sampling, Tokens
+from services.drafter.backends.base import (
+    NO_TURN,
+    BackendIdentity,
+    DraftBackend,
+    Drafted,
+    Layer,
+    Turn,
+)
+
+
+@dataclass
+class _Window:
+    sampling: Sampling
+    tokens: Tokens
+    """All committed tokens of the sequence."""
+    first: int = 0
+    """Position of the first token that the backend has."""
+    held: bool = False
+    """Whether the backend has the sequence open, from there on."""
+
+
+class WindowedBackend:
+    """A backend with a context of any length, around one with a limit."""
+
+    def __init__(self, backend: DraftBackend) -> None:
+        self._backend = backend
+        self._context = backend.identity.context_length
+        self._windows: dict[int, _Window] = {}
+        self.identity: BackendIdentity = backend.identity._replace(context_length=0)
+
+    def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
+        """Take in the tokens, or as many of the last as fit."""
+        window = _Window(sampling, list(tokens))
+        self._windows.pop(sequence, None)
+        yield from self._reopen(sequence, window)
+        self._windows[sequence] = window
+
+    def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
+        """Rewind to `base` and append; the backend is told what it can hold."""
+        window = self._known(sequence)
+        if base > len(window.tokens):
+            raise ProtocolError(f"cannot rewind {len(window.tokens)} tokens to {base}")
+        window.tokens[base:] = tokens
+        fits = len(window.tokens) - window.first <= self._context
+        if window.held and fits and base >= window.first:
+            self._backend.commit(sequence, base - window.first, tokens)
+        else:
+            window.held = False
+
+    def prepare(
+        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
+    ) -> Generator[Layer | None]:
+        """Branches on the window; none if not even a chain fits the context."""
+        window = self._known(sequence)
+        if not self._roomy(len(chain) + depth):
+            return
+        yield from self._make_room(sequence, window, len(chain) + depth)
+        shifted = turn._replace(shift=window.first)
+        yield from self._backend.prepare(sequence, chain, fan_out, depth, shifted)
+
+    def draft(
+        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
+    ) -> Generator[Drafted | None]:
+        """A draft on the window."""
+        window = self._known(sequence)
+        if not self._roomy(1 + count):
+            return
+        yield from self._make_room(sequence, window, 1 + count)
+        shifted = turn._replace(shift=window.first)
+        yield from self._backend.draft(sequence, pending, count, shifted)
+
+    def close(self, sequence: int) -> None:
+        """Forget the sequence."""
+        self._windows.pop(sequence, None)
+        self._backend.close(sequence)
+
+    def _known(self, sequence: int) -> _Window:
+        if sequence not in self._windows:
+            raise ProtocolError(f"sequence {sequence} is not open")
+        return self._windows[sequence]
+
+    def _roomy(self, ahead: int) -> bool:
+        """Whether half the context holds what a round adds."""
+        return ahead <= self._context - self._context // 2
+
+    def _make_room(self, sequence: int, window: _Window, ahead: int) -> Generator[None]:
+        """Have the sequence open with room for `ahead` tokens more."""
+        if not window.held or len(window.tokens) - window.first + ahead > self._context:
+            yield from self._reopen(sequence, window)
+
+    def _reopen(self, sequence: int, window: _Window) -> Generator[None]:
+        window.held = False
+        self._backend.close(sequence)
+        window.first = max(0, len(window.tokens) - self._context // 2)
+        sampling, shape = window.sampling, window.sampling.shape
+        if shape is not None:
+            begins = max(0, shape.answer_from - window.first)
+            sampling = replace(sampling, shape=replace(shape, answer_from=begins))
+        yield from self._backend.open(sequence, window.tokens[window.first :], sampling)
+        window.held = True

@@ -1,0 +1,137 @@
+"""Who may ask, from where, and how much they may send."""
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import math
+import time
+from collections.abc import Sequence
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.gateway.errors import Fault
+from services.gateway.rate import RateLimit
+from services.gateway.waiting import ClientLeft
+
+_BODY_S = 30.0
+"""Longest wait for a body to arrive."""
+
+_OPEN_PATHS = frozenset({"/", "/health"})
+"""They need no key, and tell nothing that is secret to those without one."""
+
+
+class Guard:
+    """Refuses strangers before anything of a request is looked at.
+
+    With an API key, the key decides. Without one the server listens on loopback only, and the
+    browser is the danger: a web page may talk to loopback by a name of its own that it lets
+    point there. So the host must then be one that means this machine.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, key: str, hosts: Sequence[str], rate_limit: int = 0
+    ) -> None:
+        self._app = app
+        self._key = _digest(key.encode()) if key else b""
+        self._hosts = {host.lower() for host in hosts}
+        self._rate = RateLimit(rate_limit)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer strangers; let others through."""
+        if scope["type"] == "http":
+            request = Request(scope)
+            if fault := self._objection(request) or self._haste(request):
+                await fault.response()(scope, receive, send)
+                return
+            request.state.trusted = not self._key or self._knows_key(request)
+        await self._app(scope, receive, send)
+
+    def _objection(self, request: Request) -> Fault | None:
+        if self._key:
+            if request.method == "OPTIONS" or request.url.path in _OPEN_PATHS:
+                return None
+            return None if self._knows_key(request) else _NO_KEY
+        host = _name_of(request.headers.get("host", ""))
+        if host in self._hosts or _is_loopback(host):
+            return None
+        return Fault(403, f"this server does not answer to the name {host!r}", code="wrong_host")
+
+    def _haste(self, request: Request) -> Fault | None:
+        """Whoever asks for too many answers in a minute; looking around is free."""
+        if request.method != "POST":
+            return None
+        # There is one key, so clients are told apart by where they are.
+        client = request.client.host if request.client else ""
+        wait_s = self._rate.wait_s(client, time.monotonic())
+        if not wait_s:
+            return None
+        seconds = math.ceil(wait_s)
+        reason = f"too many requests within a minute (rate_limit); try again in {seconds} s"
+        return Fault(429, reason, code="rate_limit_exceeded", retry_after_s=seconds)
+
+    def _knows_key(self, request: Request) -> bool:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # Digests have one length, so that comparing them says nothing about the key's.
+        right = hmac.compare_digest(_digest(given.strip().encode()), self._key)
+        return scheme.lower() == "bearer" and right
+
+
+_NO_KEY = Fault(
+    401, "the API key is missing or wrong: send 'Authorization: Bearer KEY'", code="invalid_api_key"
+)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _name_of(host: str) -> str:
+    """The host without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+async def body_of(request: Request, at_most: int) -> bytes:
+    """The JSON body of a request.
+
+    Raises:
+        Fault: it is too large, too slow, or said not to be JSON. A page of another origin can
+            send other types without asking first, so they are not taken.
+        ClientLeft: the client went away before all of it had come.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Fault(415, "send the body as application/json", code="unsupported_media_type")
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > at_most:
+        raise _too_large(at_most)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > at_most:
+                    raise _too_large(at_most)
+    except TimeoutError as error:
+        reason = f"the body did not arrive within {_BODY_S:g} s"
+        raise Fault(408, reason, code="request_timeout") from error
+    except ClientDisconnect as error:
+        raise ClientLeft from error
+    return bytes(body)
+
+
+def _too_large(limit: int) -> Fault:
+    message = f"the body is larger than {limit} bytes (max_body_bytes)"
+    return Fault(413, message, code="request_too_large")

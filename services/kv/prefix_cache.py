@@ -1,0 +1,80 @@
+"""KV of sequences that are over, for sequences that begin like them (a chat's next turn).
+
+Nothing is copied: MLX arrays are values, so a fork shares the buffers of what it was forked
+from until one of the two writes, and sees nothing of the other afterwards.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.messages import Tokens
+from services.kv.cache import KVStore
+
+
+class Held(NamedTuple):
+    """A sequence's KV, and the tokens that it really holds."""
+
+    tokens: Tokens
+    store: KVStore
+
+
+class PromptCache:
+    """The KV of the sequences that were used last, bounded by their number and their bytes."""
+
+    def __init__(self, most: int = 0, most_bytes: int = 0) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._kept: list[Held] = []
+        """The least recently used first."""
+
+    def keep(self, held: Held) -> None:
+        """Take in a sequence that is over; what it continues is not needed any more."""
+        held = Held(held.tokens[: held.store.length], held.store)
+        if not self._most or not held.tokens:
+            return
+        size = len(held.tokens)
+        self._kept = [
+            old
+            for old in self._kept
+            if len(old.tokens) > size or old.tokens != held.tokens[: len(old.tokens)]
+        ]
+        self._kept.append(held)
+        while len(self._kept) > self._most or self.nbytes > self._most_bytes:
+            self._kept.pop(0)
+
+    def fork(self, tokens: Tokens, running: Iterable[Held] = ()) -> KVStore | None:
+        """A store with the longest beginning of `tokens` that is held here or by `running`."""
+        wanted = np.array(tokens, dtype=np.int64)
+        candidates = [*self._kept, *running]
+        lengths = [_common(wanted, held) for held in candidates]
+        length = max(lengths, default=0)
+        if length == 0:
+            return None
+        best = lengths.index(length)
+        if best < len(self._kept):
+            self._kept.append(self._kept.pop(best))
+        return candidates[best].store.fork(length)
+
+    @property
+    def kept(self) -> tuple[Held, ...]:
+        """All that is kept, the least recently used first."""
+        return tuple(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what is kept; buffers that are shared count for each."""
+        return sum(held.store.nbytes for held in self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def _common(wanted: npt.NDArray[np.int64], held: Held) -> int:
+    """How many of the wanted tokens, from the first on, the KV holds."""
+    size = min(len(wanted), len(held.tokens), held.store.length)
+    other = np.array(held.tokens[:size], dtype=np.int64)
+    different = np.flatnonzero(wanted[:size] != other)
+    return int(different[0]) if different.size else size

@@ -1,0 +1,38 @@
+"""Where MLX computes in this process. Import it after the BLAS is in place."""
+
+import mlx.core as mx
+
+from protocol.errors import UsageError
+from protocol.settings import Device
+from services.mlx.loader import compute_unit
+
+
+def bind(device: Device) -> str:
+    """Compute on this device from now on; returns its name, for the handshake.
+
+    For `cuda:N` the parent has shown this process that GPU alone
+    (`launch.config.child_environment`), so that here it is the first one.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    if device == "cpu":
+        mx.set_default_device(mx.cpu)
+    elif device:
+        if device != "gpu" and not mx.cuda.is_available():
+            raise UsageError(f"there is no {device} here: this MLX is not built for CUDA")
+        if not mx.device_count(mx.gpu):
+            raise UsageError(f"there is no {device} here that MLX can use")
+        mx.set_default_device(mx.gpu)
+    if device.startswith("cuda:"):
+        _try(device)
+        return device
+    return compute_unit()
+
+
+def _try(device: Device) -> None:
+    try:
+        mx.eval(mx.ones(1) + 1)
+    # The CUDA runtime's own errors, in whatever type MLX gives them.
+    except Exception as error:
+        raise UsageError(f"{device} cannot be used: {error}") from error

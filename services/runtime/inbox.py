@@ -1,0 +1,92 @@
+"""What has arrived at a service and is not worked on yet; heartbeats are dealt with here."""
+
+from collections import deque
+from typing import Protocol
+
+from protocol.errors import ProtocolError
+from protocol.messages import (
+    Alive,
+    CloseSequence,
+    DraftNow,
+    Introduce,
+    OpenSequence,
+    Prepare,
+    Refusal,
+    Stop,
+    ToService,
+    Verify,
+    Welcome,
+)
+from services.runtime.heartbeat import Pulse, Speaker
+
+Work = OpenSequence | CloseSequence | Verify | Prepare | DraftNow
+
+
+class Connection(Speaker, Protocol):
+    """What a service needs of the way to the orchestrator: a `Channel`, or a `Stream`."""
+
+    def ready(self, timeout_s: float) -> bool:
+        """Whether a message is waiting, after at most `timeout_s` seconds."""
+        ...
+
+    def await_news(self, timeout_s: float) -> bool:
+        """The same, but False at once when the other end may be a new one."""
+        ...
+
+    def receive(self, timeout_s: float, what: str) -> ToService:
+        """The next message; `what` names it in errors."""
+        ...
+
+
+class Inbox:
+    """Reads between two steps of work, and beats the service's heart."""
+
+    def __init__(self, channel: Connection) -> None:
+        self._channel = channel
+        self.pulse = Pulse(channel)
+        self.messages: deque[Work | Stop] = deque()
+        self.forgotten = False
+        """The orchestrator does not know us any more; what is here means nothing to it."""
+
+    def start(self) -> None:
+        """A handshake is complete: begin with nothing."""
+        self.messages.clear()
+        self.forgotten = False
+        self.pulse.heard()
+
+    def wait(self) -> None:
+        """Return when there may be a message; beats while there is none."""
+        if not self.messages and not self._channel.await_news(self.pulse.wait_s):
+            self.pulse.beat(early=True)  # it is due, or the orchestrator may be a new one
+            return
+        self._read()
+        self.pulse.beat()
+
+    def look(self, sequence: int) -> None:
+        """Take in what has arrived, in the middle of work on this sequence."""
+        self._read()
+        self.pulse.beat(sequence)
+
+    def linger(self, timeout_s: float) -> bool:
+        """Wait a moment for a message; whether there is one."""
+        return timeout_s > 0.0 and self._channel.ready(timeout_s)
+
+    def _read(self) -> None:
+        while self._channel.ready(0.0):
+            message = self._channel.receive(0.0, "message")
+            self.pulse.heard()
+            match message:
+                case Alive():
+                    pass  # the answer to our own beat
+                case Introduce():
+                    # Who is told to stop is forgotten at once, and may still hear so.
+                    self.forgotten = not any(isinstance(m, Stop) for m in self.messages)
+                    if self.forgotten:
+                        self.messages.clear()
+                    return
+                case Welcome():
+                    pass  # we said Hello twice, as the first one seemed to be lost
+                case Refusal():
+                    raise ProtocolError(f"{type(message).__name__} after the handshake")
+                case _:
+                    self.messages.append(message)

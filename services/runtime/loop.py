@@ -1,0 +1,172 @@
+"""The loop that every service runs: shake hands, then work, one step of one message at a time.
+
+A service answers a message with an iterator. Between two steps the loop looks for news,
+which may make the rest of the answers pointless (a tree for a round that is over is dropped
+within one step), and lets other sequences have their turn. It also beats (`pulse.py`).
+"""
+
+import logging
+import os
+import time
+from collections import deque
+
+import msgspec
+
+from protocol.errors import BackendLost, ModelError, ProtocolError
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Alive,
+    CloseSequence,
+    DraftTree,
+    Failed,
+    FromService,
+    Hello,
+    Introduce,
+    Prefilled,
+    Refusal,
+    Role,
+    Stop,
+    VerificationOutcome,
+    Welcome,
+)
+from protocol.process.logs import about
+from services.runtime.heartbeat import Pulse
+from services.runtime.inbox import Connection, Inbox
+from services.runtime.work_queue import Agenda, Job, Service
+
+_log = logging.getLogger(__name__)
+
+_BORN_NS = time.monotonic_ns()
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a service says of itself in Hello, besides what the loop knows."""
+
+    role: Role
+    backend: str
+    model: str
+    tokenizer_fingerprint: str
+    vocabulary_size: int
+    context_length: int
+    compute_unit: str
+    max_draft_tokens: int
+    kv_tokens: int = 0
+    emulated_cost: str = ""
+
+
+def serve(channel: Connection, identity: Identity, service: Service) -> None:
+    """Shake hands and serve until told to stop; again if the orchestrator was restarted.
+
+    Raises:
+        ModelError: the orchestrator refused us; the message is its reason.
+        DeadlineExceeded: the orchestrator did not answer the handshake, or fell silent.
+    """
+    inbox = Inbox(channel)
+    while True:
+        if not shake_hands(channel, identity) or _serve(channel, inbox, service):
+            return
+
+
+def _serve(channel: Connection, inbox: Inbox, service: Service) -> bool:
+    """Serve one orchestrator; True if it said stop, False if there is a new one."""
+    agenda = Agenda(service)
+    inbox.start()
+    while True:
+        if agenda:
+            inbox.look(agenda.next().message.sequence)
+        else:
+            inbox.wait()
+        if inbox.forgotten:
+            for number in agenda.clear():
+                deque(service.handle(CloseSequence(sequence=number)), maxlen=0)
+            return False
+        while inbox.messages:
+            message = inbox.messages.popleft()
+            if isinstance(message, Stop):
+                agenda.clear()
+                return True
+            agenda.add(message)
+        if not agenda:
+            continue
+        job = agenda.next()
+        if job.answers is None or not inbox.linger(service.patience_s(job.message)):
+            agenda.took_turn(job)
+            _step(job, channel, inbox, agenda, service)
+
+
+def _step(job: Job, channel: Connection, inbox: Inbox, agenda: Agenda, service: Service) -> None:
+    """Go on with a job up to its next answer."""
+    message = job.message
+    try:
+        if job.answers is None:
+            job.answers = service.handle(message)
+        answer = next(job.answers, _DONE)
+    except BackendLost:
+        raise
+    # One request must not take the process down; its sequence fails with the reason.
+    except Exception as error:  # noqa: BLE001
+        ids = about(sequence=message.sequence, round=getattr(message, "round", 0))
+        _log.exception(
+            "%s of sequence %d failed", type(message).__name__, message.sequence, extra=ids
+        )
+        agenda.done(job)
+        channel.send(Failed(sequence=message.sequence, error=f"{type(error).__name__}: {error}"))
+        return
+    if isinstance(answer, _Done):
+        agenda.done(job)
+    elif answer is not None:
+        channel.send(_stamped(answer))
+        inbox.pulse.said()
+
+
+def _stamped(answer: FromService) -> FromService:
+    """With the time at which the work for it ended."""
+    if isinstance(answer, Prefilled | VerificationOutcome | DraftTree):
+        return msgspec.structs.replace(answer, at_ns=time.monotonic_ns())
+    return answer
+
+
+class _Done:
+    """Stands for the end of a service's answers."""
+
+
+_DONE = _Done()
+
+
+def shake_hands(channel: Connection, identity: Identity) -> bool:
+    """Say Hello and wait to be welcomed; False if told to stop instead. Errors as for `serve`.
+
+    A Hello may have gone to an orchestrator that died with it, so we beat while we wait: its
+    successor asks who we are.
+    """
+    hello = _hello(identity)
+    pulse, beaten = Pulse(channel), False
+    channel.send(hello)
+    while True:
+        if not channel.ready(pulse.wait_s):
+            pulse.beat()
+            beaten = True
+            continue
+        match channel.receive(0.0, "answer to Hello from the orchestrator"):
+            case Welcome():
+                return True
+            case Stop():
+                return False
+            case Refusal(reason=reason):
+                raise ModelError(reason)
+            case Introduce() if beaten:
+                channel.send(hello)
+                beaten = False
+            case Alive() | Introduce():
+                pass  # an answer to a beat before the Hello
+            case other:
+                raise ProtocolError(f"expected Welcome or Refusal, got {type(other).__name__}")
+
+
+def _hello(identity: Identity) -> Hello:
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        pid=os.getpid(),
+        born_ns=_BORN_NS,
+        **msgspec.structs.asdict(identity),
+    )

@@ -1,0 +1,45 @@
+"""The first forward of every shape, before anyone waits for it.
+
+A GPU compiles or plans its kernels when it first sees a shape; a round that pays for that
+takes ten times as long, and what it teaches the planner is wrong.
+"""
+
+from protocol.messages import CloseSequence, OpenSequence, Sampling, Verify
+from services.drafter.backends.base import DraftBackend, Turn
+from services.verifier.verifier import Verifier
+
+_SEQUENCE = 0
+"""The orchestrator numbers its sequences from 1."""
+_PROMPT = list(range(1, 17))
+_LONGEST = 8
+"""Draft tokens of a chain; longer ones are rare."""
+_BRANCHES = 16
+_DEPTH = 4
+
+
+def warm_verifier(verifier: Verifier) -> None:
+    """Prefill, and verify a chain of each length."""
+    prompt = OpenSequence(sequence=_SEQUENCE, tokens=_PROMPT, sampling=Sampling())
+    for drafted in range(min(_LONGEST, verifier.max_draft_tokens) + 1):
+        for _ in verifier.handle(prompt):
+            pass
+        chain = _PROMPT[: drafted + 1]
+        message = Verify(sequence=_SEQUENCE, round=1, position=len(_PROMPT), chain=chain)
+        for _ in verifier.handle(message):
+            pass
+    for _ in verifier.handle(CloseSequence(sequence=_SEQUENCE)):
+        pass
+
+
+def warm_drafter(backend: DraftBackend) -> None:
+    """Prefill, prepare branches for a chain of each length, and draft."""
+    for _ in backend.open(_SEQUENCE, _PROMPT, Sampling()):
+        pass
+    for drafted in range(_DEPTH + 1):
+        share = _BRANCHES // (drafted + 1)
+        fan_out = [share] * drafted + [_BRANCHES - share * drafted]
+        for _ in backend.prepare(_SEQUENCE, _PROMPT[: drafted + 1], fan_out, _DEPTH, Turn()):
+            pass
+    for _ in backend.draft(_SEQUENCE, _PROMPT[0], 1, Turn()):
+        pass
+    backend.close(_SEQUENCE)

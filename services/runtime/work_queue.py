@@ -1,0 +1,109 @@
+"""What a service has to do: one line of messages per sequence, in turns between sequences."""
+
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from protocol.messages import (
+    CloseSequence,
+    DraftNow,
+    FromService,
+    OpenSequence,
+    Prepare,
+)
+from services.runtime.inbox import Work
+
+
+class Service(Protocol):
+    """What the loop needs of a verifier or drafter."""
+
+    def handle(self, message: Work) -> Generator[FromService | None]:
+        """Do the work of one message, yielding its answers as they are ready.
+
+        None is a point where it may be abandoned, and where other sequences have their turn.
+        """
+        ...
+
+    def supersedes(self, news: Work, current: Work) -> bool:
+        """Whether `news` makes the remaining answers to `current` pointless."""
+        ...
+
+    def patience_s(self, message: Work) -> float:
+        """How long it pays to wait for other messages before going on with this one's work."""
+        ...
+
+
+@dataclass
+class Job:
+    """A message, and the work on it once it has begun."""
+
+    message: Work
+    answers: Generator[FromService | None] | None = None
+
+
+class Agenda:
+    """Messages of one sequence in their order; between sequences, new ones first, then turns."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._lines: dict[int, deque[Job]] = {}
+        self._opened: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def add(self, message: Work) -> None:
+        """Take in a message; work that it makes pointless ends, or never begins."""
+        if isinstance(message, OpenSequence):
+            self._opened.add(message.sequence)
+        if isinstance(message, CloseSequence):
+            self._opened.discard(message.sequence)
+        line = self._lines.setdefault(message.sequence, deque())
+        for job in [job for job in line if self._service.supersedes(message, job.message)]:
+            if job.answers is not None:
+                job.answers.close()
+            else:
+                message = _with_news_of(job.message, message)
+            line.remove(job)
+        line.append(Job(message))
+
+    def next(self) -> Job:
+        """The work to go on with; there must be some."""
+        heads = [line[0] for line in self._lines.values()]
+        return next((job for job in heads if job.answers is None), heads[0])
+
+    def took_turn(self, job: Job) -> None:
+        """The job made a step: now others come first."""
+        sequence = job.message.sequence
+        self._lines[sequence] = self._lines.pop(sequence)
+
+    def done(self, job: Job) -> None:
+        """The job is over."""
+        if job.answers is not None:
+            job.answers.close()
+        line = self._lines[job.message.sequence]
+        line.remove(job)
+        if not line:
+            del self._lines[job.message.sequence]
+
+    def clear(self) -> list[int]:
+        """Drop everything; returns the sequences that were opened and not closed."""
+        for line in self._lines.values():
+            for job in line:
+                if job.answers is not None:
+                    job.answers.close()
+        self._lines.clear()
+        return sorted(self._opened)
+
+
+def _with_news_of(old: Work, new: Work) -> Work:
+    """`new` in the place of both: it also carries the committed tokens that `old` had told."""
+    if not isinstance(old, Prepare | DraftNow) or not isinstance(new, Prepare | DraftNow):
+        return new
+    told = new.base - old.base
+    if told <= 0:
+        return new
+    return msgspec.structs.replace(new, base=old.base, tokens=old.tokens[:told] + new.tokens)

@@ -1,0 +1,1 @@
+"""Choosing tokens beside the logits."""

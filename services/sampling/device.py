@@ -1,0 +1,162 @@
+"""Choices made where the logits are: only a few numbers a row leave the GPU.
+
+`choose` gives the very tokens of `protocol.decoding.sampler.choose`. Noise and filters are computed on
+the device in float32; where that leaves a doubt (a rival within rounding of the best score,
+a winner at the border of a filter), the row goes to the host and is decided there.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from protocol.decoding import sampler
+from protocol.decoding.gumbel import gumbel
+from protocol.decoding.sampler import Floats, Ids
+from protocol.decoding.sampling_params import is_greedy
+from protocol.errors import RuntimeFailure
+from protocol.messages import Sampling
+from services.sampling import candidates
+from services.sampling.candidates import Top
+
+_REACH = 1024
+"""Tokens per row that the filters look at; a row that keeps more is decided on the host."""
+
+_CLOSE = 1e-5
+"""Scores closer than this, relative to their size, are told apart on the host."""
+
+_BORDER = 1e-4
+"""Probabilities this close to a filter's border may be on either side of it."""
+
+_IN_DOUBT, _BROKEN = -1, -2
+"""In the place of a token: the host decides, and some logit of the row is NaN."""
+
+_NOT_NUMBERS = "the target's logits are not numbers (NaN); its weights or kernels are broken"
+
+
+class _Candidates(NamedTuple):
+    """What may be chosen: [rows, n] ids and logits, and which of them the filters keep."""
+
+    ids: mx.array
+    logits: mx.array
+    sure: mx.array
+    possible: mx.array
+
+
+def choose(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> list[int]:
+    """One token per row: `begin` and `finish`.
+
+    Raises:
+        RuntimeFailure: a logit is NaN.
+    """
+    return finish(begin(logits, positions, sampling), logits, positions, sampling)
+
+
+def begin(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.array:
+    """One token per row, perhaps still in the making; negative where `finish` has more to do.
+
+    Args:
+        logits: [rows, vocabulary], unnormalised, of any floating type.
+        positions: [rows] the absolute position that each chosen token will have.
+    """
+    if is_greedy(sampling):
+        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+    elif sampling.top_k >= min(_REACH, logits.shape[-1]):
+        tokens = mx.full(logits.shape[0], _IN_DOUBT, mx.int32)
+    else:
+        tokens = _drawn(logits.astype(mx.float32), positions, sampling)
+    return mx.where(mx.isnan(logits).any(axis=-1), _BROKEN, tokens)
+
+
+def finish(
+    begun: mx.array, logits: mx.array, positions: Sequence[int], sampling: Sampling
+) -> list[int]:
+    """The tokens on the host; rows in doubt are decided there.
+
+    Args:
+        begun: what `begin` made of the other arguments.
+
+    Raises:
+        RuntimeFailure: a logit is NaN.
+    """
+    tokens: Any = begun.tolist()
+    if _BROKEN in tokens:
+        raise RuntimeFailure(_NOT_NUMBERS)
+    for row, token in enumerate(tokens):
+        if token == _IN_DOUBT:
+            alone = np.array(logits[row : row + 1].astype(mx.float32))
+            tokens[row] = sampler.choose(alone, [positions[row]], sampling)[0]
+    return [int(token) for token in tokens]
+
+
+def _drawn(rows: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.array:
+    """[rows] tokens, or `_IN_DOUBT`."""
+    found = _filtered(rows, sampling) if sampler.has_filter(sampling) else _all(rows)
+    scores = found.logits / sampling.temperature
+    scores = scores + gumbel(mx, sampling.seed, positions, found.ids)
+    scores = mx.where(found.possible, scores, -mx.inf)
+    best = mx.argmax(scores, axis=-1, keepdims=True)
+    top = mx.take_along_axis(scores, best, axis=-1)
+    rivals = (scores >= top - _CLOSE * (1.0 + mx.abs(top))).sum(axis=-1, keepdims=True)
+    sure = mx.take_along_axis(found.sure, best, axis=-1) & (rivals == 1)
+    ids = mx.broadcast_to(found.ids, scores.shape)
+    token = mx.take_along_axis(ids, best, axis=-1).astype(mx.int32)
+    return mx.where(sure, token, _IN_DOUBT)[:, 0]
+
+
+def refuse_nan(logits: mx.array) -> None:
+    """Raise RuntimeFailure if a logit is NaN; waits until they are computed."""
+    if bool(mx.isnan(logits).any()):
+        raise RuntimeFailure(_NOT_NUMBERS)
+
+
+def _all(rows: mx.array) -> _Candidates:
+    every = mx.ones(rows.shape, mx.bool_)
+    return _Candidates(mx.arange(rows.shape[-1], dtype=mx.uint32)[None], rows, every, every)
+
+
+def _filtered(rows: mx.array, sampling: Sampling) -> _Candidates:
+    """The best tokens, in falling order, and on which side of each border they are."""
+    count = min(_REACH, rows.shape[-1])
+    order = mx.argsort(-rows, axis=-1)[:, :count]
+    logits = mx.take_along_axis(rows, order, axis=-1)
+    top = logits[:, :1]
+    shares = mx.exp(logits - top) / mx.exp(rows - top).sum(axis=-1, keepdims=True)
+    sure = possible = mx.ones(logits.shape, mx.bool_)
+    if sampling.top_k:
+        # Of equal logits at the border the smaller ids are kept.
+        last, next_ = logits[:, sampling.top_k - 1, None], logits[:, sampling.top_k, None]
+        sure, possible = sure & (logits > next_), possible & (logits >= last)
+    if sampling.top_p < 1.0:
+        before = mx.cumsum(shares, axis=-1) - shares
+        sure &= before < sampling.top_p - _BORDER
+        possible &= before < sampling.top_p + _BORDER
+    if sampling.min_p > 0.0:
+        least = sampling.min_p * shares[:, :1]
+        sure &= shares >= least * (1.0 + _BORDER)
+        possible &= shares >= least * (1.0 - _BORDER)
+    if count < rows.shape[-1]:
+        # What lies beyond cannot be seen: a row that reaches the end is in doubt as a whole.
+        sure &= ~possible[:, -1:]
+    return _Candidates(order.astype(mx.uint32), logits, sure, possible)
+
+
+def best_of(rows: mx.array | Floats, width: int, head_ids: Ids | None) -> Top:
+    """`candidates.best_of` for logits [rows, head], where they are: numpy's, or on a GPU."""
+    if isinstance(rows, np.ndarray):
+        return candidates.best_of(rows, width, head_ids)
+    width = min(width, rows.shape[-1])
+    rows = rows.astype(mx.float32)
+    if width == 1:
+        columns = mx.argmax(rows, axis=-1, keepdims=True)
+    else:
+        best = mx.argpartition(-rows, width - 1, axis=-1)[:, :width]
+        values = mx.take_along_axis(rows, best, axis=-1)
+        columns = mx.take_along_axis(best, mx.argsort(-values, axis=-1), axis=-1)
+    logits = mx.take_along_axis(rows, columns, axis=-1)
+    totals = mx.logsumexp(rows, axis=-1)
+    mx.eval(columns, logits, totals)
+    places: Ids = np.array(columns).astype(np.int64)
+    ids = places if head_ids is None else head_ids[places]
+    return Top(ids, np.array(logits), np.array(totals))

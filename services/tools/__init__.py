@@ -1,0 +1,1 @@
+"""Helper processes: references, profiles, conversions of weights."""

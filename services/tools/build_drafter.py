@@ -1,0 +1,87 @@
+"""`python -m services.tools.build_drafter CARRIED TARGET FOLDER`: a drafter with its target's embedding.
+
+A distilled drafter is carried without its embedding table, which is the target's own and
+would be most of its size. The assembled folder is an ordinary mlx-lm model folder with the
+target's tokenizer.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from protocol.errors import ModelError
+
+_EMBEDDING = "model.embed_tokens"
+_SHARED = (_EMBEDDING, "lm_head")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def assemble(carried: Path, target: Path, folder: Path) -> None:
+    """Write the draft model `folder`; raises ModelError if a part is missing."""
+    weights = _weights(carried)
+    shared = _shared(target)
+    if f"{_EMBEDDING}.weight" not in shared:
+        raise ModelError(f"the target {str(target)!r} has no tensor {_EMBEDDING}.weight")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in carried.glob("*.json"):
+        shutil.copyfile(file, folder / file.name)
+    for name in _TOKENIZER_FILES:
+        try:
+            shutil.copyfile(target / name, folder / name)
+        except FileNotFoundError as error:
+            raise ModelError(f"the target {str(target)!r} has no {name}") from error
+    mx.save_safetensors(str(folder / "model.safetensors"), {**weights, **shared}, {"format": "mlx"})
+
+
+def _shared(target: Path) -> dict[str, mx.array]:
+    """The target's embedding and head, dense: a carried drafter is not quantised."""
+    weights = _weights(target)
+    shared: dict[str, mx.array] = {}
+    for layer in _SHARED:
+        weight, scales = weights.get(f"{layer}.weight"), weights.get(f"{layer}.scales")
+        if weight is None:
+            continue
+        if scales is not None:
+            shape = _quantization(target, layer)
+            weight = mx.dequantize(weight, scales, weights.get(f"{layer}.biases"), **shape).astype(
+                mx.float16
+            )
+        shared[f"{layer}.weight"] = weight
+    return shared
+
+
+def _quantization(target: Path, layer: str) -> dict[str, Any]:
+    """How a layer is quantised: its own entry in `config.json`, or the one for all."""
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    common: dict[str, Any] = config["quantization"]
+    own = common.get(layer, common)
+    return {key: own[key] for key in ("group_size", "bits", "mode") if key in own}
+
+
+def _weights(folder: Path) -> dict[str, mx.array]:
+    path = folder / "model.safetensors"
+    try:
+        loaded: Any = mx.load(str(path))
+    except (RuntimeError, OSError) as error:
+        raise ModelError(f"cannot read the weights {str(path)!r}: {error}") from error
+    weights: dict[str, mx.array] = loaded
+    return weights
+
+
+def main() -> int:
+    """The command line of this module; reports like a child of the supervisor."""
+    try:
+        carried, target, folder = map(Path, sys.argv[1:])
+        assemble(carried, target, folder)
+    except (ModelError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return ModelError.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""`python -m services.tools.hardware`: what MLX finds on this machine, as one line of JSON."""
+
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.jobs.hardware import Survey
+from services.mlx.blas import load_blas
+
+
+def survey() -> Survey:
+    """Ask MLX; takes as long as its import."""
+    load_blas(threads=1)
+    # MLX must be imported after the BLAS is in place.
+    import mlx.core as mx  # noqa: PLC0415
+
+    from services.mlx.loader import compute_unit  # noqa: PLC0415
+
+    device = compute_unit()
+    module: Any = mx  # these two have no types
+    said: dict[str, Any] = module.device_info()
+    return Survey(
+        mlx=importlib.metadata.version("mlx"),
+        device=device,
+        device_name=str(said.get("device_name", platform.machine())),
+        device_memory_bytes=int(said.get("memory_size", said.get("total_memory", 0))),
+        devices=1 if device == "cpu" else int(module.device_count(mx.gpu)),
+        matrix_kernels=_matrix_kernels() if device == "cpu" else "",
+        coreml=_version("coremltools"),
+        coreml_units=_coreml_units(),
+    )
+
+
+def _matrix_kernels() -> str:
+    """Which library's products this process has loaded."""
+    if sys.platform != "linux":
+        return "Accelerate"
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    found = [name for name, library in _LIBRARIES.items() if library in maps]
+    return " and ".join(found) or "MLX's reference BLAS (slow)"
+
+
+_LIBRARIES = {"small_gemm": "libssd_small_gemm", "MKL": "libmkl_rt"}
+
+
+def _coreml_units() -> list[str]:
+    """What CoreML lists; nothing where it cannot be asked, which is no reason to fail."""
+    if sys.platform != "darwin" or not _version("coremltools"):
+        return []
+    try:
+        # Takes seconds to import, and says nothing elsewhere.
+        from services.coreml.runtime.devices import units  # noqa: PLC0415
+
+        return units()
+    except (AttributeError, ImportError, RuntimeError, TypeError):
+        return []
+
+
+def _version(package: str) -> str:
+    """Its version, without importing it; empty if it is not there."""
+    return importlib.metadata.version(package) if importlib.util.find_spec(package) else ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(msgspec.json.encode(survey()).decode() + "\n")

@@ -1,0 +1,133 @@
+"""`python -m services.tools.profiler SETTINGS`: one model of a pair, timed alone or beside the other.
+
+The very code of the services, without sockets: a verification, a step of a tree. Speaks JSON
+lines on stdin and stdout (`protocol.jobs.profile`).
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from protocol.errors import SsdError
+from protocol.jobs.cost_emulation import parse_size
+from protocol.jobs.profile import GaugeSettings, Question, Ready, Time, Times, Work, Worked
+from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
+from protocol.process.child import pin
+from protocol.settings import decode_settings
+from services.mlx.blas import load_blas
+
+_REPEATS = 7
+_DEPTHS = 4
+
+Timer = Callable[[int, int], list[float]]
+"""(count, repeats) -> the milliseconds of each."""
+
+
+class Gauge:
+    """One model, and how it is timed."""
+
+    def __init__(self, settings: GaugeSettings) -> None:
+        # MLX must be imported after the BLAS is in place.
+        from services.mlx.device import bind  # noqa: PLC0415
+
+        self._settings = settings
+        self.unit = bind(settings.device)
+        self._open = self._verifier() if settings.part == "verifier" else self._drafter()
+
+    def _verifier(self) -> Callable[[Tokens], Timer]:
+        from services.mlx.cost_emulation import emulate  # noqa: PLC0415
+        from services.mlx.loader import load  # noqa: PLC0415
+        from services.verifier.verifier import Verifier  # noqa: PLC0415
+
+        model = load(Path(self._settings.model))
+        if self._settings.emulated_cost:
+            emulate(model.module, parse_size(self._settings.emulated_cost))
+        verifier = Verifier(model, prefill_step_size=512)
+
+        def opened(context: Tokens) -> Timer:
+            for _ in verifier.handle(OpenSequence(sequence=0, tokens=context, sampling=Sampling())):
+                pass
+            position = len(context)
+
+            def run(count: int, repeats: int) -> list[float]:
+                nonlocal position
+                times = []
+                for _ in range(repeats):
+                    chain = [context[0]] * min(count, 1 + verifier.max_draft_tokens)
+                    question = Verify(sequence=0, round=0, position=position, chain=chain)
+                    for answer in verifier.handle(question):
+                        if isinstance(answer, VerificationOutcome):
+                            times.append(answer.verify_ms)
+                            position += answer.accepted + 1
+                return times
+
+            return run
+
+        return opened
+
+    def _drafter(self) -> Callable[[Tokens], Timer]:
+        from services.drafter.backends.mlx import MlxBackend  # noqa: PLC0415
+
+        backend = MlxBackend(Path(self._settings.model), 512)
+
+        def opened(context: Tokens) -> Timer:
+            backend.close(0)
+            for _ in backend.open(0, context, Sampling()):
+                pass
+
+            def run(count: int, repeats: int) -> list[float]:
+                times: list[float] = []
+                while len(times) < repeats:
+                    before = None
+                    for _layer in backend.prepare(0, [context[0]], [count], _DEPTHS):
+                        now = time.perf_counter()
+                        if before is not None:  # the first depth also takes in the chain
+                            times.append(1e3 * (now - before))
+                        before = now
+                return times[:repeats]
+
+            return run
+
+        return opened
+
+    def answer(self, question: Question) -> Times | Worked:
+        """Measure what was asked for."""
+        timer = self._open(question.context)
+        if isinstance(question, Work):
+            started = time.perf_counter()
+            timer(question.count, question.repeats)
+            return Worked(time.perf_counter() - started)
+        medians = {}
+        for count in question.counts:
+            timer(count, 2)  # shapes that are new cost more once
+            medians[str(count)] = median(timer(count, _REPEATS))
+        return Times(medians, self.unit)
+
+
+def main() -> int:
+    """Answer questions until standard input ends."""
+    try:
+        settings = decode_settings(sys.argv[1], GaugeSettings)
+        pin(settings.cores)
+        load_blas(settings.threads)
+        gauge = Gauge(settings)
+        _say(Ready(gauge.unit))
+        for line in sys.stdin:
+            _say(gauge.answer(msgspec.json.decode(line, type=Time | Work)))
+    except SsdError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return 0
+
+
+def _say(message: msgspec.Struct) -> None:
+    sys.stdout.write(msgspec.json.encode(message).decode() + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

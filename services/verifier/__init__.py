@@ -1,0 +1,1 @@
+"""The verifier: the target model, and its judgement of drafts."""

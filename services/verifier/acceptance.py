@@ -1,0 +1,143 @@
+"""What becomes of a chain: the target's logits in, accepted tokens and the bonus token out."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from protocol.decoding.logits_processor import Shaper, along
+from protocol.decoding.rejection import verified
+from protocol.decoding.sampler import Floats, choose
+from protocol.decoding.sampling_params import by_rejection, is_greedy
+from protocol.messages import OpenSequence, TokenLogprobs, Tokens, Verify
+from services.mlx.loader import compute_unit
+from services.sampling import device
+
+
+class Judgement(NamedTuple):
+    """An outcome."""
+
+    accepted: int
+    bonus: int
+    logprobs: list[TokenLogprobs]
+    """Of the accepted tokens and the bonus token, if asked for."""
+
+
+class Judge:
+    """Judges the chains of one sequence.
+
+    Args:
+        opened: the sequence.
+        folder: of the target model.
+    """
+
+    def __init__(self, opened: OpenSequence, folder: Path) -> None:
+        self._sampling = opened.sampling
+        shape = opened.sampling.shape
+        self._shaper = None if shape is None else Shaper(shape, folder, opened.tokens)
+
+    def worth_judging(self, message: Verify) -> Verify:
+        """The chain up to the first draft token that the request's shape rules out.
+
+        It would be rejected, and the row before it draws the same bonus token without it. A
+        token that was drawn stays: its rejection changes that law (`protocol.decoding.rejection`).
+        """
+        if self._shaper is None:
+            return message
+        pending, *draft = message.chain
+        possible = self._shaper.possible([pending], draft)
+        if possible == len(draft) or (message.laws and message.laws[possible].tokens):
+            return message
+        return replace(message, chain=[pending, *draft[:possible]], laws=message.laws[:possible])
+
+    def begin(self, logits: mx.array, message: Verify) -> mx.array | None:
+        """The target's own choice after each row, [chain], perhaps still in the making.
+
+        None where the rows must be looked at on the host. See `judge` for the arguments, and
+        `device.begin`.
+        """
+        if self._shaper is not None or self._sampling.logprobs is not None:
+            return None
+        if not is_greedy(self._sampling) and (
+            compute_unit() == "cpu" or by_rejection(self._sampling)
+        ):
+            return None
+        return device.begin(logits, _positions(message), self._sampling)
+
+    def judge(self, logits: mx.array, message: Verify, begun: mx.array | None) -> Judgement:
+        """How many draft tokens of the chain stand, and the bonus token.
+
+        Args:
+            logits: [chain, vocabulary], possibly not computed yet.
+            message: the chain, which follows the tokens judged so far.
+            begun: what `begin` made of them.
+
+        Raises:
+            RuntimeFailure: a logit is NaN.
+        """
+        if begun is not None:
+            chosen = device.finish(begun, logits, _positions(message), self._sampling)
+            return self._compared(chosen, message)
+        device.refuse_nan(logits)
+        rows = host_floats(logits)
+        judgement = self._drawn(along(self._shaper, message.chain, rows), message)
+        emitted = [*message.chain[1 : judgement.accepted + 1], judgement.bonus]
+        if self._shaper is not None:
+            self._shaper.rewind(message.position + judgement.accepted + 1)
+        if self._sampling.logprobs is None:
+            return judgement
+        return judgement._replace(logprobs=logprobs(rows, emitted, self._sampling.logprobs))
+
+    def _drawn(self, rows: Floats, message: Verify) -> Judgement:
+        draft, first = message.chain[1:], message.position + 1
+        if by_rejection(self._sampling):
+            accepted, bonus = verified(rows, draft, message.laws, first, self._sampling)
+            return Judgement(accepted, bonus, [])
+        return self._compared(choose(rows, _positions(message), self._sampling), message)
+
+    @staticmethod
+    def _compared(chosen: Tokens, message: Verify) -> Judgement:
+        accepted = accepted_length(message.chain[1:], chosen)
+        return Judgement(accepted, chosen[accepted], [])
+
+
+def _positions(message: Verify) -> range:
+    """Of the tokens that are chosen after each token of the chain."""
+    first = message.position + 1
+    return range(first, first + len(message.chain))
+
+
+def accepted_length(draft: Tokens, chosen: Tokens) -> int:
+    """How many draft tokens equal the target's own choice, counted from the first (k)."""
+    for index, (drafted, target) in enumerate(zip(draft, chosen, strict=False)):
+        if drafted != target:
+            return index
+    return len(draft)
+
+
+def logprobs(rows: Floats, tokens: Tokens, best: int) -> list[TokenLogprobs]:
+    """The target's own log-probabilities: at temperature 1, before any bias, penalty or filter.
+
+    Args:
+        rows: [at least as many as tokens, vocabulary] logits before each token.
+        tokens: what was emitted.
+        best: how many of the likeliest tokens to report beside each.
+    """
+    found = []
+    for row, token in zip(rows, tokens, strict=False):
+        exact = row.astype(np.float64)
+        peak = exact.max()
+        total = peak + np.log(np.exp(exact - peak).sum())
+        top: Any = np.argpartition(-exact, best)[:best] if best else []
+        ranked = sorted((int(t) for t in top), key=lambda t: (-exact[t], t))
+        pairs = [(t, float(exact[t] - total)) for t in ranked]
+        found.append(TokenLogprobs(float(exact[token] - total), pairs))
+    return found
+
+
+def host_floats(array: mx.array) -> npt.NDArray[np.float32]:
+    """The array as numpy float32, without a copy where the memory is shared."""
+    return np.array(array.astype(mx.float32), copy=False)

@@ -1,0 +1,62 @@
+"""`python -m services.verifier.main SETTINGS`: the target verifier process."""
+
+import sys
+from pathlib import Path
+
+from protocol.jobs.cost_emulation import parse_size
+from protocol.messages import ToService, ToVerifier
+from protocol.process.child import main
+from protocol.settings import VerifierSettings
+from protocol.transport.channel import Channel
+from protocol.transport.codec import Decoder
+from services.mlx.blas import load_blas
+from services.runtime.loop import Identity, serve
+
+
+def run(settings: VerifierSettings) -> None:
+    """Load the target model and serve the orchestrator until told to stop."""
+    load_blas(settings.threads)
+    # MLX must be imported after the BLAS is in place.
+    from services.kv.prefix_cache import PromptCache  # noqa: PLC0415
+    from services.mlx.cost_emulation import emulate  # noqa: PLC0415
+    from services.mlx.device import bind  # noqa: PLC0415
+    from services.mlx.loader import load  # noqa: PLC0415
+    from services.runtime.warmup import warm_verifier  # noqa: PLC0415
+    from services.verifier.prefix_cache_file import outliving  # noqa: PLC0415
+    from services.verifier.verifier import Verifier  # noqa: PLC0415
+
+    unit = bind(settings.device)
+    model = load(Path(settings.model))
+    emulated = ""
+    if settings.emulated_cost:
+        emulated = emulate(model.module, parse_size(settings.emulated_cost))
+    prompts = PromptCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
+    verifier = Verifier(model, settings.prefill_step_size, prompts)
+    if unit != "cpu":
+        warm_verifier(verifier)
+    if settings.prefill != "mlx":
+        from services.coreml.prefill import open_prefill  # noqa: PLC0415
+
+        folder = Path(settings.prefill_model)
+        other = open_prefill(folder, settings.compute_units, model.folder)
+        verifier.prefill_elsewhere(other, whenever_it_fits=settings.prefill == "coreml-always")
+    identity = Identity(
+        role="verifier",
+        backend="mlx",
+        model=settings.model,
+        tokenizer_fingerprint=model.vocabulary.fingerprint,
+        vocabulary_size=model.vocabulary.size,
+        context_length=model.context_length,
+        compute_unit=unit,
+        max_draft_tokens=verifier.max_draft_tokens,
+        kv_tokens=verifier.kv_tokens(settings.kv_bytes),
+        emulated_cost=emulated,
+    )
+    channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))
+    how = f"{settings.prefill} {emulated}"
+    with channel, outliving(settings.prompt_cache_file, prompts, verifier, model, how):
+        serve(channel, identity, verifier)
+
+
+if __name__ == "__main__":
+    sys.exit(main("verifier", VerifierSettings, run))

@@ -1,0 +1,174 @@
+"""The target's prompt cache in a file, so that it outlives the process (`--prompt-cache-file`).
+
+A safetensors file: per sequence its tokens, and each layer's keys and values. The metadata
+names what computed them and holds a checksum. KV of anything else would change answers, so
+a file that is not exactly right is as good as none.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import psutil
+from mlx.utils import tree_flatten
+
+from protocol.process.child import leaving_on_sigterm
+from services.kv.cache import KVStore
+from services.kv.prefix_cache import Held, PromptCache
+from services.mlx.loader import LoadedModel, compute_unit
+from services.verifier.verifier import Verifier
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = "1"
+_TEMPORARY = ".new.safetensors"
+_SAMPLES, _SAMPLE_BYTES = 64, 65536
+_SUFFIXES = (".safetensors", ".gguf")
+
+_UNUSABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError, IndexError)
+"""What a torn or foreign file leads MLX and us into, and a full disk."""
+
+
+@contextlib.contextmanager
+def outliving(
+    file: str, prompts: PromptCache, verifier: Verifier, model: LoadedModel, how: str
+) -> Iterator[None]:
+    """Begin with what an earlier process left in `file`; leave what is here at the end.
+
+    `how` is what, besides the model, changes its KV. Without a file nothing happens.
+    """
+    if not file:
+        yield
+        return
+    path, identity = Path(file), identity_of(model, how)
+    load(path, prompts, identity, verifier.empty_store)
+    try:
+        with leaving_on_sigterm():
+            yield
+    finally:
+        verifier.retire_all()
+        save(path, prompts, identity)
+
+
+def identity_of(model: LoadedModel, how: str) -> str:
+    """What the KV of this model depends on; `how` is what else changes it.
+
+    Weights are told apart by size, date and samples: reading all of a large model takes too
+    long.
+    """
+    digest = hashlib.sha256((model.folder / "config.json").read_bytes())
+    for path in sorted(model.folder.iterdir()):
+        if path.suffix in _SUFFIXES:
+            status = path.stat()
+            digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+            with path.open("rb") as file:
+                for part in range(_SAMPLES):
+                    file.seek(status.st_size * part // _SAMPLES)
+                    digest.update(file.read(_SAMPLE_BYTES))
+    parameters: Any = tree_flatten(model.module.parameters())
+    types = sorted({str(array.dtype) for _, array in parameters})
+    return json.dumps([digest.hexdigest(), types, compute_unit(), how])
+
+
+def save(path: Path, prompts: PromptCache, identity: str) -> None:
+    """Write all that is kept, if anything is; the file is the old one or the new one.
+
+    It tells what was asked: only its owner may read it. A failure costs a log line.
+    """
+    _remove_leftovers(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{_TEMPORARY}")
+    try:
+        arrays = dict(_named(prompts.kept))
+        if not arrays:
+            return
+        mx.eval(list(arrays.values()))
+        os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
+        told = {"ssd": _FORMAT, "identity": identity, "checksum": _checksum(arrays)}
+        mx.save_safetensors(str(temporary), arrays, told)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except _UNUSABLE as error:
+        _log.warning("the prompt cache was not saved to %s: %s", path, error)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        return
+    _log.info("the KV of %d sequences was saved to %s", len(prompts), path)
+
+
+def load(
+    path: Path, prompts: PromptCache, identity: str, empty: Callable[[], KVStore | None]
+) -> None:
+    """Take in what was saved; a file that cannot be used costs a log line."""
+    _remove_leftovers(path)
+    if not path.exists():
+        return
+    try:
+        found = _read(path, identity, empty)
+    except _UNUSABLE as error:
+        _log.warning("the prompt cache in %s is not used: %s", path, error)
+        return
+    for held in found:
+        prompts.keep(held)
+    _log.info("the KV of %d sequences was read from %s", len(prompts), path)
+
+
+def _named(kept: Iterable[Held]) -> Iterator[tuple[str, mx.array]]:
+    for number, held in enumerate(kept):
+        # In the middle of a pass a store has room for more than it holds.
+        length = min(len(held.tokens), held.store.length)
+        yield f"{number}.tokens", mx.array(held.tokens[:length], dtype=mx.int32)
+        for layer, (keys, values) in enumerate(held.store.rows(length)):
+            yield f"{number}.{layer}.keys", mx.contiguous(keys)
+            yield f"{number}.{layer}.values", mx.contiguous(values)
+
+
+def _read(path: Path, identity: str, empty: Callable[[], KVStore | None]) -> list[Held]:
+    loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
+    arrays: dict[str, mx.array] = loaded[0]
+    told: dict[str, str] = loaded[1]
+    if told.get("ssd") != _FORMAT:
+        raise ValueError("it is no prompt cache of this version")
+    if told.get("identity") != identity:
+        raise ValueError("it is of another model, or was computed in another way")
+    mx.eval(list(arrays.values()))
+    if told.get("checksum") != _checksum(arrays):
+        raise ValueError("it is damaged")
+    found: list[Held] = []
+    while f"{len(found)}.tokens" in arrays:
+        store = empty()
+        if store is None:
+            break
+        name = f"{len(found)}"
+        layers = range(len(store.caches))
+        store.fill([(arrays[f"{name}.{i}.keys"], arrays[f"{name}.{i}.values"]) for i in layers])
+        store.evaluate()
+        tokens: Any = arrays[f"{name}.tokens"].tolist()
+        found.append(Held(tokens, store))
+    return found
+
+
+def _checksum(arrays: dict[str, mx.array]) -> str:
+    """Of names and contents, in an order of their own."""
+    found = 0
+    for name in sorted(arrays):
+        found = zlib.crc32(name.encode(), found)
+        content: Any = mx.view(arrays[name], mx.uint8)
+        found = zlib.crc32(memoryview(content), found)
+    return f"{found:08x}"
+
+
+def _remove_leftovers(path: Path) -> None:
+    """What a process left that was killed while it wrote."""
+    with contextlib.suppress(OSError):
+        for left in path.parent.glob(f"{path.name}.*{_TEMPORARY}"):
+            number = left.name.removeprefix(f"{path.name}.").removesuffix(_TEMPORARY)
+            if number.isdigit() and not psutil.pid_exists(int(number)):
+                left.unlink()

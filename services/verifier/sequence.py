@@ -1,0 +1,67 @@
+"""One sequence at the target: its KV, and when its next verification is likely to come."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.messages import Tokens
+from services.batching.forward import Ask
+from services.kv.cache import KVStore
+from services.verifier.acceptance import Judge
+from services.verifier.pipelined_step import Ahead
+
+_UNKNOWN_S = 0.002
+"""Assumed time between an outcome and the next verification: a chain that was prepared."""
+_LEAST_S = 0.002
+_SMOOTHING = 0.3
+_FORGIVING = 0.9
+
+
+@dataclass
+class TargetSequence:
+    """One sequence at the target: its caches, and how many tokens they hold."""
+
+    caches: list[Any]
+    store: KVStore | None
+    """None for a model whose state cannot be rewound; then `caches` are mlx-lm's own."""
+    judge: Judge
+    tokens: Tokens
+    """What the caches hold."""
+    counted: int = 0
+    """Tokens in caches of mlx-lm's own."""
+    ahead: Ahead | None = None
+    """The pass that is likely to be asked for next."""
+    asked: Ask | None = None
+    """The verification that waits for a pass."""
+    answered: float = 0.0
+    """When its last outcome was there."""
+    away_s: float = _UNKNOWN_S
+    """How long after an outcome its next verification usually comes."""
+
+    @property
+    def length(self) -> int:
+        """How many tokens the caches hold."""
+        return self.counted if self.store is None else self.store.length
+
+    def place(self, count: int) -> None:
+        """The next forward appends `count` tokens."""
+        if self.store is None:
+            self.counted += count
+        else:
+            self.store.chain(count)
+
+    def came_back(self, now: float, busy_since: float) -> None:
+        """Its next verification is here; `busy_since` is when the last pass began."""
+        if not self.answered:
+            return
+        if busy_since <= self.answered:
+            self.away_s += _SMOOTHING * (now - self.answered - self.away_s)
+        else:
+            # It came during a pass, nobody knows when. Waiting in vain counts double; who is
+            # not waited for any more gets another chance in time.
+            self.away_s = max(_FORGIVING * self.away_s, 2.0 * (busy_since - self.answered))
+
+    def back_by(self, longest_s: float) -> float:
+        """Until when it pays to wait for its next verification; 0 if it does not."""
+        if self.asked is not None or not self.answered or self.away_s > longest_s:
+            return 0.0
+        return self.answered + min(longest_s, 2.0 * self.away_s + _LEAST_S)

@@ -1,0 +1,277 @@
+"""The target model: prefill, and verification of chains in one forward pass.
+
+Chains of several sequences that wait at the same time share a pass (`batching`).
+"""
+
+import contextlib
+import time
+from collections.abc import Generator
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from protocol.errors import ModelError, ProtocolError, RuntimeFailure
+from protocol.messages import (
+    CloseSequence,
+    FromService,
+    OpenSequence,
+    Prefilled,
+    Tokens,
+    VerificationOutcome,
+    Verify,
+)
+from services.batching.chunked_prefill import Filler
+from services.batching.external_prefill import Elsewhere, PromptsElsewhere
+from services.batching.forward import Batcher, Pass, most_rows
+from services.batching.packing import takes_parts
+from services.kv.budget import kv_tokens
+from services.kv.cache import KVStore, windows_of
+from services.kv.prefix_cache import Held, PromptCache
+from services.mlx.fused_linear import join_siblings
+from services.mlx.loader import LoadedModel, compute_unit
+from services.mlx.rope import use_tables
+from services.runtime.inbox import Work
+from services.verifier.acceptance import Judge
+from services.verifier.pipelined_step import Ahead
+from services.verifier.sequence import TargetSequence
+
+MAX_DRAFT_TOKENS = 64
+
+_PATIENCE = 0.15
+"""Longest wait for the others of the last pass, as a share of its time. Two passes in the
+place of one cost far more."""
+
+
+class Verifier:
+    """Verifies chains; invariant: after each round the KV holds exactly the committed tokens."""
+
+    def __init__(
+        self, model: LoadedModel, prefill_step_size: int, prompts: PromptCache | None = None
+    ) -> None:
+        self._model = model.module
+        self._prompts = prompts if prompts is not None else PromptCache()
+        self._folder = model.folder
+        if compute_unit() == "cpu":
+            use_tables(self._model)
+        self._elsewhere: PromptsElsewhere | None = None
+        self._sequences: dict[int, TargetSequence] = {}
+        self._bucketed = compute_unit() == "cuda"
+        if self._bucketed:
+            join_siblings(self._model)
+        try:
+            self._windows: list[int | None] | None = windows_of(self._model)
+        except ModelError:
+            self._windows = None
+        shares = self._windows is not None and takes_parts(
+            self._model, self._windows, bucketed=self._bucketed
+        )
+        self._batcher = Batcher(self._model, most_rows() if shares else 0)
+        self._filler = Filler(self._model, prefill_step_size, shares=shares)
+        self._last = Pass(0, 0)
+        # On a CPU the pass and this process would want the same cores.
+        self.runs_ahead = compute_unit() != "cpu"
+        self._idle_since = time.perf_counter()
+
+    def prefill_elsewhere(self, other: Elsewhere, *, whenever_it_fits: bool) -> None:
+        """Let another device compute prompts: where it is faster, or all that it takes."""
+        if self._windows is not None:
+            self._elsewhere = PromptsElsewhere(
+                self._model, self._windows, other, whenever_it_fits=whenever_it_fits
+            )
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Longest draft that can be verified; 0 if the model's state cannot be rewound."""
+        return 0 if self._windows is None else MAX_DRAFT_TOKENS
+
+    def kv_tokens(self, kv_bytes: int) -> int:
+        """Tokens that the KV of all open sequences may hold, given so much memory (`kv_budget`)."""
+        return 0 if self._windows is None else kv_tokens(self._model, self._windows, kv_bytes)
+
+    def supersedes(self, news: Work, current: Work) -> bool:
+        """What a sequence waits for is pointless once it is closed or opened again."""
+        return (
+            isinstance(current, OpenSequence | Verify)
+            and isinstance(news, OpenSequence | CloseSequence)
+            and news.sequence == current.sequence
+        )
+
+    def handle(self, message: Work) -> Generator[FromService | None]:
+        """Answer one message (see `agenda.Service`)."""
+        match message:
+            case OpenSequence():
+                yield from self._open(message)
+            case Verify():
+                yield from self._verify(message)
+            case CloseSequence():
+                self._retire(message.sequence)
+            case _:
+                raise ProtocolError(f"a verifier cannot handle {type(message).__name__}")
+
+    def patience_s(self, message: Work) -> float:
+        """A pass waits a moment for the others of the last one: they are about to come back."""
+        own = self._sequences.get(message.sequence)
+        if own is None or own.asked is None or own.asked.logits is not None:
+            return 0.0
+        longest = _PATIENCE * (self._last.ended - self._last.started)
+        until = [other.back_by(longest) for other in self._sequences.values()]
+        return max(0.0, max(until, default=0.0) - time.perf_counter())
+
+    def _retire(self, number: int) -> None:
+        """Forget a sequence, but for what another may take from its KV."""
+        sequence = self._sequences.pop(number, None)
+        if sequence is not None:
+            self._keep(sequence)
+
+    def retire_all(self) -> None:
+        """Forget all sequences, even in the middle of a pass: their tokens are what is sure."""
+        for number in list(self._sequences):
+            self._retire(number)
+
+    def empty_store(self) -> KVStore | None:
+        """A store for this model's KV; None if its state cannot be rewound."""
+        return None if self._windows is None else KVStore(self._windows, bucketed=self._bucketed)
+
+    def _keep(self, sequence: TargetSequence) -> None:
+        if sequence.store is not None:
+            self._prompts.keep(Held(sequence.tokens, sequence.store))
+
+    def _new_sequence(self, message: OpenSequence) -> Generator[None, None, TargetSequence]:
+        """The sequence with what is known of its prompt, or will be in a moment."""
+        judge = Judge(message, self._folder)
+        if self._windows is None:
+            return TargetSequence(make_prompt_cache(self._model), None, judge, [])
+        store = self._fork(self._windows, message.tokens)
+        if self._filler.comes(message.tokens, store.length):
+            while self._filler.comes(message.tokens, store.length):
+                yield
+            store = self._fork(self._windows, message.tokens)
+        tokens = message.tokens[: store.length]
+        return TargetSequence(list(store.caches), store, judge, tokens)
+
+    def _fork(self, windows: list[int | None], tokens: Tokens) -> KVStore:
+        """The KV of the longest beginning of these tokens that is held anywhere."""
+        running = [Held(s.tokens, s.store) for s in self._sequences.values() if s.store is not None]
+        store = self._prompts.fork(tokens, running)
+        return store if store is not None else KVStore(windows, bucketed=self._bucketed)
+
+    def _open(self, message: OpenSequence) -> Generator[FromService | None]:
+        started = time.perf_counter()
+        self._retire(message.sequence)
+        sequence = yield from self._new_sequence(message)
+        cached = sequence.length
+        try:
+            with self._filler.working(message.sequence, message.tokens):
+                yield from self._prefill(sequence, message.tokens)
+        except GeneratorExit:
+            self._keep(sequence)  # who asks again need not begin again
+            raise
+        self._sequences[message.sequence] = sequence
+        yield Prefilled(
+            sequence=message.sequence,
+            length=sequence.length,
+            prefill_ms=1e3 * (time.perf_counter() - started),
+            cached=cached,
+        )
+
+    def _prefill(self, sequence: TargetSequence, tokens: Tokens) -> Generator[None]:
+        """Make the KV hold these tokens, in pieces."""
+        if sequence.store is not None and self._elsewhere is not None:
+            yield from self._elsewhere.fill(sequence.store, sequence.tokens, tokens)
+        pieces = self._filler.fill(sequence, tokens, lambda: not self._sequences)
+        with contextlib.closing(pieces):
+            for _ in pieces:
+                self._idle_since = time.perf_counter()
+                yield
+
+    def _verify(self, message: Verify) -> Generator[FromService | None]:
+        sequence = self._checked(message)
+        message = sequence.judge.worth_judging(message)
+        sequence.came_back(time.perf_counter(), self._last.started)
+        try:
+            logits, by = yield from self._logits(sequence, message.chain)
+            begun = sequence.judge.begin(logits, message)
+            if begun is not None and message.then_plain:
+                self._run_ahead(sequence, begun)
+            judged = sequence.judge.judge(logits, message, begun)
+            self._rewind(sequence, message.position + judged.accepted + 1)
+            sequence.tokens += message.chain[: judged.accepted + 1]
+        except RuntimeFailure:
+            self._sequences.pop(message.sequence, None)  # its KV serves nobody any more
+            raise
+        self._note(by)
+        sequence.answered = self._idle_since
+        yield VerificationOutcome(
+            sequence=message.sequence,
+            round=message.round,
+            accepted=judged.accepted,
+            bonus=judged.bonus,
+            logprobs=judged.logprobs,
+            verify_ms=1e3 * (by.ended - by.started),
+            idle_ms=1e3 * by.waited,
+            sequences=by.sequences,
+            rows=by.rows,
+        )
+
+    def _logits(
+        self, sequence: TargetSequence, chain: Tokens
+    ) -> Generator[None, None, tuple[mx.array, Pass]]:
+        """[chain, vocabulary] logits, perhaps still in the making; the KV holds the chain."""
+        ahead, sequence.ahead = sequence.ahead, None
+        if ahead is not None and (logits := ahead.logits(chain)) is not None:
+            sequence.place(1)
+            # It has been at work ever since: the device did not idle.
+            return logits, Pass(rows=1, sequences=1, started=self._idle_since)
+        asked = self._batcher.ask(
+            chain, sequence.caches, sequence.store, lambda: sequence.place(len(chain))
+        )
+        sequence.asked = asked
+        try:
+            if len(self._sequences) > 1:
+                yield None  # others may join in
+            return self._batcher.result(asked)
+        finally:
+            sequence.asked = None
+            self._batcher.withdraw(asked)
+
+    def _run_ahead(self, sequence: TargetSequence, choice: mx.array) -> None:
+        """Begin the next pass on a device that would idle until it is asked for.
+
+        After a draft nobody knows where it begins; beside others a shared pass is worth more.
+        """
+        alone = choice.size == 1 and len(self._sequences) == 1
+        if self.runs_ahead and alone and sequence.store is not None:
+            sequence.ahead = Ahead(self._model, sequence.caches, sequence.store, choice)
+
+    def _note(self, by: Pass) -> None:
+        """Keep the times of a pass, which end with its first outcome."""
+        now = time.perf_counter()
+        if by is not self._last:
+            by.waited, by.ended = by.started - self._idle_since, now
+            self._last = by
+        # The next line may lose the core to whoever waited for the outcome.
+        self._idle_since = now
+
+    def _checked(self, message: Verify) -> TargetSequence:
+        """The sequence, if it can be verified as asked."""
+        sequence = self._sequences.get(message.sequence)
+        chain = message.chain
+        if sequence is None:
+            raise ProtocolError(f"sequence {message.sequence} is not open")
+        if message.position != sequence.length:
+            raise ProtocolError(
+                f"the chain starts at position {message.position} "
+                f"but the KV holds {sequence.length} tokens"
+            )
+        if not 1 <= len(chain) <= 1 + self.max_draft_tokens:
+            raise ProtocolError(f"cannot verify a chain of {len(chain)} tokens")
+        if len(message.laws) not in (0, len(chain) - 1):
+            raise ProtocolError(f"{len(message.laws)} laws for {len(chain) - 1} draft tokens")
+        return sequence
+
+    @staticmethod
+    def _rewind(sequence: TargetSequence, length: int) -> None:
+        if sequence.store is not None:
+            sequence.store.trim(length)
+        if sequence.length != length:
+            raise ProtocolError(f"the KV holds {sequence.length} tokens instead of {length}")
