@@ -43,7 +43,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 # The default pair: real weights, converted once per machine.
-$(VENV)/.pair: $(VENV)/.installed $(wildcard launch/default_drafter/*)
+$(VENV)/.pair: $(VENV)/.installed $(wildcard launch/models/default_drafter/*)
 	"$(BIN)/ssd" models add default
 	touch $@
 

@@ -9,8 +9,8 @@
 2
 """
 
-from launch.api import LLM, Answer
-from launch.params import Prompt, SamplingParams
+from launch.api.llm import LLM, Answer
+from launch.api.sampling_params import Prompt, SamplingParams
 from protocol.messages import Finished, Statistics, Text
 
 __all__ = ["LLM", "Answer", "Finished", "Prompt", "SamplingParams", "Statistics", "Text"]

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import click
 
-from launch import manual, show, signals
-from launch.verbs import (
+from launch import help_text, signals
+from launch.commands import (
     bench,
-    chaos,
     chat,
     completion,
     convert,
@@ -25,11 +24,12 @@ from launch.verbs import (
     models,
     serve,
     simulate,
-    soak,
     swap_drafter,
     top,
 )
+from launch.terminal import console
 from protocol.errors import RuntimeFailure, SsdError
+from tests.chaos import chaos, soak
 
 _INTERRUPTED = 130
 
@@ -63,7 +63,7 @@ for _verb in (
     completion,
 ):
     cli.add_command(_verb.command)
-manual.complete(cli)
+help_text.complete(cli)
 
 
 def _check_shadowing() -> None:
@@ -93,7 +93,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except SsdError as error:
-        show.human().print(f"error: {error}", markup=False)
+        console.human().print(f"error: {error}", markup=False)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(_INTERRUPTED)

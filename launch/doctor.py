@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 import msgspec
 import psutil
 
-from launch.config import StackSettings, share_cores
-from launch.converted import conversion_in, converted, is_converted
-from launch.models import Pair, pair_of
-from launch.weights import Weights, weights_of
+from launch.models.coreml_models import conversion_in, converted, is_converted
+from launch.models.pair import Pair, pair_of
+from launch.models.weights import Weights, weights_of
+from launch.settings.settings import StackSettings, share_cores
 from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError, RuntimeFailure, SsdError
 from protocol.jobs.hardware import Survey

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from launch.config import keys_dir
+from launch.settings.settings import keys_dir
 from protocol.errors import UsageError
 from protocol.transport.curve import check_key, new_keys, read_keys
 

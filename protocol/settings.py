@@ -1,7 +1,7 @@
 """What the supervisor tells each child at its start: frozen, typed, unknown keys rejected.
 
 A child gets its settings as one JSON argument. Defaults live here and nowhere else; the
-command line reads them from here (`launch/config.py`).
+command line reads them from here (`launch/settings/settings.py`).
 """
 
 import shutil

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from launch.config import StackSettings
-from launch.session import private_stack
-from launch.supervisor import Supervisor
+from launch.settings.settings import StackSettings
+from launch.stack.session import private_stack
+from launch.stack.supervisor import Supervisor
 from protocol.client.client import Client
 from protocol.messages import (
     ChatMessage,

@@ -13,8 +13,8 @@ from typing import Any, cast
 import psutil
 import pytest
 
-import launch.api
-import launch.params
+import launch.api.llm
+import launch.api.sampling_params
 import mlx_ssd
 from mlx_ssd import LLM, Finished, SamplingParams, Text
 from protocol.errors import UsageError
@@ -171,7 +171,7 @@ def test_the_examples_run(llm: LLM) -> None:
             pass
 
     names = {"LLM": Loaded, "SamplingParams": SamplingParams, "asyncio": asyncio}
-    for module in (launch.api, launch.params, mlx_ssd):
+    for module in (launch.api.llm, launch.api.sampling_params, mlx_ssd):
         result = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)
         assert result.failed == 0
         assert result.attempted > 0

@@ -125,7 +125,7 @@ def test_only_the_launcher_prints() -> None:
 
 
 def test_only_the_configuration_reads_the_environment() -> None:
-    """os.environ and os.getenv appear only in launch/config.py."""
+    """os.environ and os.getenv appear only in launch/settings/settings.py."""
     words = {"environ", "environb", "getenv"}
 
     def reads(path: Path) -> Iterator[int]:
@@ -136,7 +136,7 @@ def test_only_the_configuration_reads_the_environment() -> None:
                 case ast.ImportFrom(names=names) if words & {alias.name for alias in names}:
                     yield node.lineno
 
-    assert list(offenders(reads)) == ["launch/config.py"]
+    assert list(offenders(reads)) == ["launch/settings/settings.py"]
 
 
 def test_functions_are_short() -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from launch.bench.variant import NAMES, default_modes, parse_all, require_draft_model
-from launch.models import Pair
-from launch.yardstick import Yardstick
+from launch.models.pair import Pair
+from launch.workers.reference import Yardstick
 from protocol.errors import UsageError
 from protocol.jobs.reference import Decode
 from protocol.messages import Sampling

@@ -8,10 +8,10 @@ import click
 import msgspec
 import pytest
 
-from launch.config import StackSettings, cache_dir, run_base, share_cores, stack_settings
-from launch.options import stack_options
-from launch.verbs.chaos import _flags
+from launch.settings.options import stack_options
+from launch.settings.settings import StackSettings, cache_dir, run_base, share_cores, stack_settings
 from protocol.errors import UsageError
+from tests.chaos.chaos import _flags
 
 
 @pytest.fixture(autouse=True)

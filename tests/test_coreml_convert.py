@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from coremltools._deps.kmeans1d import cluster
 
-from launch.converted import beside, converted, require_converted
-from launch.process import Lifeline
-from launch.telling import Telling
+from launch.models.coreml_models import beside, converted, require_converted
+from launch.stack.child import Lifeline
+from launch.workers.telling import Telling
 from protocol.errors import ModelError
 from protocol.jobs.convert import COMPRESSIONS, ROUTES, Compression, Converted, Event
 from services.coreml.architecture import read_architecture

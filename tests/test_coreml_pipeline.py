@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import StackSettings
-from launch.control import ask_supervisor
-from launch.models import default_drafter, pair_of
+from launch.models.pair import default_drafter, pair_of
+from launch.settings.settings import StackSettings
+from launch.stack.control import ask_supervisor
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.jobs.convert import ConvertSettings
 from protocol.messages import ChatMessage, Done, Sampling, SwapDrafter

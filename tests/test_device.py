@@ -7,8 +7,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from launch.config import StackSettings, child_environment, stack_settings
-from launch.models import pair_of
+from launch.models.pair import pair_of
+from launch.settings.settings import StackSettings, child_environment, stack_settings
 from protocol.errors import UsageError
 from protocol.messages import Sampling
 from protocol.settings import Device

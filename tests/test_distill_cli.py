@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launch.conversation import Form, form_of
+from launch.workers.chat_template import Form, form_of
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from services.distill import checkpoint

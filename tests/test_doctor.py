@@ -16,9 +16,9 @@ from coremltools.models import compute_device
 from mlx.utils import tree_flatten
 
 from launch import doctor
-from launch.config import StackSettings
-from launch.converted import beside, conversion_in
-from launch.weights import weights_of
+from launch.models.coreml_models import beside, conversion_in
+from launch.models.weights import weights_of
+from launch.settings.settings import StackSettings
 from protocol.errors import ModelError
 from protocol.jobs.hardware import Survey
 from services.coreml.manifest import read_manifest

@@ -7,8 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from launch import session
-from launch.config import StackSettings
+from launch.settings.settings import StackSettings
+from launch.stack import session
 from protocol.errors import ModelError
 from protocol.messages import OpenSequence, Prefilled, Sampling, Tokens, Verify
 from services.batching.external_prefill import Choice, Computed, Landing, always, measured

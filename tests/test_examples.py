@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import StackSettings
+from launch.settings.settings import StackSettings
 from protocol.messages import Sampling
 from tests.stack import RunningStack, running
 from tests.tiny_models import write_tiny_model

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from launch.explain import explanation
-from launch.show import statistics_table
+from launch.terminal.console import statistics_table
+from launch.terminal.explain import explanation
 from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import RoundKind, Statistics
 

@@ -14,8 +14,8 @@ import openai
 import psutil
 import pytest
 
-from launch.config import StackSettings
-from launch.door import Door
+from launch.settings.settings import StackSettings
+from launch.stack.http_listener import Door
 from protocol.client.client import Client
 from protocol.errors import UsageError
 from protocol.messages import Generate, Sampling

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from launch import process
-from launch.config import StackSettings
-from launch.muster import ask_status
+from launch.settings.settings import StackSettings
+from launch.stack import child
+from launch.stack.readiness import ask_status
 from protocol.messages import Tokens
 from tests.stack import RunningStack, eventually, running
 from tests.tiny_models import write_tiny_model
@@ -55,7 +55,7 @@ def at(tokens: int, action: Callable[[], object]) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("role", ["verifier", "drafter", "orchestrator"])
 def test_a_stopped_process_is_replaced(stack: RunningStack, plain: Tokens, role: str) -> None:
-    """SIGSTOP without an end, in the middle of an answer: same tokens, and a new process."""
+    """SIGSTOP without an end, in the middle of an answer: same tokens, and a new child."""
     old = process_of(stack, role)
     answer = stack.answer(
         PROMPT, max_tokens=TOKENS, when=at(8, lambda: os.kill(old, signal.SIGSTOP))
@@ -79,13 +79,13 @@ def test_a_verifier_that_hangs_in_a_call_is_replaced(
     settings: StackSettings, plain: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that never returns: the verifier is ended, and the answer goes on unchanged."""
-    start = process.subprocess.Popen
+    start = child.subprocess.Popen
 
     def sabotaged(command: list[str], **options: Any) -> Any:
         return start([part.replace("services.verifier.main", "tests.hanging_verifier")
                       for part in command], **options)  # fmt: skip
 
-    monkeypatch.setattr(process.subprocess, "Popen", sabotaged)
+    monkeypatch.setattr(child.subprocess, "Popen", sabotaged)
     impatient = msgspec.structs.replace(settings, hang_timeout_s=3.0)
     with running(impatient) as stack:
         answer = stack.answer(PROMPT, max_tokens=TOKENS)

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from launch.cli import cli
-from launch.manual import verbs
+from launch.help_text import verbs
 
 SHELLS = ["bash", "zsh", "fish"]
 
@@ -33,7 +33,7 @@ def test_help_says_what_and_shows_how(verb: str) -> None:
     assert f"Usage: cli {verb}" in page
     first = (VERBS[verb].help or "").split("\n\n")[0]
     assert first.endswith((".", "?")), f"`ssd {verb}` needs a docstring: one whole sentence"
-    assert "Examples:" in page, f"`ssd {verb}` needs examples in launch/manual.py"
+    assert "Examples:" in page, f"`ssd {verb}` needs examples in launch/help_text.py"
     assert [line for line in page.splitlines() if len(line) > 80] == []
 
 
@@ -42,7 +42,7 @@ def test_every_option_is_explained(verb: str) -> None:
     """No flag without a word about it."""
     options = [p for p in VERBS[verb].params if isinstance(p, click.Option)]
     mute = [option.opts for option in options if not option.help]
-    assert mute == [], "say it where the option is, or in launch/manual.py"
+    assert mute == [], "say it where the option is, or in launch/help_text.py"
 
 
 EXAMPLES = [

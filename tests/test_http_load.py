@@ -11,12 +11,12 @@ from typing import ClassVar
 import pytest
 from click.testing import CliRunner
 
-from launch.chaos.http_client import Heard, ask_http
+from launch.bench.http_load import Server
+from launch.bench.load import table
 from launch.cli import cli
-from launch.http_load import Server
-from launch.load import table
 from protocol.errors import RuntimeFailure, UsageError
 from protocol.messages import ChatMessage, Generate
+from tests.chaos.http_client import Heard, ask_http
 from tests.stack import DEADLINE_S
 
 

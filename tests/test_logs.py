@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.verbs.logs import LogFile, parsed, readable
+from launch.commands.logs import LogFile, parsed, readable
 from protocol.process.logs import JsonLines, Repetition, about
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.explain import explanation
+from launch.terminal.explain import explanation
 from orchestrator.learning.cost_model import Estimates
 from orchestrator.sequence.actions import ToVerifier
 from orchestrator.sequence.limits import Limits

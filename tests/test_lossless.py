@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import BackendChoice, StackSettings
-from launch.models import pair_of
-from launch.yardstick import Yardstick
+from launch.models.pair import pair_of
+from launch.settings.settings import BackendChoice, StackSettings
+from launch.workers.reference import Yardstick
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.jobs.reference import LARGEST_TIE
 from protocol.messages import ChatMessage, Mode, Sampling, Tokens

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from launch import doctor, mac_report
-from launch.probing import probe, probes_together
-from launch.process import Lifeline
-from launch.verbs import mac_check
+from launch import doctor
+from launch.bench import mac_report
+from launch.commands import mac_check
+from launch.stack.child import Lifeline
+from launch.workers.probing import probe, probes_together
 from protocol.jobs.coreml_probe import Found
 from protocol.jobs.hardware import Survey
 from tests.converted import SLOTS, converted_folder, source_folder

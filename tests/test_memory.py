@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from launch.config import StackSettings
+from launch.settings.settings import StackSettings
 from orchestrator.learning.backup_rate import BackupRate
 from orchestrator.learning.cost_model import ORIGINS, Estimates, Lesson
 from orchestrator.learning.ema import Mean

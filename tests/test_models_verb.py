@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 from huggingface_hub import constants
 
 from launch.cli import cli
-from launch.models import resolve
-from launch.recommendation import PURPOSES, expected_tokens, read_pairs, recommend
-from launch.shelf import Model, pairs
+from launch.models.catalog import Model, pairs
+from launch.models.pair import resolve
+from launch.models.recommendation import PURPOSES, expected_tokens, read_pairs, recommend
 from protocol.errors import ModelError, UsageError
 from tests.hub import SHA, Hub, serving
 from tests.tiny_models import write_tiny_model

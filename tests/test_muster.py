@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import muster, show
-from launch.process import Child
+from launch.stack import readiness
+from launch.stack.child import Child
+from launch.terminal import console
 from protocol.client.client import Client
 from protocol.errors import DeadlineExceeded, RuntimeFailure
 from protocol.messages import ProcessStatus
@@ -17,10 +18,10 @@ def test_long_loading_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A model that loads for long is named again and again; the wait has an end."""
-    monkeypatch.setattr(muster, "_SAY_EVERY_S", 0.1)
+    monkeypatch.setattr(readiness, "_SAY_EVERY_S", 0.1)
     said: list[tuple[str, str]] = []
     with pytest.raises(DeadlineExceeded, match="drafter and verifier did not become ready"):
-        muster.await_ready(
+        readiness.await_ready(
             ipc_address(str(tmp_path / "s")),
             {},
             1.0,
@@ -34,7 +35,7 @@ def test_long_loading_is_said(
         status = ProcessStatus(
             role="verifier", pid=7, backend="mlx", model="m", state=state, restarts=0
         )
-        show.long_waits(status)
+        console.long_waits(status)
     assert capsys.readouterr().err.count("verifier") == 1
 
 
@@ -61,7 +62,7 @@ def test_a_new_drafter_is_not_waited_for_in_vain(
         contextlib.closing(Client(ipc_address(str(tmp_path / "s")))) as client,
         pytest.raises(RuntimeFailure, match=reason),
     ):
-        muster.await_drafter(
+        readiness.await_drafter(
             Living(),
             Living(),
             client,

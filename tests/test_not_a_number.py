@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from launch.config import StackSettings
+from launch.settings.settings import StackSettings
 from protocol.errors import RuntimeFailure
 from protocol.messages import Mode, Sampling
 from services.sampling.candidates import best_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import StackSettings
+from launch.settings.settings import StackSettings
 from tests.stack import DEADLINE_S, running
 from tests.tiny_models import write_tiny_model
 

@@ -10,7 +10,7 @@ from math import prod
 import pytest
 from msgspec.structs import replace
 
-from launch.simulation import scenario_of
+from launch.bench.simulate import scenario_of
 from orchestrator.learning.cost_model import Estimates
 from orchestrator.simulation.run import Run, simulate
 from orchestrator.simulation.scenario import Device, Laws, Scenario, Strategy

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from launch import supervisor
-from launch.config import StackSettings
-from launch.process import Lifeline
+from launch.settings.settings import StackSettings
+from launch.stack import supervisor
+from launch.stack.child import Lifeline
 from protocol.messages import ServiceStatus
 from tests.stack import DEADLINE_S, RunningStack, eventually, gone, leftovers, running
 from tests.tiny_models import write_tiny_model

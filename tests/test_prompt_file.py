@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import StackSettings
+from launch.settings.settings import StackSettings
 from protocol.messages import CloseSequence, OpenSequence, Prefilled, Sampling
 from services.kv.prefix_cache import PromptCache
 from services.mlx.loader import load as load_model

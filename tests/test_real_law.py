@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from launch.config import StackSettings
-from launch.models import pair_of
+from launch.models.pair import pair_of
+from launch.settings.settings import StackSettings
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.rejection import Law, target_law
 from protocol.decoding.sampling_params import of_drafter

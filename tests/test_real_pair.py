@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import StackSettings
-from launch.control import ask_supervisor
-from launch.models import pair_of
+from launch.models.pair import pair_of
 from launch.prompts import chosen_prompts
+from launch.settings.settings import StackSettings
+from launch.stack.control import ask_supervisor
 from orchestrator.sequence.limits import Limits
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.grammar import json_grammar

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from launch import keyring
-from launch.config import StackSettings
+from launch.settings.settings import StackSettings
 from protocol.errors import StreamEnded, UsageError
 from protocol.messages import (
     Alive,

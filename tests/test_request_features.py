@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from launch.config import StackSettings
+from launch.settings.settings import StackSettings
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.grammar import json_grammar
 from protocol.errors import UsageError

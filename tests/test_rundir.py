@@ -10,7 +10,7 @@ import msgspec
 import psutil
 import pytest
 
-from launch.rundir import Description, RunDir, claim, sweep
+from launch.stack.run_dir import Description, RunDir, claim, sweep
 from protocol.errors import RuntimeFailure
 from protocol.process.orphans import note_children
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from launch.show import LEGEND, STYLES, process_line, write_coloured
+from launch.terminal.console import LEGEND, STYLES, process_line, write_coloured
 from protocol.messages import ProcessStatus
 
 CODES = {"green": 32, "yellow": 33, "cyan": 36}

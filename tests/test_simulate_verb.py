@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from launch.simulation import HEADLINE, presets, scenario_of
-from launch.verbs.simulate import command
+from launch.bench.simulate import HEADLINE, presets, scenario_of
+from launch.commands.simulate import command
 from protocol.errors import UsageError
 
 

@@ -10,8 +10,8 @@ import msgspec
 import psutil
 import pytest
 
-from launch.config import StackSettings
-from launch.control import ask_supervisor
+from launch.settings.settings import StackSettings
+from launch.stack.control import ask_supervisor
 from protocol.errors import ModelError, RuntimeFailure, UsageError
 from protocol.messages import Done, Mode, Sampling, SwapDrafter
 from tests.stack import DEADLINE_S, RunningStack, eventually, gone, running

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.config import StackSettings
+from launch.settings.settings import StackSettings
 from protocol.client.client import Client
 from protocol.errors import Busy
 from protocol.messages import (

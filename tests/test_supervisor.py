@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from launch import process
-from launch.config import StackSettings
-from launch.control import ask_supervisor
+from launch.settings.settings import StackSettings
+from launch.stack import child
+from launch.stack.control import ask_supervisor
 from protocol.errors import RuntimeFailure
 from protocol.messages import Done, SwapDrafter
 from tests.stack import DEADLINE_S, RunningStack, eventually, running
@@ -71,7 +71,7 @@ def test_no_room_for_a_process_is_no_end(
     stack: RunningStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A system that cannot start a process now is asked again, at the cost of one restart."""
-    start, refused = process.subprocess.Popen, threading.Event()
+    start, refused = child.subprocess.Popen, threading.Event()
     left = [5]
 
     def short(command: list[str], **options: Any) -> Any:
@@ -81,7 +81,7 @@ def test_no_room_for_a_process_is_no_end(
         refused.set()
         return start(command, **options)
 
-    monkeypatch.setattr(process.subprocess, "Popen", short)
+    monkeypatch.setattr(child.subprocess, "Popen", short)
     os.kill(stack.pid("verifier"), signal.SIGKILL)
     assert refused.wait(DEADLINE_S)
     assert len(stack.answer("the quick brown fox", max_tokens=4).tokens) == 4

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from launch.config import StackSettings
-from launch.dashboard import drawn, planned, size, span, spark
-from launch.observer import Observer, Picture, ProcessFigures
+from launch.settings.settings import StackSettings
+from launch.stack.snapshot import Observer, Picture, ProcessFigures
+from launch.terminal.dashboard import drawn, planned, size, span, spark
 from protocol.errors import RuntimeFailure, UsageError
 from protocol.messages import (
     ChatMessage,
@@ -275,6 +275,6 @@ def test_no_such_stack(run_dir: Path) -> None:
 def test_a_stack_that_ends(stack: RunningStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who watches is told."""
     with contextlib.closing(Observer(name_of(stack))) as observer:
-        monkeypatch.setattr("launch.rundir.RunDir.running", lambda self: None)
+        monkeypatch.setattr("launch.stack.run_dir.RunDir.running", lambda self: None)
         with pytest.raises(RuntimeFailure, match="has ended"):
             observer.look()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launch.trace import write_trace
+from launch.terminal.trace import write_trace
 from orchestrator.telemetry.timeline import Timeline
 from protocol.errors import UsageError
 from protocol.messages import DraftTree, Slice, VerificationOutcome

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.config import StackSettings
+from launch.settings.settings import StackSettings
 from protocol.decoding.sampler import choose
 from protocol.errors import ProtocolError
 from protocol.messages import Mode, Sampling, Tokens

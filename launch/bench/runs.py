@@ -8,7 +8,7 @@ from launch.bench.memory import MemoryWatch
 from launch.bench.result import Checks, Divergence, Run
 from launch.bench.variant import Variant
 from launch.prompts import Prompt
-from launch.yardstick import Yardstick
+from launch.workers.reference import Yardstick
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.client.client import Client
 from protocol.decoding.sampling_params import by_rejection

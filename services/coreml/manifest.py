@@ -10,7 +10,7 @@ from services.coreml.architecture import Architecture
 from services.coreml.functions import Function, Part
 
 FILE_NAME = "coreml.json"
-"""Its presence is what makes a folder a converted model (`launch/models.py` looks for it)."""
+"""Its presence is what makes a folder a converted model (`launch/models/pair.py` looks for it)."""
 
 EMBEDDING = "embedding.npy"
 FORMAT = 1

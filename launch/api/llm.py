@@ -1,0 +1,219 @@
+"""`LLM`: a stack of one's own behind a Python object."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from launch.api.sampling_params import Prompt, SamplingParams
+from launch.settings.settings import stack_settings
+from launch.stack.session import private_stack
+from protocol.client.async_client import AsyncClient
+from protocol.client.client import Client
+from protocol.errors import ProtocolError, UsageError
+from protocol.messages import (
+    Finished,
+    FinishReason,
+    Generate,
+    Logprobs,
+    ProcessStatus,
+    Statistics,
+    Text,
+    Tokens,
+)
+from protocol.process.closeable import Closing
+
+_AT_ONCE = 16
+"""Requests that one call keeps at the stack; it decodes some of them and lets others wait."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One complete answer."""
+
+    text: str
+    tokens: Tokens
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    """How many of them were found in the KV of earlier requests."""
+    seed: int
+    statistics: Statistics
+    logprobs: list[Logprobs] = []
+    """One per token, if asked for."""
+
+
+class LLM(Closing):
+    """A loaded pair. Use it as a context manager, or call `close`: it owns processes.
+
+    Args:
+        model: target folder or hub name; the default pair's target if left out.
+        draft_model: drafter folder or hub name.
+        settings: any other setting of a stack, as in `ssd.toml`.
+
+    Raises:
+        SsdError: the stack cannot be started; the message says why.
+
+    >>> with LLM() as llm:
+    ...     [answer] = llm.generate("Why is the sky blue?", SamplingParams(max_tokens=8))
+    >>> len(answer.tokens), answer.finish_reason
+    (8, 'length')
+
+    Without a `with` block, `close` it.
+
+    >>> import asyncio
+    >>> async def ask():
+    ...     async with LLM() as llm:
+    ...         return await llm.agenerate(["one", "two"], SamplingParams(max_tokens=4))
+    >>> len(asyncio.run(ask()))
+    2
+    """
+
+    def __init__(self, model: str = "", draft_model: str = "", **settings: Any) -> None:
+        given = {"model": model, "draft_model": draft_model, **settings}
+        flags = {key: value for key, value in given.items() if value != ""}
+        self._exit = contextlib.ExitStack()
+        supervisor = self._exit.enter_context(private_stack(stack_settings(flags), _silent))
+        address = supervisor.run_dir.clients_address
+        self._address = address
+        self._numbers = itertools.count(1)
+        self._async_client = self._exit.enter_context(AsyncClient(address))
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> list[Answer]:
+        """Answer one prompt or many, which share the stack; the answers keep their order.
+
+        Args:
+            prompts: a text, a conversation (messages with role and content), or several of them.
+            params: how to answer; greedily if left out.
+
+        Raises:
+            UsageError: a prompt or parameter cannot be used.
+            RuntimeFailure: a request failed.
+        """
+        requests = self._requests(prompts, params)
+        notes = {request.request: _Notes(request) for request in requests}
+        with contextlib.closing(Client(self._address)) as client:
+            for number, event in client.generate_many(requests, _AT_ONCE):
+                notes[number].take(event)
+        return [notes[request.request].answer() for request in requests]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[Text | Finished]:
+        """Stream one answer: Text events, then Finished with the statistics.
+
+        Closing the generator early cancels the request. Errors as for `generate`.
+        """
+        [request] = self._requests([prompt], params)
+        return self._stream(request)
+
+    def _stream(self, request: Generate) -> Generator[Text | Finished]:
+        # A connection of its own: several streams may be read by turns, or by several threads.
+        with contextlib.closing(Client(self._address)) as client:
+            yield from client.generate(request)
+
+    async def agenerate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> list[Answer]:
+        """`generate` for programs that run on asyncio."""
+        places = asyncio.Semaphore(_AT_ONCE)
+
+        async def answer(request: Generate) -> Answer:
+            notes = _Notes(request)
+            async with places:
+                async for event in self._astream(request):
+                    notes.take(event)
+            return notes.answer()
+
+        async with asyncio.TaskGroup() as group:
+            requests = self._requests(prompts, params)
+            tasks = [group.create_task(answer(request)) for request in requests]
+        return [task.result() for task in tasks]
+
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[Text | Finished]:
+        """`stream` for programs that run on asyncio."""
+        [request] = self._requests([prompt], params)
+        return self._astream(request)
+
+    async def _astream(self, request: Generate) -> AsyncGenerator[Text | Finished]:
+        await self._async_client.status()  # raises if nobody is there
+        events = self._async_client.generate(request)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield event
+
+    def _requests(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None
+    ) -> list[Generate]:
+        chosen = params or SamplingParams()
+        return [chosen.request(next(self._numbers), prompt) for prompt in _several(prompts)]
+
+    def close(self) -> None:
+        """Stop all processes; safe to call twice."""
+        self._exit.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+
+class _Notes:
+    """An answer while it comes in."""
+
+    def __init__(self, request: Generate) -> None:
+        self._request = request
+        self._texts: list[Text] = []
+        self._finished: Finished | None = None
+
+    def take(self, event: Text | Finished) -> None:
+        if isinstance(event, Text):
+            self._texts.append(event)
+        else:
+            self._finished = event
+
+    def answer(self) -> Answer:
+        if self._finished is None:
+            raise ProtocolError("the answer has not ended")
+        return Answer(
+            text="".join(text.text for text in self._texts),
+            tokens=[token for text in self._texts for token in text.tokens],
+            finish_reason=self._finished.reason,
+            prompt_tokens=self._finished.prompt_tokens,
+            cached_tokens=self._finished.cached_tokens,
+            seed=self._request.sampling.seed,
+            statistics=self._finished.statistics,
+            logprobs=[entry for text in self._texts for entry in text.logprobs],
+        )
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> Iterable[Prompt]:
+    """A text, or a list of messages, is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    messages: list[Mapping[str, str]] = [one for one in prompts if isinstance(one, Mapping)]
+    if messages and len(messages) == len(prompts):
+        return [messages]
+    if messages:
+        raise UsageError(
+            "the prompts are texts and messages mixed: a conversation is a list of messages, "
+            "several are a list of such lists"
+        )
+    return [one for one in prompts if not isinstance(one, Mapping)]
+
+
+def _silent(status: ProcessStatus) -> None:
+    del status

@@ -1,0 +1,116 @@
+"""`SamplingParams`: how to answer, for Python programs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from launch.terminal.generate import new_seed
+from protocol.decoding.grammar import check_grammar, json_grammar
+from protocol.decoding.presets import PresetName, preset
+from protocol.decoding.sampling_params import check
+from protocol.errors import UsageError
+from protocol.messages import Acceptance, ChatMessage, Generate, Mode, Shape
+
+Prompt = str | Sequence[Mapping[str, str]]
+"""A text, or a conversation: messages with `role` and `content`."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to answer; the names are those of the command line. Temperature 0 is greedy.
+
+    >>> SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=128).seed
+    7
+    >>> SamplingParams.preset("creative", max_tokens=128).temperature
+    1.0
+    >>> schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    >>> SamplingParams(json_schema=schema).request(1, "Count.").sampling.shape.grammar[:12]
+    'start: %json'
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    """None draws one; the same seed gives the same answer in every mode if coupled."""
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    mode: Mode = "ssd"
+    num_draft_tokens: int = 0
+    """Draft tokens per round; 0 leaves it to the orchestrator."""
+    acceptance: Acceptance = "coupled"
+    """coupled: the tokens of plain decoding; rejection: their law."""
+    draft_temp: float | None = None
+    """The drafter's own temperature; None is the target's."""
+    draft_top_p: float | None = None
+    saguaro_c: float = 1.0
+    """Rejection: the draft's weight for tokens that are prepared for; 1 is off."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that occurred, multiplies their negative ones."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of the answer's tokens, once."""
+    frequency_penalty: float = 0.0
+    """The same, as often as they occur."""
+    logit_bias: Mapping[int, float] = {}
+    """Token id -> what is added to its logit."""
+    json_schema: Mapping[str, Any] | None = None
+    """The answer will be JSON that follows this schema."""
+    logprobs: int | None = None
+    """Report each token's log-probability, and those of this many best ones."""
+
+    @classmethod
+    def preset(cls, name: PresetName, **others: Any) -> Self:
+        """Parameters for a purpose: default, greedy, creative or conservative."""
+        return cls(**{**preset(name), **others})
+
+    def request(self, number: int, prompt: Prompt) -> Generate:
+        """The orchestrator's request for one prompt; raises UsageError if a value is invalid."""
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        try:
+            messages = msgspec.convert([dict(turn) for turn in turns], list[ChatMessage])
+            request = msgspec.convert(
+                {
+                    "type": "generate",
+                    "request": number,
+                    "messages": msgspec.to_builtins(messages),
+                    "sampling": self._sampling(),
+                    "max_tokens": self.max_tokens,
+                    "stop": list(self.stop),
+                    "mode": self.mode,
+                    "lookahead": self.num_draft_tokens,
+                },
+                Generate,
+            )
+        except msgspec.ValidationError as error:
+            raise UsageError(f"SamplingParams: {error}") from error
+        check(request.sampling)
+        if self.json_schema is not None:
+            check_grammar(json_grammar(self.json_schema))
+        return request
+
+    def _sampling(self) -> dict[str, Any]:
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "seed": new_seed() if self.seed is None else self.seed,
+            "acceptance": self.acceptance,
+            "draft_temperature": self.draft_temp,
+            "draft_top_p": self.draft_top_p,
+            "saguaro": self.saguaro_c,
+            "shape": self._shape(),
+            "logprobs": self.logprobs,
+        }
+
+    def _shape(self) -> dict[str, Any] | None:
+        asked = {
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": tuple(sorted(self.logit_bias.items())),
+            "grammar": "" if self.json_schema is None else json_grammar(self.json_schema),
+        }
+        # Without a wish nothing is shaped, which costs the models nothing.
+        return asked if msgspec.convert(asked, Shape) != Shape() else None

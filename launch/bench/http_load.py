@@ -1,0 +1,151 @@
+"""The load of `ssd load --url`: many requests at once against any OpenAI-compatible server.
+
+One client for all servers, so that ours and another's are measured alike: streamed chats of
+one message, greedy, told apart by their text.
+"""
+
+import http.client
+import itertools
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import msgspec
+
+from launch.bench.load import Load, Served
+from protocol.errors import RuntimeFailure, UsageError
+from protocol.transport.channel import Deadline
+
+_SILENCE_S = 300.0
+"""Longest wait for a byte; a prompt may be in line for long."""
+_TICK_S = 0.2
+_LOOK_S = 1.0
+"""A server that is there may need so long to say so."""
+DONE = b"[DONE]"
+"""Data of the last event."""
+_PATHS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+
+
+class Server:
+    """A server somewhere.
+
+    Args:
+        url: where it is, with or without `/v1`.
+        model: what it calls its model; "" leaves that to the server.
+        key: its API key, if it wants one.
+
+    Raises:
+        UsageError: the address is none.
+    """
+
+    def __init__(self, url: str, model: str = "", key: str = "") -> None:
+        parts = urllib.parse.urlsplit(url)
+        try:
+            usable = parts.scheme in _PATHS and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is no number
+            usable = False
+        if not usable:
+            raise UsageError(f"--url {url!r} is no address such as http://127.0.0.1:8080")
+        self._connect: Callable[..., http.client.HTTPConnection] = _PATHS[parts.scheme]
+        self._host = parts.netloc
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._path = f"{self._base}/v1/chat/completions"
+        self._model = {"model": model} if model else {}
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def await_ready(self, longest_s: float, waiting: Callable[[str], None]) -> None:
+        """Wait until it is there and has a model.
+
+        Args:
+            longest_s: how long to wait.
+            waiting: is told what is waited for, if it is not there at once.
+
+        Raises:
+            RuntimeFailure: it did not come.
+        """
+        deadline, said = Deadline(longest_s), False
+        while (reason := self._absent(max(_LOOK_S, deadline.remaining))) is not None:
+            if deadline.passed:
+                raise RuntimeFailure(
+                    f"{self._host} was not ready within {longest_s:g} s (--wait): {reason}"
+                )
+            if not said:
+                waiting(f"waiting for {self._host}: {reason}")
+            said = True
+            time.sleep(min(_TICK_S, deadline.remaining))
+
+    def _absent(self, timeout_s: float) -> str | None:
+        """Why it is not ready; None if it is. What knows no `/health` is taken at its word."""
+        with closing(self._connect(self._host, timeout=timeout_s)) as connection:
+            try:
+                connection.request("GET", f"{self._base}/health", headers=self._headers)
+                status = connection.getresponse().status
+            except (OSError, http.client.HTTPException) as error:
+                return f"{type(error).__name__}: {error}"
+        return "it has no model yet" if status == http.client.SERVICE_UNAVAILABLE else None
+
+    def load(self, mode: str, prompts: list[str], max_tokens: int, streams: int) -> Load:
+        """Answer all prompts with so many requests in flight; raises RuntimeFailure."""
+        fields = {"max_tokens": max_tokens, **({"draft_model": None} if mode == "ar" else {})}
+        started = time.perf_counter()
+        with ThreadPoolExecutor(streams) as pool:
+            numbered = zip(itertools.count(), prompts, itertools.repeat(fields), strict=False)
+            served = list(pool.map(lambda entry: self._ask(*entry), numbered))
+        return Load(mode, streams, time.perf_counter() - started, served)
+
+    def _ask(self, number: int, prompt: str, fields: dict[str, Any]) -> Served:
+        asked, first, pieces, tokens = time.perf_counter(), 0.0, list[str](), 0
+        for chunk in self._chunks({**self._model, **fields, **_question(prompt)}):
+            if usage := chunk.get("usage"):
+                tokens = usage["completion_tokens"]
+            for choice in chunk.get("choices", []):
+                if piece := choice.get("delta", {}).get("content"):
+                    first = first or time.perf_counter()
+                    pieces.append(piece)
+        if not tokens:
+            raise RuntimeFailure(f"{self._host} did not count the tokens of its answer")
+        ttft = (first or time.perf_counter()) - asked
+        return Served(number, "".join(pieces), tokens, ttft)
+
+    def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of one streamed answer."""
+        with closing(self._connect(self._host, timeout=_SILENCE_S)) as connection:
+            try:
+                connection.request("POST", self._path, msgspec.json.encode(body), self._headers)
+                response = connection.getresponse()
+                if response.status != http.client.OK:
+                    said = response.read(2000).decode(errors="replace")
+                    raise RuntimeFailure(f"{self._host} answered {response.status}: {said}")
+                for data in events(response):
+                    if data == DONE:
+                        continue
+                    chunk = msgspec.json.decode(data, type=dict[str, Any])
+                    if "error" in chunk:
+                        raise RuntimeFailure(f"{self._host} broke off: {chunk['error']}")
+                    yield chunk
+            except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise RuntimeFailure(
+                    f"{self._host} does not answer as it should: {reason}"
+                ) from error
+
+
+def events(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """The data of server-sent events; a line without its end broke off, and is none."""
+    while (line := response.readline()).endswith(b"\n"):
+        if line.startswith(b"data:"):
+            yield line.removeprefix(b"data:").strip()
+
+
+def _question(prompt: str) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }

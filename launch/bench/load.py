@@ -1,0 +1,148 @@
+"""`ssd load`: many requests at once against one stack, and against mlx-lm's batch generator."""
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from statistics import median
+
+import msgspec
+from rich.table import Table
+
+from launch.workers.reference import Yardstick
+from protocol.client.client import Client
+from protocol.errors import RuntimeFailure, SsdError
+from protocol.jobs.reference import DecodeMany
+from protocol.messages import Finished, Generate, Statistics, Text, Tokens
+
+MLX_LM = "mlx-lm"
+"""Not a mode: mlx-lm's own batch generator, without a drafter, in a process of its own."""
+
+
+@dataclass
+class Served:
+    """One answer."""
+
+    prompt: int
+    answer: Tokens | str
+    """Its tokens, or its text where tokens are not told."""
+    tokens: int
+    ttft_s: float
+    cached: int = 0
+    statistics: Statistics | None = None
+
+
+@dataclass
+class Load:
+    """All prompts, answered with so many requests in flight."""
+
+    mode: str
+    streams: int
+    seconds: float
+    """From the first request to the last answer's end, prefill included."""
+    served: list[Served]
+
+    @property
+    def tok_s(self) -> float:
+        """Tokens of all answers per second."""
+        return sum(one.tokens for one in self.served) / self.seconds
+
+    @property
+    def by_prompt(self) -> dict[int, Tokens | str]:
+        """Prompt -> its answer."""
+        return {one.prompt: one.answer for one in self.served}
+
+
+class _Customers:
+    """Clients, one per stream, that share a list of requests."""
+
+    def __init__(self, address: str, requests: Sequence[Generate]) -> None:
+        self._address = address
+        self._left: queue.SimpleQueue[tuple[int, Generate]] = queue.SimpleQueue()
+        for entry in enumerate(requests):
+            self._left.put(entry)
+        self.served: list[Served] = []
+        self.failures: list[SsdError] = []
+
+    def serve(self) -> None:
+        """Ask until nothing is left; run by each client's thread."""
+        with closing(Client(self._address)) as client:
+            while not self.failures:
+                try:
+                    number, request = self._left.get_nowait()
+                    self.served.append(_ask(client, number, request))
+                except queue.Empty:
+                    return
+                except SsdError as error:
+                    self.failures.append(error)
+
+
+def _ask(client: Client, number: int, request: Generate) -> Served:
+    asked, first, tokens = time.perf_counter(), 0.0, list[int]()
+    for message in client.generate(msgspec.structs.replace(request, request=client.number())):
+        match message:
+            case Text():
+                first = first or time.perf_counter()
+                tokens += message.tokens
+            case Finished():
+                ttft = (first or time.perf_counter()) - asked
+                cached, statistics = message.cached_tokens, message.statistics
+                return Served(number, tokens, len(tokens), ttft, cached, statistics)
+    raise RuntimeFailure("an answer ended without its end")
+
+
+def with_stack(address: str, requests: Sequence[Generate], streams: int) -> Load:
+    """Answer the requests with `streams` clients; raises what the first failing request raises."""
+    customers = _Customers(address, requests)
+    threads = [threading.Thread(target=customers.serve, daemon=True) for _ in range(streams)]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if customers.failures:
+        raise customers.failures[0]
+    return Load(requests[0].mode, streams, time.perf_counter() - started, customers.served)
+
+
+def with_mlx_lm(
+    yardstick: Yardstick, prompts: list[Tokens], streams: int, max_tokens: int, stop_ids: list[int]
+) -> Load:
+    """The same prompts, by mlx-lm."""
+    answer = yardstick.decode_many(DecodeMany(prompts, max_tokens, stop_ids, streams))
+    served = [
+        Served(number, tokens, len(tokens), ttft_ms / 1e3)
+        for number, (tokens, ttft_ms) in enumerate(zip(answer.tokens, answer.ttft_ms, strict=True))
+    ]
+    return Load(MLX_LM, streams, answer.seconds, served)
+
+
+def table(loads: Sequence[Load]) -> Table:
+    """One row per mode and number of streams; gains are against one stream of plain decoding."""
+    result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    names = ("mode", "streams", "tok/s", "x", "TTFT ms", "accept", "hits", "other tokens")
+    for name in names:
+        result.add_column(name, justify="left" if name == "mode" else "right")
+    base = next((load for load in loads if (load.mode, load.streams) == ("ar", 1)), loads[0])
+    for load in loads:
+        statistics = [one.statistics for one in load.served if one.statistics]
+        accepted, drafted = sum(s.accepted for s in statistics), sum(s.drafted for s in statistics)
+        hits = sum(s.cache_hits for s in statistics)
+        looked_up = hits + sum(s.cache_misses for s in statistics)
+        different = sum(load.by_prompt[n] != base.by_prompt[n] for n in base.by_prompt)
+        result.add_row(
+            load.mode,
+            str(load.streams),
+            f"{load.tok_s:.1f}",
+            f"{load.tok_s / base.tok_s:.2f}",
+            # mlx-lm is given all prompts at once: its first tokens wait in line.
+            f"{1e3 * median(one.ttft_s for one in load.served):.0f}"
+            if load.mode != MLX_LM
+            else "-",
+            f"{accepted / drafted:.2f}" if drafted else "-",
+            f"{hits / looked_up:.2f}" if looked_up else "-",
+            str(different),
+        )
+    return result

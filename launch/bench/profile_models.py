@@ -1,0 +1,109 @@
+"""The target and the drafter timed by themselves: each in a process as its service would be."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from launch.bench.result import Overlap
+from launch.models.pair import Pair
+from launch.settings.settings import StackSettings, share_cores
+from launch.workers.line_process import LineProcess
+from protocol.jobs.profile import GaugeSettings, Part, Ready, Time, Times, Work, Worked
+from protocol.messages import Tokens
+
+CHAINS = [1, 2, 3, 4, 5, 6, 8]
+BRANCHES = [1, 4, 8, 16, 24, 32]
+
+_CONTEXT = 128
+_WORK_S = 1.5
+"""How long each side works in the overlap measurement, about."""
+_WIDTH = 16
+_CHAIN = 5
+
+
+class Gauge(LineProcess):
+    """One model of the pair, loaded."""
+
+    def __init__(self, part: Part, settings: StackSettings, pair: Pair) -> None:
+        shared = share_cores(pair.backend)
+        target = part == "verifier"
+        cores = shared.verifier if target else shared.drafter
+        told = GaugeSettings(
+            part=part,
+            model=pair.model if target else pair.draft_model,
+            threads=max(1, len(cores)),
+            cores=cores,
+            device=settings.target_device if target else settings.draft_device,
+            emulated_cost=settings.emulate_target_cost if target else "",
+        )
+        super().__init__("gauge", "services.tools.profiler", told)
+        self.part = part
+        self.unit = ""
+
+    def await_ready(self) -> None:
+        """Until the model is loaded."""
+        self.unit = self.receive(Ready).compute_unit
+
+    @property
+    def name(self) -> str:
+        """Of what it times."""
+        return f"{'target' if self.part == 'verifier' else 'drafter'} ({self.unit})"
+
+
+@dataclass
+class Gauges:
+    """Both of them; a drafter without a model has none."""
+
+    target: Gauge
+    drafter: Gauge | None
+    context: Tokens
+
+    def verify_ms(self) -> dict[str, float]:
+        """T_v(m)."""
+        return self.target.ask(Time(CHAINS, self.context), Times).medians_ms
+
+    def draft_ms(self) -> dict[str, float]:
+        """T_d(B); empty without a draft model."""
+        if self.drafter is None:
+            return {}
+        return self.drafter.ask(Time(BRANCHES, self.context), Times).medians_ms
+
+    def overlap(self) -> Overlap | None:
+        """In turn, then together; None without a draft model."""
+        if self.drafter is None:
+            return None
+        first = self._work(self.target, _CHAIN)
+        second = self._work(self.drafter, _WIDTH)
+        alone = [gauge.ask(work, Worked).seconds for gauge, work in (first, second)]
+        for gauge, work in (first, second):
+            gauge.send(work)
+        together = max(gauge.receive(Worked).seconds for gauge, _ in (first, second))
+        hidden = (sum(alone) - together) / min(alone)
+        return Overlap(
+            first=f"{self.target.name}: {first[1].repeats} verifications of {_CHAIN} tokens",
+            second=f"{self.drafter.name}: {second[1].repeats} steps of {_WIDTH} branches",
+            first_ms=1e3 * alone[0],
+            second_ms=1e3 * alone[1],
+            together_ms=1e3 * together,
+            speed_up=sum(alone) / together,
+            efficiency=min(1.0, max(0.0, hidden)),
+        )
+
+    def _work(self, gauge: Gauge, count: int) -> tuple[Gauge, Work]:
+        """As much as fills the time that is meant for it."""
+        [each_ms] = gauge.ask(Time([count], self.context), Times).medians_ms.values()
+        return gauge, Work(count, max(2, round(1e3 * _WORK_S / each_ms)), self.context)
+
+
+@contextlib.contextmanager
+def gauges(settings: StackSettings, pair: Pair, text: Tokens) -> Iterator[Gauges]:
+    """Both gauges, with a context made of `text` repeated."""
+    context = (text * (1 + _CONTEXT // len(text)))[:_CONTEXT]
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(Gauge("verifier", settings, pair))
+        drafter = None
+        if pair.draft_model and pair.backend == "mlx":
+            drafter = stack.enter_context(Gauge("drafter", settings, pair))
+            drafter.await_ready()
+        target.await_ready()
+        yield Gauges(target, drafter, context)

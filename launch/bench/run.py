@@ -1,0 +1,200 @@
+"""One benchmark from its settings to its result."""
+
+import contextlib
+import datetime
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from launch.bench import machine
+from launch.bench.memory import MemoryWatch
+from launch.bench.profile import profile, sample
+from launch.bench.profile_models import gauges
+from launch.bench.result import BenchFile, Config, Hardware, Overlap, Profile
+from launch.bench.runs import Bench, Progress
+from launch.bench.summary import categories, summary
+from launch.bench.variant import Variant
+from launch.models.pair import Pair
+from launch.prompts import Prompt
+from launch.settings.settings import StackSettings
+from launch.stack.session import private_stack
+from launch.terminal import console
+from launch.workers.reference import Yardstick
+from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.client.client import Client
+from protocol.messages import ChatMessage, Finished, Generate, Sampling, Statistics
+
+_FIRST = "Say hello."
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be measured."""
+
+    settings: StackSettings
+    pair: Pair
+    variants: tuple[Variant, ...]
+    samplings: tuple[Sampling, ...]
+    prompts: list[Prompt]
+    source: str
+    """Where the prompts come from."""
+    max_tokens: int
+    repeats: int
+    profile: bool
+    overlap: bool
+    runs: bool = True
+
+
+class Measured(NamedTuple):
+    """What is measured besides the runs."""
+
+    cold: dict[str, float]
+    profile: Profile | None
+    overlap: Overlap | None
+
+
+def measure(wish: Wish, progress: Callable[[int], Progress]) -> BenchFile:
+    """Measure; `progress` is given the number of steps and returns what is told each.
+
+    Raises:
+        SsdError: a process failed. Whether the runs were lossless is in the result.
+    """
+    tokenizer = TargetTokenizer(Path(wish.pair.model))
+    text = tokenizer.encode([ChatMessage("user", wish.prompts[0].prompt)])
+    verify_ms, draft_ms, overlap = _gauged(wish, text, progress(2))
+    began = time.monotonic()
+    with _stack(wish.settings) as client, _others(wish) as others:
+        cold = {"ready_s": time.monotonic() - began}
+        cold["first_token_s"] = _first(client).ttft_ms / 1e3
+        status = client.status()
+        found = None
+        if wish.profile:
+            told = progress(40)
+            told("a few answers")
+            found = profile(verify_ms, draft_ms, sample(client, wish.prompts), told)
+        bench = _runs(wish, {"": client, **others}, tokenizer, progress)
+        hardware = machine.hardware({s.role: s.compute_unit for s in status.services})
+        emulated = next((s.emulated_cost for s in status.services if s.emulated_cost), "")
+        measured = Measured(cold, found, overlap)
+        return _result(bench, _config(wish, emulated), hardware, measured)
+
+
+def _gauged(
+    wish: Wish, text: list[int], told: Progress
+) -> tuple[dict[str, float], dict[str, float], Overlap | None]:
+    """T_v, T_d and the overlap, before the stack is there to disturb."""
+    if not (wish.profile or wish.overlap):
+        return {}, {}, None
+    with gauges(wish.settings, wish.pair, text) as both:
+        verify_ms, draft_ms = {}, {}
+        if wish.profile:
+            told("target and drafter, each alone")
+            verify_ms, draft_ms = both.verify_ms(), both.draft_ms()
+        overlap = None
+        if wish.overlap:
+            told("target and drafter, in turn and together")
+            overlap = both.overlap()
+        return verify_ms, draft_ms, overlap
+
+
+def _first(client: Client) -> Statistics:
+    """The first answer of a stack, which also wakes it."""
+    messages = [ChatMessage("user", _FIRST)]
+    request = Generate(request=client.number(), messages=messages, max_tokens=2, mode="ar")
+    return next(m.statistics for m in client.generate(request) if isinstance(m, Finished))
+
+
+@contextlib.contextmanager
+def _stack(settings: StackSettings) -> Iterator[Client]:
+    with (
+        private_stack(settings, console.long_waits) as supervisor,
+        contextlib.closing(Client(supervisor.run_dir.clients_address)) as client,
+    ):
+        yield client
+
+
+@contextlib.contextmanager
+def _others(wish: Wish) -> Iterator[dict[str, Client]]:
+    """A stack for each drafter that a mode names, awake."""
+    names = dict.fromkeys(variant.drafter for variant in wish.variants if variant.drafter)
+    with contextlib.ExitStack() as opened:
+        clients: dict[str, Client] = {}
+        for name in names if wish.runs else ():
+            settings = msgspec.structs.replace(wish.settings, draft_model=name)
+            clients[name] = opened.enter_context(_stack(settings))
+            _first(clients[name])
+        yield clients
+
+
+def _pids(clients: dict[str, Client]) -> dict[str, int]:
+    """Of all processes of all stacks; those of another drafter's are called by its name."""
+    found: dict[str, int] = {}
+    for drafter, client in clients.items():
+        status = client.status()
+        own = {"orchestrator": status.pid} | {s.role: s.pid for s in status.services}
+        found |= {f"{role} {drafter}".strip(): pid for role, pid in own.items()}
+    return found
+
+
+def _runs(
+    wish: Wish,
+    clients: dict[str, Client],
+    tokenizer: TargetTokenizer,
+    progress: Callable[[int], Progress],
+) -> Bench:
+    settings = wish.settings
+    with (
+        Yardstick(wish.pair, settings.target_device, settings.emulate_target_cost) as yardstick,
+        MemoryWatch({**_pids(clients), "mlx-lm": yardstick.pid}) as memory,
+    ):
+        bench = Bench(
+            clients=clients,
+            yardstick=yardstick,
+            tokenizer=tokenizer,
+            memory=memory,
+            variants=wish.variants,
+            samplings=wish.samplings,
+            max_tokens=wish.max_tokens,
+            repeats=wish.repeats,
+        )
+        if wish.runs:
+            bench.run(wish.prompts, progress(bench.steps(wish.prompts)))
+        return bench
+
+
+def _result(bench: Bench, config: Config, hardware: Hardware, measured: Measured) -> BenchFile:
+    return BenchFile(
+        tool_version=config.versions.get("mlx-ssd", "unknown"),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        hardware=hardware,
+        config=config,
+        cold_start=measured.cold,
+        runs=bench.runs,
+        summary=summary(bench.runs),
+        categories=categories(bench.runs),
+        profile=measured.profile,
+        overlap=measured.overlap,
+        checks=bench.checks(),
+    )
+
+
+def _config(wish: Wish, emulated: str) -> Config:
+    return Config(
+        model=wish.pair.model,
+        draft_model=wish.pair.draft_model,
+        draft_backend=wish.pair.backend,
+        mode=list(wish.variants),
+        sampling=list(wish.samplings),
+        max_tokens=wish.max_tokens,
+        repeats=wish.repeats,
+        prompts=wish.source,
+        emulated_cost=emulated,
+        versions=machine.versions(),
+        command=shlex.join(["ssd", *sys.argv[1:]]),
+    )

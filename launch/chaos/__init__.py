@@ -1,1 +1,0 @@
-"""`ssd chaos`: a stack under load, and everything that may happen to it."""

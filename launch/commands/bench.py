@@ -1,0 +1,160 @@
+"""`ssd bench`: what the modes gain here, side by side."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from launch.bench import tables
+from launch.bench.result import BenchFile
+from launch.bench.run import Wish, measure
+from launch.bench.runs import require_lossless, verdict
+from launch.bench.variant import NAMES, default_modes, parse_all, require_draft_model
+from launch.models.pair import pair_of
+from launch.prompts import chosen_prompts
+from launch.settings.options import sampling_options, settings_of, stack_options, take_sampling
+from launch.terminal import console as show
+from protocol.errors import UsageError
+from protocol.messages import Sampling
+
+
+@click.command("bench")
+@stack_options()
+@sampling_options()
+@click.option("--temps", help="Several temperatures, as in 0,0.7, in place of --temp.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    help="JSONL file: id, prompt, category; our own ten if left out.",
+)
+@click.option("--limit", type=click.IntRange(min=0), default=0, help="Use so many, evenly.")
+@click.option("-m", "--max-tokens", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--modes",
+    show_default=",".join(NAMES),
+    help="Knobs may be fixed, as in ssd:k=4:b=16, ssd:uniform, ssd:rejection, "
+    "ssd:drafter=MODEL, mlx-lm-draft:k=5.",
+)
+@click.option("--profile", is_flag=True, help="Only predict what to gain, in half a minute.")
+@click.option("--overlap", is_flag=True, help="Only measure whether both models run at once.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write a page with plots.")
+def command(**options: Any) -> None:  # fmt: skip
+    """Measure modes side by side, interleaved, and check that none changes a token.
+
+    With --report also the profile and the overlap.
+    """
+    json_file, report = options.pop("json_file"), options.pop("report")
+    write = None if report is None else _writer()
+    wish = _wish(options, everything=report is not None)
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    with Progress(*columns, console=show.human(), transient=True) as progress:
+        result = measure(wish, partial(_bars, progress))
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+    if write is not None and report is not None:
+        write(result, report)
+    _show(result)
+    require_lossless(result.checks)
+    if wish.runs:
+        show.plain().print(verdict(result.checks), markup=False)
+
+
+def _writer() -> Callable[[BenchFile, Path], None]:
+    """What writes the page; known to be there before anything is measured."""
+    try:
+        from launch.bench.report import write  # noqa: PLC0415  # plots are slow to import
+    except ModuleNotFoundError as error:
+        raise UsageError("--report needs matplotlib: pip install 'mlx-ssd[report]'") from error
+    return write
+
+
+def _wish(options: dict[str, Any], *, everything: bool) -> Wish:
+    modes = options.pop("modes")
+    variants = parse_all(modes or ",".join(NAMES))
+    alone = {name: options.pop(name) for name in ("profile", "overlap")}
+    sampling = take_sampling(options)
+    if sampling.shape is not None:
+        raise UsageError("penalties and schemas cannot be benched: mlx-lm has not the same")
+    samplings = _samplings(options.pop("temps"), sampling)
+    for variant in variants:
+        for sampling in samplings:
+            variant.sampling(sampling)
+    prompts = options.pop("prompts")
+    wanted = {name: options.pop(name) for name in ("max_tokens", "repeats")}
+    chosen = chosen_prompts(prompts, options.pop("limit"))
+    # The KV of an earlier mode's run would make every later one's first token come sooner.
+    options["prompt_cache_size"] = options["prompt_cache_size"] or 0
+    settings = settings_of(**options)
+    pair = pair_of(settings)
+    only = any(alone.values()) and not everything
+    if modes is None:
+        variants = parse_all(default_modes(pair.backend))
+        if pair.backend != "mlx" and not only:
+            show.human().print(f"no mlx-lm-draft: it cannot draft with {pair.backend}")
+    require_draft_model(variants, pair.backend)
+    for name in dict.fromkeys(variant.drafter for variant in variants if variant.drafter):
+        pair_of(msgspec.structs.replace(settings, draft_model=name))  # known to be there
+    return Wish(
+        settings=settings,
+        pair=pair,
+        variants=variants,
+        samplings=samplings,
+        prompts=chosen,
+        source=str(prompts or "our own ten"),
+        profile=alone["profile"] or everything,
+        overlap=alone["overlap"] or everything,
+        runs=not only,
+        **wanted,
+    )
+
+
+def _samplings(temps: str | None, sampling: Sampling) -> tuple[Sampling, ...]:
+    if temps is None:
+        return (sampling,)
+    try:
+        temperatures = [float(part) for part in temps.split(",")]
+        return tuple(
+            msgspec.convert({**msgspec.structs.asdict(sampling), "temperature": t}, Sampling)
+            for t in dict.fromkeys(temperatures)
+        )
+    except (ValueError, msgspec.ValidationError) as error:
+        raise UsageError(f"--temps {temps!r}: {error}") from error
+
+
+def _bars(progress: Progress, steps: int) -> Callable[[str], None]:
+    """A bar of so many steps, in place of the one before."""
+    for old in progress.task_ids:
+        progress.remove_task(old)
+    task = progress.add_task("", total=steps)
+
+    def step(what: str) -> None:
+        progress.update(task, advance=1, description=what)
+
+    return step
+
+
+def _show(result: BenchFile) -> None:
+    out = show.plain()
+    if result.config.emulated_cost:
+        out.print(f"TARGET COST EMULATED: {result.config.emulated_cost}", markup=False)
+    if result.profile is not None:
+        out.print(tables.profile(result.profile))
+    if result.overlap is not None:
+        out.print(tables.overlap(result.overlap))
+    if result.runs:
+        out.print(tables.speeds(result))
+        out.print(tables.LEGEND, markup=False)
+        out.print(tables.phases(result))
+        out.print(tables.memory(result), markup=False)
+        cold = result.cold_start
+        out.print(
+            f"cold start: ready after {cold['ready_s']:.1f} s, "
+            f"first token {cold['first_token_s']:.2f} s later"
+        )

@@ -1,0 +1,43 @@
+"""`ssd chat`: talk with the model."""
+
+from typing import Any
+
+import click
+
+from launch.settings.options import sampling_options, settings_of, stack_options, take_sampling
+from launch.stack.run_dir import DEFAULT_NAME
+from launch.stack.session import session
+from launch.terminal import console
+from launch.terminal.chat import Chat
+from protocol.messages import Generate
+
+
+@click.command("chat")
+@stack_options()
+@sampling_options()
+@click.option("--system-prompt", default="", help="Put before the conversation.")
+@click.option("-m", "--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True)
+@click.option("--mode", type=click.Choice(["ar", "sd", "ssd"]), default="ssd", show_default=True)
+@click.option(
+    "--num-draft-tokens",
+    type=click.IntRange(0, 64),
+    default=0,
+    help="Draft tokens per round; 0 leaves it to the orchestrator.",
+)
+@click.option("--show-draft", is_flag=True, help="Colour tokens by where they came from.")
+@click.option("--name", default=DEFAULT_NAME, help="Attach to this stack if it is running.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the processes as they start.")
+def command(**options: Any) -> None:
+    """Talk with the model; h shows the keys, Ctrl-C stops an answer, q quits."""
+    template = Generate(
+        request=0,
+        sampling=take_sampling(options),
+        max_tokens=options.pop("max_tokens"),
+        mode=options.pop("mode"),
+        lookahead=options.pop("num_draft_tokens"),
+    )
+    system_prompt, show_draft = options.pop("system_prompt"), options.pop("show_draft")
+    report = console.process_line if options.pop("verbose") else console.long_waits
+    name = options.pop("name")
+    with session(settings_of(**options), name, report) as client:
+        Chat(client, template, system_prompt=system_prompt, show_draft=show_draft).run()

@@ -1,0 +1,145 @@
+"""`ssd convert`: a model as a CoreML package, compared with what it came from."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from launch.models.coreml_models import beside
+from launch.models.pair import resolve
+from launch.prompts import own_prompts
+from launch.settings.settings import compute_threads
+from launch.stack.child import Lifeline
+from launch.terminal import console as show
+from launch.workers.chat_template import tokenise
+from launch.workers.telling import Telling
+from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.errors import UsageError
+from protocol.jobs import convert as conversion
+from protocol.jobs.convert import COMPRESSIONS, STATE_WRITES, ConvertSettings
+from protocol.settings import COMPUTE_UNITS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(ConvertSettings)}
+
+
+def _option(flag: str, help_text: str, kind: Any = None) -> Callable[[F], F]:
+    """An option whose default is the setting's own."""
+    name = flag.removeprefix("--").replace("-", "_")
+    default = _DEFAULTS[name]
+    return click.option(
+        flag, name, type=kind or type(default), default=default, show_default=True, help=help_text
+    )
+
+
+@click.command("convert")
+@click.option("--model", required=True, help="Model folder or hub name (Llama type).")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder; left out: MODEL-coreml.")
+@click.option("--target", help="The target that it is to draft for: measures acceptance.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: prompt, category.")
+@_option("--context", "Tokens that fit, drafts included.")
+@_option("--branches", "Parallel branches of tree decoding.")
+@_option("--chunk", "Tokens of one call of a prefill.")
+@_option("--width", "Best tokens that the head reports, per 16384 rows of it.")
+@_option("--layers-per-part", "Cut a large model into packages of so many layers; 0: one.")
+@_option("--compression", "Of the weights.", click.Choice(COMPRESSIONS))
+@_option("--state-write", "How keys and values enter the state.", click.Choice(STATE_WRITES))
+@_option("--compute-units", "Where the comparison runs.", click.Choice(COMPUTE_UNITS))
+@_option("--tokens", "Tokens per prompt that are compared; 0: no comparison.")
+@_option("--threshold", "Least share of equal best tokens; below: exit code 6, no folder.")
+@click.option("--all-routes", is_flag=True, help="Compare token by token, too, and list all.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def command(model: str, out: Path | None, target: str | None, **options: Any) -> None:
+    """Convert a model to CoreML, and compare the package with it."""
+    folder = resolve(model)
+    place = beside(folder) if out is None else out.expanduser().resolve()
+    as_json, prompts = options.pop("as_json"), options.pop("prompts")
+    if prompts is None:
+        prompts = own_prompts()
+    with tempfile.TemporaryDirectory(prefix="ssd-convert-") as scratch:
+        tokenised = Path(scratch) / "prompts.jsonl"
+        tokenise(prompts, TargetTokenizer(folder), tokenised)
+        values = options | {
+            "model": str(folder),
+            "out": str(place),
+            "target": "" if target is None else str(resolve(target)),
+            "prompts": str(tokenised),
+            "threads": compute_threads(),
+        }
+        converted = _run(values)
+    if as_json:
+        show.write(msgspec.json.encode(converted).decode() + "\n")
+    else:
+        _show(converted)
+
+
+def _run(values: dict[str, Any]) -> conversion.Converted:
+    with contextlib.closing(Lifeline()) as lifeline:
+        try:
+            settings = msgspec.convert({**values, "lifeline": lifeline.child_end}, ConvertSettings)
+        except msgspec.ValidationError as error:
+            raise UsageError(str(error).replace("$.", "--").replace("_", "-")) from error
+        console = show.human()
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+        bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        decoder = msgspec.json.Decoder(conversion.Event)
+        with Telling("services.coreml", settings, decoder, conversion.Converted) as process, bar:
+            return _drawn(process, bar)
+
+
+def _drawn(
+    process: Telling[conversion.Event, conversion.Converted], bar: Progress
+) -> conversion.Converted:
+    """Draw all events; raises what the process died of."""
+    task = bar.add_task("reading", total=1.0)
+    said = ""
+    for event in process.events():
+        if isinstance(event, conversion.Step):
+            bar.update(task, description=event.what, completed=event.done)
+            if not bar.console.is_terminal and event.what != said:
+                bar.console.print(event.what)
+                said = event.what
+    return process.ended()
+
+
+def _show(converted: conversion.Converted) -> None:
+    console = show.plain()
+    console.print(f"{converted.out}: {converted.megabytes:.0f} MB in {converted.seconds:.0f} s")
+    agreed = converted.agreement
+    if agreed is None:
+        console.print("not compared with the model")
+        return
+    console.print(_said(agreed))
+    for route, one in converted.routes.items():
+        console.print(f"by {route}: {_said(one)}")
+        for apart in one.differences:
+            console.print(
+                f"  position {apart.position}: token {apart.package}, the model's {apart.model} "
+                f"has a margin of {apart.margin:.4f}"
+            )
+    if converted.draft is not None and converted.model is not None:
+        console.print(
+            f"the target accepts, greedily {converted.draft.greedy:.3f} "
+            f"(the model itself {converted.model.greedy:.3f}), at T=1 "
+            f"{converted.draft.sampled:.3f} ({converted.model.sampled:.3f})"
+        )
+    for cost in converted.costs:
+        console.print(f"  {cost.name}: {cost.call_ms:.1f} ms a call, on {cost.unit}")
+        if cost.off_ane:
+            console.print(f"    not on the Neural Engine: {cost.off_ane}")
+    if converted.compute_unit == "reference":
+        console.print("  the reference runtime is a test instrument: no times of CoreML")
+
+
+def _said(agreed: conversion.Agreement) -> str:
+    return (
+        f"best token equal on {agreed.greedy:.3f} of {agreed.tokens - agreed.ties} tokens "
+        f"({agreed.greedy_with_ties:.3f} with {agreed.ties} ties; largest margin of a difference "
+        f"{agreed.worst_margin:.3f}), top 8 {agreed.top8:.3f}, KL {agreed.kl:.5f}"
+    )

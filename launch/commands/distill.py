@@ -1,0 +1,228 @@
+"""`ssd distill`: a drafter for any target, trained on the target's own texts."""
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from launch.models.pair import resolve
+from launch.prompts import own_prompts
+from launch.stack.child import Lifeline
+from launch.terminal import console as show
+from launch.workers.chat_template import form_of, tokenise
+from launch.workers.telling import Telling
+from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.errors import UsageError
+from protocol.jobs import distill as distillation
+from protocol.settings import OBJECTIVES, PRECISIONS, DistillSettings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(DistillSettings)}
+_LINE_EVERY_S = 10.0
+
+
+def _option(flag: str, help_text: str, kind: Any = None) -> Callable[[F], F]:
+    """An option whose default is the setting's own."""
+    name = flag.removeprefix("--").replace("-", "_")
+    default = _DEFAULTS[name]
+    return click.option(
+        flag, name, type=kind or type(default), default=default, show_default=True, help=help_text
+    )
+
+
+def _numbers(kind: type) -> Any:
+    def parse(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+        del context
+        if value is None:
+            return None
+        try:
+            return [kind(part) for part in value.split(",")]
+        except ValueError as error:
+            raise click.BadParameter(f"{value!r} is no list of numbers", param=parameter) from error
+
+    return parse
+
+
+@click.command("distill")
+@click.option("--target", required=True, help="Target: model folder or hub name.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the run and the drafter.")
+@click.option("--evaluate", help="Judge this drafter instead of training one.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: prompt, category.")
+@click.option("--texts", multiple=True, help="Learn from the texts of this run; may be repeated.")
+@_option("--minutes", "Training time, over all resumptions.")
+@_option("--steps", "Training steps instead of time.")
+@_option("--session-minutes", "Stop this call, resumable, after so long.")
+@_option("--data-tokens", "Tokens to generate; 0: see --data-minutes.")
+@_option("--data-minutes", "Time to generate; 0: half of --minutes.")
+@_option("--data-batch", "Sequences generated together; 0: 1024 on CUDA, 64 on Metal, 8 on a CPU.")
+@_option("--length", "Tokens of a sequence, prompt included.")
+@_option("--user-tokens", "Longest invented prompt.")
+@click.option("--temperatures", callback=_numbers(float), help="Of the answers: 0,0.3,0.7,1.")
+@_option("--layers", "Layers of the drafter.")
+@click.option("--init-layers", callback=_numbers(int), help="Layers of the target to start from.")
+@_option("--head-size", "Tokens that the drafter can propose; 0: all.")
+@_option("--mlp", "Hidden columns that each MLP keeps; 0: all.")
+@_option("--objective", "Loss of the last part of training.", click.Choice(OBJECTIVES))
+@_option("--finish", "Share of the training that has this loss; before: cross-entropy.")
+@_option("--loss-temperature", "Temperature of both laws in the loss.")
+@_option("--user-weight", "Weight of the user's tokens in the loss.")
+@_option("--on-policy", "Share of answer tokens replaced by the drafter's guess.")
+@_option("--batch", "Sequences per training step; 0: 64 on CUDA, 8 on Metal, 4 on a CPU.")
+@_option("--learning-rate", "Highest learning rate of AdamW.")
+@_option("--seed", "Same seed, same data and batches.")
+@_option("--precision", "Of the forward passes.", click.Choice(PRECISIONS))
+@click.option("--no-compile", is_flag=True, help="Do not let MLX fuse the training step.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def command(**options: Any) -> None:
+    """Train a drafter for a target, or judge one; the same command resumes a run."""
+    target = resolve(options.pop("target"))
+    as_json, prompts = options.pop("as_json"), options.pop("prompts")
+    values = _settings_of(options, target)
+    with tempfile.TemporaryDirectory(prefix="ssd-distill-") as scratch:
+        tokenizer = TargetTokenizer(target)
+        if prompts is None and values["evaluate_only"] and not _has_texts(Path(values["out"])):
+            prompts = own_prompts()
+        if prompts is not None:
+            tokenised = Path(scratch) / "prompts.jsonl"
+            tokenise(prompts, tokenizer, tokenised)
+            values["prompts"] = str(tokenised)
+        else:
+            values |= _form(tokenizer)
+        values["stop_ids"] = sorted(tokenizer.stop_ids)
+        finished = _run(values)
+    _show(finished, as_json=as_json)
+
+
+def _settings_of(options: dict[str, Any], target: Path) -> dict[str, Any]:
+    """The values of `DistillSettings` that the command line gives."""
+    evaluate, out = options.pop("evaluate"), options.pop("out")
+    if (evaluate is None) == (out is None):
+        raise UsageError("give either --out, to train, or --evaluate, to judge a drafter")
+    options["texts"] = [str(Path(run).expanduser().resolve()) for run in options["texts"]]
+    options["compiled"] = not options.pop("no_compile")
+    values = {key: value for key, value in options.items() if value is not None}
+    folder = resolve(evaluate) if evaluate is not None else out.expanduser().resolve()
+    return values | {
+        "target": str(target),
+        "out": str(folder),
+        "evaluate_only": evaluate is not None,
+        "threads": os.cpu_count() or 1,
+    }
+
+
+def _has_texts(folder: Path) -> bool:
+    return (folder / "run.json").is_file() and (folder / "data").is_dir()
+
+
+def _form(tokenizer: TargetTokenizer) -> dict[str, Any]:
+    form = form_of(tokenizer)
+    if not form.turn:
+        show.human().print("the target has no chat template: its texts start from nothing")
+    return {"opening": form.opening, "turn": form.turn}
+
+
+def _run(values: dict[str, Any]) -> distillation.Finished:
+    """Start the process, draw what it says, and let it save when the user interrupts."""
+    with contextlib.closing(Lifeline()) as lifeline:
+        try:
+            settings = msgspec.convert({**values, "lifeline": lifeline.child_end}, DistillSettings)
+        except msgspec.ValidationError as error:
+            raise UsageError(str(error).replace("$.", "--").replace("_", "-")) from error
+        decoder = msgspec.json.Decoder(distillation.Event)
+        with (
+            Telling("services.distill", settings, decoder, distillation.Finished) as process,
+            _bar() as bar,
+        ):
+            try:
+                finished = _drawn(process, bar)
+            except KeyboardInterrupt:
+                process.ask_to_stop()
+                bar.console.print("saving; Ctrl-C again gives up")
+                finished = _drawn(process, bar)
+                if not finished.complete:
+                    bar.console.print("stopped; the same command goes on from here")
+                    raise
+    if not finished.complete:
+        show.human().print("stopped; the same command goes on from here")
+    return finished
+
+
+def _bar() -> Progress:
+    console = show.human()
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[details]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+def _drawn(
+    process: Telling[distillation.Event, distillation.Finished], bar: Progress
+) -> distillation.Finished:
+    """Draw all events; raises what the process died of."""
+    tasks = {task.description: task.id for task in bar.tasks}
+    silent_until = 0.0
+    for event in process.events():
+        match event:
+            case distillation.Note():
+                bar.console.print(event.text)
+            case distillation.Progress():
+                if event.phase not in tasks:
+                    tasks[event.phase] = bar.add_task(event.phase, total=1.0, details="")
+                    silent_until = 0.0
+                details = _details(event)
+                bar.update(tasks[event.phase], completed=event.done, details=details)
+                if not bar.console.is_terminal and time.monotonic() > silent_until:
+                    # A log has no bar: a line now and then.
+                    bar.console.print(f"{event.phase} {event.done:.0%}, {details}")
+                    silent_until = time.monotonic() + _LINE_EVERY_S
+            case distillation.Finished():
+                pass  # its last word, which `ended` keeps
+    return process.ended()
+
+
+def _details(event: distillation.Progress) -> str:
+    parts = [f"{event.tok_s:,.0f} tok/s"]
+    if event.loss is not None:
+        parts.append(f"loss {event.loss:.3f}")
+    if event.acceptance is not None:
+        parts.append(f"acceptance {event.acceptance:.3f}")
+    minutes, seconds = divmod(int(event.seconds_left), 60)
+    return ", ".join([*parts, f"{minutes}:{seconds:02d} left"])
+
+
+def _show(finished: distillation.Finished, *, as_json: bool) -> None:
+    if as_json:
+        show.write(
+            json.dumps({"out": finished.out, "complete": finished.complete, **finished.figures})
+            + "\n"
+        )
+        return
+    figures: Any = finished.figures.get("figures")
+    if figures is None:
+        return
+    console = show.plain()
+    console.print(f"greedy agreement {figures['greedy_agreement']:.3f}")
+    for name, value in figures["by_category"].items():
+        console.print(f"  {name} {value:.3f}")
+    for one in figures["acceptance"]:
+        console.print(
+            f"acceptance at T={one['temperature']}: coupled {one['coupled']:.3f}, "
+            f"rejection {one['rejection']:.3f}"
+        )
+    for name in ("hits", "hits_after_rejection"):
+        curve = " ".join(f"{width}:{value:.2f}" for width, value in figures[name].items())
+        console.print(f"{name.replace('_', ' ')} by fan-out: {curve}")
+    console.print(finished.out)

@@ -1,0 +1,76 @@
+"""`ssd draft-server`: one of our drafters for another program, or for another machine."""
+
+import os
+import sys
+
+import click
+
+from launch.keyring import check_address, own_keys, public_key
+from launch.models.pair import drafter_folder
+from launch.settings.settings import compute_threads
+from protocol.errors import UsageError
+from protocol.jobs.draft_server import DraftServerSettings
+from protocol.settings import OWN_BACKENDS, BackendName, encode_settings
+
+
+@click.command("draft-server")
+@click.option("--stdio", is_flag=True, help="Serve standard input and output.")
+@click.option("--lines", is_flag=True, help="The line protocol: READY, DRAFT, TOKENS.")
+@click.option("--listen", default="", metavar="ADDRESS", help="Serve a machine: tcp://HOST:PORT.")
+@click.option(
+    "--trust",
+    multiple=True,
+    metavar="KEY",
+    help="Who may connect: a public key, or its name in `ssd keys`; repeatable.",
+)
+@click.option("--key", default="default", show_default=True, help="Which of your keys it shows.")
+@click.option("--backend", type=click.Choice(OWN_BACKENDS), default="mlx", show_default=True)
+@click.option("--model", default="", help="Model folder or hub name; else the default drafter.")
+@click.option("--threads", type=click.IntRange(min=1), help="Of the BLAS; else one per core.")
+@click.option(
+    "--prefill-step-size",
+    type=click.IntRange(min=1),
+    default=DraftServerSettings(backend="mlx").prefill_step_size,
+    show_default=True,
+)
+def command(
+    *,
+    stdio: bool,
+    lines: bool,
+    listen: str,
+    trust: tuple[str, ...],
+    key: str,
+    backend: BackendName,
+    model: str,
+    threads: int | None,
+    prefill_step_size: int,
+) -> None:
+    """Draft for another program over standard input and output, or for another machine.
+
+    What is spoken there is described in docs/DRAFT_SERVER.md; logs go to standard error.
+    """
+    if stdio == bool(listen):
+        raise UsageError("a draft server needs either --stdio or --listen")
+    if listen and lines:
+        raise UsageError("the line protocol is for --stdio")
+    if bool(listen) != bool(trust):
+        raise UsageError("--listen needs --trust, and no other way does: who may connect?")
+    settings = DraftServerSettings(
+        backend=backend,
+        model=drafter_folder(backend, model),
+        lines=lines,
+        listen=check_address(listen) if listen else "",
+        key_file=str(own_keys(key)) if listen else "",
+        trusted=tuple(public_key(name) for name in trust),
+        threads=threads or compute_threads(),
+        prefill_step_size=prefill_step_size,
+    )
+    # In our place: the host's pipes, signals and waits then concern the server itself.
+    arguments = [
+        sys.executable,
+        "-P",
+        "-m",
+        "services.drafter.server.main",
+        encode_settings(settings),
+    ]
+    os.execv(sys.executable, arguments)  # noqa: S606  # no shell is wanted

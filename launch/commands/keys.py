@@ -1,0 +1,57 @@
+"""`ssd keys`: who we are, and whom we trust, for drafters on other machines."""
+
+import json
+
+import click
+
+from launch import keyring
+from launch.keyring import DEFAULT_KEY
+from launch.terminal import console
+from protocol.transport.curve import read_keys
+
+
+@click.group("keys")
+def command() -> None:
+    """Keys for drafters on other machines: make, show and pin them."""
+
+
+@command.command("new")
+@click.argument("name", default=DEFAULT_KEY)
+def new(name: str) -> None:
+    """Make a pair of keys; the secret half stays in its file."""
+    console.write(f"{keyring.make_keys(name)}\n")
+
+
+@command.command("show")
+@click.argument("name", default=DEFAULT_KEY)
+def show_key(name: str) -> None:
+    """Print the public half of your keys, which the other machine must trust."""
+    console.write(f"{read_keys(keyring.own_keys(name)).public}\n")
+
+
+@command.command("trust")
+@click.argument("name")
+@click.argument("key")
+def trust(name: str, key: str) -> None:
+    """Pin the public key of another machine under a name."""
+    keyring.trust(name, key)
+
+
+@command.command("forget")
+@click.argument("name")
+def forget(name: str) -> None:
+    """Trust this machine no longer."""
+    keyring.forget(name)
+
+
+@command.command("list")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def list_keys(*, as_json: bool) -> None:
+    """List your keys and those that you trust, without secrets."""
+    own, trusted = keyring.own_names(), keyring.trusted_names()
+    if as_json:
+        console.write(json.dumps({"own": own, "trusted": trusted}) + "\n")
+        return
+    for kind, names in (("own", own), ("trusted", trusted)):
+        for name, key in names.items():
+            console.write(f"{kind:<8} {name:<20} {key}\n")

@@ -1,0 +1,148 @@
+"""`ssd load`: what several requests at once bring."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from click.core import ParameterSource
+
+from launch.bench import load
+from launch.bench.http_load import Server
+from launch.models.pair import pair_of
+from launch.prompts import chosen_prompts
+from launch.settings.options import sampling_options, settings_of, stack_options, take_sampling
+from launch.stack.session import private_stack
+from launch.terminal import console
+from launch.workers.reference import Yardstick
+from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.errors import UsageError
+from protocol.messages import ChatMessage, Generate, Sampling
+
+_MODES = ("ar", "sd", "ssd", load.MLX_LM)
+_HTTP_MODES = ("ar", "server")
+_WITH_URL = frozenset(
+    {"url", "served_model", "server_key", "prompts", "requests", "max_tokens", "streams", "wait",
+     "modes", "json_file"}
+)  # fmt: skip
+
+
+@click.command("load")
+@stack_options()
+@sampling_options()
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    help="JSONL file: id, prompt; our own ten if left out.",
+)
+@click.option("--requests", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("-m", "--max-tokens", type=click.IntRange(min=2), default=64, show_default=True)
+@click.option("--streams", default="1,2,4,8", show_default=True, help="Requests in flight.")
+@click.option("--modes", help="ar,sd,ssd,mlx-lm; with --url: server,ar.  [default: ar,ssd,mlx-lm]")
+@click.option("--url", help="Ask the OpenAI-compatible server there, whoever wrote it.")
+@click.option("--served-model", default="", help="With --url: what it calls its model.")
+@click.option("--server-key", default="", envvar="SSD_API_KEY", help="With --url: its API key.")
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="With --url: longest wait for a server that is starting, in seconds.",
+)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all answers.")
+@click.pass_context
+def command(context: click.Context, /, **options: Any) -> None:
+    """Measure throughput with several requests at once, and that none changes a token.
+
+    With --url the requests go to a running server over HTTP: `server` leaves the way of
+    decoding to it, `ar` asks ours for plain decoding. It should not remember prompts
+    (--prompt-cache-size 0), since every prompt comes again for each row of the table.
+    """
+    streams = _numbers(options.pop("streams"))
+    url, given = options.pop("url"), str(options.pop("modes") or "").split(",")
+    known = _HTTP_MODES if url else _MODES
+    usual: list[str] = ["server"] if url else ["ar", "ssd", load.MLX_LM]
+    modes: list[str] = given if any(given) else usual
+    if unknown := set(modes) - set(known):
+        raise UsageError(f"unknown mode {min(unknown)!r}; known: {', '.join(known)}")
+    server = (options.pop("served_model"), options.pop("server_key"))
+    wait_s = options.pop("wait")
+    texts = [p.prompt for p in chosen_prompts(options.pop("prompts"), 0)]
+    count, max_tokens = options.pop("requests"), options.pop("max_tokens")
+    texts = [texts[number % len(texts)] for number in range(count)]
+    json_file = options.pop("json_file")
+    if url:
+        _refuse_others(context)
+        asked = Server(url, *server)
+        asked.await_ready(wait_s, console.human().print)
+        loads = _of_server(asked, texts, max_tokens, modes, streams)
+    else:
+        loads = _of_stack(options, texts, max_tokens, modes, streams)
+    console.plain().print(load.table(loads))
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.encode(loads))
+
+
+def _refuse_others(context: click.Context) -> None:
+    """What stack and sampling are is the server's business: flags for them would do nothing."""
+    for name in context.params.keys() - _WITH_URL:
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise UsageError(f"--{name.replace('_', '-')} means nothing with --url")
+
+
+def _of_server(
+    server: Server, texts: list[str], max_tokens: int, modes: list[str], streams: list[int]
+) -> list[load.Load]:
+    server.load(modes[0], texts[:1], 16, 1)  # warm-up
+    return [server.load(mode, texts, max_tokens, number) for mode in modes for number in streams]
+
+
+def _of_stack(
+    options: dict[str, Any], texts: list[str], max_tokens: int, modes: list[str],
+    streams: list[int],
+) -> list[load.Load]:  # fmt: skip
+    sampling = take_sampling(options)
+    if options["prompt_cache_size"] is None:
+        options["prompt_cache_size"] = 0  # every prompt comes again for each row of the table
+    if options["decode_concurrency"] is None:
+        options["decode_concurrency"] = max(streams)
+    settings = settings_of(**options)
+    tokenizer = TargetTokenizer(Path(pair_of(settings).model))
+    prompts = [tokenizer.encode([ChatMessage("user", text)]) for text in texts]
+    loads: list[load.Load] = []
+    with private_stack(settings, console.long_waits) as supervisor:
+        address = supervisor.run_dir.clients_address
+        warm_up = _requests(prompts[:1], "ssd", sampling, 16)
+        for mode in [mode for mode in modes if mode != load.MLX_LM]:
+            load.with_stack(address, warm_up, 1)
+            for number in streams:
+                requests = _requests(prompts, mode, sampling, max_tokens)
+                loads.append(load.with_stack(address, requests, number))
+    if load.MLX_LM in modes and not sampling.temperature:
+        with Yardstick(pair_of(settings), settings.target_device) as yardstick:
+            stop_ids = list(tokenizer.stop_ids)
+            load.with_mlx_lm(yardstick, prompts[:1], 1, 4, stop_ids)
+            for number in streams:
+                loads.append(load.with_mlx_lm(yardstick, prompts, number, max_tokens, stop_ids))
+    return loads
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--streams {text!r} is no list of numbers such as 1,2,4,8") from error
+    if min(numbers) < 1:
+        raise UsageError("--streams: there must be at least one request in flight")
+    return numbers
+
+
+def _requests(
+    prompts: list[list[int]], mode: str, sampling: Sampling, max_tokens: int
+) -> list[Generate]:
+    template = msgspec.convert(
+        {"request": 0, "mode": mode, "max_tokens": max_tokens}, Generate, strict=False
+    )
+    return [
+        msgspec.structs.replace(template, tokens=prompt, sampling=sampling) for prompt in prompts
+    ]

@@ -1,0 +1,94 @@
+"""`ssd logs`: what the processes of a running stack have to say."""
+
+import json
+import time
+from pathlib import Path
+
+import click
+
+from launch.stack.run_dir import DEFAULT_NAME, RunDir
+from launch.terminal import console
+from protocol.errors import UsageError
+
+_TICK_S = 0.2
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+class LogFile:
+    """One process's log, read on from where the last reading ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.role = path.stem
+        self._path = path
+        self._offset = 0
+        self._half = b""
+        self._time = 0.0
+
+    def news(self) -> list[tuple[float, str]]:
+        """Complete lines that were added, with their times; others take that of the line before."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                added = file.read()
+        except OSError:
+            return []
+        self._offset += len(added)
+        *lines, self._half = (self._half + added).split(b"\n")
+        found: list[tuple[float, str]] = []
+        for line in lines:
+            text = line.decode("utf-8", "replace")
+            self._time = float(str(parsed(text).get("time", self._time)))
+            found.append((self._time, text))
+        return found
+
+
+def parsed(line: str) -> dict[str, object]:
+    """The fields of a structured line; an empty dict for any other."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) and isinstance(fields.get("time"), float) else {}
+
+
+def readable(role: str, line: str) -> str:
+    """A line for people: time, role, level, ids, message."""
+    fields = parsed(line)
+    if not fields:
+        return f"{'':12} {role:12} {line}"
+    clock = time.strftime("%H:%M:%S", time.localtime(float(str(fields["time"]))))
+    known = ("time", "role", "level", "message", "trace")
+    ids = " ".join(f"{name}={value}" for name, value in fields.items() if name not in known)
+    trace = f"\n{fields['trace']}" if "trace" in fields else ""
+    parts = (f"{clock:12}", f"{role:12}", f"{fields.get('level', ''):8}", ids, fields["message"])
+    return " ".join(str(part) for part in parts if part) + trace
+
+
+def _wanted(line: str, level: str) -> bool:
+    said = str(parsed(line).get("level", "error"))
+    return said not in _LEVELS or _LEVELS.index(said) >= _LEVELS.index(level)
+
+
+@click.command("logs")
+@click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
+@click.option("--role", multiple=True, help="Only this process; repeatable.")
+@click.option("--level", type=click.Choice(_LEVELS), default="debug", help="This and above.")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the stack ends.")
+@click.option("--json", "as_json", is_flag=True, help="The lines as they were written.")
+def command(*, name: str, role: tuple[str, ...], level: str, follow: bool, as_json: bool) -> None:
+    """Show the logs of a running stack, in the order of time."""
+    run_dir = RunDir(name)
+    if run_dir.running() is None:
+        raise UsageError(f"no stack named {name!r} is running; its logs went with it")
+    files: dict[Path, LogFile] = {}
+    while True:
+        for path in run_dir.path.glob("*.log"):
+            if not role or path.stem in role:
+                files.setdefault(path, LogFile(path))
+        news = [(at, file.role, line) for file in files.values() for at, line in file.news()]
+        for _, who, line in sorted(news, key=lambda item: item[0]):
+            if _wanted(line, level):
+                console.write((line if as_json else readable(who, line)) + "\n")
+        if not follow or run_dir.running() is None:
+            return
+        time.sleep(_TICK_S)

@@ -1,0 +1,234 @@
+"""`ssd mac-check`: everything that only a Mac can show, measured and written to one file."""
+
+import contextlib
+import datetime
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import psutil
+
+from launch.bench.mac_report import TEMPERATURE, Answer, Report, lines, without_paths
+from launch.doctor import versions
+from launch.models.coreml_models import converted, read_facts, require_converted
+from launch.models.pair import default_drafter, pair_of, resolve
+from launch.settings.settings import StackSettings
+from launch.stack.child import Lifeline
+from launch.stack.session import private_stack
+from launch.terminal import console
+from launch.workers.probing import probe, probes_together
+from protocol.client.client import Client
+from protocol.errors import SsdError, UsageError
+from protocol.jobs.coreml_probe import Found
+from protocol.messages import ChatMessage, Finished, Generate, Mode, Sampling
+
+_UNITS = ("cpu_and_ne", "cpu_only", "cpu_and_gpu")
+_PROMPT = "Explain in a few sentences how a bicycle stays upright while it is moving."
+_LOOKAHEAD, _FAN_OUT = 4, 8
+"""Fixed, so that something is drafted even where the planner would rather not."""
+
+_ONLY_ON_A_MAC = (
+    "speed and placement on the Neural Engine, the GPU and the CPU under CoreML",
+    "the device's numbers beside the reference runtime's",
+    "how much drafting on the Neural Engine slows the target on the GPU",
+    "a run on two devices, and one of a model with itself: the reference runtime is too slow",
+)
+_SAME_MODEL = (
+    "a same-model run, and prefill through CoreML: the target has no conversion beside it; run "
+    "`ssd convert --model {}` and this again"
+)
+_PREFILL_LOOPS = 12
+"""Prompts of all lengths take this many times as long as a loop, at most."""
+
+
+@click.command("mac-check")
+@click.option("--model", help="A converted draft model, or one with its conversion beside it.")
+@click.option("--target", help="Target: model folder or hub name.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("ssd-mac-check.json"),
+              show_default=True, help="The file to write.")  # fmt: skip
+@click.option("--calls", type=click.IntRange(min=1), default=50, show_default=True)
+@click.option("--soak", type=click.IntRange(min=0), default=1000, show_default=True,
+              help="Calls of the long run; 0: none.")  # fmt: skip
+@click.option(
+    "--seconds",
+    type=float,
+    default=5.0,
+    show_default=True,
+    help="Of each loop; measuring prompts takes up to 12 times as long.",
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def command(model: str | None, target: str | None, out: Path, **options: Any) -> None:
+    """Measure what CoreML does on this machine; on others, what can be measured there."""
+    folder = require_converted(resolve(model) if model else default_drafter())
+    pair = pair_of(StackSettings(model=target or "", draft_backend="ngram"))
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {str(out)!r}: there is no such folder")
+    report = without_paths(_measured(folder, Path(pair.model), options))
+    out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    if options["as_json"]:
+        console.write(msgspec.json.encode(report).decode() + "\n")
+    else:
+        for line in lines(report):
+            console.plain().print(line, markup=False)
+        console.plain().print(f"written to {out}", markup=False)
+
+
+def _measured(folder: Path, target: Path, options: dict[str, Any]) -> Report:
+    with contextlib.closing(Lifeline()) as lifeline:
+        common: dict[str, Any] = {"lifeline": lifeline, "model": str(folder)}
+        own = converted(target)
+        probes = _probes(common, _wanted(str(target), own, options))
+        overlap = _overlap(common, str(target), options["seconds"]) if _on_mac() else {}
+    missing: list[str] = [] if _on_mac() else list(_ONLY_ON_A_MAC)
+    # A target of any size drafts for itself on a device alone.
+    drafter = (own if _on_mac() else None) or folder
+    settings = StackSettings(model=str(target), draft_backend="coreml", draft_model=str(drafter))
+    answers: list[Answer] = []
+    failed = ""
+    try:
+        for answer in _answers(settings, options["max_tokens"]):
+            answers.append(answer)
+    except SsdError as error:  # what was measured before is worth its file
+        failed = str(error)
+    return Report(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        machine=_machine(),
+        versions=versions(),
+        model=folder.name,
+        package=read_facts(folder),
+        probes=probes,
+        overlap=overlap,
+        answers=answers,
+        stack=f"{target.name} with {drafter.name}",
+        answers_failed=failed,
+        not_measured=missing if own else [*missing, _SAME_MODEL.format(target.name)],
+    )
+
+
+def _on_mac() -> bool:
+    return sys.platform == "darwin"
+
+
+def _machine() -> dict[str, str]:
+    return {
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        "processor": platform.processor(),
+        "macos": platform.mac_ver()[0],
+        "cores": str(psutil.cpu_count()),
+        "memory_gb": f"{psutil.virtual_memory().total / 1e9:.0f}",
+        "python": platform.python_version(),
+    }
+
+
+def _wanted(target: str, own: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Injection; functions by compute unit, the device beside the reference; prompts; a long run.
+
+    `own` is the target's own conversion, if there is one.
+    """
+    calls, soak, seconds = options["calls"], options["soak"], options["seconds"]
+    wanted: list[dict[str, Any]] = [
+        {"kind": "injection", "target": target, "calls": calls, "half": half}
+        for half in (False, True)
+    ]
+    for units in _UNITS if _on_mac() else ("reference",):
+        wanted.append({"kind": "functions", "compute_units": units, "calls": calls})
+        if _on_mac():
+            wanted.append({"kind": "device", "compute_units": units})
+    units = "cpu_and_ne" if _on_mac() else "reference"
+    if own is not None:
+        prefill = {
+            "kind": "prefill",
+            "model": str(own),
+            "target": target,
+            "seconds": _PREFILL_LOOPS * seconds,
+        }
+        wanted.append({**prefill, "compute_units": units})
+    if soak:
+        wanted.append({"kind": "soak", "compute_units": units, "calls": soak})
+    return wanted
+
+
+def _probes(common: dict[str, Any], wanted: list[dict[str, Any]]) -> list[Found]:
+    found = []
+    for told in wanted:
+        console.human().print(f"measuring: {told['kind']} {told.get('compute_units', '')}".rstrip())
+        with probe(**{**common, **told}) as one:
+            found.append(one.found())
+    return found
+
+
+def _overlap(common: dict[str, Any], target: str, seconds: float) -> dict[str, list[Found]]:
+    """Drafting on the Neural Engine and decoding on the GPU: each alone, then both at once."""
+    told: dict[str, Any] = {"model": common["model"], "seconds": seconds}
+    units = "cpu_and_ne" if _on_mac() else "reference"
+    loops = (
+        {**told, "kind": "draft-loop", "compute_units": units},
+        {**told, "kind": "target-loop", "target": target},
+    )
+    console.human().print("measuring: overlap")
+    alone = []
+    for loop in loops:
+        with probe(common["lifeline"], **loop) as one:
+            alone.append(one.found())
+    with probes_together(common["lifeline"], *loops) as both:
+        return {"alone": alone, "together": [one.found() for one in both]}
+
+
+def _answers(settings: StackSettings, max_tokens: int) -> Iterator[Answer]:
+    """Plain and speculative, at a temperature, on the stack that would be used."""
+    console.human().print(f"measuring: answers at temperature {TEMPERATURE}")
+    sampling = Sampling(temperature=TEMPERATURE, seed=1)
+    plain: list[int] = []
+    with private_stack(settings, console.process_line) as supervisor:
+        client = Client(supervisor.run_dir.clients_address)
+        with contextlib.closing(client):
+            ways: tuple[tuple[Mode, int], ...] = (
+                ("ar", 0), ("sd", _LOOKAHEAD), ("ssd", _LOOKAHEAD), ("ssd", 0),
+            )  # fmt: skip
+            for mode, lookahead in ways:
+                tokens, finished = _ask(client, mode, lookahead, sampling, max_tokens)
+                plain = plain or tokens
+                yield _answer(mode, lookahead, tokens, finished, same=tokens == plain)
+
+
+def _ask(
+    client: Client, mode: Mode, lookahead: int, sampling: Sampling, max_tokens: int
+) -> tuple[list[int], Finished]:
+    request = Generate(
+        request=client.number(),
+        messages=[ChatMessage("user", _PROMPT)],
+        sampling=sampling,
+        max_tokens=max_tokens,
+        mode=mode,
+        lookahead=lookahead,
+        fan_out=_FAN_OUT if mode == "ssd" and lookahead else 0,
+    )
+    tokens: list[int] = []
+    for message in client.generate(request):
+        if isinstance(message, Finished):
+            return tokens, message
+        tokens += message.tokens
+    raise AssertionError("an answer ends with Finished")
+
+
+def _answer(
+    mode: str, lookahead: int, tokens: list[int], finished: Finished, *, same: bool
+) -> Answer:
+    statistics = finished.statistics
+    return Answer(
+        mode=mode,
+        lookahead=lookahead,
+        tokens=len(tokens),
+        tok_s=statistics.tok_s,
+        accepted=statistics.accepted,
+        drafted=statistics.drafted,
+        cache_hits=statistics.cache_hits,
+        cache_misses=statistics.cache_misses,
+        same_as_plain=same,
+    )

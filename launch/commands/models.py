@@ -1,0 +1,194 @@
+"""`ssd models`: models on this machine, and pairs worth having."""
+
+import click
+import msgspec
+import psutil
+from rich.table import Table
+from rich.text import Text
+
+from launch.models.catalog import Fit, Model, pairs, read, shelf
+from launch.models.hub import pull as fetch
+from launch.models.pair import add_default
+from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
+from launch.terminal import console
+from launch.terminal.dashboard import size
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+
+
+@click.group("models")
+def command() -> None:
+    """Models on this machine, and pairs worth having."""
+
+
+@command.command("add")
+@click.argument("pair", type=click.Choice(["default"]))
+def add(pair: str) -> None:
+    """Set up a pair of models.
+
+    `default` is SmolLM2-135M-Instruct and its drafter. What is there already is kept.
+    """
+    del pair
+    add_default(console.human().print)
+
+
+@command.command("list")
+@_JSON
+def list_(*, as_json: bool) -> None:
+    """Show the models here, and which pairs they make.
+
+    It looks into the caches of ssd (~/.cache/ssd) and of Hugging Face (HF_HOME). A pair
+    shares its tokenizer, and its drafter has at most half of the target's parameters.
+    """
+    models = shelf()
+    fits = pairs(models)
+    if as_json:
+        _print({"models": models, "pairs": fits})
+        return
+    if not models:
+        console.plain().print("no models here yet; `ssd models add default` sets up a small pair")
+        return
+    console.plain().print(_models_table(models))
+    for model in models:
+        if model.problem:
+            console.human().print(f"{model.name}: {model.problem}", markup=False)
+    if fits:
+        console.plain().print(_pairs_table(fits))
+
+
+@command.command("inspect")
+@click.argument("model")
+@_JSON
+def inspect(model: str, *, as_json: bool) -> None:
+    """Say what a model is, and what it takes.
+
+    Architecture, parameters, context, vocabulary, quantisation, memory. MODEL is a
+    folder, or a name that `ssd models list` shows. Only the heads of its files are read.
+    """
+    found = read(model)
+    if as_json:
+        _print(found)
+    else:
+        console.plain().print(_card(found))
+
+
+@command.command("pull")
+@click.argument("name")
+@_JSON
+def pull(name: str, *, as_json: bool) -> None:
+    """Fetch a model from the Hugging Face hub.
+
+    NAME is OWNER/NAME; it goes into the hub's own cache. Weights, configuration,
+    tokenizer and chat template; a download that broke off goes on where it ended.
+    HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they mean elsewhere.
+    """
+    folder = fetch(name)
+    console.human().print(f"{name} is at {folder}", markup=False)
+    found = read(str(folder))
+    if as_json:
+        _print(found)
+    else:
+        console.plain().print(_card(found))
+
+
+@command.command("recommend")
+@click.option("--purpose", type=click.Choice(PURPOSES), help="Only pairs for this.")
+@click.option(
+    "--memory",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GB",
+    help="Memory to plan for; this machine's if left out.",
+)
+@_JSON
+def recommend_(purpose: Purpose | None, memory: float | None, *, as_json: bool) -> None:
+    """Name pairs worth trying, by memory and purpose.
+
+    Expectations are assumptions, not measurements of this project: a rate at which drafts
+    are accepted, and the tokens per round that follow from it with 4 draft tokens, which
+    is also the most that speculation could gain. `ssd bench` measures what it gains here.
+    """
+    total = round(memory * 1e9) if memory else psutil.virtual_memory().total
+    found = recommend(total, purpose)
+    if as_json:
+        _print({"memory_bytes": total, "pairs": found})
+        return
+    for entry in found:
+        console.plain().print(_recommended(entry))
+    console.plain().print(
+        f"For {size(total)} of memory. Expected, not measured: tokens per round are the most that "
+        "speculation could gain, if the assumed share of drafts is accepted."
+    )
+
+
+def _print(value: object) -> None:
+    console.write(msgspec.json.encode(value).decode() + "\n")
+
+
+def _models_table(models: list[Model]) -> Table:
+    table = _table("model", "architecture", ">parameters", ">context", ">disk", "vocabulary")
+    for m in models:
+        kind = f"{m.architecture} ({m.quantization})" if m.quantization else m.architecture
+        count, context = _billions(m.parameters), str(m.context_length or "-")
+        table.add_row(
+            m.name, kind or "-", count, context, size(m.disk_bytes), m.vocabulary[:8] or "-"
+        )
+    return table
+
+
+def _pairs_table(fits: list[Fit]) -> Table:
+    table = _table("pairs: target", "drafter", ">size of it")
+    for fit in fits:
+        table.add_row(fit.model, fit.draft_model, f"{100 * fit.ratio:.0f} %")
+    return table
+
+
+def _card(model: Model) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    on_cpu, stored = 4 * model.parameters, model.weight_bytes
+    per_token = model.kv_bytes_per_token
+    rows = {
+        "model": model.name,
+        "folder": model.folder,
+        "architecture": model.architecture,
+        "parameters": _billions(model.parameters),
+        "quantisation": model.quantization or "none",
+        "context": f"{model.context_length} tokens" if model.context_length else "not said",
+        "vocabulary": f"{model.vocabulary_size} tokens, fingerprint {model.vocabulary}",
+        "head": "frequent tokens only: a drafter" if model.only_drafts else "whole",
+        "on disk": size(model.disk_bytes),
+        "weights in memory": f"{size(stored)} on a GPU, {size(on_cpu)} on a CPU",
+        "KV in memory": f"{per_token / 1e3:.1f} kB a token on a GPU, twice that on a CPU",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _recommended(r: Recommendation) -> Text:
+    fits = "" if r.fits else ", too much"
+    facts = [
+        f"drafter  {r.draft_model}",
+        f"{', '.join(r.purposes)}; {size(r.memory_bytes)}{fits}",
+        f"expected up to {r.expected_tokens_per_round:.1f} tokens a round "
+        f"({r.assumed_acceptance:.2f} of the drafts accepted: assumed)",
+    ]
+    facts += [f"measured {r.measured}"] if r.measured else []
+    facts += [r.note] if r.note else []
+    dim = "" if r.fits else "dim"
+    return Text.assemble((r.model, f"bold {dim}"), ("".join(f"\n  {fact}" for fact in facts), dim))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        right = column.startswith(">")
+        name = column.removeprefix(">")
+        # Names are there to be copied: never cut.
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    return table
+
+
+def _billions(parameters: int) -> str:
+    if not parameters:
+        return "-"
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"

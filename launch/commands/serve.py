@@ -1,0 +1,22 @@
+"""`ssd serve`: a stack behind an OpenAI-compatible HTTP API."""
+
+from typing import Any
+
+import click
+
+from launch.commands import launch
+from launch.settings.options import http_options, stack_options
+from launch.stack.run_dir import DEFAULT_NAME
+
+
+@click.command("serve")
+@stack_options()
+@http_options()
+@click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
+def command(name: str, **options: Any) -> None:
+    """Start a stack that answers HTTP as OpenAI's API does, until Ctrl-C.
+
+    Any OpenAI client works: base_url http://127.0.0.1:8080/v1. It listens on this machine
+    only; an address that others can reach needs an API key.
+    """
+    launch.run(name, {**options, "http": True})

@@ -1,0 +1,93 @@
+"""`ssd simulate`: what a device that you do not have would gain."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from launch.bench import simulate as simulation
+from launch.terminal import console
+from orchestrator.simulation.run import simulate
+from orchestrator.simulation.scenario import Scenario, Strategy
+from orchestrator.simulation.sweep import compare, fixed_pairs
+from protocol.messages import FanOutPolicy
+
+UNIT = click.FloatRange(0, 1)
+
+
+@click.command("simulate")
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.option("--preset", type=click.Choice(simulation.presets()), help="A device we describe.")
+@click.option("--t-verify", help="T_v(m) in ms: 49 for any m, or 1:49,2:54,4:62,6:79.")
+@click.option("--t-draft", help="T_d(B) of one tree step over B branches in ms, likewise.")
+@click.option("--alpha", type=UNIT, help="Rate at which draft tokens are accepted.")
+@click.option("--r", type=float, help="Exponent of the misses after a rejection.")
+@click.option("--first", type=UNIT, help="Hit rate after a rejection with one candidate.")
+@click.option("--r-all", type=float, help="As --r, where all was accepted.")
+@click.option("--first-all", type=UNIT, help="As --first, where all was accepted.")
+@click.option("--burst", type=UNIT, help="How uneven the text is; 0 is not at all.")
+@click.option("--stretch", type=float, help="Mean tokens of an easy or hard stretch.")
+@click.option("--insight", type=UNIT, help="What the drafter knows of its own success.")
+@click.option("--ipc", type=float, help="Milliseconds per message.")
+@click.option(
+    "--contention", type=float, help="How much slower T_v is beside drafting; .1: a tenth."
+)
+@click.option("--jitter", type=UNIT, help="Spread of every time.")
+@click.option("--whole-tree", is_flag=True, default=None, help="Wait for trees, as the paper does.")
+@click.option("--tokens", "-m", type=click.IntRange(min=2), help="Length of the answer.")
+@click.option("--seed", type=click.IntRange(min=0))
+@click.option("--num-draft-tokens", type=click.IntRange(1, 64), help="Also try this K, fixed.")
+@click.option("--fan-out", type=click.IntRange(1, 256), help="Also try this B, fixed.")
+@click.option(
+    "--fan-out-policy",
+    type=click.Choice(get_args(FanOutPolicy)),
+    default="online",
+    show_default=True,
+)
+@click.option("--sweep", is_flag=True, help="Also try all fixed K and B of a grid.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def command(file: Path | None, preset: str | None, **options: Any) -> None:
+    """Simulate decoding on a device that is only described: by flags, a TOML file or a preset.
+
+    The decisions are made by the code that decides in `ssd generate`; times and tokens come
+    from models.
+    """  # fmt: skip
+    as_json, sweep = options.pop("as_json"), options.pop("sweep")
+    asked = _asked(options)
+    given = {name: value for name, value in options.items() if value is not None}
+    scenario = simulation.scenario_of(file, preset, given)
+    _run(scenario, asked, sweep=sweep, as_json=as_json)
+
+
+def _asked(options: dict[str, Any]) -> Strategy:
+    """Take the strategy out of the options."""
+    return Strategy(
+        lookahead=options.pop("num_draft_tokens") or 0,
+        fan_out=options.pop("fan_out") or 0,
+        fan_out_policy=options.pop("fan_out_policy"),
+    )
+
+
+def _run(scenario: Scenario, asked: Strategy, *, sweep: bool, as_json: bool) -> None:
+    policy = asked.fan_out_policy
+    with console.human().status("simulating") as status:
+        found = compare(
+            scenario, fixed_pairs(policy=policy) if sweep else (), policy, status.update
+        )
+        runs = [found.plain, found.sequential, found.adaptive]
+        if asked.lookahead or asked.fan_out:
+            runs.append(simulate(scenario, asked))
+    if found.best_fixed is not None:
+        runs.append(found.best_fixed)
+    if as_json:
+        all_runs = [*runs[:-1], *found.fixed] if found.fixed else runs
+        click.echo(simulation.as_json(scenario, all_runs, found))
+        return
+    out = console.plain()
+    out.print(simulation.HEADLINE, markup=False)
+    out.print(f"{scenario.name}: {scenario.note}" if scenario.note else scenario.name, markup=False)
+    out.print(simulation.table(runs, found.plain))
+    out.print(simulation.LEGEND, markup=False)
+    if found.fixed:
+        out.print(simulation.grid(found))
+    out.print(simulation.verdict(found), markup=False)

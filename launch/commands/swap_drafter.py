@@ -1,0 +1,44 @@
+"""`ssd swap-drafter`: another drafter for a running stack."""
+
+import click
+
+from launch.keyring import public_key
+from launch.models.pair import command_of
+from launch.settings.settings import stack_settings
+from launch.stack.control import ask_supervisor
+from launch.stack.run_dir import DEFAULT_NAME
+from launch.terminal import console
+from protocol.messages import SwapDrafter
+from protocol.settings import BACKENDS
+
+
+@click.command("swap-drafter")
+@click.option("--backend", type=click.Choice(BACKENDS), required=True)
+@click.option("--draft-model", default="", help="Model folder or hub name, for mlx and coreml.")
+@click.option("--draft-command", default="", help="Program that drafts, for stdio.")
+@click.option("--draft-lines", is_flag=True, help="It speaks the line protocol.")
+@click.option("--draft-server", default="", help="Where it listens, tcp://HOST:PORT, for remote.")
+@click.option("--draft-server-key", default="", help="Its public key, or its name in `ssd keys`.")
+@click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
+def command(
+    *,
+    backend: str,
+    draft_model: str,
+    draft_command: str,
+    draft_lines: bool,
+    draft_server: str,
+    draft_server_key: str,
+    name: str,
+) -> None:
+    """Exchange the drafter of a running stack; requests go on."""
+    timeout_s = stack_settings({}).start_timeout_s
+    swap = SwapDrafter(
+        backend=backend,
+        model=draft_model,
+        command=list(command_of(draft_command)),
+        lines=draft_lines,
+        server=draft_server,
+        server_key=public_key(draft_server_key) if draft_server_key else "",
+    )
+    ask_supervisor(name, swap, timeout_s)
+    console.human().print(f"the stack {name!r} now drafts with {backend}")

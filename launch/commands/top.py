@@ -1,0 +1,62 @@
+"""`ssd top`: a running stack, live."""
+
+import contextlib
+from collections import deque
+
+import click
+import msgspec
+from rich.live import Live
+
+from launch.stack.run_dir import DEFAULT_NAME
+from launch.stack.snapshot import Observer, Picture
+from launch.terminal import console
+from launch.terminal.dashboard import drawn
+from launch.terminal.keypress import Keys
+
+_REMEMBERED = 40
+"""Speeds that the line of bars shows."""
+
+
+@click.command("top")
+@click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    help="Seconds between two looks.",
+)
+@click.option("--once", is_flag=True, help="Look once and end; so does a pipe instead of a screen.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a look.")
+def command(name: str, interval: float, *, once: bool, as_json: bool) -> None:
+    """Watch a running stack, live.
+
+    Processes, requests, speed, and what the planner chose. Speed, acceptance and hits are
+    those of the last ten seconds. q or Ctrl-C ends it.
+    """
+    with contextlib.closing(Observer(name)) as observer, contextlib.closing(Keys()) as keys:
+        picture = observer.first()
+        if as_json:
+            _print_json(picture)
+            while not once and keys.wait(interval) not in {"q", "Q"}:
+                _print_json(observer.look())
+        elif once or not console.plain().is_terminal:
+            console.plain().print(drawn(picture, [], ""))
+        else:
+            _watch(observer, keys, picture, interval)
+
+
+def _print_json(picture: Picture) -> None:
+    console.write(msgspec.json.encode(picture).decode() + "\n")
+
+
+def _watch(observer: Observer, keys: Keys, picture: Picture, interval: float) -> None:
+    speeds: deque[float] = deque(maxlen=_REMEMBERED)
+    with Live(screen=True, auto_refresh=False) as live:
+        while True:
+            if picture.status is not None:
+                speeds.append(picture.status.recent.tok_s)
+            live.update(drawn(picture, list(speeds), "q ends"), refresh=True)
+            if keys.wait(interval) in {"q", "Q"}:
+                return
+            picture = observer.look()

@@ -1,0 +1,162 @@
+"""Models in the caches of this machine, and which of them fit each other as a pair."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from launch.models.weights import Weights, weights_of
+from launch.settings.settings import cache_dir
+from protocol.decoding.vocabulary import Vocabulary, vocabulary_of
+from protocol.errors import ModelError, UsageError
+
+Source = Literal["ssd", "hub", "folder"]
+"""Our own cache, the Hugging Face cache, or a folder that was named."""
+
+_HEAD_FILE = "draft_head.json"
+_NEEDED = ("config.json", "tokenizer.json")
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model folder: what its files say."""
+
+    name: str
+    """As --model and --draft-model take it."""
+    folder: str
+    source: Source
+    disk_bytes: int
+    architecture: str = ""
+    parameters: int = 0
+    quantization: str = ""
+    """Bits and group size; empty for weights that are not quantised."""
+    context_length: int = 0
+    """Tokens it can attend to; 0 if it does not say."""
+    weight_bytes: int = 0
+    """As stored."""
+    kv_bytes_per_token: int = 0
+    """With 2 bytes per number."""
+    vocabulary: str = ""
+    """Fingerprint of its token -> id map."""
+    vocabulary_size: int = 0
+    only_drafts: bool = False
+    """Its head knows only the frequent tokens."""
+    problem: str = ""
+    """Why it cannot be used, if so."""
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """Two models that share a tokenizer."""
+
+    model: str
+    draft_model: str
+    ratio: float
+    """Parameters of the drafter over those of the target: what a draft token costs, roughly."""
+
+
+def shelf() -> list[Model]:
+    """All models in the caches, those of ours first."""
+    return [*_own(), *_of_hub()]
+
+
+def read(reference: str) -> Model:
+    """One model: a folder, or a name that is in a cache. Nothing is downloaded.
+
+    Raises:
+        UsageError: it is not on this machine.
+        ModelError: its files are missing or not what they should be.
+    """
+    folder = Path(reference).expanduser()
+    found: Model | None
+    if folder.is_dir():
+        found = _described(str(folder), folder.resolve(), "folder", _disk(folder))
+    else:
+        found = next((model for model in shelf() if model.name == reference), None)
+    if found is None:
+        raise UsageError(
+            f"there is no model {reference!r} on this machine; `ssd models list` shows those that "
+            "there are, `ssd models pull OWNER/NAME` fetches one from the hub"
+        )
+    if found.problem:
+        raise ModelError(found.problem)
+    return found
+
+
+def pairs(models: Iterable[Model]) -> list[Fit]:
+    """Which can draft for which: the same tokens, and at most half the parameters."""
+    usable = [model for model in models if not model.problem]
+    fits = [
+        Fit(target.name, drafter.name, drafter.parameters / target.parameters)
+        for target in usable
+        for drafter in usable
+        if not target.only_drafts
+        and target.vocabulary == drafter.vocabulary
+        and 0 < 2 * drafter.parameters <= target.parameters
+    ]
+    return sorted(fits, key=lambda fit: (fit.model, fit.ratio))
+
+
+def _own() -> Iterator[Model]:
+    base = cache_dir() / "models"
+    for folder in sorted(base.iterdir()) if base.is_dir() else ():
+        if folder.is_dir() and not folder.name.startswith("."):
+            yield _described(folder.name, folder, "ssd", _disk(folder))
+
+
+def _of_hub() -> Iterator[Model]:
+    # Heavy, and needed only here.
+    from huggingface_hub import constants, scan_cache_dir  # noqa: PLC0415
+    from huggingface_hub.errors import CacheNotFound  # noqa: PLC0415
+
+    try:
+        cached = scan_cache_dir(constants.HF_HUB_CACHE)
+    except CacheNotFound:
+        return
+    for repository in sorted(cached.repos, key=lambda repo: repo.repo_id):
+        if repository.repo_type != "model" or not repository.revisions:
+            continue
+        latest = max(repository.revisions, key=lambda revision: revision.last_modified)
+        folder = Path(latest.snapshot_path)
+        yield _described(repository.repo_id, folder, "hub", repository.size_on_disk)
+
+
+def _described(name: str, folder: Path, source: Source, disk_bytes: int) -> Model:
+    """Read the small files and the heads of the large ones; what is wrong becomes `problem`."""
+    bare = Model(name=name, folder=str(folder), source=source, disk_bytes=disk_bytes)
+    if missing := [file for file in _NEEDED if not (folder / file).is_file()]:
+        problem = f"the model folder {str(folder)!r} has no {missing[0]}"
+        return msgspec.structs.replace(bare, problem=problem)
+    try:
+        weights, vocabulary = weights_of(folder), vocabulary_of(folder)
+    except ModelError as error:
+        return msgspec.structs.replace(bare, problem=str(error))
+    return _complete(bare, weights, vocabulary)
+
+
+def _complete(bare: Model, weights: Weights, vocabulary: Vocabulary) -> Model:
+    folder = Path(bare.folder)
+    return msgspec.structs.replace(
+        bare,
+        architecture=weights.architecture,
+        parameters=weights.parameters,
+        quantization=_quantization(folder),
+        context_length=weights.context_length,
+        weight_bytes=weights.bytes_as_stored,
+        kv_bytes_per_token=weights.kv_bytes_on("gpu"),
+        vocabulary=vocabulary.fingerprint,
+        vocabulary_size=vocabulary.size,
+        only_drafts=(folder / _HEAD_FILE).is_file(),
+    )
+
+
+def _quantization(folder: Path) -> str:
+    config: dict[str, Any] = msgspec.json.decode((folder / "config.json").read_bytes())
+    said = config.get("quantization") or config.get("quantization_config")
+    if not isinstance(said, dict) or "bits" not in said:
+        return ""
+    group = said.get("group_size")
+    return f"{said['bits']} bits" + (f", groups of {group}" if group else "")
+
+
+def _disk(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

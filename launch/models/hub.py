@@ -1,0 +1,53 @@
+"""Fetching a model from the hub, with a sentence for each way in which that can fail."""
+
+from pathlib import Path
+
+from launch.models.pair import HUB_PATTERNS
+from protocol.errors import ModelError, RuntimeFailure, UsageError
+
+_LONGEST = 200
+
+
+def pull(name: str) -> Path:
+    """The folder of the hub model `owner/name`; the library shows its own progress.
+
+    What is in the cache already is not fetched again.
+
+    Raises:
+        UsageError: this is no name of a model on the hub.
+        ModelError: there is no such model, or it may not be had.
+        RuntimeFailure: the hub cannot be reached, or the download broke off.
+    """
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise UsageError(f"{name!r} is no model on the hub; its name looks like OWNER/NAME")
+    # Heavy, and needed only here.
+    from huggingface_hub import constants, errors, snapshot_download  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except errors.HFValidationError as error:
+        raise UsageError(f"{name!r} cannot name a model: {_first_line(error)}") from error
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"{name!r} is given only to those who accept its terms: do so on its page on the hub, "
+            "then set HF_TOKEN to a token of yours"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"the hub has no model {name!r}, or it is private; a private one needs HF_TOKEN"
+        ) from error
+    # Which library carries the bytes, and so what it raises, changes with its version.
+    except Exception as error:
+        if constants.HF_HUB_OFFLINE:
+            raise RuntimeFailure(
+                f"{name!r} is not in the cache, and HF_HUB_OFFLINE forbids to fetch it"
+            ) from error
+        raise RuntimeFailure(
+            f"{name!r} cannot be fetched; is the hub reachable from here? "
+            f"The same command goes on where this one ended. ({_first_line(error)})"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:_LONGEST]

@@ -1,0 +1,1 @@
+"""Settings of a stack, and the flags that several commands share."""

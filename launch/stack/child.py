@@ -1,0 +1,118 @@
+"""One child process: started by module name, tied to us by a lifeline, logged to a file."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from launch.settings.settings import child_environment
+from protocol.process.child import ERROR_PREFIX
+from protocol.settings import ChildSettings, ServiceSettings, encode_settings
+
+_KILL_S = 5.0
+
+
+class Child:
+    """A child of the supervisor.
+
+    The child inherits the read end of a pipe whose write end only we hold. When we die,
+    however we die, the pipe closes and the child ends itself.
+    """
+
+    def __init__(self, role: str, module: str, settings: ChildSettings, log: Path) -> None:
+        self.role = role
+        self.log = log
+        self._killed_because = ""
+        self._farewell_s = settings.farewell_s
+        # -P: a folder named `services` in the user's working directory must not shadow ours.
+        command = [sys.executable, "-P", "-m", module, encode_settings(settings)]
+        device = settings.device if isinstance(settings, ServiceSettings) else ""
+        with log.open("ab") as output:
+            self._log_start = output.tell()  # before it are the words of others
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=settings.descriptors,
+                env=child_environment(device),
+                start_new_session=True,  # Ctrl-C is for the supervisor, which then stops us
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self.process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative is the signal that ended it."""
+        return self.process.poll()
+
+    def last_words(self) -> str:
+        """Why it ended: our reason, the error sentence it left, or its exit status."""
+        if self._killed_because:
+            return self._killed_because
+        with contextlib.suppress(OSError):
+            own = self.log.read_bytes()[self._log_start :].decode(errors="replace")
+            for line in reversed(own.splitlines()[-50:]):
+                if line.startswith(ERROR_PREFIX):
+                    return line.removeprefix(ERROR_PREFIX)
+        code = self.exit_code
+        if code is not None and code < 0:
+            return f"the {self.role} was killed by signal {-code}"
+        return f"the {self.role} ended with exit code {code}"
+
+    def kill(self, reason: str) -> None:
+        """End it at once, because it would not end by itself; `reason` becomes its last words."""
+        self._killed_because = reason
+        self._kill()
+
+    def ask_to_end(self) -> None:
+        """First rung of the ladder: SIGTERM."""
+        if self.exit_code is None:
+            self.process.terminate()
+
+    def end(self) -> None:
+        """Wait for the end, then force it, and reap."""
+        try:
+            self.process.wait(self._farewell_s)
+        except subprocess.TimeoutExpired:
+            self._kill()
+
+    def _kill(self) -> None:
+        self.process.kill()
+        # The system may take long to take back its memory; others must not be left for that.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_KILL_S)
+
+
+def end_all(children: Collection[Child]) -> None:
+    """End these children in an orderly way, all at the same time."""
+    for child in children:
+        child.ask_to_end()
+    for child in children:
+        child.end()
+
+
+def kill_all(children: Collection[Child]) -> None:
+    """End them at once; whoever waits for them goes on."""
+    for child in children:
+        child.process.kill()
+
+
+class Lifeline:
+    """The pipe that ties all children of one supervisor to its life."""
+
+    def __init__(self) -> None:
+        self.child_end, self._own_end = os.pipe()
+        self._open = True
+
+    def close(self) -> None:
+        """Let go: children that still run end themselves; safe to call twice."""
+        if self._open:
+            self._open = False  # the numbers are soon those of other files
+            os.close(self.child_end)
+            os.close(self._own_end)

@@ -1,0 +1,96 @@
+"""The HTTP door's listening socket, and whether it may stand open at all."""
+
+import contextlib
+import http.client
+import ipaddress
+import socket
+from pathlib import Path
+
+from launch.settings.settings import StackSettings
+from protocol.errors import UsageError
+from protocol.process.closeable import Closing
+
+_BACKLOG = 512
+
+
+class Door(Closing):
+    """Listens as long as the stack lives; gateways come and go behind it.
+
+    Raises:
+        UsageError: the address is taken or unknown, or it is public and there is no key.
+    """
+
+    def __init__(self, settings: StackSettings) -> None:
+        host, port = settings.host, settings.port
+        self.host = host
+        self._socket: socket.socket | None = None
+        if not settings.api_key and not _is_loopback(host):
+            raise UsageError(
+                f"{host!r} can be reached by others: give an API key (SSD_API_KEY), "
+                "or listen on 127.0.0.1"
+            )
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            # `localhost` is often both; most clients mean the older one.
+            family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address)
+            self._socket.listen(_BACKLOG)
+        except OSError as error:
+            self.close()
+            reason = error.strerror or error
+            raise UsageError(f"cannot listen on {host}:{port}: {reason}") from error
+
+    @property
+    def listener(self) -> int:
+        """Its file descriptor."""
+        return self._open.fileno()
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        port = self._open.getsockname()[1]
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{port}"
+
+    def answers(self, timeout_s: float) -> bool:
+        """Whether a gateway has taken its place behind the door."""
+        host, port = self._open.getsockname()[:2]
+        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        with contextlib.closing(connection):
+            try:
+                connection.request("GET", "/health")
+                return connection.getresponse().status > 0
+            except (OSError, http.client.HTTPException):
+                return False
+
+    @property
+    def _open(self) -> socket.socket:
+        if self._socket is None:
+            raise UsageError("the HTTP door is closed")
+        return self._socket
+
+    def close(self) -> None:
+        """Stop listening; safe to call twice."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def write_key(folder: Path, key: str) -> str:
+    """Put the API key where only the gateway finds it; returns the file, or "" without a key."""
+    if not key:
+        return ""
+    path = folder / "api-key"
+    path.touch(mode=0o600)
+    path.write_text(key, encoding="utf-8")
+    return str(path)

@@ -1,0 +1,129 @@
+"""Waiting for the first processes of a stack."""
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from launch.stack.child import Child
+from launch.stack.http_listener import Door
+from protocol.client.client import Client
+from protocol.errors import BY_EXIT_CODE, DeadlineExceeded, RuntimeFailure
+from protocol.messages import ServiceDown, Status
+from protocol.transport.channel import Deadline
+
+TICK_S = 0.05
+STILL_LOADING = "still loading"
+"""How the state of a process begins that takes long to become ready."""
+_SAY_EVERY_S = 10.0
+_ELSEWHERE_S = 5.0
+"""A drafter on another machine may not be there: the stack begins without it after so long."""
+
+
+def await_ready(
+    address: str,
+    children: Mapping[str, Child],
+    timeout_s: float,
+    *,
+    tell: Callable[[str, str], None],
+    door: Door | None,
+    optional: frozenset[str],
+) -> set[str]:
+    """Wait until all processes are ready; returns those of `optional` that are not.
+
+    Raises:
+        ModelError, UsageError: a child could not start, with its reason.
+        RuntimeFailure: a child died, or was not ready in time.
+    """
+    deadline, patience, quiet = Deadline(timeout_s), Deadline(_ELSEWHERE_S), Deadline(_SAY_EVERY_S)
+    needed = [child for role, child in children.items() if role not in optional]
+    missing = {"verifier", "drafter"}
+    with contextlib.closing(Client(address)) as client:
+        for _ in _looks(needed, deadline, missing):
+            status = ask_status(client)
+            for role in {s.role for s in status.services} & missing if status else set():
+                missing.remove(role)
+                tell(role, "ready")
+            if not missing or (missing <= optional and _given_up(children, missing, patience)):
+                break
+            if quiet.passed:
+                quiet = Deadline(_SAY_EVERY_S)
+                for late in sorted(missing):
+                    tell(late, f"{STILL_LOADING}, {timeout_s - deadline.remaining:.0f} s so far")
+    tell("orchestrator", "ready")
+    if door is not None:
+        for _ in _looks(needed, deadline, {"gateway"}):
+            if door.answers(timeout_s=1.0):
+                break
+        tell("gateway", f"ready at {door.url}")
+    return missing
+
+
+def await_drafter(
+    child: Child,
+    old: Child,
+    client: Client,
+    timeout_s: float,
+    *,
+    meanwhile: Callable[[], None],
+    ended: Callable[[], bool],
+) -> None:
+    """Wait until the orchestrator knows this drafter; it hears if `old` ends before that.
+
+    Args:
+        child: the new drafter.
+        old: the one whose place it takes.
+        client: of the orchestrator.
+        timeout_s: how long to wait.
+        meanwhile: is done again and again.
+        ended: whether the stack has ended, so that nobody needs a drafter any more.
+
+    Raises:
+        SsdError: it ended, with its reason, or was not ready in time.
+    """
+    told = False
+    for _ in _looks([child], Deadline(timeout_s), {"new drafter"}):
+        if ended():
+            raise RuntimeFailure("the stack ended before the new drafter was ready")
+        meanwhile()
+        if not told and old.exit_code is not None:  # else requests would wait for its drafts
+            told = True
+            reason = old.last_words()
+            client.service_down(
+                ServiceDown(role="drafter", pid=old.pid, reason=reason, final=False)
+            )
+        status = ask_status(client)
+        if status and child.pid in {service.pid for service in status.services}:
+            return
+
+
+def ask_status(client: Client) -> Status | None:
+    """The orchestrator's status, unless it is busy or not there."""
+    try:
+        return client.status(timeout_s=0.5)
+    except DeadlineExceeded:
+        return None
+
+
+def _looks(needed: list[Child], deadline: Deadline, missing: Collection[str]) -> Iterator[None]:
+    """Look after look, until the caller has seen enough; raises if there is no hope any more."""
+    while True:
+        _raise_if_dead(needed)
+        if deadline.passed:
+            raise DeadlineExceeded(
+                f"the {' and '.join(sorted(missing))} did not become ready within "
+                f"{deadline.seconds:g} s (start_timeout_s)"
+            )
+        yield
+        time.sleep(TICK_S)
+
+
+def _given_up(children: Mapping[str, Child], missing: set[str], patience: Deadline) -> bool:
+    return patience.passed or any(children[role].exit_code is not None for role in missing)
+
+
+def _raise_if_dead(needed: list[Child]) -> None:
+    """While starting, a child's end is the end of it all; the first cause is what counts."""
+    for child in needed:
+        if child.exit_code is not None:
+            kind = BY_EXIT_CODE.get(child.exit_code, RuntimeFailure)
+            raise kind(child.last_words())

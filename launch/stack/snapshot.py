@@ -1,0 +1,147 @@
+"""What a running stack is doing: asked of its supervisor, its orchestrator and the system."""
+
+import time
+
+import msgspec
+import psutil
+
+from launch.stack.control import ask_supervisor
+from launch.stack.run_dir import RunDir
+from protocol.client.client import Client
+from protocol.errors import RuntimeFailure, SsdError, UsageError
+from protocol.messages import ProcessStatus, Stack, StackRequest, Status
+from protocol.process.closeable import Closing
+
+_ANSWER_S = 2.0
+_SETTLE_S = 0.2
+"""What the first measurement of CPU use is about."""
+
+
+class ProcessFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of the stack, as its supervisor and the system see it."""
+
+    role: str
+    pid: int
+    state: str
+    """running, starting, lost; stopped if a signal did that; gone if it has just ended."""
+    restarts: int
+    backend: str
+    model: str
+    device: str
+    memory_bytes: int
+    """Resident; what processes share is counted in each."""
+    cpu_percent: float
+    """Since the last look; 100 is one core."""
+    uptime_s: float
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    """A stack at one moment."""
+
+    name: str
+    at: float
+    """Seconds since the epoch."""
+    uptime_s: float
+    processes: list[ProcessFigures]
+    free_memory_bytes: int
+    status: Status | None
+    """What the orchestrator says; None if it does not answer."""
+    problems: list[str]
+    """Who did not answer, and why."""
+
+
+class Observer(Closing):
+    """Looks at the stack `name` again and again.
+
+    Raises:
+        UsageError: no such stack is running.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._run_dir = RunDir(name)
+        self._name = name
+        self._seen: dict[int, psutil.Process] = {}
+        description = self._run_dir.running()
+        if description is None:
+            raise UsageError(f"no stack named {name!r} is running; start one with `ssd launch`")
+        self._description = description
+        self._client = Client(self._run_dir.clients_address)
+
+    def first(self) -> Picture:
+        """A picture whose CPU use is that of a moment; the system counts between two looks."""
+        self.look()
+        time.sleep(_SETTLE_S)
+        return self.look()
+
+    def look(self) -> Picture:
+        """What it is doing now; raises RuntimeFailure once the stack has ended."""
+        if (description := self._run_dir.running()) is None:
+            raise RuntimeFailure(f"the stack {self._name!r} has ended")
+        self._description = description
+        problems: list[str] = []
+        processes = self._processes(problems)
+        status = self._status(problems)
+        return Picture(
+            name=self._name,
+            at=time.time(),
+            uptime_s=max(0.0, time.time() - self._description.started),
+            processes=processes,
+            free_memory_bytes=psutil.virtual_memory().available,
+            status=status,
+            problems=problems,
+        )
+
+    def _status(self, problems: list[str]) -> Status | None:
+        try:
+            return self._client.status(_ANSWER_S)
+        except SsdError as error:
+            problems.append(f"the orchestrator does not answer: {error}")
+            return None
+
+    def _processes(self, problems: list[str]) -> list[ProcessFigures]:
+        supervisor = ProcessStatus(
+            role="supervisor",
+            pid=self._description.pid,
+            backend="",
+            model="",
+            state="running",
+            restarts=0,
+        )
+        children: list[ProcessStatus] = []
+        try:
+            answer = ask_supervisor(self._name, StackRequest(), _ANSWER_S)
+            children = answer.processes if isinstance(answer, Stack) else []
+        except SsdError as error:
+            problems.append(f"the supervisor does not answer: {error}")
+        told = [supervisor, *children]
+        self._seen = {pid: p for pid, p in self._seen.items() if pid in {t.pid for t in told}}
+        return [self._figures(status) for status in told]
+
+    def _figures(self, told: ProcessStatus) -> ProcessFigures:
+        memory, cpu, uptime, state = 0, 0.0, 0.0, told.state
+        try:
+            process = self._seen.setdefault(told.pid, psutil.Process(told.pid))
+            with process.oneshot():
+                memory = process.memory_info().rss
+                cpu = process.cpu_percent()
+                uptime = max(0.0, time.time() - process.create_time())
+                if process.status() == psutil.STATUS_STOPPED:
+                    state = "stopped"
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            state = state if state == "lost" else "gone"
+        return ProcessFigures(
+            role=told.role,
+            pid=told.pid,
+            state=state,
+            restarts=told.restarts,
+            backend=told.backend,
+            model=told.model,
+            device=told.device,
+            memory_bytes=memory,
+            cpu_percent=cpu,
+            uptime_s=uptime,
+        )
+
+    def close(self) -> None:
+        """Close the connection to the orchestrator."""
+        self._client.close()

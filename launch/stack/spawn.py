@@ -1,0 +1,129 @@
+"""What each process of a stack is told when it is started."""
+
+from pathlib import Path
+
+from launch.models.coreml_models import require_converted
+from launch.models.pair import Pair
+from launch.settings.settings import StackSettings, cache_dir, machine_name, share_cores
+from launch.stack.child import Child
+from launch.stack.http_listener import Door, write_key
+from launch.stack.run_dir import RunDir
+from protocol.decoding.presets import preset
+from protocol.messages import Sampling
+from protocol.settings import (
+    DrafterSettings,
+    GatewaySettings,
+    OrchestratorSettings,
+    VerifierSettings,
+)
+
+
+def start_orchestrator(
+    settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int
+) -> Child:
+    """Start the orchestrator."""
+    told = OrchestratorSettings(
+        lifeline=lifeline,
+        log_level=settings.log_level,
+        services_address=run_dir.services_address,
+        clients_address=run_dir.clients_address,
+        run_dir=str(run_dir.path),
+        model=pair.model,
+        concurrency=settings.decode_concurrency,
+        max_waiting=settings.max_waiting,
+        max_prompt_tokens=settings.max_prompt_tokens,
+        draft_timeout_s=settings.draft_timeout_s,
+        verify_timeout_s=settings.verify_timeout_s,
+        hang_timeout_s=settings.hang_timeout_s,
+        first_timeout_s=settings.start_timeout_s,
+        learned_dir=str(cache_dir() / "learned") if settings.memory else "",
+        # All that times depend on, besides the models.
+        machine=f"{machine_name()} {settings.target_device} {settings.draft_device} "
+        f"{settings.emulate_target_cost}",
+    )
+    return Child("orchestrator", "orchestrator.main", told, run_dir.log("orchestrator"))
+
+
+def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int) -> Child:
+    """Start a verifier."""
+    cores = share_cores(pair.backend).verifier
+    told = VerifierSettings(
+        lifeline=lifeline,
+        log_level=settings.log_level,
+        address=run_dir.services_address,
+        model=pair.model,
+        cores=cores,
+        threads=max(1, len(cores)),
+        prefill_step_size=settings.prefill_step_size,
+        prompt_cache_size=settings.prompt_cache_size,
+        prompt_cache_bytes=settings.prompt_cache_bytes,
+        prompt_cache_file=_absolute(settings.prompt_cache_file),
+        kv_bytes=settings.kv_bytes,
+        device=settings.target_device,
+        prefill=settings.prefill,
+        prefill_model=_prefill_model(settings, pair),
+        compute_units=settings.compute_units,
+        emulated_cost=settings.emulate_target_cost,
+    )
+    return Child("verifier", "services.verifier.main", told, run_dir.log("verifier"))
+
+
+def _absolute(file: str) -> str:
+    return str(Path(file).expanduser().absolute()) if file else ""
+
+
+def _prefill_model(settings: StackSettings, pair: Pair) -> str:
+    """The converted target, if prompts are to go through it; raises ModelError without one."""
+    return "" if settings.prefill == "mlx" else str(require_converted(Path(pair.model)))
+
+
+def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int) -> Child:
+    """Start a drafter."""
+    cores = share_cores(pair.backend).drafter
+    told = DrafterSettings(
+        lifeline=lifeline,
+        log_level=settings.log_level,
+        address=run_dir.services_address,
+        backend=pair.backend,
+        compute_units=settings.compute_units,
+        # Lookup drafts without a model, but the target's tokenizer tells what a schema allows.
+        model=pair.model if pair.backend == "ngram" else pair.draft_model,
+        command=list(pair.command),
+        lines=pair.lines,
+        server=pair.far.address if pair.far else "",
+        server_key=pair.far.key if pair.far else "",
+        key_file=str(pair.far.own) if pair.far else "",
+        ready_timeout_s=settings.start_timeout_s,
+        answer_timeout_s=settings.draft_timeout_s,
+        cores=cores,
+        threads=max(1, len(cores)),
+        prefill_step_size=settings.prefill_step_size,
+        prompt_cache_size=settings.prompt_cache_size,
+        prompt_cache_bytes=settings.prompt_cache_bytes,
+        # Other backends have no device to choose; one may have been swapped in.
+        device=settings.draft_device if pair.backend == "mlx" else "",
+    )
+    return Child("drafter", "services.drafter.main", told, run_dir.log("drafter"))
+
+
+def start_gateway(
+    settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int, door: Door
+) -> Child:
+    """Start a gateway behind the door."""
+    folder = Path(pair.model)
+    called = [folder.name, settings.model, pair.model, "default", "default_model"]
+    told = GatewaySettings(
+        lifeline=lifeline,
+        clients_address=run_dir.clients_address,
+        listener=door.listener,
+        names=[name for name in dict.fromkeys(called) if name],
+        hosts=[settings.host],
+        key_file=write_key(run_dir.path, settings.api_key),
+        allowed_origins=[o for o in settings.allowed_origins.replace(",", " ").split() if o],
+        max_body_bytes=settings.max_body_bytes,
+        rate_limit=settings.rate_limit,
+        model=pair.model,
+        sampling=Sampling(**preset(settings.preset)),
+        log_level=settings.log_level,
+    )
+    return Child("gateway", "services.gateway.main", told, run_dir.log("gateway"))

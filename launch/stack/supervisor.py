@@ -1,0 +1,297 @@
+"""The supervisor: parent of all processes. Starts, watches, restarts, swaps and stops them.
+
+After `start` returns, a thread watches the children and serves the control socket; the
+caller's thread is free to be a client of the orchestrator.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from launch.keyring import far_of
+from launch.models.pair import Pair
+from launch.settings.settings import StackSettings
+from launch.signals import hurried_by
+from launch.stack.budget import RestartBudget
+from launch.stack.child import Child, Lifeline, end_all, kill_all
+from launch.stack.http_listener import Door
+from launch.stack.process_status import status_of
+from launch.stack.readiness import TICK_S, await_drafter, await_ready
+from launch.stack.run_dir import RunDir, claim
+from launch.stack.spawn import start_drafter, start_gateway, start_orchestrator, start_verifier
+from launch.stack.watchdog import Post
+from protocol.client.client import Client
+from protocol.errors import RuntimeFailure, SsdError
+from protocol.messages import (
+    Done,
+    ProcessStatus,
+    Refusal,
+    Role,
+    ServiceDown,
+    Stack,
+    StackRequest,
+    SwapDrafter,
+    ToSupervisor,
+)
+from protocol.transport.channel import Hub
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE_S = 3600.0
+
+Report = Callable[[ProcessStatus], None]
+
+_START = {
+    "orchestrator": start_orchestrator,
+    "verifier": start_verifier,
+    "drafter": start_drafter,
+}
+
+
+class Supervisor:
+    """One stack of processes."""
+
+    def __init__(
+        self, settings: StackSettings, pair: Pair, run_dir: RunDir, report: Report
+    ) -> None:
+        self._settings = settings
+        self._pair = pair
+        self.run_dir = run_dir
+        self._report = report
+        self._lifeline = Lifeline()
+        self._children: dict[str, Child] = {}
+        self._lost: dict[str, ServiceDown] = {}
+        """Roles whose budget is spent, and what was said of their last process."""
+        self._absent: dict[str, float] = {}
+        """Roles whose next process is still to be started, and since when."""
+        self._starting: set[str] = set()
+        self._budgets = {
+            role: RestartBudget(settings.restarts, settings.restart_window_s)
+            for role in (*_START, "gateway")
+        }
+        self.door: Door | None = None
+        """Where the gateway answers, if there is one."""
+        self._stopping = threading.Event()
+        self._ended = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self.failure: SsdError | None = None
+        """Why the stack ended by itself, if it did."""
+        self._has_folder = False
+
+    def start(self) -> None:
+        """Start all processes and wait until they are ready; `stop` it also if that fails.
+
+        Raises:
+            ModelError, UsageError: a child could not start, with its reason.
+            RuntimeFailure: a child died, or was not ready in time.
+        """
+        self.run_dir.create()
+        self._has_folder = True
+        claim(self.run_dir.path, os.getpid())
+        self.door = Door(self._settings) if self._settings.http else None
+        for role in _START:
+            self._spawn(role)
+        if self.door is not None:
+            self._spawn("gateway")
+        self._starting |= await_ready(
+            self.run_dir.clients_address,
+            self._children,
+            self._settings.start_timeout_s,
+            tell=self._tell,
+            door=self.door,
+            optional=frozenset({"drafter"} if self._pair.far else ()),
+        )
+        self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+        self._watcher.start()
+        # Last: who sees the description may stop us.
+        self.run_dir.describe(os.getpid(), self._pair.model, self._pair.draft_model)
+
+    def _spawn(self, role: str) -> None:
+        told = self._settings, self._pair, self.run_dir, self._lifeline.child_end
+        if role == "gateway" and self.door is not None:
+            self._adopt(start_gateway(*told, self.door))
+        else:
+            self._adopt(_START[role](*told))
+
+    def _adopt(self, child: Child) -> None:
+        self._children[child.role] = child
+        self.run_dir.note([other.pid for other in self._children.values()])
+        self._tell(child.role, "starting")
+
+    def _watch(self) -> None:
+        try:
+            with Post(self.run_dir, self._settings) as post:
+                while not self._stopping.is_set() and self.failure is None:
+                    post.control.ready(TICK_S)
+                    self._look_around(post)
+                    while received := post.control.receive():
+                        peer, message = received
+                        post.control.send(peer, self._obey(message, post))
+        # A stack that nobody watches is worse than none, also if it was a SystemExit.
+        except BaseException as error:  # noqa: BLE001
+            self.failure = RuntimeFailure(f"the supervisor failed: {error}")
+            with contextlib.suppress(OSError):  # nobody reads our output any more
+                traceback.print_exc()
+        self._ended.set()
+
+    def _look_around(self, post: Post, but: str = "") -> None:
+        """One tick; a role `but` is somebody else's matter at the moment."""
+        try:
+            self._keep_reachable(post.control)
+            self._look_after(post, but)
+        except OSError as error:
+            # The folder went in this very moment, or the system gives no process: what is
+            # missing is missing at the next look, too.
+            _log.warning("could not look after the processes, again soon: %s", error)
+
+    def _keep_reachable(self, control: Hub[ToSupervisor]) -> None:
+        """Somebody may have tidied up our folder."""
+        if not self.run_dir.path.exists():
+            self.run_dir.restore(os.getpid(), self._pair.model, self._pair.draft_model)
+            self.run_dir.note([child.pid for child in self._children.values()])
+        control.keep_bound(time.monotonic())
+
+    def _look_after(self, post: Post, but: str) -> None:
+        for role, reason in post.warden.look(self._children.values(), self._starting).items():
+            self._children[role].kill(reason)
+        for child in list(self._children.values()):
+            away = child.role in {*self._lost, *self._absent, but}
+            if child.exit_code is not None and not away:
+                self._replace(child, post.client)
+        for role in list(self._absent):
+            self._start_again(role)
+        for role in [role for role in self._starting if post.warden.ready(self._children[role])]:
+            self._starting.remove(role)
+            self._tell(role, "ready")
+            if role == "orchestrator":  # a new one has not heard of what is gone for good
+                for lost in self._lost.values():
+                    post.client.service_down(lost)
+
+    def _replace(self, child: Child, client: Client) -> None:
+        """Restart it, or do without a service; without orchestrator or gateway the stack ends."""
+        role = child.role
+        again = self._budgets[role].spend(time.monotonic())
+        reason = child.last_words()
+        if not again:
+            reason = f"{reason}; it was restarted {self._budgets[role].used} times"
+        if role in ("verifier", "drafter"):
+            service: Role = "verifier" if role == "verifier" else "drafter"
+            down = ServiceDown(role=service, pid=child.pid, reason=reason, final=not again)
+            if not again:
+                self._lost[role] = down
+            client.service_down(down)
+        elif not again:
+            self.failure = RuntimeFailure(reason)
+        self._tell(role, f"died ({reason})" if again else f"lost ({reason})")
+        self._starting.discard(role)
+        if again:
+            self._absent[role] = time.monotonic()
+
+    def _start_again(self, role: str) -> None:
+        """Raises OSError if there is no room for another process now; then it is tried again."""
+        try:
+            self._spawn(role)
+        except OSError as error:
+            if time.monotonic() - self._absent[role] > self._settings.start_timeout_s:
+                self.failure = RuntimeFailure(f"the {role} cannot be started again: {error}")
+            raise
+        del self._absent[role]
+        if role in _START:
+            self._starting.add(role)
+
+    # ------------------------------------------------------------ commands
+
+    def _obey(self, message: ToSupervisor | SsdError, post: Post) -> Stack | Done | Refusal:
+        try:
+            match message:
+                case StackRequest():
+                    return Stack(processes=[self._status_of(role) for role in self._children])
+                case SwapDrafter():
+                    self._swap(message, post)
+                    return Done()
+                case SsdError():
+                    return Refusal(str(message))
+        except (SsdError, OSError) as error:
+            return Refusal(str(error))
+
+    def _swap(self, message: SwapDrafter, post: Post) -> None:
+        """Start the new drafter beside the old one; the orchestrator then switches over.
+
+        The other processes are looked after meanwhile: without an orchestrator it would not end.
+        """
+        old, old_pair = self._children["drafter"], self._pair
+        self._pair = old_pair.with_drafter(
+            message.backend,
+            message.model,
+            message.command,
+            lines=message.lines,
+            far=far_of(message.server, message.server_key, self._settings.key),
+        )
+        self._absent.pop("drafter", None)
+        if "drafter" in self._starting:
+            old.ask_to_end()  # it must not say Hello after the new one, and replace it
+            old.end()
+        try:
+            self._spawn("drafter")
+            await_drafter(
+                self._children["drafter"],
+                old,
+                post.client,
+                self._settings.start_timeout_s,
+                meanwhile=lambda: self._look_around(post, but="drafter"),
+                ended=lambda: self._stopping.is_set() or self.failure is not None,
+            )
+        except (SsdError, OSError) as error:
+            new, self._children["drafter"] = self._children["drafter"], old
+            self._pair = old_pair
+            if new is not old:
+                new.ask_to_end()
+                new.end()
+                down = ServiceDown(role="drafter", pid=new.pid, reason=str(error), final=False)
+                post.client.service_down(down)  # it may have taken the old one's place
+            raise
+        self._lost.pop("drafter", None)
+        self._starting.discard("drafter")
+        old.ask_to_end()
+        old.end()
+        self._tell("drafter", "ready")
+
+    # ------------------------------------------------------------ status and stop
+
+    def _status_of(self, role: str, state: str = "") -> ProcessStatus:
+        budget = self._budgets.get(role)
+        now = "starting" if role in {*self._starting, *self._absent} else "running"
+        state = state or ("lost" if role in self._lost else now)
+        restarts = budget.used if budget else 0
+        return status_of(self._children[role], state, restarts, self._settings, self._pair)
+
+    def _tell(self, role: str, state: str) -> None:
+        with contextlib.suppress(OSError):  # nobody reads our output any more
+            self._report(self._status_of(role, state))
+
+    def wait(self) -> None:
+        """Return only by an exception: the caller's interrupt, or the stack's own failure."""
+        while self.failure is None:
+            self._ended.wait(_PATIENCE_S)
+        raise self.failure
+
+    def stop(self) -> None:
+        """Stop everything and leave nothing behind; safe to call twice."""
+        self._stopping.set()
+        with hurried_by(lambda: kill_all(self._children.values())):
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._watcher is not None and self._watcher.is_alive():
+            self._watcher.join()
+        end_all(self._children.values())
+        self._lifeline.close()
+        if self.door is not None:
+            self.door.close()
+        if self._has_folder:
+            self._has_folder = False
+            self.run_dir.remove()

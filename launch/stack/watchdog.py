@@ -1,0 +1,119 @@
+"""Which child must be ended because it will do nothing more by itself, and why.
+
+Four cases: the system holds it (SIGSTOP), the orchestrator condemned it (it hangs in a
+call, or talks nonsense), it never became ready, or it is the orchestrator and is silent.
+"""
+
+import time
+from collections.abc import Iterable
+
+import psutil
+
+from launch.settings.settings import StackSettings
+from launch.stack.child import Child
+from launch.stack.run_dir import RunDir
+from orchestrator.hang_detector import Vigil
+from protocol.client.client import Client
+from protocol.messages import Status, ToSupervisor
+from protocol.process.closeable import Closing
+from protocol.transport.channel import Hub
+from protocol.transport.codec import Decoder
+
+_ASK_S = 0.25
+_STOPPED_S = 1.0
+"""A pause of this length is somebody's whim; a longer one is an outage."""
+
+
+class Warden(Closing):
+    """Looks after the children of one stack, through the system and through the orchestrator."""
+
+    def __init__(self, clients_address: str, settings: StackSettings) -> None:
+        self._client = Client(clients_address)
+        self._start_timeout_s = settings.start_timeout_s
+        self._loading = Vigil(settings.start_timeout_s, settings.start_timeout_s)
+        self._answering = Vigil(settings.hang_timeout_s, settings.start_timeout_s)
+        self._stopped = Vigil(_STOPPED_S, _STOPPED_S)
+        self._seen: dict[Vigil, set[bytes]] = {
+            vigil: set() for vigil in (self._loading, self._answering, self._stopped)
+        }
+        self._asked = 0.0
+        self.status: Status | None = None
+        """The orchestrator's latest."""
+
+    def ready(self, child: Child) -> bool:
+        """Whether it has shaken hands, or answered."""
+        if self.status is None:
+            return False
+        if child.role == "orchestrator":
+            return self.status.pid == child.pid
+        return child.pid in {service.pid for service in self.status.services}
+
+    def look(self, children: Iterable[Child], starting: set[str]) -> dict[str, str]:
+        """The roles whose process must be ended, and why."""
+        now = time.monotonic()
+        self._ask(now)
+        living = {_key(child): child for child in children if child.exit_code is None}
+        self._watch(self._loading, {k for k, c in living.items() if c.role in starting})
+        self._watch(self._answering, {k for k, c in living.items() if c.role == "orchestrator"})
+        self._watch(self._stopped, {k for k, c in living.items() if _is_stopped(c)})
+        found = self._condemned(living.values())
+        for vigil, what in (
+            (self._loading, f"was not ready within {self._start_timeout_s:g} s (start_timeout_s)"),
+            (self._answering, "hangs: it does not answer any more"),
+            (self._stopped, f"was stopped for more than {_STOPPED_S:g} s"),
+        ):
+            for key in vigil.look(now):
+                found[living[key].role] = f"the {living[key].role} {what}"
+        return found
+
+    def _ask(self, now: float) -> None:
+        status = self._client.status_if_any()
+        if status is not None:
+            self.status = status
+            self._answering.heard(str(status.pid).encode(), worked=True)
+        if now - self._asked >= _ASK_S:
+            self._asked = now
+            self._client.ask_status()
+
+    def _condemned(self, living: Iterable[Child]) -> dict[str, str]:
+        condemned = self.status.condemned if self.status is not None else {}
+        return {c.role: condemned[c.pid] for c in living if c.pid in condemned}
+
+    def _watch(self, vigil: Vigil, keys: set[bytes]) -> None:
+        """Begin and end with these; who stays goes on being counted."""
+        seen = self._seen[vigil]
+        for key in keys - seen:
+            vigil.begin(key)
+        for key in seen - keys:
+            vigil.end(key)
+        self._seen[vigil] = keys
+
+    def close(self) -> None:
+        """Close the connection to the orchestrator."""
+        self._client.close()
+
+
+class Post(Closing):
+    """Where the supervisor keeps watch: its door for commands, its line to the orchestrator."""
+
+    def __init__(self, run_dir: RunDir, settings: StackSettings) -> None:
+        self.control: Hub[ToSupervisor] = Hub(run_dir.control_address, Decoder(ToSupervisor))
+        self.client = Client(run_dir.clients_address)
+        self.warden = Warden(run_dir.clients_address, settings)
+
+    def close(self) -> None:
+        """Close them; safe to call twice."""
+        self.warden.close()
+        self.client.close()
+        self.control.close()
+
+
+def _key(child: Child) -> bytes:
+    return str(child.pid).encode()
+
+
+def _is_stopped(child: Child) -> bool:
+    try:
+        return bool(psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,161 @@
+"""`ssd top`'s picture of a stack, drawn. Pure: from figures to what rich can print."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from launch.stack.snapshot import Picture, ProcessFigures
+from protocol.messages import Choice, Recent, SequenceStatus, Status
+
+_BARS = "▁▂▃▄▅▆▇█"
+_STATES = {"running": "green", "starting": "yellow", "stopped": "yellow", "gone": "yellow"}
+
+
+def drawn(picture: Picture, speeds: Sequence[float], hint: str) -> RenderableType:
+    """The whole picture; `speeds` are the last tok/s, oldest first."""
+    parts: list[RenderableType] = [_head(picture, hint), _processes(picture.processes)]
+    if picture.status is not None:
+        parts += [_speculation(picture.status, speeds), _sequences(picture.status)]
+    parts += [Text(sentence, style="yellow") for sentence in _sentences(picture)]
+    return Group(*parts)
+
+
+def _head(picture: Picture, hint: str) -> RenderableType:
+    model = _last(picture.status.model) if picture.status else "?"
+    return Text.assemble(
+        ("ssd top", "bold"),
+        f"  stack {picture.name}, {model}, up {span(picture.uptime_s)}, "
+        f"{size(picture.free_memory_bytes)} of memory free  ",
+        (hint, "dim"),
+    )
+
+
+def _processes(processes: Iterable[ProcessFigures]) -> RenderableType:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=True)
+    for name in ("process", "pid", "state", "restarts", "memory", "CPU", "up", "backend"):
+        right = name in {"pid", "restarts", "memory", "CPU", "up"}
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    table.add_column("model", ratio=1, no_wrap=True)  # on a narrow screen it gives way
+    for p in processes:
+        where = f"{p.backend} on {p.device}" if p.backend and p.device else p.backend
+        table.add_row(
+            p.role,
+            str(p.pid),
+            Text(p.state, style=_STATES.get(p.state, "red")),
+            Text(str(p.restarts), style="yellow" if p.restarts else ""),
+            size(p.memory_bytes),
+            f"{p.cpu_percent:.0f} %",
+            span(p.uptime_s),
+            where or "-",
+            _last(p.model) or "-",
+        )
+    return Panel(table, title="processes", title_align="left", border_style="dim")
+
+
+def _speculation(status: Status, speeds: Sequence[float]) -> RenderableType:
+    recent = status.recent
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    table.add_row("requests", f"{status.active} running, {status.waiting} waiting")
+    table.add_row("speed", Text.assemble(_speed(recent), "  ", (spark(speeds), "green")))
+    table.add_row("acceptance", _share(recent.acceptance_rate, recent.accepted, recent.drafted))
+    looked_up = recent.cache_hits + recent.cache_misses
+    table.add_row("cache hits", _share(recent.hit_rate, recent.cache_hits, looked_up))
+    table.add_row("rounds", f"{recent.rounds}, {recent.plain_rounds} of them plain")
+    table.add_row("planner", planned(status.choice))
+    title = f"the last {recent.seconds:.0f} s"
+    return Panel(table, title=title, title_align="left", border_style="dim")
+
+
+def _speed(recent: Recent) -> str:
+    return f"{recent.tok_s:.1f} tok/s" if recent.busy_s else "idle"
+
+
+def _share(rate: float, part: int, whole: int) -> str:
+    return f"{rate:.2f} ({part} of {whole})" if whole else "-"
+
+
+def planned(choice: Choice) -> str:
+    """The planner's choice in words."""
+    speeds = []
+    if choice.speculative_tok_s:
+        speeds.append(f"speculating {choice.speculative_tok_s:.1f} tok/s")
+    if choice.plain_tok_s:
+        speeds.append(f"plain {choice.plain_tok_s:.1f} tok/s")
+    measured = f"; of late: {', '.join(speeds)}" if speeds else ""
+    if not choice.speculating:
+        return f"plain decoding{measured}"
+    width = f", {choice.fan_out} branches" if choice.fan_out else ""
+    return f"speculates, lookahead up to {choice.lookahead}{width}{measured}"
+
+
+def _sequences(status: Status) -> RenderableType:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=True)
+    table.add_column("no.", justify="right", no_wrap=True)
+    table.add_column("waits for", no_wrap=True)
+    for name in ("age", "prompt", "cached", "tokens", "tok/s", "accepted", "hits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("plan", ratio=1)
+    for seen in status.sequences:
+        table.add_row(*_row(seen))
+    title = f"sequences ({status.active} running)"
+    content = table if status.sequences else Text("none", style="dim")
+    return Panel(content, title=title, title_align="left", border_style="dim")
+
+
+def _row(seen: SequenceStatus) -> list[str]:
+    choice = seen.choice
+    width = f" x {choice.fan_out}" if choice.fan_out else ""
+    plan = f"{choice.mode} {choice.lookahead}{width}" if choice.speculating else "plain"
+    return [
+        str(seen.sequence),
+        seen.state if seen.state != "stranded" else "a verifier",
+        span(seen.age_s),
+        str(seen.prompt_tokens),
+        str(seen.cached_tokens),
+        str(seen.tokens),
+        f"{seen.tok_s:.1f}",
+        f"{seen.acceptance_rate:.2f}",
+        f"{seen.hit_rate:.2f}",
+        plan,
+    ]
+
+
+def _sentences(picture: Picture) -> list[str]:
+    status = picture.status
+    if status is None:
+        return picture.problems
+    refused = [f"the last {role} was refused: {why}" for role, why in status.refused.items()]
+    return [*picture.problems, *status.degraded, *refused, *status.condemned.values()]
+
+
+def spark(values: Sequence[float]) -> str:
+    """A line of bars, the highest value full."""
+    top = max(values, default=0.0)
+    if top <= 0.0:
+        return ""
+    return "".join(_BARS[min(len(_BARS) - 1, int(len(_BARS) * v / top))] for v in values)
+
+
+def size(count: int) -> str:
+    """Bytes in the unit that people use."""
+    if count >= 1e9:
+        return f"{count / 1e9:.1f} GB"
+    return f"{count / 1e6:.0f} MB"
+
+
+def span(seconds: float) -> str:
+    """Seconds, minutes or hours."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} m {seconds % 60:02.0f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} m"
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rsplit("/", 1)[-1]

@@ -1,0 +1,122 @@
+"""`ssd generate`: prompts in, answers out."""
+
+import json
+import secrets
+import sys
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from launch.prompts import Prompt
+from launch.terminal import console as show
+from launch.terminal.explain import explanation
+from launch.terminal.trace import write_trace
+from protocol.client.client import Client
+from protocol.errors import UsageError
+from protocol.messages import ChatMessage, Finished, Generate, Slice, Text
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How to answer and how to show it."""
+
+    template: Generate
+    """The request without its messages and number."""
+    system_prompt: str = ""
+    as_json: bool = False
+    statistics: bool = False
+    show_draft: bool = False
+    explain: bool = False
+    trace: Path | None = None
+    """Where to write who did what when."""
+
+
+def new_seed() -> int:
+    """A seed for sampling when the user gives none; it is reported, so runs can be repeated."""
+    return secrets.randbits(31)
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt itself, or standard input for `-`; raises UsageError if it cannot be used."""
+    if prompt == "-":
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"standard input is not UTF-8 text ({error.reason})") from error
+    if not prompt.strip():
+        raise UsageError("the prompt is empty")
+    return prompt
+
+
+def answer_all(client: Client, prompts: list[Prompt], options: Options) -> None:
+    """Answer each prompt in turn, on standard output."""
+    slices: list[Slice] = []
+    for index, prompt in enumerate(prompts):
+        if options.as_json:
+            slices += _print_json(client, prompt, options)
+        else:
+            if len(prompts) > 1:
+                show.human().print(f"{'' if index == 0 else chr(10)}[{prompt.id or index + 1}]")
+            slices += _print_text(client, prompt, options)
+    if options.trace is not None:
+        write_trace(options.trace, slices)
+
+
+def _request(client: Client, prompt: Prompt, options: Options) -> Generate:
+    messages = [ChatMessage("user", prompt.prompt)]
+    if options.system_prompt:
+        messages.insert(0, ChatMessage("system", options.system_prompt))
+    return msgspec.structs.replace(options.template, request=client.number(), messages=messages)
+
+
+def _print_text(client: Client, prompt: Prompt, options: Options) -> list[Slice]:
+    console = show.plain() if options.show_draft else None
+    finished = None
+    for message in client.generate(_request(client, prompt, options)):
+        if isinstance(message, Finished):
+            finished = message
+        elif console is None:
+            show.write(message.text)
+        else:
+            for piece, origin in zip_longest(message.pieces, message.origins, fillvalue="target"):
+                show.write_coloured(console, piece, origin)
+    show.write("\n")
+    if options.show_draft:
+        show.human().print(show.LEGEND)
+    if finished is not None and options.explain:
+        mode = options.template.mode
+        show.human().print(explanation(mode, finished.statistics), markup=False)
+    if finished is not None and options.statistics:
+        show.human().print(show.statistics_table(finished.statistics))
+    return finished.timeline if finished is not None else []
+
+
+def _print_json(client: Client, prompt: Prompt, options: Options) -> list[Slice]:
+    text, tokens = "", list[int]()
+    timeline: list[Slice] = []
+    for message in client.generate(_request(client, prompt, options)):
+        if isinstance(message, Text):
+            text += message.text
+            tokens += message.tokens
+        else:
+            timeline = message.timeline
+            record = _record(client, options.template, message)
+            identity: dict[str, Any] = {"id": prompt.id} if prompt.id != "" else {}
+            show.write(json.dumps({**identity, "text": text, "tokens": tokens, **record}) + "\n")
+    return timeline
+
+
+def _record(client: Client, request: Generate, finished: Finished) -> dict[str, Any]:
+    status = client.status()
+    drafter = next((s for s in status.services if s.role == "drafter"), None)
+    return {
+        "prompt_tokens": finished.prompt_tokens,
+        "finish_reason": finished.reason,
+        "model": status.model,
+        "draft_model": drafter.model if drafter else None,
+        "draft_backend": drafter.backend if drafter else None,
+        "mode": request.mode,
+        "seed": request.sampling.seed,
+        "stats": msgspec.to_builtins(finished.statistics),
+    }

@@ -1,0 +1,1 @@
+"""Helper processes as those who start them see them."""

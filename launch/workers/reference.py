@@ -1,0 +1,51 @@
+"""The reference process (mlx-lm itself) as the benchmark and the tests use it."""
+
+import os
+
+from launch.models.pair import Pair
+from launch.workers.line_process import LineProcess
+from protocol.jobs.reference import Decode, Decoded, DecodedMany, DecodeMany, Margin, MarginAnswer
+from protocol.messages import Sampling, Tokens
+from protocol.settings import Device, ReferenceSettings
+
+
+class Yardstick(LineProcess):
+    """mlx-lm in a process of its own, with all cores."""
+
+    def __init__(self, pair: Pair, device: Device = "", emulated_cost: str = "") -> None:
+        settings = ReferenceSettings(
+            model=pair.model,
+            # mlx-lm cannot load the models of other backends.
+            draft_model=pair.draft_model if pair.backend == "mlx" else "",
+            threads=os.cpu_count() or 1,
+            device=device,
+            emulated_cost=emulated_cost,
+        )
+        super().__init__("reference", "services.tools.reference", settings)
+
+    def decode(self, question: Decode) -> Decoded:
+        """mlx-lm's own answer."""
+        return self.ask(question, Decoded)
+
+    def decode_many(self, question: DecodeMany) -> DecodedMany:
+        """mlx-lm's own answers to many prompts, in batches."""
+        return self.ask(question, DecodedMany)
+
+    def parting(
+        self, prompt: Tokens, expected: Tokens, tokens: Tokens, sampling: Sampling
+    ) -> tuple[int, MarginAnswer | None]:
+        """Where an answer parts from the expected one, and how near a tie that is.
+
+        Position -1, and no margin, if one of them is the beginning of the other.
+        """
+        pairs = enumerate(zip(expected, tokens, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), -1)
+        if at < 0:
+            return at, None
+        return at, self.margin(prompt + expected[:at], (expected[at], tokens[at]), sampling)
+
+    def margin(
+        self, tokens: Tokens, candidates: tuple[int, int], sampling: Sampling
+    ) -> MarginAnswer:
+        """How near a tie two candidates for the token after `tokens` are, in logits."""
+        return self.ask(Margin(tokens, candidates, sampling), MarginAnswer)

@@ -1,0 +1,1 @@
+"""Faults under load: `make chaos` and `make soak`, and the tests that run them for a short while."""
