@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
 
-.PHONY: demo test check audit bench tree clean
+.PHONY: demo test check audit bench tree chaos soak clean
 
 demo: $(VENV)/.pair
 	"$(BIN)/ssd" generate "Explain in three sentences why the sky is blue." --max-tokens 128 --stats
@@ -22,7 +22,7 @@ check: $(VENV)/.installed
 
 # Known holes in the dependencies, where the public list can be reached.
 audit: $(VENV)/.installed
-	"$(BIN)/python" -m tests.audit
+	"$(BIN)/python" -m tests.support.audit
 
 # A line for each file: the first of its docstring.
 tree:
@@ -46,6 +46,10 @@ $(VENV)/.installed: pyproject.toml
 $(VENV)/.pair: $(VENV)/.installed $(wildcard launch/models/default_drafter/*)
 	"$(BIN)/ssd" models add default
 	touch $@
+
+# Faults against a running stack under load; a long load. FLAGS="--help" shows what can be set.
+chaos soak: $(VENV)/.pair
+	"$(BIN)/python" -m tests.chaos $@ $(FLAGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

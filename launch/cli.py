@@ -29,7 +29,6 @@ from launch.commands import (
 )
 from launch.terminal import console
 from protocol.errors import RuntimeFailure, SsdError
-from tests.chaos import chaos, soak
 
 _INTERRUPTED = 130
 
@@ -53,8 +52,6 @@ for _verb in (
     bench,
     load,
     convert,
-    chaos,
-    soak,
     distill,
     doctor,
     models,
@@ -80,11 +77,16 @@ def _check_shadowing() -> None:
 
 
 def main() -> None:
-    """Entry point: runs a command and turns errors into a sentence and an exit code."""
+    """Entry point of `ssd`."""
+    run(cli, "ssd")
+
+
+def run(command: click.Command, name: str) -> None:
+    """Run a command and turn errors into a sentence and an exit code."""
     try:
         _check_shadowing()
         signals.install()
-        cli.main(prog_name="ssd", standalone_mode=False)
+        command.main(prog_name=name, standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(_INTERRUPTED)
     except KeyboardInterrupt:

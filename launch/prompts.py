@@ -43,7 +43,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def own_prompts() -> Path:
     """The file of our own small set."""
-    return Path(str(importlib.resources.files("launch"))) / "bench_prompts.jsonl"
+    return Path(str(importlib.resources.files("launch.bench"))) / "prompts.jsonl"
 
 
 def chosen_prompts(path: Path | None, limit: int) -> list[Prompt]:

@@ -36,7 +36,7 @@ def run(settings: OrchestratorSettings) -> None:
         try:
             orchestrator.run()
         finally:
-            orchestrator.learning.estimate_store.save()
+            orchestrator.memory.save()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

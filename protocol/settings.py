@@ -90,7 +90,7 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Most memory for the KV of open sequences; 0 is half of what is free after loading."""
     emulated_cost: str = ""
-    """Size of the target whose cost is emulated (`protocol.jobs.cost_emulation`); empty for none."""
+    """Size of the target whose cost is emulated; empty for none."""
     prompt_cache_file: str = ""
     """Where the KV of sequences that are over outlives the process; empty: nowhere."""
 

@@ -1,1 +1,1 @@
-"""The tests; a package so that they can share helpers (`tests.tiny_models`)."""
+"""The tests; a package so that they can share helpers (`tests.support.tiny_models`)."""

@@ -84,7 +84,7 @@ def test_all_rooms_are_looked_at() -> None:
     assert set(ROOMS) == {room(path) for path in FILES}
     assert len(FILES) > 30
     assert "numpy" in imported(ROOT / "protocol" / "law.py")
-    assert "zmq" in imported(ROOT / "protocol" / "channel.py")
+    assert "zmq" in imported(ROOT / "protocol" / "transport" / "channel.py")
 
 
 def test_rooms_import_only_what_they_may() -> None:

@@ -1,4 +1,7 @@
-"""What the benchmark writes: one JSON object, of which `tests/bench.schema.json` is the schema."""
+"""What the benchmark writes: one JSON object.
+
+Its schema is `tests/launch/bench/bench.schema.json`.
+"""
 
 from typing import Annotated
 

@@ -15,7 +15,7 @@ from protocol.errors import UsageError
 
 HEADLINE = "SIMULATION: models of a device and of a pair of models, nothing here was measured"
 
-_DEVICES = Path(str(importlib.resources.files("launch"))) / "devices"
+_DEVICES = Path(str(importlib.resources.files("launch.bench"))) / "devices"
 
 
 def presets() -> list[str]:

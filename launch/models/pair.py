@@ -201,7 +201,7 @@ def _provisioned(folder: Path) -> Path:
 
 def carried_drafter() -> Path:
     """The default drafter's weights, as they come with this project (without embeddings)."""
-    return Path(str(importlib.resources.files("launch"))) / "default_drafter"
+    return Path(str(importlib.resources.files("launch.models"))) / "default_drafter"
 
 
 def add_default(report: Callable[[str], None]) -> None:

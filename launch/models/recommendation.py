@@ -77,7 +77,7 @@ def recommend(memory_bytes: int, purpose: Purpose | None = None) -> list[Recomme
 
 def read_pairs() -> list[_Entry]:
     """The file that comes with this project; raises UsageError if somebody broke it."""
-    text = (importlib.resources.files("launch") / _FILE).read_text(encoding="utf-8")
+    text = (importlib.resources.files("launch.models") / _FILE).read_text(encoding="utf-8")
     try:
         return msgspec.convert(tomllib.loads(text), _File).pair
     except (ValueError, msgspec.ValidationError) as error:

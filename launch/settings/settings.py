@@ -72,7 +72,7 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     target_device: Device = ""
     draft_device: Device = ""
     emulate_target_cost: str = ""
-    """For measurements: let the target cost what one of this size costs (`protocol.jobs.cost_emulation`)."""
+    """For measurements: let the target cost what one of this size costs."""
     max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Longest prompt that is taken; 0 means whatever the context holds."""
     http: bool = False

@@ -1,1 +1,1 @@
-"""What the planner measures while it works: costs, acceptance, hits, and whether speculation pays."""
+"""What the planner measures at work: costs, acceptance, hits, and whether speculation pays."""

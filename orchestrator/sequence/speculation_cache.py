@@ -19,7 +19,8 @@ class Draft:
     def add(self, token: int, confidence: float, law: DraftLaw = _NOT_DRAWN) -> None:
         """One token more; a confidence that is no probability counts as none.
 
-        Whether a drawn token is offered must not depend on the draw (`protocol.decoding.rejection`),
+        Whether a drawn token is offered must not depend on the draw
+        (`protocol.decoding.rejection`),
         so the confidence in it is a function of its law.
         """
         confidence = max(law.probabilities, default=confidence)

@@ -1,6 +1,7 @@
 """Models of the two services: they answer the product's messages, and take time for it.
 
-The drafter works as `services.runtime.loop` and `services.drafter.drafter` do: one message after the
+The drafter works as `services.runtime.loop` and `services.drafter.drafter` do: one message after
+the
 other, news is looked at between two steps, and whatever is newer ends the work on the old.
 """
 

@@ -1,6 +1,7 @@
 """The drafter as folders: one that mlx-lm loads, and one without the target's embedding.
 
-The second, `carried/`, is what travels: `services.tools.build_drafter` adds the embedding of a target
+The second, `carried/`, is what travels: `services.tools.build_drafter` adds the embedding of a
+target
 that is already there.
 """
 

@@ -1,4 +1,4 @@
-// One query of one head against all its keys; see few_queries.py.
+// One query of one head against all its keys; see decode_attention.py.
 
 #define NO_KEY __int_as_float(0xff800000)  // minus infinity
 

@@ -1,6 +1,7 @@
 """Choices made where the logits are: only a few numbers a row leave the GPU.
 
-`choose` gives the very tokens of `protocol.decoding.sampler.choose`. Noise and filters are computed on
+`choose` gives the very tokens of `protocol.decoding.sampler.choose`. Noise and filters are
+computed on
 the device in float32; where that leaves a doubt (a rival within rounding of the best score,
 a winner at the border of a filter), the row goes to the host and is decided there.
 """

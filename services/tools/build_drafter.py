@@ -1,4 +1,4 @@
-"""`python -m services.tools.build_drafter CARRIED TARGET FOLDER`: a drafter with its target's embedding.
+"""`python -m services.tools.build_drafter CARRIED TARGET FOLDER`: adds the target's embedding.
 
 A distilled drafter is carried without its embedding table, which is the target's own and
 would be most of its size. The assembled folder is an ordinary mlx-lm model folder with the

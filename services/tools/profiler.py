@@ -1,4 +1,4 @@
-"""`python -m services.tools.profiler SETTINGS`: one model of a pair, timed alone or beside the other.
+"""`python -m services.tools.profiler SETTINGS`: times one model of a pair.
 
 The very code of the services, without sockets: a verification, a step of a tree. Speaks JSON
 lines on stdin and stdout (`protocol.jobs.profile`).

@@ -1,1 +1,1 @@
-"""Faults under load: `make chaos` and `make soak`, and the tests that run them for a short while."""
+"""Faults under load: `make chaos`, `make soak`, and the tests that run them briefly."""

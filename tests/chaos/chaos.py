@@ -1,4 +1,4 @@
-"""`ssd chaos`: faults against a running stack under load, and the proof that nothing is lost."""
+"""`make chaos`: faults against a running stack under load, and the proof that nothing is lost."""
 
 import contextlib
 import json

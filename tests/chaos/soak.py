@@ -1,4 +1,4 @@
-"""`ssd soak`: a long load of mixed requests with random cancels; nothing may grow or drift."""
+"""`make soak`: a long load of mixed requests with random cancels; nothing may grow or drift."""
 
 import contextlib
 import json

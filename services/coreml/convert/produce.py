@@ -77,7 +77,7 @@ def _install(partial: Path, out: Path) -> None:
 
 def _compared(settings: ConvertSettings, folder: Path, found: Converted) -> Converted:
     # MLX is needed for the comparison only.
-    from services.coreml import parity  # noqa: PLC0415
+    from services.coreml.convert import parity  # noqa: PLC0415
 
     say(Step("comparing", 0.0))
     model = open_model(folder, settings.compute_units)

@@ -36,7 +36,7 @@ class Turn(NamedTuple):
     held_back: int = 0
     """How many of the best tokens Saguaro sampling holds back."""
     shift: int = 0
-    """Tokens that a backend with a short context was not given (`services.drafter.sliding_context`): what to
+    """Tokens that a backend with a short context was not given (see `sliding_context`): what to
     add to its positions where the noise of a position is asked for."""
 
 

@@ -1,4 +1,4 @@
-"""Prompt lookup as a drafter (`protocol.decoding.prompt_lookup`): what followed the last time. No model.
+"""Prompt lookup as a drafter: what followed the last time. No model.
 
 Good on text that repeats itself: code edits, quotations, summaries. What a request's bias or
 grammar rules out is not proposed; penalties rule nothing out.

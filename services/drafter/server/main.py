@@ -1,4 +1,4 @@
-"""`python -m services.drafter.server.main SETTINGS`: a drafter on standard input and output, or listening.
+"""`python -m services.drafter.server.main SETTINGS`: a drafter on stdin and stdout, or listening.
 
 `docs/DRAFT_SERVER.md` says what is spoken there. The end of standard input is a clean exit; one
 that listens serves one host after another until it is told to end.

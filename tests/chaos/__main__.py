@@ -1,0 +1,18 @@
+"""`python -m tests.chaos COMMAND`: what `make chaos` and `make soak` run."""
+
+import click
+
+from launch.cli import run
+from tests.chaos import chaos, soak
+
+
+@click.group()
+def cli() -> None:
+    """Faults and long loads against a stack of real processes."""
+
+
+cli.add_command(chaos.command)
+cli.add_command(soak.command)
+
+if __name__ == "__main__":
+    run(cli, "python -m tests.chaos")

@@ -1,0 +1,272 @@
+"""`ssd models`: what is here, what fits what, what can be had, and what would be worth having."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from huggingface_hub import constants
+
+from launch.cli import cli
+from launch.models.catalog import Model, pairs
+from launch.models.pair import resolve
+from launch.models.recommendation import PURPOSES, expected_tokens, read_pairs, recommend
+from protocol.errors import ModelError, UsageError
+from tests.support.hub import SHA, Hub, serving
+from tests.support.tiny_models import write_tiny_model
+
+USAGE, MODEL, RUNTIME = 2, 3, 4
+
+
+def ssd(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["models", *arguments])
+
+
+def said(*arguments: str) -> Any:
+    """What a verb says as JSON."""
+    result = ssd(*arguments, "--json")
+    assert result.exception is None, result.exception
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", "llama", seed=1)
+
+
+@pytest.fixture
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two empty caches: `ssd/models` and `hub`."""
+    monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "ssd"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "ssd" / "models").mkdir(parents=True)
+    return tmp_path
+
+
+def in_hub_cache(caches: Path, folder: Path, name: str) -> None:
+    """Put a model where the hub's client would."""
+    home = caches / "hub" / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, home / "snapshots" / SHA)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(SHA)
+
+
+def test_both_caches_are_listed(caches: Path, tiny: Path) -> None:
+    """Our own models and the hub's, with what their files say."""
+    shutil.copytree(tiny, caches / "ssd" / "models" / "ours")
+    in_hub_cache(caches, tiny, "tests/theirs")
+    ours, theirs = said("list")["models"]
+    assert (ours["source"], ours["name"]) == ("ssd", "ours")
+    assert (theirs["source"], theirs["name"]) == ("hub", "tests/theirs")
+    weights = (tiny / "model.safetensors").stat().st_size
+    for model in (ours, theirs):
+        assert model["architecture"] == "llama"
+        assert model["parameters"] > 1000
+        assert weights - 10_000 < model["weight_bytes"] < weights < model["disk_bytes"]
+        assert model["vocabulary"] == ours["vocabulary"] != ""
+        assert model["problem"] == ""
+    printed = ssd("list").stdout
+    assert "tests/theirs" in printed
+    assert "llama" in printed
+
+
+def test_half_a_model_does_not_hide_the_others(caches: Path, tiny: Path) -> None:
+    """What cannot be used is listed with its reason."""
+    shutil.copytree(tiny, caches / "ssd" / "models" / "whole")
+    shutil.copytree(tiny, caches / "ssd" / "models" / "broken")
+    (caches / "ssd" / "models" / "broken" / "model.safetensors").write_bytes(b"\x08")
+    shutil.copytree(tiny, caches / "ssd" / "models" / "mute")
+    (caches / "ssd" / "models" / "mute" / "tokenizer.json").unlink()
+    found = {m["name"]: m["problem"] for m in said("list")["models"]}
+    assert found["whole"] == ""
+    assert "no readable model folder" in found["broken"]
+    assert "no tokenizer.json" in found["mute"]
+    assert "no tokenizer.json" in ssd("list").stderr
+
+
+def test_no_models_yet(caches: Path) -> None:
+    """An empty machine is told how to begin; a missing hub cache is no error."""
+    assert said("list") == {"models": [], "pairs": []}
+    assert "ssd models add default" in ssd("list").stdout
+
+
+def model(name: str, parameters: int, vocabulary: str = "v", **more: Any) -> Model:
+    return Model(
+        name=name, folder="", source="ssd", disk_bytes=0, parameters=parameters,
+        vocabulary=vocabulary, **more,
+    )  # fmt: skip
+
+
+def test_pairs_share_a_tokenizer_and_differ_in_size() -> None:
+    """Half the size at most; other tokens, half a model, or a cut head as target never."""
+    models = [
+        model("large", 100),
+        model("small", 20),
+        model("middle", 60),
+        model("stranger", 10, "w"),
+        model("head", 10, only_drafts=True),
+        model("broken", 10, problem="no"),
+        model("mite", 4),
+        model("unread", 0),
+    ]
+    found = {(fit.model, fit.draft_model): fit.ratio for fit in pairs(models)}
+    assert found == {
+        ("large", "head"): 0.1,
+        ("large", "mite"): 0.04,
+        ("large", "small"): 0.2,
+        ("middle", "head"): 10 / 60,
+        ("middle", "mite"): 4 / 60,
+        ("middle", "small"): 20 / 60,
+        ("small", "head"): 0.5,
+        ("small", "mite"): 0.2,
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "quantized"])
+def test_inspect(tmp_path: Path, family: str) -> None:
+    """Architecture, parameters, context, vocabulary, quantisation, memory."""
+    folder = write_tiny_model(tmp_path / "m", family, seed=1)
+    config = json.loads((folder / "config.json").read_text())
+    found = said("inspect", str(folder))
+    assert found["context_length"] == config.get("max_position_embeddings", 0)
+    assert bool(found["quantization"]) == (family == "quantized")
+    assert found["vocabulary_size"] > 10
+    printed = ssd("inspect", str(folder)).stdout
+    for word in (found["vocabulary"], "on a GPU", "on a CPU", found["quantization"] or "none"):
+        assert word in printed
+
+
+def test_inspect_finds_models_of_the_caches(caches: Path, tiny: Path) -> None:
+    """By the name that `list` shows; --model takes the same."""
+    in_hub_cache(caches, tiny, "tests/theirs")
+    shutil.copytree(tiny, caches / "ssd" / "models" / "ours")
+    assert said("inspect", "tests/theirs")["source"] == "hub"
+    assert said("inspect", "ours")["source"] == "ssd"
+    assert resolve("ours") == (caches / "ssd" / "models" / "ours").resolve()
+
+
+def test_inspect_what_is_not_here(caches: Path, tmp_path: Path) -> None:
+    """It is said where to look, and nothing is downloaded."""
+    result = ssd("inspect", "tests/nobody")
+    assert isinstance(result.exception, UsageError)
+    assert "ssd models pull" in str(result.exception)
+    (tmp_path / "empty").mkdir()
+    result = ssd("inspect", str(tmp_path / "empty"))
+    assert isinstance(result.exception, ModelError)
+    assert "no config.json" in str(result.exception)
+
+
+# ---------------------------------------------------------------- pull, by the real client
+
+
+@pytest.fixture
+def hub(tiny: Path, tmp_path: Path) -> Iterator[Hub]:
+    """A hub that offers a tiny model, and a file that no decoder needs."""
+    folder = tmp_path / "offered"
+    shutil.copytree(tiny, folder)
+    (folder / "pytorch_model.bin").write_bytes(b"x" * 100)
+    with serving(folder) as made:
+        yield made
+
+
+def pull(hub: Hub, home: Path, name: str, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+        **more,
+    }
+    command = [sys.executable, "-m", "launch.cli", "models", "pull", name, "--json"]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+
+
+@pytest.mark.processes
+def test_pull_fetches_what_a_model_needs_once(hub: Hub, tmp_path: Path) -> None:
+    """Weights, configuration and tokenizer, nothing else; a second time needs no hub."""
+    done = pull(hub, tmp_path / "home", "tests/tiny")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["architecture"] == "llama"
+    assert Path(found["folder"]).is_relative_to(tmp_path / "home")
+    assert sorted(hub.fetched) == sorted(set(hub.fetched))
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(hub.fetched)
+    assert "pytorch_model.bin" not in hub.fetched
+    again = pull(hub, tmp_path / "home", "tests/tiny", HF_HUB_OFFLINE="1")
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "status", "environment", "outcome"),
+    [
+        ("tests/nobody", 0, {}, (MODEL, "no model 'tests/nobody', or it is private")),
+        ("tests/tiny", 403, {}, (MODEL, "accept its terms")),
+        ("tests/tiny", 0, {"HF_HUB_OFFLINE": "1"}, (RUNTIME, "HF_HUB_OFFLINE forbids")),
+        ("tests/tiny", 0, {"HF_ENDPOINT": "http://127.0.0.1:9"}, (RUNTIME, "hub reachable")),
+        ("tiny", 0, {}, (USAGE, "OWNER/NAME")),
+        ("tests/ti ny!", 0, {}, (USAGE, "ti ny!")),
+    ],
+)
+def test_pull_says_what_is_in_the_way(  # noqa: PLR0917  # a row of the table above
+    hub: Hub, tmp_path: Path, name: str, status: int, environment: dict[str, str],
+    outcome: tuple[int, str],
+) -> None:  # fmt: skip
+    """An unknown name, terms, no permission to ask, no network, no name at all."""
+    hub.status = status
+    done = pull(hub, tmp_path / "home", name, **environment)
+    assert done.returncode == outcome[0], done.stderr
+    assert outcome[1] in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------- recommend
+
+
+def test_every_pair_of_the_file_is_sound() -> None:
+    """Drafters are smaller, names are names, and each purpose and family has a pair."""
+    entries = read_pairs()
+    assert len({(e.model, e.draft_model) for e in entries}) == len(entries)
+    for entry in entries:
+        assert 3 * entry.draft_parameters < 1.2 * entry.parameters
+        assert entry.model == "default" or entry.model.count("/") == 1
+    assert set(PURPOSES) == {purpose for entry in entries for purpose in entry.purposes}
+    assert {"Llama 3", "Qwen 2.5", "Qwen 3", "SmolLM2"} == {entry.family for entry in entries}
+
+
+def test_the_largest_that_fits_comes_first() -> None:
+    """Then smaller ones, then what does not fit, marked."""
+    found = recommend(16 * 10**9, "chat")
+    fitting = [r.memory_bytes for r in found if r.fits]
+    beyond = [r.memory_bytes for r in found if not r.fits]
+    assert [r.fits for r in found] == [True] * len(fitting) + [False] * len(beyond)
+    assert fitting == sorted(fitting, reverse=True)
+    assert max(fitting) <= 12 * 10**9 < min(beyond)
+    assert all("chat" in r.purposes for r in found)
+    assert not any(r.fits for r in recommend(10**8))
+
+
+def test_expectations() -> None:
+    """Tokens per round follow from the assumed acceptance: 1 + a + a^2 + a^3 + a^4."""
+    assert expected_tokens(0.5, 4) == 1 + 0.5 + 0.25 + 0.125 + 0.0625
+    assert expected_tokens(0.75, 1) == 1.75
+
+
+def test_recommendations_are_marked_as_expectations() -> None:
+    """Nobody takes an assumption for a measurement."""
+    found = said("recommend", "--memory", "64", "--purpose", "code")
+    assert found["memory_bytes"] == 64 * 10**9
+    assert all("code" in pair["purposes"] for pair in found["pairs"])
+    printed = ssd("recommend", "--memory", "64").stdout
+    assert "Expected, not measured" in printed
+    assert "assumed" in printed

@@ -1,0 +1,128 @@
+"""The supervisor when several things go wrong at once: it goes on watching, whatever it does."""
+
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from launch.settings.settings import StackSettings
+from launch.stack import child
+from launch.stack.control import ask_supervisor
+from protocol.errors import RuntimeFailure
+from protocol.messages import Done, SwapDrafter
+from tests.support.stack import DEADLINE_S, RunningStack, eventually, running
+from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.processes
+
+HOSTILE = Path(__file__).parents[2] / "support" / "hostile_drafter.py"
+
+
+@pytest.fixture
+def settings(tmp_path: Path, run_dir: Path) -> StackSettings:
+    del run_dir
+    target = write_tiny_model(tmp_path / "target", "llama", seed=1)
+    return StackSettings(model=str(target), draft_backend="ngram", restarts=2)
+
+
+@pytest.fixture
+def stack(settings: StackSettings) -> Iterator[RunningStack]:
+    with running(settings) as started:
+        yield started
+
+
+def test_a_swap_mends_what_it_waits_for(stack: RunningStack) -> None:
+    """An orchestrator that is stopped as a swap begins is replaced, and the swap ends well."""
+    old = stack.client.status().pid
+    name = stack.supervisor.run_dir.path.name
+    os.kill(old, signal.SIGSTOP)
+    assert ask_supervisor(name, SwapDrafter(backend="ngram"), DEADLINE_S) == Done()
+    assert stack.client.status().pid != old
+
+
+def test_the_end_of_a_drafter_is_told_during_a_swap(stack: RunningStack, tmp_path: Path) -> None:
+    """Nobody waits for the drafts of a drafter that died while its successor was loading."""
+    old, go = stack.pid("drafter"), tmp_path / "go"
+    drafter = shlex.join([sys.executable, str(HOSTILE), "good"])
+    words = f"until [ -e {shlex.quote(str(go))} ]; do sleep 0.05; done; exec {drafter}"
+    swap = SwapDrafter(backend="stdio", command=["sh", "-c", words])
+    name = stack.supervisor.run_dir.path.name
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(ask_supervisor, name, swap, DEADLINE_S)
+        try:
+            eventually(lambda: started_after(stack, old), "the new drafter is loading")
+            os.kill(old, signal.SIGKILL)
+            eventually(lambda: not roles(stack) & {"drafter"}, "the old one's death is known")
+        finally:
+            go.touch()
+        assert done.result(DEADLINE_S) == Done()
+    assert stack.pid("drafter") != old
+
+
+def test_no_room_for_a_process_is_no_end(
+    stack: RunningStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that cannot start a process now is asked again, at the cost of one restart."""
+    start, refused = child.subprocess.Popen, threading.Event()
+    left = [5]
+
+    def short(command: list[str], **options: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        refused.set()
+        return start(command, **options)
+
+    monkeypatch.setattr(child.subprocess, "Popen", short)
+    os.kill(stack.pid("verifier"), signal.SIGKILL)
+    assert refused.wait(DEADLINE_S)
+    assert len(stack.answer("the quick brown fox", max_tokens=4).tokens) == 4
+    restarts = [line.restarts for line in stack.lines if line.role == "verifier"]
+    assert max(restarts) == 1
+
+
+def test_what_is_lost_stays_lost(settings: StackSettings) -> None:
+    """An orchestrator that comes later hears that there will be no verifier any more."""
+    slowly = msgspec.structs.replace(settings, restarts=1, restart_window_s=1000.0)
+    with running(slowly) as stack:
+        for _ in range(2):
+            pid = stack.pid("verifier")
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda pid=pid: not has(stack, pid), "its death is known")  # type: ignore[misc]  # bound at once
+            eventually(lambda: bool(here(stack)) or lost(stack), "another, or none any more")
+        old = stack.client.status().pid
+        os.kill(old, signal.SIGKILL)
+        eventually(lambda: stack.client.status().pid != old, "another orchestrator")
+        with pytest.raises(RuntimeFailure, match="it was restarted 1 times"):
+            stack.answer("the quick brown fox", max_tokens=4)
+
+
+def started_after(stack: RunningStack, old: int) -> bool:
+    """Whether another drafter was started."""
+    return any(line.role == "drafter" and line.pid != old for line in stack.lines)
+
+
+def roles(stack: RunningStack) -> set[str]:
+    """The services that the orchestrator knows."""
+    return {service.role for service in stack.client.status().services}
+
+
+def here(stack: RunningStack) -> list[int]:
+    """The verifier that the orchestrator knows."""
+    return [s.pid for s in stack.client.status().services if s.role == "verifier"]
+
+
+def has(stack: RunningStack, pid: int) -> bool:
+    return pid in here(stack)
+
+
+def lost(stack: RunningStack) -> bool:
+    return any(line.state.startswith("lost") for line in stack.lines)

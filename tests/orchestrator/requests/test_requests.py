@@ -1,0 +1,157 @@
+"""The line of requests, and the orchestrator's loop with several of them, without processes."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from orchestrator.requests.queue import Requests
+from protocol.messages import (
+    Cancel,
+    CloseSequence,
+    Finished,
+    Generate,
+    OpenSequence,
+    Prefilled,
+    Refusal,
+    Status,
+    StatusRequest,
+    Text,
+    VerificationOutcome,
+    Verify,
+)
+from tests.orchestrator.test_server import DRAFTER, VERIFIER, FakePoller, House
+
+
+@pytest.fixture(autouse=True)
+def _no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.server.Poller", FakePoller)
+
+
+def house_of(kv_tokens: int = 0, **settings: Any) -> House:
+    house = House(**settings)
+    house.service(b"v", msgspec.structs.replace(VERIFIER, kv_tokens=kv_tokens))
+    house.service(b"d", DRAFTER)
+    return house
+
+
+def ask(request: int, tokens: int = 3, **fields: Any) -> Generate:
+    return Generate(request=request, tokens=[1] * tokens, mode="ar", **fields)
+
+
+def running(house: House) -> list[int]:
+    """The sequences that are open at the verifier, in the order in which they were opened."""
+    opened = [m.sequence for m in house.told(b"v", OpenSequence)]
+    closed = {m.sequence for m in house.told(b"v", CloseSequence)}
+    return [number for number in opened if number not in closed]
+
+
+def verified(house: House, sequence: int, bonus: int) -> None:
+    asked = [m for m in house.told(b"v", Verify) if m.sequence == sequence][-1]
+    house.service(
+        b"v",
+        VerificationOutcome(
+            sequence=sequence,
+            round=asked.round,
+            accepted=0,
+            bonus=bonus,
+            verify_ms=5.0,
+            idle_ms=0.1,
+            sequences=2,
+            rows=2,
+        ),
+    )
+
+
+def test_as_many_run_as_may() -> None:
+    """So many requests are decoded at a time; when one ends, the next in line begins."""
+    house = house_of(concurrency=2)
+    for request in (1, 2, 3, 4):
+        house.client(ask(request, max_tokens=1))
+    assert running(house) == [1, 2]
+    house.client(StatusRequest())
+    (status,) = house.told(b"c", Status)
+    assert (status.active, status.waiting) == (2, 2)
+    verified(house, 2, 5)
+    assert running(house) == [1, 3]
+    verified(house, 3, 6)
+    assert running(house) == [1, 4]
+    assert [finished.request for finished in house.told(b"c", Finished)] == [2, 3]
+
+
+def test_each_request_gets_its_own_tokens() -> None:
+    """Outcomes that come in any order go to the client and request that they belong to."""
+    house = house_of(concurrency=2)
+    house.client(ask(7, max_tokens=2), peer=b"c")
+    house.client(ask(7, max_tokens=2), peer=b"e")
+    for sequence, bonus in ((2, 20), (1, 10), (1, 11), (2, 21)):
+        verified(house, sequence, bonus)
+    for peer, expected in ((b"c", [10, 11]), (b"e", [20, 21])):
+        assert [t for text in house.told(peer, Text) for t in text.tokens] == expected
+        assert [f.reason for f in house.told(peer, Finished)] == ["length"]
+
+
+def test_requests_wait_for_room_in_the_kv() -> None:
+    """A request begins when its longest answer fits; nobody who came later overtakes it."""
+    house = house_of(kv_tokens=40, concurrency=8)
+    house.client(ask(1, max_tokens=17))  # 20 tokens
+    house.client(ask(2, max_tokens=20))  # 23: too many beside the first
+    house.client(ask(3, max_tokens=2))
+    assert running(house) == [1]
+    house.client(Cancel(request=1))
+    assert running(house) == [2, 3]
+
+
+def test_what_never_fits_runs_alone_and_ends_with_the_memory() -> None:
+    """An answer that may be longer than the KV is given all of it, and ends as a full context."""
+    house = house_of(kv_tokens=5, concurrency=8)
+    house.client(ask(1, max_tokens=100))
+    house.client(ask(2, max_tokens=1))
+    assert running(house) == [1]
+    verified(house, 1, 5)
+    verified(house, 1, 6)
+    assert [f.reason for f in house.told(b"c", Finished)] == ["context"]
+    assert running(house) == [2]
+    house.client(ask(3, tokens=5))
+    (refusal,) = house.told(b"c", Refusal)
+    assert (refusal.kind, refusal.request) == ("invalid", 3)
+
+
+def test_kinds_of_refusal() -> None:
+    """A full line is busy, a lost verifier unavailable: both say which request they mean."""
+    house = house_of(concurrency=1, max_waiting=1)
+    for request in (1, 2, 3):
+        house.client(ask(request))
+    (refusal,) = house.told(b"c", Refusal)
+    assert (refusal.kind, refusal.request) == ("busy", 3)
+
+
+@pytest.mark.parametrize("request_", [1, 2])
+def test_cancelling_frees_at_once(request_: int) -> None:
+    """Running or waiting: both services forget the sequence, and the next one begins."""
+    house = house_of(concurrency=1)
+    for request in (1, 2):
+        house.client(ask(request))
+    house.client(Cancel(request=request_))
+    assert [(f.request, f.reason) for f in house.told(b"c", Finished)] == [(request_, "cancelled")]
+    assert running(house) == [3 - request_]
+
+
+def test_cached_tokens_are_told() -> None:
+    """What the target had of the prompt is reported, once, and not what a restart found."""
+    house = house_of()
+    house.client(ask(1, tokens=9, max_tokens=1))
+    for cached in (6, 8):
+        house.service(b"v", Prefilled(sequence=1, length=8, prefill_ms=1.0, cached=cached))
+    house.service(b"d", Prefilled(sequence=1, length=8, prefill_ms=1.0, cached=2))
+    verified(house, 1, 5)
+    (finished,) = house.told(b"c", Finished)
+    assert finished.cached_tokens == 6
+
+
+def test_an_empty_line() -> None:
+    """Nobody is there, nobody starts, nobody is found."""
+    requests = Requests(1, 1)
+    assert list(requests) == list(requests.start(0)) == []
+    assert requests.of(b"c", 1) is None
+    assert not requests.full

@@ -1,0 +1,182 @@
+"""Prompt lookup as a backup: what is found, when it is offered, and what is learned from it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.terminal.explain import explanation
+from orchestrator.learning.cost_model import Estimates
+from orchestrator.sequence.actions import ToVerifier
+from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.phase import Phase
+from orchestrator.sequence.planner import Plan
+from protocol.decoding.bans import Bans
+from protocol.decoding.prompt_lookup import CONFIDENCE, continuation
+from protocol.messages import Sampling, Shape, Verify
+from tests.support.fakes import Stack, Target
+
+LETTERS = st.integers(0, 2)
+TOKENS = st.lists(LETTERS, max_size=6) | st.lists(LETTERS, min_size=20, max_size=40)
+"""Long ones too: by themselves they would seldom be long enough for two matches."""
+ENDLESS = Limits(60, frozenset(), 0)
+
+
+@given(TOKENS, st.integers(0, 8))
+def test_the_longest_match_wins_and_the_latest_of_those(tokens: list[int], count: int) -> None:
+    """As the definition says, tried at every place."""
+    best: tuple[list[int], float] = ([], 0.0)
+    for length in (2, 3, 4):
+        tail = tokens[-length:]
+        for end in range(length, len(tokens)):
+            if tokens[end - length : end] == tail and len(tail) == length:
+                best = tokens[end : end + count], CONFIDENCE[length]
+    assert continuation(tokens, count) == best
+
+
+@given(TOKENS, st.integers(1, 8), st.integers(0, 3))
+def test_what_is_ruled_out_is_passed_over(tokens: list[int], count: int, banned: int) -> None:
+    """The best match whose first token may come, up to the first that may not."""
+    best: tuple[list[int], float] = ([], 0.0)
+    for length in (2, 3, 4):
+        tail = tokens[-length:]
+        for end in range(length, len(tokens)):
+            fits = tokens[end - length : end] == tail and len(tail) == length
+            if fits and tokens[end] != banned:
+                found = tokens[end : end + count]
+                kept = found.index(banned) if banned in found else len(found)
+                best = found[:kept], CONFIDENCE[length]
+    bans = Bans(Shape(logit_bias=((banned, -100.0), (9, 99.0))))
+    assert best == continuation(tokens, count, bans.possible)
+
+
+def test_a_bias_of_100_rules_out_all_the_others() -> None:
+    """As OpenAI means it; a smaller one rules out nothing, and no shape neither."""
+    assert Bans(Shape(logit_bias=((1, 100.0), (2, 100.0)))).possible([2, 1, 3, 1]) == 2
+    assert Bans(Shape(logit_bias=((1, 99.0), (2, -99.0)))).possible([2, 1, 3, 1]) == 4
+    assert Bans(None).possible([2, 1, 3, 1]) == 4
+
+
+class Periodic(Target):
+    """Says the same five tokens again and again."""
+
+    def next(self, prefix: list[int]) -> int:
+        return (len(prefix) * 3) % 5 if len(prefix) % 5 else 4
+
+
+def stack(*, skill: float = 0.0, lookahead: int = 0, shape: Shape | None = None) -> Stack:
+    """The answer repeats itself; the drafter is useless, or absent."""
+    return Stack(
+        mode="ssd",
+        target=Periodic(0),
+        prompt=[1],
+        limits=ENDLESS,
+        skill=skill,
+        lookahead=lookahead,
+        sampling=Sampling(shape=shape),
+    )
+
+
+def test_without_a_drafter_what_was_said_before_is_verified() -> None:
+    """Repetition is found in the answer itself, and it is said how much that brought."""
+    alone = stack()
+    alone.verifier_comes()
+    while alone.outcome_arrives():
+        pass
+    alone.assert_plain()
+    recorder = alone.sequence.recorder
+    assert recorder.rounds < 40
+    assert recorder.fallbacks["lookup"] == recorder.kinds["lookup"].rounds > 3
+    assert alone.origins.count("lookup") == recorder.accepted > 20
+    assert "looked up in prompt and answer" in explanation("ssd", recorder.summary())
+
+
+def test_a_banned_token_is_not_looked_up() -> None:
+    """What was said before may hold a token that this request has banned."""
+    alone = stack(shape=Shape(logit_bias=((3, -100.0),)))
+    alone.verifier_comes()
+    while alone.outcome_arrives():
+        pass
+    alone.assert_plain()  # this target knows no bias
+    chains = [a.message.chain for a in alone.actions if isinstance(a, ToVerifier)
+              and isinstance(a.message, Verify)]  # fmt: skip
+    assert any(len(chain) > 1 for chain in chains)
+    assert all(3 not in chain[1:] for chain in chains)
+
+
+def test_after_a_miss_a_lookup_costs_the_drafter_nothing() -> None:
+    """A drafter that is always wrong is passed over, and prepares for what was looked up."""
+    beside = stack()
+    beside.verifier_comes()
+    beside.drafter_comes()
+    prepared = set[int]()
+    for _ in range(200):
+        if beside.sequence.current.origin == "lookup" and beside.sequence.current.speculating:
+            prepared.add(beside.sequence.round)
+        beside.calm_round()
+    assert beside.sequence.phase is Phase.FINISHED
+    beside.assert_plain()
+    assert beside.sequence.recorder.fallbacks["lookup"] > 3
+    assert beside.origins.count("lookup") > 20
+    assert len(prepared) > 1  # not only while the drafter rested
+
+
+def test_a_draft_that_is_waited_for_must_be_better_than_what_was_found() -> None:
+    """What is looked up costs no wait: unless it is unlikely, the target goes on with it."""
+    estimates = Estimates()
+    for tokens in range(1, 9):
+        estimates.verify_cost.observe(tokens, 8.0 + 2.0 * tokens)
+    estimates.drew(1, 8, 1.0)
+    estimates.backup_ms.observe(1.0)
+    estimates.acceptance["hit"].observe(0.6)
+    plan = Plan("ssd", estimates)
+    assert plan.backup() > 0
+    assert plan.backup([CONFIDENCE[4]] * 4) == 0
+    assert plan.backup([0.05] * 4) == plan.backup()
+
+
+def test_while_the_drafter_rests_lookup_goes_on() -> None:
+    """What did not pay is left out; what costs nothing is not."""
+    estimates = Estimates()
+    pace = estimates.paces["ssd"]
+    while pace.speculating:
+        pace.observe(1, 10.0, accepted=0)
+    beside = Stack(mode="ssd", target=Periodic(0), prompt=[1], limits=ENDLESS, estimates=estimates)
+    beside.calm().assert_plain()
+    assert beside.origins.count("lookup") > 20
+    assert beside.sequence.recorder.hits + beside.sequence.recorder.misses == 0
+
+
+def test_what_is_fixed_by_hand_is_not_changed() -> None:
+    """With a lookahead of one's own nothing is looked up."""
+    fixed = stack(lookahead=3)
+    fixed.calm().assert_plain()
+    assert "lookup" not in fixed.origins
+
+
+def test_a_lookup_that_was_not_verified_teaches_too() -> None:
+    """The outcome tells for nothing whether its first token was right."""
+    estimates = Estimates()
+    for tokens in range(1, 9):
+        estimates.plain_cost.observe(tokens, 10.0 * tokens)
+        estimates.verify_cost.observe(tokens, 10.0 * tokens)
+    plan = Plan("ssd", estimates)
+    assert plan.looked_up([0.75] * 4, alone=True) == 0  # a token costs a token
+    dear = Stack(mode="ssd", target=Periodic(0), prompt=[1], limits=ENDLESS, estimates=estimates)
+    dear.verifier_comes()
+    before = estimates.calibrations["lookup"].rate(0.75)
+    for _ in range(30):
+        dear.outcome_arrives()
+    assert estimates.calibrations["lookup"].rate(0.75) > before + 0.1
+
+
+@pytest.mark.parametrize(("rate", "used"), [(0.0, False), (1.0, True)])
+def test_each_length_of_a_match_is_judged_by_what_came_of_it(rate: float, used: bool) -> None:  # noqa: FBT001  # pytest names it
+    """Where matches of two tokens mislead, those of four may still be used, and the reverse."""
+    estimates = Estimates()
+    for tokens in range(1, 9):
+        estimates.verify_cost.observe(tokens, 20.0 + 4.0 * tokens)
+    for _ in range(60):
+        estimates.calibrations["lookup"].observe([CONFIDENCE[2]], round(rate))
+    plan = Plan("ssd", estimates)
+    assert (plan.looked_up([CONFIDENCE[2]] * 3) > 0) == used
+    assert plan.looked_up([CONFIDENCE[4]] * 3) > 0

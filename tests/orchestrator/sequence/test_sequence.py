@@ -1,0 +1,535 @@
+"""The state machine of a request, driven by a fake target and a fake drafter."""
+
+from collections.abc import Callable
+from itertools import product
+from math import ceil
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.learning.cost_model import Estimates
+from orchestrator.sequence.sequence import Emit, Finish, Limits, Phase, ToDrafter, ToVerifier
+from protocol.messages import CloseSequence, DraftNow, Mode, OpenSequence, Prepare, Verify
+from tests.support.fakes import VOCABULARY, Stack, Target, started
+
+MODES: tuple[Mode, ...] = ("ar", "sd", "ssd")
+ENDLESS = Limits(10**6, frozenset({0}), 0)
+"""Ends only at a stop token."""
+
+
+PROMPTS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6)
+LIMITS = st.builds(
+    Limits,
+    st.integers(1, 40),
+    st.frozensets(st.integers(0, VOCABULARY - 1), max_size=1),
+    st.one_of(st.just(0), st.integers(7, 40)),
+)
+PLANS = st.fixed_dictionaries(
+    {"mode": st.sampled_from(MODES), "prompt": PROMPTS, "limits": LIMITS},
+    optional={
+        "lookahead": st.integers(0, 6),
+        "budget": st.integers(0, 12),
+        "skill": st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.0]),
+        "max_draft": st.sampled_from([0, 1, 3, 64]),
+        "drafter_context": st.sampled_from([0, 16, 30]),
+        "seed": st.integers(0, 2**32),
+    },
+)
+
+
+@settings(max_examples=250)
+@given(PLANS, st.integers(0, 255), st.integers(0, 150), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+def test_the_answer_is_that_of_plain_decoding(
+    plan: dict[str, Any], salt: int, chaos: int, patience: float
+) -> None:
+    """Whoever dies, whatever is late, stale, repeated or lost: the tokens are the target's own."""
+    stack = Stack(target=Target(salt), **plan)
+    stack.chaos(chaos)
+    stack.calm(patience).assert_plain()
+    assert {"target", "hit", "miss", "lookup"} >= set(stack.origins)
+
+
+@given(PLANS, st.integers(0, 255), st.lists(st.integers(0, 3), max_size=40), st.integers(0, 99))
+def test_stale_and_repeated_messages_change_nothing(
+    plan: dict[str, Any], salt: int, order: list[int], seed: int
+) -> None:
+    """What was delivered before may come again at any time: no action or estimate differs."""
+    undisturbed, disturbed = (started(target=Target(salt), **plan) for _ in range(2))
+    chance = Random(seed)  # noqa: S311  # no secret depends on it
+    for event in order:
+        for stack in (undisturbed, disturbed):
+            _EVENTS[event](stack)
+        before = len(disturbed.actions)
+        for _ in range(3):
+            old_news(disturbed, chance)
+        assert before == len(disturbed.actions)
+        learned = [s.estimates.memory() for s in (undisturbed, disturbed)]
+        assert learned[0] == learned[1]
+    undisturbed.calm().assert_plain()
+    disturbed.calm().assert_plain()
+    assert undisturbed.actions == disturbed.actions
+
+
+_EVENTS: tuple[Callable[[Stack], object], ...] = (
+    Stack.drafter_works,
+    Stack.tree_arrives,
+    Stack.outcome_arrives,
+    Stack.calm_round,
+)
+
+
+def old_news(stack: Stack, chance: Random) -> None:
+    """Something that was delivered before arrives again."""
+    trees = [tree for tree in stack.past if tree not in stack.wire]
+    if trees:
+        stack.do(stack.sequence.tree(chance.choice(trees), stack.now))
+    if stack.past_outcomes:
+        stack.do(stack.sequence.outcome(chance.choice(stack.past_outcomes), stack.now))
+
+
+@settings(max_examples=60)
+@given(PLANS, st.integers(0, 255), st.integers(0, 150), st.sampled_from([0.5, 1.0]))
+def test_statistics_add_up(plan: dict[str, Any], salt: int, chaos: int, patience: float) -> None:
+    """Counts agree with each other and with the answer, whatever happened."""
+    stack = Stack(target=Target(salt), **plan)
+    stack.chaos(chaos)
+    stack.calm(patience)
+    recorder = stack.sequence.recorder
+    assert len(stack.emitted) == recorder.emitted
+    assert recorder.accepted <= recorder.drafted
+    # Each round adds its accepted tokens and a bonus token, which the last may lose.
+    assert recorder.emitted <= recorder.accepted + recorder.rounds <= recorder.emitted + 1
+    assert recorder.accepted == sum(origin != "target" for origin in stack.origins)
+    assert recorder.hits + recorder.misses <= max(0, recorder.rounds - 1)
+    assert recorder.accepted == sum(recorder.accepted_at.values())
+    assert recorder.drafted == sum(recorder.offered_at.values())
+    assert plan["mode"] == "ssd" or recorder.hits + recorder.misses == 0
+    assert plan["mode"] != "ar" or recorder.drafted == 0
+    assert 1 <= recorder.rounds <= len(stack.past_outcomes)
+
+
+SALTS = [salt for salt in range(120) if 25 <= len(Target(salt).plain([1, 2], ENDLESS)[0]) <= 90][:6]
+
+
+@pytest.mark.parametrize("salt", SALTS)
+@pytest.mark.parametrize("lookahead", [0, 1, 4])
+def test_a_perfect_drafter_always_hits(salt: int, lookahead: int) -> None:
+    """With a drafter that is always right and in time, every round after the first is a hit."""
+    stack = started(
+        mode="ssd", target=Target(salt), prompt=[1, 2], limits=ENDLESS, lookahead=lookahead
+    ).calm()
+    stack.assert_plain()
+    recorder = stack.sequence.recorder
+    assert recorder.hits > 0
+    assert (recorder.rounds - 1, 0) == (recorder.hits, recorder.misses)
+    assert "miss" not in stack.origins
+    if lookahead:
+        assert 1 + ceil(len(stack.truth) / (lookahead + 1)) == recorder.rounds
+
+
+@pytest.mark.parametrize("salt", SALTS)
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_a_perfect_drafter_is_always_accepted(salt: int, mode: Mode) -> None:
+    """All tokens of a drafter that is always right stand, up to the one that ends the answer."""
+    stack = started(mode=mode, target=Target(salt), prompt=[1, 2], limits=ENDLESS, lookahead=3)
+    stack.calm().assert_plain()
+    outcomes = stack.past_outcomes
+    assert [0, *[3 for _ in outcomes[1:]]] == [outcome.accepted for outcome in outcomes]
+
+
+@pytest.mark.parametrize("salt", SALTS)
+def test_a_hopeless_drafter_is_never_accepted(salt: int) -> None:
+    """A drafter that is always wrong brings nothing; at most something can be looked up."""
+    stack = started(mode="ssd", target=Target(salt), prompt=[1, 2], limits=ENDLESS, skill=0.0)
+    stack.calm().assert_plain()
+    recorder = stack.sequence.recorder
+    assert recorder.accepted == stack.origins.count("lookup")
+    assert len(stack.truth) + 1 == recorder.rounds + recorder.accepted
+
+
+@pytest.mark.parametrize("salt", SALTS)
+@pytest.mark.parametrize("skill", [0.5, 0.9])
+@pytest.mark.parametrize("patience", [0.3, 1.0])
+def test_every_later_round_is_a_hit_or_a_miss(salt: int, skill: float, patience: float) -> None:
+    """With a drafter that stays, hits and misses are all rounds but the first."""
+    stack = started(
+        mode="ssd",
+        target=Target(salt),
+        prompt=[1, 2],
+        limits=ENDLESS,
+        lookahead=3,
+        skill=skill,
+        seed=salt,
+    ).calm(patience)
+    recorder = stack.sequence.recorder
+    assert recorder.hits > 0
+    assert recorder.rounds - 1 == recorder.hits + recorder.misses
+    assert recorder.fallbacks.total() == recorder.misses
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_trees_of_other_rounds_are_dropped(mode: Mode) -> None:
+    """A stale tree neither fills nor blocks the place of the one that the round waits for."""
+    stack = started(mode=mode, target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, lookahead=3)
+    while stack.sequence.phase is not Phase.FINISHED:
+        for stale in [tree for tree in stack.past if tree.round != stack.sequence.round]:
+            stack.do(stack.sequence.tree(stale, stack.now))
+        assert stack.sequence.current.cache.depth == 0
+        while stack.drafter_works():
+            stack.tree_arrives()
+        stack.outcome_arrives()
+    stack.assert_plain()
+    assert [0, *[3 for _ in stack.past_outcomes[1:]]] == [o.accepted for o in stack.past_outcomes]
+
+
+def test_trees_that_are_dropped_are_counted() -> None:
+    """Of another round, or twice."""
+    stack = started(mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, lookahead=3)
+    assert stack.drafter_works()
+    stack.tree_arrives()
+    assert stack.sequence.recorder.stale_trees == 0
+    stack.tree_comes_again()
+    assert stack.sequence.recorder.stale_trees == 1
+    assert stack.outcome_arrives()
+    stack.tree_comes_again()
+    assert stack.sequence.recorder.summary().stale_trees == 2
+
+
+def test_what_was_not_prepared_in_time_is_a_miss() -> None:
+    """An outcome that arrives before any depth of the tree is a miss, however good the drafter."""
+    stack = started(mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, lookahead=3)
+    stack.calm(patience=0.0).assert_plain()
+    recorder = stack.sequence.recorder
+    assert recorder.hits == 0
+    assert recorder.rounds - 1 == recorder.misses
+
+
+def verifications(stack: Stack) -> list[Verify]:
+    messages = [action.message for action in stack.actions if isinstance(action, ToVerifier)]
+    return [message for message in messages if isinstance(message, Verify)]
+
+
+def short_chains() -> Estimates:
+    """At these costs one draft token is verified, never two."""
+    estimates = Estimates()
+    for tokens, milliseconds in [(1, 11.0), (2, 12.0), (3, 1e3)]:
+        estimates.verify_cost.observe(tokens, milliseconds)
+    return estimates
+
+
+@pytest.mark.parametrize("salt", SALTS)
+def test_the_unverified_rest_of_a_draft_is_kept(salt: int) -> None:
+    """A branch of 4 tokens, verified one by one, hits twice although the drafter sleeps."""
+    stack = started(
+        mode="ssd",
+        target=Target(salt),
+        prompt=[1, 2],
+        limits=ENDLESS,
+        estimates=short_chains(),
+    )
+    while stack.drafter_works():
+        stack.tree_arrives()
+    for hits in (1, 2, 2):
+        stack.outcome_arrives()
+        assert hits == stack.sequence.recorder.hits
+    chains = [len(m.chain) for m in verifications(stack)]
+    assert chains[:3] == [1, 2, 2]
+    assert stack.sequence.recorder.misses == 1
+    stack.calm().assert_plain()
+
+
+@pytest.mark.parametrize("salt", SALTS)
+@pytest.mark.parametrize("skill", [0.5, 0.8])
+def test_a_rest_is_used_only_behind_its_first_token(salt: int, skill: float) -> None:
+    """With a drafter that errs, a kept rest is found exactly if the target says its first token."""
+    stack = started(
+        mode="ssd",
+        target=Target(salt),
+        prompt=[1, 2],
+        limits=ENDLESS,
+        skill=skill,
+        estimates=short_chains(),
+        seed=salt,
+    )
+    kept = 0
+    while stack.sequence.phase is not Phase.FINISHED:
+        stack.calm_round()
+        current = stack.sequence.current
+        bonuses = [b for b in range(VOCABULARY) if current.cache.draft(len(current.draft), b)]
+        if current.cache.depth == 0 and bonuses:
+            kept += 1
+            assert stack.sequence.recorder.hits > 0
+            assert len(bonuses) == 1
+    stack.assert_plain()
+    assert kept > 0
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd"])
+def test_only_speculative_speculative_decoding_keeps_a_rest(mode: Mode) -> None:
+    """Sequential speculative decoding drafts anew, and counts neither hits nor misses."""
+    stack = started(
+        mode=mode,
+        target=Target(SALTS[0]),
+        prompt=[1, 2],
+        limits=ENDLESS,
+        estimates=short_chains(),
+    ).calm()
+    stack.assert_plain()
+    assert (stack.sequence.recorder.hits, stack.sequence.recorder.misses) == (0, 0)
+
+
+TALK = [
+    ("ar", 0, set[type]()),
+    ("ar", 3, set[type]()),
+    ("sd", 0, {OpenSequence, DraftNow, CloseSequence}),
+    ("sd", 3, {OpenSequence, DraftNow, CloseSequence}),
+    ("ssd", 0, {OpenSequence, Prepare, DraftNow, CloseSequence}),
+    ("ssd", 3, {OpenSequence, Prepare, DraftNow, CloseSequence}),
+]
+
+
+@pytest.mark.parametrize(("mode", "lookahead", "expected"), TALK)
+def test_each_mode_talks_only_as_it_should(mode: Mode, lookahead: int, expected: set[type]) -> None:
+    """Plain decoding never bothers the drafter; it prepares, and is waited for, only as planned."""
+    stack = started(
+        mode=mode,
+        target=Target(SALTS[0]),
+        prompt=[1, 2],
+        limits=ENDLESS,
+        skill=0.6,
+        lookahead=lookahead,
+    ).calm()
+    assert {type(message) for message in stack.to_drafter()} == expected
+
+
+def test_after_a_miss_the_planned_backup_follows() -> None:
+    """With a lookahead the target waits for a draft after a miss; without, if that pays."""
+    for lookahead, token_ms in [(3, 0.0), (0, 1e-3), (0, 1e3)]:
+        stack = started(
+            mode="ssd",
+            target=Target(SALTS[0]),
+            prompt=[1, 2],
+            limits=ENDLESS,
+            skill=0.7,
+            lookahead=lookahead,
+            draft_ms=token_ms,
+        ).calm(patience=0.6)
+        stack.assert_plain()
+        recorder = stack.sequence.recorder
+        assert recorder.fallbacks.keys() <= {"draft", "plain", "lookup"}
+        assert recorder.fallbacks.total() == recorder.misses
+        assert ("draft" in recorder.fallbacks) is (token_ms < 1e3)
+        assert ("miss" in stack.origins) is (token_ms < 1e3)
+        assert not (lookahead and "plain" in recorder.fallbacks)
+        assert "hit" in stack.origins
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lookahead", [1, 4])
+def test_answers_end_where_plain_decoding_ends(mode: Mode, lookahead: int) -> None:
+    """Stop tokens, max_tokens and the context length cut every mode's answer at the same token."""
+    endings = set()
+    for salt, tokens, context in product((1, 2, 3), (1, 2, 3, 5, 6, 11), (0, 3, 6, 9)):
+        limits = Limits(tokens, frozenset({3}), context)
+        stack = started(
+            mode=mode, target=Target(salt), prompt=[4, 5], limits=limits, lookahead=lookahead
+        )
+        stack.calm().assert_plain()
+        endings.add(stack.ending)
+    assert endings == {"stop", "length", "context"}
+
+
+def test_a_stop_token_inside_a_chain_drops_the_rest() -> None:
+    """Accepted tokens behind a stop token are not part of the answer, nor counted as accepted."""
+    target = next(t for t in map(Target, range(250)) if len(t.plain([1, 2], ENDLESS)[0]) == 3)
+    stack = started(mode="sd", target=target, prompt=[1, 2], limits=ENDLESS, lookahead=6)
+    stack.calm().assert_plain()
+    assert stack.past_outcomes[-1].accepted == 6
+    recorder = stack.sequence.recorder
+    assert (recorder.rounds, recorder.accepted, recorder.emitted) == (2, 2, 3)
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_the_verifier_is_served_first(mode: Mode) -> None:
+    """An outcome's first action is the next Verify or the call for a draft; text is last."""
+    stack = started(
+        mode=mode,
+        target=Target(SALTS[1]),
+        prompt=[1, 2],
+        limits=ENDLESS,
+        skill=0.8,
+        lookahead=3 if mode == "sd" else 0,
+        draft_ms=1e3,
+    )
+    while stack.sequence.phase is not Phase.FINISHED:
+        while stack.drafter_works():
+            stack.tree_arrives()
+        before = len(stack.actions)
+        assert stack.outcome_arrives()
+        answered = stack.actions[before:]
+        if isinstance(answered[-1], Finish):
+            return
+        first = answered[0]
+        assert isinstance(first, ToVerifier if mode == "ssd" else ToDrafter)
+        assert isinstance(first.message, Verify if mode == "ssd" else DraftNow)
+        assert isinstance(answered[-1], Emit)
+    raise AssertionError("the run ends with Finish")
+
+
+def test_without_a_verifier_a_request_waits() -> None:
+    """A request that meets no verifier does nothing until one comes, and then starts."""
+    stack = Stack(mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS)
+    stack.drafter_comes()
+    assert stack.sequence.phase is Phase.STRANDED
+    assert [OpenSequence] == [type(message) for message in stack.to_drafter()]
+    stack.calm().assert_plain()
+    assert stack.sequence.recorder.hits > 0
+
+
+def test_a_restarted_verifier_gets_the_committed_tokens() -> None:
+    """After a death the sequence opens with what was committed and verifies the pending token."""
+    stack = started(mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, lookahead=2)
+    for _ in range(3):
+        while stack.drafter_works():
+            stack.tree_arrives()
+        stack.outcome_arrives()
+    stack.verifier_dies()
+    assert stack.sequence.phase is Phase.STRANDED
+    before = len(stack.actions)
+    stack.verifier_comes()
+    opened, verify = [a.message for a in stack.actions[before:] if isinstance(a, ToVerifier)]
+    assert isinstance(opened, OpenSequence)
+    assert isinstance(verify, Verify)
+    tokens = stack.sequence.tokens
+    assert (tokens[:-1], tokens[-1:]) == (opened.tokens, verify.chain)
+    stack.calm().assert_plain()
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_without_a_drafter_decoding_is_plain(mode: Mode) -> None:
+    """A request that has no drafter decodes one token per round, but for what can be looked up,
+    and says why."""
+    stack = Stack(mode=mode, target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS)
+    stack.verifier_comes()
+    stack.calm().assert_plain()
+    recorder = stack.sequence.recorder
+    assert len(stack.truth) + 1 == recorder.rounds + recorder.accepted
+    assert {"no_drafter", "lookup"} == recorder.fallbacks.keys()
+    assert recorder.fallbacks.total() == recorder.rounds - 1
+
+
+def test_a_drafter_that_comes_late_still_helps() -> None:
+    """A drafter that joins in the middle is told all, and asked at once for the running round."""
+    stack = Stack(mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS)
+    stack.verifier_comes()
+    for _ in range(5):
+        stack.outcome_arrives()
+    stack.drafter_comes()
+    opened, prepare = stack.to_drafter()
+    assert isinstance(opened, OpenSequence)
+    assert stack.sequence.tokens[:-1] == opened.tokens
+    assert isinstance(prepare, Prepare)
+    assert (len(opened.tokens), []) == (prepare.base, prepare.tokens)
+    stack.calm().assert_plain()
+    recorder = stack.sequence.recorder
+    assert recorder.rounds - 1 - 5 <= recorder.hits
+
+
+@pytest.mark.parametrize("event", ["late", "died"])
+def test_the_target_does_not_wait_for_ever(event: str) -> None:
+    """A draft that is late, or never comes, is verified as far as it has come."""
+    stack = started(mode="sd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, lookahead=4)
+    stack.outcome_arrives()
+    assert stack.sequence.phase is Phase.DRAFTING
+    for _ in range(2):
+        stack.drafter_works()
+        stack.tree_arrives()
+    if event == "late":
+        stack.patience_ends()
+    else:
+        stack.drafter_dies()
+    verify = [a.message for a in stack.actions if isinstance(a, ToVerifier)][-1]
+    assert isinstance(verify, Verify)
+    assert [*stack.prompt, *stack.truth][2:5] == verify.chain
+    reason = "late" if event == "late" else "drafter_died"
+    assert {reason: 1} == dict(stack.sequence.recorder.fallbacks)
+    stack.calm().assert_plain()
+
+
+def test_near_its_context_a_drafter_is_left_alone() -> None:
+    """A drafter with a shorter context helps as long as it can; then decoding is plain."""
+    stack = started(
+        mode="ssd",
+        target=Target(SALTS[0]),
+        prompt=[1, 2],
+        limits=ENDLESS,
+        lookahead=2,
+        drafter_context=20,
+    ).calm()
+    stack.assert_plain()
+    recorder = stack.sequence.recorder
+    assert recorder.hits > 0
+    assert recorder.fallbacks["no_drafter"] > 0
+
+
+def test_a_target_that_cannot_rewind_decodes_plainly() -> None:
+    """A verifier that can roll nothing back never gets a draft token."""
+    stack = started(
+        mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, max_draft=0
+    ).calm()
+    stack.assert_plain()
+    assert stack.sequence.recorder.drafted == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cancelled_request_is_closed_everywhere(mode: Mode) -> None:
+    """Finishing closes the sequence at its services once, and nothing follows it."""
+    stack = started(mode=mode, target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS)
+    stack.outcome_arrives()
+    stack.do(stack.sequence.finish("cancelled"))
+    assert stack.sequence.phase is Phase.FINISHED
+    before = len(stack.actions)
+    stack.do(stack.sequence.finish("error", "again"))
+    stack.chaos(200)
+    assert stack.actions[before:] == []
+    assert [Finish("cancelled")] == stack.finishes
+    closes = [
+        a for a in stack.actions[:before] if isinstance(getattr(a, "message", 0), CloseSequence)
+    ]
+    assert len(closes) == (1 if mode == "ar" else 2)
+
+
+def test_an_answer_may_be_ended_while_it_is_emitted() -> None:
+    """A stop string found in the emitted text ends the request, although a round is in flight."""
+    stack = started(mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS)
+    assert stack.verifier is not None
+    assert stack.verifier.answer is not None
+    for action in stack.sequence.outcome(stack.verifier.answer, 1.0):
+        if isinstance(action, Emit):
+            stack.do(stack.sequence.finish("stop"))
+    assert [Finish("stop")] == stack.finishes
+    stack.chaos(100)
+    assert [Finish("stop")] == stack.finishes
+
+
+def announced(stack: Stack) -> list[tuple[int, bool]]:
+    """Of every verification: how long its chain was, and whether a plain one was to follow."""
+    sent = [a.message for a in stack.actions if isinstance(a, ToVerifier)]
+    return [(len(m.chain), m.then_plain) for m in sent if isinstance(m, Verify)]
+
+
+def test_plain_decoding_is_announced_until_the_last_token() -> None:
+    limits = Limits(5, frozenset(), 0)
+    stack = started(mode="ar", target=Target(3), prompt=[1, 2], limits=limits).calm()
+    assert announced(stack) == [(1, True)] * 4 + [(1, False)]
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_plain_decoding_is_not_announced_where_drafts_are_to_come(mode: Mode) -> None:
+    limits = Limits(20, frozenset(), 0)
+    plan: Any = {"mode": mode, "target": Target(3), "prompt": [1, 2], "limits": limits}
+    stack = started(lookahead=2, **plan).calm()
+    assert not any(plain for _, plain in announced(stack))

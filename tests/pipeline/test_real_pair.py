@@ -1,0 +1,143 @@
+"""The real pair under real conditions: acceptance and hits, deaths, swaps, and what remains."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from launch.models.pair import pair_of
+from launch.prompts import chosen_prompts
+from launch.settings.settings import StackSettings
+from launch.stack.control import ask_supervisor
+from orchestrator.sequence.limits import Limits
+from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.decoding.grammar import json_grammar
+from protocol.messages import ChatMessage, Done, Sampling, Shape, SwapDrafter
+from services.drafter.backends.mlx import MlxBackend
+from services.mlx.loader import load
+from services.verifier.verifier import Verifier
+from tests.support.lockstep import Lockstep
+from tests.support.stack import DEADLINE_S, RunningStack, eventually, running
+
+pytestmark = [pytest.mark.processes, pytest.mark.model]
+
+PROMPT = "Give me four tips for growing tomatoes on a balcony."
+SAMPLING = Sampling(temperature=0.7, seed=5)
+MAX_TOKENS = 48
+CHAT = [prompt.prompt for prompt in chosen_prompts(None, 0) if prompt.category == "chat"]
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[RunningStack]:
+    with running(StackSettings()) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stack: RunningStack) -> list[int]:
+    return stack.answer(PROMPT, mode="ar", sampling=SAMPLING, max_tokens=MAX_TOKENS).tokens
+
+
+class Once:
+    """Does something the first time that enough tokens have come."""
+
+    def __init__(self, tokens: int, action: Callable[[], None]) -> None:
+        self._tokens = tokens
+        self._action = action
+        self.done = False
+
+    def __call__(self, tokens: int) -> None:
+        if tokens >= self._tokens and not self.done:
+            self.done = True
+            self._action()
+
+
+def kill(stack: RunningStack, role: str) -> Once:
+    return Once(8, lambda: os.kill(stack.pid(role), signal.SIGKILL))
+
+
+# While the stack still has the drafter that it began with.
+def test_a_schema_and_penalties_cost_no_token(stack: RunningStack) -> None:
+    """With a trimmed draft head and a real vocabulary: same tokens, drafts are still accepted."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "tips": {"type": "array", "items": {"type": "string", "maxLength": 40}, "maxItems": 4}
+        },
+        "required": ["tips"],
+        "additionalProperties": False,
+    }
+    shape = Shape(grammar=json_grammar(schema), repetition_penalty=1.1, frequency_penalty=0.1)
+    sampling = Sampling(temperature=0.7, seed=5, shape=shape, logprobs=0)
+    plain = stack.answer(PROMPT, mode="ar", sampling=sampling, max_tokens=MAX_TOKENS)
+    fast = stack.until(
+        lambda answer: answer.statistics.accepted > 0,
+        "drafts come in time",
+        partial(stack.answer, PROMPT, sampling=sampling, max_tokens=MAX_TOKENS, lookahead=3),
+    )
+    assert plain.tokens == fast.tokens
+    assert plain.text.lstrip().startswith("{")
+
+
+def test_a_killed_drafter_costs_no_token(stack: RunningStack, undisturbed: list[int]) -> None:
+    """SIGKILL of the drafter in mid-answer: same tokens, and it is back for the next answer."""
+    old = stack.pid("drafter")
+    disturb = kill(stack, "drafter")
+    answer = stack.answer(PROMPT, sampling=SAMPLING, max_tokens=MAX_TOKENS, when=disturb)
+    assert disturb.done
+    assert undisturbed == answer.tokens
+    eventually(lambda: has_other(stack, "drafter", old), "a new drafter")
+    assert stack.answer(PROMPT, max_tokens=16).statistics.rounds > 0
+
+
+def test_a_killed_verifier_costs_no_token(stack: RunningStack, undisturbed: list[int]) -> None:
+    """SIGKILL of the verifier in mid-answer: the answer goes on after its restart, unchanged."""
+    disturb = kill(stack, "verifier")
+    answer = stack.answer(PROMPT, sampling=SAMPLING, max_tokens=MAX_TOKENS, when=disturb)
+    assert disturb.done
+    assert undisturbed == answer.tokens
+    assert answer.statistics.verifier_restarts == 1
+
+
+def test_a_swapped_drafter_costs_no_token(stack: RunningStack, undisturbed: list[int]) -> None:
+    """The drafter is exchanged while a request streams: same tokens, other backend after it."""
+    replies: list[object] = []
+
+    def swap() -> None:
+        name = stack.supervisor.run_dir.path.name
+        replies.append(ask_supervisor(name, SwapDrafter(backend="ngram"), DEADLINE_S))
+
+    thread = threading.Thread(target=swap)
+    disturb = Once(8, thread.start)
+    answer = stack.answer(PROMPT, sampling=SAMPLING, max_tokens=MAX_TOKENS, when=disturb)
+    thread.join(DEADLINE_S)
+    assert replies == [Done()]
+    assert undisturbed == answer.tokens
+    backends = {s.role: s.backend for s in stack.client.status().services}
+    assert backends["drafter"] == "ngram"
+
+
+def test_drafts_are_accepted_and_hit() -> None:
+    """With a fixed lookahead, trees in time: hit rate above 0.4, mean length above 1.8."""
+    pair = pair_of(StackSettings())
+    verifier = Verifier(load(Path(pair.model)), 512)
+    drafter = MlxBackend(Path(pair.draft_model), 512)
+    tokenizer = TargetTokenizer(Path(pair.model))
+    limits = Limits(48, tokenizer.stop_ids, 0)
+    prompts = [tokenizer.encode([ChatMessage("user", text)]) for text in CHAT]
+    answers = [
+        Lockstep(verifier, drafter, prompt, limits, lookahead=6, sampling=Sampling()).run()
+        for prompt in prompts
+    ]
+    hits = sum(s.cache_hits for s in answers)
+    assert hits / sum(s.cache_hits + s.cache_misses for s in answers) > 0.4
+    assert 1 + sum(s.accepted for s in answers) / sum(s.rounds for s in answers) > 1.8
+
+
+def has_other(stack: RunningStack, role: str, old: int) -> bool:
+    """Whether the role has a process again, and not the old one."""
+    return any(s.role == role and s.pid != old for s in stack.client.status().services)

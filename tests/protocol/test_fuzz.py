@@ -1,0 +1,116 @@
+"""Inputs that are almost right: each is understood or refused by one of our own errors."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.decoding.vocabulary import vocabulary_of
+from protocol.errors import ModelError, ProtocolError, UsageError
+from protocol.messages import Sampling
+from protocol.settings import VerifierSettings, decode_settings
+from protocol.transport.codec import encode
+from services.gateway.errors import Fault
+from services.gateway.parse import chat, completion, read
+from services.gateway.schema import ChatRequest, CompletionRequest
+from services.mlx.loader import load
+from tests.protocol.transport.test_codec import DECODERS, MEMBERS, example, pack
+from tests.support.reference import tiny_folder
+
+
+@st.composite
+def damaged(draw: st.DrawFn, data: bytes) -> bytes:
+    """Some bytes changed, inserted, deleted or repeated."""
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        until = min(len(data), at + draw(st.integers(0, 8)))
+        middle = draw(st.one_of(st.binary(max_size=8), st.just(data[at:until] * 2)))
+        data = data[:at] + middle + data[until:]
+    return data
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@settings(max_examples=60)
+@given(st.data())
+def test_damaged_messages(name: str, data: st.DataObject) -> None:
+    """A message that was damaged on the way is another valid one, or a ProtocolError."""
+    kind = data.draw(st.sampled_from(MEMBERS))
+    decoder = DECODERS[name]
+    try:
+        message = decoder.decode(data.draw(damaged(pack(example(kind)))))
+    except ProtocolError:
+        return
+    assert encode(message)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(tiny_folder("llama"), tmp_path_factory.mktemp("f") / "m"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_damaged_model_folders(folder: Path, name: str) -> None:
+    """A model folder with a damaged file is loaded or refused; nothing else comes out of it."""
+    whole = (tiny_folder("llama") / name).read_bytes()
+    # The header is where damage is understood; weights are weights whatever their bytes.
+    head, rest = whole[:3000], whole[3000:]
+
+    @settings(max_examples=25)
+    @given(damaged(head))
+    def check(start: bytes) -> None:
+        (folder / name).write_bytes(start + rest)
+        try:
+            vocabulary_of(folder) if name == "tokenizer.json" else load(folder)
+        except ModelError:
+            return
+
+    try:
+        check()
+    finally:
+        (folder / name).write_bytes(whole)
+
+
+@given(
+    st.one_of(
+        st.text(),
+        st.recursive(
+            st.none() | st.integers() | st.text(),
+            lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+            max_leaves=8,
+        ).map(str),
+    )
+)
+def test_settings_of_children(argument: str) -> None:
+    """Whatever the one argument of a child is, it is settings or a UsageError."""
+    try:
+        decode_settings(argument, VerifierSettings)
+    except UsageError:
+        return
+
+
+BODIES = (
+    b'{"model": "default", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5,'
+    b' "stop": ["a"], "max_tokens": 5, "stream": true, "top_k": 3, "seed": 1}',
+    b'{"model": "default", "messages": [{"role": "user", "content": [{"type": "text",'
+    b' "text": "hi"}]}], "n": 1, "logit_bias": {"5": 1.5}, "top_logprobs": 2}',
+    b'{"model": "default", "prompt": [1, 2, 3], "max_tokens": 5}',
+    b'{"model": "default", "prompt": "once", "min_p": 0.1, "stop": "b"}',
+)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(BODIES).flatmap(damaged))
+def test_damaged_http_bodies(body: bytes) -> None:
+    """A damaged HTTP body is refused with a status and a sentence, or it can be asked."""
+    readers: list[tuple[Any, Any]] = [(ChatRequest, chat), (CompletionRequest, completion)]
+    for kind, ask in readers:
+        try:
+            request = ask(read(body, kind), Sampling())
+            DECODERS["ToOrchestrator"].decode(encode(request))
+        except Fault as fault:
+            assert 400 <= fault.status < 500  # noqa: PT017  # most are refused, some are valid
+        except (UsageError, ProtocolError):
+            continue

@@ -1,0 +1,267 @@
+"""Several sequences in one forward pass: each gets what it gets alone."""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.messages import (
+    CloseSequence,
+    OpenSequence,
+    Sampling,
+    Tokens,
+    VerificationOutcome,
+    Verify,
+)
+from services.batching.forward import Ask, Batcher
+from services.batching.packing import takes_parts
+from services.drafter.backends.mlx import MlxBackend
+from services.kv.cache import KVStore, windows_of
+from services.mlx.loader import load
+from services.verifier.verifier import Verifier
+from tests.support.reference import SAMPLINGS, plain, said, tiny_folder
+from tests.support.tiny_models import DRAFTERS, FAMILIES, VERIFIERS
+
+ALONE = {"gemma2", "dynamic"}
+"""Attention written out for arrays; RoPE that takes no array of positions."""
+PROMPTS: list[tuple[int, ...]] = [
+    (11, 200),
+    (0, 2, 97, 41, 250, 33, 8, 141, 77, 19, 203, 64, 5, 120, 31, 88, 160, 3),
+    (7,),
+    (64, 5, 120, 31, 88, 160, 3, 9, 9, 10),
+]
+LENGTH = 24
+NUMBERS = count(1)
+
+
+@cache
+def verifier_of(family: str) -> Verifier:
+    return Verifier(load(tiny_folder(family)), 512)
+
+
+class Stream:
+    """One open sequence and the tokens that plain decoding has for it."""
+
+    def __init__(self, family: str, prompt: tuple[int, ...], sampling: Sampling) -> None:
+        self.number = next(NUMBERS)
+        self.committed = list(prompt)
+        self.rest = plain(family, prompt, LENGTH, sampling)
+        self.round = 0
+        opening = OpenSequence(sequence=self.number, tokens=list(prompt[:-1]), sampling=sampling)
+        said(verifier_of(family).handle(opening))
+
+    def ask(self, right: int, wrong: int) -> Verify:
+        """A draft with so many right tokens, then wrong ones."""
+        right = min(right, len(self.rest) - 1)
+        others = [(token + 1) % 288 for token in [*self.rest, *self.rest][right : right + wrong]]
+        self.round += 1
+        return Verify(
+            sequence=self.number,
+            round=self.round,
+            position=len(self.committed) - 1,
+            chain=[self.committed[-1], *self.rest[:right], *others],
+        )
+
+    def check(self, asked: Verify, right: int, outcome: VerificationOutcome) -> None:
+        right = min(right, len(self.rest) - 1)
+        assert (asked.sequence, asked.round) == (outcome.sequence, outcome.round)
+        assert (right, self.rest[right]) == (outcome.accepted, outcome.bonus)
+        self.committed += self.rest[: right + 1]
+        self.rest = self.rest[right + 1 :]
+
+
+def verify_together(verifier: Verifier, asked: list[Verify]) -> list[VerificationOutcome]:
+    """All messages wait before the first pass begins."""
+    work = [verifier.handle(message) for message in asked]
+    assert [next(answers) for answers in work] == [None] * len(work)
+    outcomes = [outcome for answers in work for outcome in said(answers)]
+    assert all(isinstance(outcome, VerificationOutcome) for outcome in outcomes)
+    return [outcome for outcome in outcomes if isinstance(outcome, VerificationOutcome)]
+
+
+Draft = tuple[int, int]
+draft: st.SearchStrategy[Draft] = st.tuples(st.integers(0, 4), st.integers(0, 3))
+
+
+def check_rounds(family: str, laws: list[Sampling], rounds: list[list[Draft]]) -> None:
+    verifier = verifier_of(family)
+    streams = [Stream(family, prompt, law) for prompt, law in zip(PROMPTS, laws, strict=True)]
+    for drafts in rounds:
+        # Streams whose known text is over, and those that sit this round out, stay away.
+        pairs = [
+            (stream, size)
+            for stream, size in zip(streams, drafts, strict=True)
+            if stream.rest and size != (4, 3)
+        ]
+        asked = [stream.ask(*size) for stream, size in pairs]
+        outcomes = verify_together(verifier, asked)
+        for (stream, size), message, outcome in zip(pairs, asked, outcomes, strict=True):
+            stream.check(message, size[0], outcome)
+    for stream in streams:
+        said(verifier.handle(CloseSequence(sequence=stream.number)))
+
+
+@pytest.mark.parametrize("family", VERIFIERS)
+def test_a_shared_pass_changes_no_token(family: str) -> None:
+    """Chains of unequal lengths and laws, some wrong, in one pass: tokens of plain decoding."""
+    laws = [*SAMPLINGS.values(), Sampling()]
+    rounds = [
+        [(0, 3), (2, 1), (1, 0), (0, 0)],
+        [(3, 0), (0, 0), (0, 3), (1, 1)],
+        [(0, 0), (0, 0), (0, 0), (0, 0)],
+        [(1, 2), (3, 1), (2, 2), (3, 0)],
+    ]
+    check_rounds(family, laws, rounds)
+
+
+@settings(max_examples=25)
+@given(
+    family=st.sampled_from(["llama", "sliding", "gemma3", "qwen2", "moe"]),
+    laws=st.tuples(*[st.sampled_from(list(SAMPLINGS.values()))] * 4).map(list),
+    rounds=st.lists(st.tuples(*[draft] * 4).map(list), min_size=1, max_size=6),
+)
+def test_random_passes_change_no_token(
+    family: str, laws: list[Sampling], rounds: list[list[Draft]]
+) -> None:
+    """So do random ones; not every sequence is part of every pass."""
+    check_rounds(family, laws, rounds)
+
+
+def test_a_pass_is_shared() -> None:
+    """Four chains that wait at the same time are verified in one pass, as their outcomes say."""
+    streams = [Stream("llama", prompt, Sampling()) for prompt in PROMPTS]
+    asked = [stream.ask(size, 0) for size, stream in enumerate(streams)]
+    outcomes = verify_together(verifier_of("llama"), asked)
+    assert {(outcome.sequences, outcome.rows) for outcome in outcomes} == {(4, 10)}
+    assert len({(outcome.verify_ms, outcome.idle_ms) for outcome in outcomes}) == 1
+
+
+def test_a_pass_has_a_largest_size() -> None:
+    """What does not fit is left for the next pass; a chain that is longer goes alone."""
+    streams = [Stream("llama", prompt, Sampling()) for prompt in PROMPTS]
+    asked = [stream.ask(0, wrong) for stream, wrong in zip(streams, (6, 6, 20, 0), strict=True)]
+    outcomes = verify_together(verifier_of("llama"), asked)
+    found = [(outcome.sequences, outcome.rows) for outcome in outcomes]
+    assert found == [(2, 14), (2, 14), (1, 21), (1, 1)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_are_tried_out(family: str) -> None:
+    """Sequences share a pass wherever attention is mlx-lm's own and can be rewound."""
+    module = load(tiny_folder(family)).module
+    if family in VERIFIERS:
+        shares = takes_parts(module, windows_of(module), bucketed=False)
+        assert shares == (family not in ALONE)
+
+
+class Model:
+    """The tiny llama, its caches, and a place where a pass can be broken."""
+
+    def __init__(self) -> None:
+        self.module: Any = load(tiny_folder("llama")).module
+        self.windows = windows_of(self.module)
+        assert takes_parts(self.module, self.windows, bucketed=False)
+        self.calls: list[int] = []
+        self.broken: Callable[[Tokens], bool] = lambda tokens: False
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        row: Any = tokens[0].tolist()
+        self.calls.append(len(row))
+        if self.broken(row):
+            raise MemoryError("no room")
+        logits: mx.array = self.module(tokens, cache=cache)
+        return logits
+
+    def ask(self, batcher: Batcher, store: KVStore, tokens: Tokens) -> Ask:
+        return batcher.ask(tokens, list(store.caches), store, lambda: store.chain(len(tokens)))
+
+    def store(self) -> KVStore:
+        return KVStore(self.windows, bucketed=False)
+
+
+def test_a_shared_pass_has_the_same_bits() -> None:
+    """On this CPU the logits do not depend on who else is in the pass, not even by rounding."""
+    model = Model()
+    chains: list[Tokens] = [[1, 2, 3, 4], [5], [6, 7, 8], [9, 10, 11, 12, 13, 14]]
+    alone, shared = Batcher(model, 0), Batcher(model, 16)
+    expected, found = [], []
+    for tail in range(2):  # after a first pass the KV is of either kind
+        chains = [[token + tail for token in chain] for chain in chains]
+        if not tail:
+            stores = [[model.store() for _ in chains] for _ in range(2)]
+        expected += [
+            np.array(alone.result(model.ask(alone, store, chain))[0])
+            for store, chain in zip(stores[0], chains, strict=True)
+        ]
+        asks = [
+            model.ask(shared, store, chain) for store, chain in zip(stores[1], chains, strict=True)
+        ]
+        found += [np.array(shared.result(asked)[0]) for asked in asks]
+    assert model.calls[:5] == [4, 1, 3, 6, 14]
+    for one, other in zip(expected, found, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def test_one_that_breaks_a_pass_breaks_no_other() -> None:
+    """The others are computed without it, and only its own result raises."""
+    model = Model()
+    batcher = Batcher(model, 16)
+    stores = [model.store() for _ in range(3)]
+    asks = [
+        model.ask(batcher, store, tokens)
+        for store, tokens in zip(stores, [[1, 2], [13], [3]], strict=True)
+    ]
+    model.broken = lambda tokens: 13 in tokens
+    expected = np.array(model.module(mx.array([[1, 2]]))[0])
+    np.testing.assert_allclose(np.array(batcher.result(asks[0])[0]), expected, atol=1e-5)
+    with pytest.raises(MemoryError, match="no room"):
+        batcher.result(asks[1])
+    assert batcher.result(asks[2])[0].shape[0] == 1
+    assert [store.length for store in stores] == [2, 0, 1]
+
+
+def test_what_is_withdrawn_is_not_computed() -> None:
+    """A sequence that is closed while it waits leaves the pass, and its KV as it was."""
+    model = Model()
+    batcher = Batcher(model, 16)
+    stores = [model.store() for _ in range(2)]
+    first, second = (model.ask(batcher, store, [1, 2]) for store in stores)
+    batcher.withdraw(second)
+    batcher.result(first)
+    assert model.calls == [2]
+    assert [store.length for store in stores] == [2, 0]
+
+
+@pytest.mark.parametrize("family", DRAFTERS)
+def test_trees_of_several_sequences_grow_together(family: str) -> None:
+    """Trees whose forwards are shared are those that grow alone, depth by depth."""
+    backend = MlxBackend(tiny_folder(family), 512)
+    chains = [[120, 7, 160], [3], [50, 60], [9, 8]]
+    fan_outs = [[1, 0, 2], [3], [1, 1], [2, 1]]
+    alone = []
+    for prompt, chain, fan_out in zip(PROMPTS, chains, fan_outs, strict=True):
+        list(backend.open(0, list(prompt), SAMPLINGS["sampled"]))
+        alone.append(said(backend.prepare(0, chain, fan_out, depth=3)))
+        backend.close(0)
+    for number, prompt in enumerate(PROMPTS):
+        list(backend.open(number, list(prompt), SAMPLINGS["sampled"]))
+    work = [
+        backend.prepare(number, chain, fan_out, depth=3)
+        for number, (chain, fan_out) in enumerate(zip(chains, fan_outs, strict=True))
+    ]
+    grown: list[list[Any]] = [[] for _ in work]
+    while any(len(layers) < 3 for layers in grown):
+        for layers, steps in zip(grown, work, strict=True):
+            if len(layers) < 3 and (layer := next(steps)) is not None:
+                layers.append(layer)
+    for expected, found in zip(alone, grown, strict=True):
+        assert [layer.outcomes for layer in expected] == [layer.outcomes for layer in found]
+        assert [layer.tokens for layer in expected] == [layer.tokens for layer in found]
+        for one, other in zip(expected, found, strict=True):
+            np.testing.assert_allclose(one.confidences, other.confidences, atol=1e-4)

@@ -1,0 +1,151 @@
+"""How prompts are cut, and that nobody waits for a whole one."""
+
+from typing import Any
+
+import pytest
+
+from protocol.messages import (
+    FromService,
+    OpenSequence,
+    Prefilled,
+    Sampling,
+    VerificationOutcome,
+    Verify,
+)
+from services.batching.prefill import Pacer
+from services.mlx.loader import load
+from services.runtime.inbox import Work
+from services.runtime.work_queue import Agenda
+from services.verifier.verifier import Verifier
+from tests.support.reference import plain, tiny_folder
+
+
+def test_alone_a_prompt_goes_in_the_largest_pieces() -> None:
+    """Nobody waits, so nobody is stalled."""
+    pacer = Pacer(512)
+    pacer.took(100, 1.0)
+    assert pacer.size(alone=True) == 512
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "expected"),
+    [(0, 0.0, 32), (100, 1.0, 25), (100, 10.0, 16), (10_000, 1.0, 512), (64, 0.0, 32)],
+)
+def test_in_company_a_piece_takes_a_quarter_of_a_second(
+    tokens: int, seconds: float, expected: int
+) -> None:
+    """As measured with the last piece; never none, never more than was set; at first a guess."""
+    pacer = Pacer(512)
+    pacer.took(tokens, seconds)
+    assert pacer.size(alone=False) == expected
+    assert Pacer(8).size(alone=False) == 8
+
+
+def opening(number: int, tokens: tuple[int, ...]) -> OpenSequence:
+    return OpenSequence(sequence=number, tokens=list(tokens), sampling=Sampling())
+
+
+def by_turns(verifier: Verifier, messages: list[OpenSequence]) -> tuple[list[int], list[Prefilled]]:
+    """All messages wait at once: the rows of each pass that follows, and the answers."""
+    rows: list[int] = []
+    inner: Any = verifier._model
+
+    def counted(tokens: Any, cache: Any) -> Any:
+        rows.append(tokens.shape[1])
+        return inner(tokens, cache=cache)
+
+    verifier._filler._batcher._model = counted
+    agenda, answers = Agenda(verifier), list[Prefilled]()
+    for message in messages:
+        agenda.add(message)
+    while agenda:
+        _, said = step(agenda, verifier)
+        answers += [answer for answer in said if isinstance(answer, Prefilled)]
+    return rows, answers
+
+
+def step(agenda: Agenda, verifier: Verifier) -> tuple[Work, list[FromService | None]]:
+    """One turn: whose it was, and what was said; nothing at the end of a message's work."""
+    job = agenda.next()
+    job.answers = job.answers or verifier.handle(job.message)
+    agenda.took_turn(job)
+    try:
+        return job.message, [next(job.answers)]
+    except StopIteration:
+        agenda.done(job)
+        return job.message, []
+
+
+def test_prompts_that_wait_share_a_pass() -> None:
+    """Short prompts of several requests are one pass, and each is then decoded as if alone."""
+    prompts = [(11, 200, 7), (5, 9, 2, 8, 1), (64, 5, 120, 31)]
+    verifier = Verifier(load(tiny_folder("llama")), 512)
+    rows, answers = by_turns(verifier, [opening(n, p[:-1]) for n, p in enumerate(prompts)])
+    assert rows == [2 + 4 + 3]
+    assert [(one.sequence, one.length) for one in answers] == [(0, 2), (1, 4), (2, 3)]
+    for number, prompt in enumerate(prompts):
+        asked = Verify(sequence=number, round=1, position=len(prompt) - 1, chain=[prompt[-1]])
+        outcome = list(verifier.handle(asked))[-1]
+        assert isinstance(outcome, VerificationOutcome)
+        assert [outcome.bonus] == plain("llama", prompt, 1, Sampling())
+
+
+def test_a_pass_of_prompts_has_its_limit() -> None:
+    """No more tokens than a piece may have go together; the rest come next."""
+    verifier = Verifier(load(tiny_folder("llama")), 8)
+    rows, _ = by_turns(verifier, [opening(n, (n + 1,) * 5) for n in range(3)])
+    assert rows == [5, 5, 5]
+    rows, _ = by_turns(verifier, [opening(n, (n + 100,) * 4) for n in range(3, 6)])
+    assert rows == [8, 4]
+
+
+def test_a_prompt_waits_for_the_same_prompt() -> None:
+    """What another request's prompt will hold in a moment is not computed twice."""
+    prompt = tuple(range(2, 42))
+    verifier = Verifier(load(tiny_folder("llama")), 512)
+    asked = [opening(1, prompt), opening(2, (*prompt, 7, 8)), opening(3, (9, 9, 9))]
+    rows, answers = by_turns(verifier, asked)
+    assert rows == [43, 2]
+    assert {one.sequence: one.cached for one in answers} == {1: 0, 2: 40, 3: 0}
+
+
+def test_nobody_waits_for_a_prompt_that_is_given_up() -> None:
+    """The one that waited computes it itself."""
+    prompt = tuple(range(2, 42))
+    verifier = Verifier(load(tiny_folder("llama")), 512)
+    first, second = (verifier.handle(opening(number, prompt)) for number in (1, 2))
+    assert [next(first), next(second), next(second)] == [None, None, None]
+    first.close()
+    *_, answer = second
+    assert isinstance(answer, Prefilled)
+    assert (answer.length, answer.cached) == (40, 0)
+
+
+def test_a_long_prompt_does_not_stall_the_others() -> None:
+    """Between any two pieces of a new request's prompt a verification of another is answered."""
+    verifier = Verifier(load(tiny_folder("llama")), 512)
+    agenda = Agenda(verifier)
+    answers: list[FromService | None] = []
+    prompt = (11, 200, 7)
+    agenda.add(OpenSequence(sequence=1, tokens=list(prompt[:-1]), sampling=Sampling()))
+    while agenda:
+        step(agenda, verifier)
+    long = OpenSequence(sequence=2, tokens=[5] * 200, sampling=Sampling())
+    agenda.add(long)
+    committed = list(prompt)
+    while not any(isinstance(answer, Prefilled) for answer in answers):
+        if not any(line == 1 for line in agenda._lines):
+            agenda.add(
+                Verify(sequence=1, round=1, position=len(committed) - 1, chain=[committed[-1]])
+            )
+        message, said = step(agenda, verifier)
+        for answer in said:
+            if isinstance(message, OpenSequence) or answer is not None:
+                answers.append(answer)
+            if isinstance(answer, VerificationOutcome):
+                committed.append(answer.bonus)
+    kinds = "".join("v" if isinstance(answer, VerificationOutcome) else "p" for answer in answers)
+    assert kinds.count("p") >= 2
+    assert "ppp" not in kinds
+    assert kinds.count("v") >= kinds.count("p") - 2
+    assert committed[3:] == plain("llama", prompt, len(committed) - 3, Sampling())

@@ -1,0 +1,124 @@
+"""The attention kernel for CUDA, its source run on the host: what MLX's attention gives.
+
+A CUDA device is not needed: the kernel's file is compiled as C++, each of its threads is one
+of the host's. What only a device can show (that MLX compiles and feeds it) is tried when a
+model is loaded there (`_works`).
+"""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from services.mlx.decode_attention import _takes
+
+_ROOT = Path(__file__).parents[3]
+_DEADLINE_S = 120
+
+Array = npt.NDArray[Any]
+
+
+@pytest.fixture(scope="module", params=[64, 128, 256])
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    program = tmp_path_factory.mktemp("kernel") / "few_queries"
+    source = Path(__file__).with_name("decode_attention_host.cpp")
+    compiler = shutil.which("c++")
+    assert compiler is not None, "the tests need a C++ compiler, c++"
+    flags = ["-std=c++20", "-O1", "-pthread", f"-DSIZE={request.param}"]
+    include = f"-I{_ROOT / 'services' / 'mlx'}"
+    subprocess.run(
+        [compiler, *flags, include, "-o", program, source], check=True, timeout=_DEADLINE_S
+    )
+    program.with_suffix(".size").write_text(str(request.param))
+    return program
+
+
+def _attention(kernel: Path, q: Array, k: Array, v: Array, seen: Array) -> Array:
+    """What the kernel gives for [heads, n, size], [kv heads, slots, size] and [n, slots]."""
+    head = f"{len(q)} {len(k)} {q.shape[1]} {k.shape[1]}\n"
+    numbers = np.concatenate([a.ravel() for a in (q, k, v, seen.astype(np.float32))])
+    told = subprocess.run(
+        [kernel],
+        input=head + "\n".join(map(str, numbers)),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_DEADLINE_S,
+    )
+    found = np.array(told.stdout.split(), np.float32)
+    return found.reshape(q.shape[1], len(q), q.shape[2]).swapaxes(0, 1)
+
+
+def _arrays(kernel: Path, slots: int) -> tuple[Array, Array, Array]:
+    """Queries of 4 heads and 3 tokens, keys and values of 2 heads."""
+    size, random = int(kernel.with_suffix(".size").read_text()), np.random.default_rng(slots)
+    shapes = [(4, 3, size), (2, slots, size), (2, slots, size)]
+    q, k, v = (random.normal(size=shape).astype(np.float32) for shape in shapes)
+    return q, k, v
+
+
+@pytest.mark.parametrize("slots", [5, 21])
+@pytest.mark.parametrize("kind", ["all", "chain", "tree"])
+def test_is_mlx_attention(kernel: Path, slots: int, kind: str) -> None:
+    q, k, v = _arrays(kernel, slots)
+    seen = {
+        "all": np.ones((3, slots), bool),
+        "chain": np.arange(slots)[None] <= np.arange(slots - 3, slots)[:, None],
+        "tree": np.random.default_rng(1).random((3, slots)) < 0.5,
+    }[kind]
+    seen[:, 0] = True
+    expected: Any = mx.fast.scaled_dot_product_attention(
+        *(mx.array(a)[None] for a in (q, k, v)), scale=q.shape[-1] ** -0.5, mask=mx.array(seen)
+    )
+    np.testing.assert_allclose(_attention(kernel, q, k, v, seen), expected[0], atol=2e-5)
+
+
+def test_what_is_no_number_stays_none(kernel: Path) -> None:
+    q, k, v = _arrays(kernel, 9)
+    k[0, 4] = np.nan
+    seen = np.ones((3, 9), bool)
+    seen[1, 4] = False
+    found = _attention(kernel, q, k, v, seen)
+    assert np.isnan(found[:2, [0, 2]]).all()
+    assert np.isfinite(found[:2, 1]).all()  # does not see it
+    assert np.isfinite(found[2:]).all()  # other keys
+
+
+def test_a_query_that_sees_nothing_gets_nothing(kernel: Path) -> None:
+    q, k, v = _arrays(kernel, 5)
+    seen = np.ones((3, 5), bool)
+    seen[2] = False
+    found = _attention(kernel, q, k, v, seen)
+    assert not found[:, 2].any()
+    assert found[:, :2].all()
+
+
+def _call(count: int, slots: int, **more: Any) -> bool:
+    """Whether our kernel serves such a call."""
+    dtype = more.get("dtype", mx.float16)
+    queries = mx.zeros((more.get("batch", 1), 4, count, more.get("size", 64)), dtype)
+    keys = mx.zeros((1, 2, slots, 64), more.get("kv", dtype))
+    values = mx.zeros((1, 2, slots, more.get("value_size", 64)), dtype)
+    return _takes(queries, keys, values, more.get("mask", mx.zeros((count, slots), mx.bool_)))
+
+
+def test_which_calls_it_serves() -> None:
+    assert all([_call(2, 256), _call(5, 1024), _call(32, 256)])
+    assert not any(
+        [
+            _call(1, 256),  # MLX has a kernel for one
+            _call(33, 256),  # reads the keys too often
+            _call(5, 256, batch=2),
+            _call(5, 256, size=80),
+            _call(5, 256, dtype=mx.float32),
+            _call(5, 256, kv=mx.float32),
+            _call(5, 256, value_size=128),
+            _call(5, 256, mask=mx.zeros((5, 255), mx.bool_)),
+            _call(5, 256, mask=mx.zeros((5, 256), mx.float16)),
+        ]
+    )

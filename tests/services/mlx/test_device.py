@@ -1,0 +1,138 @@
+"""Which device a process computes on, and that a larger target's cost changes no token."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from launch.models.pair import pair_of
+from launch.settings.settings import StackSettings, child_environment, stack_settings
+from protocol.errors import UsageError
+from protocol.messages import Sampling
+from protocol.settings import Device
+from services.mlx.device import bind
+from tests.launch.test_cli import USAGE, complains, ssd
+from tests.support.stack import RunningStack, running
+from tests.support.tiny_models import write_tiny_model
+
+no_cuda = pytest.mark.skipif(mx.cuda.is_available(), reason="there is CUDA here")
+
+
+@pytest.fixture
+def _device() -> Iterator[None]:
+    before = mx.default_device()
+    yield
+    mx.set_default_device(before)
+
+
+@pytest.mark.usefixtures("_device")
+def test_the_cpu_can_be_chosen() -> None:
+    """Its name is what the handshake says."""
+    assert bind("cpu") == "cpu"
+    assert mx.default_device() == mx.cpu
+
+
+@no_cuda
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    """By name, before a model is loaded."""
+    with pytest.raises(UsageError, match="cuda:3"):
+        bind("cuda:3")
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda", "cuda:-1", "cuda:x", "GPU"])
+def test_what_is_no_device_is_refused(device: str) -> None:
+    """The settings name the field."""
+    with pytest.raises(UsageError, match="target_device"):
+        stack_settings({"target_device": device})
+
+
+def test_a_cuda_process_sees_its_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda:N is the N-th of the GPUs that we see ourselves."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    environment = child_environment("cuda:1")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert "PATH" in environment
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-6")
+    environment = child_environment("cuda:1")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-6"
+    with pytest.raises(UsageError, match="cuda:2"):
+        child_environment("cuda:2")
+
+
+@pytest.mark.parametrize("device", ["", "cpu", "gpu", "cuda:0"])
+def test_a_child_keeps_our_environment(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But MLX's graph cache on CUDA is made larger, unless the user has said how large."""
+    monkeypatch.setenv("MLX_CUDA_GRAPH_CACHE_SIZE", "7")
+    environment = child_environment(device)
+    assert environment.items() >= {"MLX_CUDA_GRAPH_CACHE_SIZE": "7"}.items()
+    assert environment["PATH"] == os.environ["PATH"]
+    assert environment["MLX_ENABLE_CACHE_THRASHING_CHECK"] == "0"
+    monkeypatch.delenv("MLX_CUDA_GRAPH_CACHE_SIZE")
+    assert child_environment(device)["MLX_CUDA_GRAPH_CACHE_SIZE"] == "2000"
+
+
+def test_a_drafter_without_a_model_has_no_device(tmp_path: Path) -> None:
+    """ngram cannot be sent to a GPU."""
+    target = write_tiny_model(tmp_path / "target", "llama")
+    with pytest.raises(UsageError, match="ngram"):
+        pair_of(StackSettings(model=str(target), draft_device="cuda:1"))
+
+
+@no_cuda
+@pytest.mark.processes
+def test_the_verifier_refuses_a_missing_gpu(run_dir: Path, tmp_path: Path) -> None:
+    """The stack does not start; its sentence and exit code are the child's."""
+    target = write_tiny_model(tmp_path / "target", "llama")
+    done = ssd("generate", "hello", "--model", str(target), "--target-device", "cuda:0")
+    complains(done, USAGE, "cuda:0")
+
+
+@pytest.mark.processes
+def test_a_size_that_is_none_is_refused(run_dir: Path) -> None:
+    """Before anything starts."""
+    complains(ssd("generate", "hello", "--emulate-target-cost", "huge"), USAGE, "huge")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    base = tmp_path_factory.mktemp("pair")
+    target = write_tiny_model(base / "target", "llama", seed=1)
+    draft = write_tiny_model(base / "draft", "llama", seed=1, noise=0.3)
+    return str(target), str(draft)
+
+
+def answers(stack: RunningStack) -> list[list[int]]:
+    sampled = Sampling(temperature=0.8, top_p=0.9, seed=5)
+    return [
+        stack.answer("the quick brown fox", mode=mode, sampling=sampling, max_tokens=48).tokens
+        for mode in ("ar", "sd", "ssd")
+        for sampling in (Sampling(), sampled)
+    ]
+
+
+@pytest.mark.processes
+def test_an_emulated_cost_changes_no_token(run_dir: Path, pair: tuple[str, str]) -> None:
+    """All modes, greedy and sampled, agree with the plain stack; the label is everywhere."""
+    plain_settings = StackSettings(model=pair[0], draft_model=pair[1])
+    with running(plain_settings) as stack:
+        expected = answers(stack)
+        assert stack.answer("a", max_tokens=2).statistics.emulated_cost == ""
+    settings = StackSettings(
+        model=pair[0],
+        draft_model=pair[1],
+        target_device="cpu",
+        draft_device="cpu",
+        emulate_target_cost="60MB",
+    )
+    with running(settings) as stack:
+        assert expected == answers(stack)
+        assert "60MB" in stack.answer("a", max_tokens=2).statistics.emulated_cost
+        said = {s.role: s.emulated_cost for s in stack.client.status().services}
+        shown = {line.role: (line.device, line.emulated_cost) for line in stack.lines}
+    assert said["drafter"] == ""
+    assert "layers of the shape of" in said["verifier"]
+    assert shown["verifier"] == ("cpu", "60MB")
+    assert shown["drafter"] == ("cpu", "")

@@ -1,0 +1,147 @@
+"""Choosing tokens beside the logits gives the very tokens of the numpy sampler."""
+
+from unittest.mock import patch
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.decoding import sampler
+from protocol.messages import OpenSequence, Sampling, VerificationOutcome, Verify
+from services.drafter.backends.mlx import MlxBackend
+from services.mlx.loader import load
+from services.sampling import device
+from services.sampling.candidates import best_of
+from services.verifier.verifier import Verifier
+from tests.support.reference import plain, tiny_folder
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.7, seed=3),
+    Sampling(temperature=1.0, seed=4),
+    Sampling(temperature=5.0, seed=5),
+    Sampling(temperature=0.01, seed=6),
+    Sampling(temperature=0.8, top_k=20, seed=7),
+    Sampling(temperature=0.8, top_k=1, seed=8),
+    Sampling(temperature=0.8, top_p=0.9, seed=9),
+    Sampling(temperature=1.5, top_p=0.999, seed=10),
+    Sampling(temperature=1.0, min_p=0.05, seed=11),
+    Sampling(temperature=3.0, min_p=0.3, seed=15),
+    Sampling(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=12),
+    Sampling(temperature=1.0, top_k=2000, seed=13),
+    Sampling(temperature=1.0, top_p=0.00001, seed=14),
+]
+
+
+def rows(seed: int, count: int, size: int, *, scale: float = 3.0, step: float = 0.0) -> np.ndarray:
+    """Logits of a peaked law; with a `step` they are rounded to it, so that many are equal."""
+    drawn = np.random.default_rng(seed).standard_t(3, (count, size)) * scale
+    if step:
+        drawn = np.round(drawn / step) * step
+    return drawn.astype(np.float32)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("step", [0.0, 0.5])
+def test_the_same_tokens_as_on_the_host(sampling: Sampling, step: float) -> None:
+    """Over 240 rows of a large vocabulary, with and without many equal logits."""
+    logits = rows(1, 240, 8192, step=step)
+    positions = range(1000, 1240)
+    expected = sampler.choose(logits, positions, sampling)
+    assert expected == device.choose(mx.array(logits), positions, sampling)
+
+
+@given(
+    sampling=st.builds(
+        Sampling,
+        temperature=st.floats(0.0, 3.0),
+        top_k=st.integers(0, 12),
+        top_p=st.floats(0.01, 1.0),
+        min_p=st.floats(0.0, 0.9),
+        seed=st.integers(0, 2**32 - 1),
+    ),
+    size=st.sampled_from([2, 7, 288, 1500]),
+    step=st.sampled_from([0.0, 0.25, 4.0]),
+)
+def test_the_same_tokens_under_any_filters(sampling: Sampling, size: int, step: float) -> None:
+    """Borders of filters, tiny vocabularies and ties included."""
+    logits = rows(sampling.seed, 6, size, step=step)
+    positions = range(sampling.seed % 1000, sampling.seed % 1000 + 6)
+    expected = sampler.choose(logits, positions, sampling)
+    assert expected == device.choose(mx.array(logits), positions, sampling)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision_logits(dtype: mx.Dtype) -> None:
+    """They are widened first, as on the host; ties abound."""
+    logits = mx.array(rows(2, 60, 4096)).astype(dtype)
+    host = np.array(logits.astype(mx.float32))
+    for sampling in SAMPLINGS[1:]:
+        expected = sampler.choose(host, range(60), sampling)
+        assert expected == device.choose(logits, range(60), sampling)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS[1], SAMPLINGS[5], SAMPLINGS[10]], ids=str)
+def test_rows_seldom_go_to_the_host(sampling: Sampling) -> None:
+    """What is moved is the exception: less than one row in fifty."""
+    logits = mx.array(rows(3, 300, 8192))
+    with patch.object(sampler, "choose", wraps=sampler.choose) as choose:
+        device.choose(logits, range(300), sampling)
+    assert choose.call_count < 6
+
+
+@pytest.mark.parametrize("width", [1, 3, 64, 500])
+def test_the_best_candidates(width: int) -> None:
+    """Ids, logits and the law's normaliser, as on the host; ids of a trimmed head too."""
+    logits = rows(4, 9, 300)
+    for head_ids in (None, np.arange(300)[::-1] * 2):
+        expected = best_of(logits, width, head_ids)
+        actual = device.best_of(mx.array(logits), width, head_ids)
+        assert np.array_equal(expected.ids, actual.ids)
+        assert np.array_equal(expected.logits, actual.logits)
+        assert np.allclose(expected.totals, actual.totals, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=4)], ids=str)
+def test_a_drafter_on_a_gpu_drafts_the_same(sampling: Sampling) -> None:
+    """The code path of GPUs, computed here on a CPU, gives the trees of the other one."""
+
+    def trees() -> list[tuple[list[object], list[int]]]:
+        backend = MlxBackend(tiny_folder("llama"), 512)
+        list(backend.open(1, [5, 9, 33, 71], sampling))
+        found = []
+        for chain in ([12, 40, 41], [12, 40, 17]):
+            for layer in backend.prepare(1, chain, [3, 3, 4], 3):
+                found.append((list(layer.outcomes), layer.tokens))
+        branch = found[-1][0][-1]
+        backend.commit(1, 4, [12, 40, 17])
+        pending = branch.bonus  # type: ignore[attr-defined]
+        found += [([d.confidence > 0], [d.token]) for d in backend.draft(1, pending, 3)]
+        return found
+
+    on_host = trees()
+    with patch("services.drafter.backends.mlx.compute_unit", lambda: "cuda"):
+        on_gpu = trees()
+    assert on_host == on_gpu
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), *SAMPLINGS[7:9]], ids=str)
+def test_a_verifier_on_a_gpu_commits_the_same(sampling: Sampling) -> None:
+    """The code path of GPUs, computed here on a CPU: the tokens of plain decoding."""
+    prompt = (11, 200, 5)
+    expected = plain("llama", prompt, 12, sampling)
+    with patch("services.verifier.verifier.compute_unit", lambda: "cuda"):
+        verifier = Verifier(load(tiny_folder("llama")), 512)
+        list(verifier.handle(OpenSequence(sequence=1, tokens=[11, 200], sampling=sampling)))
+        tokens = list(prompt)
+        while len(tokens) < 15:
+            right = [*expected, 0, 0][len(tokens) - 3 :][:2]
+            draft = [*right, 7]
+            chain = [tokens[-1], *draft]
+            ask = Verify(sequence=1, round=len(tokens), position=len(tokens) - 1, chain=chain)
+            [outcome] = verifier.handle(ask)
+            assert isinstance(outcome, VerificationOutcome)
+            tokens += [*draft[: outcome.accepted], outcome.bonus]
+    assert expected == tokens[3:15]

@@ -1,0 +1,165 @@
+"""The target's prompt cache in a file: whole and of this model, or as good as none."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from launch.settings.settings import StackSettings
+from protocol.messages import CloseSequence, OpenSequence, Prefilled, Sampling
+from services.kv.prefix_cache import PromptCache
+from services.mlx.loader import load as load_model
+from services.verifier.prefix_cache_file import identity_of, load, save
+from services.verifier.verifier import Verifier
+from tests.support.reference import said
+from tests.support.stack import running
+from tests.support.tiny_models import write_tiny_model
+
+MUCH = 2**40
+PROMPT = list(range(40, 90))
+
+
+class Kept:
+    """A verifier and its prompt cache, which know one folder's model."""
+
+    def __init__(self, folder: Path) -> None:
+        self.prompts = PromptCache(10, MUCH)
+        model = load_model(folder)
+        self.verifier = Verifier(model, 512, self.prompts)
+        self.identity = identity_of(model, "mlx")
+
+    def open(self) -> int:
+        """How much of the prompt it knew."""
+        asked = OpenSequence(sequence=1, tokens=PROMPT, sampling=Sampling())
+        [opened] = said(self.verifier.handle(asked))
+        assert isinstance(opened, Prefilled)
+        list(self.verifier.handle(CloseSequence(sequence=1)))
+        return opened.cached
+
+    def read(self, file: Path) -> None:
+        load(file, self.prompts, self.identity, self.verifier.empty_store)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "target", request.param, seed=1)
+
+
+@pytest.fixture
+def file(folder: Path, tmp_path: Path) -> Path:
+    """What a process that answered one prompt leaves."""
+    first, path = Kept(folder), tmp_path / "prompts"
+    assert first.open() == 0
+    save(path, first.prompts, first.identity)
+    return path
+
+
+def test_what_was_saved_is_known(folder: Path, file: Path) -> None:
+    """All of it, in the same bits; it is nobody else's to read, and nothing lies beside it."""
+    first, second = Kept(folder), Kept(folder)
+    first.open()
+    second.read(file)
+    [kept], [old] = second.prompts.kept, first.prompts.kept
+    assert kept.tokens == old.tokens == PROMPT
+    for ours, theirs in zip(kept.store.rows(50), old.store.rows(50), strict=True):
+        assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
+    assert second.open() == len(PROMPT)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "foreign", "empty", "folder"])
+def test_a_damaged_file_is_as_good_as_none(
+    folder: Path, file: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It costs a line in the log."""
+    whole = file.read_bytes()
+    file.unlink()
+    match damage:
+        case "cut":
+            file.write_bytes(whole[:-1000])
+        case "flipped":
+            at = len(whole) - 2000
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        case "foreign":
+            file.write_bytes(b"PK\x03\x04 is no safetensors file, but an archive" * 9)
+        case "empty":
+            file.write_bytes(b"")
+        case _:
+            file.mkdir()
+    second = Kept(folder)
+    second.read(file)
+    assert len(second.prompts) == 0
+    assert "is not used" in caplog.text
+    assert second.open() == 0
+
+
+def test_another_models_file_is_not_used(
+    folder: Path, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other weights in the same shapes, or the same ones computed in another way."""
+    family = "gemma3" if "gemma" in (folder / "config.json").read_text() else "llama"
+    other = Kept(write_tiny_model(tmp_path / "other", family, seed=2))
+    other.read(file)
+    assert len(other.prompts) == 0
+    assert "another model" in caplog.text
+    same = load_model(folder)
+    assert identity_of(same, "mlx") == Kept(folder).identity != identity_of(same, "coreml")
+
+
+def test_what_a_killed_process_left_goes(folder: Path, file: Path) -> None:
+    """But not what a living one writes just now."""
+    dead = file.with_name(f"{file.name}.{2**30}.new.safetensors")
+    living = file.with_name(f"{file.name}.1.new.safetensors")
+    for path in (dead, living):
+        path.write_bytes(b"half")
+    Kept(folder).read(file)
+    assert not dead.exists()
+    assert living.exists()
+
+
+def test_a_full_disk_costs_a_line(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here: a folder that is not there."""
+    first = Kept(folder)
+    first.open()
+    save(tmp_path / "nowhere" / "prompts", first.prompts, first.identity)
+    assert "was not saved" in caplog.text
+
+
+def test_a_sequence_that_is_cut_off_is_kept_as_far_as_it_is_sure(
+    folder: Path, tmp_path: Path
+) -> None:
+    """In the middle of a pass the store has room for tokens that nobody has accepted."""
+    first, second, path = Kept(folder), Kept(folder), tmp_path / "prompts"
+    asked = OpenSequence(sequence=1, tokens=PROMPT, sampling=Sampling())
+    list(first.verifier.handle(asked))
+    [(_, sequence)] = first.verifier._sequences.items()
+    sequence.place(7)
+    first.verifier.retire_all()
+    save(path, first.prompts, first.identity)
+    second.read(path)
+    [kept] = second.prompts.kept
+    assert (kept.tokens, kept.store.length) == (PROMPT, len(PROMPT))
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("run_dir")
+def test_a_second_stack_knows_the_firsts_prompts(tmp_path: Path) -> None:
+    """It says how much it did not compute, and answers with the same tokens."""
+    target, draft = (
+        write_tiny_model(tmp_path / name, "llama", seed=1, noise=noise)
+        for name, noise in (("target", 0.0), ("draft", 0.3))
+    )
+    file = tmp_path / "prompts.safetensors"
+    settings = StackSettings(model=str(target), draft_model=str(draft), prompt_cache_file=str(file))
+    answers = []
+    for _ in range(2):
+        with running(settings) as stack:
+            answers.append(stack.answer("", tokens=PROMPT))
+    first, second = answers
+    assert first.cached_tokens == 0
+    assert second.cached_tokens == len(PROMPT) - 1
+    assert second.tokens == first.tokens
+    assert [path.name for path in tmp_path.glob("prompts*")] == [file.name]

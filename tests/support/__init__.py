@@ -1,0 +1,1 @@
+"""What tests share: fakes, stacks of real processes, tiny models."""

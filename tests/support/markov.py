@@ -1,0 +1,275 @@
+"""Two models that know only the last token, and a stack that answers with them.
+
+The laws are known, so answers can be held against them. Verifier and drafter use what the
+real ones use (`protocol.decoding`, `services.sampling.candidates`, the real drafter
+service); wires, clocks and deaths are those of chance.
+"""
+
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from random import Random
+
+import msgspec
+import numpy as np
+
+from orchestrator.learning.cost_model import Estimates
+from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.phase import Phase
+from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.sequence import Action, Emit, Foresee, Sequence, ToDrafter, ToVerifier
+from orchestrator.telemetry.recorder import Recorder
+from protocol.decoding.rejection import verified
+from protocol.decoding.sampler import Floats, choose
+from protocol.decoding.sampling_params import by_rejection, of_drafter
+from protocol.messages import (
+    CloseSequence,
+    DraftLaw,
+    DraftTree,
+    FromService,
+    Mode,
+    OpenSequence,
+    Sampling,
+    Tokens,
+    VerificationOutcome,
+    Verify,
+)
+from services.drafter.backends.base import (
+    NO_TURN,
+    BackendIdentity,
+    Drafted,
+    Layer,
+    Outcome,
+    Turn,
+)
+from services.drafter.drafter import Drafter
+from services.sampling.candidates import best_bonuses, best_of, drafted
+from services.verifier.acceptance import accepted_length
+from tests.protocol.decoding.test_sampler import allowed, softmax
+
+SIZE = 3
+START = 0
+_RANDOM = np.random.default_rng(8)
+TARGET: Floats = (_RANDOM.normal(size=(SIZE, SIZE)) * 1.2).astype(np.float32)
+"""[last token, next token] logits."""
+DRAFT: Floats = (TARGET + _RANDOM.normal(size=(SIZE, SIZE)) * 0.9).astype(np.float32)
+
+
+def law_of_answers(sampling: Sampling, length: int) -> dict[tuple[int, ...], float]:
+    """Each answer's probability under plain decoding."""
+    rows = []
+    for row in TARGET:
+        keep = allowed(row, sampling)
+        law = np.zeros(SIZE)
+        law[keep] = softmax(row[keep] / sampling.temperature)
+        rows.append(law)
+    found = {}
+    for answer in product(range(SIZE), repeat=length):
+        steps = zip((START, *answer), answer, strict=False)
+        found[answer] = float(np.prod([rows[last][token] for last, token in steps]))
+    return found
+
+
+class MarkovBackend:
+    """A drafter whose model is `DRAFT`."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._sampling = Sampling()
+        self._tokens: Tokens = []
+
+    @property
+    def identity(self) -> BackendIdentity:
+        raise NotImplementedError
+
+    def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
+        self._sampling = of_drafter(sampling)
+        self._tokens = list(tokens)
+        yield
+
+    def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
+        self._tokens[base:] = tokens
+
+    def prepare(
+        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
+    ) -> Generator[Layer]:
+        roots = []
+        for accepted, wanted in enumerate(fan_out):
+            position = len(self._tokens) + accepted + 1
+            top = best_of(DRAFT[chain[accepted]][None], SIZE, None)
+            best = best_bonuses(top, position, self._sampling).tolist()
+            rejected = [*chain, None][accepted + 1]
+            roots += [Outcome(accepted, t) for t in best if t != rejected][:wanted]
+        tokens = [root.bonus for root in roots]
+        for level in range(depth):
+            at = [len(self._tokens) + root.accepted + 2 + level for root in roots]
+            found = self._next(tokens, at, turn)
+            tokens = [one.token for one in found]
+            laws = [one.law for one in found if one.law.tokens]
+            yield Layer(roots, tokens, [one.confidence for one in found], laws)
+
+    def draft(
+        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
+    ) -> Generator[Drafted]:
+        for level in range(count):
+            [found] = self._next([pending], [len(self._tokens) + 1 + level], turn)
+            yield found
+            pending = found.token
+
+    def _next(self, tokens: Tokens, positions: list[int], turn: Turn) -> list[Drafted]:
+        return drafted(best_of(DRAFT[tokens], self._width, None), positions, self._sampling, turn)
+
+    def close(self, sequence: int) -> None:
+        pass
+
+
+def spoilt(tree: DraftTree, random: Random) -> DraftTree:
+    """What a hostile drafter makes of it: no law fits its token."""
+
+    def worse(law: DraftLaw, token: int) -> DraftLaw:
+        return random.choice(
+            [
+                DraftLaw(law.tokens, law.probabilities[:-1]),
+                DraftLaw([t + 1000 for t in law.tokens], law.probabilities),
+                DraftLaw(law.tokens, [0.9 for _ in law.tokens]),
+                DraftLaw([*law.tokens, token], [*law.probabilities, 0.0]),
+                DraftLaw([*law.tokens, 10**6], [*law.probabilities, 0.0]),
+            ]
+        )
+
+    laws = [worse(law, token) for law, token in zip(tree.laws, tree.tokens, strict=True)]
+    return msgspec.structs.replace(tree, laws=laws)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How an answer is made."""
+
+    sampling: Sampling
+    mode: Mode = "ssd"
+    lookahead: int = 0
+    budget: int = 4
+    width: int = SIZE
+    """Tokens that the drafter draws from."""
+    deaths: float = 0.0
+    """How often somebody dies, per event."""
+    hostile: bool = False
+    drafter: bool = True
+    prompt: tuple[int, ...] = (START,)
+    """Ends with START, which is all that the models know of it."""
+
+
+class Answering:
+    """One answer, decoded until it has `length` tokens."""
+
+    def __init__(self, setting: Setting, seed: int) -> None:
+        self._setting = setting
+        self._sampling = msgspec.structs.replace(setting.sampling, seed=seed)
+        self._random = Random(seed)  # noqa: S311  # no secret depends on it
+        self._kv: Tokens = []
+        self._verify: Verify | None = None
+        self._drafter = Drafter(MarkovBackend(setting.width))
+        self._work: Iterator[FromService | None] = iter(())
+        self.answer: Tokens = []
+        estimates = Estimates()
+        # Costs at which it depends on the drafter's confidence what is worth verifying.
+        for tokens in range(1, 7):
+            estimates.verify_cost.observe(tokens, 10.0 + 5.0 * (tokens - 1))
+        self.sequence = Sequence(
+            number=1,
+            prompt=list(setting.prompt),
+            sampling=self._sampling,
+            limits=Limits(64, frozenset(), 0, SIZE),
+            plan=Plan(
+                setting.mode,
+                estimates,
+                setting.lookahead,
+                setting.budget,
+                sampled=by_rejection(self._sampling),
+            ),
+            recorder=Recorder(0.0),
+        )
+
+    def run(self, length: int) -> tuple[int, ...]:
+        self._do(self.sequence.verifier_up(64))
+        if self._setting.drafter:
+            self._do(self.sequence.drafter_up(0))
+        while len(self.answer) < length:
+            if self._random.random() < self._setting.deaths:
+                self._somebody_dies()
+            elif self.sequence.phase is Phase.DRAFTING or self._random.random() < 0.7:
+                self._drafter_works()
+            else:
+                self._verification_ends()
+        return tuple(self.answer[:length])
+
+    def _do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case ToVerifier(OpenSequence(tokens=tokens)):
+                    self._kv = list(tokens)
+                case ToVerifier(Verify() as verify):
+                    self._verify = verify
+                case ToDrafter(CloseSequence()) | ToVerifier() | Foresee():
+                    pass
+                case ToDrafter(message):
+                    self._work = self._drafter.handle(message)
+                    if isinstance(message, OpenSequence):
+                        list(self._work)
+                case Emit(tokens):
+                    self.answer += tokens
+
+    def _drafter_works(self) -> None:
+        tree = next(self._work, None)
+        if isinstance(tree, DraftTree):
+            if self._setting.hostile:
+                tree = spoilt(tree, self._random)
+            self._do(self.sequence.tree(tree, 0.0))
+        elif self.sequence.phase is Phase.DRAFTING:
+            self._do(self.sequence.draft_is_late())
+        else:
+            self._verification_ends()
+
+    def _verification_ends(self) -> None:
+        verify, self._verify = self._verify, None
+        if verify is None:
+            return
+        assert verify.position == len(self._kv)
+        rows, draft = TARGET[verify.chain], verify.chain[1:]
+        if by_rejection(self._sampling):
+            assert len(verify.laws) in (0, len(draft))
+            accepted, bonus = verified(
+                rows, draft, verify.laws, verify.position + 1, self._sampling
+            )
+        else:
+            assert verify.laws == []
+            first = verify.position + 1
+            chosen = choose(rows, range(first, first + len(rows)), self._sampling)
+            accepted = accepted_length(draft, chosen)
+            bonus = chosen[accepted]
+        self._kv += verify.chain[: accepted + 1]
+        cost = 10.0 + 5.0 * len(draft)
+        self._do(
+            self.sequence.outcome(
+                VerificationOutcome(
+                    sequence=1,
+                    round=verify.round,
+                    accepted=accepted,
+                    bonus=bonus,
+                    verify_ms=cost,
+                    idle_ms=0.0,
+                ),
+                0.0,
+            )
+        )
+
+    def _somebody_dies(self) -> None:
+        if self._random.random() < 0.5:
+            self._work = iter(())
+            self._do(self.sequence.drafter_down("drafter_died"))
+            if self._setting.drafter:
+                self._do(self.sequence.drafter_up(0))
+        else:  # what it has decided dies with it
+            self._verify = None
+            self.sequence.verifier_down()
+            self._do(self.sequence.verifier_up(64))

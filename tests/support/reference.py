@@ -1,0 +1,84 @@
+"""The yardstick: what mlx-lm itself computes from a tiny model folder."""
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from protocol.decoding.sampler import Floats, choose
+from protocol.messages import Sampling, Tokens
+from tests.support.tiny_models import write_tiny_model
+
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(temperature=0.8, seed=7),
+    "filtered": Sampling(temperature=0.8, top_p=0.9, min_p=0.02, seed=8),
+}
+
+
+@cache
+def _base() -> Path:
+    base = Path(tempfile.mkdtemp(prefix="ssd-tiny-"))
+    atexit.register(shutil.rmtree, base, ignore_errors=True)
+    return base
+
+
+@cache
+def tiny_folder(family: str, seed: int = 0) -> Path:
+    """The folder of a tiny model, written once; tests must not change it."""
+    return write_tiny_model(_base() / f"{family}-{seed}", family, seed=seed)
+
+
+class Reference:
+    """A model under mlx-lm: its own layers, and fresh caches of its own for every question."""
+
+    def __init__(self, folder: Path) -> None:
+        module: Any = load_model(folder)[0]
+        module.set_dtype(mx.float32)
+        self.module = module
+
+    def rows(self, sequences: list[Tokens]) -> list[Floats]:
+        """Per sequence the logits after each of its tokens, [tokens, head]."""
+        longest = max(map(len, sequences))
+        # Padding comes after the tokens, where a causal model does not see it.
+        batch = mx.array([tokens + [0] * (longest - len(tokens)) for tokens in sequences])
+        logits = np.array(self.module(batch, cache=make_prompt_cache(self.module)))
+        return [row[: len(tokens)] for row, tokens in zip(logits, sequences, strict=True)]
+
+    def decoded(self, prompt: Tokens, count: int, sampling: Sampling) -> Tokens:
+        """Plain decoding: the prompt at once, then token by token."""
+        caches = make_prompt_cache(self.module)
+        tokens, news = list(prompt), prompt
+        for _ in range(count):
+            row = np.array(self.module(mx.array([news]), cache=caches)[0, -1:])
+            news = choose(row, [len(tokens)], sampling)
+            tokens += news
+        return tokens[len(prompt) :]
+
+
+@cache
+def reference(family: str, seed: int = 0) -> Reference:
+    """The yardstick of a tiny model."""
+    return Reference(tiny_folder(family, seed))
+
+
+@cache
+def plain(family: str, prompt: tuple[int, ...], count: int, sampling: Sampling) -> Tokens:
+    """`Reference.decoded`, remembered; the result must not be changed."""
+    return reference(family).decoded(list(prompt), count, sampling)
+
+
+T = TypeVar("T")
+
+
+def said(answers: Iterable[T | None]) -> list[T]:
+    """What a service or backend yielded, without the pauses."""
+    return [answer for answer in answers if answer is not None]
