@@ -17,7 +17,7 @@ from launch.models.weights import Weights, weights_of
 from launch.settings.settings import StackSettings, share_cores
 from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError, RuntimeFailure, SsdError
-from protocol.jobs.hardware import Survey
+from protocol.jobs.hardware import HardwareReport
 
 Level = Literal["ok", "note", "problem"]
 
@@ -53,7 +53,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int
     versions: dict[str, str]
     """Package -> version; empty if it is not installed."""
-    survey: Survey
+    survey: HardwareReport
     findings: list[Finding]
 
     @property
@@ -80,7 +80,7 @@ def examine(settings: StackSettings) -> Report:
     )
 
 
-def ask_survey() -> Survey:
+def ask_survey() -> HardwareReport:
     """What a process with MLX says; raises RuntimeFailure if it cannot."""
     command = [sys.executable, "-P", "-m", "services.tools.hardware"]
     try:
@@ -92,7 +92,7 @@ def ask_survey() -> Survey:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no reason given"]
         raise RuntimeFailure(f"MLX does not start: {lines[-1]}")
-    return msgspec.json.decode(done.stdout, type=Survey)
+    return msgspec.json.decode(done.stdout, type=HardwareReport)
 
 
 def versions() -> dict[str, str]:
@@ -113,7 +113,7 @@ def _cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def _on_machine(survey: Survey) -> list[Finding]:
+def _on_machine(survey: HardwareReport) -> list[Finding]:
     findings = [Finding("ok", "device", f"MLX {survey.mlx} computes on {_device(survey)}")]
     if survey.device == "cpu":
         slow = "small_gemm" not in survey.matrix_kernels and sys.platform == "linux"
@@ -137,7 +137,7 @@ def _on_machine(survey: Survey) -> list[Finding]:
     return findings
 
 
-def _device(survey: Survey) -> str:
+def _device(survey: HardwareReport) -> str:
     many = f"{survey.devices} x " if survey.devices > 1 else ""
     memory = survey.device_memory_bytes
     return f"{survey.device} ({many}{survey.device_name}" + (
@@ -145,7 +145,7 @@ def _device(survey: Survey) -> str:
     )
 
 
-def _on_pair(settings: StackSettings, survey: Survey, free: int) -> list[Finding]:
+def _on_pair(settings: StackSettings, survey: HardwareReport, free: int) -> list[Finding]:
     try:
         pair = pair_of(settings)
     except SsdError as error:
@@ -172,7 +172,7 @@ def _on_pair(settings: StackSettings, survey: Survey, free: int) -> list[Finding
     ]
 
 
-def _sized(folder: Path, survey: Survey) -> tuple[str, Needs]:
+def _sized(folder: Path, survey: HardwareReport) -> tuple[str, Needs]:
     """A model in words and in memory; raises ModelError if it cannot be read."""
     if is_converted(folder):
         found = conversion_in(folder)
@@ -216,7 +216,7 @@ def _together(pair: Pair) -> list[Finding]:
     return [Finding("ok", "pair", "target and drafter share their vocabulary")]
 
 
-def _memory(needs: list[Needs], survey: Survey, free: int) -> Finding:
+def _memory(needs: list[Needs], survey: HardwareReport, free: int) -> Finding:
     weights = sum(need.weights for need in needs)
     kv = sum(need.kv for need in needs)
     apart = survey.device == "cuda" and survey.device_memory_bytes
@@ -228,7 +228,7 @@ def _memory(needs: list[Needs], survey: Survey, free: int) -> Finding:
     return Finding("ok" if weights + kv < room else "problem", "memory", text)
 
 
-def _started(pair: Pair, survey: Survey) -> Finding:
+def _started(pair: Pair, survey: HardwareReport) -> Finding:
     cores = share_cores(pair.backend)
     where = f" on cores {cores.verifier} and {cores.drafter}" if survey.device == "cpu" else ""
     text = f"target by MLX and drafter by {pair.backend}{where}, and an orchestrator"

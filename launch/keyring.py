@@ -19,7 +19,7 @@ _TRUSTED = "trusted"
 
 
 @dataclass(frozen=True)
-class Far:
+class RemoteServer:
     """A draft server on another machine."""
 
     address: str
@@ -29,7 +29,7 @@ class Far:
     """File of the keys that we show it."""
 
 
-def far_of(address: str, key: str, own: str) -> Far | None:
+def remote_server_of(address: str, key: str, own: str) -> RemoteServer | None:
     """The draft server that settings name, if they name one; raises UsageError if they are wrong.
 
     Args:
@@ -46,7 +46,7 @@ def far_of(address: str, key: str, own: str) -> Far | None:
             f"the draft server {address} needs its public key (--draft-server-key): "
             "`ssd keys show` says it there; nothing is sent in clear"
         )
-    return Far(check_address(address), public_key(key), own_keys(own))
+    return RemoteServer(check_address(address), public_key(key), own_keys(own))
 
 
 def check_address(address: str) -> str:

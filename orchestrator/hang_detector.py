@@ -23,7 +23,7 @@ class _Watched:
     worked: bool = False
 
 
-class Vigil:
+class HangDetector:
     """Watches over services, by their address."""
 
     def __init__(self, hang_timeout_s: float, first_timeout_s: float) -> None:

@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 
-from orchestrator.hang_detector import Vigil
+from orchestrator.hang_detector import HangDetector
 from protocol.decoding.vocabulary import Vocabulary
 from protocol.messages import PROTOCOL_VERSION, Hello, Role, ServiceStatus, Status, StatusRequest
 
@@ -39,7 +39,7 @@ def context_of(hello: Hello) -> int:
     return min((n for n in (hello.context_length, hello.kv_tokens) if n), default=0)
 
 
-def objection(hello: Hello, target: Vocabulary) -> str | None:
+def handshake_error(hello: Hello, target: Vocabulary) -> str | None:
     """Why this service cannot join, in one sentence; None if it can."""
     if hello.protocol != PROTOCOL_VERSION:
         return (
@@ -64,13 +64,13 @@ def objection(hello: Hello, target: Vocabulary) -> str | None:
 class Registry:
     """The current verifier and drafter, and why the last candidate was refused."""
 
-    def __init__(self, vigil: Vigil, pid: int, model: str) -> None:
+    def __init__(self, vigil: HangDetector, pid: int, model: str) -> None:
         self._pid = pid
         self._model = model
         self.vigil = vigil
         self.peers: dict[Role, Peer] = {}
         self.refused: dict[Role, str] = {}
-        self.condemned: dict[int, str] = {}
+        self.marked_for_kill: dict[int, str] = {}
         """Processes of this stack that must be ended, and why."""
         self._by_address: dict[bytes, Peer] = {}
 
@@ -93,7 +93,7 @@ class Registry:
     def outlived(self, peer: Peer) -> bool:
         """Whether a younger process has this service's place already."""
         current = self.peers.get(peer.hello.role)
-        return current is not None and current.hello.born_ns > peer.hello.born_ns > 0
+        return current is not None and current.hello.started_ns > peer.hello.started_ns > 0
 
     def adopt(self, peer: Peer) -> Peer | None:
         """Make a service current; returns the one that it replaces."""
@@ -126,7 +126,7 @@ class Registry:
             active=active,
             waiting=waiting,
             refused=self.refused,
-            condemned=self.condemned,
+            marked_for_kill=self.marked_for_kill,
             degraded=self._degraded(),
         )
 
@@ -137,12 +137,12 @@ class Registry:
         }
         return [sentence for role, sentence in missing.items() if role not in self.peers]
 
-    def condemn(self, peer: Peer, reason: str) -> None:
+    def mark_for_kill(self, peer: Peer, reason: str) -> None:
         """Have the supervisor end this process."""
         _log.error("%s", reason)
-        self.condemned.setdefault(peer.hello.pid, reason)
-        if len(self.condemned) > _MOST_CONDEMNED:
-            del self.condemned[next(iter(self.condemned))]
+        self.marked_for_kill.setdefault(peer.hello.pid, reason)
+        if len(self.marked_for_kill) > _MOST_CONDEMNED:
+            del self.marked_for_kill[next(iter(self.marked_for_kill))]
 
     def hanging(self, now: float) -> list[tuple[Peer, str]]:
         """Services that have been silent for too long and were not condemned before; why."""
@@ -150,13 +150,13 @@ class Registry:
         return [
             (peer, f"the {peer.hello.role} hangs: no sign of life for {limit:.1f} s")
             for peer in silent
-            if peer.hello.pid not in self.condemned
+            if peer.hello.pid not in self.marked_for_kill
             for limit in [self.vigil.silent_s(peer.address)]
         ]
 
     def drop(self, role: Role, pid: int) -> bool:
         """Forget a service that died; False if it was not the current one."""
-        self.condemned.pop(pid, None)
+        self.marked_for_kill.pop(pid, None)
         peer = self.peers.get(role)
         if peer is None or peer.hello.pid != pid:
             return False

@@ -9,33 +9,40 @@ import logging
 import time
 from collections.abc import Iterable
 
-from orchestrator.hang_detector import Vigil
-from orchestrator.learning.estimate_store import Memory
-from orchestrator.registry import Peer, Registry, objection
+from orchestrator.hang_detector import HangDetector
+from orchestrator.learning.estimate_store import EstimateStore
+from orchestrator.registry import Peer, Registry, handshake_error
 from orchestrator.requests.admission import admit
-from orchestrator.requests.comings import bereave, succeed, welcome
-from orchestrator.requests.queue import Requests
-from orchestrator.requests.request import Answer, time_left
-from orchestrator.requests.timeouts import Deadlines
-from orchestrator.sequence.actions import Action, Emit, Finish, Foresee, ToDrafter, ToVerifier
+from orchestrator.requests.comings import on_service_lost, on_service_replaced, on_service_up
+from orchestrator.requests.queue import RequestQueue
+from orchestrator.requests.request import Request, time_left
+from orchestrator.requests.timeouts import Timeouts
+from orchestrator.sequence.actions import (
+    Action,
+    Emit,
+    Finish,
+    PrecomputeVerify,
+    ToDrafter,
+    ToVerifier,
+)
 from orchestrator.status import overview
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.vocabulary import Vocabulary
 from protocol.errors import ProtocolError, UsageError
 from protocol.messages import (
-    Alive,
     Cancel,
     DraftTree,
     Failed,
     FinishReason,
     FromService,
     Generate,
+    Heartbeat,
     Hello,
-    Introduce,
+    Identify,
     Message,
     Prefilled,
-    Refusal,
-    RefusalKind,
+    Rejected,
+    RejectedKind,
     Role,
     ServiceDown,
     StatusRequest,
@@ -74,11 +81,11 @@ class Orchestrator:
         self._clients = clients
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
-        self.memory = Memory(settings.learned_dir, settings.machine)
-        vigil = Vigil(settings.hang_timeout_s, settings.first_timeout_s)
+        self.memory = EstimateStore(settings.learned_dir, settings.machine)
+        vigil = HangDetector(settings.hang_timeout_s, settings.first_timeout_s)
         self._registry = Registry(vigil, pid, settings.model)
-        self._deadlines = Deadlines(settings, self.memory.estimates)
-        self._requests = Requests(settings.concurrency, settings.max_waiting)
+        self._deadlines = Timeouts(settings, self.memory.estimates)
+        self._requests = RequestQueue(settings.concurrency, settings.max_waiting)
         self._next_number = 1
         self._woke = 0.0
         self._lost = ""
@@ -99,7 +106,7 @@ class Orchestrator:
 
     def _from_service(self, address: bytes, message: FromService | ProtocolError) -> None:
         peer = self._registry.at(address)
-        self._registry.vigil.heard(address, worked=not isinstance(message, Alive | Hello))
+        self._registry.vigil.heard(address, worked=not isinstance(message, Heartbeat | Hello))
         # The one that the target waits for goes first.
         if isinstance(message, VerificationOutcome) and peer is not None:
             self._outcome(peer, message)
@@ -108,11 +115,11 @@ class Orchestrator:
             case Hello():
                 self._hello(Peer(address, message))
             case _ if peer is None:
-                self._services.send(address, Introduce())
-            case Alive():
+                self._services.send(address, Identify())
+            case Heartbeat():
                 self._alive(peer, message)
             case ProtocolError():
-                self._condemn(peer, f"the {peer.hello.role} sent nonsense: {message}")
+                self._mark_for_kill(peer, f"the {peer.hello.role} sent nonsense: {message}")
             case DraftTree():
                 self._tree(message)
             case Failed():
@@ -121,15 +128,15 @@ class Orchestrator:
                 if answer := self._requests.running.get(message.sequence):
                     answer.prefilled(message, peer.hello.role, self._woke)
 
-    def _condemn(self, peer: Peer, reason: str) -> None:
+    def _mark_for_kill(self, peer: Peer, reason: str) -> None:
         """It hangs or talks nonsense: the supervisor ends it; a drafter is left at once."""
         if peer.hello.role == "drafter":
             self._service_down(
                 ServiceDown(role="drafter", pid=peer.hello.pid, reason=reason, final=False)
             )
-        self._registry.condemn(peer, reason)
+        self._registry.mark_for_kill(peer, reason)
 
-    def _alive(self, peer: Peer, message: Alive) -> None:
+    def _alive(self, peer: Peer, message: Heartbeat) -> None:
         self._services.send(peer.address, message)
         answer = self._requests.running.get(message.sequence)
         if answer is not None and peer.hello.role == "verifier":
@@ -170,11 +177,11 @@ class Orchestrator:
 
     def _hello(self, peer: Peer) -> None:
         role = peer.hello.role
-        if peer.hello.pid in self._registry.condemned:
+        if peer.hello.pid in self._registry.marked_for_kill:
             return  # it is about to be ended
-        if (reason := objection(peer.hello, self._vocabulary)) is not None:
+        if (reason := handshake_error(peer.hello, self._vocabulary)) is not None:
             self._registry.refused[role] = reason
-            self._services.send(peer.address, Refusal(reason))
+            self._services.send(peer.address, Rejected(reason))
             return
         if self._registry.outlived(peer):  # a swap's old drafter, that came back last
             self._services.send(peer.address, Stop())
@@ -186,7 +193,7 @@ class Orchestrator:
             self._services.send(old.address, Stop())
         self._lost = "" if role == "verifier" else self._lost
         for answer in list(self._requests.running.values()):
-            self._do(answer, succeed(answer, peer.hello))
+            self._do(answer, on_service_replaced(answer, peer.hello))
 
     def _service_down(self, message: ServiceDown) -> None:
         current = self._registry.drop(message.role, message.pid)
@@ -195,7 +202,7 @@ class Orchestrator:
             for answer in list(self._requests):
                 self._do(answer, answer.sequence.finish("error", message.reason))
         for answer in list(self._requests.running.values()) if current else ():
-            self._do(answer, bereave(answer, message.role))
+            self._do(answer, on_service_lost(answer, message.role))
 
     # ------------------------------------------------------------ clients
 
@@ -216,12 +223,12 @@ class Orchestrator:
             case ServiceDown():
                 self._service_down(message)
             case ProtocolError():
-                self._clients.send(peer, Refusal(str(message)))
+                self._clients.send(peer, Rejected(str(message)))
 
     def _generate(self, peer: bytes, message: Generate) -> None:
         if self._lost or self._requests.full:
-            kind: RefusalKind = "unavailable" if self._lost else "busy"
-            self._clients.send(peer, Refusal(self._lost or _BUSY, kind, message.request))
+            kind: RejectedKind = "unavailable" if self._lost else "busy"
+            self._clients.send(peer, Rejected(self._lost or _BUSY, kind, message.request))
             return
         try:
             answer = admit(
@@ -236,7 +243,7 @@ class Orchestrator:
                 now=self._woke,
             )
         except UsageError as error:
-            self._clients.send(peer, Refusal(str(error), "invalid", message.request))
+            self._clients.send(peer, Rejected(str(error), "invalid", message.request))
             return
         self._next_number += 1
         self._requests.waiting.append(answer)
@@ -246,22 +253,22 @@ class Orchestrator:
         for answer in self._requests.start(self._registry.kv_tokens):
             self._share()
             for peer in self._registry.peers.values():
-                self._do(answer, welcome(answer, peer.hello))
+                self._do(answer, on_service_up(answer, peer.hello))
 
     def _share(self) -> None:
         self.memory.estimates.crowd.streams = max(1, len(self._requests.running))
 
-    def _do(self, answer: Answer, actions: Iterable[Action]) -> None:
+    def _do(self, answer: Request, actions: Iterable[Action]) -> None:
         for action in actions:
             self._act(answer, action)
 
-    def _act(self, answer: Answer, action: Action) -> None:
+    def _act(self, answer: Request, action: Action) -> None:
         match action:
             case ToVerifier(message) | ToDrafter(message):
                 role: Role = "verifier" if isinstance(action, ToVerifier) else "drafter"
                 self._to_service(role, message)
                 self._deadlines.expect(answer, time.monotonic())
-            case Foresee(accepted, bonus, verify):
+            case PrecomputeVerify(accepted, bonus, verify):
                 answer.frames[accepted, bonus] = encode(verify)
             case Emit(tokens, origins, logprobs):
                 if not answer.stopped and tokens:
@@ -273,14 +280,14 @@ class Orchestrator:
         if (peer := self._registry.peers.get(role)) is not None:
             self._services.send(peer.address, message)
 
-    def _emit(self, answer: Answer, message: Message) -> None:
+    def _emit(self, answer: Request, message: Message) -> None:
         if not self._clients.send(answer.peer, message):
             answer.unheard = True
             self._do(answer, answer.sequence.finish("cancelled"))
         elif answer.stopped:
             self._do(answer, answer.sequence.finish("stop"))
 
-    def _finish(self, answer: Answer, reason: FinishReason, error: str) -> None:
+    def _finish(self, answer: Request, reason: FinishReason, error: str) -> None:
         self._requests.drop(answer)
         self._share()
         for message in answer.farewell(reason, error):
@@ -294,6 +301,6 @@ class Orchestrator:
         for answer, actions in self._deadlines.passed(self._requests.running.values(), now):
             self._do(answer, actions)
         for peer, reason in self._registry.hanging(now):
-            self._condemn(peer, reason)
+            self._mark_for_kill(peer, reason)
         self._services.keep_bound(now)
         self._clients.keep_bound(now)

@@ -4,34 +4,34 @@ from itertools import islice
 
 import msgspec
 
-from orchestrator.learning.cost_model import Estimates
-from orchestrator.requests.queue import Requests
-from orchestrator.requests.request import Answer
+from orchestrator.learning.cost_model import CostModel
+from orchestrator.requests.queue import RequestQueue
+from orchestrator.requests.request import Request
 from orchestrator.sequence.phase import Phase
-from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.planner import Planner
 from orchestrator.telemetry.recorder import ratio
-from protocol.messages import Choice, SequenceState, SequenceStatus, Status
+from protocol.messages import PlannerState, SequenceState, SequenceStatus, Status
 
 _MOST = 64
 """Sequences that are told of one by one."""
 
 
-def overview(status: Status, requests: Requests, estimates: Estimates, now: float) -> Status:
+def overview(status: Status, requests: RequestQueue, estimates: CostModel, now: float) -> Status:
     """The status, with what the orchestrator knows of its requests."""
     return msgspec.structs.replace(
         status,
         recent=requests.recent(now),
-        choice=choice_of(Plan("ssd", estimates)),
+        choice=choice_of(Planner("ssd", estimates)),
         sequences=[_seen(answer, now) for answer in islice(requests.running.values(), _MOST)],
     )
 
 
-def choice_of(plan: Plan) -> Choice:
+def choice_of(plan: Planner) -> PlannerState:
     """What this plan would do in the next round."""
     pace = plan.estimates.pace(plan.mode)
     speculating = plan.speculates
     longest = plan.sequential if plan.mode == "sd" else plan.depth
-    return Choice(
+    return PlannerState(
         mode=plan.mode,
         speculating=speculating,
         lookahead=longest if speculating else 0,
@@ -41,7 +41,7 @@ def choice_of(plan: Plan) -> Choice:
     )
 
 
-def _seen(answer: Answer, now: float) -> SequenceStatus:
+def _seen(answer: Request, now: float) -> SequenceStatus:
     sequence, done = answer.sequence, answer.sequence.recorder
     return SequenceStatus(
         sequence=sequence.number,
@@ -57,7 +57,7 @@ def _seen(answer: Answer, now: float) -> SequenceStatus:
     )
 
 
-def _state(answer: Answer) -> SequenceState:
+def _state(answer: Request) -> SequenceState:
     match answer.sequence.phase:
         case Phase.VERIFYING:
             return "verify" if answer.cached_tokens is not None else "prefill"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Role = Literal["verifier", "drafter"]
 Mode = Literal["ar", "sd", "ssd"]
@@ -22,7 +22,7 @@ MAX_BRANCHES = 4096
 
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_TOKENS)]
 
-ENDED = -1
+END_OF_BRANCH = -1
 """Stands in `DraftTree.tokens` for a branch that has no further token."""
 
 
@@ -30,7 +30,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """Base of all messages: immutable, tagged, strict."""
 
 
-class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LogitsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a request does to logits before a token is drawn; `shaping.py` says how."""
 
     logit_bias: tuple[tuple[Token, float], ...] = ()
@@ -68,13 +68,13 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The drafter's own; None is the target's."""
     saguaro: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
     """Rejection rule: the drafter's weight (C) for the tokens that are prepared for; 1 is off."""
-    shape: Shape | None = None
+    shape: LogitsOptions | None = None
     """Bias, penalties, grammar; both models apply them alike."""
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     """Report the target's own log-probability of each token, and of this many best ones."""
 
 
-class DraftLaw(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DraftDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The law that a draft token was drawn from (q): tokens, and the probability of each.
 
     Without tokens: the draft token was not drawn but named (all probability is its own).
@@ -110,7 +110,7 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """Verifier: tokens that the KV of all open sequences may hold together; 0 means any number."""
     emulated_cost: str = ""
     """Verifier: what was added to its model so that it costs more (measurements); else empty."""
-    born_ns: int = 0
+    started_ns: int = 0
     """When its process began, by the machine's monotonic clock; 0 means unknown."""
 
 
@@ -118,15 +118,15 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """Orchestrator -> service: the handshake is complete."""
 
 
-RefusalKind = Literal["invalid", "busy", "unavailable"]
+RejectedKind = Literal["invalid", "busy", "unavailable"]
 """What is in the way: the request itself, other requests, or the stack's state."""
 
 
-class Refusal(Message, frozen=True, tag="refusal"):
+class Rejected(Message, frozen=True, tag="rejected"):
     """Orchestrator -> service or client: no, and the sentence that says why."""
 
     reason: str
-    kind: RefusalKind = "invalid"
+    kind: RejectedKind = "invalid"
     request: int = 0
     """The client's request that is refused; 0 if the message was no request."""
 
@@ -135,7 +135,7 @@ class Stop(Message, frozen=True, tag="stop"):
     """Orchestrator -> service: finish now, exit with code 0. No answer."""
 
 
-class Alive(Message, frozen=True, tag="alive"):
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Service -> orchestrator: the thread that does the work has just come by. Answer: Alive.
 
     Said when nothing else was said for a second. `sequence` is what is being worked on, 0
@@ -145,7 +145,7 @@ class Alive(Message, frozen=True, tag="alive"):
     sequence: int = 0
 
 
-class Introduce(Message, frozen=True, tag="introduce"):
+class Identify(Message, frozen=True, tag="identify"):
     """Orchestrator -> service: I do not know you (any more); say Hello. Answer: Hello.
 
     What was open is forgotten on both sides, as after a restart of the orchestrator.
@@ -209,9 +209,9 @@ class Verify(Message, frozen=True, tag="verify", kw_only=True):
     round: int
     position: int
     chain: Tokens
-    laws: Annotated[list[DraftLaw], msgspec.Meta(max_length=MAX_BRANCHES)] = []
+    distributions: Annotated[list[DraftDistribution], msgspec.Meta(max_length=MAX_BRANCHES)] = []
     """What chain[1:] was drawn from, under the rejection rule; empty if nothing was drawn."""
-    then_plain: bool = False
+    pipelined: bool = False
     """Whether the next chain will probably be the bonus token alone, so that the verifier may
     begin with it."""
 
@@ -296,14 +296,14 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
     depth: int
     outcomes: Annotated[list[tuple[int, Token]], msgspec.Meta(max_length=MAX_BRANCHES)]
     tokens: Annotated[
-        list[Annotated[int, msgspec.Meta(ge=ENDED, lt=2**31)]],
+        list[Annotated[int, msgspec.Meta(ge=END_OF_BRANCH, lt=2**31)]],
         msgspec.Meta(max_length=MAX_BRANCHES),
     ]
     confidences: Annotated[
         list[Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]], msgspec.Meta(max_length=MAX_BRANCHES)
     ]
     """Per branch, how sure the drafter is of its token: its own probability, 0 to 1."""
-    laws: Annotated[list[DraftLaw], msgspec.Meta(max_length=MAX_BRANCHES)] = []
+    distributions: Annotated[list[DraftDistribution], msgspec.Meta(max_length=MAX_BRANCHES)] = []
     """Per branch, what its token was drawn from; empty if none was drawn."""
     draft_ms: float
     """Time the drafter worked for this message."""
@@ -312,14 +312,14 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
     """When it was sent, on the sender's monotonic clock; 0 if unknown."""
 
 
-Greeting = Welcome | Refusal | Introduce | Alive | Stop
+Greeting = Welcome | Rejected | Identify | Heartbeat | Stop
 ToDrafter = OpenSequence | Prepare | DraftNow | CloseSequence | Greeting
-FromDrafter = Hello | Prefilled | DraftTree | Failed | Alive
-FromDraftServer = FromDrafter | Refusal  # over a network it may be busy
+FromDrafter = Hello | Prefilled | DraftTree | Failed | Heartbeat
+FromDraftServer = FromDrafter | Rejected  # over a network it may be busy
 ToVerifier = OpenSequence | Verify | CloseSequence | Greeting
-FromVerifier = Hello | Prefilled | VerificationOutcome | Failed | Alive
+FromVerifier = Hello | Prefilled | VerificationOutcome | Failed | Heartbeat
 ToService = OpenSequence | Prepare | DraftNow | Verify | CloseSequence | Greeting
-FromService = Hello | Prefilled | DraftTree | VerificationOutcome | Failed | Alive
+FromService = Hello | Prefilled | DraftTree | VerificationOutcome | Failed | Heartbeat
 
 
 # ---------------------------------------------------------------- clients of the orchestrator
@@ -366,7 +366,7 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """Branches prepared per round (B); 0 leaves it to the orchestrator."""
     fan_out_policy: FanOutPolicy = "online"
     trace: bool = False
-    """Whether `Finished` is to hold the timeline."""
+    """Whether `DistillFinished` is to hold the timeline."""
     choose_saguaro: bool = False
     """Whether the orchestrator chooses `sampling.saguaro`, by the speed it brought others."""
 
@@ -418,7 +418,7 @@ class Text(Message, frozen=True, tag="text", kw_only=True):
         return "".join(self.pieces)
 
 
-class RoundKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RoundStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The rounds whose chain came from one origin, added up, without a request's first."""
 
     rounds: int = 0
@@ -467,19 +467,19 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Speed of plain decoding beside which speculation was judged; 0 if never measured."""
     emulated_cost: str = ""
     """What was added to the target so that it costs more (measurements); else empty."""
-    kinds: dict[Origin, RoundKind] = {}
+    kinds: dict[Origin, RoundStats] = {}
     hits_by_rank: list[int] = []
     """How often the outcome was the i-th best candidate that was prepared for its length."""
     draft_wait_ms: float = 0.0
     """Total time in which the target waited for a draft."""
 
 
-SPREAD_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+HISTOGRAM_BOUNDS_MS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 """Upper bounds of the classes in which times of rounds are counted; one more class follows."""
 
 
-class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How often a time fell into each class of `SPREAD_MS`, and the sum of all."""
+class TimingHistogram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How often a time fell into each class of `HISTOGRAM_BOUNDS_MS`, and the sum of all."""
 
     counts: list[int]
     sum_ms: float
@@ -491,7 +491,7 @@ FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
 Track = Literal["orchestrator", "verifier", "drafter"]
 
 
-class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TraceEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a process did for a request, and when, on the machine's monotonic clock."""
 
     track: Track
@@ -510,10 +510,10 @@ class Finished(Message, frozen=True, tag="finished", kw_only=True):
     cached_tokens: int = 0
     """How many of them the target took from the KV of earlier requests."""
     statistics: Statistics
-    spreads: dict[str, Spread] = {}
+    histograms: dict[str, TimingHistogram] = {}
     """Per phase, the times of the rounds whose medians are in `statistics`."""
     error: str = ""
-    timeline: list[Slice] = []
+    timeline: list[TraceEvent] = []
     """If it was asked for."""
 
 
@@ -541,7 +541,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Since its working thread last came by, in time during which the orchestrator was awake."""
 
 
-class Recent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WindowStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What all requests together did in the last `seconds`, ten at most.
 
     Definitions as in `Statistics`, but for `tok_s`.
@@ -565,7 +565,7 @@ class Recent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     hit_rate: float = 0.0
 
 
-class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PlannerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the planner would do in the next round."""
 
     mode: Mode = "ssd"
@@ -599,7 +599,7 @@ class SequenceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     tok_s: float
     acceptance_rate: float
     hit_rate: float
-    choice: Choice
+    choice: PlannerState
 
 
 class Status(Message, frozen=True, tag="status", kw_only=True):
@@ -612,7 +612,7 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
     waiting: int
     refused: dict[Role, str] = {}
     """Why the last service of a role was turned away, until one is welcomed."""
-    condemned: dict[int, str] = {}
+    marked_for_kill: dict[int, str] = {}
     """Processes that hang or talk nonsense, by pid, and why: the supervisor ends them."""
     dropped: int = 0
     """Messages, ever, to services and clients that were gone or did not read."""
@@ -624,9 +624,9 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
     """Whether it is answered or waits."""
     degraded: list[str] = []
     """What does not work as it should, in sentences; empty if all is well."""
-    recent: Recent = Recent()
+    recent: WindowStats = WindowStats()
     """What all requests did of late."""
-    choice: Choice = Choice()
+    choice: PlannerState = PlannerState()
     """For a request that leaves everything to the planner."""
     sequences: list[SequenceStatus] = []
     """The running requests, the first 64 of them."""
@@ -642,7 +642,7 @@ class ServiceDown(Message, frozen=True, tag="down", kw_only=True):
 
 
 ToOrchestrator = Generate | Cancel | StatusRequest | ServiceDown
-FromOrchestrator = Text | Finished | Refusal | Status
+FromOrchestrator = Text | Finished | Rejected | Status
 
 
 # ---------------------------------------------------------------- supervisor's control door
@@ -693,4 +693,4 @@ class Done(Message, frozen=True, tag="done"):
 
 
 ToSupervisor = SwapDrafter | StackRequest
-FromSupervisor = Stack | Done | Refusal
+FromSupervisor = Stack | Done | Rejected

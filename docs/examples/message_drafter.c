@@ -120,7 +120,7 @@ static long prepare(void)
 
 int main(void)
 {
-    putchar(0x8b), named("type", "hello"), field("protocol", 1), named("role", "drafter");
+    putchar(0x8b), named("type", "hello"), field("protocol", 2), named("role", "drafter");
     field("pid", 0), named("backend", "lookup"), named("model", "");
     named("tokenizer_fingerprint", ""), field("vocabulary_size", 0);
     field("context_length", MOST - 256), named("compute_unit", "cpu");
@@ -143,7 +143,7 @@ int main(void)
             if (!strcmp(key, "pending")) pending = v;
             if (!strcmp(key, "accepted")) accepted = v;
         }
-        if (!strcmp(type, "stop") || !strcmp(type, "refusal"))
+        if (!strcmp(type, "stop") || !strcmp(type, "rejected"))
             return 0;
         int opens = !strcmp(type, "open"), prepares = !strcmp(type, "prepare");
         if (!opens && !prepares && strcmp(type, "draft"))

@@ -25,7 +25,7 @@ from protocol.messages import (
     Text,
     Tokens,
 )
-from protocol.process.closeable import Closing
+from protocol.process.closeable import Closeable
 
 _AT_ONCE = 16
 """Requests that one call keeps at the stack; it decodes some of them and lets others wait."""
@@ -46,7 +46,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One per token, if asked for."""
 
 
-class LLM(Closing):
+class LLM(Closeable):
     """A loaded pair. Use it as a context manager, or call `close`: it owns processes.
 
     Args:

@@ -10,7 +10,7 @@ from protocol.decoding.grammar import check_grammar, json_grammar
 from protocol.decoding.presets import PresetName, preset
 from protocol.decoding.sampling_params import check
 from protocol.errors import UsageError
-from protocol.messages import Acceptance, ChatMessage, Generate, Mode, Shape
+from protocol.messages import Acceptance, ChatMessage, Generate, LogitsOptions, Mode
 
 Prompt = str | Sequence[Mapping[str, str]]
 """A text, or a conversation: messages with `role` and `content`."""
@@ -113,4 +113,4 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "grammar": "" if self.json_schema is None else json_grammar(self.json_schema),
         }
         # Without a wish nothing is shaped, which costs the models nothing.
-        return asked if msgspec.convert(asked, Shape) != Shape() else None
+        return asked if msgspec.convert(asked, LogitsOptions) != LogitsOptions() else None

@@ -11,7 +11,7 @@ from statistics import median
 import msgspec
 from rich.table import Table
 
-from launch.workers.reference import Yardstick
+from launch.workers.reference import ReferenceWorker
 from protocol.client.client import Client
 from protocol.errors import RuntimeFailure, SsdError
 from protocol.jobs.reference import DecodeMany
@@ -108,7 +108,11 @@ def with_stack(address: str, requests: Sequence[Generate], streams: int) -> Load
 
 
 def with_mlx_lm(
-    yardstick: Yardstick, prompts: list[Tokens], streams: int, max_tokens: int, stop_ids: list[int]
+    yardstick: ReferenceWorker,
+    prompts: list[Tokens],
+    streams: int,
+    max_tokens: int,
+    stop_ids: list[int],
 ) -> Load:
     """The same prompts, by mlx-lm."""
     answer = yardstick.decode_many(DecodeMany(prompts, max_tokens, stop_ids, streams))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.jobs.coreml_probe import Found
+from protocol.jobs.coreml_probe import ProbeResult
 
 TEMPERATURE = 0.8
 """Of all answers."""
@@ -42,8 +42,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     package: dict[str, Any]
     """What the manifest of the converted model says of it, the comparison included."""
-    probes: list[Found] = []
-    overlap: dict[str, list[Found]] = {}
+    probes: list[ProbeResult] = []
+    overlap: dict[str, list[ProbeResult]] = {}
     """"alone": draft and target loop one after the other; "together": at the same time."""
     answers: list[Answer] = []
     stack: str = ""
@@ -98,7 +98,7 @@ def _drafted(answer: Answer) -> str:
     return f"{answer.accepted} of {answer.drafted} accepted"
 
 
-def _said(found: Found) -> Iterator[str]:
+def _said(found: ProbeResult) -> Iterator[str]:
     """The figures of one probe, a line each."""
     if found.failed:
         yield f"{found.kind} {found.compute_units}: no figure, {found.failed}"

@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from launch.bench.result import BenchFile, ModeSummary, Profile, Run
-from protocol.messages import Slice
+from protocol.messages import TraceEvent
 
 # Text stays text, so that it can be searched and read aloud; ids do not change from run to run.
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ssd", "font.size": 10})
@@ -160,7 +160,7 @@ def timeline(run: Run) -> str:
     return _svg(9.5, 2.4, draw)
 
 
-def _origin(verified: Slice) -> str:
+def _origin(verified: TraceEvent) -> str:
     colours = {"hit": _HIT, "miss": _MISS, "lookup": _LOOKUP}
     return colours.get(str(verified.details["chain"]), _PLAIN)
 

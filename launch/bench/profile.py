@@ -11,7 +11,7 @@ from statistics import median
 from launch.bench.result import Prediction, Profile
 from launch.prompts import Prompt
 from orchestrator.simulation.run import simulate
-from orchestrator.simulation.scenario import Device, Laws, Scenario, Strategy
+from orchestrator.simulation.scenario import AcceptanceModel, Device, Scenario, Strategy
 from orchestrator.simulation.sweep import compare, fixed_pairs
 from protocol.client.client import Client
 from protocol.messages import ChatMessage, Finished, Generate, Statistics
@@ -92,8 +92,8 @@ def _calibrated(device: Device, alpha: float, answers: list[Statistics]) -> Scen
     low, high = 0.02, 0.98
 
     def scenario(first: float, tokens: int) -> Scenario:
-        laws = Laws(alpha=alpha, first=first)
-        return Scenario(name="this machine and pair", device=device, laws=laws, tokens=tokens)
+        laws = AcceptanceModel(alpha=alpha, first=first)
+        return Scenario(name="this machine and pair", device=device, acceptance=laws, tokens=tokens)
 
     for _ in range(_BISECTIONS if looked_up else 0):
         middle = (low + high) / 2
@@ -102,7 +102,7 @@ def _calibrated(device: Device, alpha: float, answers: list[Statistics]) -> Scen
             low = middle
         else:
             high = middle
-    first = (low + high) / 2 if looked_up else Laws(alpha=alpha).first
+    first = (low + high) / 2 if looked_up else AcceptanceModel(alpha=alpha).first
     return scenario(first, _SIMULATED_TOKENS)
 
 

@@ -8,7 +8,7 @@ from launch.bench.result import Overlap
 from launch.models.pair import Pair
 from launch.settings.settings import StackSettings, share_cores
 from launch.workers.line_process import LineProcess
-from protocol.jobs.profile import GaugeSettings, Part, Ready, Time, Times, Work, Worked
+from protocol.jobs.profile import Part, ProfilerSettings, Ready, Time, Times, Work, Worked
 from protocol.messages import Tokens
 
 CHAINS = [1, 2, 3, 4, 5, 6, 8]
@@ -21,14 +21,14 @@ _WIDTH = 16
 _CHAIN = 5
 
 
-class Gauge(LineProcess):
+class ProfilerWorker(LineProcess):
     """One model of the pair, loaded."""
 
     def __init__(self, part: Part, settings: StackSettings, pair: Pair) -> None:
         shared = share_cores(pair.backend)
         target = part == "verifier"
         cores = shared.verifier if target else shared.drafter
-        told = GaugeSettings(
+        told = ProfilerSettings(
             part=part,
             model=pair.model if target else pair.draft_model,
             threads=max(1, len(cores)),
@@ -51,11 +51,11 @@ class Gauge(LineProcess):
 
 
 @dataclass
-class Gauges:
+class ProfilerPair:
     """Both of them; a drafter without a model has none."""
 
-    target: Gauge
-    drafter: Gauge | None
+    target: ProfilerWorker
+    drafter: ProfilerWorker | None
     context: Tokens
 
     def verify_ms(self) -> dict[str, float]:
@@ -89,21 +89,21 @@ class Gauges:
             efficiency=min(1.0, max(0.0, hidden)),
         )
 
-    def _work(self, gauge: Gauge, count: int) -> tuple[Gauge, Work]:
+    def _work(self, gauge: ProfilerWorker, count: int) -> tuple[ProfilerWorker, Work]:
         """As much as fills the time that is meant for it."""
         [each_ms] = gauge.ask(Time([count], self.context), Times).medians_ms.values()
         return gauge, Work(count, max(2, round(1e3 * _WORK_S / each_ms)), self.context)
 
 
 @contextlib.contextmanager
-def gauges(settings: StackSettings, pair: Pair, text: Tokens) -> Iterator[Gauges]:
+def gauges(settings: StackSettings, pair: Pair, text: Tokens) -> Iterator[ProfilerPair]:
     """Both gauges, with a context made of `text` repeated."""
     context = (text * (1 + _CONTEXT // len(text)))[:_CONTEXT]
     with contextlib.ExitStack() as stack:
-        target = stack.enter_context(Gauge("verifier", settings, pair))
+        target = stack.enter_context(ProfilerWorker("verifier", settings, pair))
         drafter = None
         if pair.draft_model and pair.backend == "mlx":
-            drafter = stack.enter_context(Gauge("drafter", settings, pair))
+            drafter = stack.enter_context(ProfilerWorker("drafter", settings, pair))
             drafter.await_ready()
         target.await_ready()
-        yield Gauges(target, drafter, context)
+        yield ProfilerPair(target, drafter, context)

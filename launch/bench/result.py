@@ -9,7 +9,7 @@ import msgspec
 
 from launch.bench.variant import Variant
 from launch.prompts import PromptId
-from protocol.messages import Sampling, Slice, Statistics, Tokens
+from protocol.messages import Sampling, Statistics, Tokens, TraceEvent
 
 SCHEMA_VERSION = 3
 
@@ -72,7 +72,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     output_sha256: str
     statistics: Statistics | None = None
     """None for mlx-lm."""
-    timeline: list[Slice] = []
+    timeline: list[TraceEvent] = []
     """Who did what in the first rounds; of one mode only."""
     emitted: Tokens = []
 

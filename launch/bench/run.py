@@ -25,7 +25,7 @@ from launch.prompts import Prompt
 from launch.settings.settings import StackSettings
 from launch.stack.session import private_stack
 from launch.terminal import console
-from launch.workers.reference import Yardstick
+from launch.workers.reference import ReferenceWorker
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.client.client import Client
 from protocol.messages import ChatMessage, Finished, Generate, Sampling, Statistics
@@ -34,7 +34,7 @@ _FIRST = "Say hello."
 
 
 @dataclass(frozen=True)
-class Wish:
+class BenchConfig:
     """What is to be measured."""
 
     settings: StackSettings
@@ -59,7 +59,7 @@ class Measured(NamedTuple):
     overlap: Overlap | None
 
 
-def measure(wish: Wish, progress: Callable[[int], Progress]) -> BenchFile:
+def measure(wish: BenchConfig, progress: Callable[[int], Progress]) -> BenchFile:
     """Measure; `progress` is given the number of steps and returns what is told each.
 
     Raises:
@@ -86,7 +86,7 @@ def measure(wish: Wish, progress: Callable[[int], Progress]) -> BenchFile:
 
 
 def _gauged(
-    wish: Wish, text: list[int], told: Progress
+    wish: BenchConfig, text: list[int], told: Progress
 ) -> tuple[dict[str, float], dict[str, float], Overlap | None]:
     """T_v, T_d and the overlap, before the stack is there to disturb."""
     if not (wish.profile or wish.overlap):
@@ -120,7 +120,7 @@ def _stack(settings: StackSettings) -> Iterator[Client]:
 
 
 @contextlib.contextmanager
-def _others(wish: Wish) -> Iterator[dict[str, Client]]:
+def _others(wish: BenchConfig) -> Iterator[dict[str, Client]]:
     """A stack for each drafter that a mode names, awake."""
     names = dict.fromkeys(variant.drafter for variant in wish.variants if variant.drafter)
     with contextlib.ExitStack() as opened:
@@ -143,14 +143,16 @@ def _pids(clients: dict[str, Client]) -> dict[str, int]:
 
 
 def _runs(
-    wish: Wish,
+    wish: BenchConfig,
     clients: dict[str, Client],
     tokenizer: TargetTokenizer,
     progress: Callable[[int], Progress],
 ) -> Bench:
     settings = wish.settings
     with (
-        Yardstick(wish.pair, settings.target_device, settings.emulate_target_cost) as yardstick,
+        ReferenceWorker(
+            wish.pair, settings.target_device, settings.emulate_target_cost
+        ) as yardstick,
         MemoryWatch({**_pids(clients), "mlx-lm": yardstick.pid}) as memory,
     ):
         bench = Bench(
@@ -184,7 +186,7 @@ def _result(bench: Bench, config: Config, hardware: Hardware, measured: Measured
     )
 
 
-def _config(wish: Wish, emulated: str) -> Config:
+def _config(wish: BenchConfig, emulated: str) -> Config:
     return Config(
         model=wish.pair.model,
         draft_model=wish.pair.draft_model,

@@ -8,7 +8,7 @@ from launch.bench.memory import MemoryWatch
 from launch.bench.result import Checks, Divergence, Run
 from launch.bench.variant import Variant
 from launch.prompts import Prompt
-from launch.workers.reference import Yardstick
+from launch.workers.reference import ReferenceWorker
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.client.client import Client
 from protocol.decoding.sampling_params import by_rejection
@@ -19,9 +19,9 @@ from protocol.messages import (
     Finished,
     Generate,
     Sampling,
-    Slice,
     Statistics,
     Tokens,
+    TraceEvent,
 )
 
 _WARM_UP_TOKENS = 24
@@ -30,7 +30,7 @@ _SLICES_KEPT = 400
 """Of an answer's timeline; some dozens of rounds."""
 
 Progress = Callable[[str], None]
-_Answered = tuple[Tokens, float, float, Statistics | None, list[Slice]]
+_Answered = tuple[Tokens, float, float, Statistics | None, list[TraceEvent]]
 """Tokens, ttft_ms, decode_s, and what only our own stack tells."""
 
 
@@ -40,7 +40,7 @@ class Bench:
 
     clients: dict[str, Client]
     """By the drafter that a variant names; empty is the command line's."""
-    yardstick: Yardstick
+    yardstick: ReferenceWorker
     tokenizer: TargetTokenizer
     memory: MemoryWatch
     variants: tuple[Variant, ...]

@@ -9,7 +9,7 @@ import msgspec
 from rich.table import Table
 
 from orchestrator.simulation.run import Run
-from orchestrator.simulation.scenario import Device, Laws, Scenario
+from orchestrator.simulation.scenario import AcceptanceModel, Device, Scenario
 from orchestrator.simulation.sweep import Comparison
 from protocol.errors import UsageError
 
@@ -36,7 +36,7 @@ def scenario_of(file: Path | None, preset: str | None, flags: dict[str, Any]) ->
     values = _read(path) if path else {}
     if path:
         values.setdefault("name", path.stem)
-    for section, kind in (("device", Device), ("laws", Laws)):
+    for section, kind in (("device", Device), ("acceptance", AcceptanceModel)):
         given = values.setdefault(section, {})
         if isinstance(given, dict):
             given |= {name: flags[name] for name in kind.__struct_fields__ if name in flags}

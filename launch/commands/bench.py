@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from launch.bench import tables
 from launch.bench.result import BenchFile
-from launch.bench.run import Wish, measure
+from launch.bench.run import BenchConfig, measure
 from launch.bench.runs import require_lossless, verdict
 from launch.bench.variant import NAMES, default_modes, parse_all, require_draft_model
 from launch.models.pair import pair_of
@@ -75,7 +75,7 @@ def _writer() -> Callable[[BenchFile, Path], None]:
     return write
 
 
-def _wish(options: dict[str, Any], *, everything: bool) -> Wish:
+def _wish(options: dict[str, Any], *, everything: bool) -> BenchConfig:
     modes = options.pop("modes")
     variants = parse_all(modes or ",".join(NAMES))
     alone = {name: options.pop(name) for name in ("profile", "overlap")}
@@ -101,7 +101,7 @@ def _wish(options: dict[str, Any], *, everything: bool) -> Wish:
     require_draft_model(variants, pair.backend)
     for name in dict.fromkeys(variant.drafter for variant in variants if variant.drafter):
         pair_of(msgspec.structs.replace(settings, draft_model=name))  # known to be there
-    return Wish(
+    return BenchConfig(
         settings=settings,
         pair=pair,
         variants=variants,

@@ -130,7 +130,7 @@ def _form(tokenizer: TargetTokenizer) -> dict[str, Any]:
     return {"opening": form.opening, "turn": form.turn}
 
 
-def _run(values: dict[str, Any]) -> distillation.Finished:
+def _run(values: dict[str, Any]) -> distillation.DistillFinished:
     """Start the process, draw what it says, and let it save when the user interrupts."""
     with contextlib.closing(Lifeline()) as lifeline:
         try:
@@ -139,7 +139,7 @@ def _run(values: dict[str, Any]) -> distillation.Finished:
             raise UsageError(str(error).replace("$.", "--").replace("_", "-")) from error
         decoder = msgspec.json.Decoder(distillation.Event)
         with (
-            Telling("services.distill", settings, decoder, distillation.Finished) as process,
+            Telling("services.distill", settings, decoder, distillation.DistillFinished) as process,
             _bar() as bar,
         ):
             try:
@@ -169,16 +169,16 @@ def _bar() -> Progress:
 
 
 def _drawn(
-    process: Telling[distillation.Event, distillation.Finished], bar: Progress
-) -> distillation.Finished:
+    process: Telling[distillation.Event, distillation.DistillFinished], bar: Progress
+) -> distillation.DistillFinished:
     """Draw all events; raises what the process died of."""
     tasks = {task.description: task.id for task in bar.tasks}
     silent_until = 0.0
     for event in process.events():
         match event:
-            case distillation.Note():
+            case distillation.DistillNote():
                 bar.console.print(event.text)
-            case distillation.Progress():
+            case distillation.DistillProgress():
                 if event.phase not in tasks:
                     tasks[event.phase] = bar.add_task(event.phase, total=1.0, details="")
                     silent_until = 0.0
@@ -188,12 +188,12 @@ def _drawn(
                     # A log has no bar: a line now and then.
                     bar.console.print(f"{event.phase} {event.done:.0%}, {details}")
                     silent_until = time.monotonic() + _LINE_EVERY_S
-            case distillation.Finished():
+            case distillation.DistillFinished():
                 pass  # its last word, which `ended` keeps
     return process.ended()
 
 
-def _details(event: distillation.Progress) -> str:
+def _details(event: distillation.DistillProgress) -> str:
     parts = [f"{event.tok_s:,.0f} tok/s"]
     if event.loss is not None:
         parts.append(f"loss {event.loss:.3f}")
@@ -203,7 +203,7 @@ def _details(event: distillation.Progress) -> str:
     return ", ".join([*parts, f"{minutes}:{seconds:02d} left"])
 
 
-def _show(finished: distillation.Finished, *, as_json: bool) -> None:
+def _show(finished: distillation.DistillFinished, *, as_json: bool) -> None:
     if as_json:
         show.write(
             json.dumps({"out": finished.out, "complete": finished.complete, **finished.figures})

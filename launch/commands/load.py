@@ -14,7 +14,7 @@ from launch.prompts import chosen_prompts
 from launch.settings.options import sampling_options, settings_of, stack_options, take_sampling
 from launch.stack.session import private_stack
 from launch.terminal import console
-from launch.workers.reference import Yardstick
+from launch.workers.reference import ReferenceWorker
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from protocol.messages import ChatMessage, Generate, Sampling
@@ -119,7 +119,7 @@ def _of_stack(
                 requests = _requests(prompts, mode, sampling, max_tokens)
                 loads.append(load.with_stack(address, requests, number))
     if load.MLX_LM in modes and not sampling.temperature:
-        with Yardstick(pair_of(settings), settings.target_device) as yardstick:
+        with ReferenceWorker(pair_of(settings), settings.target_device) as yardstick:
             stop_ids = list(tokenizer.stop_ids)
             load.with_mlx_lm(yardstick, prompts[:1], 1, 4, stop_ids)
             for number in streams:

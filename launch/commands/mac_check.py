@@ -23,7 +23,7 @@ from launch.terminal import console
 from launch.workers.probing import probe, probes_together
 from protocol.client.client import Client
 from protocol.errors import SsdError, UsageError
-from protocol.jobs.coreml_probe import Found
+from protocol.jobs.coreml_probe import ProbeResult
 from protocol.messages import ChatMessage, Finished, Generate, Mode, Sampling
 
 _UNITS = ("cpu_and_ne", "cpu_only", "cpu_and_gpu")
@@ -154,7 +154,7 @@ def _wanted(target: str, own: Path | None, options: dict[str, Any]) -> list[dict
     return wanted
 
 
-def _probes(common: dict[str, Any], wanted: list[dict[str, Any]]) -> list[Found]:
+def _probes(common: dict[str, Any], wanted: list[dict[str, Any]]) -> list[ProbeResult]:
     found = []
     for told in wanted:
         console.human().print(f"measuring: {told['kind']} {told.get('compute_units', '')}".rstrip())
@@ -163,7 +163,7 @@ def _probes(common: dict[str, Any], wanted: list[dict[str, Any]]) -> list[Found]
     return found
 
 
-def _overlap(common: dict[str, Any], target: str, seconds: float) -> dict[str, list[Found]]:
+def _overlap(common: dict[str, Any], target: str, seconds: float) -> dict[str, list[ProbeResult]]:
     """Drafting on the Neural Engine and decoding on the GPU: each alone, then both at once."""
     told: dict[str, Any] = {"model": common["model"], "seconds": seconds}
     units = "cpu_and_ne" if _on_mac() else "reference"

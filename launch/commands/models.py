@@ -6,7 +6,7 @@ import psutil
 from rich.table import Table
 from rich.text import Text
 
-from launch.models.catalog import Fit, Model, pairs, read, shelf
+from launch.models.catalog import Fit, Model, installed_models, pairs, read
 from launch.models.hub import pull as fetch
 from launch.models.pair import add_default
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
@@ -40,7 +40,7 @@ def list_(*, as_json: bool) -> None:
     It looks into the caches of ssd (~/.cache/ssd) and of Hugging Face (HF_HOME). A pair
     shares its tokenizer, and its drafter has at most half of the target's parameters.
     """
-    models = shelf()
+    models = installed_models()
     fits = pairs(models)
     if as_json:
         _print({"models": models, "pairs": fits})

@@ -8,7 +8,7 @@ import msgspec
 from rich.live import Live
 
 from launch.stack.run_dir import DEFAULT_NAME
-from launch.stack.snapshot import Observer, Picture
+from launch.stack.snapshot import StackObserver, StackSnapshot
 from launch.terminal import console
 from launch.terminal.dashboard import drawn
 from launch.terminal.keypress import Keys
@@ -34,7 +34,7 @@ def command(name: str, interval: float, *, once: bool, as_json: bool) -> None:
     Processes, requests, speed, and what the planner chose. Speed, acceptance and hits are
     those of the last ten seconds. q or Ctrl-C ends it.
     """
-    with contextlib.closing(Observer(name)) as observer, contextlib.closing(Keys()) as keys:
+    with contextlib.closing(StackObserver(name)) as observer, contextlib.closing(Keys()) as keys:
         picture = observer.first()
         if as_json:
             _print_json(picture)
@@ -46,11 +46,11 @@ def command(name: str, interval: float, *, once: bool, as_json: bool) -> None:
             _watch(observer, keys, picture, interval)
 
 
-def _print_json(picture: Picture) -> None:
+def _print_json(picture: StackSnapshot) -> None:
     console.write(msgspec.json.encode(picture).decode() + "\n")
 
 
-def _watch(observer: Observer, keys: Keys, picture: Picture, interval: float) -> None:
+def _watch(observer: StackObserver, keys: Keys, picture: StackSnapshot, interval: float) -> None:
     speeds: deque[float] = deque(maxlen=_REMEMBERED)
     with Live(screen=True, auto_refresh=False) as live:
         while True:

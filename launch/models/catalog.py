@@ -54,7 +54,7 @@ class Fit(msgspec.Struct, frozen=True):
     """Parameters of the drafter over those of the target: what a draft token costs, roughly."""
 
 
-def shelf() -> list[Model]:
+def installed_models() -> list[Model]:
     """All models in the caches, those of ours first."""
     return [*_own(), *_of_hub()]
 
@@ -71,7 +71,7 @@ def read(reference: str) -> Model:
     if folder.is_dir():
         found = _described(str(folder), folder.resolve(), "folder", _disk(folder))
     else:
-        found = next((model for model in shelf() if model.name == reference), None)
+        found = next((model for model in installed_models() if model.name == reference), None)
     if found is None:
         raise UsageError(
             f"there is no model {reference!r} on this machine; `ssd models list` shows those that "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.keyring import Far, far_of
+from launch.keyring import RemoteServer, remote_server_of
 from launch.models.coreml_models import converted, require_converted
 from launch.settings.settings import StackSettings, cache_dir
 from protocol.errors import ModelError, UsageError
@@ -43,7 +43,7 @@ class Pair:
     """The program that drafts, for the stdio backend."""
     lines: bool = False
     """Whether it speaks the line protocol."""
-    far: Far | None = None
+    far: RemoteServer | None = None
     """The draft server, for the remote backend."""
 
     @property
@@ -60,7 +60,7 @@ class Pair:
         command: Sequence[str] = (),
         *,
         lines: bool = False,
-        far: Far | None = None,
+        far: RemoteServer | None = None,
     ) -> "Pair":
         """The same target with another drafter; raises UsageError or ModelError."""
         names: dict[str, BackendName] = {known: known for known in BACKENDS}
@@ -106,7 +106,7 @@ def pair_of(settings: StackSettings) -> Pair:
         settings.draft_model,
         command_of(settings.draft_command),
         lines=settings.draft_lines,
-        far=far_of(settings.draft_server, settings.draft_server_key, settings.key),
+        far=remote_server_of(settings.draft_server, settings.draft_server_key, settings.key),
     )
 
 

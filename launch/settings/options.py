@@ -13,7 +13,7 @@ from protocol.decoding.grammar import check_grammar, json_grammar
 from protocol.decoding.presets import PRESETS, preset
 from protocol.decoding.sampling_params import check
 from protocol.errors import UsageError
-from protocol.messages import Acceptance, Sampling, Shape
+from protocol.messages import Acceptance, LogitsOptions, Sampling
 from protocol.settings import BACKENDS, COMPUTE_UNITS, PREFILLS, LogLevel
 
 _DEVICE = "Where the {} computes: cpu, gpu, or cuda:N. MLX's default device if left out."
@@ -187,7 +187,7 @@ def take_sampling(options: dict[str, Any]) -> Sampling:
     return sampling
 
 
-def _take_shape(options: dict[str, Any]) -> Shape | None:
+def _take_shape(options: dict[str, Any]) -> LogitsOptions | None:
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     penalties = {name: options.pop(name) for name in names}
     schema: Path | None = options.pop("json_schema")
@@ -195,8 +195,8 @@ def _take_shape(options: dict[str, Any]) -> Shape | None:
     if schema is not None:
         asked["grammar"] = json_grammar(_read_schema(schema))
         check_grammar(asked["grammar"])
-    shape = Shape(**asked)
-    return shape if shape != Shape() else None
+    shape = LogitsOptions(**asked)
+    return shape if shape != LogitsOptions() else None
 
 
 def _read_schema(path: Path) -> dict[str, Any]:

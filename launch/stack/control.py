@@ -2,7 +2,7 @@
 
 from launch.stack.run_dir import RunDir
 from protocol.errors import RuntimeFailure, UsageError
-from protocol.messages import Done, FromSupervisor, Refusal, Stack, ToSupervisor
+from protocol.messages import Done, FromSupervisor, Rejected, Stack, ToSupervisor
 from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
 
@@ -22,6 +22,6 @@ def ask_supervisor(name: str, message: ToSupervisor, timeout_s: float) -> Stack 
     with channel:
         channel.send(message)
         reply = channel.receive(timeout_s, "answer from the supervisor")
-    if isinstance(reply, Refusal):
+    if isinstance(reply, Rejected):
         raise RuntimeFailure(reply.reason)
     return reply

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from launch.settings.settings import StackSettings
 from protocol.errors import UsageError
-from protocol.process.closeable import Closing
+from protocol.process.closeable import Closeable
 
 _BACKLOG = 512
 
 
-class Door(Closing):
+class HttpListener(Closeable):
     """Listens as long as the stack lives; gateways come and go behind it.
 
     Raises:

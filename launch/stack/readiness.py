@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from launch.stack.child import Child
-from launch.stack.http_listener import Door
+from launch.stack.http_listener import HttpListener
 from protocol.client.client import Client
 from protocol.errors import BY_EXIT_CODE, DeadlineExceeded, RuntimeFailure
 from protocol.messages import ServiceDown, Status
@@ -25,7 +25,7 @@ def await_ready(
     timeout_s: float,
     *,
     tell: Callable[[str, str], None],
-    door: Door | None,
+    door: HttpListener | None,
     optional: frozenset[str],
 ) -> set[str]:
     """Wait until all processes are ready; returns those of `optional` that are not.

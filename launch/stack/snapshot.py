@@ -10,7 +10,7 @@ from launch.stack.run_dir import RunDir
 from protocol.client.client import Client
 from protocol.errors import RuntimeFailure, SsdError, UsageError
 from protocol.messages import ProcessStatus, Stack, StackRequest, Status
-from protocol.process.closeable import Closing
+from protocol.process.closeable import Closeable
 
 _ANSWER_S = 2.0
 _SETTLE_S = 0.2
@@ -35,7 +35,7 @@ class ProcessFigures(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float
 
 
-class Picture(msgspec.Struct, frozen=True, kw_only=True):
+class StackSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A stack at one moment."""
 
     name: str
@@ -50,7 +50,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """Who did not answer, and why."""
 
 
-class Observer(Closing):
+class StackObserver(Closeable):
     """Looks at the stack `name` again and again.
 
     Raises:
@@ -67,13 +67,13 @@ class Observer(Closing):
         self._description = description
         self._client = Client(self._run_dir.clients_address)
 
-    def first(self) -> Picture:
+    def first(self) -> StackSnapshot:
         """A picture whose CPU use is that of a moment; the system counts between two looks."""
         self.look()
         time.sleep(_SETTLE_S)
         return self.look()
 
-    def look(self) -> Picture:
+    def look(self) -> StackSnapshot:
         """What it is doing now; raises RuntimeFailure once the stack has ended."""
         if (description := self._run_dir.running()) is None:
             raise RuntimeFailure(f"the stack {self._name!r} has ended")
@@ -81,7 +81,7 @@ class Observer(Closing):
         problems: list[str] = []
         processes = self._processes(problems)
         status = self._status(problems)
-        return Picture(
+        return StackSnapshot(
             name=self._name,
             at=time.time(),
             uptime_s=max(0.0, time.time() - self._description.started),

@@ -6,7 +6,7 @@ from launch.models.coreml_models import require_converted
 from launch.models.pair import Pair
 from launch.settings.settings import StackSettings, cache_dir, machine_name, share_cores
 from launch.stack.child import Child
-from launch.stack.http_listener import Door, write_key
+from launch.stack.http_listener import HttpListener, write_key
 from launch.stack.run_dir import RunDir
 from protocol.decoding.presets import preset
 from protocol.messages import Sampling
@@ -107,7 +107,7 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
 
 
 def start_gateway(
-    settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int, door: Door
+    settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int, door: HttpListener
 ) -> Child:
     """Start a gateway behind the door."""
     folder = Path(pair.model)

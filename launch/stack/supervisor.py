@@ -1,6 +1,6 @@
 """The supervisor: parent of all processes. Starts, watches, restarts, swaps and stops them.
 
-After `start` returns, a thread watches the children and serves the control socket; the
+After `create_backend` returns, a thread watches the children and serves the control socket; the
 caller's thread is free to be a client of the orchestrator.
 """
 
@@ -12,13 +12,13 @@ import time
 import traceback
 from collections.abc import Callable
 
-from launch.keyring import far_of
+from launch.keyring import remote_server_of
 from launch.models.pair import Pair
 from launch.settings.settings import StackSettings
 from launch.signals import hurried_by
 from launch.stack.budget import RestartBudget
 from launch.stack.child import Child, Lifeline, end_all, kill_all
-from launch.stack.http_listener import Door
+from launch.stack.http_listener import HttpListener
 from launch.stack.process_status import status_of
 from launch.stack.readiness import TICK_S, await_drafter, await_ready
 from launch.stack.run_dir import RunDir, claim
@@ -29,7 +29,7 @@ from protocol.errors import RuntimeFailure, SsdError
 from protocol.messages import (
     Done,
     ProcessStatus,
-    Refusal,
+    Rejected,
     Role,
     ServiceDown,
     Stack,
@@ -73,7 +73,7 @@ class Supervisor:
             role: RestartBudget(settings.restarts, settings.restart_window_s)
             for role in (*_START, "gateway")
         }
-        self.door: Door | None = None
+        self.door: HttpListener | None = None
         """Where the gateway answers, if there is one."""
         self._stopping = threading.Event()
         self._ended = threading.Event()
@@ -92,7 +92,7 @@ class Supervisor:
         self.run_dir.create()
         self._has_folder = True
         claim(self.run_dir.path, os.getpid())
-        self.door = Door(self._settings) if self._settings.http else None
+        self.door = HttpListener(self._settings) if self._settings.http else None
         for role in _START:
             self._spawn(role)
         if self.door is not None:
@@ -205,7 +205,7 @@ class Supervisor:
 
     # ------------------------------------------------------------ commands
 
-    def _obey(self, message: ToSupervisor | SsdError, post: Post) -> Stack | Done | Refusal:
+    def _obey(self, message: ToSupervisor | SsdError, post: Post) -> Stack | Done | Rejected:
         try:
             match message:
                 case StackRequest():
@@ -214,9 +214,9 @@ class Supervisor:
                     self._swap(message, post)
                     return Done()
                 case SsdError():
-                    return Refusal(str(message))
+                    return Rejected(str(message))
         except (SsdError, OSError) as error:
-            return Refusal(str(error))
+            return Rejected(str(error))
 
     def _swap(self, message: SwapDrafter, post: Post) -> None:
         """Start the new drafter beside the old one; the orchestrator then switches over.
@@ -229,7 +229,7 @@ class Supervisor:
             message.model,
             message.command,
             lines=message.lines,
-            far=far_of(message.server, message.server_key, self._settings.key),
+            far=remote_server_of(message.server, message.server_key, self._settings.key),
         )
         self._absent.pop("drafter", None)
         if "drafter" in self._starting:

@@ -12,10 +12,10 @@ import psutil
 from launch.settings.settings import StackSettings
 from launch.stack.child import Child
 from launch.stack.run_dir import RunDir
-from orchestrator.hang_detector import Vigil
+from orchestrator.hang_detector import HangDetector
 from protocol.client.client import Client
 from protocol.messages import Status, ToSupervisor
-from protocol.process.closeable import Closing
+from protocol.process.closeable import Closeable
 from protocol.transport.channel import Hub
 from protocol.transport.codec import Decoder
 
@@ -24,16 +24,16 @@ _STOPPED_S = 1.0
 """A pause of this length is somebody's whim; a longer one is an outage."""
 
 
-class Warden(Closing):
+class Watchdog(Closeable):
     """Looks after the children of one stack, through the system and through the orchestrator."""
 
     def __init__(self, clients_address: str, settings: StackSettings) -> None:
         self._client = Client(clients_address)
         self._start_timeout_s = settings.start_timeout_s
-        self._loading = Vigil(settings.start_timeout_s, settings.start_timeout_s)
-        self._answering = Vigil(settings.hang_timeout_s, settings.start_timeout_s)
-        self._stopped = Vigil(_STOPPED_S, _STOPPED_S)
-        self._seen: dict[Vigil, set[bytes]] = {
+        self._loading = HangDetector(settings.start_timeout_s, settings.start_timeout_s)
+        self._answering = HangDetector(settings.hang_timeout_s, settings.start_timeout_s)
+        self._stopped = HangDetector(_STOPPED_S, _STOPPED_S)
+        self._seen: dict[HangDetector, set[bytes]] = {
             vigil: set() for vigil in (self._loading, self._answering, self._stopped)
         }
         self._asked = 0.0
@@ -76,10 +76,10 @@ class Warden(Closing):
             self._client.ask_status()
 
     def _condemned(self, living: Iterable[Child]) -> dict[str, str]:
-        condemned = self.status.condemned if self.status is not None else {}
+        condemned = self.status.marked_for_kill if self.status is not None else {}
         return {c.role: condemned[c.pid] for c in living if c.pid in condemned}
 
-    def _watch(self, vigil: Vigil, keys: set[bytes]) -> None:
+    def _watch(self, vigil: HangDetector, keys: set[bytes]) -> None:
         """Begin and end with these; who stays goes on being counted."""
         seen = self._seen[vigil]
         for key in keys - seen:
@@ -93,13 +93,13 @@ class Warden(Closing):
         self._client.close()
 
 
-class Post(Closing):
+class Post(Closeable):
     """Where the supervisor keeps watch: its door for commands, its line to the orchestrator."""
 
     def __init__(self, run_dir: RunDir, settings: StackSettings) -> None:
         self.control: Hub[ToSupervisor] = Hub(run_dir.control_address, Decoder(ToSupervisor))
         self.client = Client(run_dir.clients_address)
-        self.warden = Warden(run_dir.clients_address, settings)
+        self.warden = Watchdog(run_dir.clients_address, settings)
 
     def close(self) -> None:
         """Close them; safe to call twice."""

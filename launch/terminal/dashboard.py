@@ -7,14 +7,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from launch.stack.snapshot import Picture, ProcessFigures
-from protocol.messages import Choice, Recent, SequenceStatus, Status
+from launch.stack.snapshot import ProcessFigures, StackSnapshot
+from protocol.messages import PlannerState, SequenceStatus, Status, WindowStats
 
 _BARS = "▁▂▃▄▅▆▇█"
 _STATES = {"running": "green", "starting": "yellow", "stopped": "yellow", "gone": "yellow"}
 
 
-def drawn(picture: Picture, speeds: Sequence[float], hint: str) -> RenderableType:
+def drawn(picture: StackSnapshot, speeds: Sequence[float], hint: str) -> RenderableType:
     """The whole picture; `speeds` are the last tok/s, oldest first."""
     parts: list[RenderableType] = [_head(picture, hint), _processes(picture.processes)]
     if picture.status is not None:
@@ -23,7 +23,7 @@ def drawn(picture: Picture, speeds: Sequence[float], hint: str) -> RenderableTyp
     return Group(*parts)
 
 
-def _head(picture: Picture, hint: str) -> RenderableType:
+def _head(picture: StackSnapshot, hint: str) -> RenderableType:
     model = _last(picture.status.model) if picture.status else "?"
     return Text.assemble(
         ("ssd top", "bold"),
@@ -71,7 +71,7 @@ def _speculation(status: Status, speeds: Sequence[float]) -> RenderableType:
     return Panel(table, title=title, title_align="left", border_style="dim")
 
 
-def _speed(recent: Recent) -> str:
+def _speed(recent: WindowStats) -> str:
     return f"{recent.tok_s:.1f} tok/s" if recent.busy_s else "idle"
 
 
@@ -79,7 +79,7 @@ def _share(rate: float, part: int, whole: int) -> str:
     return f"{rate:.2f} ({part} of {whole})" if whole else "-"
 
 
-def planned(choice: Choice) -> str:
+def planned(choice: PlannerState) -> str:
     """The planner's choice in words."""
     speeds = []
     if choice.speculative_tok_s:
@@ -125,12 +125,12 @@ def _row(seen: SequenceStatus) -> list[str]:
     ]
 
 
-def _sentences(picture: Picture) -> list[str]:
+def _sentences(picture: StackSnapshot) -> list[str]:
     status = picture.status
     if status is None:
         return picture.problems
     refused = [f"the last {role} was refused: {why}" for role, why in status.refused.items()]
-    return [*picture.problems, *status.degraded, *refused, *status.condemned.values()]
+    return [*picture.problems, *status.degraded, *refused, *status.marked_for_kill.values()]
 
 
 def spark(values: Sequence[float]) -> str:

@@ -15,7 +15,7 @@ from launch.terminal.explain import explanation
 from launch.terminal.trace import write_trace
 from protocol.client.client import Client
 from protocol.errors import UsageError
-from protocol.messages import ChatMessage, Finished, Generate, Slice, Text
+from protocol.messages import ChatMessage, Finished, Generate, Text, TraceEvent
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ def read_prompt(prompt: str) -> str:
 
 def answer_all(client: Client, prompts: list[Prompt], options: Options) -> None:
     """Answer each prompt in turn, on standard output."""
-    slices: list[Slice] = []
+    slices: list[TraceEvent] = []
     for index, prompt in enumerate(prompts):
         if options.as_json:
             slices += _print_json(client, prompt, options)
@@ -70,7 +70,7 @@ def _request(client: Client, prompt: Prompt, options: Options) -> Generate:
     return msgspec.structs.replace(options.template, request=client.number(), messages=messages)
 
 
-def _print_text(client: Client, prompt: Prompt, options: Options) -> list[Slice]:
+def _print_text(client: Client, prompt: Prompt, options: Options) -> list[TraceEvent]:
     console = show.plain() if options.show_draft else None
     finished = None
     for message in client.generate(_request(client, prompt, options)):
@@ -92,9 +92,9 @@ def _print_text(client: Client, prompt: Prompt, options: Options) -> list[Slice]
     return finished.timeline if finished is not None else []
 
 
-def _print_json(client: Client, prompt: Prompt, options: Options) -> list[Slice]:
+def _print_json(client: Client, prompt: Prompt, options: Options) -> list[TraceEvent]:
     text, tokens = "", list[int]()
-    timeline: list[Slice] = []
+    timeline: list[TraceEvent] = []
     for message in client.generate(_request(client, prompt, options)):
         if isinstance(message, Text):
             text += message.text

@@ -7,10 +7,10 @@ import time
 import tty
 from typing import Any
 
-from protocol.process.closeable import Closing
+from protocol.process.closeable import Closeable
 
 
-class Keys(Closing):
+class Keys(Closeable):
     """Reads keys as they are pressed; without a terminal it only waits."""
 
     def __init__(self) -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from protocol.errors import UsageError
-from protocol.messages import Slice, Track
+from protocol.messages import TraceEvent, Track
 
 TRACKS: tuple[Track, ...] = get_args(Track)
 
 
-def write_trace(path: Path, slices: Iterable[Slice]) -> None:
+def write_trace(path: Path, slices: Iterable[TraceEvent]) -> None:
     """Write the slices; raises UsageError if the file cannot be written."""
     try:
         path.write_text(json.dumps({"traceEvents": list(_events(slices))}), encoding="utf-8")
@@ -25,7 +25,7 @@ def write_trace(path: Path, slices: Iterable[Slice]) -> None:
         raise UsageError(f"the trace cannot be written to {str(path)!r}: {error}") from error
 
 
-def _events(slices: Iterable[Slice]) -> Iterator[dict[str, Any]]:
+def _events(slices: Iterable[TraceEvent]) -> Iterator[dict[str, Any]]:
     ordered = sorted(slices, key=lambda one: one.start_us)
     for number, track in enumerate(TRACKS, start=1):
         yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": track}}
@@ -42,11 +42,11 @@ def _events(slices: Iterable[Slice]) -> Iterator[dict[str, Any]]:
             }
 
 
-def _idle(work: list[Slice]) -> Iterator[Slice]:
+def _idle(work: list[TraceEvent]) -> Iterator[TraceEvent]:
     """The gaps between the verifier's pieces of work."""
     for before, after in pairwise(work):
         start = before.start_us + before.duration_us
         if after.start_us > start:
-            yield Slice(
+            yield TraceEvent(
                 track="verifier", name="idle", start_us=start, duration_us=after.start_us - start
             )

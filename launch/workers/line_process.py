@@ -9,7 +9,7 @@ import msgspec
 from launch.settings.settings import child_environment
 from protocol.errors import BY_EXIT_CODE, RuntimeFailure
 from protocol.process.child import ERROR_PREFIX
-from protocol.process.closeable import Closing
+from protocol.process.closeable import Closeable
 from protocol.settings import ReferenceSettings, encode_settings
 
 A = TypeVar("A")
@@ -17,7 +17,7 @@ A = TypeVar("A")
 _LAST_WORDS_S = 5.0
 
 
-class LineProcess(Closing):
+class LineProcess(Closeable):
     """One such child, started by module name; `name` is what errors call it."""
 
     def __init__(self, name: str, module: str, settings: ReferenceSettings) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from launch.stack.child import Lifeline
-from protocol.jobs.coreml_probe import Found, ProbeSettings
+from protocol.jobs.coreml_probe import ProbeResult, ProbeSettings
 from protocol.process.child import ERROR_PREFIX
 from protocol.settings import encode_settings
 
@@ -32,8 +32,8 @@ class Probe:
             pass_fds=(lifeline.child_end, *(self.settings.barrier or ())),
         )
 
-    def found(self) -> Found:
-        """What it found; if it died or hung, a `Found` that says so."""
+    def found(self) -> ProbeResult:
+        """What it found; if it died or hung, a `ProbeResult` that says so."""
         try:
             out, errors = self._process.communicate(timeout=_LONGEST_S)
         except subprocess.TimeoutExpired:
@@ -42,14 +42,14 @@ class Probe:
             return self._failure(f"it did not end within {_LONGEST_S:g} s")
         lines = [line for line in out.splitlines() if line.startswith("{")]
         if self._process.returncode == 0 and lines:
-            return msgspec.json.decode(lines[-1], type=Found)
+            return msgspec.json.decode(lines[-1], type=ProbeResult)
         sentences = [line for line in errors.splitlines() if line.startswith(ERROR_PREFIX)]
         ending = f"it ended with exit code {self._process.returncode}"
         return self._failure((sentences or [ending])[-1].removeprefix(ERROR_PREFIX))
 
-    def _failure(self, reason: str) -> Found:
+    def _failure(self, reason: str) -> ProbeResult:
         units = self.settings.compute_units
-        return Found(kind=self.settings.kind, compute_units=units, failed=reason)
+        return ProbeResult(kind=self.settings.kind, compute_units=units, failed=reason)
 
     def close(self) -> None:
         """End it, if it still runs."""

@@ -9,7 +9,7 @@ from protocol.messages import Sampling, Tokens
 from protocol.settings import Device, ReferenceSettings
 
 
-class Yardstick(LineProcess):
+class ReferenceWorker(LineProcess):
     """mlx-lm in a process of its own, with all cores."""
 
     def __init__(self, pair: Pair, device: Device = "", emulated_cost: str = "") -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from protocol.errors import BY_EXIT_CODE, RuntimeFailure
 from protocol.process.child import ERROR_PREFIX
-from protocol.process.closeable import Closing
+from protocol.process.closeable import Closeable
 from protocol.settings import ChildSettings, encode_settings
 
 _LOOK_S = 0.1
@@ -23,7 +23,7 @@ Event = TypeVar("Event")
 Last = TypeVar("Last")
 
 
-class Telling(Closing, Generic[Event, Last]):
+class Telling(Closeable, Generic[Event, Last]):
     """One run of a program; an event of kind `last` is its last word."""
 
     def __init__(

@@ -10,7 +10,7 @@ from math import sqrt
 from typing import Generic, Protocol, TypeVar
 
 from orchestrator.learning.snapshot import Trial
-from orchestrator.learning.speculation_switch import Pace
+from orchestrator.learning.speculation_switch import SpeculationSwitch
 from protocol.messages import Mode
 
 _SMOOTHING = 0.1
@@ -19,7 +19,7 @@ _TRIAL = 6
 """Passes of speculation before plain decoding is measured: each of them has many rounds."""
 
 
-class Passed(Protocol):
+class PassStats(Protocol):
     """What is known of one request's part in a pass."""
 
     @property
@@ -43,17 +43,17 @@ class Passed(Protocol):
         ...
 
 
-P = TypeVar("P", bound=Passed)
+P = TypeVar("P", bound=PassStats)
 
 
-class Crowd:
+class BatchEstimates:
     """The requests that are decoded at the same time."""
 
     def __init__(self) -> None:
         self.streams = 1
         """How many there are now."""
         self._company = 0.0
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, SpeculationSwitch] = {}
         """By mode and size, as they are remembered."""
 
     @property
@@ -66,18 +66,18 @@ class Crowd:
         """Tokens of others that a pass usually has; 0 for who is alone."""
         return round(self._company) if self.streams > 1 else 0
 
-    def meet(self, part: Passed) -> None:
+    def meet(self, part: PassStats) -> None:
         """One request's part in a pass."""
         if self.streams > 1:
             self._company += _SMOOTHING * (part.rows - part.tokens - self._company)
 
-    def pace(self, mode: Mode, alone: dict[Mode, Pace]) -> Pace | None:
+    def pace(self, mode: Mode, alone: dict[Mode, SpeculationSwitch]) -> SpeculationSwitch | None:
         """Whether speculation pays in a crowd of this size; None for plain decoding."""
         if self.streams == 1 or mode == "ar":
             return alone.get(mode)
         # Sizes 2, 3-4, 5-8, ... are alike enough.
         size = (self.streams - 1).bit_length()
-        return self._paces.setdefault(f"{mode} {size}", Pace(_left=_TRIAL))
+        return self._paces.setdefault(f"{mode} {size}", SpeculationSwitch(_left=_TRIAL))
 
     def memory(self) -> dict[str, Trial]:
         """How each mode has fared in crowds of each size, for another run."""
@@ -87,7 +87,7 @@ class Crowd:
         """Forget how crowds fared, then begin with what was known."""
         self._paces = {}
         for place in _PLACES & remembered.keys():
-            self._paces[place] = Pace(_left=_TRIAL)
+            self._paces[place] = SpeculationSwitch(_left=_TRIAL)
             self._paces[place].recall(remembered[place])
 
 
@@ -108,6 +108,6 @@ class Passes(Generic[P]):
         return parts
 
 
-def _key(part: Passed) -> tuple[float, int, int]:
+def _key(part: PassStats) -> tuple[float, int, int]:
     """Parts of one pass were told the same time."""
     return part.verify_ms, part.sequences, part.rows

@@ -9,16 +9,16 @@ from math import ceil
 from typing import Any, Protocol, TypeVar
 
 from orchestrator.learning.backup_rate import BackupRate
-from orchestrator.learning.batch_estimates import Crowd, Passes
+from orchestrator.learning.batch_estimates import BatchEstimates, Passes
 from orchestrator.learning.calibration import Calibration
-from orchestrator.learning.ema import Mean
+from orchestrator.learning.ema import Ema
 from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION, acceptance_law, hit_chances
 from orchestrator.learning.hit_curve import HitCurve
 from orchestrator.learning.saguaro import SaguaroChoice
-from orchestrator.learning.snapshot import Learned
-from orchestrator.learning.speculation_switch import Pace
+from orchestrator.learning.snapshot import EstimateSnapshot
+from orchestrator.learning.speculation_switch import SpeculationSwitch
 from orchestrator.learning.step_cost import StepCost
-from orchestrator.learning.tree_width import WIDTHS, Width, between, worth_of_depths
+from orchestrator.learning.tree_width import WIDTHS, TreeWidth, between, worth_of_depths
 from orchestrator.learning.verify_cost import VerifyCost
 from protocol.messages import Mode, Origin
 
@@ -42,7 +42,7 @@ _LONGEST_REACH = 64.0
 
 
 @dataclass(frozen=True)
-class Lesson:
+class RoundObservation:
     """What one round taught."""
 
     mode: Mode
@@ -82,7 +82,7 @@ class Lesson:
         return self.all_tokens or self.tokens
 
 
-class Estimates:
+class CostModel:
     """Everything that is learned, for the planner."""
 
     def __init__(self) -> None:
@@ -94,26 +94,29 @@ class Estimates:
             origin: HitCurve(AFTER_REJECTION) for origin in ORIGINS
         }
         self.after_all: dict[Origin, HitCurve] = {origin: HitCurve(AFTER_ALL) for origin in ORIGINS}
-        self.idle_ms: dict[Origin, Mean] = {origin: Mean() for origin in ORIGINS}
-        self.acceptance: dict[Origin, Mean] = {origin: Mean(_UNSEEN_RATE) for origin in ORIGINS}
+        self.idle_ms: dict[Origin, Ema] = {origin: Ema() for origin in ORIGINS}
+        self.acceptance: dict[Origin, Ema] = {origin: Ema(_UNSEEN_RATE) for origin in ORIGINS}
         """alpha: share of the draft tokens that were looked at and accepted."""
-        self.tree_step_ms = Mean()
+        self.tree_step_ms = Ema()
         """T_d(B): one depth of all branches."""
-        self.backup_ms = Mean()
+        self.backup_ms = Ema()
         """Per token drafted while the target waited."""
         self._backups = BackupRate()
         self.step_cost = StepCost()
         """T_d(B) by the number of branches."""
-        self.width = Width()
+        self.width = TreeWidth()
         self.reach = _REACH
         """Longest draft that was verified of late."""
-        self.paces: dict[Mode, Pace] = {"sd": Pace(), "ssd": Pace()}
+        self.paces: dict[Mode, SpeculationSwitch] = {
+            "sd": SpeculationSwitch(),
+            "ssd": SpeculationSwitch(),
+        }
         """Of a request that is alone."""
         self.saguaro = SaguaroChoice()
-        self.crowd = Crowd()
-        self._passes: Passes[Lesson] = Passes()
+        self.crowd = BatchEstimates()
+        self._passes: Passes[RoundObservation] = Passes()
 
-    def pace(self, mode: Mode) -> Pace | None:
+    def pace(self, mode: Mode) -> SpeculationSwitch | None:
         """Whether speculation pays now; None for plain decoding."""
         return self.crowd.pace(mode, self.paces)
 
@@ -134,7 +137,7 @@ class Estimates:
         alike = self.acceptance["hit"].value if self.step_cost.known else _HOPED
         return self._backups.given(alike)
 
-    def learn(self, lesson: Lesson) -> None:
+    def observe_round(self, lesson: RoundObservation) -> None:
         """Take in one round."""
         self.reach = max(len(lesson.confidences), self.reach - _RELAX)
         cost = self.verify_cost if lesson.speculating else self.plain_cost
@@ -161,7 +164,7 @@ class Estimates:
         if shared := self._passes.complete(lesson):
             self._judge(shared)
 
-    def _judge(self, shared: Sequence[Lesson]) -> None:
+    def _judge(self, shared: Sequence[RoundObservation]) -> None:
         """Tell the pace what a pass has brought."""
         mode = shared[0].mode
         pace = self.pace(mode)
@@ -193,7 +196,7 @@ class Estimates:
         if depth > 1:  # the first depth also takes in the chain
             self.tree_step_ms.observe(milliseconds)
 
-    def _gains_by_width(self, lesson: Lesson, speed: float) -> list[float]:
+    def _gains_by_width(self, lesson: RoundObservation, speed: float) -> list[float]:
         """What preparing beside this round gains by each of WIDTHS: hits, times their depth."""
         rates = [self.calibrations[lesson.origin].rate(c) for c in lesson.confidences]
         hits = hit_chances(
@@ -210,9 +213,9 @@ class Estimates:
         depths = [between(worth, time_ms / step) for step in steps]
         return [hits[b] * depth for b, depth in zip(WIDTHS, depths, strict=True)]
 
-    def memory(self) -> Learned:
+    def memory(self) -> EstimateSnapshot:
         """What is worth remembering for another run."""
-        return Learned(
+        return EstimateSnapshot(
             verify_cost=self.verify_cost.memory(),
             plain_cost=self.plain_cost.memory(),
             calibrations={origin: one.memory() for origin, one in self.calibrations.items()},
@@ -231,10 +234,10 @@ class Estimates:
             saguaro=self.saguaro.memory(),
         )
 
-    def begin(self, remembered: Learned | None) -> None:
+    def begin(self, remembered: EstimateSnapshot | None) -> None:
         """Forget all, then begin with what was remembered, which counts for little."""
         # In place: the plans of running requests hold this object.
-        fresh = {name: value for name, value in vars(Estimates()).items() if name != "crowd"}
+        fresh = {name: value for name, value in vars(CostModel()).items() if name != "crowd"}
         vars(self).update(fresh)
         self.crowd.recall(remembered.crowd_trials if remembered is not None else {})
         if remembered is None:

@@ -9,7 +9,7 @@ _RECALLED = 3.0
 """Most samples that a remembered mean counts for."""
 
 
-class Mean:
+class Ema:
     """Its first samples count in full, later ones fade."""
 
     def __init__(self, assumed: float = 0.0) -> None:

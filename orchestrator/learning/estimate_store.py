@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from orchestrator.learning.cost_model import Estimates
-from orchestrator.learning.snapshot import Learned
+from orchestrator.learning.cost_model import CostModel
+from orchestrator.learning.snapshot import EstimateSnapshot
 from orchestrator.registry import Peer
 from protocol.messages import Hello, Role
 
@@ -25,7 +25,7 @@ _EVERY_S = 60.0
 _TEMPORARY = ".tmp"
 
 
-class Memory:
+class EstimateStore:
     """Keeps what is learned of the pair that works; without a folder it keeps nothing.
 
     Args:
@@ -34,7 +34,7 @@ class Memory:
     """
 
     def __init__(self, folder: str, machine: str) -> None:
-        self.estimates = Estimates()
+        self.estimates = CostModel()
         self._folder = Path(folder) if folder else None
         self._machine = machine
         self._path: Path | None = None
@@ -82,9 +82,9 @@ def _remove_leftovers(folder: Path) -> None:
                 left.unlink()
 
 
-def _read(path: Path) -> Learned | None:
+def _read(path: Path) -> EstimateSnapshot | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Learned)
+        return msgspec.json.decode(path.read_bytes(), type=EstimateSnapshot)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class MissLaw:
+class MissCurve:
     """h(F) = 1 - scale * F^-exponent, the probability that F candidates hold the bonus token."""
 
     scale: float
@@ -27,10 +27,10 @@ class MissLaw:
         return 1.0 - misses
 
 
-AFTER_REJECTION = MissLaw(0.73, 0.385)
+AFTER_REJECTION = MissCurve(0.73, 0.385)
 """k < K, drafted token excluded; default pair: .27 .41 .49 .53 .64 .75 for F = 1 2 3 4 8 16."""
 
-AFTER_ALL = MissLaw(0.40, 0.47)
+AFTER_ALL = MissCurve(0.40, 0.47)
 """k = K: .60 .71 .76 .80 .85 .89 for the same F."""
 
 

@@ -17,7 +17,7 @@ less once the drafter is known for it."""
 
 
 @dataclass
-class Doubt:
+class FutilityTest:
     """Fed with the rounds of a trial."""
 
     _needed: float = _FIRST
@@ -34,10 +34,10 @@ class Doubt:
         """Whether the drafter knows nothing."""
         return self._evidence >= self._needed
 
-    def confirmed(self) -> "Doubt":
+    def confirmed(self) -> "FutilityTest":
         """For the next trial of a drafter that did not pay."""
-        return Doubt(_AGAIN)
+        return FutilityTest(_AGAIN)
 
-    def forgotten(self) -> "Doubt":
+    def forgotten(self) -> "FutilityTest":
         """For a drafter that has just been ahead of plain decoding."""
-        return Doubt(_evidence=min(0.0, self._evidence))
+        return FutilityTest(_evidence=min(0.0, self._evidence))

@@ -5,7 +5,7 @@ learned is the chance that candidate i is the one, given that the i before it ar
 (a hazard, as in survival statistics).
 """
 
-from orchestrator.learning.fan_out import MissLaw
+from orchestrator.learning.fan_out import MissCurve
 from orchestrator.learning.snapshot import Shares
 
 _RANKS = 32
@@ -24,7 +24,7 @@ _RECALLED = 24.0
 class HitCurve:
     """One curve, for one kind of round."""
 
-    def __init__(self, prior: MissLaw) -> None:
+    def __init__(self, prior: MissCurve) -> None:
         self._prior = prior
         self._found = [_PRIOR * self._hazard(rank) for rank in range(_RANKS)]
         self._tried = [_PRIOR] * _RANKS

@@ -88,7 +88,7 @@ class Arm(_Record, frozen=True, kw_only=True):
     milliseconds: _Amount
 
 
-class Learned(_Record, frozen=True, kw_only=True):
+class EstimateSnapshot(_Record, frozen=True, kw_only=True):
     """Everything, for one pair of models on one machine."""
 
     version: Literal[1] = 1

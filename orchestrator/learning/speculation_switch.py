@@ -11,7 +11,7 @@ is known sooner, without any clock (`doubt`).
 
 from dataclasses import dataclass, field
 
-from orchestrator.learning.futility_test import Doubt
+from orchestrator.learning.futility_test import FutilityTest
 from orchestrator.learning.snapshot import Rate, Trial
 
 _TRIAL = 24
@@ -65,7 +65,7 @@ class _Speed:
 
 
 @dataclass
-class Pace:
+class SpeculationSwitch:
     """Decides round by round; fed with what each round brought."""
 
     speculating: bool = True
@@ -81,7 +81,7 @@ class Pace:
     """Whether plain decoding goes on because it is faster, not to be measured."""
     _pause: int = _SHORTEST_PAUSE
     _patience: float = _PATIENCE
-    _doubt: Doubt = field(default_factory=Doubt)
+    _doubt: FutilityTest = field(default_factory=FutilityTest)
     _since_change: int = 0
     _since_baseline: int = 0
 

@@ -16,7 +16,7 @@ _BETTER = 1.02
 """A width is left for one that promises so much more."""
 
 
-class Width:
+class TreeWidth:
     """The width in use; fed with what each would have been worth."""
 
     def __init__(self) -> None:

@@ -4,10 +4,10 @@ import logging
 
 from msgspec.structs import replace
 
-from orchestrator.learning.cost_model import Estimates
-from orchestrator.requests.request import Answer
+from orchestrator.learning.cost_model import CostModel
+from orchestrator.requests.request import Request
 from orchestrator.sequence.limits import Limits
-from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import Sequence
 from orchestrator.telemetry.recorder import Recorder
 from orchestrator.telemetry.timeline import Timeline
@@ -30,9 +30,9 @@ def admit(
     vocabulary_size: int,
     context_length: int,
     max_prompt_tokens: int = 0,
-    estimates: Estimates,
+    estimates: CostModel,
     now: float,
-) -> Answer:
+) -> Request:
     """The answer to be, under the sequence number `number`; `context_length` 0 is unlimited.
 
     Raises:
@@ -54,7 +54,7 @@ def admit(
         prompt=prompt,
         sampling=_shaped(sampling, len(prompt), tokenizer, vocabulary_size),
         limits=Limits(request.max_tokens, tokenizer.stop_ids, context_length, vocabulary_size),
-        plan=Plan(
+        plan=Planner(
             request.mode,
             estimates,
             request.lookahead,
@@ -74,7 +74,7 @@ def admit(
     most_tokens = len(prompt) + request.max_tokens
     if context_length:
         most_tokens = min(most_tokens, context_length)
-    return Answer(peer, request.request, sequence, text, len(prompt), most_tokens)
+    return Request(peer, request.request, sequence, text, len(prompt), most_tokens)
 
 
 def _shaped(
@@ -92,7 +92,7 @@ def _shaped(
     return replace(sampling, shape=shape)
 
 
-def _saguaro(request: Generate, estimates: Estimates) -> tuple[Sampling, float | None]:
+def _saguaro(request: Generate, estimates: CostModel) -> tuple[Sampling, float | None]:
     """The sampling with its C chosen, if that was left to us, and the choice."""
     if not request.choose_saguaro:
         return request.sampling, None

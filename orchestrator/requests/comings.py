@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from orchestrator.registry import context_of
-from orchestrator.requests.request import Answer
+from orchestrator.requests.request import Request
 from orchestrator.sequence.actions import Action
 from protocol.messages import Hello, Role
 
 
-def welcome(answer: Answer, hello: Hello) -> Iterator[Action]:
+def on_service_up(answer: Request, hello: Hello) -> Iterator[Action]:
     """A request meets a service for the first time."""
     if hello.role == "verifier":
         answer.sequence.recorder.emulated_cost = hello.emulated_cost
@@ -18,17 +18,17 @@ def welcome(answer: Answer, hello: Hello) -> Iterator[Action]:
         yield from answer.sequence.drafter_up(hello.context_length)
 
 
-def succeed(answer: Answer, hello: Hello) -> Iterator[Action]:
+def on_service_replaced(answer: Request, hello: Hello) -> Iterator[Action]:
     """A service takes the place of another while the request runs."""
     if hello.role == "verifier":
         answer.sequence.recorder.verifier_restarts += int(answer.sequence.round > 0)
     else:
         answer.sequence.recorder.drafter_restarts += 1
         yield from answer.sequence.drafter_down("drafter_swapped")
-    yield from welcome(answer, hello)
+    yield from on_service_up(answer, hello)
 
 
-def bereave(answer: Answer, role: Role) -> Iterator[Action]:
+def on_service_lost(answer: Request, role: Role) -> Iterator[Action]:
     """A service is gone."""
     if role == "drafter":
         yield from answer.sequence.drafter_down("drafter_died")

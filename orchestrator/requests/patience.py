@@ -11,7 +11,7 @@ _TIMES = 10.0
 _SUSPECT_S = 0.02
 
 
-class Patience:
+class DraftTimeout:
     """Of one orchestrator with its drafter."""
 
     def __init__(self, at_most_s: float) -> None:

@@ -3,22 +3,22 @@
 from collections import deque
 from collections.abc import Iterator
 
-from orchestrator.requests.request import Answer
+from orchestrator.requests.request import Request
 from orchestrator.telemetry.recorder import Recorder
-from orchestrator.telemetry.window_stats import Ledger
-from protocol.messages import Recent
+from orchestrator.telemetry.window_stats import StatsWindow
+from protocol.messages import WindowStats
 
 
-class Requests:
+class RequestQueue:
     """First come, first served: nobody overtakes, so nobody starves."""
 
     def __init__(self, most: int, most_waiting: int) -> None:
         self._most = most
         self._most_waiting = most_waiting
-        self.running: dict[int, Answer] = {}
+        self.running: dict[int, Request] = {}
         """By the number of their sequence."""
-        self.waiting: deque[Answer] = deque()
-        self._ledger = Ledger()
+        self.waiting: deque[Request] = deque()
+        self._ledger = StatsWindow()
 
     @property
     def full(self) -> bool:
@@ -30,7 +30,7 @@ class Requests:
         """How many run, and how many wait."""
         return len(self.running), len(self.waiting)
 
-    def start(self, kv_tokens: int) -> Iterator[Answer]:
+    def start(self, kv_tokens: int) -> Iterator[Request]:
         """Those whose turn has come, one by one; each of them counts as running at once.
 
         `kv_tokens` is what the target's KV may hold, 0 for any number. A request is given
@@ -46,11 +46,11 @@ class Requests:
             self.running[answer.sequence.number] = answer
             yield answer
 
-    def of(self, peer: bytes, request: int) -> Answer | None:
+    def of(self, peer: bytes, request: int) -> Request | None:
         """A client's request, if it is not over."""
         return next((a for a in self if (a.peer, a.request) == (peer, request)), None)
 
-    def drop(self, answer: Answer) -> None:
+    def drop(self, answer: Request) -> None:
         """The request is over."""
         self._ledger.end(answer.sequence.recorder)
         self.running.pop(answer.sequence.number, None)
@@ -62,12 +62,12 @@ class Requests:
         if self._ledger.wake(now, busy=bool(self.running)):
             self._ledger.sample(now, self._recorders())
 
-    def recent(self, now: float) -> Recent:
+    def recent(self, now: float) -> WindowStats:
         """What all requests did in the last seconds."""
         return self._ledger.recent(now, self._recorders())
 
     def _recorders(self) -> Iterator[Recorder]:
         return (answer.sequence.recorder for answer in self.running.values())
 
-    def __iter__(self) -> Iterator[Answer]:
+    def __iter__(self) -> Iterator[Request]:
         return iter([*self.running.values(), *self.waiting])

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Answer:
+class Request:
     """One request between a client and its sequence."""
 
     peer: bytes
@@ -110,13 +110,13 @@ class Answer:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens or 0,
             statistics=self.sequence.recorder.summary(),
-            spreads=self.sequence.recorder.spreads(),
+            histograms=self.sequence.recorder.histograms(),
             error=error,
             timeline=timeline.slices if timeline is not None else [],
         )
 
 
-def time_left(answers: Iterable[Answer], at_most: float, now: float) -> float:
+def time_left(answers: Iterable[Request], at_most: float, now: float) -> float:
     """Seconds until the first deadline among these, between 0 and `at_most`."""
     deadlines = [answer.deadline for answer in answers if answer.deadline is not None]
     return max(0.0, min([at_most, *(deadline - now for deadline in deadlines)]))

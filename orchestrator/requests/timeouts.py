@@ -2,36 +2,36 @@
 
 from collections.abc import Iterable, Iterator
 
-from orchestrator.learning.cost_model import Estimates
-from orchestrator.requests.patience import Patience
-from orchestrator.requests.request import Answer
+from orchestrator.learning.cost_model import CostModel
+from orchestrator.requests.patience import DraftTimeout
+from orchestrator.requests.request import Request
 from orchestrator.sequence.actions import Action
 from orchestrator.sequence.phase import Phase
 from protocol.settings import OrchestratorSettings
 
 
-class Deadlines:
+class Timeouts:
     """Sets and checks the deadlines of all answers."""
 
-    def __init__(self, settings: OrchestratorSettings, estimates: Estimates) -> None:
+    def __init__(self, settings: OrchestratorSettings, estimates: CostModel) -> None:
         self._settings = settings
         self._estimates = estimates
-        self._patience = Patience(settings.draft_timeout_s)
+        self._patience = DraftTimeout(settings.draft_timeout_s)
 
-    def expect(self, answer: Answer, now: float) -> None:
+    def expect(self, answer: Request, now: float) -> None:
         """Set the deadline of whatever the answer now waits for."""
         wait_s = self._patience.wait_s(self._estimates.draft_token_ms)
         answer.expect(self._settings.verify_timeout_s, wait_s, now)
 
-    def draft_came(self, answer: Answer | None, now: float) -> None:
+    def draft_came(self, answer: Request | None, now: float) -> None:
         """The drafter delivered a depth; the next one may take as long again."""
         self._patience.came()
         if answer is not None and answer.sequence.phase is Phase.DRAFTING:
             self.expect(answer, now)
 
     def passed(
-        self, answers: Iterable[Answer], now: float
-    ) -> Iterator[tuple[Answer, Iterable[Action]]]:
+        self, answers: Iterable[Request], now: float
+    ) -> Iterator[tuple[Request, Iterable[Action]]]:
         """The answers that have waited for too long, and what to do."""
         for answer in list(answers):
             if answer.deadline is None or now < answer.deadline:

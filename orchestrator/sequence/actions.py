@@ -30,7 +30,7 @@ class ToDrafter:
 
 
 @dataclass(frozen=True)
-class Foresee:
+class PrecomputeVerify:
     """If the verification in flight ends with this outcome, `verify` will follow: get it ready."""
 
     accepted: int
@@ -56,4 +56,4 @@ class Finish:
     error: str = ""
 
 
-Action = ToVerifier | ToDrafter | Foresee | Emit | Finish
+Action = ToVerifier | ToDrafter | PrecomputeVerify | Emit | Finish

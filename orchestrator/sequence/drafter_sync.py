@@ -1,14 +1,14 @@
 """What the drafter has been told of a sequence, and the messages that tell it the rest."""
 
-from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.round import Round
 from protocol.messages import DraftNow, Prepare, Tokens
 
 
-class Briefing:
+class DrafterSync:
     """For the one drafter that has the sequence open."""
 
-    def __init__(self, sequence: int, plan: Plan) -> None:
+    def __init__(self, sequence: int, plan: Planner) -> None:
         self._sequence = sequence
         self._plan = plan
         self._told = 0  # committed tokens that it knows of

@@ -1,13 +1,13 @@
 """A backup that costs the drafter nothing: what followed the last time, in prompt or answer."""
 
-from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.speculation_cache import Draft
-from protocol.decoding.bans import Bans
+from protocol.decoding.bans import BannedTokens
 from protocol.decoding.prompt_lookup import continuation
 from protocol.messages import Tokens
 
 
-def looked_up(tokens: Tokens, plan: Plan, bans: Bans) -> Draft:
+def looked_up(tokens: Tokens, plan: Planner, bans: BannedTokens) -> Draft:
     """What may follow `tokens`, the pending one included; empty where all is fixed by hand.
 
     What a bias rules out is not proposed; what a grammar forbids the verifier leaves out.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from orchestrator.learning.cost_model import Estimates
+from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.fan_out import (
     AFTER_REJECTION,
     acceptance_law,
@@ -35,11 +35,11 @@ class Prediction(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Planner:
     """The knobs of a request, and the decisions they leave open."""
 
     mode: Mode
-    estimates: Estimates
+    estimates: CostModel
     lookahead: int = 0
     """Draft tokens per round; 0 decides each round from what the drafter is sure of."""
     budget: int = 0
@@ -76,7 +76,7 @@ class Plan:
         return bool(self.lookahead) or (pace is not None and pace.speculating)
 
     @property
-    def rests(self) -> bool:
+    def is_paused(self) -> bool:
         """Whether the drafter is left out because it did not pay; what costs nothing goes on."""
         pace = self.estimates.pace(self.mode)
         return pace is not None and pace.pausing
@@ -101,7 +101,7 @@ class Plan:
             return self.lookahead
         if self.estimates.crowd.company:
             return 0  # the pass that the others are part of would leave without this request
-        values = self._worth_of_waiting([])
+        values = self.value_of_waiting([])
         count = values.index(max(values))
         return count if values[count] > max(self._worth_of_lookup(looked_up)) else 0
 
@@ -126,7 +126,7 @@ class Plan:
         untried = not self.estimates.draft_token_ms
         return self.depth if self.lookahead or untried or self._more([]) else 0
 
-    def goes_on(self, confidences: Sequence[float]) -> bool:
+    def should_extend(self, confidences: Sequence[float]) -> bool:
         """Whether the target should wait for another token behind those of a backup.
 
         It depends on what is drafted already, and is verified, not on what would come.
@@ -135,10 +135,10 @@ class Plan:
 
     def _more(self, rates: Sequence[float]) -> int:
         """How many tokens to draft behind those with these rates while the target waits."""
-        values = self._worth_of_waiting(rates)
+        values = self.value_of_waiting(rates)
         return values.index(max(values))
 
-    def _worth_of_waiting(self, rates: Sequence[float]) -> list[float]:
+    def value_of_waiting(self, rates: Sequence[float]) -> list[float]:
         """What waiting for 0, 1, ... tokens behind those with these rates is worth, in tokens."""
         rate, token_ms = self.estimates.backup_rate, self.estimates.draft_token_ms
         if not token_ms:

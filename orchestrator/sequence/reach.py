@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from orchestrator.sequence.limits import Limits
-from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.speculation_cache import Draft
 from protocol.messages import FinishReason, Origin, Tokens
 
@@ -13,7 +13,7 @@ class Reach:
     """Every `length` counts the tokens of the sequence, prompt and pending token included."""
 
     limits: Limits
-    plan: Plan
+    plan: Planner
     prompt_length: int
     has_drafter: bool = False
     drafter_context: int = 0

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from orchestrator.learning.cost_model import Lesson
-from orchestrator.sequence.planner import Plan
+from orchestrator.learning.cost_model import RoundObservation
+from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.speculation_cache import Draft, SpeculationCache
 from protocol.messages import Origin, Tokens, VerificationOutcome, Verify
 
 
-class Planned(NamedTuple):
+class NextRound(NamedTuple):
     """How a round would begin."""
 
     draft: Draft
@@ -31,7 +31,7 @@ class Round:
     speculating: bool = False
     """Whether a drafter works beside the verification, or drafted for it."""
     cache: SpeculationCache = field(default_factory=SpeculationCache)
-    ahead: dict[tuple[int, int], Planned] = field(default_factory=dict)
+    ahead: dict[tuple[int, int], NextRound] = field(default_factory=dict)
     """The rounds that the prepared outcomes lead to."""
     untried: Draft = field(default_factory=Draft)
     """What lookup would have offered; it is learned from without being verified."""
@@ -41,12 +41,14 @@ class Round:
         self.cache = SpeculationCache()
         self.ahead = {}
 
-    def lesson(self, outcome: VerificationOutcome, plan: Plan, *, first: bool) -> Lesson:
+    def lesson(
+        self, outcome: VerificationOutcome, plan: Planner, *, first: bool
+    ) -> RoundObservation:
         """What it taught; before the `first` of a request the verifier had nothing to do."""
         rank, prepared = self.cache.rank(outcome.accepted, outcome.bonus)
         untried = self.untried
         right = len(untried) > 0 and untried.tokens[0] == outcome.bonus
-        return Lesson(
+        return RoundObservation(
             mode=plan.mode,
             by_hand=plan.lookahead > 0,
             tried_saguaro=plan.tried_saguaro,

@@ -8,17 +8,24 @@ are the truth; a verifier or a drafter that dies is rebuilt from them.
 from collections.abc import Iterator
 from typing import assert_never
 
-from orchestrator.sequence.actions import Action, Emit, Finish, Foresee, ToDrafter, ToVerifier
-from orchestrator.sequence.drafter_sync import Briefing
+from orchestrator.sequence.actions import (
+    Action,
+    Emit,
+    Finish,
+    PrecomputeVerify,
+    ToDrafter,
+    ToVerifier,
+)
+from orchestrator.sequence.drafter_sync import DrafterSync
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.lookup import looked_up
 from orchestrator.sequence.phase import Phase
-from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.reach import Reach
-from orchestrator.sequence.round import Planned, Round
+from orchestrator.sequence.round import NextRound, Round
 from orchestrator.sequence.speculation_cache import Draft
 from orchestrator.telemetry.recorder import Recorder
-from protocol.decoding.bans import Bans
+from protocol.decoding.bans import BannedTokens
 from protocol.messages import (
     CloseSequence,
     DraftTree,
@@ -42,7 +49,7 @@ class Sequence:
         prompt: Tokens,
         sampling: Sampling,
         limits: Limits,
-        plan: Plan,
+        plan: Planner,
         recorder: Recorder,
     ) -> None:
         self.number = number
@@ -52,17 +59,17 @@ class Sequence:
         self.round = 0
         self.recorder = recorder
         self._sampling = sampling
-        self._bans = Bans(sampling.shape)
+        self._bans = BannedTokens(sampling.shape)
         self._plan = plan
         self._reach = Reach(limits, plan, len(prompt))
         self.current = Round()
-        self._briefing = Briefing(number, plan)
+        self._briefing = DrafterSync(number, plan)
         self._accepted = 0  # of the last outcome
         self._backup = Draft()  # what has come of the draft that the target waits for
         self._waiting_since = 0.0
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Planner:
         """How its rounds are decided."""
         return self._plan
 
@@ -131,7 +138,7 @@ class Sequence:
             yield from self._next_round(outcome, now)
         # The target is busy again: now there is time for the books.
         lesson = done.lesson(outcome, self._plan, first=self.recorder.rounds == 0)
-        self._plan.estimates.learn(lesson)
+        self._plan.estimates.observe_round(lesson)
         self.recorder.plain_rounds += not done.speculating and done.origin != "lookup"
         self.recorder.timed(outcome, len(draft) + 1, done.origin, now)
         self.recorder.learned(lesson)
@@ -145,7 +152,7 @@ class Sequence:
 
     def _next_round(self, outcome: VerificationOutcome, now: float) -> Iterator[Action]:
         if not self._plan.speculates:
-            if self._plan.rests:
+            if self._plan.is_paused:
                 yield from self._go_on(looked_up(self.tokens, self._plan, self._bans), alone=True)
             else:
                 yield from self._verify(Draft(), "target")
@@ -183,7 +190,7 @@ class Sequence:
         if not used:
             self.current.untried = found
 
-    def _planned(self, length: int, pending: int, draft: Draft, origin: Origin) -> Planned:
+    def _planned(self, length: int, pending: int, draft: Draft, origin: Origin) -> NextRound:
         """The next round; the pending token is the last of `length`."""
         clipped = self._reach.clip(draft, length, origin)
         verify = Verify(
@@ -191,17 +198,17 @@ class Sequence:
             round=self.round + 1,
             position=length - 1,
             chain=[pending, *clipped.tokens],
-            laws=clipped.drawn_from,
-            then_plain=self._plan.mode == "ar" and self._reach.lasts(length),
+            distributions=clipped.drawn_from,
+            pipelined=self._plan.mode == "ar" and self._reach.lasts(length),
         )
-        return Planned(clipped, draft.after(len(clipped)), verify)
+        return NextRound(clipped, draft.after(len(clipped)), verify)
 
     def _verify(self, draft: Draft, origin: Origin) -> Iterator[Action]:
         """Start a round with as much of this draft as pays."""
         planned = self._planned(len(self.tokens), self.tokens[-1], draft, origin)
         yield from self._start(planned, origin)
 
-    def _start(self, planned: Planned, origin: Origin) -> Iterator[Action]:
+    def _start(self, planned: NextRound, origin: Origin) -> Iterator[Action]:
         """Start a round: the verifier checks the chain while the drafter prepares."""
         verify, draft = planned.verify, planned.draft
         self.round = verify.round
@@ -221,7 +228,7 @@ class Sequence:
         return self.phase is Phase.VERIFYING and number == self.round
 
     def foreseen(self, outcome: VerificationOutcome) -> bool:
-        """Whether the last `Foresee` of this outcome is what it will lead to."""
+        """Whether the last `PrecomputeVerify` of this outcome is what it will lead to."""
         ahead = (outcome.accepted, outcome.bonus) in self.current.ahead
         return ahead and self.awaits(outcome.round) and self._plan.speculates
 
@@ -238,7 +245,7 @@ class Sequence:
             old = self.current.ahead.get((accepted, bonus))
             self.current.ahead[accepted, bonus] = planned
             if old is None or old.verify != planned.verify:
-                yield Foresee(accepted, bonus, planned.verify)
+                yield PrecomputeVerify(accepted, bonus, planned.verify)
 
     def _prepare(self) -> Iterator[Action]:
         if self._plan.mode != "ssd" or not self.current.speculating:
@@ -271,7 +278,7 @@ class Sequence:
                 worth = self._plan.length(sure, "miss")
                 # A last token that is not worth verifying ends the drafting too.
                 done = tree.last or not grown or worth < len(self._backup)
-                if done or not self._plan.goes_on(sure):
+                if done or not self._plan.should_extend(sure):
                     waited_ms = 1e3 * (now - self._waiting_since)
                     self.recorder.waited(self._waiting_since, now)
                     self._plan.estimates.backup_ms.observe(waited_ms / tree.depth)

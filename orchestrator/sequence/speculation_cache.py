@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from protocol.decoding.sampling_params import is_sound
-from protocol.messages import ENDED, DraftLaw, DraftTree, Tokens
+from protocol.messages import END_OF_BRANCH, DraftDistribution, DraftTree, Tokens
 
-_NOT_DRAWN = DraftLaw()
+_NOT_DRAWN = DraftDistribution()
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,9 @@ class Draft:
 
     tokens: Tokens = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
-    laws: list[DraftLaw] = field(default_factory=list)
+    distributions: list[DraftDistribution] = field(default_factory=list)
 
-    def add(self, token: int, confidence: float, law: DraftLaw = _NOT_DRAWN) -> None:
+    def add(self, token: int, confidence: float, law: DraftDistribution = _NOT_DRAWN) -> None:
         """One token more; a confidence that is no probability counts as none.
 
         Whether a drawn token is offered must not depend on the draw
@@ -26,37 +26,37 @@ class Draft:
         confidence = max(law.probabilities, default=confidence)
         self.tokens.append(token)
         self.confidences.append(confidence if 0.0 <= confidence <= 1.0 else 0.0)
-        self.laws.append(law)
+        self.distributions.append(law)
 
     def grow(self, tree: DraftTree, branch: int) -> bool:
         """Take a branch's token of this depth; False if there is none that can be used."""
         if len(self) != tree.depth - 1 or branch >= min(len(tree.tokens), len(tree.confidences)):
             return False
         token = tree.tokens[branch]
-        law = tree.laws[branch] if branch < len(tree.laws) else _NOT_DRAWN
-        if token == ENDED or not is_sound(law, token):
+        law = tree.distributions[branch] if branch < len(tree.distributions) else _NOT_DRAWN
+        if token == END_OF_BRANCH or not is_sound(law, token):
             return False
         self.add(token, tree.confidences[branch], law)
         return True
 
     @property
-    def drawn_from(self) -> list[DraftLaw]:
+    def drawn_from(self) -> list[DraftDistribution]:
         """The laws as they are sent; empty if no token was drawn."""
-        return self.laws if any(law.tokens for law in self.laws) else []
+        return self.distributions if any(law.tokens for law in self.distributions) else []
 
     @property
     def largest(self) -> Tokens:
         """Per draft token, the largest that might have been drawn in its place."""
-        pairs = zip(self.tokens, self.laws, strict=True)
+        pairs = zip(self.tokens, self.distributions, strict=True)
         return [max(law.tokens, default=token) for token, law in pairs]
 
     def first(self, count: int) -> "Draft":
         """Its beginning."""
-        return Draft(self.tokens[:count], self.confidences[:count], self.laws[:count])
+        return Draft(self.tokens[:count], self.confidences[:count], self.distributions[:count])
 
     def after(self, count: int) -> "Draft":
         """What follows its first `count` tokens."""
-        return Draft(self.tokens[count:], self.confidences[count:], self.laws[count:])
+        return Draft(self.tokens[count:], self.confidences[count:], self.distributions[count:])
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -79,7 +79,7 @@ class SpeculationCache:
         self._inherited = Draft()
 
     def inherit(self, verified: int, rest: Draft) -> bool:
-        """Keep what of a draft was not verified, behind its `verified` first tokens.
+        """Keep what of a draft was not verified, behind its `verify_draft` first tokens.
 
         If all of those are accepted and the bonus token is the first of the rest, the others
         are a draft. Under the rejection rule too: the bonus token was drawn without regard to
@@ -103,7 +103,7 @@ class SpeculationCache:
         order = tree.outcomes if tree.depth == 1 else self._order
         if not len(tree.tokens) == len(tree.confidences) == len(order):
             return False
-        if len(tree.laws) not in (0, len(order)):
+        if len(tree.distributions) not in (0, len(order)):
             return False
         self._order = order
         self._depth = tree.depth
@@ -112,7 +112,7 @@ class SpeculationCache:
         self._growing = [
             outcome
             for branch, outcome in enumerate(order)
-            if tree.tokens[branch] != ENDED and self._drafts[outcome].grow(tree, branch)
+            if tree.tokens[branch] != END_OF_BRANCH and self._drafts[outcome].grow(tree, branch)
         ]
         return True
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import count
 
 
-class Agenda:
+class EventQueue:
     """A clock that jumps from event to event. Times in milliseconds."""
 
     def __init__(self) -> None:

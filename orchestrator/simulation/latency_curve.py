@@ -7,7 +7,7 @@ from math import isfinite
 from protocol.errors import UsageError
 
 
-class Curve:
+class LatencyCurve:
     """Milliseconds for a count: straight lines between the points, and on as the last one goes.
 
     A single point is a constant: the time does not depend on the count.
@@ -34,7 +34,7 @@ class Curve:
         return max(min(times), times[left] + slope * (count - counts[left]))
 
 
-def curve(text: float | str) -> Curve:
+def curve(text: float | str) -> LatencyCurve:
     """Read `49` (the same for every count) or `1:49,2:54,4:62` (count:milliseconds).
 
     Raises:
@@ -50,4 +50,4 @@ def curve(text: float | str) -> Curve:
         raise UsageError(
             f"{text!r} is not a time in milliseconds; write 49, or 1:49,2:54,4:62 (count:ms)"
         ) from error
-    return Curve(points)
+    return LatencyCurve(points)

@@ -11,11 +11,18 @@ from functools import partial
 
 import numpy as np
 
-from orchestrator.simulation.event_queue import Agenda
+from orchestrator.simulation.event_queue import EventQueue
 from orchestrator.simulation.latency_curve import curve
-from orchestrator.simulation.oracle import Script
+from orchestrator.simulation.oracle import Oracle
 from orchestrator.simulation.scenario import Device
-from protocol.messages import ENDED, DraftNow, DraftTree, Prepare, VerificationOutcome, Verify
+from protocol.messages import (
+    END_OF_BRANCH,
+    DraftNow,
+    DraftTree,
+    Prepare,
+    VerificationOutcome,
+    Verify,
+)
 
 _Step = tuple[float, DraftTree]
 """Milliseconds, and what they bring."""
@@ -43,9 +50,9 @@ class DrafterModel:
 
     def __init__(
         self,
-        agenda: Agenda,
+        agenda: EventQueue,
         device: Device,
-        script: Script,
+        script: Oracle,
         noise: Noise,
         *,
         send: Callable[[DraftTree], None],
@@ -138,7 +145,8 @@ class DrafterModel:
                     # Drafts for other outcomes are dropped unseen; planning for them is most of
                     # the work of a simulation.
                     tokens=[
-                        script.drafted(position) if root == coming else ENDED for root in roots
+                        script.drafted(position) if root == coming else END_OF_BRANCH
+                        for root in roots
                     ],
                     confidences=[script.confidence(position, on_track=on_track)] * len(roots),
                     draft_ms=milliseconds,
@@ -176,9 +184,9 @@ class VerifierModel:
 
     def __init__(
         self,
-        agenda: Agenda,
+        agenda: EventQueue,
         device: Device,
-        script: Script,
+        script: Oracle,
         noise: Noise,
         *,
         drafter: DrafterModel,

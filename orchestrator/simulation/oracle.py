@@ -3,7 +3,7 @@
 As under the coupled rule, the answer is fixed beforehand. The drafter ranks candidates for
 each position; the target's token has some rank there. Rank 0, the drafted token, has
 probability alpha_p, the chance of acceptance at this position; the rank after a rejection
-follows the power law of `Laws`. alpha_p has two sources of variation: easy and hard
+follows the power law of `ParityDistributions`. alpha_p has two sources of variation: easy and hard
 stretches of text, and a drafter's knowledge of single tokens (its confidence is alpha_p,
 drawn from a Beta law around the stretch's rate). What is not modelled: a candidate list
 that is better where the drafter is surer, and a confidence that is wrong on average.
@@ -12,7 +12,7 @@ that is better where the drafter is surer, and a confidence that is wrong on ave
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.simulation.scenario import Laws
+from orchestrator.simulation.scenario import AcceptanceModel
 from protocol.errors import UsageError
 
 _RANKS = 512
@@ -22,22 +22,22 @@ _AHEAD = 256
 """Positions behind the answer's end that a draft may reach."""
 
 
-class Script:
+class Oracle:
     """Deterministic in (laws, length, seed); the same for every way to decode."""
 
-    def __init__(self, laws: Laws, length: int, seed: int) -> None:
-        if (laws.r_all is None) != (laws.first_all is None):
+    def __init__(self, acceptance: AcceptanceModel, length: int, seed: int) -> None:
+        if (acceptance.r_all is None) != (acceptance.first_all is None):
             raise UsageError("r_all and first_all describe one curve; give both or neither")
         random = np.random.default_rng(seed)
         count = length + _AHEAD
-        rates = _rates(laws, count, random)
+        rates = _rates(acceptance, count, random)
         accepted = random.random(count) < rates
-        behind = _power_law(laws.first, laws.r, random.random(count))
+        behind = _power_law(acceptance.first, acceptance.r, random.random(count))
         ranks = np.where(accepted, 0, np.minimum(behind + 1, _RANKS - 1))
         full = ranks
-        if laws.r_all is not None and laws.first_all is not None:
-            full = _power_law(laws.first_all, laws.r_all, random.random(count))
-        known = rates if laws.insight else np.full(count, laws.alpha)
+        if acceptance.r_all is not None and acceptance.first_all is not None:
+            full = _power_law(acceptance.first_all, acceptance.r_all, random.random(count))
+        known = rates if acceptance.insight else np.full(count, acceptance.alpha)
         self._ranks: list[int] = ranks.tolist()
         self._full_ranks: list[int] = np.minimum(full, _RANKS - 1).tolist()
         self._confidences: list[float] = known.tolist()
@@ -75,19 +75,21 @@ class Script:
         return [*others[:rank], token, *others[rank:]][:count]
 
 
-def _rates(laws: Laws, count: int, random: np.random.Generator) -> npt.NDArray[np.float64]:
+def _rates(
+    acceptance: AcceptanceModel, count: int, random: np.random.Generator
+) -> npt.NDArray[np.float64]:
     """alpha_p: [count] chances of acceptance, of mean `laws.alpha`."""
     # The stretch changes with probability 1/stretch per token; alpha of all tokens are easy.
-    fresh = random.random(count) < 1.0 / laws.stretch
+    fresh = random.random(count) < 1.0 / acceptance.stretch
     fresh[0] = True
-    draws = random.random(count) < laws.alpha
+    draws = random.random(count) < acceptance.alpha
     easy = draws[np.maximum.accumulate(np.where(fresh, np.arange(count), 0))]
-    rise, fall = laws.burst * (1.0 - laws.alpha), laws.burst * laws.alpha
-    rates = np.where(easy, laws.alpha + rise, laws.alpha - fall)
-    if laws.insight == 0.0:
+    rise, fall = acceptance.burst * (1.0 - acceptance.alpha), acceptance.burst * acceptance.alpha
+    rates = np.where(easy, acceptance.alpha + rise, acceptance.alpha - fall)
+    if acceptance.insight == 0.0:
         return rates
     # Beta(a s, (1 - a) s) has mean a and variance a (1 - a) / (1 + s).
-    strength = 1.0 / laws.insight - 1.0
+    strength = 1.0 / acceptance.insight - 1.0
     inner = np.clip(rates, 1e-6, 1.0 - 1e-6)
     drawn = random.beta(inner * strength, (1.0 - inner) * strength)
     return np.where((rates > 0.0) & (rates < 1.0), drawn, rates)

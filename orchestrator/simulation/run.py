@@ -6,16 +6,23 @@ from functools import partial
 
 import msgspec
 
-from orchestrator.learning.cost_model import Estimates
-from orchestrator.sequence.actions import Action, Emit, Finish, Foresee, ToDrafter, ToVerifier
+from orchestrator.learning.cost_model import CostModel
+from orchestrator.sequence.actions import (
+    Action,
+    Emit,
+    Finish,
+    PrecomputeVerify,
+    ToDrafter,
+    ToVerifier,
+)
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
-from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import Sequence
 from orchestrator.simulation.bound import Rounds, bound_tok_s
-from orchestrator.simulation.event_queue import Agenda
+from orchestrator.simulation.event_queue import EventQueue
 from orchestrator.simulation.models import DrafterModel, Noise, VerifierModel
-from orchestrator.simulation.oracle import Script
+from orchestrator.simulation.oracle import Oracle
 from orchestrator.simulation.scenario import Scenario, Strategy
 from orchestrator.telemetry.recorder import Recorder
 from protocol.errors import RuntimeFailure
@@ -51,9 +58,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return self.tok_s / self.bound_tok_s if self.bound_tok_s else 0.0
 
 
-def simulate(scenario: Scenario, strategy: Strategy, estimates: Estimates | None = None) -> Run:
+def simulate(scenario: Scenario, strategy: Strategy, estimates: CostModel | None = None) -> Run:
     """Decode one answer in virtual time; `estimates` is what was learned before, if anything."""
-    return _Answer(scenario, strategy, estimates or Estimates()).decode()
+    return _Answer(scenario, strategy, estimates or CostModel()).decode()
 
 
 @dataclass
@@ -65,11 +72,11 @@ class _Books:
 class _Answer:
     """The edge around a sequence, as `pipeline` is, with an agenda in place of sockets."""
 
-    def __init__(self, scenario: Scenario, strategy: Strategy, estimates: Estimates) -> None:
+    def __init__(self, scenario: Scenario, strategy: Strategy, estimates: CostModel) -> None:
         self._strategy = strategy
         self._ipc = scenario.device.ipc
-        self._agenda = agenda = Agenda()
-        script = Script(scenario.laws, scenario.tokens, scenario.seed)
+        self._agenda = agenda = EventQueue()
+        script = Oracle(scenario.acceptance, scenario.tokens, scenario.seed)
         noise = Noise(scenario.device.jitter, scenario.seed)
         device = scenario.device
         self._drafter = DrafterModel(agenda, device, script, noise, send=self._drew)
@@ -83,7 +90,7 @@ class _Answer:
             prompt=[script.token(0)],
             sampling=Sampling(),
             limits=Limits(scenario.tokens, frozenset(), 0),
-            plan=Plan(
+            plan=Planner(
                 strategy.mode,
                 estimates,
                 strategy.lookahead,
@@ -148,5 +155,5 @@ class _Answer:
                     self._agenda.after(self._ipc, partial(self._drafter.receive, message))
                 case Finish(reason, error) if reason != "length":
                     raise RuntimeFailure(f"the simulated answer ended by {reason}: {error}")
-                case ToVerifier() | ToDrafter() | Foresee() | Emit() | Finish():
+                case ToVerifier() | ToDrafter() | PrecomputeVerify() | Emit() | Finish():
                     pass  # opening and closing take no time here

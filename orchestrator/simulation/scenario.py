@@ -29,7 +29,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """No anytime preparation: every outcome waits until its tree is complete, as in the paper."""
 
 
-class Laws(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AcceptanceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How well the drafter guesses (`script.Script`)."""
 
     alpha: Rate
@@ -59,7 +59,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     note: str = ""
     """Where the figures come from."""
     device: Device
-    laws: Laws
+    acceptance: AcceptanceModel
     tokens: Annotated[int, msgspec.Meta(ge=2, le=1_000_000)] = 2000
     """Length of the answer."""
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0

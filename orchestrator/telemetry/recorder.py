@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from orchestrator.learning.cost_model import Lesson
+from orchestrator.learning.cost_model import RoundObservation
 from orchestrator.telemetry.timeline import Timeline
 from protocol.messages import (
-    SPREAD_MS,
+    HISTOGRAM_BOUNDS_MS,
     DraftTree,
     Origin,
     Prefilled,
     Role,
-    RoundKind,
-    Spread,
+    RoundStats,
     Statistics,
+    TimingHistogram,
     VerificationOutcome,
 )
 
@@ -47,7 +47,7 @@ class Recorder:
     plain_tok_s: float = 0.0
     stale_trees: int = 0
     emulated_cost: str = ""
-    kinds: dict[Origin, RoundKind] = field(default_factory=dict)
+    kinds: dict[Origin, RoundStats] = field(default_factory=dict)
     ranks: Counter[int] = field(default_factory=Counter)
     timeline: Timeline | None = None
     """Who did what when, if somebody asked for it."""
@@ -75,12 +75,12 @@ class Recorder:
         if self.rounds:  # before the first round the verifier had nothing to do
             self.phase("idle_hit" if origin == "hit" else "idle_other", outcome.idle_ms)
 
-    def learned(self, lesson: Lesson) -> None:
+    def learned(self, lesson: RoundObservation) -> None:
         """What a round taught that ended just now."""
         if not self.rounds:
             return  # it brought the first token, which is not part of the decoding
-        old = self.kinds.get(lesson.origin, RoundKind())
-        self.kinds[lesson.origin] = RoundKind(
+        old = self.kinds.get(lesson.origin, RoundStats())
+        self.kinds[lesson.origin] = RoundStats(
             rounds=old.rounds + 1,
             tokens=old.tokens + lesson.accepted + 1,
             verify_ms=old.verify_ms + lesson.verify_ms,
@@ -142,13 +142,13 @@ class Recorder:
         if self.verifying_since is not None:
             self.overlapped_s += max(0.0, now - max(started, self.verifying_since))
 
-    def spreads(self) -> dict[str, Spread]:
+    def histograms(self) -> dict[str, TimingHistogram]:
         """How the times of each phase are spread."""
         found = {}
         for name, values in self.phases.items():
-            classes = Counter(bisect_left(SPREAD_MS, value) for value in values)
-            counts = [classes[index] for index in range(len(SPREAD_MS) + 1)]
-            found[name] = Spread(counts, sum(values))
+            classes = Counter(bisect_left(HISTOGRAM_BOUNDS_MS, value) for value in values)
+            counts = [classes[index] for index in range(len(HISTOGRAM_BOUNDS_MS) + 1)]
+            found[name] = TimingHistogram(counts, sum(values))
         return found
 
     @property

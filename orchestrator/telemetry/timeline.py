@@ -5,7 +5,7 @@ mach_absolute_time on macOS, which count for the whole machine. A service on ano
 has another clock; its slices end when their message arrived.
 """
 
-from protocol.messages import DraftTree, Prefilled, Role, Slice, Track, VerificationOutcome
+from protocol.messages import DraftTree, Prefilled, Role, TraceEvent, Track, VerificationOutcome
 
 _SAME_CLOCK_S = 1.0
 """A message that is older, or younger than now, was stamped by another clock."""
@@ -15,7 +15,7 @@ class Timeline:
     """Collects slices; times are seconds of the monotonic clock."""
 
     def __init__(self) -> None:
-        self.slices: list[Slice] = []
+        self.slices: list[TraceEvent] = []
 
     def prefilled(self, role: Role, message: Prefilled, now: float) -> None:
         """A service has taken in the prompt."""
@@ -50,7 +50,7 @@ class Timeline:
     ) -> None:
         """Something was done from `begun` to `ended`."""
         self.slices.append(
-            Slice(
+            TraceEvent(
                 track=track,
                 name=name,
                 start_us=1e6 * begun,

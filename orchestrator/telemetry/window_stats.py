@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from orchestrator.telemetry.recorder import Recorder, ratio
-from protocol.messages import Recent
+from protocol.messages import WindowStats
 
 _STEP_S = 0.5
 """Between two samples."""
@@ -52,7 +52,7 @@ class Totals(NamedTuple):
         return Totals._make(max(0, new - old) for new, old in pairs)
 
 
-class Ledger:
+class StatsWindow:
     """Counts of all requests, and what they were a while ago."""
 
     def __init__(self) -> None:
@@ -84,11 +84,11 @@ class Ledger:
         totals = self._ended.plus(recorder)
         self._ended = totals._replace(requests=totals.requests + 1)
 
-    def recent(self, now: float, running: Iterable[Recorder]) -> Recent:
+    def recent(self, now: float, running: Iterable[Recorder]) -> WindowStats:
         """The last seconds, up to ten."""
         latest = self._totals(now, running)
         added = latest.since(self._samples[0] if self._samples else latest)
-        return Recent(
+        return WindowStats(
             seconds=added.at,
             busy_s=added.busy_s,
             requests=added.requests,

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 import zmq
 import zmq.asyncio
 
-from protocol.client.request_session import SILENCE_S, Dialogue
+from protocol.client.request_session import SILENCE_S, RequestSession
 from protocol.errors import DeadlineExceeded, RuntimeFailure
 from protocol.messages import (
     Cancel,
@@ -17,14 +17,14 @@ from protocol.messages import (
     StatusRequest,
     Text,
 )
-from protocol.process.closeable import Closing
+from protocol.process.closeable import Closeable
 from protocol.transport.channel import Deadline, configure
 from protocol.transport.codec import Decoder, encode
 
 _DECODER: Decoder[FromOrchestrator] = Decoder(FromOrchestrator)
 
 
-class _Line:
+class _Connection:
     """One connection. Each request has its own, so that no two answers can be mixed up."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
@@ -50,7 +50,7 @@ class _Line:
         self._socket.close()
 
 
-class AsyncClient(Closing):
+class AsyncClient(Closeable):
     """Asks one orchestrator; used within one event loop."""
 
     def __init__(self, address: str) -> None:
@@ -59,7 +59,7 @@ class AsyncClient(Closing):
 
     async def status(self, timeout_s: float = 10.0) -> Status:
         """Who is there; raises DeadlineExceeded if nobody answers."""
-        line = _Line(self._context, self._address)
+        line = _Connection(self._context, self._address)
         try:
             line.send(StatusRequest())
             deadline = Deadline(timeout_s)
@@ -84,8 +84,8 @@ class AsyncClient(Closing):
             Busy: too many requests wait already.
             RuntimeFailure: the request failed, or the orchestrator is gone.
         """
-        dialogue = Dialogue(request)
-        line = _Line(self._context, self._address)
+        dialogue = RequestSession(request)
+        line = _Connection(self._context, self._address)
         done = False
         try:
             line.send(request)

@@ -5,7 +5,7 @@ import itertools
 from collections import deque
 from collections.abc import Generator, Iterable
 
-from protocol.client.request_session import SILENCE_S, Dialogue
+from protocol.client.request_session import SILENCE_S, RequestSession
 from protocol.errors import DeadlineExceeded
 from protocol.messages import (
     Cancel,
@@ -89,12 +89,12 @@ class Client:
         self.status()  # raises if nobody is there
         self._channel.await_news(0.0)  # what is new is new from now on
         waiting = deque(requests)
-        talks: dict[int, Dialogue] = {}
+        talks: dict[int, RequestSession] = {}
         try:
             while waiting or talks:
                 while waiting and len(talks) < at_once:
                     request = waiting.popleft()
-                    talks[request.request] = Dialogue(request)
+                    talks[request.request] = RequestSession(request)
                     self._channel.send(request)
                 for number, event in self._next(talks):
                     if isinstance(event, Finished):
@@ -104,7 +104,7 @@ class Client:
             for number in talks:
                 self._channel.send(Cancel(request=number))
 
-    def _next(self, talks: dict[int, Dialogue]) -> list[tuple[int, Text | Finished]]:
+    def _next(self, talks: dict[int, RequestSession]) -> list[tuple[int, Text | Finished]]:
         """What the next message says to these requests; nothing after a silence.
 
         Whether they are still served is also asked when the connection is a new one.

@@ -10,8 +10,8 @@ from protocol.messages import (
     Finished,
     FromOrchestrator,
     Generate,
-    Refusal,
-    RefusalKind,
+    Rejected,
+    RejectedKind,
     Status,
     StatusRequest,
     Text,
@@ -23,14 +23,14 @@ SILENCE_S = 1.0
 _PATIENCE = 30
 """Questions in a row without an answer, after which the orchestrator is taken for dead."""
 
-_ERRORS: dict[RefusalKind, type[SsdError]] = {
+_ERRORS: dict[RejectedKind, type[SsdError]] = {
     "invalid": UsageError,
     "busy": Busy,
     "unavailable": ServiceLost,
 }
 
 
-class Dialogue:
+class RequestSession:
     """One request.
 
     A question that was sent before the request was sent (again) says nothing about it: an
@@ -60,7 +60,7 @@ class Dialogue:
             case Status(request=asked, question=question) if asked == number:
                 lost = question > self._questions_before and not message.serving
                 return self._again() if lost else None
-            case Refusal(reason=reason, kind=kind, request=asked) if asked in (0, number):
+            case Rejected(reason=reason, kind=kind, request=asked) if asked in (0, number):
                 raise _ERRORS[kind](reason)
             case Finished(request=asked, reason="error", error=why) if asked == number:
                 raise RuntimeFailure(why)

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 
-from protocol.messages import Shape, Tokens
+from protocol.messages import LogitsOptions, Tokens
 
 _DECISIVE = 100.0
 """A bias of this size bans a token, or all the others: OpenAI's largest."""
 
 
-class Bans:
+class BannedTokens:
     """The tokens that a request's bias rules out; none without a shape."""
 
-    def __init__(self, shape: Shape | None) -> None:
+    def __init__(self, shape: LogitsOptions | None) -> None:
         biases = shape.logit_bias if shape is not None else ()
         self._banned = frozenset(token for token, bias in biases if bias <= -_DECISIVE)
         self._only = frozenset(token for token, bias in biases if bias >= _DECISIVE)

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from protocol.decoding.bans import Bans
+from protocol.decoding.bans import BannedTokens
 from protocol.decoding.grammar import Allowed, Grammar
 from protocol.decoding.sampler import Floats, Ids
 from protocol.errors import ProtocolError
-from protocol.messages import Shape, Tokens
+from protocol.messages import LogitsOptions, Tokens
 
 
-class Shaper:
+class LogitsProcessor:
     """The state of one sequence after some of its tokens, at one model.
 
     Args:
@@ -31,10 +31,10 @@ class Shaper:
     """
 
     def __init__(
-        self, shape: Shape, folder: Path, tokens: Tokens, head_ids: Ids | None = None
+        self, shape: LogitsOptions, folder: Path, tokens: Tokens, head_ids: Ids | None = None
     ) -> None:
         self._shape = shape
-        self._bans = Bans(shape)
+        self._bans = BannedTokens(shape)
         self._head_ids = head_ids
         self._columns = {} if head_ids is None else {int(t): c for c, t in enumerate(head_ids)}
         self._grammar: Grammar | None = None
@@ -73,9 +73,9 @@ class Shaper:
             self._grammar.back(max(0, len(answered) - self._stray))
         self._stray = max(0, self._stray - len(answered))
 
-    def branch(self, length: int) -> "Shaper":
+    def branch(self, length: int) -> "LogitsProcessor":
         """A copy after the first `length` tokens, to try a continuation with."""
-        copy = object.__new__(Shaper)
+        copy = object.__new__(LogitsProcessor)
         copy.__dict__.update(self.__dict__)
         copy._tokens = list(self._tokens)  # a copy of our own
         copy._seen, copy._said = self._seen.copy(), self._said.copy()
@@ -150,7 +150,7 @@ class Shaper:
         # A trimmed head may know none of the allowed tokens; then any draft is as bad.
 
 
-def along(shaper: Shaper | None, tokens: Tokens, rows: Floats) -> Floats:
+def along(shaper: LogitsProcessor | None, tokens: Tokens, rows: Floats) -> Floats:
     """Move the shaper along tokens; returns the logits after each of them, shaped.
 
     Args:

@@ -18,7 +18,7 @@ positions: let G be everything that happened before a position's token is commit
   before s; outcomes are prepared by rank, not drawn; earlier drafts of the position, of which
   a trace may be left in G (they steered the fan-out), have other rounds; and whether s is
   offered is decided by q and the tokens before s, never by s or what follows it
-  (`Plan.length`). A dead, late or replaced drafter only changes which q it is, or none.
+  (`Planner.length`). A dead, late or replaced drafter only changes which q it is, or none.
   Branches share the number: at most one of them becomes part of the sequence.
 
 So, given G, s follows q and both numbers are uniform: the token follows p. Choosing drafts by
@@ -35,12 +35,12 @@ from protocol.decoding.gumbel import ACCEPT, BONUS, DRAFT, uniform
 from protocol.decoding.sampler import Floats, Ids, has_filter, kept
 from protocol.decoding.sampling_params import is_sound
 from protocol.errors import ProtocolError
-from protocol.messages import DraftLaw, Sampling
+from protocol.messages import DraftDistribution, Sampling
 
 Doubles = npt.NDArray[np.float64]
 
 
-class Law(NamedTuple):
+class Distribution(NamedTuple):
     """Tokens and their probabilities; other tokens have none."""
 
     ids: Ids
@@ -51,7 +51,7 @@ class Law(NamedTuple):
         return float(self.probabilities[self.ids == token].sum())
 
 
-def target_law(row: Floats, sampling: Sampling) -> Law:
+def target_distribution(row: Floats, sampling: Sampling) -> Distribution:
     """p: the law of the target's token, after filters and temperature, as the coupled rule has it.
 
     Args:
@@ -59,10 +59,12 @@ def target_law(row: Floats, sampling: Sampling) -> Law:
         sampling: the request's.
     """
     ids = kept(row, sampling) if has_filter(sampling) else np.arange(row.size)
-    return Law(ids, _tempered(row[ids], sampling.temperature))
+    return Distribution(ids, _tempered(row[ids], sampling.temperature))
 
 
-def drafter_law(ids: Ids, logits: Floats, sampling: Sampling, held_back: int) -> Law:
+def drafter_distribution(
+    ids: Ids, logits: Floats, sampling: Sampling, held_back: int
+) -> Distribution:
     """q: the law that a draft token is drawn from.
 
     Saguaro sampling (Definition 14) gives the best tokens, which are those that outcomes are
@@ -83,7 +85,7 @@ def drafter_law(ids: Ids, logits: Floats, sampling: Sampling, held_back: int) ->
     held[:held_back] *= sampling.saguaro
     # With weight 0 nothing may be left; then nothing is held back.
     weights = held if held.sum() > 0.0 else weights
-    return Law(ids, weights / weights.sum())
+    return Distribution(ids, weights / weights.sum())
 
 
 def _tempered(logits: Floats, temperature: float) -> Doubles:
@@ -93,7 +95,7 @@ def _tempered(logits: Floats, temperature: float) -> Doubles:
     return result
 
 
-def draw(law: Law, number: float) -> int:
+def draw(law: Distribution, number: float) -> int:
     """The token at a uniform number of [0, 1): tokens share the interval by probability."""
     bounds = np.cumsum(law.probabilities)
     # Rounding must not leave the interval: the last token may have probability 0.
@@ -101,28 +103,32 @@ def draw(law: Law, number: float) -> int:
     return int(law.ids[np.searchsorted(bounds, place, side="right")])
 
 
-def accepts(p: Law, q: Law, token: int, number: float) -> bool:
+def accepts(p: Distribution, q: Distribution, token: int, number: float) -> bool:
     """Whether a token drawn from q stands, at a uniform number of [0, 1)."""
     return number * q.of(token) < p.of(token)
 
 
-def residual(p: Law, q: Law) -> Law:
+def residual(p: Distribution, q: Distribution) -> Distribution:
     """What the bonus token is drawn from after a rejection: what p has more of than q."""
     drafted = np.zeros(1 + max(int(p.ids.max()), int(q.ids.max())))
     drafted[q.ids] = q.probabilities
     rest = np.maximum(p.probabilities - drafted[p.ids], 0.0)
     total = rest.sum()
     # No rest is a rounding error between equal laws, where every law of the rest is right.
-    return Law(p.ids, rest / total) if total > 0.0 else p
+    return Distribution(p.ids, rest / total) if total > 0.0 else p
 
 
-def draft_token(q: Law, position: int, sampling: Sampling, number: int) -> int:
+def draft_token(q: Distribution, position: int, sampling: Sampling, number: int) -> int:
     """The draft token at a position, drawn from q in this round."""
     return draw(q, uniform(sampling.seed, DRAFT, number, position))
 
 
-def verified(
-    rows: Floats, draft: Sequence[int], laws: Sequence[DraftLaw], first: int, sampling: Sampling
+def verify_draft(
+    rows: Floats,
+    draft: Sequence[int],
+    laws: Sequence[DraftDistribution],
+    first: int,
+    sampling: Sampling,
 ) -> tuple[int, int]:
     """How many draft tokens stand, and the bonus token.
 
@@ -136,25 +142,25 @@ def verified(
     Raises:
         ProtocolError: a token cannot have been drawn from its law.
     """
-    sent = laws or [DraftLaw()] * len(draft)
+    sent = laws or [DraftDistribution()] * len(draft)
     for index, (token, law) in enumerate(zip(draft, sent, strict=True)):
         position = first + index
-        p, q = target_law(rows[index], sampling), _received(law, token)
+        p, q = target_distribution(rows[index], sampling), _received(law, token)
         if not accepts(p, q, token, uniform(sampling.seed, ACCEPT, position)):
             return index, draw(residual(p, q), uniform(sampling.seed, BONUS, position))
-    p = target_law(rows[len(draft)], sampling)
+    p = target_distribution(rows[len(draft)], sampling)
     return len(draft), draw(p, uniform(sampling.seed, BONUS, first + len(draft)))
 
 
-def to_send(q: Law) -> DraftLaw:
+def to_send(q: Distribution) -> DraftDistribution:
     """The law as it travels, in double precision: it must be the law that was drawn from."""
-    return DraftLaw(q.ids.tolist(), q.probabilities.tolist())
+    return DraftDistribution(q.ids.tolist(), q.probabilities.tolist())
 
 
-def _received(law: DraftLaw, token: int) -> Law:
+def _received(law: DraftDistribution, token: int) -> Distribution:
     if not is_sound(law, token):
         raise ProtocolError(f"token {token} cannot have been drawn from the law sent with it")
     if not law.tokens:
-        return Law(np.array([token]), np.ones(1))
+        return Distribution(np.array([token]), np.ones(1))
     probabilities = np.array(law.probabilities)
-    return Law(np.array(law.tokens), probabilities / probabilities.sum())
+    return Distribution(np.array(law.tokens), probabilities / probabilities.sum())

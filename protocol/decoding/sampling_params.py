@@ -3,7 +3,7 @@
 import msgspec
 
 from protocol.errors import UsageError
-from protocol.messages import DraftLaw, Sampling
+from protocol.messages import DraftDistribution, Sampling
 
 _COLDEST = 1e-4
 
@@ -49,7 +49,7 @@ def check(sampling: Sampling) -> None:
         )
 
 
-def is_sound(law: DraftLaw, token: int) -> bool:
+def is_sound(law: DraftDistribution, token: int) -> bool:
     """Whether this can be the law that the token was drawn from."""
     if not law.tokens and not law.probabilities:
         return True  # not drawn, but named

@@ -98,7 +98,7 @@ class Agreement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 TIE = 0.05
 
 
-class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DraftAcceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How often a target would accept a draft token; texts are the target's own."""
 
     greedy: float
@@ -139,9 +139,9 @@ class Converted(msgspec.Struct, frozen=True, kw_only=True, tag="converted"):
     passed: bool
     """False: the figures are below the threshold, and `out` was not written."""
     agreement: Agreement | None = None
-    draft: Acceptance | None = None
+    draft: DraftAcceptance | None = None
     """Of the package."""
-    model: Acceptance | None = None
+    model: DraftAcceptance | None = None
     """Of the model that it came from."""
     routes: dict[Route, Agreement] = {}
     """With `all_routes`: the agreement along each; `agreement` is the one of `tree`."""

@@ -37,7 +37,7 @@ class PrefillTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     coreml_ms: float
 
 
-class Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ProbeResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a probe found; what does not belong to its kind is left out."""
 
     kind: Kind

@@ -15,13 +15,13 @@ class TokenPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     category: str = ""
 
 
-class Note(msgspec.Struct, frozen=True, tag="note"):
+class DistillNote(msgspec.Struct, frozen=True, tag="note"):
     """A sentence for the user."""
 
     text: str
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+class DistillProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     """Where a phase stands; sent about once a second."""
 
     phase: str
@@ -35,7 +35,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     """Validation: expected acceptance under the coupled rule at temperature 1, lower bound."""
 
 
-class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+class DistillFinished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     """The last word: the figures of the drafter, as they stand in `distill.json`."""
 
     out: str
@@ -44,4 +44,4 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     figures: dict[str, object] = {}
 
 
-Event = Note | Progress | Finished
+Event = DistillNote | DistillProgress | DistillFinished

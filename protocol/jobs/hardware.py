@@ -3,7 +3,7 @@
 import msgspec
 
 
-class Survey(msgspec.Struct, frozen=True, kw_only=True):
+class HardwareReport(msgspec.Struct, frozen=True, kw_only=True):
     """One line of JSON from `python -m services.tools.hardware`."""
 
     mlx: str

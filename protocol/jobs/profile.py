@@ -13,7 +13,7 @@ from protocol.settings import ReferenceSettings
 Part = Literal["verifier", "drafter"]
 
 
-class GaugeSettings(ReferenceSettings, frozen=True, kw_only=True):
+class ProfilerSettings(ReferenceSettings, frozen=True, kw_only=True):
     """What a gauge is told at its start."""
 
     part: Part

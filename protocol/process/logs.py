@@ -22,7 +22,7 @@ def about(**ids: int | str) -> dict[str, dict[str, int | str]]:
     return {"about": dict(ids)}
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """`{"time", "role", "level", ids, "message"}`; an exception's traceback under `trace`."""
 
     def __init__(self, role: str) -> None:
@@ -43,7 +43,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-class Repetition(logging.Filter):
+class RepeatFilter(logging.Filter):
     """Lets a sentence (before its values are filled in) pass 20 times in ten seconds."""
 
     def __init__(self) -> None:
@@ -65,8 +65,8 @@ class Repetition(logging.Filter):
 def configure(role: str, level: LogLevel) -> None:
     """Log to stderr, which the supervisor has led to the process's log file."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines(role))
-    handler.addFilter(Repetition())
+    handler.setFormatter(JsonFormatter(role))
+    handler.addFilter(RepeatFilter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     # A full disk must cost log lines, not the process; nor a traceback per lost line.
     logging.raiseExceptions = False

@@ -22,7 +22,7 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.messages import Message
-from protocol.process.closeable import Closing
+from protocol.process.closeable import Closeable
 from protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
 from protocol.transport.curve import ClientLock, Lock, ServerLock, monitor, secure, why_down
 
@@ -57,7 +57,7 @@ def configure(socket: zmq.Socket[bytes], address: str, *, locked: bool = False) 
     socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
 
 
-class _Endpoint(Closing):
+class _Endpoint(Closeable):
     """What Hub and Channel share: a socket, its context, and closing both."""
 
     def __init__(self, kind: int, address: str, lock: Lock | None = None) -> None:

@@ -10,7 +10,7 @@ from protocol.errors import ProtocolError
 from protocol.transport.codec import MAX_MESSAGE_BYTES
 
 
-class Frames:
+class FrameReader:
     """Cuts a stream into the bytes of its msgpack values."""
 
     def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:

@@ -13,7 +13,7 @@ from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure, Str
 from protocol.messages import Message
 from protocol.transport.channel import Deadline
 from protocol.transport.codec import Decoder, encode
-from protocol.transport.framing import Frames
+from protocol.transport.framing import FrameReader
 
 Inbound = TypeVar("Inbound", bound=Message)
 
@@ -22,13 +22,13 @@ _WRITE_S = 30.0
 """A peer that reads nothing for so long has hung."""
 
 
-class Stream(Generic[Inbound]):
+class PipeChannel(Generic[Inbound]):
     """One connection to the program at the other end of two pipes."""
 
     def __init__(self, reading: int, writing: int, decoder: Decoder[Inbound]) -> None:
         self._reading, self._writing = reading, writing
         self._decoder = decoder
-        self._frames = Frames()
+        self._frames = FrameReader()
         self._next: bytes | None = None
 
     def send(self, message: Message) -> None:
@@ -87,7 +87,7 @@ def writable(descriptor: int, timeout_s: float) -> bool:
 
 
 def write_all(descriptor: int, data: bytes, who: str, timeout_s: float = _WRITE_S) -> None:
-    """Write everything; `who` names the reader in errors, which are those of `Stream.send`."""
+    """Write everything; `who` names the reader in errors, which are those of `PipeChannel.send`."""
     deadline = Deadline(timeout_s)
     rest = memoryview(data)
     while rest:

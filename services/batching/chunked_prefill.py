@@ -16,14 +16,14 @@ import mlx.core as mx
 
 from protocol.messages import Tokens
 from services.batching.forward import Batcher
-from services.batching.prefill import Pacer
+from services.batching.prefill import ChunkSizer
 from services.verifier.sequence import TargetSequence
 
 _WORTH = 8
 """Tokens that a wait for another prompt's KV must save, at least."""
 
 
-class Filler:
+class ChunkedPrefill:
     """Computes prompts.
 
     Args:
@@ -35,7 +35,7 @@ class Filler:
     def __init__(self, model: Any, step: int, *, shares: bool) -> None:
         self._batcher = Batcher(model, 0)
         self._shares = shares
-        self._pacer = Pacer(step)
+        self._pacer = ChunkSizer(step)
         self._wanted: dict[int, Tokens] = {}
         """By sequence: the prompts in work."""
 

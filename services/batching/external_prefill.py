@@ -30,7 +30,7 @@ Computed = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 """Keys and values of some tokens, [layers, kv_heads, tokens, head_dim] each."""
 
 
-class Elsewhere(Protocol):
+class PrefillSource(Protocol):
     """Computes keys and values of prompts; raises ModelError if it cannot any more."""
 
     @property
@@ -43,7 +43,7 @@ class Elsewhere(Protocol):
         ...
 
 
-class Landing:
+class KVInjection:
     """Memory of the target's cache, into which rows are written while they are computed.
 
     numpy writes where MLX will read, in the target's own type, so that nothing is left to
@@ -112,7 +112,7 @@ Times = dict[int, tuple[float, float]]
 """Length of a prompt -> milliseconds (here, elsewhere)."""
 
 
-class Choice:
+class PrefillChoice:
     """For which prompts the other way is the faster one."""
 
     def __init__(self, longest: int, times: Times) -> None:
@@ -135,14 +135,14 @@ class Choice:
         return there < float(np.interp(length, self._lengths, self._here))
 
 
-class PromptsElsewhere:
+class ExternalPrefill:
     """Prompts of one target that another device computes."""
 
     def __init__(
         self,
         module: Any,
         windows: list[int | None],
-        other: Elsewhere,
+        other: PrefillSource,
         *,
         whenever_it_fits: bool,
         budget_s: float = _BUDGET_S,
@@ -157,7 +157,7 @@ class PromptsElsewhere:
             self._choice = always(other.slots)
             return
         self.times = measured(self._here, self._there, other.slots, budget_s)
-        self._choice = Choice(other.slots, self.times)
+        self._choice = PrefillChoice(other.slots, self.times)
         for length, (own, elsewhere) in self.times.items():
             _log.info("prefill of %d tokens: %.1f ms here, %.1f elsewhere", length, own, elsewhere)
 
@@ -165,7 +165,7 @@ class PromptsElsewhere:
         """Fill an empty store with a prompt, if that is the better way; notes it in `held`."""
         if store.length or not self._choice.elsewhere(len(tokens)):
             return
-        landing = Landing(len(tokens), self._dtype)
+        landing = KVInjection(len(tokens), self._dtype)
         for keys, values in self._other.pieces(tokens):
             landing.write(keys, values)
             yield
@@ -180,7 +180,7 @@ class PromptsElsewhere:
 
     def _there(self, length: int) -> None:
         store = KVStore(self._windows, bucketed=False)
-        landing = Landing(length, self._dtype)
+        landing = KVInjection(length, self._dtype)
         for keys, values in self._other.pieces([1] * length):
             landing.write(keys, values)
         landing.hand_over(store)
@@ -198,9 +198,9 @@ def kv_dtype(module: Any, windows: list[int | None]) -> mx.Dtype:
     return keys.dtype
 
 
-def always(longest: int) -> Choice:
+def always(longest: int) -> PrefillChoice:
     """Every prompt that fits goes elsewhere; for tests and comparisons."""
-    return Choice(longest, {longest: (1.0, 0.0)})
+    return PrefillChoice(longest, {longest: (1.0, 0.0)})
 
 
 def measured(

@@ -22,7 +22,7 @@ def most_rows() -> int:
 
 
 @dataclass
-class Pass:
+class ForwardPass:
     """One forward pass over the tokens of one or several sequences."""
 
     rows: int
@@ -35,7 +35,7 @@ class Pass:
 
 
 @dataclass(eq=False)
-class Ask:
+class BatchRequest:
     """Tokens of one sequence that are to go through the model."""
 
     tokens: Tokens
@@ -46,7 +46,7 @@ class Ask:
     """Makes room in the caches, right before the pass."""
     logits: mx.array | None = None
     """[tokens, head], lazy."""
-    by: Pass = field(default_factory=lambda: Pass(0, 0))
+    by: ForwardPass = field(default_factory=lambda: ForwardPass(0, 0))
     error: Exception | None = None
 
 
@@ -59,22 +59,22 @@ class Batcher:
     def __init__(self, model: Any, most_rows: int) -> None:
         self._model = model
         self.most_rows = most_rows
-        self._waiting: list[Ask] = []
+        self._waiting: list[BatchRequest] = []
 
     def ask(
         self, tokens: Tokens, caches: list[Any], store: KVStore | None, place: Callable[[], None]
-    ) -> Ask:
+    ) -> BatchRequest:
         """Note that a sequence wants these tokens computed; nothing happens yet."""
-        asked = Ask(tokens, caches, store, place)
+        asked = BatchRequest(tokens, caches, store, place)
         self._waiting.append(asked)
         return asked
 
-    def withdraw(self, asked: Ask) -> None:
+    def withdraw(self, asked: BatchRequest) -> None:
         """It is not wanted any more; fine if it has been computed."""
         if asked in self._waiting:
             self._waiting.remove(asked)
 
-    def result(self, asked: Ask) -> tuple[mx.array, Pass]:
+    def result(self, asked: BatchRequest) -> tuple[mx.array, ForwardPass]:
         """Its logits and pass; unless another one took it along, computed now with what waits.
 
         Raises whatever the model raises on these tokens.
@@ -87,7 +87,7 @@ class Batcher:
             raise RuntimeError("a pass has lost one of its sequences")
         return asked.logits, asked.by
 
-    def _with_company(self, asked: Ask) -> list[Ask]:
+    def _with_company(self, asked: BatchRequest) -> list[BatchRequest]:
         self.withdraw(asked)
         chosen, rows = [asked], len(asked.tokens)
         for other in list(self._waiting):
@@ -98,7 +98,7 @@ class Batcher:
             self._waiting.remove(other)
         return chosen
 
-    def _run(self, asks: list[Ask]) -> None:
+    def _run(self, asks: list[BatchRequest]) -> None:
         lengths = [asked.store.length if asked.store is not None else 0 for asked in asks]
         try:
             self._forward(asks)
@@ -114,9 +114,9 @@ class Batcher:
             for asked in asks:
                 self._run([asked])
 
-    def _forward(self, asks: list[Ask]) -> None:
+    def _forward(self, asks: list[BatchRequest]) -> None:
         tokens = [token for asked in asks for token in asked.tokens]
-        now = Pass(len(tokens), len(asks))
+        now = ForwardPass(len(tokens), len(asks))
         for asked in asks:
             asked.place()
         stores = [asked.store for asked in asks if asked.store is not None]

@@ -1,11 +1,11 @@
 """Several sequences in one flat row of tokens: attention part by part, all else at once.
 
 To the linear layers a row is one matrix, so the weights are read once for all sequences.
-A `PartedCache` stands for one layer's caches of all sequences: it hands the model `Parts`
+A `PackedCache` stands for one layer's caches of all sequences: it hands the model `PackedKV`
 instead of arrays, which models pass on untouched to mlx-lm's attention function. Ours, in
 its place, attends each part to its own keys with its own mask, in the shapes that it has
-alone. A model that treats keys in a way of its own fails on `Parts`, and is found out by
-`takes_parts`.
+alone. A model that treats keys in a way of its own fails on `PackedKV`, and is found out by
+`supports_packing`.
 """
 
 import sys
@@ -31,7 +31,7 @@ _TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
-class Parts:
+class PackedKV:
     """What belongs to each sequence of a row, in its order: keys, values or masks."""
 
     values: list[Any]
@@ -39,7 +39,7 @@ class Parts:
     """Where the parts of the row but the first begin."""
 
 
-class PartedCache:
+class PackedCache:
     """One layer's caches of all sequences in a row; what mlx-lm takes for a KV cache."""
 
     def __init__(self, caches: Sequence[SlotCache], borders: list[int], offset: mx.array) -> None:
@@ -50,7 +50,7 @@ class PartedCache:
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
-    ) -> Parts:
+    ) -> PackedKV:
         """The mask of each part; `n` is the number of tokens in the row."""
         ends = [*self._borders, n]
         counts = np.diff([0, *ends])
@@ -58,9 +58,9 @@ class PartedCache:
             cache.make_mask(int(count), return_array=return_array, window_size=window_size)
             for cache, count in zip(self._caches, counts, strict=True)
         ]
-        return Parts(masks, self._borders)
+        return PackedKV(masks, self._borders)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PackedKV, PackedKV]:
         """Store each part's [1, heads, count, size]; return the parts' own slots."""
         pieces = zip(
             self._caches,
@@ -71,27 +71,27 @@ class PartedCache:
         stored = [
             cache.update_and_fetch(own_keys, own_values) for cache, own_keys, own_values in pieces
         ]
-        return Parts([k for k, _ in stored], self._borders), Parts(
+        return PackedKV([k for k, _ in stored], self._borders), PackedKV(
             [v for _, v in stored], self._borders
         )
 
 
-def together(stores: Sequence[KVStore]) -> list[PartedCache]:
+def together(stores: Sequence[KVStore]) -> list[PackedCache]:
     """The caches for one forward over the current frames of these sequences, laid end to end."""
     borders = [int(end) for end in np.cumsum([store.frame.count for store in stores])[:-1]]
     positions = [store.frame.positions[store.frame.start :] for store in stores]
     # One array for all layers: they share the sines of a position by its identity.
     offset = mx.array(np.concatenate(positions), dtype=mx.int32)
     layers = zip(*(store.caches for store in stores), strict=True)
-    return [PartedCache(layer, borders, offset) for layer in layers]
+    return [PackedCache(layer, borders, offset) for layer in layers]
 
 
 def _by_parts(attend: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """mlx-lm's attention, which also takes `Parts`."""
+    """mlx-lm's attention, which also takes `PackedKV`."""
 
     @wraps(attend)
     def attention(queries: mx.array, keys: Any, values: Any, cache: Any, **rest: Any) -> mx.array:
-        if not isinstance(keys, Parts):
+        if not isinstance(keys, PackedKV):
             return attend(queries, keys, values, cache, **rest)
         masks = rest.pop("mask")
         rows = mx.split(queries, keys.borders, axis=2)
@@ -116,8 +116,8 @@ def _attend(queries: mx.array, keys: Any, values: Any, cache: Any, **rest: Any) 
 _attention = _by_parts(_attend)
 
 
-def allow_parts(model: nn.Module) -> None:
-    """Let the model's attention take `Parts`, and its RoPE a position per token.
+def enable_packing(model: nn.Module) -> None:
+    """Let the model's attention take `PackedKV`, and its RoPE a position per token.
 
     Raises:
         ModelError: the model has no RoPE that takes positions (see `allow_branches`).
@@ -129,10 +129,10 @@ def allow_parts(model: nn.Module) -> None:
             setattr(home, _NAME, _attention)
 
 
-def takes_parts(model: Any, windows: Sequence[int | None], *, bucketed: bool) -> bool:
+def supports_packing(model: Any, windows: Sequence[int | None], *, bucketed: bool) -> bool:
     """Whether two sequences in one row get the logits that each gets alone: tried out."""
     try:
-        allow_parts(model)
+        enable_packing(model)
         alone = _trial(model, windows, bucketed=bucketed, flat=False)
         flat = _trial(model, windows, bucketed=bucketed, flat=True)
     except (ModelError, AttributeError, TypeError, ValueError, KeyError):

@@ -6,7 +6,7 @@ _FIRST = 32
 _LEAST = 16
 
 
-class Pacer:
+class ChunkSizer:
     """Learns how fast prompts are computed; fed with every chunk."""
 
     def __init__(self, step: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 
 from protocol.errors import RuntimeFailure
-from protocol.jobs.coreml_probe import Found, PrefillTime, ProbeSettings
+from protocol.jobs.coreml_probe import PrefillTime, ProbeResult, ProbeSettings
 from protocol.process.child import main
 from services.coreml import costs
 from services.coreml.architecture import read_architecture
@@ -50,10 +50,10 @@ def _model(settings: ProbeSettings) -> ConvertedModel:
     return open_model(Path(settings.model), settings.compute_units)
 
 
-def _functions(settings: ProbeSettings) -> Found:
+def _functions(settings: ProbeSettings) -> ProbeResult:
     """Times of every function, and where it runs."""
     model = _model(settings)
-    return Found(
+    return ProbeResult(
         kind="functions",
         compute_units=settings.compute_units,
         compute_unit=model.executor.compute_unit,
@@ -61,7 +61,7 @@ def _functions(settings: ProbeSettings) -> Found:
     )
 
 
-def _device(settings: ProbeSettings) -> Found:
+def _device(settings: ProbeSettings) -> ProbeResult:
     """The same tokens on the device and on the reference runtime."""
     folder = Path(settings.model)
     device = _model(settings)
@@ -77,7 +77,7 @@ def _device(settings: ProbeSettings) -> Found:
             tops += model.run("tree", chain_feed(part, start, model.slots), state)
         found.append(tops)
     pairs = list(zip(*found, strict=True))
-    return Found(
+    return ProbeResult(
         kind="device",
         compute_units=settings.compute_units,
         compute_unit=device.executor.compute_unit,
@@ -87,7 +87,7 @@ def _device(settings: ProbeSettings) -> Found:
     )
 
 
-def _soak(settings: ProbeSettings) -> Found:
+def _soak(settings: ProbeSettings) -> ProbeResult:
     """Many calls: the same tokens into a fresh state, again and again, must say the same.
 
     Drivers are known to crash, leak or drift after some hundred calls.
@@ -109,7 +109,7 @@ def _soak(settings: ProbeSettings) -> Found:
             same += int(top.ids[0, 0] == first[at].ids[0, 0])
             worst = max(worst, abs(float(top.logits[0, 0] - first[at].logits[0, 0])))
         resident = resident or process.memory_info().rss
-    return Found(
+    return ProbeResult(
         kind="soak",
         compute_units=settings.compute_units,
         compute_unit=model.executor.compute_unit,
@@ -122,7 +122,7 @@ def _soak(settings: ProbeSettings) -> Found:
     )
 
 
-def _looped(settings: ProbeSettings, unit: str, call: Callable[[], None]) -> Found:
+def _looped(settings: ProbeSettings, unit: str, call: Callable[[], None]) -> ProbeResult:
     call()
     ready = time.monotonic()
     if settings.barrier is not None:
@@ -134,7 +134,7 @@ def _looped(settings: ProbeSettings, unit: str, call: Callable[[], None]) -> Fou
         started = time.perf_counter()
         call()
         taken.append(time.perf_counter() - started)
-    return Found(
+    return ProbeResult(
         kind=settings.kind,
         compute_units=settings.compute_units,
         compute_unit=unit,
@@ -157,7 +157,7 @@ def _meet(reading: int, writing: int) -> None:
         raise RuntimeFailure(f"the other probe was not ready within {_MEETING_S:g} s")
 
 
-def _draft_loop(settings: ProbeSettings) -> Found:
+def _draft_loop(settings: ProbeSettings) -> ProbeResult:
     """Single tokens through the package, again and again."""
     model = _model(settings)
     state, feed = model.new_state(), chain_feed([1], 0, model.slots)
@@ -166,7 +166,7 @@ def _draft_loop(settings: ProbeSettings) -> Found:
     )
 
 
-def _target_loop(settings: ProbeSettings) -> Found:
+def _target_loop(settings: ProbeSettings) -> ProbeResult:
     """Single tokens through the MLX target, again and again."""
     # MLX must be imported after the BLAS is in place.
     import mlx.core as mx  # noqa: PLC0415
@@ -185,11 +185,11 @@ def _target_loop(settings: ProbeSettings) -> Found:
     return _looped(settings, compute_unit(), call)
 
 
-def _injection(settings: ProbeSettings) -> Found:
+def _injection(settings: ProbeSettings) -> ProbeResult:
     """Rows of a prompt into the cache of a model like the target, in chunks, then handed over."""
     import mlx.core as mx  # noqa: PLC0415
 
-    from services.batching.external_prefill import Landing, kv_dtype  # noqa: PLC0415
+    from services.batching.external_prefill import KVInjection, kv_dtype  # noqa: PLC0415
     from services.kv.cache import KVStore, windows_of  # noqa: PLC0415
     from services.mlx.loader import compute_unit, load  # noqa: PLC0415
 
@@ -201,7 +201,7 @@ def _injection(settings: ProbeSettings) -> Found:
     rows = np.ones((shape.layers, shape.kv_heads, _CHUNK, shape.head_dim), np.float32)
     writing, handing = [], []
     for _ in range(settings.calls + 1):
-        store, landing = KVStore(windows, bucketed=False), Landing(_INJECTED, dtype)
+        store, landing = KVStore(windows, bucketed=False), KVInjection(_INJECTED, dtype)
         started = time.perf_counter()
         for _ in range(_INJECTED // _CHUNK):
             landing.write(rows, rows)
@@ -210,7 +210,7 @@ def _injection(settings: ProbeSettings) -> Found:
         store.evaluate()
         writing.append(1e3 * (written - started))
         handing.append(1e3 * (time.perf_counter() - written))
-    return Found(
+    return ProbeResult(
         kind="injection",
         compute_units="",
         compute_unit=compute_unit(),
@@ -221,9 +221,9 @@ def _injection(settings: ProbeSettings) -> Found:
     )
 
 
-def _prefill(settings: ProbeSettings) -> Found:
+def _prefill(settings: ProbeSettings) -> ProbeResult:
     """Prompts of rising length: by the MLX target itself, and by its package into its cache."""
-    from services.batching.external_prefill import PromptsElsewhere  # noqa: PLC0415
+    from services.batching.external_prefill import ExternalPrefill  # noqa: PLC0415
     from services.coreml.prefill import open_prefill  # noqa: PLC0415
     from services.kv.cache import windows_of  # noqa: PLC0415
     from services.mlx.loader import load  # noqa: PLC0415
@@ -231,10 +231,10 @@ def _prefill(settings: ProbeSettings) -> Found:
     folder = Path(settings.target)
     module = load(folder).module
     other = open_prefill(Path(settings.model), settings.compute_units, folder)
-    both = PromptsElsewhere(
+    both = ExternalPrefill(
         module, windows_of(module), other, whenever_it_fits=False, budget_s=settings.seconds
     )
-    return Found(
+    return ProbeResult(
         kind="prefill",
         compute_units=settings.compute_units,
         compute_unit=other.compute_unit,

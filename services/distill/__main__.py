@@ -4,13 +4,13 @@ import sys
 
 from protocol.process.child import main
 from protocol.settings import DistillSettings
-from services.distill.run_control import Session
+from services.distill.run_control import RunControl
 from services.mlx.blas import load_blas
 
 
 def run(settings: DistillSettings) -> None:
     """Distil or judge, as the settings say."""
-    session = Session(60 * settings.session_minutes)
+    session = RunControl(60 * settings.session_minutes)
     session.listen()
     load_blas(settings.threads)
     # MLX must be imported after the BLAS is in place.

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from protocol.errors import UsageError
-from protocol.jobs.distill import Note, Progress, TokenPrompt
+from protocol.jobs.distill import DistillNote, DistillProgress, TokenPrompt
 from protocol.messages import Tokens
 from protocol.settings import DistillSettings
 from services.distill.data import RowInfo, ShardInfo, Shards
 from services.distill.generation import ANSWER, USER, Chat, Rows, generate
-from services.distill.run_control import Session
+from services.distill.run_control import RunControl
 
 _ROOM = 16
 """Tokens that an answer must have room for."""
@@ -53,14 +53,14 @@ class Corpus:
         self._tokens = sum(info.generated for info in infos)
         self._seconds = sum(info.seconds for info in infos)
 
-    def fill(self, target: Any, vocabulary: int, session: Session) -> bool:
+    def fill(self, target: Any, vocabulary: int, session: RunControl) -> bool:
         """Generate what is missing; False if the session stopped it."""
         while self._spent() < 1:
             if session.stopping:
                 return False
             rows, infos = self._next_rows()
             if not infos:
-                session.say(Note("every prompt was answered at every temperature"))
+                session.say(DistillNote("every prompt was answered at every temperature"))
                 break
             started = time.monotonic()
             steps = iter(range(_LOOK_STEPS, 1 << 30, _LOOK_STEPS))
@@ -86,13 +86,13 @@ class Corpus:
         minutes = settings.data_minutes or settings.minutes / 2
         return (self._seconds + seconds) / max(60 * minutes, 1e-9)
 
-    def _looked(self, session: Session, rows: int, steps: Iterator[int], started: float) -> bool:
+    def _looked(self, session: RunControl, rows: int, steps: Iterator[int], started: float) -> bool:
         tokens = rows * next(steps)
         seconds = time.monotonic() - started
         spent = min(1.0, self._spent(tokens, seconds))
         passed = self._seconds + seconds
         session.say(
-            Progress(
+            DistillProgress(
                 phase="generating",
                 done=spent,
                 seconds_left=passed * (1 - spent) / max(spent, 1e-9),

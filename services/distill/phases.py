@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from protocol.decoding.sampler import Ids
 from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError, UsageError
-from protocol.jobs.distill import Finished, Note
+from protocol.jobs.distill import DistillFinished, DistillNote
 from protocol.settings import DistillSettings
 from services.distill import card, checkpoint
 from services.distill.corpus import Corpus, chat_of, read_prompts
@@ -20,7 +20,7 @@ from services.distill.evaluation import Drafter, Figures, evaluate
 from services.distill.export import export
 from services.distill.generation import ANSWER, USER, Rows, generate
 from services.distill.logits import TargetLaw, check_layout
-from services.distill.run_control import Session
+from services.distill.run_control import RunControl
 from services.distill.run_folder import RunFolder, recorded
 from services.distill.speed import Costs, measure, predict
 from services.distill.student import (
@@ -50,7 +50,7 @@ class _Plan(NamedTuple):
     dtype: mx.Dtype
 
 
-def distill(settings: DistillSettings, session: Session) -> None:
+def distill(settings: DistillSettings, session: RunControl) -> None:
     """Train a drafter, or go on training it; ends early if the session stops."""
     folder = RunFolder(settings)
     try:
@@ -59,7 +59,7 @@ def distill(settings: DistillSettings, session: Session) -> None:
         folder.close()
 
 
-def _distill(settings: DistillSettings, session: Session, folder: RunFolder) -> None:
+def _distill(settings: DistillSettings, session: RunControl, folder: RunFolder) -> None:
     target, plan = _target(settings), _plan(settings)
     folder.check_space(_needed_bytes(settings, target.module, plan))
     state = checkpoint.load(folder.path)
@@ -67,7 +67,7 @@ def _distill(settings: DistillSettings, session: Session, folder: RunFolder) -> 
     if state is None and not settings.texts:
         corpus = Corpus(settings, folder.shards, _rows(settings))
         if not corpus.fill(target.module, target.vocabulary.size, session):
-            session.say(Finished(out=settings.out, complete=False))
+            session.say(DistillFinished(out=settings.out, complete=False))
             return
     # The buffers of generation have other shapes than those of training.
     mx.clear_cache()
@@ -81,9 +81,9 @@ def _distill(settings: DistillSettings, session: Session, folder: RunFolder) -> 
         state or trainer.start(), session, lambda reached: checkpoint.save(folder.path, reached)
     )
     if Budget(settings.steps, 60 * settings.minutes).spent(state.position) < 1:
-        session.say(Finished(out=settings.out, complete=False))
+        session.say(DistillFinished(out=settings.out, complete=False))
         return
-    session.say(Note("training is done; writing and judging the drafter"))
+    session.say(DistillNote("training is done; writing and judging the drafter"))
     export(folder.path, target, state.weights, config=plan.config, head_ids=head_ids)
     figures = _judge(settings, target, folder.path, held)
     costs = measure(target, folder.path, [int(token) for token in held.tokens[0]])
@@ -94,7 +94,7 @@ def _distill(settings: DistillSettings, session: Session, folder: RunFolder) -> 
     session.say(_finished(settings, report))
 
 
-def judge(settings: DistillSettings, session: Session) -> None:
+def judge(settings: DistillSettings, session: RunControl) -> None:
     """Recompute a drafter's figures, on given prompts or on the run's held-out texts."""
     target = _target(settings)
     folder = Path(settings.out)
@@ -109,7 +109,9 @@ def judge(settings: DistillSettings, session: Session) -> None:
         _, texts = divided(everything, known["held_out"], len(known["temperatures"]))
     figures = _judge(settings, target, folder, texts)
     session.say(
-        Finished(out=settings.out, complete=True, figures={"figures": msgspec.to_builtins(figures)})
+        DistillFinished(
+            out=settings.out, complete=True, figures={"figures": msgspec.to_builtins(figures)}
+        )
     )
 
 
@@ -188,7 +190,7 @@ def _rows(settings: DistillSettings) -> int:
     return settings.data_batch or _ROWS[compute_unit()]
 
 
-def _greedy_answers(settings: DistillSettings, target: LoadedModel, session: Session) -> Texts:
+def _greedy_answers(settings: DistillSettings, target: LoadedModel, session: RunControl) -> Texts:
     """The target's own greedy answers to the given prompts."""
     prompts = read_prompts(settings)
     step = _rows(settings)
@@ -266,7 +268,7 @@ def _report(
     )
 
 
-def _finished(settings: DistillSettings, report: card.Report) -> Finished:
+def _finished(settings: DistillSettings, report: card.Report) -> DistillFinished:
     told = ("figures", "costs", "prediction")
     figures = {name: msgspec.to_builtins(getattr(report, name)) for name in told}
-    return Finished(out=settings.out, complete=True, figures=figures)
+    return DistillFinished(out=settings.out, complete=True, figures=figures)

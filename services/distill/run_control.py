@@ -7,12 +7,12 @@ from types import FrameType
 
 import msgspec
 
-from protocol.jobs.distill import Event, Progress
+from protocol.jobs.distill import DistillProgress, Event
 
 _SAY_EVERY_S = 1.0
 
 
-class Session:
+class RunControl:
     """Speaks JSON lines on stdout; SIGINT, SIGTERM and the time limit ask it to stop."""
 
     def __init__(self, limit_s: float = 0.0) -> None:
@@ -37,7 +37,7 @@ class Session:
     def say(self, event: Event) -> None:
         """Write one event; progress at most once a second, but for its end."""
         now = time.monotonic()
-        if isinstance(event, Progress):
+        if isinstance(event, DistillProgress):
             if now - self._said < _SAY_EVERY_S and event.done < 1:
                 return
             self._said = now

@@ -13,14 +13,14 @@ import mlx.core as mx
 import numpy as np
 
 from protocol.errors import RuntimeFailure
-from protocol.jobs.distill import Progress
+from protocol.jobs.distill import DistillProgress
 from protocol.settings import DistillSettings, Objective
 from services.distill.checkpoint import Checkpoint, LogEntry, Moments, Position
 from services.distill.data import Batch, Batches
 from services.distill.logits import TargetLaw, Weights, begin, number
 from services.distill.objective import LOSSES, coupled_bound
 from services.distill.optimizer import adamw, clipped
-from services.distill.run_control import Session
+from services.distill.run_control import RunControl
 from services.distill.student import Student
 from services.mlx.loader import compute_unit
 
@@ -94,7 +94,7 @@ class Trainer:
         return Checkpoint(weights, Moments(zeros, dict(zeros)), Position())
 
     def run(
-        self, checkpoint: Checkpoint, session: Session, save: Callable[[Checkpoint], None]
+        self, checkpoint: Checkpoint, session: RunControl, save: Callable[[Checkpoint], None]
     ) -> Checkpoint:
         """Train until the budget is spent or the session stops; returns where it ended."""
         budget = Budget(self._settings.steps, 60 * self._settings.minutes)
@@ -227,11 +227,11 @@ class Trainer:
         last = position.log[-1].seconds if position.log else 0.0
         return position.seconds - last > _LOG_EVERY_S
 
-    def _progress(self, position: Position, spent: float, losses: list[float]) -> Progress:
+    def _progress(self, position: Position, spent: float, losses: list[float]) -> DistillProgress:
         rows, length = self._batches.shape
         if not losses:
             losses = [entry.loss for entry in position.log[-1:]]
-        return Progress(
+        return DistillProgress(
             phase="training",
             done=min(1.0, spent),
             seconds_left=position.seconds * max(0.0, 1 - spent) / max(spent, 1e-9),

@@ -5,7 +5,7 @@ from collections.abc import Generator
 
 from protocol.errors import ProtocolError
 from protocol.messages import (
-    ENDED,
+    END_OF_BRANCH,
     CloseSequence,
     DraftNow,
     DraftTree,
@@ -14,7 +14,7 @@ from protocol.messages import (
     Prefilled,
     Prepare,
 )
-from services.drafter.backends.base import DraftBackend, Turn
+from services.drafter.backends.base import DraftBackend, RoundOptions
 from services.runtime.inbox import Work
 
 
@@ -73,7 +73,7 @@ class Drafter:
     def _prepare(self, message: Prepare) -> Generator[FromService | None]:
         started = time.perf_counter()
         self._backend.commit(message.sequence, message.base, message.tokens)
-        turn = Turn(message.round, message.held_back)
+        turn = RoundOptions(message.round, message.held_back)
         layers = self._backend.prepare(
             message.sequence, message.chain, message.fan_out, message.depth, turn
         )
@@ -91,7 +91,7 @@ class Drafter:
                 outcomes=[(o.accepted, o.bonus) for o in layer.outcomes] if depth == 1 else [],
                 tokens=layer.tokens,
                 confidences=layer.confidences,
-                laws=layer.laws,
+                distributions=layer.distributions,
                 draft_ms=1e3 * (now - started),
                 last=depth == message.depth,
             )
@@ -101,7 +101,7 @@ class Drafter:
         started = time.perf_counter()
         self._backend.commit(message.sequence, message.base, message.tokens)
         outcome = (message.accepted, message.pending)
-        turn = Turn(message.round, message.held_back)
+        turn = RoundOptions(message.round, message.held_back)
         depth = 0
         for drafted in self._backend.draft(message.sequence, message.pending, message.count, turn):
             if drafted is None:
@@ -116,7 +116,7 @@ class Drafter:
                 outcomes=[outcome] if depth == 1 else [],
                 tokens=[token],
                 confidences=[confidence],
-                laws=[law] if law.tokens else [],
+                distributions=[law] if law.tokens else [],
                 draft_ms=1e3 * (time.perf_counter() - started),
                 last=depth == message.count,
             )
@@ -127,7 +127,7 @@ class Drafter:
                 round=message.round,
                 depth=depth + 1,
                 outcomes=[outcome] if depth == 0 else [],
-                tokens=[ENDED],
+                tokens=[END_OF_BRANCH],
                 confidences=[0.0],
                 draft_ms=1e3 * (time.perf_counter() - started),
                 last=True,

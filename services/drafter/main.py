@@ -8,37 +8,37 @@ from protocol.settings import DrafterSettings
 from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
 from services.drafter.backends.base import DraftBackend
-from services.drafter.backends.factory import start
+from services.drafter.backends.factory import create_backend
 from services.drafter.backends.line_client import LineBackend
 from services.drafter.drafter import Drafter
 from services.drafter.relay.process import started
 from services.drafter.relay.relay import relay
-from services.drafter.relay.stdio_peer import ProgramEnd
-from services.drafter.relay.tcp_peer import RemoteEnd
-from services.drafter.sliding_context import WindowedBackend
+from services.drafter.relay.stdio_peer import StdioPeer
+from services.drafter.relay.tcp_peer import TcpPeer
+from services.drafter.sliding_context import SlidingContextBackend
 from services.runtime.loop import Identity, serve
 
 
 def run(settings: DrafterSettings) -> None:
     """Start the backend and serve the orchestrator until told to stop."""
     if settings.backend == "remote":
-        with RemoteEnd(settings) as far:
+        with TcpPeer(settings) as far:
             relay(settings, far)
         return
     if settings.backend != "stdio":
-        _serve(settings, start(settings))
+        _serve(settings, create_backend(settings))
         return
     with started(settings.command) as program:
         if settings.lines:
             limits = (settings.ready_timeout_s, settings.answer_timeout_s)
             _serve(settings, LineBackend(program, *limits))
         else:
-            relay(settings, ProgramEnd(program))
+            relay(settings, StdioPeer(program))
 
 
 def _serve(settings: DrafterSettings, backend: DraftBackend) -> None:
     if backend.identity.context_length:
-        backend = WindowedBackend(backend)
+        backend = SlidingContextBackend(backend)
     identity = Identity(role="drafter", **backend.identity._asdict())
     channel: Channel[ToService] = Channel(settings.address, Decoder(ToDrafter))
     with channel:

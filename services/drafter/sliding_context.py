@@ -2,7 +2,7 @@
 
 Where a sequence outgrows the context, the backend opens it anew with its last tokens, half a
 context of them, so that this is rare. A backend then counts positions from the first token
-that it has; the noise belongs to the sequence's own positions, so `Turn.shift` says what is
+that it has; the noise belongs to the sequence's own positions, so `RoundOptions.shift` says what is
 missing. The rest is the backend's own business, and a shorter memory costs acceptance only.
 """
 
@@ -17,9 +17,9 @@ from services.drafter.backends.base import (
     NO_TURN,
     BackendIdentity,
     DraftBackend,
-    Drafted,
-    Layer,
-    Turn,
+    DraftedToken,
+    RoundOptions,
+    TreeLayer,
 )
 
 
@@ -34,7 +34,7 @@ class _Window:
     """Whether the backend has the sequence open, from there on."""
 
 
-class WindowedBackend:
+class SlidingContextBackend:
     """A backend with a context of any length, around one with a limit."""
 
     def __init__(self, backend: DraftBackend) -> None:
@@ -63,8 +63,13 @@ class WindowedBackend:
             window.held = False
 
     def prepare(
-        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
-    ) -> Generator[Layer | None]:
+        self,
+        sequence: int,
+        chain: Tokens,
+        fan_out: list[int],
+        depth: int,
+        turn: RoundOptions = NO_TURN,
+    ) -> Generator[TreeLayer | None]:
         """Branches on the window; none if not even a chain fits the context."""
         window = self._known(sequence)
         if not self._roomy(len(chain) + depth):
@@ -74,8 +79,8 @@ class WindowedBackend:
         yield from self._backend.prepare(sequence, chain, fan_out, depth, shifted)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
-    ) -> Generator[Drafted | None]:
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+    ) -> Generator[DraftedToken | None]:
         """A draft on the window."""
         window = self._known(sequence)
         if not self._roomy(1 + count):

@@ -26,7 +26,7 @@ from protocol.settings import GatewaySettings
 from services.gateway import parse
 from services.gateway.auth import Guard, body_of
 from services.gateway.choices import Choice, merged, requests_of
-from services.gateway.errors import Fault, fault_of, unsupported
+from services.gateway.errors import ApiError, api_error_of, unsupported
 from services.gateway.metrics import Metrics
 from services.gateway.responses import ChatReply, CompletionReply, Reply
 from services.gateway.schema import UNSET, ChatRequest, CompletionRequest
@@ -79,7 +79,7 @@ class Gateway:
             ],
             middleware=middleware,
             exception_handlers={
-                Fault: _on_fault,
+                ApiError: _on_fault,
                 SsdError: _on_error,
                 HTTPException: _on_http,
                 ClientLeft: _on_departure,
@@ -158,13 +158,13 @@ class Gateway:
         choice.finished = event
         self._metrics.finished(event, choice.transcript.tokens, choice.request.mode)
         if event.reason == "cancelled":
-            raise Fault(503, "the request was cancelled", code="cancelled")
+            raise ApiError(503, "the request was cancelled", code="cancelled")
 
     def _check_models(self, asked: ChatRequest | CompletionRequest, status: Status) -> None:
         """This server has one pair; whoever wants another must hear of it."""
         names = self._settings.names
         if asked.model is not None and asked.model not in names:
-            raise Fault(
+            raise ApiError(
                 404,
                 f"there is no model {asked.model!r} here, only {names[0]!r}",
                 code="model_not_found",
@@ -175,7 +175,7 @@ class Gateway:
         drafter = next((s for s in status.services if s.role == "drafter"), None)
         here = {drafter.model, _last(drafter.model), drafter.backend} - {""} if drafter else set()
         if asked.draft_model not in here:
-            raise Fault(
+            raise ApiError(
                 404,
                 f"the drafter {asked.draft_model!r} is not running here; running: "
                 f"{', '.join(sorted(here)) or 'none'}",
@@ -192,7 +192,7 @@ class Gateway:
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self._settings.names:
-            raise Fault(404, f"there is no model {name!r} here", code="model_not_found")
+            raise ApiError(404, f"there is no model {name!r} here", code="model_not_found")
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -229,14 +229,14 @@ def _last(path: str) -> str:
 
 async def _on_fault(request: Request, error: Exception) -> Response:
     del request
-    assert isinstance(error, Fault)  # noqa: S101  # registered for Fault alone
+    assert isinstance(error, ApiError)  # noqa: S101  # registered for Fault alone
     return error.response()
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
     del request
     assert isinstance(error, SsdError)  # noqa: S101  # registered for SsdError alone
-    return fault_of(error).response()
+    return api_error_of(error).response()
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
@@ -245,13 +245,13 @@ async def _on_http(request: Request, error: Exception) -> Response:
     what = f"{request.method} {request.url.path}"
     known = error.status_code in (404, 405)
     message = f"there is no {what} here" if known else error.detail
-    return Fault(error.status_code, message, code="unknown_url" if known else None).response()
+    return ApiError(error.status_code, message, code="unknown_url" if known else None).response()
 
 
 async def _on_surprise(request: Request, error: Exception) -> Response:
     """A defect of ours; the server logs its story."""
     del request
-    return Fault(500, f"internal error: {type(error).__name__}", code="internal").response()
+    return ApiError(500, f"internal error: {type(error).__name__}", code="internal").response()
 
 
 async def _on_departure(request: Request, error: Exception) -> Response:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.gateway.errors import Fault
+from services.gateway.errors import ApiError
 from services.gateway.rate import RateLimit
 from services.gateway.waiting import ClientLeft
 
@@ -48,7 +48,7 @@ class Guard:
             request.state.trusted = not self._key or self._knows_key(request)
         await self._app(scope, receive, send)
 
-    def _objection(self, request: Request) -> Fault | None:
+    def _objection(self, request: Request) -> ApiError | None:
         if self._key:
             if request.method == "OPTIONS" or request.url.path in _OPEN_PATHS:
                 return None
@@ -56,9 +56,9 @@ class Guard:
         host = _name_of(request.headers.get("host", ""))
         if host in self._hosts or _is_loopback(host):
             return None
-        return Fault(403, f"this server does not answer to the name {host!r}", code="wrong_host")
+        return ApiError(403, f"this server does not answer to the name {host!r}", code="wrong_host")
 
-    def _haste(self, request: Request) -> Fault | None:
+    def _haste(self, request: Request) -> ApiError | None:
         """Whoever asks for too many answers in a minute; looking around is free."""
         if request.method != "POST":
             return None
@@ -69,7 +69,7 @@ class Guard:
             return None
         seconds = math.ceil(wait_s)
         reason = f"too many requests within a minute (rate_limit); try again in {seconds} s"
-        return Fault(429, reason, code="rate_limit_exceeded", retry_after_s=seconds)
+        return ApiError(429, reason, code="rate_limit_exceeded", retry_after_s=seconds)
 
     def _knows_key(self, request: Request) -> bool:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -78,7 +78,7 @@ class Guard:
         return scheme.lower() == "bearer" and right
 
 
-_NO_KEY = Fault(
+_NO_KEY = ApiError(
     401, "the API key is missing or wrong: send 'Authorization: Bearer KEY'", code="invalid_api_key"
 )
 
@@ -113,7 +113,7 @@ async def body_of(request: Request, at_most: int) -> bytes:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Fault(415, "send the body as application/json", code="unsupported_media_type")
+        raise ApiError(415, "send the body as application/json", code="unsupported_media_type")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > at_most:
         raise _too_large(at_most)
@@ -126,12 +126,12 @@ async def body_of(request: Request, at_most: int) -> bytes:
                     raise _too_large(at_most)
     except TimeoutError as error:
         reason = f"the body did not arrive within {_BODY_S:g} s"
-        raise Fault(408, reason, code="request_timeout") from error
+        raise ApiError(408, reason, code="request_timeout") from error
     except ClientDisconnect as error:
         raise ClientLeft from error
     return bytes(body)
 
 
-def _too_large(limit: int) -> Fault:
+def _too_large(limit: int) -> ApiError:
     message = f"the body is larger than {limit} bytes (max_body_bytes)"
-    return Fault(413, message, code="request_too_large")
+    return ApiError(413, message, code="request_too_large")

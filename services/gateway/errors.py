@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse
 from protocol.errors import Busy, DeadlineExceeded, ServiceLost, SsdError, UsageError
 
 
-class Fault(Exception):
+class ApiError(Exception):
     """An answer that is an error: HTTP status, and what the error object says."""
 
     def __init__(
@@ -60,27 +60,27 @@ _NAMED = ("logit_bias",)
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}}
 
 
-def unsupported(param: str, why: str) -> Fault:
+def unsupported(param: str, why: str) -> ApiError:
     """A known field with a value that this server cannot honour."""
-    return Fault(400, f"{param!r}: {why}", code="unsupported_value", param=param)
+    return ApiError(400, f"{param!r}: {why}", code="unsupported_value", param=param)
 
 
-def _refused(why: str) -> Fault:
+def _refused(why: str) -> ApiError:
     """A request that the orchestrator would not have, by its sentence."""
     too_long = "context holds" in why or "max_prompt_tokens" in why
     code = "context_length_exceeded" if too_long else "invalid_value"
     param = next((field for field in _NAMED if why.startswith(f"{field}:")), None)
-    return Fault(400, why, code=code, param=param)
+    return ApiError(400, why, code=code, param=param)
 
 
-def fault_of(error: SsdError) -> Fault:
+def api_error_of(error: SsdError) -> ApiError:
     """What a failure of the stack is over HTTP."""
     match error:
         case UsageError():
             return _refused(str(error))
         case Busy():
-            return Fault(429, str(error), code="server_busy")
+            return ApiError(429, str(error), code="server_busy")
         case ServiceLost() | DeadlineExceeded():
-            return Fault(503, str(error), code="unavailable")
+            return ApiError(503, str(error), code="unavailable")
         case _:
-            return Fault(500, str(error), code="generation_failed")
+            return ApiError(500, str(error), code="generation_failed")

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from protocol.messages import SPREAD_MS, Finished, Mode, Spread, Status
+from protocol.messages import HISTOGRAM_BOUNDS_MS, Finished, Mode, Status, TimingHistogram
 
 _RECENT = 50
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -20,18 +20,18 @@ class _Phases(Collector):
     """Times of rounds, which come counted in classes."""
 
     def __init__(self) -> None:
-        self._spreads: dict[str, Spread] = {}
+        self._spreads: dict[str, TimingHistogram] = {}
 
-    def add(self, spreads: dict[str, Spread]) -> None:
+    def add(self, spreads: dict[str, TimingHistogram]) -> None:
         for phase, more in spreads.items():
-            known = self._spreads.get(phase, Spread([0] * len(more.counts), 0.0))
+            known = self._spreads.get(phase, TimingHistogram([0] * len(more.counts), 0.0))
             counts = [a + b for a, b in zip(known.counts, more.counts, strict=True)]
-            self._spreads[phase] = Spread(counts, known.sum_ms + more.sum_ms)
+            self._spreads[phase] = TimingHistogram(counts, known.sum_ms + more.sum_ms)
 
     def collect(self) -> Iterator[Metric]:
         """For Prometheus, in seconds."""
         family = HistogramMetricFamily("ssd_round_seconds", "By phase.", labels=["phase"])
-        bounds = [*(str(bound / 1e3) for bound in SPREAD_MS), "+Inf"]
+        bounds = [*(str(bound / 1e3) for bound in HISTOGRAM_BOUNDS_MS), "+Inf"]
         for phase, spread in self._spreads.items():
             buckets = list(zip(bounds, accumulate(spread.counts), strict=True))
             family.add_metric([phase], buckets, spread.sum_ms / 1e3)
@@ -124,7 +124,7 @@ class Metrics:
             self._fallback.labels(reason).inc(count)
         self._restarts.inc(s.drafter_restarts)
         self._stale.inc(s.stale_trees)
-        self._phases.add(finished.spreads)
+        self._phases.add(finished.histograms)
         self._ttft.observe(s.ttft_ms / 1e3)
         if tokens > 1:
             self._per_token.observe(s.decode_s / (tokens - 1))

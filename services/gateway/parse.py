@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from protocol.decoding.grammar import json_grammar
 from protocol.decoding.sampling_params import check
-from protocol.messages import ChatMessage, Generate, Sampling, Shape
-from services.gateway.errors import Fault, unsupported
+from protocol.messages import ChatMessage, Generate, LogitsOptions, Sampling
+from services.gateway.errors import ApiError, unsupported
 from services.gateway.schema import (
     ChatRequest,
     CompletionRequest,
@@ -37,18 +37,18 @@ def read(body: bytes, kind: type[R]) -> R:
     except msgspec.ValidationError as error:
         raise _misfit(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Fault(400, f"the body is not JSON: {error}", code="invalid_json") from error
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
 
 
-def _misfit(sentence: str) -> Fault:
+def _misfit(sentence: str) -> ApiError:
     found = _PLACE.search(sentence)
     path = found["path"] if found else ""
     unknown = _UNKNOWN.search(sentence)
     if unknown is None:
-        return Fault(400, sentence, code="invalid_value", param=path or None)
+        return ApiError(400, sentence, code="invalid_value", param=path or None)
     field = f"{path}.{unknown['field']}" if path else unknown["field"]
     message = f"unrecognised field {field!r}: this server neither supports nor ignores it"
-    return Fault(400, message, code="unknown_parameter", param=field)
+    return ApiError(400, message, code="unknown_parameter", param=field)
 
 
 def chat(request: ChatRequest, defaults: Sampling) -> Generate:
@@ -92,7 +92,7 @@ def _max_tokens(request: ChatRequest) -> int | None:
 def _prompt(prompt: str | list[int | str]) -> dict[str, Any]:
     """A text, or the tokens of one."""
     if not prompt:
-        raise Fault(400, "the prompt is empty", code="invalid_value", param="prompt")
+        raise ApiError(400, "the prompt is empty", code="invalid_value", param="prompt")
     if isinstance(prompt, str):
         return {"text": prompt}
     if len(prompt) == 1 and prompt[0] and isinstance(prompt[0], str):
@@ -100,7 +100,7 @@ def _prompt(prompt: str | list[int | str]) -> dict[str, Any]:
     if any(isinstance(part, str) for part in prompt):
         raise unsupported("prompt", "one prompt per request, please")
     if not all(isinstance(part, int) and 0 <= part < 2**31 for part in prompt):
-        raise Fault(400, "the prompt holds no token ids", code="invalid_value", param="prompt")
+        raise ApiError(400, "the prompt holds no token ids", code="invalid_value", param="prompt")
     return {"tokens": prompt}
 
 
@@ -144,19 +144,21 @@ def _sampling(request: R, defaults: Sampling) -> Sampling:
     return replace(defaults, seed=seed, **chosen)
 
 
-def _shape(request: R, grammar: str) -> Shape | None:
+def _shape(request: R, grammar: str) -> LogitsOptions | None:
     """What is done to logits; None leaves them alone, which costs nothing."""
     bias = request.logit_bias or {}
     if not all(token.isdecimal() and int(token) < 2**31 for token in bias):
-        raise Fault(400, "logit_bias: keys are token ids", code="invalid_value", param="logit_bias")
-    shape = Shape(
+        raise ApiError(
+            400, "logit_bias: keys are token ids", code="invalid_value", param="logit_bias"
+        )
+    shape = LogitsOptions(
         logit_bias=tuple(sorted((int(token), value) for token, value in bias.items() if value)),
         repetition_penalty=request.repetition_penalty or 1.0,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         grammar=grammar,
     )
-    return shape if shape != Shape() else None
+    return shape if shape != LogitsOptions() else None
 
 
 def _logprobs(request: ChatRequest) -> int | None:
@@ -210,7 +212,7 @@ def _message(index: int, turn: Turn) -> ChatMessage:
     if isinstance(content, list):
         content = "".join(part.text for part in content)
     if content is None and not turn.tool_calls:
-        raise Fault(
+        raise ApiError(
             400,
             f"message {index} has no content",
             code="invalid_value",
@@ -232,7 +234,7 @@ def _called(index: int, call: ToolCall) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         where = f"messages[{index}].tool_calls"
         reason = f"{where}: the arguments are not JSON: {error}"
-        raise Fault(400, reason, code="invalid_value", param=where) from error
+        raise ApiError(400, reason, code="invalid_value", param=where) from error
     function = {"name": call.function.name, "arguments": arguments}
     return {"type": "function", "id": call.id, "function": function}
 

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from protocol.errors import SsdError
 from protocol.messages import Finished, Text
-from services.gateway.errors import fault_of
+from services.gateway.errors import api_error_of
 from services.gateway.metrics import Metrics
 from services.gateway.responses import Reply
 from services.gateway.waiting import ClientLeft, departure, heard
@@ -92,7 +92,7 @@ class EventStream(Response):
                 yield _event(body)
         except SsdError as error:
             self._metrics.failed("error")
-            yield _event(fault_of(error).body())
+            yield _event(api_error_of(error).body())
         yield _DONE
 
     def _render(self, said: tuple[int, Text | Finished] | None) -> Iterator[bytes]:

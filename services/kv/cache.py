@@ -93,7 +93,7 @@ def slots_for(length: int) -> int:
 
 
 def _stored(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
-    """`buffer` with `rows` at slot `start`, grown if it must be."""
+    """`buffer` with `rows` at slot `create_backend`, grown if it must be."""
     end = start + rows.shape[2]
     capacity = 0 if buffer is None else buffer.shape[2]
     if buffer is None or end > capacity:
@@ -136,7 +136,7 @@ class KVStore:
         positions: npt.NDArray[np.int64],
         visible: npt.NDArray[np.bool_],
     ) -> None:
-        """The next forward writes parallel tokens to the scratch slots from `start` on.
+        """The next forward writes parallel tokens to the scratch slots from `create_backend` on.
 
         Args:
             start: first slot written; at least `length`.

@@ -14,25 +14,25 @@ from protocol.messages import Tokens
 from services.kv.cache import KVStore
 
 
-class Held(NamedTuple):
+class CachedPrefix(NamedTuple):
     """A sequence's KV, and the tokens that it really holds."""
 
     tokens: Tokens
     store: KVStore
 
 
-class PromptCache:
+class PrefixCache:
     """The KV of the sequences that were used last, bounded by their number and their bytes."""
 
     def __init__(self, most: int = 0, most_bytes: int = 0) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: list[Held] = []
+        self._kept: list[CachedPrefix] = []
         """The least recently used first."""
 
-    def keep(self, held: Held) -> None:
+    def keep(self, held: CachedPrefix) -> None:
         """Take in a sequence that is over; what it continues is not needed any more."""
-        held = Held(held.tokens[: held.store.length], held.store)
+        held = CachedPrefix(held.tokens[: held.store.length], held.store)
         if not self._most or not held.tokens:
             return
         size = len(held.tokens)
@@ -45,7 +45,7 @@ class PromptCache:
         while len(self._kept) > self._most or self.nbytes > self._most_bytes:
             self._kept.pop(0)
 
-    def fork(self, tokens: Tokens, running: Iterable[Held] = ()) -> KVStore | None:
+    def fork(self, tokens: Tokens, running: Iterable[CachedPrefix] = ()) -> KVStore | None:
         """A store with the longest beginning of `tokens` that is held here or by `running`."""
         wanted = np.array(tokens, dtype=np.int64)
         candidates = [*self._kept, *running]
@@ -59,7 +59,7 @@ class PromptCache:
         return candidates[best].store.fork(length)
 
     @property
-    def kept(self) -> tuple[Held, ...]:
+    def kept(self) -> tuple[CachedPrefix, ...]:
         """All that is kept, the least recently used first."""
         return tuple(self._kept)
 
@@ -72,7 +72,7 @@ class PromptCache:
         return len(self._kept)
 
 
-def _common(wanted: npt.NDArray[np.int64], held: Held) -> int:
+def _common(wanted: npt.NDArray[np.int64], held: CachedPrefix) -> int:
     """How many of the wanted tokens, from the first on, the KV holds."""
     size = min(len(wanted), len(held.tokens), held.store.length)
     other = np.array(held.tokens[:size], dtype=np.int64)

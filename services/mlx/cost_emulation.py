@@ -23,7 +23,7 @@ from services.mlx.loader import compute_unit
 _ROPE_BASE = 500_000.0
 
 
-class Shape(NamedTuple):
+class ModelShape(NamedTuple):
     """One decoder layer."""
 
     name: str
@@ -44,14 +44,14 @@ class Shape(NamedTuple):
 
 # From the published configurations of Llama 3 and Qwen 2.5.
 SHAPES = (
-    Shape("SmolLM2-135M", 30, 576, 1536, 9, 3, 64),
-    Shape("Qwen2.5-0.5B", 24, 896, 4864, 14, 2, 64),
-    Shape("Llama-3.2-1B", 16, 2048, 8192, 32, 8, 64),
-    Shape("Llama-3.2-3B", 28, 3072, 8192, 24, 8, 128),
-    Shape("Llama-3.1-8B", 32, 4096, 14336, 32, 8, 128),
-    Shape("Qwen2.5-14B", 48, 5120, 13824, 40, 8, 128),
-    Shape("Qwen2.5-32B", 64, 5120, 27648, 40, 8, 128),
-    Shape("Llama-3.1-70B", 80, 8192, 28672, 64, 8, 128),
+    ModelShape("SmolLM2-135M", 30, 576, 1536, 9, 3, 64),
+    ModelShape("Qwen2.5-0.5B", 24, 896, 4864, 14, 2, 64),
+    ModelShape("Llama-3.2-1B", 16, 2048, 8192, 32, 8, 64),
+    ModelShape("Llama-3.2-3B", 28, 3072, 8192, 24, 8, 128),
+    ModelShape("Llama-3.1-8B", 32, 4096, 14336, 32, 8, 128),
+    ModelShape("Qwen2.5-14B", 48, 5120, 13824, 40, 8, 128),
+    ModelShape("Qwen2.5-32B", 64, 5120, 27648, 40, 8, 128),
+    ModelShape("Llama-3.1-70B", 80, 8192, 28672, 64, 8, 128),
 )
 
 
@@ -141,7 +141,7 @@ def _check_memory(needed: float) -> None:
         )
 
 
-def _extend(module: Any, shape: Shape, count: int, dtype: mx.Dtype) -> None:
+def _extend(module: Any, shape: ModelShape, count: int, dtype: mx.Dtype) -> None:
     probe = mx.arange(1, 9)[None]
     before = module(probe)
     mx.eval(before)
@@ -168,7 +168,7 @@ def _extend(module: Any, shape: Shape, count: int, dtype: mx.Dtype) -> None:
         )
 
 
-def _block(shape: Shape, dtype: mx.Dtype) -> nn.Module:
+def _block(shape: ModelShape, dtype: mx.Dtype) -> nn.Module:
     """A decoder layer of random weights whose output projections are zero."""
     block: nn.Module = TransformerBlock(
         ModelArgs(

@@ -18,7 +18,7 @@ import mlx.nn as nn
 _FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class _Product:
+class _FusedProduct:
     """The joint layer; its latest rows are kept until each sibling has taken its part."""
 
     def __init__(self, layer: Any, borders: list[int]) -> None:
@@ -42,10 +42,10 @@ class _Product:
         self._input, self._parts = None, {}
 
 
-class Sibling(nn.Module):
+class FusedSlice(nn.Module):
     """One of the joined layers; its weights are rows of the joint ones, not a copy."""
 
-    def __init__(self, own: Any, product: _Product, index: int) -> None:
+    def __init__(self, own: Any, product: _FusedProduct, index: int) -> None:
         super().__init__()
         self.own = own
         self._product = product
@@ -60,7 +60,7 @@ class Sibling(nn.Module):
         return self._product.part(x, self._index)
 
 
-def join_siblings(model: nn.Module) -> int:
+def fuse_linears(model: nn.Module) -> int:
     """Join the products of equal input in every layer of the model; returns how many joints.
 
     What the model computes stays the same. Needs the memory of one layer more while it works.
@@ -78,7 +78,7 @@ def join_siblings(model: nn.Module) -> int:
     return joints
 
 
-def _joined(layers: list[Any]) -> Iterator[Sibling]:
+def _joined(layers: list[Any]) -> Iterator[FusedSlice]:
     joint = copy.copy(layers[0])
     ends = list(itertools.accumulate(layer.weight.shape[0] for layer in layers))
     for name in layers[0].parameters():
@@ -87,9 +87,9 @@ def _joined(layers: list[Any]) -> Iterator[Sibling]:
         for layer, part in zip(layers, mx.split(joint[name], ends[:-1]), strict=True):
             layer[name] = part
             mx.eval(part)
-    product = _Product(joint, ends[:-1])
+    product = _FusedProduct(joint, ends[:-1])
     for index, layer in enumerate(layers):
-        yield Sibling(layer, product, index)
+        yield FusedSlice(layer, product, index)
 
 
 def _alike(layers: list[Any]) -> bool:

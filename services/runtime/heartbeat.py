@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from protocol.errors import DeadlineExceeded
-from protocol.messages import Alive, FromService
+from protocol.messages import FromService, Heartbeat
 
 BEAT_S = 1.0
 _PATIENCE = 60
 """Beats in a row without a word from the orchestrator, after which it is taken for dead."""
 
 
-class Speaker(Protocol):
+class Sender(Protocol):
     """The way to the orchestrator."""
 
     def send(self, message: FromService) -> None:
@@ -25,10 +25,10 @@ class Speaker(Protocol):
         ...
 
 
-class Pulse:
+class HeartbeatTimer:
     """Beats when nothing else was said for a while; counts beats that nobody answered."""
 
-    def __init__(self, way: Speaker, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, way: Sender, clock: Callable[[], float] = time.monotonic) -> None:
         self._way = way
         self._clock = clock
         self._said = clock()
@@ -60,5 +60,5 @@ class Pulse:
                 f"the orchestrator has been silent for {self._unanswered * BEAT_S:g} s"
             )
         self._unanswered += 1
-        self._way.send(Alive(sequence))
+        self._way.send(Heartbeat(sequence))
         self.said()

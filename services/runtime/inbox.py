@@ -5,25 +5,25 @@ from typing import Protocol
 
 from protocol.errors import ProtocolError
 from protocol.messages import (
-    Alive,
     CloseSequence,
     DraftNow,
-    Introduce,
+    Heartbeat,
+    Identify,
     OpenSequence,
     Prepare,
-    Refusal,
+    Rejected,
     Stop,
     ToService,
     Verify,
     Welcome,
 )
-from services.runtime.heartbeat import Pulse, Speaker
+from services.runtime.heartbeat import HeartbeatTimer, Sender
 
 Work = OpenSequence | CloseSequence | Verify | Prepare | DraftNow
 
 
-class Connection(Speaker, Protocol):
-    """What a service needs of the way to the orchestrator: a `Channel`, or a `Stream`."""
+class Connection(Sender, Protocol):
+    """What a service needs of the way to the orchestrator: a `Channel`, or a `PipeChannel`."""
 
     def ready(self, timeout_s: float) -> bool:
         """Whether a message is waiting, after at most `timeout_s` seconds."""
@@ -43,7 +43,7 @@ class Inbox:
 
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
-        self.pulse = Pulse(channel)
+        self.pulse = HeartbeatTimer(channel)
         self.messages: deque[Work | Stop] = deque()
         self.forgotten = False
         """The orchestrator does not know us any more; what is here means nothing to it."""
@@ -76,9 +76,9 @@ class Inbox:
             message = self._channel.receive(0.0, "message")
             self.pulse.heard()
             match message:
-                case Alive():
+                case Heartbeat():
                     pass  # the answer to our own beat
-                case Introduce():
+                case Identify():
                     # Who is told to stop is forgotten at once, and may still hear so.
                     self.forgotten = not any(isinstance(m, Stop) for m in self.messages)
                     if self.forgotten:
@@ -86,7 +86,7 @@ class Inbox:
                     return
                 case Welcome():
                     pass  # we said Hello twice, as the first one seemed to be lost
-                case Refusal():
+                case Rejected():
                     raise ProtocolError(f"{type(message).__name__} after the handshake")
                 case _:
                     self.messages.append(message)

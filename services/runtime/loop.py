@@ -15,24 +15,24 @@ import msgspec
 from protocol.errors import BackendLost, ModelError, ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
-    Alive,
     CloseSequence,
     DraftTree,
     Failed,
     FromService,
+    Heartbeat,
     Hello,
-    Introduce,
+    Identify,
     Prefilled,
-    Refusal,
+    Rejected,
     Role,
     Stop,
     VerificationOutcome,
     Welcome,
 )
 from protocol.process.logs import about
-from services.runtime.heartbeat import Pulse
+from services.runtime.heartbeat import HeartbeatTimer
 from services.runtime.inbox import Connection, Inbox
-from services.runtime.work_queue import Agenda, Job, Service
+from services.runtime.work_queue import Job, Service, WorkQueue
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def serve(channel: Connection, identity: Identity, service: Service) -> None:
 
 def _serve(channel: Connection, inbox: Inbox, service: Service) -> bool:
     """Serve one orchestrator; True if it said stop, False if there is a new one."""
-    agenda = Agenda(service)
+    agenda = WorkQueue(service)
     inbox.start()
     while True:
         if agenda:
@@ -94,7 +94,7 @@ def _serve(channel: Connection, inbox: Inbox, service: Service) -> bool:
             _step(job, channel, inbox, agenda, service)
 
 
-def _step(job: Job, channel: Connection, inbox: Inbox, agenda: Agenda, service: Service) -> None:
+def _step(job: Job, channel: Connection, inbox: Inbox, agenda: WorkQueue, service: Service) -> None:
     """Go on with a job up to its next answer."""
     message = job.message
     try:
@@ -140,7 +140,7 @@ def shake_hands(channel: Connection, identity: Identity) -> bool:
     successor asks who we are.
     """
     hello = _hello(identity)
-    pulse, beaten = Pulse(channel), False
+    pulse, beaten = HeartbeatTimer(channel), False
     channel.send(hello)
     while True:
         if not channel.ready(pulse.wait_s):
@@ -152,12 +152,12 @@ def shake_hands(channel: Connection, identity: Identity) -> bool:
                 return True
             case Stop():
                 return False
-            case Refusal(reason=reason):
+            case Rejected(reason=reason):
                 raise ModelError(reason)
-            case Introduce() if beaten:
+            case Identify() if beaten:
                 channel.send(hello)
                 beaten = False
-            case Alive() | Introduce():
+            case Heartbeat() | Identify():
                 pass  # an answer to a beat before the Hello
             case other:
                 raise ProtocolError(f"expected Welcome or Refusal, got {type(other).__name__}")
@@ -167,6 +167,6 @@ def _hello(identity: Identity) -> Hello:
     return Hello(
         protocol=PROTOCOL_VERSION,
         pid=os.getpid(),
-        born_ns=_BORN_NS,
+        started_ns=_BORN_NS,
         **msgspec.structs.asdict(identity),
     )

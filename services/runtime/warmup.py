@@ -5,7 +5,7 @@ takes ten times as long, and what it teaches the planner is wrong.
 """
 
 from protocol.messages import CloseSequence, OpenSequence, Sampling, Verify
-from services.drafter.backends.base import DraftBackend, Turn
+from services.drafter.backends.base import DraftBackend, RoundOptions
 from services.verifier.verifier import Verifier
 
 _SEQUENCE = 0
@@ -38,8 +38,10 @@ def warm_drafter(backend: DraftBackend) -> None:
     for drafted in range(_DEPTH + 1):
         share = _BRANCHES // (drafted + 1)
         fan_out = [share] * drafted + [_BRANCHES - share * drafted]
-        for _ in backend.prepare(_SEQUENCE, _PROMPT[: drafted + 1], fan_out, _DEPTH, Turn()):
+        for _ in backend.prepare(
+            _SEQUENCE, _PROMPT[: drafted + 1], fan_out, _DEPTH, RoundOptions()
+        ):
             pass
-    for _ in backend.draft(_SEQUENCE, _PROMPT[0], 1, Turn()):
+    for _ in backend.draft(_SEQUENCE, _PROMPT[0], 1, RoundOptions()):
         pass
     backend.close(_SEQUENCE)

@@ -44,7 +44,7 @@ class Job:
     answers: Generator[FromService | None] | None = None
 
 
-class Agenda:
+class WorkQueue:
     """Messages of one sequence in their order; between sequences, new ones first, then turns."""
 
     def __init__(self, service: Service) -> None:

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol.decoding.logits_processor import Shaper
-from protocol.decoding.rejection import draft_token, drafter_law, to_send
+from protocol.decoding.logits_processor import LogitsProcessor
+from protocol.decoding.rejection import draft_token, drafter_distribution, to_send
 from protocol.decoding.sampler import Floats, Ids, ranked
 from protocol.decoding.sampling_params import by_rejection
 from protocol.errors import RuntimeFailure
 from protocol.messages import Sampling
-from services.drafter.backends.base import Drafted, Turn
+from services.drafter.backends.base import DraftedToken, RoundOptions
 
 
 class Top(NamedTuple):
@@ -61,7 +61,7 @@ def best_of(rows: Floats, width: int, head_ids: Ids | None) -> Top:
 
 
 def shaped(
-    shaper: Shaper | None, tokens: Sequence[int], tops: list[Top], vocabulary: int
+    shaper: LogitsProcessor | None, tokens: Sequence[int], tops: list[Top], vocabulary: int
 ) -> list[Top]:
     """Move a shaper along tokens; the candidates after each of them, shaped, in order again.
 
@@ -85,7 +85,7 @@ def shaped(
     return found
 
 
-def _shaped(shaper: Shaper, top: Top, vocabulary: int) -> Top:
+def _shaped(shaper: LogitsProcessor, top: Top, vocabulary: int) -> Top:
     ids, given = top.ids[0], top.logits[0]
     row = np.full(vocabulary, -np.inf, np.float32)
     row[ids] = given
@@ -114,7 +114,9 @@ def best_bonuses(top: Top, position: int, sampling: Sampling) -> Ids:
     return best
 
 
-def drafted(top: Top, positions: Sequence[int], sampling: Sampling, turn: Turn) -> list[Drafted]:
+def drafted(
+    top: Top, positions: Sequence[int], sampling: Sampling, turn: RoundOptions
+) -> list[DraftedToken]:
     """The draft token after each row: the target's guessed, or one drawn from the draft's law.
 
     Args:
@@ -127,10 +129,10 @@ def drafted(top: Top, positions: Sequence[int], sampling: Sampling, turn: Turn) 
     positions = [position + turn.shift for position in positions]
     if not by_rejection(sampling):
         tokens = ranked(top.ids, top.logits, positions, sampling)[:, 0].tolist()
-        return [Drafted(token, top.confidence(row, token)) for row, token in enumerate(tokens)]
+        return [DraftedToken(token, top.confidence(row, token)) for row, token in enumerate(tokens)]
     found = []
     for ids, logits, position in zip(top.ids, top.logits, positions, strict=True):
-        q = drafter_law(ids, logits, sampling, turn.held_back)
+        q = drafter_distribution(ids, logits, sampling, turn.held_back)
         token = draft_token(q, position, sampling, turn.number)
-        found.append(Drafted(token, float(q.probabilities.max()), to_send(q)))
+        found.append(DraftedToken(token, float(q.probabilities.max()), to_send(q)))
     return found

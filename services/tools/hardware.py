@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from protocol.jobs.hardware import Survey
+from protocol.jobs.hardware import HardwareReport
 from services.mlx.blas import load_blas
 
 
-def survey() -> Survey:
+def survey() -> HardwareReport:
     """Ask MLX; takes as long as its import."""
     load_blas(threads=1)
     # MLX must be imported after the BLAS is in place.
@@ -24,7 +24,7 @@ def survey() -> Survey:
     device = compute_unit()
     module: Any = mx  # these two have no types
     said: dict[str, Any] = module.device_info()
-    return Survey(
+    return HardwareReport(
         mlx=importlib.metadata.version("mlx"),
         device=device,
         device_name=str(said.get("device_name", platform.machine())),

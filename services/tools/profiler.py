@@ -14,7 +14,7 @@ import msgspec
 
 from protocol.errors import SsdError
 from protocol.jobs.cost_emulation import parse_size
-from protocol.jobs.profile import GaugeSettings, Question, Ready, Time, Times, Work, Worked
+from protocol.jobs.profile import ProfilerSettings, Question, Ready, Time, Times, Work, Worked
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
 from protocol.process.child import pin
 from protocol.settings import decode_settings
@@ -27,10 +27,10 @@ Timer = Callable[[int, int], list[float]]
 """(count, repeats) -> the milliseconds of each."""
 
 
-class Gauge:
+class Profiler:
     """One model, and how it is timed."""
 
-    def __init__(self, settings: GaugeSettings) -> None:
+    def __init__(self, settings: ProfilerSettings) -> None:
         # MLX must be imported after the BLAS is in place.
         from services.mlx.device import bind  # noqa: PLC0415
 
@@ -111,10 +111,10 @@ class Gauge:
 def main() -> int:
     """Answer questions until standard input ends."""
     try:
-        settings = decode_settings(sys.argv[1], GaugeSettings)
+        settings = decode_settings(sys.argv[1], ProfilerSettings)
         pin(settings.cores)
         load_blas(settings.threads)
-        gauge = Gauge(settings)
+        gauge = Profiler(settings)
         _say(Ready(gauge.unit))
         for line in sys.stdin:
             _say(gauge.answer(msgspec.json.decode(line, type=Time | Work)))

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from protocol.decoding.logits_processor import Shaper, along
-from protocol.decoding.rejection import verified
+from protocol.decoding.logits_processor import LogitsProcessor, along
+from protocol.decoding.rejection import verify_draft
 from protocol.decoding.sampler import Floats, choose
 from protocol.decoding.sampling_params import by_rejection, is_greedy
 from protocol.messages import OpenSequence, TokenLogprobs, Tokens, Verify
@@ -17,7 +17,7 @@ from services.mlx.loader import compute_unit
 from services.sampling import device
 
 
-class Judgement(NamedTuple):
+class AcceptanceResult(NamedTuple):
     """An outcome."""
 
     accepted: int
@@ -26,7 +26,7 @@ class Judgement(NamedTuple):
     """Of the accepted tokens and the bonus token, if asked for."""
 
 
-class Judge:
+class AcceptanceRule:
     """Judges the chains of one sequence.
 
     Args:
@@ -37,9 +37,9 @@ class Judge:
     def __init__(self, opened: OpenSequence, folder: Path) -> None:
         self._sampling = opened.sampling
         shape = opened.sampling.shape
-        self._shaper = None if shape is None else Shaper(shape, folder, opened.tokens)
+        self._shaper = None if shape is None else LogitsProcessor(shape, folder, opened.tokens)
 
-    def worth_judging(self, message: Verify) -> Verify:
+    def drop_impossible(self, message: Verify) -> Verify:
         """The chain up to the first draft token that the request's shape rules out.
 
         It would be rejected, and the row before it draws the same bonus token without it. A
@@ -49,9 +49,15 @@ class Judge:
             return message
         pending, *draft = message.chain
         possible = self._shaper.possible([pending], draft)
-        if possible == len(draft) or (message.laws and message.laws[possible].tokens):
+        if possible == len(draft) or (
+            message.distributions and message.distributions[possible].tokens
+        ):
             return message
-        return replace(message, chain=[pending, *draft[:possible]], laws=message.laws[:possible])
+        return replace(
+            message,
+            chain=[pending, *draft[:possible]],
+            distributions=message.distributions[:possible],
+        )
 
     def begin(self, logits: mx.array, message: Verify) -> mx.array | None:
         """The target's own choice after each row, [chain], perhaps still in the making.
@@ -67,7 +73,7 @@ class Judge:
             return None
         return device.begin(logits, _positions(message), self._sampling)
 
-    def judge(self, logits: mx.array, message: Verify, begun: mx.array | None) -> Judgement:
+    def judge(self, logits: mx.array, message: Verify, begun: mx.array | None) -> AcceptanceResult:
         """How many draft tokens of the chain stand, and the bonus token.
 
         Args:
@@ -91,17 +97,19 @@ class Judge:
             return judgement
         return judgement._replace(logprobs=logprobs(rows, emitted, self._sampling.logprobs))
 
-    def _drawn(self, rows: Floats, message: Verify) -> Judgement:
+    def _drawn(self, rows: Floats, message: Verify) -> AcceptanceResult:
         draft, first = message.chain[1:], message.position + 1
         if by_rejection(self._sampling):
-            accepted, bonus = verified(rows, draft, message.laws, first, self._sampling)
-            return Judgement(accepted, bonus, [])
+            accepted, bonus = verify_draft(
+                rows, draft, message.distributions, first, self._sampling
+            )
+            return AcceptanceResult(accepted, bonus, [])
         return self._compared(choose(rows, _positions(message), self._sampling), message)
 
     @staticmethod
-    def _compared(chosen: Tokens, message: Verify) -> Judgement:
+    def _compared(chosen: Tokens, message: Verify) -> AcceptanceResult:
         accepted = accepted_length(message.chain[1:], chosen)
-        return Judgement(accepted, chosen[accepted], [])
+        return AcceptanceResult(accepted, chosen[accepted], [])
 
 
 def _positions(message: Verify) -> range:

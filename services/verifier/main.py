@@ -17,7 +17,7 @@ def run(settings: VerifierSettings) -> None:
     """Load the target model and serve the orchestrator until told to stop."""
     load_blas(settings.threads)
     # MLX must be imported after the BLAS is in place.
-    from services.kv.prefix_cache import PromptCache  # noqa: PLC0415
+    from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
     from services.mlx.cost_emulation import emulate  # noqa: PLC0415
     from services.mlx.device import bind  # noqa: PLC0415
     from services.mlx.loader import load  # noqa: PLC0415
@@ -30,7 +30,7 @@ def run(settings: VerifierSettings) -> None:
     emulated = ""
     if settings.emulated_cost:
         emulated = emulate(model.module, parse_size(settings.emulated_cost))
-    prompts = PromptCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
+    prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
     verifier = Verifier(model, settings.prefill_step_size, prompts)
     if unit != "cpu":
         warm_verifier(verifier)
@@ -39,7 +39,7 @@ def run(settings: VerifierSettings) -> None:
 
         folder = Path(settings.prefill_model)
         other = open_prefill(folder, settings.compute_units, model.folder)
-        verifier.prefill_elsewhere(other, whenever_it_fits=settings.prefill == "coreml-always")
+        verifier.use_external_prefill(other, whenever_it_fits=settings.prefill == "coreml-always")
     identity = Identity(
         role="verifier",
         backend="mlx",

@@ -2,7 +2,7 @@
 
 The chosen token stays on the device and is fed to the next pass there, while this process
 reads it and the orchestrator answers. The orchestrator says when that pays
-(`Verify.then_plain`): a chain with a draft in it cannot be foreseen, and would have to wait
+(`Verify.pipelined`): a chain with a draft in it cannot be foreseen, and would have to wait
 for a pass that nobody wants.
 """
 
@@ -15,7 +15,7 @@ from protocol.messages import Tokens
 from services.kv.cache import KVStore
 
 
-class Ahead:
+class PipelinedStep:
     """A pass over one token that nobody has asked for yet.
 
     Args:

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 
 from protocol.process.child import leaving_on_sigterm
 from services.kv.cache import KVStore
-from services.kv.prefix_cache import Held, PromptCache
+from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.loader import LoadedModel, compute_unit
 from services.verifier.verifier import Verifier
 
@@ -38,7 +38,7 @@ _UNUSABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError, IndexError)
 
 @contextlib.contextmanager
 def outliving(
-    file: str, prompts: PromptCache, verifier: Verifier, model: LoadedModel, how: str
+    file: str, prompts: PrefixCache, verifier: Verifier, model: LoadedModel, how: str
 ) -> Iterator[None]:
     """Begin with what an earlier process left in `file`; leave what is here at the end.
 
@@ -77,7 +77,7 @@ def identity_of(model: LoadedModel, how: str) -> str:
     return json.dumps([digest.hexdigest(), types, compute_unit(), how])
 
 
-def save(path: Path, prompts: PromptCache, identity: str) -> None:
+def save(path: Path, prompts: PrefixCache, identity: str) -> None:
     """Write all that is kept, if anything is; the file is the old one or the new one.
 
     It tells what was asked: only its owner may read it. A failure costs a log line.
@@ -104,7 +104,7 @@ def save(path: Path, prompts: PromptCache, identity: str) -> None:
 
 
 def load(
-    path: Path, prompts: PromptCache, identity: str, empty: Callable[[], KVStore | None]
+    path: Path, prompts: PrefixCache, identity: str, empty: Callable[[], KVStore | None]
 ) -> None:
     """Take in what was saved; a file that cannot be used costs a log line."""
     _remove_leftovers(path)
@@ -120,7 +120,7 @@ def load(
     _log.info("the KV of %d sequences was read from %s", len(prompts), path)
 
 
-def _named(kept: Iterable[Held]) -> Iterator[tuple[str, mx.array]]:
+def _named(kept: Iterable[CachedPrefix]) -> Iterator[tuple[str, mx.array]]:
     for number, held in enumerate(kept):
         # In the middle of a pass a store has room for more than it holds.
         length = min(len(held.tokens), held.store.length)
@@ -130,7 +130,7 @@ def _named(kept: Iterable[Held]) -> Iterator[tuple[str, mx.array]]:
             yield f"{number}.{layer}.values", mx.contiguous(values)
 
 
-def _read(path: Path, identity: str, empty: Callable[[], KVStore | None]) -> list[Held]:
+def _read(path: Path, identity: str, empty: Callable[[], KVStore | None]) -> list[CachedPrefix]:
     loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
     arrays: dict[str, mx.array] = loaded[0]
     told: dict[str, str] = loaded[1]
@@ -141,7 +141,7 @@ def _read(path: Path, identity: str, empty: Callable[[], KVStore | None]) -> lis
     mx.eval(list(arrays.values()))
     if told.get("checksum") != _checksum(arrays):
         raise ValueError("it is damaged")
-    found: list[Held] = []
+    found: list[CachedPrefix] = []
     while f"{len(found)}.tokens" in arrays:
         store = empty()
         if store is None:
@@ -151,7 +151,7 @@ def _read(path: Path, identity: str, empty: Callable[[], KVStore | None]) -> lis
         store.fill([(arrays[f"{name}.{i}.keys"], arrays[f"{name}.{i}.values"]) for i in layers])
         store.evaluate()
         tokens: Any = arrays[f"{name}.tokens"].tolist()
-        found.append(Held(tokens, store))
+        found.append(CachedPrefix(tokens, store))
     return found
 
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.messages import Tokens
-from services.batching.forward import Ask
+from services.batching.forward import BatchRequest
 from services.kv.cache import KVStore
-from services.verifier.acceptance import Judge
-from services.verifier.pipelined_step import Ahead
+from services.verifier.acceptance import AcceptanceRule
+from services.verifier.pipelined_step import PipelinedStep
 
 _UNKNOWN_S = 0.002
 """Assumed time between an outcome and the next verification: a chain that was prepared."""
@@ -23,14 +23,14 @@ class TargetSequence:
     caches: list[Any]
     store: KVStore | None
     """None for a model whose state cannot be rewound; then `caches` are mlx-lm's own."""
-    judge: Judge
+    judge: AcceptanceRule
     tokens: Tokens
     """What the caches hold."""
     counted: int = 0
     """Tokens in caches of mlx-lm's own."""
-    ahead: Ahead | None = None
+    ahead: PipelinedStep | None = None
     """The pass that is likely to be asked for next."""
-    asked: Ask | None = None
+    asked: BatchRequest | None = None
     """The verification that waits for a pass."""
     answered: float = 0.0
     """When its last outcome was there."""
@@ -49,7 +49,7 @@ class TargetSequence:
         else:
             self.store.chain(count)
 
-    def came_back(self, now: float, busy_since: float) -> None:
+    def on_verify(self, now: float, busy_since: float) -> None:
         """Its next verification is here; `busy_since` is when the last pass began."""
         if not self.answered:
             return
@@ -60,7 +60,7 @@ class TargetSequence:
             # not waited for any more gets another chance in time.
             self.away_s = max(_FORGIVING * self.away_s, 2.0 * (busy_since - self.answered))
 
-    def back_by(self, longest_s: float) -> float:
+    def expected_by(self, longest_s: float) -> float:
         """Until when it pays to wait for its next verification; 0 if it does not."""
         if self.asked is not None or not self.answered or self.away_s > longest_s:
             return 0.0

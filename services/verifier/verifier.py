@@ -20,19 +20,19 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.batching.chunked_prefill import Filler
-from services.batching.external_prefill import Elsewhere, PromptsElsewhere
-from services.batching.forward import Batcher, Pass, most_rows
-from services.batching.packing import takes_parts
+from services.batching.chunked_prefill import ChunkedPrefill
+from services.batching.external_prefill import ExternalPrefill, PrefillSource
+from services.batching.forward import Batcher, ForwardPass, most_rows
+from services.batching.packing import supports_packing
 from services.kv.budget import kv_tokens
 from services.kv.cache import KVStore, windows_of
-from services.kv.prefix_cache import Held, PromptCache
-from services.mlx.fused_linear import join_siblings
+from services.kv.prefix_cache import CachedPrefix, PrefixCache
+from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import LoadedModel, compute_unit
 from services.mlx.rope import use_tables
 from services.runtime.inbox import Work
-from services.verifier.acceptance import Judge
-from services.verifier.pipelined_step import Ahead
+from services.verifier.acceptance import AcceptanceRule
+from services.verifier.pipelined_step import PipelinedStep
 from services.verifier.sequence import TargetSequence
 
 MAX_DRAFT_TOKENS = 64
@@ -46,36 +46,36 @@ class Verifier:
     """Verifies chains; invariant: after each round the KV holds exactly the committed tokens."""
 
     def __init__(
-        self, model: LoadedModel, prefill_step_size: int, prompts: PromptCache | None = None
+        self, model: LoadedModel, prefill_step_size: int, prompts: PrefixCache | None = None
     ) -> None:
         self._model = model.module
-        self._prompts = prompts if prompts is not None else PromptCache()
+        self._prompts = prompts if prompts is not None else PrefixCache()
         self._folder = model.folder
         if compute_unit() == "cpu":
             use_tables(self._model)
-        self._elsewhere: PromptsElsewhere | None = None
+        self._elsewhere: ExternalPrefill | None = None
         self._sequences: dict[int, TargetSequence] = {}
         self._bucketed = compute_unit() == "cuda"
         if self._bucketed:
-            join_siblings(self._model)
+            fuse_linears(self._model)
         try:
             self._windows: list[int | None] | None = windows_of(self._model)
         except ModelError:
             self._windows = None
-        shares = self._windows is not None and takes_parts(
+        shares = self._windows is not None and supports_packing(
             self._model, self._windows, bucketed=self._bucketed
         )
         self._batcher = Batcher(self._model, most_rows() if shares else 0)
-        self._filler = Filler(self._model, prefill_step_size, shares=shares)
-        self._last = Pass(0, 0)
+        self._filler = ChunkedPrefill(self._model, prefill_step_size, shares=shares)
+        self._last = ForwardPass(0, 0)
         # On a CPU the pass and this process would want the same cores.
         self.runs_ahead = compute_unit() != "cpu"
         self._idle_since = time.perf_counter()
 
-    def prefill_elsewhere(self, other: Elsewhere, *, whenever_it_fits: bool) -> None:
+    def use_external_prefill(self, other: PrefillSource, *, whenever_it_fits: bool) -> None:
         """Let another device compute prompts: where it is faster, or all that it takes."""
         if self._windows is not None:
-            self._elsewhere = PromptsElsewhere(
+            self._elsewhere = ExternalPrefill(
                 self._model, self._windows, other, whenever_it_fits=whenever_it_fits
             )
 
@@ -114,7 +114,7 @@ class Verifier:
         if own is None or own.asked is None or own.asked.logits is not None:
             return 0.0
         longest = _PATIENCE * (self._last.ended - self._last.started)
-        until = [other.back_by(longest) for other in self._sequences.values()]
+        until = [other.expected_by(longest) for other in self._sequences.values()]
         return max(0.0, max(until, default=0.0) - time.perf_counter())
 
     def _retire(self, number: int) -> None:
@@ -134,11 +134,11 @@ class Verifier:
 
     def _keep(self, sequence: TargetSequence) -> None:
         if sequence.store is not None:
-            self._prompts.keep(Held(sequence.tokens, sequence.store))
+            self._prompts.keep(CachedPrefix(sequence.tokens, sequence.store))
 
     def _new_sequence(self, message: OpenSequence) -> Generator[None, None, TargetSequence]:
         """The sequence with what is known of its prompt, or will be in a moment."""
-        judge = Judge(message, self._folder)
+        judge = AcceptanceRule(message, self._folder)
         if self._windows is None:
             return TargetSequence(make_prompt_cache(self._model), None, judge, [])
         store = self._fork(self._windows, message.tokens)
@@ -151,7 +151,9 @@ class Verifier:
 
     def _fork(self, windows: list[int | None], tokens: Tokens) -> KVStore:
         """The KV of the longest beginning of these tokens that is held anywhere."""
-        running = [Held(s.tokens, s.store) for s in self._sequences.values() if s.store is not None]
+        running = [
+            CachedPrefix(s.tokens, s.store) for s in self._sequences.values() if s.store is not None
+        ]
         store = self._prompts.fork(tokens, running)
         return store if store is not None else KVStore(windows, bucketed=self._bucketed)
 
@@ -186,12 +188,12 @@ class Verifier:
 
     def _verify(self, message: Verify) -> Generator[FromService | None]:
         sequence = self._checked(message)
-        message = sequence.judge.worth_judging(message)
-        sequence.came_back(time.perf_counter(), self._last.started)
+        message = sequence.judge.drop_impossible(message)
+        sequence.on_verify(time.perf_counter(), self._last.started)
         try:
             logits, by = yield from self._logits(sequence, message.chain)
             begun = sequence.judge.begin(logits, message)
-            if begun is not None and message.then_plain:
+            if begun is not None and message.pipelined:
                 self._run_ahead(sequence, begun)
             judged = sequence.judge.judge(logits, message, begun)
             self._rewind(sequence, message.position + judged.accepted + 1)
@@ -215,13 +217,13 @@ class Verifier:
 
     def _logits(
         self, sequence: TargetSequence, chain: Tokens
-    ) -> Generator[None, None, tuple[mx.array, Pass]]:
+    ) -> Generator[None, None, tuple[mx.array, ForwardPass]]:
         """[chain, vocabulary] logits, perhaps still in the making; the KV holds the chain."""
         ahead, sequence.ahead = sequence.ahead, None
         if ahead is not None and (logits := ahead.logits(chain)) is not None:
             sequence.place(1)
             # It has been at work ever since: the device did not idle.
-            return logits, Pass(rows=1, sequences=1, started=self._idle_since)
+            return logits, ForwardPass(rows=1, sequences=1, started=self._idle_since)
         asked = self._batcher.ask(
             chain, sequence.caches, sequence.store, lambda: sequence.place(len(chain))
         )
@@ -241,9 +243,9 @@ class Verifier:
         """
         alone = choice.size == 1 and len(self._sequences) == 1
         if self.runs_ahead and alone and sequence.store is not None:
-            sequence.ahead = Ahead(self._model, sequence.caches, sequence.store, choice)
+            sequence.ahead = PipelinedStep(self._model, sequence.caches, sequence.store, choice)
 
-    def _note(self, by: Pass) -> None:
+    def _note(self, by: ForwardPass) -> None:
         """Keep the times of a pass, which end with its first outcome."""
         now = time.perf_counter()
         if by is not self._last:
@@ -265,8 +267,10 @@ class Verifier:
             )
         if not 1 <= len(chain) <= 1 + self.max_draft_tokens:
             raise ProtocolError(f"cannot verify a chain of {len(chain)} tokens")
-        if len(message.laws) not in (0, len(chain) - 1):
-            raise ProtocolError(f"{len(message.laws)} laws for {len(chain) - 1} draft tokens")
+        if len(message.distributions) not in (0, len(chain) - 1):
+            raise ProtocolError(
+                f"{len(message.distributions)} laws for {len(chain) - 1} draft tokens"
+            )
         return sequence
 
     @staticmethod

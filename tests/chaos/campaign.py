@@ -115,8 +115,8 @@ class Campaign:
             return f"the supervisor has only {pids}"
         if status is None:
             return "the orchestrator does not answer"
-        if {*pids.values()} & {*status.condemned}:
-            return f"condemned processes are still there: {status.condemned}"
+        if {*pids.values()} & {*status.marked_for_kill}:
+            return f"condemned processes are still there: {status.marked_for_kill}"
         here: dict[str, int] = {str(s.role): s.pid for s in status.services}
         known: dict[str, int] = {**here, "orchestrator": status.pid}
         known |= {role: pid for role, pid in pids.items() if role == "gateway"}

@@ -13,10 +13,10 @@ import msgspec
 from protocol.errors import SsdError
 from protocol.messages import (
     PROTOCOL_VERSION,
-    Alive,
     DraftNow,
     DraftTree,
     Failed,
+    Heartbeat,
     Hello,
     Message,
     Prepare,
@@ -184,7 +184,7 @@ def run(orders: Orders) -> None:
         channel.send(_hello())
         while not deadline.passed:
             if orders.behaviour != "silent":
-                channel.send(Alive(0))
+                channel.send(Heartbeat(0))
             if not channel.ready(min(0.25, deadline.remaining)):
                 continue
             message: Message = channel.receive(0.0, "message")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.models.pair import Pair
-from launch.workers.reference import Yardstick
+from launch.workers.reference import ReferenceWorker
 from orchestrator.text.tokenizer import TargetTokenizer
 from tests.chaos.load import Difference
 
@@ -33,11 +33,13 @@ def judge(differences: list[Difference], pair: Pair) -> list[Verdict]:
     if not differences:
         return []
     tokenizer = TargetTokenizer(Path(pair.model))
-    with Yardstick(pair) as yardstick:
+    with ReferenceWorker(pair) as yardstick:
         return [_judge(difference, tokenizer, yardstick) for difference in differences]
 
 
-def _judge(difference: Difference, tokenizer: TargetTokenizer, yardstick: Yardstick) -> Verdict:
+def _judge(
+    difference: Difference, tokenizer: TargetTokenizer, yardstick: ReferenceWorker
+) -> Verdict:
     request = difference.request
     # A negative one stands for a cancellation: the answer is the beginning of the expected one.
     tokens = [token for token in difference.tokens if token >= 0]

@@ -20,7 +20,7 @@ from launch.models.coreml_models import beside, conversion_in
 from launch.models.weights import weights_of
 from launch.settings.settings import StackSettings
 from protocol.errors import ModelError
-from protocol.jobs.hardware import Survey
+from protocol.jobs.hardware import HardwareReport
 from services.coreml.manifest import read_manifest
 from services.coreml.runtime import devices
 from services.mlx.loader import load
@@ -29,7 +29,7 @@ from tests.support.reference import tiny_folder
 from tests.support.stack import DEADLINE_S
 from tests.support.tiny_models import write_tiny_model
 
-SURVEY = Survey(
+SURVEY = HardwareReport(
     mlx="0.0", device="cpu", device_name="a chip", device_memory_bytes=0, devices=1,
     matrix_kernels="small_gemm and MKL", coreml="",
 )  # fmt: skip
@@ -133,7 +133,7 @@ def test_coremls_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = devices.units()
     assert found == ["cpu", "gpu", "Neural Engine (16 cores)", "MLNew"]
     values = {name: getattr(SURVEY, name) for name in SURVEY.__struct_fields__}
-    survey = Survey(**values | {"coreml": "9.0", "coreml_units": found})
+    survey = HardwareReport(**values | {"coreml": "9.0", "coreml_units": found})
     monkeypatch.setattr(sys, "platform", "darwin")
     said = {finding.topic: finding for finding in doctor._on_machine(survey)}["Neural Engine"]
     assert "reaches cpu, gpu, Neural Engine (16 cores), MLNew" in said.text
@@ -174,7 +174,7 @@ def test_slow_kernels_and_shared_devices_are_noted(
     """What costs speed only is a note."""
     tiny = str(tiny_folder("llama"))
     values = {name: getattr(SURVEY, name) for name in SURVEY.__struct_fields__}
-    one_gpu = Survey(**values | {"device": "metal", "matrix_kernels": ""})
+    one_gpu = HardwareReport(**values | {"device": "metal", "matrix_kernels": ""})
     monkeypatch.setattr(doctor, "ask_survey", lambda: one_gpu)
     found = examined(model=tiny, draft_model=tiny)
     assert (found["healthy"], found["stack"].level) == (True, "note")

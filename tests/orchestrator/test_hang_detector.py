@@ -2,21 +2,21 @@
 
 import pytest
 
-from orchestrator.hang_detector import Vigil
+from orchestrator.hang_detector import HangDetector
 
 A, B = b"a", b"b"
 
 
-def watching(*, worked: bool = True) -> Vigil:
+def watching(*, worked: bool = True) -> HangDetector:
     """A vigil over one service, with 10 s for a hang and 100 s for the first work."""
-    vigil = Vigil(10.0, 100.0)
+    vigil = HangDetector(10.0, 100.0)
     vigil.begin(A)
     vigil.heard(A, worked=worked)
     vigil.look(0.0)
     return vigil
 
 
-def silence(vigil: Vigil, seconds: int, start: int = 0) -> int | None:
+def silence(vigil: HangDetector, seconds: int, start: int = 0) -> int | None:
     """Let seconds pass one by one; the first one at which A hangs."""
     for second in range(start + 1, start + seconds + 1):
         if vigil.look(float(second)):

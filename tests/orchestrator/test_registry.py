@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from orchestrator.hang_detector import Vigil
-from orchestrator.registry import Peer, Registry, objection
+from orchestrator.hang_detector import HangDetector
+from orchestrator.registry import Peer, Registry, handshake_error
 from protocol.decoding.vocabulary import Vocabulary
 from protocol.messages import PROTOCOL_VERSION, Hello, Role
 
@@ -33,19 +33,19 @@ def changed(hello: Hello, **fields: Any) -> Hello:
 @pytest.mark.parametrize("hello", [DRAFTER, VERIFIER], ids=lambda h: h.role)
 def test_a_fitting_service_may_join(hello: Hello) -> None:
     """The same protocol and the same vocabulary raise no objection."""
-    assert objection(hello, TARGET) is None
+    assert handshake_error(hello, TARGET) is None
 
 
 def test_padded_heads_do_not_matter() -> None:
     """Equal maps fit whatever size the service names beside them."""
-    assert objection(changed(DRAFTER, vocabulary_size=1024), TARGET) is None
+    assert handshake_error(changed(DRAFTER, vocabulary_size=1024), TARGET) is None
 
 
 @pytest.mark.parametrize("hello", [DRAFTER, VERIFIER], ids=lambda h: h.role)
 @pytest.mark.parametrize("protocol", [0, PROTOCOL_VERSION + 1])
 def test_another_protocol_is_refused(hello: Hello, protocol: int) -> None:
     """The sentence names both versions and says what to do."""
-    sentence = objection(changed(hello, protocol=protocol), TARGET)
+    sentence = handshake_error(changed(hello, protocol=protocol), TARGET)
     expected = (
         f"the {hello.role} speaks protocol version {protocol} and the orchestrator "
         f"{PROTOCOL_VERSION}; start all processes from the same installation"
@@ -55,7 +55,7 @@ def test_another_protocol_is_refused(hello: Hello, protocol: int) -> None:
 
 def test_another_protocol_is_the_first_objection() -> None:
     """With another protocol, what else the service says may mean something else."""
-    sentence = objection(changed(DRAFTER, protocol=9, tokenizer_fingerprint="beef"), TARGET)
+    sentence = handshake_error(changed(DRAFTER, protocol=9, tokenizer_fingerprint="beef"), TARGET)
     assert sentence is not None
     assert "protocol version 9" in sentence
 
@@ -68,7 +68,7 @@ def test_another_vocabulary_size_is_refused(hello: Hello) -> None:
         f"the {hello.role} model {hello.model!r} has a vocabulary of 999 tokens and the target "
         "one of 1000; a pair must share its tokenizer"
     )
-    assert expected == objection(other, TARGET)
+    assert expected == handshake_error(other, TARGET)
 
 
 @pytest.mark.parametrize("hello", [DRAFTER, VERIFIER], ids=lambda h: h.role)
@@ -78,19 +78,19 @@ def test_another_numbering_is_refused(hello: Hello) -> None:
         f"the {hello.role} model {hello.model!r} numbers its 1000 tokens differently from the "
         "target; a pair must share its tokenizer"
     )
-    assert expected == objection(changed(hello, tokenizer_fingerprint="beef"), TARGET)
+    assert expected == handshake_error(changed(hello, tokenizer_fingerprint="beef"), TARGET)
 
 
 def test_a_drafter_needs_no_model() -> None:
     """A drafter without a tokenizer looks tokens up; a verifier without one is none."""
     nothing = {"model": "", "tokenizer_fingerprint": "", "vocabulary_size": 0}
-    assert objection(changed(DRAFTER, **nothing), TARGET) is None
-    assert objection(changed(VERIFIER, **nothing), TARGET) == "the verifier has no tokenizer"
+    assert handshake_error(changed(DRAFTER, **nothing), TARGET) is None
+    assert handshake_error(changed(VERIFIER, **nothing), TARGET) == "the verifier has no tokenizer"
 
 
 def test_peers_are_found_by_address() -> None:
     """A message is attributed to the current service of its address, and to no other."""
-    registry = Registry(Vigil(20.0, 180.0), 1, "large")
+    registry = Registry(HangDetector(20.0, 180.0), 1, "large")
     drafter, verifier = Peer(b"d", DRAFTER), Peer(b"v", VERIFIER)
     assert registry.adopt(drafter) is None
     assert registry.adopt(verifier) is None
@@ -99,7 +99,7 @@ def test_peers_are_found_by_address() -> None:
 
 def test_a_newcomer_replaces_the_service_of_its_role() -> None:
     """Adopting returns the service that was replaced, which is unknown from then on."""
-    registry = Registry(Vigil(20.0, 180.0), 1, "large")
+    registry = Registry(HangDetector(20.0, 180.0), 1, "large")
     old, new = Peer(b"old", DRAFTER), Peer(b"new", changed(DRAFTER, pid=9))
     registry.adopt(old)
     assert old is registry.adopt(new)
@@ -109,7 +109,7 @@ def test_a_newcomer_replaces_the_service_of_its_role() -> None:
 
 def test_a_welcome_ends_the_refusal_of_its_role() -> None:
     """Why a candidate was refused is remembered until one of its role is welcomed."""
-    registry = Registry(Vigil(20.0, 180.0), 1, "large")
+    registry = Registry(HangDetector(20.0, 180.0), 1, "large")
     registry.refused.update(drafter="no", verifier="never")
     registry.adopt(Peer(b"d", DRAFTER))
     assert registry.refused == {"verifier": "never"}
@@ -121,7 +121,7 @@ def test_a_welcome_ends_the_refusal_of_its_role() -> None:
 )
 def test_only_the_current_service_can_die(role: Role, pid: int, expected: bool) -> None:  # noqa: FBT001
     """News of the death of a service that was replaced does not drop its successor."""
-    registry = Registry(Vigil(20.0, 180.0), 1, "large")
+    registry = Registry(HangDetector(20.0, 180.0), 1, "large")
     registry.adopt(Peer(b"d", DRAFTER))
     assert expected is registry.drop(role, pid)
     assert expected is (registry.at(b"d") is None)

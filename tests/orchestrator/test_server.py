@@ -11,7 +11,6 @@ from protocol.decoding.vocabulary import Vocabulary
 from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
-    Alive,
     Cancel,
     DraftNow,
     DraftTree,
@@ -19,13 +18,14 @@ from protocol.messages import (
     Finished,
     FromService,
     Generate,
+    Heartbeat,
     Hello,
-    Introduce,
+    Identify,
     Message,
     OpenSequence,
     Prefilled,
     Prepare,
-    Refusal,
+    Rejected,
     ServiceDown,
     Status,
     StatusRequest,
@@ -299,7 +299,7 @@ def test_a_request_is_answered(house: House) -> None:
 def test_a_misfit_is_refused(house: House) -> None:
     """A service with another vocabulary is told why, and the status repeats it."""
     house.service(b"x", msgspec.structs.replace(DRAFTER, tokenizer_fingerprint="beef", pid=13))
-    (refusal,) = house.told(b"x", Refusal)
+    (refusal,) = house.told(b"x", Rejected)
     assert "numbers its 100 tokens differently" in refusal.reason
     house.client(StatusRequest())
     assert house.told(b"c", Status)[-1].refused == {"drafter": refusal.reason}
@@ -318,12 +318,12 @@ def test_a_replaced_drafter_is_stopped_and_ignored(house: House) -> None:
 
 def test_an_older_process_does_not_take_the_place_of_a_younger(house: House) -> None:
     """Of two drafters that introduce themselves to a new orchestrator, the swap's new one stays."""
-    house.service(b"e", msgspec.structs.replace(DRAFTER, pid=14, born_ns=2))
+    house.service(b"e", msgspec.structs.replace(DRAFTER, pid=14, started_ns=2))
     house.client(ask())
-    house.service(b"o", msgspec.structs.replace(DRAFTER, pid=13, born_ns=1))
+    house.service(b"o", msgspec.structs.replace(DRAFTER, pid=13, started_ns=1))
     assert [Stop()] == house.told(b"o", Stop)
     assert house.told(b"e", Stop) == house.told(b"o", Welcome) == []
-    house.service(b"n", msgspec.structs.replace(DRAFTER, pid=15, born_ns=3))
+    house.service(b"n", msgspec.structs.replace(DRAFTER, pid=15, started_ns=3))
     assert [Stop()] == house.told(b"e", Stop)
     house.service(b"u", msgspec.structs.replace(DRAFTER, pid=16))  # of unknown age
     assert [Stop()] == house.told(b"n", Stop)
@@ -344,7 +344,7 @@ def test_a_long_line_is_closed() -> None:
     house.client(ask(1))
     house.client(ask(2))
     house.client(ask(3))
-    (refusal,) = house.told(b"c", Refusal)
+    (refusal,) = house.told(b"c", Rejected)
     assert "try again later" in refusal.reason
 
 
@@ -410,7 +410,7 @@ def test_a_restarted_verifier_resumes(house: House) -> None:
 def failures(house: House) -> dict[int, str]:
     """Why each request that failed did."""
     found = {f.request: f.error for f in house.told(b"c", Finished) if f.reason == "error"}
-    refused = {-1 - i: refusal.reason for i, refusal in enumerate(house.told(b"c", Refusal))}
+    refused = {-1 - i: refusal.reason for i, refusal in enumerate(house.told(b"c", Rejected))}
     return found | refused
 
 
@@ -534,10 +534,10 @@ def test_what_nobody_reads_is_counted(house: House) -> None:
 
 def test_signs_of_life_are_answered(house: House) -> None:
     """A known service hears its beat again; a stranger is asked who it is."""
-    house.service(b"d", Alive(7))
-    house.service(b"x", Alive(0))
-    assert [Alive(7)] == house.told(b"d", Alive)
-    assert [Introduce()] == house.told(b"x", Introduce)
+    house.service(b"d", Heartbeat(7))
+    house.service(b"x", Heartbeat(0))
+    assert [Heartbeat(7)] == house.told(b"d", Heartbeat)
+    assert [Identify()] == house.told(b"x", Identify)
 
 
 def test_a_service_may_introduce_itself_again(house: House) -> None:
@@ -555,12 +555,12 @@ def test_a_stranger_is_asked_who_it_is(house: House) -> None:
         sequence=1, round=1, depth=1, outcomes=[], tokens=[], confidences=[], draft_ms=1.0
     )
     house.service(b"x", tree)
-    assert [Introduce()] == house.told(b"x", Introduce)
+    assert [Identify()] == house.told(b"x", Identify)
 
 
 def test_who_is_condemned_does_not_come_back(house: House) -> None:
     """A process that is about to be ended is not adopted again."""
-    house.services.inbox.append((b"d", Refusal("no message of a service")))
+    house.services.inbox.append((b"d", Rejected("no message of a service")))
     house.service(b"d", DRAFTER)
     house.client(StatusRequest())
     assert [s.role for s in house.told(b"c", Status)[-1].services] == ["verifier"]
@@ -570,9 +570,9 @@ def test_the_condemned_do_not_pile_up(house: House) -> None:
     """Processes that the supervisor does not know, and never ends, are forgotten some time."""
     for pid in range(100, 200):
         house.service(b"x", msgspec.structs.replace(DRAFTER, pid=pid))
-        house.services.inbox.append((b"x", Refusal("no message of a service")))
+        house.services.inbox.append((b"x", Rejected("no message of a service")))
         house.client(StatusRequest())
-    assert list(house.told(b"c", Status)[-1].condemned) == list(range(168, 200))
+    assert list(house.told(b"c", Status)[-1].marked_for_kill) == list(range(168, 200))
 
 
 def test_an_answer_with_a_gap_has_no_end(house: House) -> None:
@@ -596,18 +596,18 @@ def test_a_drafter_that_talks_nonsense_is_left(house: House) -> None:
     assert [finished.reason for finished in house.told(b"c", Finished)] == ["length"]
     house.client(StatusRequest())
     status = house.told(b"c", Status)[-1]
-    assert list(status.condemned) == [12]
-    assert "sent nonsense" in status.condemned[12]
+    assert list(status.marked_for_kill) == [12]
+    assert "sent nonsense" in status.marked_for_kill[12]
     assert [service.role for service in status.services] == ["verifier"]
     assert status.degraded == ["there is no drafter at the moment: the target decodes plainly"]
 
 
 def test_condemned_until_it_is_dead(house: House) -> None:
     """The supervisor's news of its end clears a process's name, which may be given again."""
-    house.service(b"v", Alive(0))
-    house.services.inbox.append((b"v", Refusal("no message of a service")))
+    house.service(b"v", Heartbeat(0))
+    house.services.inbox.append((b"v", Rejected("no message of a service")))
     house.client(StatusRequest())
-    assert list(house.told(b"c", Status)[-1].condemned) == [11]
+    assert list(house.told(b"c", Status)[-1].marked_for_kill) == [11]
     house.client(ServiceDown(role="verifier", pid=11, reason="killed", final=False))
     house.client(StatusRequest())
-    assert house.told(b"c", Status)[-1].condemned == {}
+    assert house.told(b"c", Status)[-1].marked_for_kill == {}

@@ -8,7 +8,7 @@ import pytest
 
 from launch.models.pair import pair_of
 from launch.settings.settings import BackendChoice, StackSettings
-from launch.workers.reference import Yardstick
+from launch.workers.reference import ReferenceWorker
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.jobs.reference import LARGEST_TIE
 from protocol.messages import ChatMessage, Mode, Sampling, Tokens
@@ -38,8 +38,8 @@ def stack(request: pytest.FixtureRequest) -> Iterator[RunningStack]:
 
 
 @pytest.fixture(scope="module")
-def yardstick() -> Iterator[Yardstick]:
-    with Yardstick(pair_of(StackSettings(draft_backend="ngram"))) as process:
+def yardstick() -> Iterator[ReferenceWorker]:
+    with ReferenceWorker(pair_of(StackSettings(draft_backend="ngram"))) as process:
         yield process
 
 
@@ -65,7 +65,7 @@ def tokenizer() -> TargetTokenizer:
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_tokens_are_those_of_plain_decoding(
-    stack: RunningStack, yardstick: Yardstick, mode: Mode, prompt: str, law: str
+    stack: RunningStack, yardstick: ReferenceWorker, mode: Mode, prompt: str, law: str
 ) -> None:
     """Speculation changes no token; a difference may only stand at a rounding tie."""
     sampling = SAMPLINGS[law]

@@ -12,7 +12,7 @@ import pytest
 from launch.models.pair import pair_of
 from launch.settings.settings import StackSettings
 from orchestrator.text.tokenizer import TargetTokenizer
-from protocol.decoding.rejection import Law, target_law
+from protocol.decoding.rejection import Distribution, target_distribution
 from protocol.decoding.sampling_params import of_drafter
 from protocol.messages import (
     ChatMessage,
@@ -22,11 +22,11 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.batching.forward import Ask, Pass
-from services.drafter.backends.base import Drafted, Turn
+from services.batching.forward import BatchRequest, ForwardPass
+from services.drafter.backends.base import DraftedToken, RoundOptions
 from services.drafter.backends.mlx import MlxBackend
 from services.mlx.loader import load
-from services.verifier.acceptance import Judge, host_floats
+from services.verifier.acceptance import AcceptanceRule, host_floats
 from services.verifier.verifier import Verifier
 from tests.support.chi_square import ONE_IN_A_THOUSAND, assert_law
 from tests.support.reference import said
@@ -54,7 +54,7 @@ class Rewinding(Verifier):
         batcher: Any = self._batcher
         batcher.result = self._remembered
 
-    def _remembered(self, asked: Ask) -> tuple[mx.array, Pass]:
+    def _remembered(self, asked: BatchRequest) -> tuple[mx.array, ForwardPass]:
         key = tuple(asked.tokens)
         if key not in self.rows:
             assert asked.store is not None
@@ -62,15 +62,15 @@ class Rewinding(Verifier):
             self.rows[key] = self._computed(asked)[0]
             mx.eval(self.rows[key])
             asked.store.trim(length)
-        return self.rows[key], Pass(0, 0)
+        return self.rows[key], ForwardPass(0, 0)
 
     @staticmethod
     def _rewind(sequence: Any, length: int) -> None:
         pass
 
-    def law(self, chain: Tokens, row: int) -> Law:
+    def law(self, chain: Tokens, row: int) -> Distribution:
         """p after so many draft tokens of a chain."""
-        return target_law(host_floats(self.rows[tuple(chain)])[row], PLAIN)
+        return target_distribution(host_floats(self.rows[tuple(chain)])[row], PLAIN)
 
 
 class Rounds:
@@ -90,19 +90,19 @@ class Rounds:
     def play(self, sampling: Sampling) -> tuple[Tokens, Tokens]:
         """The chain of a round with two draft tokens, and what it commits."""
         opened = OpenSequence(sequence=1, tokens=self.prompt, sampling=sampling)
-        self.verifier._sequences[1].judge = Judge(opened, self.folder)
+        self.verifier._sequences[1].judge = AcceptanceRule(opened, self.folder)
         self.drafter._sequences[1].sampling = of_drafter(sampling)
-        draft: list[Drafted] = said(self.drafter.draft(1, self.pending, 2, Turn(1, 3)))
+        draft: list[DraftedToken] = said(self.drafter.draft(1, self.pending, 2, RoundOptions(1, 3)))
         chain = [self.pending, *(found.token for found in draft)]
         laws = [found.law for found in draft]
-        asked = Verify(sequence=1, round=1, position=self.base, chain=chain, laws=laws)
+        asked = Verify(sequence=1, round=1, position=self.base, chain=chain, distributions=laws)
         [outcome] = self.verifier.handle(asked)
         assert isinstance(outcome, VerificationOutcome)
         accepted: int = outcome.accepted
         return chain, [*chain[1 : accepted + 1], outcome.bonus]
 
 
-def bin_of(law: Law, token: int) -> tuple[int, list[float]]:
+def bin_of(law: Distribution, token: int) -> tuple[int, list[float]]:
     """Which of some bins of about equal probability a token is in, and what each of them holds."""
     middles = np.cumsum(law.probabilities) - law.probabilities / 2
     bins = np.minimum(BINS - 1, (middles * BINS).astype(int))

@@ -16,7 +16,7 @@ from launch.stack.control import ask_supervisor
 from orchestrator.sequence.limits import Limits
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.grammar import json_grammar
-from protocol.messages import ChatMessage, Done, Sampling, Shape, SwapDrafter
+from protocol.messages import ChatMessage, Done, LogitsOptions, Sampling, SwapDrafter
 from services.drafter.backends.mlx import MlxBackend
 from services.mlx.loader import load
 from services.verifier.verifier import Verifier
@@ -71,7 +71,9 @@ def test_a_schema_and_penalties_cost_no_token(stack: RunningStack) -> None:
         "required": ["tips"],
         "additionalProperties": False,
     }
-    shape = Shape(grammar=json_grammar(schema), repetition_penalty=1.1, frequency_penalty=0.1)
+    shape = LogitsOptions(
+        grammar=json_grammar(schema), repetition_penalty=1.1, frequency_penalty=0.1
+    )
     sampling = Sampling(temperature=0.7, seed=5, shape=shape, logprobs=0)
     plain = stack.answer(PROMPT, mode="ar", sampling=sampling, max_tokens=MAX_TOKENS)
     fast = stack.until(

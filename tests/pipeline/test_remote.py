@@ -16,13 +16,13 @@ from launch import keyring
 from launch.settings.settings import StackSettings
 from protocol.errors import StreamEnded, UsageError
 from protocol.messages import (
-    Alive,
     FromDraftServer,
+    Heartbeat,
     Hello,
-    Introduce,
+    Identify,
     OpenSequence,
     Prefilled,
-    Refusal,
+    Rejected,
     Sampling,
     Stop,
     ToDrafter,
@@ -167,7 +167,9 @@ class Visitor:
 
     def hears(self) -> object:
         """The next message that is not a beat."""
-        while isinstance(message := self.channel.receive(PATIENCE_S, "word of the server"), Alive):
+        while isinstance(
+            message := self.channel.receive(PATIENCE_S, "word of the server"), Heartbeat
+        ):
             pass
         return message
 
@@ -195,7 +197,7 @@ def test_a_stranger_gets_nothing(server: Server, keys: Keys) -> None:
     ):
         visitor = Visitor(server, own, expected)
         with visitor.channel:
-            visitor.channel.send(Introduce())
+            visitor.channel.send(Identify())
             assert words in visitor.is_told()
 
 
@@ -205,12 +207,12 @@ def test_nothing_is_said_in_clear(server: Server) -> None:
     plain = context.socket(zmq.DEALER)
     plain.linger = 0
     plain.connect(server.address)
-    plain.send(encode(Introduce()))
+    plain.send(encode(Identify()))
     assert not plain.poll(500)
     context.destroy()
     host, port = server.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
-        raw.sendall(encode(Introduce()) * 20)
+        raw.sendall(encode(Identify()) * 20)
         heard = b""
         with contextlib.suppress(ConnectionResetError):
             while data := raw.recv(4096):
@@ -222,24 +224,24 @@ def test_nothing_is_said_in_clear(server: Server) -> None:
 def test_one_host_at_a_time(server: Server, keys: Keys) -> None:
     """A second host is told to come again; when the first one vanishes, the next is served."""
     first, second = Visitor(server, keys.own), Visitor(server, keys.own)
-    first.channel.send(Introduce())
+    first.channel.send(Identify())
     assert isinstance(first.hears(), Hello)
     first.channel.send(Welcome())
     first.channel.send(OpenSequence(sequence=1, tokens=[3, 4, 5], sampling=Sampling()))
     assert isinstance(first.hears(), Prefilled)
-    second.channel.send(Introduce())
+    second.channel.send(Identify())
     refusal = second.hears()
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Rejected)
     assert "somebody else" in refusal.reason
     first.channel.close()
 
     def served() -> bool:
-        second.channel.send(Introduce())
+        second.channel.send(Identify())
         return isinstance(second.hears(), Hello)
 
     eventually(served, "the next host is served")
-    second.channel.send(Refusal("another tokenizer"))
-    assert isinstance(second.hears(), Refusal)
+    second.channel.send(Rejected("another tokenizer"))
+    assert isinstance(second.hears(), Rejected)
     second.channel.close()
 
 
@@ -248,10 +250,10 @@ def test_no_host_ends_the_server(server: Server, keys: Keys, data: bytes) -> Non
     """Nonsense, and Stop, end the visit; the server goes on with the next host."""
     visitor = Visitor(server, keys.own)
     with visitor.channel:
-        visitor.channel.send(Introduce())
+        visitor.channel.send(Identify())
         assert isinstance(visitor.hears(), Hello)
         visitor.channel.send_bytes(data)
-        assert isinstance(visitor.hears(), Refusal)
+        assert isinstance(visitor.hears(), Rejected)
     assert server.process.poll() is None
 
 
@@ -273,9 +275,9 @@ def test_settings_without_keys_are_refused(keys: Keys) -> None:
         ("tcp://127.0.0.1:7", "x" * 41, "is no public key"),
     ):
         with pytest.raises(UsageError, match=words):
-            keyring.far_of(address, key, "default")
+            keyring.remote_server_of(address, key, "default")
     with pytest.raises(UsageError, match="ssd keys new elsewhere"):
-        keyring.far_of("tcp://127.0.0.1:7", keys.own.public, "elsewhere")
+        keyring.remote_server_of("tcp://127.0.0.1:7", keys.own.public, "elsewhere")
 
 
 def test_a_ring_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from launch.settings.settings import StackSettings
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.grammar import json_grammar
 from protocol.errors import UsageError
-from protocol.messages import Generate, Mode, Sampling, Shape, Text, Tokens
+from protocol.messages import Generate, LogitsOptions, Mode, Sampling, Text, Tokens
 from tests.support.reference import Reference
 from tests.support.stack import RunningStack, eventually, running
 from tests.support.tiny_models import write_tiny_model
@@ -33,14 +33,14 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 SHAPES = {
-    "bias": Shape(logit_bias=((46, -100.0), (50, 4.0), (70, 2.0))),
-    "repetition": Shape(repetition_penalty=1.3),
-    "presence": Shape(presence_penalty=1.5),
-    "frequency": Shape(frequency_penalty=0.7),
-    "all": Shape(
+    "bias": LogitsOptions(logit_bias=((46, -100.0), (50, 4.0), (70, 2.0))),
+    "repetition": LogitsOptions(repetition_penalty=1.3),
+    "presence": LogitsOptions(presence_penalty=1.5),
+    "frequency": LogitsOptions(frequency_penalty=0.7),
+    "all": LogitsOptions(
         logit_bias=((50, 3.0),), repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=0.4
     ),
-    "grammar": Shape(grammar=json_grammar(SCHEMA), frequency_penalty=0.2),
+    "grammar": LogitsOptions(grammar=json_grammar(SCHEMA), frequency_penalty=0.2),
 }
 TOOL = {
     "type": "function",
@@ -129,7 +129,9 @@ def drafted(stack: RunningStack, sampling: Sampling, mode: Mode, **asked: Any) -
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_drafts_change_no_answer(stack: RunningStack, shape: Shape, temperature: float) -> None:
+def test_drafts_change_no_answer(
+    stack: RunningStack, shape: LogitsOptions, temperature: float
+) -> None:
     """Every mode says the same tokens, and the feature made a difference."""
     sampling = Sampling(temperature=temperature, seed=4, shape=shape)
     plain, _, _ = answered(stack, sampling, "ar")
@@ -140,7 +142,7 @@ def test_drafts_change_no_answer(stack: RunningStack, shape: Shape, temperature:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_drafter_shapes_as_the_target_does(stack: RunningStack, shape: Shape) -> None:
+def test_the_drafter_shapes_as_the_target_does(stack: RunningStack, shape: LogitsOptions) -> None:
     """With the same model on both sides every draft is right, in every round and branch."""
     for mode in ("sd", "ssd"):
         _, _, end = drafted(stack, Sampling(shape=shape), mode)
@@ -161,8 +163,8 @@ def test_lookup_drafts_what_the_shape_allows(stack: RunningStack) -> None:
         "x-guidance": {"whitespace_pattern": "[ ]"},
     }
     cases = (
-        (Shape(grammar=json_grammar(wanted)), '[ "red sky" , "red sky" , "red mud" , "'),
-        (Shape(logit_bias=((77, 100.0), (78, 100.0))), "ab" * 9),
+        (LogitsOptions(grammar=json_grammar(wanted)), '[ "red sky" , "red sky" , "red mud" , "'),
+        (LogitsOptions(logit_bias=((77, 100.0), (78, 100.0))), "ab" * 9),
     )
     with running(StackSettings(model=folder, draft_backend="ngram")) as lookup:
         for shape, prompt in cases:
@@ -194,9 +196,9 @@ def test_a_schema_is_followed(stack: RunningStack) -> None:
 def test_a_ban_is_kept_and_a_wish_fulfilled(stack: RunningStack) -> None:
     """A bias of -100 bans a token that greedy decoding would say; +100 makes it the only one."""
     plain, _, _ = answered(stack, Sampling(), "ar")
-    banned = Shape(logit_bias=((plain[0], -100.0),))
+    banned = LogitsOptions(logit_bias=((plain[0], -100.0),))
     assert plain[0] not in answered(stack, Sampling(shape=banned), "ssd")[0]
-    wanted = Shape(logit_bias=((77, 100.0),))
+    wanted = LogitsOptions(logit_bias=((77, 100.0),))
     assert set(answered(stack, Sampling(shape=wanted), "ssd", count=5)[0]) == {77}
 
 
@@ -338,7 +340,7 @@ def test_a_bias_on_no_token_is_refused(stack: RunningStack) -> None:
     request = Generate(
         request=stack.client.number(),
         tokens=PROMPT,
-        sampling=Sampling(shape=Shape(logit_bias=((10_000, 1.0),))),
+        sampling=Sampling(shape=LogitsOptions(logit_bias=((10_000, 1.0),))),
     )
     with pytest.raises(UsageError, match="10000"):
         list(stack.client.generate(request))

@@ -13,7 +13,7 @@ from protocol.errors import ModelError, ProtocolError, UsageError
 from protocol.messages import Sampling
 from protocol.settings import VerifierSettings, decode_settings
 from protocol.transport.codec import encode
-from services.gateway.errors import Fault
+from services.gateway.errors import ApiError
 from services.gateway.parse import chat, completion, read
 from services.gateway.schema import ChatRequest, CompletionRequest
 from services.mlx.loader import load
@@ -110,7 +110,7 @@ def test_damaged_http_bodies(body: bytes) -> None:
         try:
             request = ask(read(body, kind), Sampling())
             DECODERS["ToOrchestrator"].decode(encode(request))
-        except Fault as fault:
+        except ApiError as fault:
             assert 400 <= fault.status < 500  # noqa: PT017  # most are refused, some are valid
         except (UsageError, ProtocolError):
             continue

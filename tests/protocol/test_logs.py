@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.commands.logs import LogFile, parsed, readable
-from protocol.process.logs import JsonLines, Repetition, about
+from protocol.process.logs import JsonFormatter, RepeatFilter, about
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def logged() -> Callable[[], list[dict[str, object]]]:
     """A logger `t` with our handler; what it wrote so far."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonLines("drafter"))
-    handler.addFilter(Repetition())
+    handler.setFormatter(JsonFormatter("drafter"))
+    handler.addFilter(RepeatFilter())
     logger = logging.getLogger("t")
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel("DEBUG")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from typing import Any
 
-from orchestrator.learning.cost_model import Estimates
-from orchestrator.sequence.planner import Plan
+from orchestrator.learning.cost_model import CostModel
+from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import (
     Action,
     Emit,
@@ -25,7 +25,7 @@ from orchestrator.sequence.sequence import (
 )
 from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import (
-    ENDED,
+    END_OF_BRANCH,
     CloseSequence,
     DraftNow,
     DraftTree,
@@ -179,14 +179,14 @@ class FakeDrafter:
         for depth in range(1, message.count + 1):
             token = self._next_or_end(branch)
             branch.append(max(token, 0))
-            last = depth == message.count or token == ENDED
+            last = depth == message.count or token == END_OF_BRANCH
             yield self._layer(message, depth, outcome, [token], last=last)
             if last:
                 return
 
     def _next_or_end(self, branch: Tokens) -> int:
         unsure = self._skill < 1.0 and self._random.random() < 0.05
-        return ENDED if unsure else self._guess(branch)
+        return END_OF_BRANCH if unsure else self._guess(branch)
 
     def _layer(
         self,
@@ -226,7 +226,7 @@ class Stack:
         max_draft: int = 64,
         drafter_context: int = 0,
         draft_ms: float = 1.0,
-        estimates: Estimates | None = None,
+        estimates: CostModel | None = None,
         sampling: Sampling | None = None,
     ) -> None:
         self.random = Random(seed)  # noqa: S311  # no secret depends on it
@@ -247,13 +247,13 @@ class Stack:
         self.actions: list[Action] = []
         self.foreseen: dict[tuple[int, int], Verify] = {}
         self.now = 0.0
-        self.estimates = estimates or Estimates()
+        self.estimates = estimates or CostModel()
         self.sequence = Sequence(
             number=1,
             prompt=prompt,
             sampling=sampling or Sampling(),
             limits=limits,
-            plan=Plan(mode, self.estimates, lookahead, budget),
+            plan=Planner(mode, self.estimates, lookahead, budget),
             recorder=Recorder(0.0),
         )
 

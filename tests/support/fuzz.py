@@ -26,10 +26,10 @@ with atheris.instrument_imports(  # pyright: ignore[reportAttributeAccessIssue]
     from protocol.decoding.vocabulary import vocabulary_of
     from protocol.errors import ModelError, ProtocolError, UsageError
     from protocol.transport.codec import Decoder, encode
-    from protocol.transport.framing import Frames
+    from protocol.transport.framing import FrameReader
     from services.gateway import parse
     from services.gateway import schema as fields
-    from services.gateway.errors import Fault
+    from services.gateway.errors import ApiError
     from services.mlx import loader
     from services.tools import gguf
 
@@ -74,7 +74,7 @@ class Cutter(Protocol[Part_co]):
 def stream(data: bytes) -> None:
     """A program's output, in two pieces: messages, lines, or a ProtocolError."""
     decoder: Decoder[messages.FromDrafter] = Decoder(messages.FromDrafter)
-    _read(Frames(), decoder.decode, data)
+    _read(FrameReader(), decoder.decode, data)
     _read(line_protocol.Lines(), line_protocol.read_tokens, data)
 
 
@@ -95,7 +95,7 @@ def http(data: bytes) -> None:
         lambda: parse.chat(parse.read(data, fields.ChatRequest), sampling),
         lambda: parse.completion(parse.read(data, fields.CompletionRequest), sampling),
     ):
-        with contextlib.suppress(Fault, UsageError, ProtocolError):
+        with contextlib.suppress(ApiError, UsageError, ProtocolError):
             encode(asked())
 
 
@@ -193,9 +193,9 @@ def seeds(target: str) -> list[bytes]:
     if target in {"http", "asked"}:
         return list(BODIES)
     if target == "stream":
-        return [b"READY\nTOKENS 1,2,3 4.5ms\nOK\n", encode(messages.Alive(3)) * 2]
+        return [b"READY\nTOKENS 1,2,3 4.5ms\nOK\n", encode(messages.Heartbeat(3)) * 2]
     return [
-        encode(messages.Alive(3)),
+        encode(messages.Heartbeat(3)),
         encode(messages.Generate(request=1, tokens=[1, 2, 3])),
         encode(messages.Verify(sequence=1, round=2, position=3, chain=[4, 5])),
         encode(

@@ -16,7 +16,7 @@ import msgpack
 KIND = sys.argv[1]
 HELLO = {
     "type": "hello",
-    "protocol": 1,
+    "protocol": 2,
     "role": "verifier" if KIND == "role" else "drafter",
     "pid": 1,
     "backend": "hostile",
@@ -69,7 +69,7 @@ def absurd(tree: dict[str, Any]) -> list[dict[str, Any]]:
         tree | {"depth": 2**40},
         tree | {"outcomes": wild, "tokens": [2**31 - 1] * 4, "confidences": [1.0] * 4},
         tree | {"tokens": [1, 2, 3], "draft_ms": float("nan")},
-        tree | {"laws": [{"tokens": [1], "probabilities": [0.1]}], "draft_ms": -1e300},
+        tree | {"distributions": [{"tokens": [1], "probabilities": [0.1]}], "draft_ms": -1e300},
         {"type": "prefilled", "sequence": sequence, "length": -3, "prefill_ms": 0.0},
         tree | {"round": number + 1},
         tree | {"sequence": 2**60},

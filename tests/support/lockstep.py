@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from orchestrator.learning.cost_model import Estimates
+from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
-from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import Action, Sequence, ToDrafter, ToVerifier
 from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import (
@@ -49,7 +49,7 @@ class Lockstep:
             prompt=prompt,
             sampling=sampling,
             limits=limits,
-            plan=Plan("ssd", Estimates(), lookahead),
+            plan=Planner("ssd", CostModel(), lookahead),
             recorder=Recorder(0.0),
         )
         self._do(self.sequence.drafter_up(0))

@@ -13,18 +13,18 @@ from random import Random
 import msgspec
 import numpy as np
 
-from orchestrator.learning.cost_model import Estimates
+from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
-from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import Action, Emit, Foresee, Sequence, ToDrafter, ToVerifier
 from orchestrator.telemetry.recorder import Recorder
-from protocol.decoding.rejection import verified
+from protocol.decoding.rejection import verify_draft
 from protocol.decoding.sampler import Floats, choose
 from protocol.decoding.sampling_params import by_rejection, of_drafter
 from protocol.messages import (
     CloseSequence,
-    DraftLaw,
+    DraftDistribution,
     DraftTree,
     FromService,
     Mode,
@@ -37,10 +37,10 @@ from protocol.messages import (
 from services.drafter.backends.base import (
     NO_TURN,
     BackendIdentity,
-    Drafted,
-    Layer,
+    DraftedToken,
     Outcome,
-    Turn,
+    RoundOptions,
+    TreeLayer,
 )
 from services.drafter.drafter import Drafter
 from services.sampling.candidates import best_bonuses, best_of, drafted
@@ -91,8 +91,13 @@ class MarkovBackend:
         self._tokens[base:] = tokens
 
     def prepare(
-        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
-    ) -> Generator[Layer]:
+        self,
+        sequence: int,
+        chain: Tokens,
+        fan_out: list[int],
+        depth: int,
+        turn: RoundOptions = NO_TURN,
+    ) -> Generator[TreeLayer]:
         roots = []
         for accepted, wanted in enumerate(fan_out):
             position = len(self._tokens) + accepted + 1
@@ -106,17 +111,17 @@ class MarkovBackend:
             found = self._next(tokens, at, turn)
             tokens = [one.token for one in found]
             laws = [one.law for one in found if one.law.tokens]
-            yield Layer(roots, tokens, [one.confidence for one in found], laws)
+            yield TreeLayer(roots, tokens, [one.confidence for one in found], laws)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
-    ) -> Generator[Drafted]:
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+    ) -> Generator[DraftedToken]:
         for level in range(count):
             [found] = self._next([pending], [len(self._tokens) + 1 + level], turn)
             yield found
             pending = found.token
 
-    def _next(self, tokens: Tokens, positions: list[int], turn: Turn) -> list[Drafted]:
+    def _next(self, tokens: Tokens, positions: list[int], turn: RoundOptions) -> list[DraftedToken]:
         return drafted(best_of(DRAFT[tokens], self._width, None), positions, self._sampling, turn)
 
     def close(self, sequence: int) -> None:
@@ -126,19 +131,19 @@ class MarkovBackend:
 def spoilt(tree: DraftTree, random: Random) -> DraftTree:
     """What a hostile drafter makes of it: no law fits its token."""
 
-    def worse(law: DraftLaw, token: int) -> DraftLaw:
+    def worse(law: DraftDistribution, token: int) -> DraftDistribution:
         return random.choice(
             [
-                DraftLaw(law.tokens, law.probabilities[:-1]),
-                DraftLaw([t + 1000 for t in law.tokens], law.probabilities),
-                DraftLaw(law.tokens, [0.9 for _ in law.tokens]),
-                DraftLaw([*law.tokens, token], [*law.probabilities, 0.0]),
-                DraftLaw([*law.tokens, 10**6], [*law.probabilities, 0.0]),
+                DraftDistribution(law.tokens, law.probabilities[:-1]),
+                DraftDistribution([t + 1000 for t in law.tokens], law.probabilities),
+                DraftDistribution(law.tokens, [0.9 for _ in law.tokens]),
+                DraftDistribution([*law.tokens, token], [*law.probabilities, 0.0]),
+                DraftDistribution([*law.tokens, 10**6], [*law.probabilities, 0.0]),
             ]
         )
 
-    laws = [worse(law, token) for law, token in zip(tree.laws, tree.tokens, strict=True)]
-    return msgspec.structs.replace(tree, laws=laws)
+    laws = [worse(law, token) for law, token in zip(tree.distributions, tree.tokens, strict=True)]
+    return msgspec.structs.replace(tree, distributions=laws)
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,7 @@ class Answering:
         self._drafter = Drafter(MarkovBackend(setting.width))
         self._work: Iterator[FromService | None] = iter(())
         self.answer: Tokens = []
-        estimates = Estimates()
+        estimates = CostModel()
         # Costs at which it depends on the drafter's confidence what is worth verifying.
         for tokens in range(1, 7):
             estimates.verify_cost.observe(tokens, 10.0 + 5.0 * (tokens - 1))
@@ -180,7 +185,7 @@ class Answering:
             prompt=list(setting.prompt),
             sampling=self._sampling,
             limits=Limits(64, frozenset(), 0, SIZE),
-            plan=Plan(
+            plan=Planner(
                 setting.mode,
                 estimates,
                 setting.lookahead,
@@ -237,12 +242,12 @@ class Answering:
         assert verify.position == len(self._kv)
         rows, draft = TARGET[verify.chain], verify.chain[1:]
         if by_rejection(self._sampling):
-            assert len(verify.laws) in (0, len(draft))
-            accepted, bonus = verified(
-                rows, draft, verify.laws, verify.position + 1, self._sampling
+            assert len(verify.distributions) in (0, len(draft))
+            accepted, bonus = verify_draft(
+                rows, draft, verify.distributions, verify.position + 1, self._sampling
             )
         else:
-            assert verify.laws == []
+            assert verify.distributions == []
             first = verify.position + 1
             chosen = choose(rows, range(first, first + len(rows)), self._sampling)
             accepted = accepted_length(draft, chosen)

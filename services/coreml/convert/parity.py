@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.decoding.sampler import Floats, Ids
 from protocol.errors import UsageError
-from protocol.jobs.convert import TIE, Acceptance, Agreement, Difference, Route
+from protocol.jobs.convert import TIE, Agreement, Difference, DraftAcceptance, Route
 from protocol.messages import Tokens
 from services.coreml.model import ConvertedModel, chain_feed
 from services.mlx.lm_head import trim_head
@@ -30,7 +30,7 @@ class Text(NamedTuple):
     answer: Tokens
 
 
-class Laws(NamedTuple):
+class ParityDistributions(NamedTuple):
     """A model's logits at every compared position."""
 
     rows: Floats
@@ -46,7 +46,7 @@ class Laws(NamedTuple):
         return spread
 
 
-class Judge:
+class ParityModel:
     """A model under mlx-lm: writes texts, and gives its laws after any."""
 
     def __init__(self, folder: Path) -> None:
@@ -66,7 +66,7 @@ class Judge:
             answer += fed
         return Text(prompt, answer)
 
-    def laws(self, texts: list[Text]) -> Laws:
+    def distributions(self, texts: list[Text]) -> ParityDistributions:
         """After the prompt and after each token of the answer but the last."""
         rows = []
         for text in texts:
@@ -74,7 +74,7 @@ class Judge:
             logits = self._module(whole, cache=make_prompt_cache(self._module))[0]
             wanted = logits[len(text.prompt) - 1 :, : len(self._ids)].astype(mx.float32)
             rows.append(np.array(wanted))
-        return Laws(np.concatenate(rows), self._ids)
+        return ParityDistributions(np.concatenate(rows), self._ids)
 
 
 def fitted(prompts: list[Tokens], slots: int, count: int) -> list[Tokens]:
@@ -111,7 +111,7 @@ def _next_call(model: ConvertedModel, route: Route, start: int, unheard: int) ->
     return name, min(limit, unheard) if name == "prefill" else limit
 
 
-def agreement(laws: Laws, tops: list[Top]) -> Agreement:
+def agreement(laws: ParityDistributions, tops: list[Top]) -> Agreement:
     """How near the package is to the model."""
     best = np.sort(laws.rows, axis=1)[:, -2:]
     margins = best[:, 1] - best[:, 0]
@@ -139,7 +139,7 @@ def agreement(laws: Laws, tops: list[Top]) -> Agreement:
     )
 
 
-def _divergence(laws: Laws, tops: list[Top]) -> float:
+def _divergence(laws: ParityDistributions, tops: list[Top]) -> float:
     """Mean KL(model || package) over the reported tokens, all others taken together."""
     totals = np.logaddexp.reduce(laws.rows.astype(np.float64), axis=1)
     column = {int(token): index for index, token in enumerate(laws.ids)}
@@ -153,7 +153,7 @@ def _divergence(laws: Laws, tops: list[Top]) -> float:
     return float(np.mean(found))
 
 
-def acceptance(target: Laws, vocabulary: int, tops: list[Top]) -> Acceptance:
+def acceptance(target: ParityDistributions, vocabulary: int, tops: list[Top]) -> DraftAcceptance:
     """What the target would accept of drafts from these candidates."""
     p = target.probabilities(vocabulary)
     chosen = target.ids[target.rows.argmax(axis=1)]
@@ -162,10 +162,10 @@ def acceptance(target: Laws, vocabulary: int, tops: list[Top]) -> Acceptance:
         np.minimum(row[top.ids[0]], np.exp(top.logits[0] - top.totals[0])).sum()
         for row, top in zip(p, tops, strict=True)
     ]
-    return Acceptance(greedy=float(greedy.mean()), sampled=float(np.mean(overlap)))
+    return DraftAcceptance(greedy=float(greedy.mean()), sampled=float(np.mean(overlap)))
 
 
-def tops_of(laws: Laws, width: int) -> list[Top]:
+def tops_of(laws: ParityDistributions, width: int) -> list[Top]:
     """The model's own candidates, as a package would report them."""
     columns = np.argsort(-laws.rows, axis=1)[:, :width]
     logits = np.take_along_axis(laws.rows, columns, axis=1)

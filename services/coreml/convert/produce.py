@@ -82,8 +82,8 @@ def _compared(settings: ConvertSettings, folder: Path, found: Converted) -> Conv
     say(Step("comparing", 0.0))
     model = open_model(folder, settings.compute_units)
     prompts = parity.fitted(_prompts(settings), model.slots, settings.tokens)
-    source = parity.Judge(Path(settings.model))
-    target = parity.Judge(Path(settings.target)) if settings.target else None
+    source = parity.ParityModel(Path(settings.model))
+    target = parity.ParityModel(Path(settings.target)) if settings.target else None
     author = target or source
     if author.vocabulary.fingerprint != source.vocabulary.fingerprint:
         raise ModelError(f"{settings.target!r} does not share the vocabulary of the model")
@@ -91,19 +91,19 @@ def _compared(settings: ConvertSettings, folder: Path, found: Converted) -> Conv
     for number, prompt in enumerate(prompts):
         texts.append(author.answer(prompt, settings.tokens))
         say(Step("writing the answers", 0.3 * (number + 1) / len(prompts)))
-    laws = source.laws(texts)
+    distributions = source.distributions(texts)
     say(Step("comparing by tree", 0.35))
     tops = parity.candidates(model, texts)
-    agreed = parity.agreement(laws, tops)
+    agreed = parity.agreement(distributions, tops)
     routes = {"tree": agreed} if settings.all_routes else {}
     for route in ROUTES[1:] if settings.all_routes else ():
         say(Step(f"comparing by {route}", 0.6))
-        routes[route] = parity.agreement(laws, parity.candidates(model, texts, route))
+        routes[route] = parity.agreement(distributions, parity.candidates(model, texts, route))
     draft = own = None
     if target is not None:
-        judged, size = target.laws(texts), target.vocabulary.size
+        judged, size = target.distributions(texts), target.vocabulary.size
         draft = parity.acceptance(judged, size, tops)
-        own = parity.acceptance(judged, size, parity.tops_of(laws, tops[0].ids.shape[1]))
+        own = parity.acceptance(judged, size, parity.tops_of(distributions, tops[0].ids.shape[1]))
     say(Step("compared", 1.0))
     return msgspec.structs.replace(
         found,

@@ -18,7 +18,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from protocol.messages import DraftLaw, Sampling, Tokens
+from protocol.messages import DraftDistribution, Sampling, Tokens
 
 
 class Outcome(NamedTuple):
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     bonus: int
 
 
-class Turn(NamedTuple):
+class RoundOptions(NamedTuple):
     """What a backend that draws tokens at random needs to know of a round; others ignore it."""
 
     number: int = 0
@@ -40,20 +40,20 @@ class Turn(NamedTuple):
     add to its positions where the noise of a position is asked for."""
 
 
-NO_TURN = Turn()
+NO_TURN = RoundOptions()
 
 
-class Drafted(NamedTuple):
-    """One draft token, and how sure the backend is of it (see `Layer.confidences`)."""
+class DraftedToken(NamedTuple):
+    """One draft token, and how sure the backend is of it (see `TreeLayer.confidences`)."""
 
     token: int
     confidence: float
-    law: DraftLaw = DraftLaw()
+    law: DraftDistribution = DraftDistribution()
     """What the token was drawn from; without tokens, as here, it was not drawn."""
 
 
 @dataclass(frozen=True)
-class Layer:
+class TreeLayer:
     """One depth of all branches."""
 
     outcomes: list[Outcome]
@@ -63,7 +63,7 @@ class Layer:
     confidences: list[float]
     """How sure the backend is of each of these tokens, 0 to 1; a rough guess will do, since
     the orchestrator learns how often tokens of a given confidence are accepted."""
-    laws: list[DraftLaw] = field(default_factory=list)
+    distributions: list[DraftDistribution] = field(default_factory=list)
     """What each of these tokens was drawn from; empty if none was drawn."""
 
 
@@ -100,8 +100,13 @@ class DraftBackend(Protocol):
         ...
 
     def prepare(
-        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
-    ) -> Generator[Layer | None]:
+        self,
+        sequence: int,
+        chain: Tokens,
+        fan_out: list[int],
+        depth: int,
+        turn: RoundOptions = NO_TURN,
+    ) -> Generator[TreeLayer | None]:
         """Branches for the outcomes of verifying `chain`, one depth at a time.
 
         `chain[0]` is the pending token, which follows the committed ones; the target is
@@ -113,8 +118,8 @@ class DraftBackend(Protocol):
         ...
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
-    ) -> Generator[Drafted | None]:
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+    ) -> Generator[DraftedToken | None]:
         """Up to `count` draft tokens after the pending token, one at a time."""
         ...
 

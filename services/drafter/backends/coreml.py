@@ -16,13 +16,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from protocol.decoding.logits_processor import Shaper
+from protocol.decoding.logits_processor import LogitsProcessor
 from protocol.decoding.sampling_params import of_drafter
 from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
 from services.coreml.model import ConvertedModel, Feed, chain_feed
 from services.coreml.runtime.executor import State
-from services.drafter.backends.base import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
+from services.drafter.backends.base import (
+    NO_TURN,
+    BackendIdentity,
+    DraftedToken,
+    Outcome,
+    RoundOptions,
+    TreeLayer,
+)
 from services.sampling.candidates import Top, best_bonuses, drafted, shaped
 
 MAX_DRAFT_TOKENS = 64
@@ -38,7 +45,7 @@ class _Sequence:
     """The trunk: token i's keys and values are in slot i."""
     tops: dict[int, Top] = field(default_factory=dict)
     """Position -> candidates after it, for the trunk's recent tokens."""
-    shaper: Shaper | None = None
+    shaper: LogitsProcessor | None = None
     """After `fed`, if the request shapes logits."""
 
 
@@ -76,7 +83,7 @@ class CoremlBackend:
         state = self._model.new_state()
         opened = _Sequence(state, of_drafter(sampling), list(tokens))
         if sampling.shape is not None:
-            opened.shaper = Shaper(sampling.shape, self._model.folder, [])
+            opened.shaper = LogitsProcessor(sampling.shape, self._model.folder, [])
         fits = len(tokens) <= self._model.slots
         for call in self._calls(0, len(tokens) if fits else 0, rows=0):
             self._feed(opened, call, tokens)
@@ -91,8 +98,13 @@ class CoremlBackend:
         known.committed[base:] = tokens
 
     def prepare(
-        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
-    ) -> Generator[Layer]:
+        self,
+        sequence: int,
+        chain: Tokens,
+        fan_out: list[int],
+        depth: int,
+        turn: RoundOptions = NO_TURN,
+    ) -> Generator[TreeLayer]:
         """Fork every row of the chain, then grow all branches depth by depth.
 
         A sequence that has outgrown the state is not drafted for any more.
@@ -118,11 +130,11 @@ class CoremlBackend:
                 found += drafted(top, [position], known.sampling, turn)
             tokens = [draft.token for draft in found]
             laws = [draft.law for draft in found if draft.law.tokens]
-            yield Layer(roots, tokens, [draft.confidence for draft in found], laws)
+            yield TreeLayer(roots, tokens, [draft.confidence for draft in found], laws)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
-    ) -> Generator[Drafted]:
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+    ) -> Generator[DraftedToken]:
         """One continuation on the trunk, one token per call."""
         known = self._known(sequence)
         tail = [pending]
@@ -187,13 +199,13 @@ class CoremlBackend:
         known.fed += tokens
         known.tops.update(enumerate(self._shaped(known.shaper, tokens, tops), start))
 
-    def _shaped(self, shaper: Shaper | None, tokens: Tokens, tops: list[Top]) -> list[Top]:
+    def _shaped(self, shaper: LogitsProcessor | None, tokens: Tokens, tops: list[Top]) -> list[Top]:
         return shaped(shaper, tokens, tops, self.identity.vocabulary_size)
 
     # ------------------------------------------------------------ the tree
 
     def _fork(
-        self, known: _Sequence, chain: Tokens, fan_out: list[int], turn: Turn
+        self, known: _Sequence, chain: Tokens, fan_out: list[int], turn: RoundOptions
     ) -> list[Outcome]:
         """The outcomes to prepare for: the best bonus tokens at each acceptance length."""
         roots: list[Outcome] = []
@@ -238,7 +250,7 @@ class CoremlBackend:
         return tops
 
 
-def _branched(trunk: Shaper | None, lengths: list[int]) -> list[Shaper | None]:
+def _branched(trunk: LogitsProcessor | None, lengths: list[int]) -> list[LogitsProcessor | None]:
     """A shaper for each branch, after so many of the trunk's tokens."""
     return [None if trunk is None else trunk.branch(length) for length in lengths]
 

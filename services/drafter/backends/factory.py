@@ -9,7 +9,7 @@ from services.drafter.backends.base import DraftBackend
 from services.mlx.blas import load_blas
 
 
-def start(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
+def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
     """The backend that the settings name, its model loaded.
 
     Raises:
@@ -21,12 +21,12 @@ def start(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
             load_blas(settings.threads)
             # MLX must be imported after the BLAS is in place, and only where it computes.
             from services.drafter.backends.mlx import MlxBackend  # noqa: PLC0415
-            from services.kv.prefix_cache import PromptCache  # noqa: PLC0415
+            from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
             from services.mlx.device import bind  # noqa: PLC0415
             from services.runtime.warmup import warm_drafter  # noqa: PLC0415
 
             unit = bind(settings.device)
-            prompts = PromptCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
+            prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
             folder, step = Path(settings.model), settings.prefill_step_size
             backend = MlxBackend(folder, step, unit, prompts)
             if unit != "cpu":

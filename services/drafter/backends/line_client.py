@@ -20,8 +20,15 @@ from protocol.errors import (
 from protocol.messages import Sampling, Tokens
 from protocol.transport.channel import Deadline
 from protocol.transport.pipes import READ_BYTES, readable, write_all
-from services.drafter.backends.base import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
-from services.drafter.relay.process import Program
+from services.drafter.backends.base import (
+    NO_TURN,
+    BackendIdentity,
+    DraftedToken,
+    Outcome,
+    RoundOptions,
+    TreeLayer,
+)
+from services.drafter.relay.process import DrafterProcess
 from services.drafter.server.line_protocol import MAX_DRAFT_TOKENS, Lines, read_tokens
 
 _CONFIDENCE = 0.5
@@ -36,7 +43,9 @@ class LineBackend:
         BackendLost: it ended, hung, or said something else.
     """
 
-    def __init__(self, program: Program, ready_timeout_s: float, answer_timeout_s: float) -> None:
+    def __init__(
+        self, program: DrafterProcess, ready_timeout_s: float, answer_timeout_s: float
+    ) -> None:
         self._program = program
         self._timeout_s = answer_timeout_s
         self._lines = Lines()
@@ -80,8 +89,13 @@ class LineBackend:
         self._committed[base:] = tokens
 
     def prepare(
-        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
-    ) -> Generator[Layer | None]:
+        self,
+        sequence: int,
+        chain: Tokens,
+        fan_out: list[int],
+        depth: int,
+        turn: RoundOptions = NO_TURN,
+    ) -> Generator[TreeLayer | None]:
         """The one outcome that its continuation names, and the rest as that branch."""
         del turn
         continuation = yield from self._after(sequence, chain[0], len(chain) + depth)
@@ -93,16 +107,16 @@ class LineBackend:
             return
         outcome = [Outcome(agreed, continuation[agreed])]
         for token in continuation[agreed + 1 : agreed + 1 + depth]:
-            yield Layer(outcome, [token], [_CONFIDENCE])
+            yield TreeLayer(outcome, [token], [_CONFIDENCE])
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
-    ) -> Generator[Drafted | None]:
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+    ) -> Generator[DraftedToken | None]:
         """Its continuation of the pending token."""
         del turn
         continuation = yield from self._after(sequence, pending, count)
         for token in continuation[:count]:
-            yield Drafted(token, _CONFIDENCE)
+            yield DraftedToken(token, _CONFIDENCE)
 
     def close(self, sequence: int) -> None:
         """Forget the sequence; the next one resets the context."""

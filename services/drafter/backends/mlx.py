@@ -26,19 +26,26 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from protocol.decoding.logits_processor import Shaper, along
+from protocol.decoding.logits_processor import LogitsProcessor, along
 from protocol.decoding.sampling_params import is_greedy, of_drafter
 from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
 from services.batching.forward import Batcher, most_rows
-from services.batching.packing import takes_parts
-from services.batching.prefill import Pacer
-from services.drafter.backends.base import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
+from services.batching.packing import supports_packing
+from services.batching.prefill import ChunkSizer
+from services.drafter.backends.base import (
+    NO_TURN,
+    BackendIdentity,
+    DraftedToken,
+    Outcome,
+    RoundOptions,
+    TreeLayer,
+)
 from services.drafter.backends.tree import Tree, common_length, scratch_positions, visible
 from services.drafter.backends.trunk import Trunk
 from services.kv.cache import KVStore, windows_of
-from services.kv.prefix_cache import Held, PromptCache
-from services.mlx.fused_linear import join_siblings
+from services.kv.prefix_cache import CachedPrefix, PrefixCache
+from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import compute_unit, load
 from services.mlx.rope import allow_branches, use_tables
@@ -60,10 +67,10 @@ class MlxBackend:
         folder: Path,
         prefill_step_size: int,
         unit: str = "",
-        prompts: PromptCache | None = None,
+        prompts: PrefixCache | None = None,
     ) -> None:
         loaded = load(folder)
-        self._prompts = prompts if prompts is not None else PromptCache()
+        self._prompts = prompts if prompts is not None else PrefixCache()
         self._model = loaded.module
         if compute_unit() == "cpu":
             use_tables(self._model)
@@ -71,11 +78,11 @@ class MlxBackend:
         self._folder = folder
         self._windows = windows_of(self._model)
         self._head_ids = trim_head(self._model, folder)
-        self._pacer = Pacer(prefill_step_size)
+        self._pacer = ChunkSizer(prefill_step_size)
         self._bucketed = compute_unit() == "cuda"
         if self._bucketed:
-            join_siblings(self._model)
-        shares = takes_parts(self._model, self._windows, bucketed=self._bucketed)
+            fuse_linears(self._model)
+        shares = supports_packing(self._model, self._windows, bucketed=self._bucketed)
         self._batcher = Batcher(self._model, most_rows() if shares else 0)
         self._on_gpu = compute_unit() != "cpu"
         self._sequences: dict[int, Trunk] = {}
@@ -94,7 +101,7 @@ class MlxBackend:
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Prefill in chunks; may be abandoned between two."""
-        running = [Held(known.tokens, known.store) for known in self._sequences.values()]
+        running = [CachedPrefix(known.tokens, known.store) for known in self._sequences.values()]
         store = self._prompts.fork(tokens, running)
         if store is None:
             store = KVStore(self._windows, bucketed=self._bucketed)
@@ -111,7 +118,7 @@ class MlxBackend:
         opened.tokens = list(tokens)
         opened.committed = len(tokens)
         if sampling.shape is not None:
-            opened.shaper = Shaper(sampling.shape, self._folder, tokens, self._head_ids)
+            opened.shaper = LogitsProcessor(sampling.shape, self._folder, tokens, self._head_ids)
         self._sequences[sequence] = opened
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
@@ -124,8 +131,13 @@ class MlxBackend:
         known.committed = base + len(tokens)
 
     def prepare(
-        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
-    ) -> Generator[Layer | None]:
+        self,
+        sequence: int,
+        chain: Tokens,
+        fan_out: list[int],
+        depth: int,
+        turn: RoundOptions = NO_TURN,
+    ) -> Generator[TreeLayer | None]:
         """Fork every row of the chain, then grow all branches depth by depth."""
         known = self._known(sequence)
         width = self._width(known.sampling, max(fan_out, default=0) + 1)
@@ -141,11 +153,11 @@ class MlxBackend:
             grown = yield from self._grow(known, tree, roots, tokens, turn)
             tokens = [draft.token for draft in grown]
             laws = [draft.law for draft in grown if draft.law.tokens]
-            yield Layer(roots, tokens, [draft.confidence for draft in grown], laws)
+            yield TreeLayer(roots, tokens, [draft.confidence for draft in grown], laws)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
-    ) -> Generator[Drafted | None]:
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+    ) -> Generator[DraftedToken | None]:
         """One continuation on the trunk, one token per forward."""
         known = self._known(sequence)
         width = self._width(known.sampling, 1)
@@ -162,7 +174,7 @@ class MlxBackend:
         """Free the KV, but for what another sequence may take from it."""
         known = self._sequences.pop(sequence, None)
         if known is not None:
-            self._prompts.keep(Held(known.tokens, known.store))
+            self._prompts.keep(CachedPrefix(known.tokens, known.store))
 
     # ------------------------------------------------------------ the trunk
 
@@ -249,8 +261,8 @@ class MlxBackend:
     # ------------------------------------------------------------ the tree
 
     def _grow(
-        self, known: Trunk, tree: Tree, roots: list[Outcome], tokens: Tokens, turn: Turn
-    ) -> Generator[None, None, list[Drafted]]:
+        self, known: Trunk, tree: Tree, roots: list[Outcome], tokens: Tokens, turn: RoundOptions
+    ) -> Generator[None, None, list[DraftedToken]]:
         """Feed one token per branch; returns the next token of each."""
         depth, count = len(tree.fed), len(roots)
         trunk = len(known.tokens)
@@ -273,7 +285,7 @@ class MlxBackend:
 
     # ------------------------------------------------------------ the head
 
-    def _rows(self, logits: mx.array, shaper: Shaper | None) -> Any:
+    def _rows(self, logits: mx.array, shaper: LogitsProcessor | None) -> Any:
         """[rows, head] without the columns of a padded head that stand for no token."""
         rows = logits[:, : self._head_size]
         if self._on_gpu and shaper is None:

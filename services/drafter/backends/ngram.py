@@ -12,11 +12,18 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from protocol.decoding.logits_processor import Shaper
+from protocol.decoding.logits_processor import LogitsProcessor
 from protocol.decoding.prompt_lookup import continuation, successors
 from protocol.errors import ProtocolError
-from protocol.messages import ENDED, Sampling, Shape, Tokens
-from services.drafter.backends.base import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
+from protocol.messages import END_OF_BRANCH, LogitsOptions, Sampling, Tokens
+from services.drafter.backends.base import (
+    NO_TURN,
+    BackendIdentity,
+    DraftedToken,
+    Outcome,
+    RoundOptions,
+    TreeLayer,
+)
 
 MAX_DRAFT_TOKENS = 64
 
@@ -25,7 +32,7 @@ MAX_DRAFT_TOKENS = 64
 class _Sequence:
     tokens: Tokens
     """What is committed."""
-    shaper: Shaper | None
+    shaper: LogitsProcessor | None
     """After these tokens, if the request shapes logits."""
 
     def possible(self, sure: Tokens, draft: Tokens) -> int:
@@ -59,10 +66,10 @@ class NgramBackend:
         self._sequences[sequence] = _Sequence(list(tokens), shaper)
         yield
 
-    def _shaper(self, shape: Shape, tokens: Tokens) -> Shaper:
+    def _shaper(self, shape: LogitsOptions, tokens: Tokens) -> LogitsProcessor:
         if self._folder is None:
-            return Shaper(replace(shape, grammar=""), Path(), tokens)
-        return Shaper(shape, self._folder, tokens)
+            return LogitsProcessor(replace(shape, grammar=""), Path(), tokens)
+        return LogitsProcessor(shape, self._folder, tokens)
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
         """Rewind to `base` and append."""
@@ -75,8 +82,13 @@ class NgramBackend:
             known.shaper.extend(tokens)
 
     def prepare(
-        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
-    ) -> Generator[Layer]:
+        self,
+        sequence: int,
+        chain: Tokens,
+        fan_out: list[int],
+        depth: int,
+        turn: RoundOptions = NO_TURN,
+    ) -> Generator[TreeLayer]:
         """One branch per distinct continuation found after each prefix of the chain."""
         del turn  # nothing is drawn
         known = self._known(sequence)
@@ -96,19 +108,19 @@ class NgramBackend:
                     drafts.append(draft)
                     confidences.append(confidence)
         for level in range(max(map(len, drafts), default=0)):
-            tokens = [draft[level] if level < len(draft) else ENDED for draft in drafts]
-            yield Layer(outcomes, tokens, confidences)
+            tokens = [draft[level] if level < len(draft) else END_OF_BRANCH for draft in drafts]
+            yield TreeLayer(outcomes, tokens, confidences)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
-    ) -> Generator[Drafted]:
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+    ) -> Generator[DraftedToken]:
         """The continuation of the latest similar place."""
         del turn
         known = self._known(sequence)
         possible = partial(known.possible, [pending])
         draft, confidence = continuation([*known.tokens, pending], count, possible)
         for token in draft:
-            yield Drafted(token, confidence)
+            yield DraftedToken(token, confidence)
 
     def close(self, sequence: int) -> None:
         """Forget the tokens."""

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from protocol.decoding.logits_processor import Shaper, along
+from protocol.decoding.logits_processor import LogitsProcessor, along
 from protocol.messages import Tokens
 from services.drafter.backends.base import Outcome
 
@@ -24,11 +24,11 @@ class Tree:
     """First scratch slot of each depth."""
     logits: list[Any]
     """Per depth, [branches, head] logits after it, shaped: numpy's on a CPU, else MLX's."""
-    shapers: list[Shaper] = field(default_factory=list)
+    shapers: list[LogitsProcessor] = field(default_factory=list)
     """Per branch, after its last fed token, if the request shapes logits."""
 
     def shaped(
-        self, trunk: Shaper | None, forks: npt.NDArray[np.int64], tokens: Tokens, rows: Any
+        self, trunk: LogitsProcessor | None, forks: npt.NDArray[np.int64], tokens: Tokens, rows: Any
     ) -> Any:
         """The next depth's logits as tokens are drawn from them.
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from protocol.decoding.logits_processor import Shaper
+from protocol.decoding.logits_processor import LogitsProcessor
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import Outcome
 from services.drafter.backends.tree import Tree
@@ -27,7 +27,7 @@ class Trunk:
     tops: dict[int, Top] = field(default_factory=dict)
     """Position -> candidates after it (one row), for the recent tokens."""
     tree: Tree | None = None
-    shaper: Shaper | None = None
+    shaper: LogitsProcessor | None = None
     """After these tokens, if the request shapes logits."""
 
     def cut(self, length: int) -> None:
@@ -42,7 +42,7 @@ class Trunk:
     def fork(self, chain: Tokens, fan_out: list[int], shift: int) -> list[Outcome]:
         """The outcomes to prepare for: the best bonus tokens at each acceptance length.
 
-        `shift` is `Turn.shift`.
+        `shift` is `RoundOptions.shift`.
         """
         roots: list[Outcome] = []
         for accepted, wanted in enumerate(fan_out[: len(chain)]):

@@ -6,7 +6,7 @@ from protocol.messages import FromDrafter, ToService
 from protocol.transport.channel import Poller
 
 
-class FarEnd(Protocol):
+class DrafterPeer(Protocol):
     """A drafter elsewhere, and the way to it."""
 
     backend: str

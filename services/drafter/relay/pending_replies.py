@@ -11,12 +11,12 @@ import msgspec
 
 from protocol.errors import ProtocolError
 from protocol.messages import (
-    Alive,
     CloseSequence,
     DraftNow,
     DraftTree,
     Failed,
     FromDrafter,
+    Heartbeat,
     Hello,
     OpenSequence,
     Prefilled,
@@ -54,7 +54,7 @@ class _Sequence:
 
 
 @dataclass
-class Dues:
+class PendingReplies:
     """The books of one program."""
 
     prefill_s: float
@@ -94,7 +94,7 @@ class Dues:
         match message:
             case Hello():
                 raise ProtocolError("a second Hello")
-            case Alive():
+            case Heartbeat():
                 self._lives(now)
                 return None
             case Prefilled() | Failed() | DraftTree():

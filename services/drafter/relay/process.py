@@ -19,7 +19,7 @@ from typing import IO, NoReturn
 import psutil
 
 from protocol.errors import UsageError
-from protocol.process.closeable import Closing
+from protocol.process.closeable import Closeable
 from protocol.transport.channel import Deadline
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _LOG_WINDOW_S = 60.0
 _GUARD = 'read -r _; kill -s TERM -- "-$1" && sleep 0.3 && kill -s KILL -- "-$1"'
 
 
-class Program(Closing):
+class DrafterProcess(Closeable):
     """A running program; raises UsageError if it cannot be started."""
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -118,15 +118,15 @@ class Program(Closing):
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str]) -> Iterator[Program]:
-    """A program that is ended with us, by SIGTERM too; errors as for `Program`."""
+def started(command: Sequence[str]) -> Iterator[DrafterProcess]:
+    """A program that is ended with us, by SIGTERM too; errors as for `DrafterProcess`."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         del number, frame
         raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, leave)
-    with Program(command) as program:
+    with DrafterProcess(command) as program:
         try:
             yield program
         finally:

@@ -17,12 +17,12 @@ from protocol.errors import (
 )
 from protocol.messages import (
     PROTOCOL_VERSION,
-    Alive,
     CloseSequence,
     FromDrafter,
+    Heartbeat,
     Hello,
-    Introduce,
-    Refusal,
+    Identify,
+    Rejected,
     Stop,
     ToDrafter,
     ToService,
@@ -31,9 +31,9 @@ from protocol.messages import (
 from protocol.settings import DrafterSettings
 from protocol.transport.channel import Channel, Poller
 from protocol.transport.codec import Decoder
-from services.drafter.relay.peer import FarEnd
-from services.drafter.relay.pending_replies import Dues
-from services.runtime.heartbeat import Pulse
+from services.drafter.relay.peer import DrafterPeer
+from services.drafter.relay.pending_replies import PendingReplies
+from services.runtime.heartbeat import HeartbeatTimer
 from services.runtime.loop import Identity, shake_hands
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _TICK_S = 0.2
 
 
-def relay(settings: DrafterSettings, far: FarEnd) -> None:
+def relay(settings: DrafterSettings, far: DrafterPeer) -> None:
     """Relay until the orchestrator says stop.
 
     Raises:
@@ -56,7 +56,7 @@ def relay(settings: DrafterSettings, far: FarEnd) -> None:
         raise RuntimeFailure(f"{far.name}: {error}") from error
 
 
-def _identity(hello: FromDrafter, far: FarEnd) -> Identity:
+def _identity(hello: FromDrafter, far: DrafterPeer) -> Identity:
     """What the drafter says of itself, as this process says it to the orchestrator."""
     if not isinstance(hello, Hello) or hello.role != "drafter":
         raise ProtocolError("its first message must be a drafter's Hello")
@@ -79,10 +79,10 @@ def _identity(hello: FromDrafter, far: FarEnd) -> Identity:
 class _Relay:
     """One drafter's connection to the orchestrator."""
 
-    def __init__(self, settings: DrafterSettings, far: FarEnd) -> None:
+    def __init__(self, settings: DrafterSettings, far: DrafterPeer) -> None:
         self._settings = settings
         self._far = far
-        self._dues = Dues(settings.ready_timeout_s, settings.answer_timeout_s)
+        self._dues = PendingReplies(settings.ready_timeout_s, settings.answer_timeout_s)
 
     def run(self) -> None:
         """Introduce the drafter, then relay; errors as for `relay`."""
@@ -108,7 +108,7 @@ class _Relay:
         try:
             welcome = shake_hands(channel, identity)
         except ModelError as error:
-            self._far.post(Refusal(str(error)))
+            self._far.post(Rejected(str(error)))
             self._far.flush()
             raise
         if not welcome:
@@ -123,7 +123,7 @@ class _Relay:
 
     def _relay(self, channel: Channel[ToService]) -> bool:
         """Relay until told to stop (True), or until the orchestrator is another one (False)."""
-        pulse = Pulse(channel)
+        pulse = HeartbeatTimer(channel)
         poller = Poller([channel])
         while True:
             self._far.watch(poller)
@@ -135,9 +135,9 @@ class _Relay:
                 message = channel.receive(0.0, "message")
                 pulse.heard()
                 match message:
-                    case Alive() | Welcome():
+                    case Heartbeat() | Welcome():
                         pass  # the answer to our own beat, or to a Hello that was said twice
-                    case Introduce():
+                    case Identify():
                         return False
                     case Stop():
                         self._to_drafter(message, now)
@@ -153,7 +153,7 @@ class _Relay:
             pulse.beat()
 
     def _from_drafter(self, message: FromDrafter, channel: Channel[ToService], now: float) -> None:
-        if isinstance(message, Alive):
+        if isinstance(message, Heartbeat):
             self._to_drafter(message, now)  # answered as by an orchestrator
         answer = self._dues.answered(message, now)
         if answer is not None:

@@ -4,18 +4,18 @@ from protocol.errors import ProtocolError
 from protocol.messages import FromDrafter, ToService
 from protocol.transport.channel import Poller
 from protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
-from protocol.transport.pipes import Stream, writable, write_some
-from services.drafter.relay.process import Program
+from protocol.transport.pipes import PipeChannel, writable, write_some
+from services.drafter.relay.process import DrafterProcess
 
 
-class ProgramEnd:
+class StdioPeer:
     """See `far_end.FarEnd`."""
 
     backend = "stdio"
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: DrafterProcess) -> None:
         self._program = program
-        self._stream: Stream[FromDrafter] = Stream(
+        self._stream: PipeChannel[FromDrafter] = PipeChannel(
             program.reading, program.writing, Decoder(FromDrafter)
         )
         self._unsent = bytearray()

@@ -7,8 +7,8 @@ server that has forgotten everything, too.
 from pathlib import Path
 
 from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure, StreamEnded
-from protocol.messages import FromDrafter, FromDraftServer, Introduce, Refusal, ToService
-from protocol.process.closeable import Closing
+from protocol.messages import FromDrafter, FromDraftServer, Identify, Rejected, ToService
+from protocol.process.closeable import Closeable
 from protocol.settings import DrafterSettings
 from protocol.transport.channel import Channel, Deadline, Poller
 from protocol.transport.codec import Decoder
@@ -17,7 +17,7 @@ from protocol.transport.curve import ClientLock, read_keys
 _LOOK_S = 0.2
 
 
-class RemoteEnd(Closing):
+class TcpPeer(Closeable):
     """See `far_end.FarEnd`; raises UsageError if keys or address are not usable."""
 
     backend = "remote"
@@ -28,7 +28,7 @@ class RemoteEnd(Closing):
         self._channel: Channel[FromDraftServer] = Channel(
             settings.server, Decoder(FromDraftServer), lock
         )
-        self._channel.send(Introduce())
+        self._channel.send(Identify())
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class RemoteEnd(Closing):
         if not self.ready(timeout_s):
             raise DeadlineExceeded(f"no {what} within {timeout_s:g} s")
         message = self._channel.receive(0.0, what)
-        if isinstance(message, Refusal):
+        if isinstance(message, Rejected):
             raise StreamEnded(message.reason)
         return message
 

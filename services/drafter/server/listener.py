@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from protocol.errors import DeadlineExceeded, ProtocolError, StreamEnded
-from protocol.messages import Alive, FromService, Introduce, Refusal, ToDrafter, ToService
-from protocol.process.closeable import Closing
+from protocol.messages import FromService, Heartbeat, Identify, Rejected, ToDrafter, ToService
+from protocol.process.closeable import Closeable
 from protocol.transport.channel import Deadline, Hub
 from protocol.transport.codec import Decoder
 from protocol.transport.curve import KeyPair, ServerLock
@@ -25,7 +25,7 @@ _FIRST_S = 60.0
 _LOOK_S = 1.0
 
 
-class Reception(Closing):
+class HostListener(Closeable):
     """The listening end; raises UsageError if the address cannot be used."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Reception(Closing):
     def dismiss(self, reason: str) -> None:
         """Serve this host no longer."""
         if self._host is not None:
-            self._hub.send(self._host, Refusal(reason))
+            self._hub.send(self._host, Rejected(reason))
         self._host, self._next = self._newcomer, None
         self._newcomer, self._heard, self._patience_s = None, self._clock(), _FIRST_S
 
@@ -113,13 +113,13 @@ class Reception(Closing):
         if peer == self._host:
             self._heard, self._patience_s = self._clock(), _SILENCE_S
             self._next = message
-        elif isinstance(message, Introduce) and self._host is None:
+        elif isinstance(message, Identify) and self._host is None:
             self._host, self._heard, self._patience_s = peer, self._clock(), _FIRST_S
-        elif isinstance(message, Introduce) and not self._hub.send(self._host or b"", Alive()):
+        elif isinstance(message, Identify) and not self._hub.send(self._host or b"", Heartbeat()):
             self._newcomer = peer
-        elif isinstance(message, Introduce):
+        elif isinstance(message, Identify):
             _log.info("another host was turned away")
-            self._hub.send(peer, Refusal(_BUSY))
+            self._hub.send(peer, Rejected(_BUSY))
 
     def close(self) -> None:
         """Listen no longer; safe to call twice."""

@@ -18,12 +18,12 @@ from protocol.process.child import argument, reported
 from protocol.settings import decode_settings
 from protocol.transport.codec import Decoder
 from protocol.transport.curve import read_keys
-from protocol.transport.pipes import Stream
+from protocol.transport.pipes import PipeChannel
 from services.drafter.backends.base import DraftBackend
-from services.drafter.backends.factory import start
+from services.drafter.backends.factory import create_backend
 from services.drafter.drafter import Drafter
 from services.drafter.server.line_server import LineServer
-from services.drafter.server.listener import Reception
+from services.drafter.server.listener import HostListener
 from services.runtime.loop import Identity, serve
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def take_pipes() -> Pipes:
 
 def run(settings: DraftServerSettings, pipes: Pipes) -> None:
     """Start the backend and serve the host until it says stop or goes away."""
-    backend = start(settings)
+    backend = create_backend(settings)
     if settings.listen:
         with contextlib.suppress(KeyboardInterrupt):
             _listen(settings, backend)
@@ -69,7 +69,7 @@ def _listen(settings: DraftServerSettings, backend: DraftBackend) -> None:
     """Serve whoever comes and is trusted, one at a time; none of them can end it."""
     keys = read_keys(Path(settings.key_file))
     identity, drafter = Identity(role="drafter", **backend.identity._asdict()), Drafter(backend)
-    with Reception(settings.listen, keys, settings.trusted) as reception:
+    with HostListener(settings.listen, keys, settings.trusted) as reception:
         _log.info("listening at %s with the key %s", reception.address, keys.public)
         while True:
             reception.await_host()
@@ -86,7 +86,7 @@ def _listen(settings: DraftServerSettings, backend: DraftBackend) -> None:
 
 def _serve_messages(backend: DraftBackend, pipes: Pipes) -> None:
     identity = Identity(role="drafter", **backend.identity._asdict())
-    stream: Stream[ToDrafter] = Stream(*pipes, Decoder(ToDrafter))
+    stream: PipeChannel[ToDrafter] = PipeChannel(*pipes, Decoder(ToDrafter))
     serve(stream, identity, Drafter(backend))
 
 

@@ -17,7 +17,7 @@ from launch.bench.variant import parse, parse_all
 from orchestrator.simulation.bound import Rounds, bound_tok_s
 from orchestrator.telemetry.recorder import Recorder
 from protocol.errors import UsageError
-from protocol.messages import Generate, RoundKind, Sampling, Statistics
+from protocol.messages import Generate, RoundStats, Sampling, Statistics
 from tests.launch.test_cli import MODEL, USAGE, complains, ssd
 from tests.support.tiny_models import write_tiny_model
 
@@ -145,8 +145,8 @@ def test_hits_and_the_bound_are_pooled() -> None:
         cache_hits=6,
         cache_misses=3,
         kinds={
-            "hit": RoundKind(rounds=6, tokens=18, verify_ms=600.0, looked_up=6, found=4),
-            "target": RoundKind(rounds=3, tokens=4, verify_ms=240.0, looked_up=3, found=2),
+            "hit": RoundStats(rounds=6, tokens=18, verify_ms=600.0, looked_up=6, found=4),
+            "target": RoundStats(rounds=3, tokens=4, verify_ms=240.0, looked_up=3, found=2),
         },
         hits_by_rank=[4, 0, 2],
         draft_wait_ms=60.0,
@@ -167,7 +167,7 @@ def test_hits_and_the_bound_are_pooled() -> None:
 def schema() -> dict[str, Any]:
     """Of the file; what the protocol's messages hold is the protocol's affair."""
     found = msgspec.json.schema(BenchFile)
-    for name in {"Statistics", "Sampling", "Shape", "RoundKind", "Slice"} & set(found["$defs"]):
+    for name in {"Statistics", "Sampling", "Shape", "RoundStats", "Slice"} & set(found["$defs"]):
         found["$defs"][name] = {"title": name, "type": "object"}
     return found
 

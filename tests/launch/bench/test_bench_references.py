@@ -4,7 +4,7 @@ import pytest
 
 from launch.bench.variant import NAMES, default_modes, parse_all, require_draft_model
 from launch.models.pair import Pair
-from launch.workers.reference import Yardstick
+from launch.workers.reference import ReferenceWorker
 from protocol.errors import UsageError
 from protocol.jobs.reference import Decode
 from protocol.messages import Sampling
@@ -40,7 +40,7 @@ def test_the_bench_refuses_it_before_anything_starts() -> None:
 def test_the_reference_refuses_to_draft_without_a_model() -> None:
     """It never decodes plainly in place of what was asked."""
     pair = Pair(model=str(source_folder("llama")), draft_model="", backend="ngram")
-    with Yardstick(pair) as yardstick, pytest.raises(UsageError, match="no draft model"):
+    with ReferenceWorker(pair) as yardstick, pytest.raises(UsageError, match="no draft model"):
         yardstick.decode(Decode(
             tokens=[1, 2], max_tokens=3, stop_ids=[], sampling=Sampling(), num_draft_tokens=2,
         ))  # fmt: skip

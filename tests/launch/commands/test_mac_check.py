@@ -15,8 +15,8 @@ from launch.bench import mac_report
 from launch.commands import mac_check
 from launch.stack.child import Lifeline
 from launch.workers.probing import probe, probes_together
-from protocol.jobs.coreml_probe import Found
-from protocol.jobs.hardware import Survey
+from protocol.jobs.coreml_probe import ProbeResult
+from protocol.jobs.hardware import HardwareReport
 from tests.support.converted import SLOTS, converted_folder, source_folder
 
 _DEADLINE_S = 240
@@ -154,7 +154,7 @@ def test_failures_are_told_without_paths(monkeypatch: pytest.MonkeyPatch) -> Non
     home = "/Users/jane doe"
     monkeypatch.setenv("HOME", home)
     text = f"'{home}/models/a-coreml' is no model; /opt/me/x.py failed, 3/4 done"
-    found = Found(kind="functions", compute_units="cpu_and_ne", failed=text)
+    found = ProbeResult(kind="functions", compute_units="cpu_and_ne", failed=text)
     report = mac_report.Report(
         date="", machine={}, versions={}, model="m", package={"parity": {"out": f"{home}/b"}},
         probes=[found], overlap={"alone": [found]}, answers_failed="'~/me/c' died",
@@ -177,7 +177,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(tmp_path
 
 def test_the_doctor_points_to_it_on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where coremltools is there, the doctor says what measures it; elsewhere why nothing."""
-    survey = Survey(
+    survey = HardwareReport(
         mlx="0.0", device="metal", device_name="a chip", device_memory_bytes=1, devices=1,
         matrix_kernels="", coreml="9.0",
     )  # fmt: skip

@@ -32,7 +32,7 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
     )
     scenario = scenario_of(file, None, {"alpha": 0.8, "ipc": 0.0})
     assert (scenario.name, scenario.tokens) == ("mine", 9)
-    assert (scenario.laws.alpha, scenario.device.ipc) == (0.8, 0.0)
+    assert (scenario.acceptance.alpha, scenario.device.ipc) == (0.8, 0.0)
     assert (scenario.device.t_verify, scenario.device.t_draft) == ("1:9,4:12", 2)
 
 

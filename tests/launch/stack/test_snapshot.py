@@ -17,17 +17,17 @@ import pytest
 from rich.console import Console
 
 from launch.settings.settings import StackSettings
-from launch.stack.snapshot import Observer, Picture, ProcessFigures
+from launch.stack.snapshot import ProcessFigures, StackObserver, StackSnapshot
 from launch.terminal.dashboard import drawn, planned, size, span, spark
 from protocol.errors import RuntimeFailure, UsageError
 from protocol.messages import (
     ChatMessage,
-    Choice,
     Generate,
-    Recent,
+    PlannerState,
     SequenceStatus,
     Status,
     Text,
+    WindowStats,
 )
 from tests.support.stack import DEADLINE_S, RunningStack, eventually, running
 from tests.support.terminal import terminal
@@ -35,7 +35,7 @@ from tests.support.tiny_models import write_endless_model
 
 processes = pytest.mark.processes
 
-CHOICE = Choice(
+CHOICE = PlannerState(
     speculating=True, lookahead=6, fan_out=16, speculative_tok_s=52.04, plain_tok_s=40.31
 )
 SEQUENCE = SequenceStatus(
@@ -58,7 +58,7 @@ STATUS = Status(
     waiting=3,
     degraded=["there is no drafter at the moment: the target decodes plainly"],
     refused={"drafter": "its vocabulary is another"},
-    recent=Recent(
+    recent=WindowStats(
         seconds=10.0, busy_s=8.0, tokens=400, tok_s=50.0, rounds=160, plain_rounds=8,
         drafted=300, accepted=240, acceptance_rate=0.8, cache_hits=90, cache_misses=30,
         hit_rate=0.75,
@@ -70,13 +70,13 @@ VERIFIER = ProcessFigures(
     role="verifier", pid=4242, state="running", restarts=2, backend="mlx", model="/models/large",
     device="cuda:0", memory_bytes=1_234_000_000, cpu_percent=98.4, uptime_s=3725.0,
 )  # fmt: skip
-PICTURE = Picture(
+PICTURE = StackSnapshot(
     name="default", at=0.0, uptime_s=90.0, processes=[VERIFIER], free_memory_bytes=5_000_000_000,
     status=STATUS, problems=[],
 )  # fmt: skip
 
 
-def printed(picture: Picture, speeds: list[float] | None = None, width: int = 120) -> str:
+def printed(picture: StackSnapshot, speeds: list[float] | None = None, width: int = 120) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(drawn(picture, speeds or [], "q ends"))
     assert isinstance(console.file, io.StringIO)
@@ -120,7 +120,7 @@ def test_an_orchestrator_that_does_not_answer() -> None:
 
 def test_an_idle_stack() -> None:
     """Nothing to divide is no rate at all."""
-    idle = msgspec.structs.replace(STATUS, recent=Recent(seconds=3.0), active=0, sequences=[])
+    idle = msgspec.structs.replace(STATUS, recent=WindowStats(seconds=3.0), active=0, sequences=[])
     page = printed(msgspec.structs.replace(PICTURE, status=idle))
     assert "idle" in line(page, "speed")
     assert line(page, "acceptance ").split()[-2:] == ["-", "│"]
@@ -132,8 +132,8 @@ def test_words_and_units() -> None:
     assert [size(0), size(12_300_000), size(2_000_000_000)] == ["0 MB", "12 MB", "2.0 GB"]
     assert [span(5.4), span(125.0), span(7260.0)] == ["5 s", "2 m 05 s", "2 h 01 m"]
     assert [spark([]), spark([0.0, 0.0]), spark([1.0, 8.0])] == ["", "", "▂█"]
-    assert planned(Choice()) == "plain decoding"
-    assert planned(Choice(mode="sd", speculating=True, lookahead=3)) == (
+    assert planned(PlannerState()) == "plain decoding"
+    assert planned(PlannerState(mode="sd", speculating=True, lookahead=3)) == (
         "speculates, lookahead up to 3"
     )
 
@@ -203,7 +203,7 @@ def test_a_request_is_seen_while_it_runs(stack: RunningStack) -> None:
     )
     with contextlib.closing(stack.client.generate(request)) as events:
         assert isinstance(next(events), Text)
-        with contextlib.closing(Observer(name_of(stack))) as observer:
+        with contextlib.closing(StackObserver(name_of(stack))) as observer:
             status = observer.look().status
     assert status is not None
     (seen,) = status.sequences
@@ -259,7 +259,7 @@ def test_a_restart_is_counted(stack: RunningStack) -> None:
         ),
         "another drafter",
     )
-    with contextlib.closing(Observer(name_of(stack))) as observer:
+    with contextlib.closing(StackObserver(name_of(stack))) as observer:
         (drafter,) = [p for p in observer.look().processes if p.role == "drafter"]
     assert drafter.restarts == 1
     assert drafter.pid == stack.pid("drafter")
@@ -268,13 +268,13 @@ def test_a_restart_is_counted(stack: RunningStack) -> None:
 def test_no_such_stack(run_dir: Path) -> None:
     """The name is named, and what to do."""
     with pytest.raises(UsageError, match="no stack named 'nobody' is running; start one"):
-        Observer("nobody")
+        StackObserver("nobody")
 
 
 @processes
 def test_a_stack_that_ends(stack: RunningStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who watches is told."""
-    with contextlib.closing(Observer(name_of(stack))) as observer:
+    with contextlib.closing(StackObserver(name_of(stack))) as observer:
         monkeypatch.setattr("launch.stack.run_dir.RunDir.running", lambda self: None)
         with pytest.raises(RuntimeFailure, match="has ended"):
             observer.look()

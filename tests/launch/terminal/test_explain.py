@@ -11,7 +11,7 @@ from rich.console import Console
 from launch.terminal.console import statistics_table
 from launch.terminal.explain import explanation
 from orchestrator.telemetry.recorder import Recorder
-from protocol.messages import RoundKind, Statistics
+from protocol.messages import RoundStats, Statistics
 
 
 def statistics(**values: Any) -> Statistics:
@@ -61,7 +61,7 @@ def test_nothing_speculative_is_said_so() -> None:
 )
 def test_one_is_one(rounds: int, tokens: int, sentence: str) -> None:
     """A single round is not `1 rounds`."""
-    kinds = {"lookup": RoundKind(rounds=rounds, tokens=tokens)}
+    kinds = {"lookup": RoundStats(rounds=rounds, tokens=tokens)}
     text = explanation("ssd", msgspec.structs.replace(SPECULATIVE, kinds=kinds, plain_rounds=1))
     assert sentence in text
     assert "1 plain round measured" in text

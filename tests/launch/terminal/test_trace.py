@@ -14,7 +14,7 @@ import pytest
 from launch.terminal.trace import write_trace
 from orchestrator.telemetry.timeline import Timeline
 from protocol.errors import UsageError
-from protocol.messages import DraftTree, Slice, VerificationOutcome
+from protocol.messages import DraftTree, TraceEvent, VerificationOutcome
 from tests.support.stack import DEADLINE_S
 from tests.support.tiny_models import write_tiny_model
 
@@ -65,10 +65,10 @@ def events(path: Path) -> list[dict[str, Any]]:
 def test_gaps_of_the_verifier_are_idle(tmp_path: Path) -> None:
     """Whatever the order of the slices, the file has them by time, and the waits between."""
     work = [
-        Slice(track="verifier", name="verify", start_us=start, duration_us=10.0)
+        TraceEvent(track="verifier", name="verify", start_us=start, duration_us=10.0)
         for start in (50.0, 0.0, 10.0)
     ]
-    work.append(Slice(track="drafter", name="depth 1", start_us=5.0, duration_us=3.0))
+    work.append(TraceEvent(track="drafter", name="depth 1", start_us=5.0, duration_us=3.0))
     write_trace(tmp_path / "trace.json", work)
     found = [(e["name"], e["ts"], e["dur"]) for e in events(tmp_path / "trace.json") if "ts" in e]
     assert sorted(found) == [

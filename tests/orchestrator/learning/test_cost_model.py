@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.learning.calibration import Calibration
-from orchestrator.learning.cost_model import Estimates, Lesson
-from orchestrator.learning.ema import Mean
+from orchestrator.learning.cost_model import CostModel, RoundObservation
+from orchestrator.learning.ema import Ema
 from orchestrator.learning.verify_cost import VerifyCost
-from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.planner import Planner
 from protocol.messages import Mode
 
 CONFIDENCES = st.lists(st.floats(0.0, 1.0), max_size=8)
@@ -90,8 +90,8 @@ def test_rates_are_probabilities(confidences: list[float], accepted: int, asked:
     assert 0.0 <= calibration.rate(asked) <= 1.0
 
 
-def plan(mode: Mode = "ssd", *, lookahead: int = 0, budget: int = 0) -> Plan:
-    return Plan(mode, Estimates(), lookahead, budget)
+def plan(mode: Mode = "ssd", *, lookahead: int = 0, budget: int = 0) -> Planner:
+    return Planner(mode, CostModel(), lookahead, budget)
 
 
 @given(CONFIDENCES, st.integers(1, 6))
@@ -119,7 +119,7 @@ def test_sure_tokens_are_verified_and_doubtful_ones_are_not() -> None:
 @given(CONFIDENCES, st.lists(st.floats(1.0, 100.0), min_size=9, max_size=9))
 def test_the_chosen_length_is_the_best(confidences: list[float], costs: list[float]) -> None:
     """No other beginning of the draft is worth more: tokens less time at the speed of late."""
-    estimates = Estimates()
+    estimates = CostModel()
     for tokens, milliseconds in enumerate(costs, start=1):
         estimates.verify_cost.observe(tokens, milliseconds)
 
@@ -131,7 +131,7 @@ def test_the_chosen_length_is_the_best(confidences: list[float], costs: list[flo
         return expected - costs[count] / costs[0]
 
     best = max(worth(count) for count in range(len(confidences) + 1))
-    assert worth(Plan("ssd", estimates).length(confidences, "hit")) == pytest.approx(best)
+    assert worth(Planner("ssd", estimates).length(confidences, "hit")) == pytest.approx(best)
 
 
 @settings(max_examples=200)
@@ -148,10 +148,10 @@ def test_what_was_drawn_does_not_decide_its_own_use(
 
     The law of a token is what its draw does not change; the laws after it, it does.
     """
-    estimates = Estimates()
+    estimates = CostModel()
     for tokens in range(1, 10):
         estimates.verify_cost.observe(tokens, 10.0 + sum(steps[:tokens]))
-    sampled = Plan("ssd", estimates, sampled=True)
+    sampled = Planner("ssd", estimates, sampled=True)
     count = min(len(confidences), len(others))
     first, other = confidences[:count], [*confidences[:shared], *others[shared:]][:count]
     assert min(shared, sampled.length(first, "hit")) == min(shared, sampled.length(other, "hit"))
@@ -164,20 +164,20 @@ def test_what_was_drawn_does_not_decide_its_own_use(
 
 def test_the_next_token_has_no_say_in_this_ones_use() -> None:
     """Where the fastest length would take the first token for the second's sake, or leave it."""
-    estimates = Estimates()
+    estimates = CostModel()
     for tokens, milliseconds in enumerate([10.0, 15.0, 15.5], start=1):
         estimates.verify_cost.observe(tokens, milliseconds)
-    fastest, sampled = Plan("ssd", estimates), Plan("ssd", estimates, sampled=True)
+    fastest, sampled = Planner("ssd", estimates), Planner("ssd", estimates, sampled=True)
     assert [fastest.length([0.4, 0.99], "hit"), fastest.length([0.4, 0.01], "hit")] == [2, 0]
     assert [sampled.length([0.4, 0.99], "hit"), sampled.length([0.4, 0.01], "hit")] == [2, 1]
 
 
 def test_sampled_drafts_go_on_where_going_on_pays() -> None:
     """A step in the cost does not end a draft whose tokens are all sure."""
-    estimates = Estimates()
+    estimates = CostModel()
     for tokens, milliseconds in enumerate([10.0, 21.0, 22.0, 23.0, 24.0], start=1):
         estimates.verify_cost.observe(tokens, milliseconds)
-    sampled = Plan("ssd", estimates, sampled=True)
+    sampled = Planner("ssd", estimates, sampled=True)
     assert sampled.length([0.99] * 4, "hit") == 4
     assert sampled.length([0.99], "hit") == 0
     assert sampled.length([0.01, 0.99, 0.99, 0.99], "hit") == 0
@@ -199,7 +199,7 @@ def test_fan_out_fits_the_chain(confidences: list[float], budget: int) -> None:
     assert sum(counts) == (budget or sum(plan().fan_out([], "hit")))
 
 
-def lesson(**changes: Any) -> Lesson:
+def lesson(**changes: Any) -> RoundObservation:
     """A round that hit the second of four candidates after its one draft token fell."""
     told: dict[str, Any] = {
         "mode": "ssd",
@@ -213,22 +213,22 @@ def lesson(**changes: Any) -> Lesson:
         "verify_ms": 40.0,
         "idle_ms": 10.0,
     }
-    return Lesson(**{**told, **changes})
+    return RoundObservation(**{**told, **changes})
 
 
 def test_a_fixed_lookahead_says_nothing_about_the_planner() -> None:
     """The speed at a lookahead fixed by hand is not held against adaptive speculation."""
     for by_hand in (False, True):
-        estimates = Estimates()
+        estimates = CostModel()
         for _ in range(10):
-            estimates.learn(lesson(by_hand=by_hand))
+            estimates.observe_round(lesson(by_hand=by_hand))
         assert estimates.paces["ssd"].speculative_tok_s == (0.0 if by_hand else 20.0)
         assert estimates.verify_cost.of(2) == 40.0
 
 
 def test_a_mean_counts_its_first_samples_in_full() -> None:
     """At first it is the plain average; later old samples fade."""
-    mean = Mean(0.5)
+    mean = Ema(0.5)
     assert mean.value == 0.5
     mean.observe(2.0)
     assert mean.value == 2.0
@@ -244,7 +244,7 @@ def test_a_mean_counts_its_first_samples_in_full() -> None:
 # ---------------------------------------------------------------- several requests at once
 
 
-def shared(streams: int, accepted: int, verify_ms: float, **changes: Any) -> list[Lesson]:
+def shared(streams: int, accepted: int, verify_ms: float, **changes: Any) -> list[RoundObservation]:
     """What a pass teaches that all of the streams were part of."""
     return [
         lesson(
@@ -261,15 +261,15 @@ def shared(streams: int, accepted: int, verify_ms: float, **changes: Any) -> lis
 
 def test_a_shared_pass_counts_once() -> None:
     """Four requests that gain 2 tokens each in 100 ms: 80 tokens per second, judged as 40."""
-    estimates = Estimates()
+    estimates = CostModel()
     estimates.crowd.streams = 4
     for _ in range(12):
         for part in shared(4, 1, 100.0):
-            estimates.learn(part)
+            estimates.observe_round(part)
     pace = estimates.pace("ssd")
     assert pace is not None
     assert pace.speculative_tok_s * estimates.crowd.scale == pytest.approx(80.0)
-    assert Plan("ssd", estimates)._speed == pytest.approx(0.08)
+    assert Planner("ssd", estimates)._speed == pytest.approx(0.08)
     assert estimates.paces["ssd"].speculative_tok_s == 0.0
     assert estimates.verify_cost.of(8) == pytest.approx(100.0)
     assert estimates.crowd.company == 6
@@ -279,10 +279,10 @@ def test_a_shared_pass_counts_once() -> None:
 
 def test_what_is_looked_up_does_not_speak_for_the_drafter() -> None:
     """Repetition brings tokens, the drafter none: it rests, and plain decoding is kept apart."""
-    estimates = Estimates()
+    estimates = CostModel()
     pace = estimates.paces["ssd"]
     for _ in range(40):
-        estimates.learn(
+        estimates.observe_round(
             lesson(
                 speculating=pace.speculating,
                 origin="lookup",
@@ -291,31 +291,31 @@ def test_what_is_looked_up_does_not_speak_for_the_drafter() -> None:
             )
         )
         origin = "miss" if pace.speculating else "target"
-        estimates.learn(lesson(speculating=pace.speculating, origin=origin))
+        estimates.observe_round(lesson(speculating=pace.speculating, origin=origin))
     assert pace.pausing
     assert pace.plain_tok_s == pytest.approx(20.0)
 
 
 def test_in_a_crowd_lookups_leave_the_pace_its_sight() -> None:
     """Nearly every pass may have one: the others' drafts are still judged, by what they bring."""
-    estimates = Estimates()
+    estimates = CostModel()
     estimates.crowd.streams = 4
     pace = estimates.pace("ssd")
     assert pace is not None
     for _ in range(12):
         drafted, found = shared(4, 0, 100.0), shared(4, 1, 100.0, origin="lookup")
         for part in [*drafted[:3], found[0]]:
-            estimates.learn(part)
+            estimates.observe_round(part)
     assert pace.speculative_tok_s * estimates.crowd.scale == pytest.approx(50.0)
     assert pace.pausing
 
 
 def test_half_a_pass_says_nothing() -> None:
     """A pass whose other part was cancelled is not taken for a whole one."""
-    estimates = Estimates()
+    estimates = CostModel()
     estimates.crowd.streams = 2
     for number in range(40):
-        estimates.learn(shared(2, 1, 100.0 + number)[0])
+        estimates.observe_round(shared(2, 1, 100.0 + number)[0])
     pace = estimates.pace("ssd")
     assert pace is not None
     assert pace.speculative_tok_s == 0.0
@@ -323,41 +323,41 @@ def test_half_a_pass_says_nothing() -> None:
 
 def test_in_company_nobody_waits_for_a_draft() -> None:
     """Alone a backup draft may pay; in a shared pass the others would leave without us."""
-    estimates = Estimates()
+    estimates = CostModel()
     estimates.backup_ms.observe(1.0)
     estimates.verify_cost.observe(1, 50.0)
-    plan = Plan("ssd", estimates)
+    plan = Planner("ssd", estimates)
     assert plan.backup() > 0
     estimates.crowd.streams = 4
     for _ in range(20):
         for part in shared(4, 1, 100.0):
-            estimates.learn(part)
+            estimates.observe_round(part)
     assert plan.backup() == 0
-    assert Plan("ssd", estimates, lookahead=3).backup() == 3
+    assert Planner("ssd", estimates, lookahead=3).backup() == 3
 
 
 def test_in_company_fewer_tokens_are_worth_verifying() -> None:
     """Where a further row costs what it adds to a wide pass, doubtful drafts are left out."""
-    estimates = Estimates()
+    estimates = CostModel()
     for rows in range(1, 17):
         estimates.verify_cost.observe(rows, 40.0 + 8.0 * rows)
         estimates.plain_cost.observe(rows, 40.0 + 8.0 * rows)
-    alone = Plan("ssd", estimates).length([0.45, 0.45, 0.45, 0.45], "hit")
+    alone = Planner("ssd", estimates).length([0.45, 0.45, 0.45, 0.45], "hit")
     estimates.crowd.streams = 8
     for _ in range(20):
         for part in shared(8, 0, 104.0, confidences=[], prepared=0, rank=None):
-            estimates.learn(part)
-    crowded = Plan("ssd", estimates).length([0.45, 0.45, 0.45, 0.45], "hit")
+            estimates.observe_round(part)
+    crowded = Planner("ssd", estimates).length([0.45, 0.45, 0.45, 0.45], "hit")
     assert alone > crowded
 
 
 def test_branches_are_shared_out() -> None:
     """The drafter prepares as many branches for a crowd as for one, but a few for each."""
-    estimates = Estimates()
-    plan = Plan("ssd", estimates)
+    estimates = CostModel()
+    plan = Planner("ssd", estimates)
     counts = []
     for streams in (1, 2, 4, 8, 64):
         estimates.crowd.streams = streams
         counts.append(plan.branches)
     assert counts == [16, 8, 4, 2, 2]
-    assert Plan("ssd", estimates, budget=12).branches == 12
+    assert Planner("ssd", estimates, budget=12).branches == 12

@@ -1,12 +1,12 @@
 """How deep branches are prepared: what was worth verifying of late decides."""
 
-from orchestrator.learning.cost_model import Estimates, Lesson
-from orchestrator.sequence.planner import Plan
+from orchestrator.learning.cost_model import CostModel, RoundObservation
+from orchestrator.sequence.planner import Planner
 
 
-def verified(estimates: Estimates, count: int) -> None:
+def verified(estimates: CostModel, count: int) -> None:
     """A round that verified a draft of `count` tokens."""
-    lesson = Lesson(
+    lesson = RoundObservation(
         mode="ssd",
         by_hand=False,
         speculating=True,
@@ -18,13 +18,13 @@ def verified(estimates: Estimates, count: int) -> None:
         verify_ms=10.0,
         idle_ms=None,
     )
-    estimates.learn(lesson)
+    estimates.observe_round(lesson)
 
 
 def test_branches_go_deeper_than_what_was_worth_verifying() -> None:
     """Long drafts make deep trees, up to a limit; short ones shallow trees, but not at once."""
-    estimates = Estimates()
-    plan = Plan("ssd", estimates)
+    estimates = CostModel()
+    plan = Planner("ssd", estimates)
     depths = [plan.depth]
     for count, rounds in ((4, 1), (6, 1), (1, 1), (64, 1), (1, 2000)):
         for _ in range(rounds):
@@ -35,6 +35,6 @@ def test_branches_go_deeper_than_what_was_worth_verifying() -> None:
 
 def test_a_lookahead_fixed_by_hand_is_the_depth() -> None:
     """Whatever was verified."""
-    estimates = Estimates()
+    estimates = CostModel()
     verified(estimates, 9)
-    assert Plan("ssd", estimates, lookahead=5).depth == 5
+    assert Planner("ssd", estimates, lookahead=5).depth == 5

@@ -12,17 +12,17 @@ import pytest
 
 from launch.settings.settings import StackSettings
 from orchestrator.learning.backup_rate import BackupRate
-from orchestrator.learning.cost_model import ORIGINS, Estimates, Lesson
-from orchestrator.learning.ema import Mean
-from orchestrator.learning.estimate_store import Memory
+from orchestrator.learning.cost_model import ORIGINS, CostModel, RoundObservation
+from orchestrator.learning.ema import Ema
+from orchestrator.learning.estimate_store import EstimateStore
 from orchestrator.learning.fan_out import AFTER_ALL
 from orchestrator.learning.hit_curve import HitCurve
 from orchestrator.learning.saguaro import CHOICES
-from orchestrator.learning.snapshot import Learned
-from orchestrator.learning.speculation_switch import Pace
+from orchestrator.learning.snapshot import EstimateSnapshot
+from orchestrator.learning.speculation_switch import SpeculationSwitch
 from orchestrator.learning.verify_cost import VerifyCost
 from orchestrator.registry import Peer
-from orchestrator.sequence.planner import Plan
+from orchestrator.sequence.planner import Planner
 from protocol.messages import PROTOCOL_VERSION, Hello, Mode, Role
 from tests.support.stack import RunningStack, eventually, running
 from tests.support.tiny_models import write_tiny_model
@@ -30,17 +30,17 @@ from tests.support.tiny_models import write_tiny_model
 MODES: tuple[Mode, ...] = ("sd", "ssd")
 
 
-def taught(rounds: int = 300, *, gain: bool = True, seed: int = 1) -> Estimates:
+def taught(rounds: int = 300, *, gain: bool = True, seed: int = 1) -> CostModel:
     """After rounds of drafts that stand (or fall), on a machine where two tokens cost 30 ms."""
-    estimates, random = Estimates(), Random(seed)  # noqa: S311  # no secret depends on it
+    estimates, random = CostModel(), Random(seed)  # noqa: S311  # no secret depends on it
     for _ in range(rounds):
-        plan = Plan("ssd", estimates)
+        plan = Planner("ssd", estimates)
         speculating = plan.speculates
         estimates.drew(1, 8, 9.0)
         estimates.drew(2, random.choice([4, 8, 16]), 5.0 + random.random())
         estimates.saguaro.observe(random.choice(CHOICES), 2, 30.0)
-        estimates.learn(
-            Lesson(
+        estimates.observe_round(
+            RoundObservation(
                 mode="ssd",
                 by_hand=False,
                 speculating=speculating,
@@ -56,14 +56,14 @@ def taught(rounds: int = 300, *, gain: bool = True, seed: int = 1) -> Estimates:
     return estimates
 
 
-def again(estimates: Estimates) -> Estimates:
+def again(estimates: CostModel) -> CostModel:
     """The estimates of the next run."""
-    copy = Estimates()
-    copy.begin(msgspec.json.decode(msgspec.json.encode(estimates.memory()), type=Learned))
+    copy = CostModel()
+    copy.begin(msgspec.json.decode(msgspec.json.encode(estimates.memory()), type=EstimateSnapshot))
     return copy
 
 
-def opinions(estimates: Estimates) -> list[float]:
+def opinions(estimates: CostModel) -> list[float]:
     """What a planner would ask."""
     found = [estimates.verify_cost.of(m) for m in range(1, 6)]
     found += [estimates.plain_cost.of(1), estimates.draft_token_ms, estimates.tree_step_ms.value]
@@ -97,14 +97,14 @@ def test_how_backups_fared_is_remembered_a_little() -> None:
     today.recall(learned)
     assert 0.7 < today.given(0.2) < rate.given(0.2)
     assert BackupRate().memory() is None
-    estimates = Estimates()
+    estimates = CostModel()
     estimates._backups = rate
-    assert again(estimates).backup_rate > Estimates().backup_rate
+    assert again(estimates).backup_rate > CostModel().backup_rate
 
 
 def test_what_fared_in_crowds_is_remembered() -> None:
     """Four requests whose drafts fell begin the next run plainly; one alone does not."""
-    estimates = Estimates()
+    estimates = CostModel()
     estimates.crowd.streams = 4
     for _ in range(60):
         pace = estimates.pace("ssd")
@@ -128,8 +128,8 @@ def test_old_files_are_understood() -> None:
     told = msgspec.to_builtins(taught().memory())
     for newer in ("step_cost", "width", "backups", "crowd_trials", "saguaro"):
         del told[newer]
-    fresh = Estimates()
-    fresh.begin(msgspec.convert(told, Learned))
+    fresh = CostModel()
+    fresh.begin(msgspec.convert(told, EstimateSnapshot))
     assert not fresh.step_cost.known
     assert fresh.verify_cost.of(2) == pytest.approx(30.0)
 
@@ -145,9 +145,9 @@ def test_the_next_run_begins_where_this_one_ends(rounds: int, accepted: int) -> 
 def test_to_begin_without_a_memory_is_to_know_nothing() -> None:
     """Another pair does not inherit what was learned of the one before."""
     estimates = taught()
-    assert opinions(estimates) != opinions(Estimates())
+    assert opinions(estimates) != opinions(CostModel())
     estimates.begin(None)
-    assert opinions(Estimates()) == opinions(estimates)
+    assert opinions(CostModel()) == opinions(estimates)
 
 
 def test_remembered_costs_keep_their_shape_at_todays_speed() -> None:
@@ -174,7 +174,7 @@ def test_what_was_measured_elsewhere_does_not_scale_the_memory() -> None:
 
 def test_a_remembered_mean_yields_to_a_few_samples() -> None:
     """After five samples the present counts for more than the past."""
-    mean, today = Mean(), Mean()
+    mean, today = Ema(), Ema()
     for _ in range(1000):
         mean.observe(100.0)
     today.recall(mean.memory())
@@ -210,7 +210,7 @@ def test_a_loss_is_remembered_for_a_short_pause() -> None:
 
 def test_a_remembered_baseline_is_measured_anew_before_it_ends_speculation() -> None:
     """A machine that is slower than remembered does not make speculation look bad."""
-    pace, today = Pace(), Pace()
+    pace, today = SpeculationSwitch(), SpeculationSwitch()
     for _ in range(200):
         pace.observe(2 if pace.speculating else 1, 25.0 if pace.speculating else 20.0, accepted=1)
     today.recall(pace.memory())
@@ -250,8 +250,8 @@ def pair(model: str = "large", **changes: Any) -> dict[Role, Peer]:
     }
 
 
-def met(folder: Path, peers: dict[Role, Peer], machine: str = "chip") -> Memory:
-    memory = Memory(str(folder), machine)
+def met(folder: Path, peers: dict[Role, Peer], machine: str = "chip") -> EstimateStore:
+    memory = EstimateStore(str(folder), machine)
     memory.meet(peers)
     return memory
 
@@ -293,7 +293,7 @@ def test_new_weights_are_another_model(tmp_path: Path) -> None:
 
 def test_half_a_pair_has_no_memory(tmp_path: Path) -> None:
     """Before both services are there, nothing is read or written."""
-    memory = Memory(str(tmp_path), "chip")
+    memory = EstimateStore(str(tmp_path), "chip")
     memory.meet({"verifier": hello("verifier", "large")})
     memory.save()
     memory.keep(1e9)
@@ -305,7 +305,7 @@ def test_without_a_folder_there_is_no_memory(
 ) -> None:
     """Switched off, it writes nothing and forgets nothing when a drafter is exchanged."""
     monkeypatch.chdir(tmp_path)
-    memory = Memory("", "chip")
+    memory = EstimateStore("", "chip")
     memory.meet(pair())
     memory.estimates.verify_cost.observe(1, 77.0)
     memory.meet(pair(backend="ngram"))
@@ -386,8 +386,8 @@ def test_tables_of_another_size_are_ignored() -> None:
         for shares in learned[table].values():
             shares["found"].pop()
             shares["tried"].pop()
-    estimates = Estimates()
-    estimates.begin(msgspec.convert(learned, Learned, strict=False))
+    estimates = CostModel()
+    estimates.begin(msgspec.convert(learned, EstimateSnapshot, strict=False))
     for origin in ORIGINS:
         assert estimates.calibrations[origin].rate(0.55) == pytest.approx(0.55)
         assert estimates.after_all[origin].hit(3) == HitCurve(AFTER_ALL).hit(3)

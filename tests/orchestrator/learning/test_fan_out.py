@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from orchestrator.learning.fan_out import (
     AFTER_ALL,
     AFTER_REJECTION,
-    MissLaw,
+    MissCurve,
     acceptance_law,
     allocate,
     geometric,
@@ -97,14 +97,14 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("law", "measured"), MEASURED, ids=["after rejection", "after all"])
-def test_miss_laws_are_those_that_were_measured(law: MissLaw, measured: str) -> None:
+def test_miss_laws_are_those_that_were_measured(law: MissCurve, measured: str) -> None:
     """The two miss laws lie within .05 of what ALGORITHM.md reports of the default pair."""
     expected = [float(number) for number in measured.split()]
     assert expected == pytest.approx([law.hit(count) for count in (1, 2, 3, 4, 8, 16)], abs=0.05)
 
 
 @pytest.mark.parametrize("law", [AFTER_REJECTION, AFTER_ALL], ids=["after rejection", "after all"])
-def test_miss_laws_are_concave(law: MissLaw) -> None:
+def test_miss_laws_are_concave(law: MissCurve) -> None:
     """No candidate gains more than the one before it, which is why greedy allocation is best."""
     gains = [law.hit(count + 1) - law.hit(count) for count in range(300)]
     assert law.hit(0) == 0.0

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION, MissLaw
+from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION, MissCurve
 from orchestrator.learning.hit_curve import HitCurve
 
 
 @pytest.mark.parametrize("prior", [AFTER_REJECTION, AFTER_ALL])
 @pytest.mark.parametrize("candidates", [0, 1, 2, 8, 32, 60])
-def test_untaught_it_is_its_prior(prior: MissLaw, candidates: int) -> None:
+def test_untaught_it_is_its_prior(prior: MissCurve, candidates: int) -> None:
     """Before any sample the curve is the assumed law, also far out."""
     assert HitCurve(prior).hit(candidates) == pytest.approx(prior.hit(candidates))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.learning.cost_model import Estimates
+from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.saguaro import CHOICES, SaguaroChoice
 from orchestrator.requests.admission import admit
 from orchestrator.sequence.actions import ToDrafter
@@ -90,7 +90,7 @@ class Letters:
         assert not marks
 
 
-def admitted(estimates: Estimates, request: Generate) -> Sequence:
+def admitted(estimates: CostModel, request: Generate) -> Sequence:
     tokenizer: Any = Letters()
     return admit(
         request,
@@ -116,7 +116,7 @@ REJECTION = Sampling(temperature=1.0, acceptance="rejection")
 
 def test_requests_that_leave_it_open_try_the_choices() -> None:
     """Each next request gets the C that its predecessors' rounds recommend; others keep theirs."""
-    estimates, told = Estimates(), []
+    estimates, told = CostModel(), []
     for _ in CHOICES:
         request = Generate(request=1, tokens=[1], sampling=REJECTION, choose_saguaro=True)
         sequence = admitted(estimates, request)
@@ -139,11 +139,11 @@ def test_greedy_requests_have_nothing_to_choose() -> None:
     """At temperature 0 nothing is drawn, and nothing is learned of C."""
     greedy = msgspec.structs.replace(REJECTION, temperature=0.0)
     request = Generate(request=1, tokens=[1], sampling=greedy, choose_saguaro=True)
-    assert opened(admitted(Estimates(), request)) == greedy
+    assert opened(admitted(CostModel(), request)) == greedy
 
 
 def test_the_coupled_rule_has_no_such_weight() -> None:
     """Asking for a choice of C under the coupled rule is a UsageError."""
     request = Generate(request=1, tokens=[1], choose_saguaro=True)
     with pytest.raises(UsageError, match="rejection"):
-        admitted(Estimates(), request)
+        admitted(CostModel(), request)

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.learning.speculation_switch import Pace
+from orchestrator.learning.speculation_switch import SpeculationSwitch
 
 
-def run(pace: Pace, speculative: float, plain: float, rounds: int, seed: int = 0) -> float:
+def run(
+    pace: SpeculationSwitch, speculative: float, plain: float, rounds: int, seed: int = 0
+) -> float:
     """Rounds of noisy speeds (tokens per round of 50 ms); returns the share of plain rounds."""
     random = Random(seed)  # noqa: S311  # no secret depends on it
     count = 0
@@ -23,13 +25,13 @@ def run(pace: Pace, speculative: float, plain: float, rounds: int, seed: int = 0
 @pytest.mark.parametrize("seed", range(5))
 def test_a_gain_is_kept(seed: int) -> None:
     """Where speculation is faster, plain decoding is only measured."""
-    assert run(Pace(), 1.6, 1.0, 1000, seed) < 0.02
+    assert run(SpeculationSwitch(), 1.6, 1.0, 1000, seed) < 0.02
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_loss_is_ended(seed: int) -> None:
     """Where it is slower, trials are rare."""
-    pace = Pace()
+    pace = SpeculationSwitch()
     slow = Random(seed)  # noqa: S311  # no secret depends on it
     plain = 0
     for _ in range(2000):
@@ -42,7 +44,7 @@ def test_a_loss_is_ended(seed: int) -> None:
 
 def test_text_that_becomes_easy_is_noticed() -> None:
     """A trial after a pause can bring speculation back, whatever was before."""
-    pace = Pace()
+    pace = SpeculationSwitch()
     for _ in range(400):
         pace.observe(1, 70.0 if pace.speculating else 50.0, accepted=1)
     share = 0
@@ -56,16 +58,16 @@ def test_text_that_becomes_easy_is_noticed() -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.floats(0.0, 1e6)), max_size=300))
 def test_any_rounds_are_survived(rounds: list[tuple[int, float]]) -> None:
     """No sequence of measurements leads it astray, not even a clock that stands still."""
-    pace = Pace()
+    pace = SpeculationSwitch()
     for tokens, milliseconds in rounds:
         pace.observe(tokens, milliseconds, accepted=tokens)
         assert pace.plain_tok_s >= 0.0
         assert pace.speculative_tok_s >= 0.0
 
 
-def settled(speculative_ms: float, plain_ms: float, rounds: int = 60) -> Pace:
+def settled(speculative_ms: float, plain_ms: float, rounds: int = 60) -> SpeculationSwitch:
     """After some rounds of one token each in these times."""
-    pace = Pace()
+    pace = SpeculationSwitch()
     for _ in range(rounds):
         pace.observe(1, speculative_ms if pace.speculating else plain_ms, accepted=1)
     return pace
@@ -151,7 +153,7 @@ def test_one_bad_stretch_does_not_end_a_gain() -> None:
 
 def test_the_first_baseline_is_measured_early() -> None:
     """After a first trial plain decoding is measured for a few rounds."""
-    pace = Pace()
+    pace = SpeculationSwitch()
     kinds = []
     for _ in range(60):
         kinds.append(pace.speculating)
@@ -165,7 +167,7 @@ def test_the_first_baseline_is_measured_early() -> None:
 
 def test_a_drafter_that_knows_nothing_is_known_soon() -> None:
     """Nothing is accepted: a trial ends after some rounds, though a round loses next to nothing."""
-    pace = Pace()
+    pace = SpeculationSwitch()
     trials = [0]
     for _ in range(300):
         begun = pace.speculating
@@ -181,7 +183,7 @@ def test_a_drafter_that_knows_nothing_is_known_soon() -> None:
 @pytest.mark.parametrize("every", [2, 5])
 def test_a_drafter_that_knows_a_little_is_not_doubted(every: int) -> None:
     """One token in a few rounds is a gain where rounds cost the same; only the clock may judge."""
-    pace = Pace()
+    pace = SpeculationSwitch()
     plain = 0
     for number in range(600):
         plain += not pace.speculating

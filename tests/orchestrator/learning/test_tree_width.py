@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.learning.cost_model import Estimates, Lesson
+from orchestrator.learning.cost_model import CostModel, RoundObservation
 from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION, allocate, hit_chances
 from orchestrator.learning.step_cost import StepCost
-from orchestrator.learning.tree_width import WIDTHS, Width, between, worth_of_depths
-from orchestrator.sequence.planner import Plan
+from orchestrator.learning.tree_width import WIDTHS, TreeWidth, between, worth_of_depths
+from orchestrator.sequence.planner import Planner
 from protocol.messages import Origin
 
 
@@ -71,7 +71,7 @@ def test_depth_is_worth_its_accepted_tokens() -> None:
 
 def test_the_width_that_gains_most_is_used() -> None:
     """After a while; now and then a neighbour is tried, and a trifle changes nothing."""
-    width = Width()
+    width = TreeWidth()
     used = [width.branches]
     for gains in [(1.0, 0.5, 0.4, 0.3)] * 60:
         width.consider(gains)
@@ -88,18 +88,20 @@ def test_the_width_that_gains_most_is_used() -> None:
 
 def _taught(step_ms: float, slope: float) -> int:
     """Branches after rounds of 20 ms beside steps of `step_ms` and `slope` per branch more."""
-    estimates = Estimates()
-    plan = Plan("ssd", estimates)
+    estimates = CostModel()
+    plan = Planner("ssd", estimates)
     for _ in range(100):
         branches = plan.branches
         for depth in (1, 2):
             estimates.drew(depth, branches, step_ms + slope * branches)
-        estimates.learn(_lesson("hit", 2, prepared=4, rank=1))
+        estimates.observe_round(_lesson("hit", 2, prepared=4, rank=1))
     return plan.branches
 
 
-def _lesson(origin: Origin, accepted: int, *, prepared: int = 0, rank: int | None = None) -> Lesson:
-    return Lesson(
+def _lesson(
+    origin: Origin, accepted: int, *, prepared: int = 0, rank: int | None = None
+) -> RoundObservation:
+    return RoundObservation(
         mode="ssd",
         by_hand=False,
         speculating=True,
@@ -125,18 +127,18 @@ def test_a_drafter_that_takes_no_time_gets_wide_trees() -> None:
 
 def test_one_bad_backup_is_no_verdict() -> None:
     """The rate of backups begins with that of hits, and goes back to it when not tried."""
-    estimates = Estimates()
+    estimates = CostModel()
     assert estimates.backup_rate > 0.8  # nothing is known: hope
     estimates.drew(1, 16, 5.0)
     for _ in range(30):
-        estimates.learn(_lesson("hit", 3))
+        estimates.observe_round(_lesson("hit", 3))
     before = estimates.backup_rate
     assert before > 0.9
-    estimates.learn(_lesson("miss", 0))
+    estimates.observe_round(_lesson("miss", 0))
     assert 0.7 * before < estimates.backup_rate < before
     for _ in range(40):
-        estimates.learn(_lesson("miss", 0))
+        estimates.observe_round(_lesson("miss", 0))
     assert estimates.backup_rate < 0.2
     for _ in range(500):
-        estimates.learn(_lesson("hit", 3))
+        estimates.observe_round(_lesson("hit", 3))
     assert estimates.backup_rate > 0.9

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from orchestrator.requests.queue import Requests
+from orchestrator.requests.queue import RequestQueue
 from protocol.messages import (
     Cancel,
     CloseSequence,
@@ -13,7 +13,7 @@ from protocol.messages import (
     Generate,
     OpenSequence,
     Prefilled,
-    Refusal,
+    Rejected,
     Status,
     StatusRequest,
     Text,
@@ -113,7 +113,7 @@ def test_what_never_fits_runs_alone_and_ends_with_the_memory() -> None:
     assert [f.reason for f in house.told(b"c", Finished)] == ["context"]
     assert running(house) == [2]
     house.client(ask(3, tokens=5))
-    (refusal,) = house.told(b"c", Refusal)
+    (refusal,) = house.told(b"c", Rejected)
     assert (refusal.kind, refusal.request) == ("invalid", 3)
 
 
@@ -122,7 +122,7 @@ def test_kinds_of_refusal() -> None:
     house = house_of(concurrency=1, max_waiting=1)
     for request in (1, 2, 3):
         house.client(ask(request))
-    (refusal,) = house.told(b"c", Refusal)
+    (refusal,) = house.told(b"c", Rejected)
     assert (refusal.kind, refusal.request) == ("busy", 3)
 
 
@@ -151,7 +151,7 @@ def test_cached_tokens_are_told() -> None:
 
 def test_an_empty_line() -> None:
     """Nobody is there, nobody starts, nobody is found."""
-    requests = Requests(1, 1)
+    requests = RequestQueue(1, 1)
     assert list(requests) == list(requests.start(0)) == []
     assert requests.of(b"c", 1) is None
     assert not requests.full

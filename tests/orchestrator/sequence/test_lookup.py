@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.terminal.explain import explanation
-from orchestrator.learning.cost_model import Estimates
+from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.actions import ToVerifier
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
-from orchestrator.sequence.planner import Plan
-from protocol.decoding.bans import Bans
+from orchestrator.sequence.planner import Planner
+from protocol.decoding.bans import BannedTokens
 from protocol.decoding.prompt_lookup import CONFIDENCE, continuation
-from protocol.messages import Sampling, Shape, Verify
+from protocol.messages import LogitsOptions, Sampling, Verify
 from tests.support.fakes import Stack, Target
 
 LETTERS = st.integers(0, 2)
@@ -45,15 +45,19 @@ def test_what_is_ruled_out_is_passed_over(tokens: list[int], count: int, banned:
                 found = tokens[end : end + count]
                 kept = found.index(banned) if banned in found else len(found)
                 best = found[:kept], CONFIDENCE[length]
-    bans = Bans(Shape(logit_bias=((banned, -100.0), (9, 99.0))))
+    bans = BannedTokens(LogitsOptions(logit_bias=((banned, -100.0), (9, 99.0))))
     assert best == continuation(tokens, count, bans.possible)
 
 
 def test_a_bias_of_100_rules_out_all_the_others() -> None:
     """As OpenAI means it; a smaller one rules out nothing, and no shape neither."""
-    assert Bans(Shape(logit_bias=((1, 100.0), (2, 100.0)))).possible([2, 1, 3, 1]) == 2
-    assert Bans(Shape(logit_bias=((1, 99.0), (2, -99.0)))).possible([2, 1, 3, 1]) == 4
-    assert Bans(None).possible([2, 1, 3, 1]) == 4
+    assert (
+        BannedTokens(LogitsOptions(logit_bias=((1, 100.0), (2, 100.0)))).possible([2, 1, 3, 1]) == 2
+    )
+    assert (
+        BannedTokens(LogitsOptions(logit_bias=((1, 99.0), (2, -99.0)))).possible([2, 1, 3, 1]) == 4
+    )
+    assert BannedTokens(None).possible([2, 1, 3, 1]) == 4
 
 
 class Periodic(Target):
@@ -63,7 +67,7 @@ class Periodic(Target):
         return (len(prefix) * 3) % 5 if len(prefix) % 5 else 4
 
 
-def stack(*, skill: float = 0.0, lookahead: int = 0, shape: Shape | None = None) -> Stack:
+def stack(*, skill: float = 0.0, lookahead: int = 0, shape: LogitsOptions | None = None) -> Stack:
     """The answer repeats itself; the drafter is useless, or absent."""
     return Stack(
         mode="ssd",
@@ -92,7 +96,7 @@ def test_without_a_drafter_what_was_said_before_is_verified() -> None:
 
 def test_a_banned_token_is_not_looked_up() -> None:
     """What was said before may hold a token that this request has banned."""
-    alone = stack(shape=Shape(logit_bias=((3, -100.0),)))
+    alone = stack(shape=LogitsOptions(logit_bias=((3, -100.0),)))
     alone.verifier_comes()
     while alone.outcome_arrives():
         pass
@@ -122,13 +126,13 @@ def test_after_a_miss_a_lookup_costs_the_drafter_nothing() -> None:
 
 def test_a_draft_that_is_waited_for_must_be_better_than_what_was_found() -> None:
     """What is looked up costs no wait: unless it is unlikely, the target goes on with it."""
-    estimates = Estimates()
+    estimates = CostModel()
     for tokens in range(1, 9):
         estimates.verify_cost.observe(tokens, 8.0 + 2.0 * tokens)
     estimates.drew(1, 8, 1.0)
     estimates.backup_ms.observe(1.0)
     estimates.acceptance["hit"].observe(0.6)
-    plan = Plan("ssd", estimates)
+    plan = Planner("ssd", estimates)
     assert plan.backup() > 0
     assert plan.backup([CONFIDENCE[4]] * 4) == 0
     assert plan.backup([0.05] * 4) == plan.backup()
@@ -136,7 +140,7 @@ def test_a_draft_that_is_waited_for_must_be_better_than_what_was_found() -> None
 
 def test_while_the_drafter_rests_lookup_goes_on() -> None:
     """What did not pay is left out; what costs nothing is not."""
-    estimates = Estimates()
+    estimates = CostModel()
     pace = estimates.paces["ssd"]
     while pace.speculating:
         pace.observe(1, 10.0, accepted=0)
@@ -155,11 +159,11 @@ def test_what_is_fixed_by_hand_is_not_changed() -> None:
 
 def test_a_lookup_that_was_not_verified_teaches_too() -> None:
     """The outcome tells for nothing whether its first token was right."""
-    estimates = Estimates()
+    estimates = CostModel()
     for tokens in range(1, 9):
         estimates.plain_cost.observe(tokens, 10.0 * tokens)
         estimates.verify_cost.observe(tokens, 10.0 * tokens)
-    plan = Plan("ssd", estimates)
+    plan = Planner("ssd", estimates)
     assert plan.looked_up([0.75] * 4, alone=True) == 0  # a token costs a token
     dear = Stack(mode="ssd", target=Periodic(0), prompt=[1], limits=ENDLESS, estimates=estimates)
     dear.verifier_comes()
@@ -172,11 +176,11 @@ def test_a_lookup_that_was_not_verified_teaches_too() -> None:
 @pytest.mark.parametrize(("rate", "used"), [(0.0, False), (1.0, True)])
 def test_each_length_of_a_match_is_judged_by_what_came_of_it(rate: float, used: bool) -> None:  # noqa: FBT001  # pytest names it
     """Where matches of two tokens mislead, those of four may still be used, and the reverse."""
-    estimates = Estimates()
+    estimates = CostModel()
     for tokens in range(1, 9):
         estimates.verify_cost.observe(tokens, 20.0 + 4.0 * tokens)
     for _ in range(60):
         estimates.calibrations["lookup"].observe([CONFIDENCE[2]], round(rate))
-    plan = Plan("ssd", estimates)
+    plan = Planner("ssd", estimates)
     assert (plan.looked_up([CONFIDENCE[2]] * 3) > 0) == used
     assert plan.looked_up([CONFIDENCE[4]] * 3) > 0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.learning.cost_model import Estimates
+from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.sequence import Emit, Finish, Limits, Phase, ToDrafter, ToVerifier
 from protocol.messages import CloseSequence, DraftNow, Mode, OpenSequence, Prepare, Verify
 from tests.support.fakes import VOCABULARY, Stack, Target, started
@@ -212,9 +212,9 @@ def verifications(stack: Stack) -> list[Verify]:
     return [message for message in messages if isinstance(message, Verify)]
 
 
-def short_chains() -> Estimates:
+def short_chains() -> CostModel:
     """At these costs one draft token is verified, never two."""
-    estimates = Estimates()
+    estimates = CostModel()
     for tokens, milliseconds in [(1, 11.0), (2, 12.0), (3, 1e3)]:
         estimates.verify_cost.observe(tokens, milliseconds)
     return estimates
@@ -518,7 +518,7 @@ def test_an_answer_may_be_ended_while_it_is_emitted() -> None:
 def announced(stack: Stack) -> list[tuple[int, bool]]:
     """Of every verification: how long its chain was, and whether a plain one was to follow."""
     sent = [a.message for a in stack.actions if isinstance(a, ToVerifier)]
-    return [(len(m.chain), m.then_plain) for m in sent if isinstance(m, Verify)]
+    return [(len(m.chain), m.pipelined) for m in sent if isinstance(m, Verify)]
 
 
 def test_plain_decoding_is_announced_until_the_last_token() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.sequence.speculation_cache import Draft, SpeculationCache
-from protocol.messages import ENDED, DraftLaw, DraftTree
+from protocol.messages import END_OF_BRANCH, DraftDistribution, DraftTree
 
 OUTCOMES = [(0, 5), (1, 5), (2, 7)]
 
@@ -57,13 +57,13 @@ def test_other_outcomes_are_misses() -> None:
 
 def test_ended_branches_stay_ended() -> None:
     """A branch that has ended gets no further token, even if one is sent for it."""
-    cache = filled([1, 2, 3], [4, ENDED, 6], [7, 8, ENDED])
+    cache = filled([1, 2, 3], [4, END_OF_BRANCH, 6], [7, 8, END_OF_BRANCH])
     assert drafts(cache) == [[1, 4, 7], [2], [3, 6]]
 
 
 def test_empty_branches_are_misses() -> None:
     """A branch that ended before its first token is not prepared."""
-    cache = filled([1, ENDED, 3], [4, 5, 6])
+    cache = filled([1, END_OF_BRANCH, 3], [4, 5, 6])
     assert drafts(cache) == [[1, 4], [], [3, 6]]
     assert len(cache) == 2
 
@@ -112,7 +112,7 @@ def test_outcomes_named_twice_keep_one_draft() -> None:
 
 def test_confidences_stay_with_their_tokens() -> None:
     """Each draft token keeps the confidence that it came with, also behind ended branches."""
-    cache = filled([1, ENDED, 3], [4, 5, 6], [ENDED, 8, 9])
+    cache = filled([1, END_OF_BRANCH, 3], [4, 5, 6], [END_OF_BRANCH, 8, 9])
     for outcome in OUTCOMES:
         draft = cache.draft(*outcome)
         assert [confidence(token) for token in draft.tokens] == draft.confidences
@@ -144,18 +144,24 @@ def test_the_beginning_of_a_draft_is_a_draft_of_its_own() -> None:
     assert Draft([1, 2, 3], [0.1, 0.2, 0.3]) == whole
 
 
-def drawn(depth: int, tokens: list[int], laws: list[DraftLaw]) -> DraftTree:
-    return msgspec.structs.replace(tree(depth, tokens, OUTCOMES if depth == 1 else None), laws=laws)
+def drawn(depth: int, tokens: list[int], laws: list[DraftDistribution]) -> DraftTree:
+    return msgspec.structs.replace(
+        tree(depth, tokens, OUTCOMES if depth == 1 else None), distributions=laws
+    )
 
 
 def test_laws_stay_with_their_tokens() -> None:
     """A drawn token's law is kept, and its confidence is the law's, whatever came out."""
-    laws = [DraftLaw([1, 4], [0.25, 0.75]), DraftLaw(), DraftLaw([3, 9], [0.5, 0.5])]
+    laws = [
+        DraftDistribution([1, 4], [0.25, 0.75]),
+        DraftDistribution(),
+        DraftDistribution([3, 9], [0.5, 0.5]),
+    ]
     cache = SpeculationCache()
     assert cache.add(drawn(1, [1, 2, 3], laws))
-    assert cache.add(tree(2, [4, 5, ENDED]))
+    assert cache.add(tree(2, [4, 5, END_OF_BRANCH]))
     first, second, third = (cache.draft(*outcome) for outcome in OUTCOMES)
-    assert (first.drawn_from, first.largest) == ([laws[0], DraftLaw()], [4, 4])
+    assert (first.drawn_from, first.largest) == ([laws[0], DraftDistribution()], [4, 4])
     assert first.confidences == [0.75, confidence(4)]
     assert (second.drawn_from, second.largest) == ([], [2, 5])
     assert (third.drawn_from, third.largest) == ([laws[2]], [9])
@@ -164,7 +170,7 @@ def test_laws_stay_with_their_tokens() -> None:
 
 def test_a_law_that_cannot_be_ends_its_draft() -> None:
     """The token is not used, nor what follows it; other branches go on."""
-    good, bad = DraftLaw([2, 5], [0.5, 0.5]), DraftLaw([2, 5], [0.5, 0.9])
+    good, bad = DraftDistribution([2, 5], [0.5, 0.5]), DraftDistribution([2, 5], [0.5, 0.9])
     cache = SpeculationCache()
     assert cache.add(drawn(1, [2, 2, 2], [good, bad, good]))
     assert cache.add(drawn(2, [5, 5, 5], [bad, good, good]))
@@ -176,7 +182,7 @@ def test_a_law_that_cannot_be_ends_its_draft() -> None:
 def test_depths_without_their_laws_are_dropped(count: int) -> None:
     """A depth has one law per token, or none at all."""
     cache = SpeculationCache()
-    assert not cache.add(drawn(1, [1, 2, 3], [DraftLaw()] * count))
+    assert not cache.add(drawn(1, [1, 2, 3], [DraftDistribution()] * count))
     assert (cache.depth, len(cache)) == (0, 0)
 
 
@@ -196,7 +202,7 @@ def test_any_tree_is_kept_as_it_was_drafted(
     }
     cache = SpeculationCache()
     for level in range(depth):
-        layer = [d[level] if level < len(d) else ENDED for d in expected.values()]
+        layer = [d[level] if level < len(d) else END_OF_BRANCH for d in expected.values()]
         assert cache.add(tree(level + 1, layer, outcomes))
     assert expected == {outcome: cache.draft(*outcome).tokens for outcome in outcomes}
     assert len(cache) == sum(1 for draft in expected.values() if draft)

@@ -11,24 +11,24 @@ import pytest
 from msgspec.structs import replace
 
 from launch.bench.simulate import scenario_of
-from orchestrator.learning.cost_model import Estimates
+from orchestrator.learning.cost_model import CostModel
 from orchestrator.simulation.run import Run, simulate
-from orchestrator.simulation.scenario import Device, Laws, Scenario, Strategy
+from orchestrator.simulation.scenario import AcceptanceModel, Device, Scenario, Strategy
 from orchestrator.simulation.sweep import Comparison, compare, fixed_pairs
 
 T_VERIFY = {"flat": "1:20,8:20.5", "mild": "1:20,2:22,5:28", "step": "1:20,2:28,5:30",
             "steep": "1:20,5:60"}  # fmt: skip
 RATIOS = (0.02, 0.25, 1.2)
 ALPHAS = (0.3, 0.6, 0.9)
-UNEVEN = Laws(alpha=0.6, burst=0.2, insight=0.3)
+UNEVEN = AcceptanceModel(alpha=0.6, burst=0.2, insight=0.3)
 FIXED = [Strategy(lookahead=1, fan_out=8), *fixed_pairs((4, 8), (24,))]
 
 
-def scenario(shape: str, ratio: float, laws: Laws, tokens: int = 1000) -> Scenario:
+def scenario(shape: str, ratio: float, acceptance: AcceptanceModel, tokens: int = 1000) -> Scenario:
     """T_v of this shape and 20 ms for one token; a tree step takes `ratio` of it."""
     step = 20.0 * ratio
     device = Device(t_verify=T_VERIFY[shape], t_draft=f"1:{step},16:{1.3 * step}")
-    return Scenario(device=device, laws=laws, tokens=tokens)
+    return Scenario(device=device, acceptance=acceptance, tokens=tokens)
 
 
 @cache
@@ -82,8 +82,8 @@ def test_sequential_drafting_is_planned_too(shape: str, ratio: float, alpha: flo
 @pytest.mark.parametrize("shape", T_VERIFY)
 def test_a_useless_drafter_costs_next_to_nothing(shape: str) -> None:
     """Nothing is ever accepted: plain decoding but for the trials."""
-    laws = Laws(alpha=0.0, first=0.0)
-    found = compare(scenario(shape, 0.3, laws))
+    acceptance = AcceptanceModel(alpha=0.0, first=0.0)
+    found = compare(scenario(shape, 0.3, acceptance))
     assert found.against_plain > 0.97
     assert found.sequential.tok_s > 0.97 * found.plain.tok_s
 
@@ -91,10 +91,10 @@ def test_a_useless_drafter_costs_next_to_nothing(shape: str) -> None:
 # ---------------------------------------------------------------- the paper
 
 
-def paper(**laws: float) -> Scenario:
+def paper(**acceptance: float) -> Scenario:
     """70B and 1B on H100s, waiting for whole trees as the paper does."""
     found = scenario_of(None, "h100-70b-1b", {"tokens": 2500, "whole_tree": True})
-    return replace(found, laws=replace(found.laws, **laws))
+    return replace(found, acceptance=replace(found.acceptance, **acceptance))
 
 
 SAGUARO = Strategy(lookahead=7, fan_out=24, fan_out_policy="geometric")
@@ -118,10 +118,12 @@ TEXTS = {
 
 def answers(texts: str, strategy: Strategy, seed: int) -> float:
     """Tokens per second over all of these answers, of 96 tokens each, on one stack."""
-    learned, seconds = Estimates(), 0.0
+    learned, seconds = CostModel(), 0.0
     for number, alpha in enumerate(TEXTS[texts]):
-        laws = Laws(alpha=alpha, burst=0.35, stretch=16.0)
-        found = Scenario(device=TWO_CORES, laws=laws, tokens=96, seed=1000 * seed + number)
+        acceptance = AcceptanceModel(alpha=alpha, burst=0.35, stretch=16.0)
+        found = Scenario(
+            device=TWO_CORES, acceptance=acceptance, tokens=96, seed=1000 * seed + number
+        )
         seconds += 96 / simulate(found, strategy, learned).tok_s
     return 96 * len(TEXTS[texts]) / seconds
 
@@ -149,8 +151,8 @@ def test_the_paper_s_speed_up() -> None:
 
 def test_speed_falls_with_the_hit_rate() -> None:
     """As with rising temperature: harder outcomes, fewer hits, fewer tokens per second."""
-    laws = [(0.92, 0.5, 1.0), (0.91, 0.4, 0.8), (0.88, 0.25, 0.6), (0.8, 0.1, 0.5)]
-    runs = [simulate(paper(alpha=a, first=first, r=r), SAGUARO) for a, first, r in laws]
+    acceptance = [(0.92, 0.5, 1.0), (0.91, 0.4, 0.8), (0.88, 0.25, 0.6), (0.8, 0.1, 0.5)]
+    runs = [simulate(paper(alpha=a, first=first, r=r), SAGUARO) for a, first, r in acceptance]
     hits, speeds = [r.statistics.hit_rate for r in runs], [r.tok_s for r in runs]
     assert hits == sorted(hits, reverse=True)
     assert speeds == sorted(speeds, reverse=True)
@@ -181,8 +183,8 @@ def test_the_lookahead_is_critical_only_where_trees_are_waited_for() -> None:
 @cache
 def shared_out(policy: str, alpha: float, r: float) -> Run:
     """B = 12 over K = 7, with one power law for every acceptance length, as in Theorem 12."""
-    laws = Laws(alpha=alpha, r=r, first=0.3, r_all=r, first_all=0.3, insight=0.0)
-    found = replace(scenario("flat", 0.02, laws, 2500), seed=5)
+    acceptance = AcceptanceModel(alpha=alpha, r=r, first=0.3, r_all=r, first_all=0.3, insight=0.0)
+    found = replace(scenario("flat", 0.02, acceptance, 2500), seed=5)
     strategy = Strategy(lookahead=7, fan_out=12, fan_out_policy=policy)
     return simulate(found, strategy)
 

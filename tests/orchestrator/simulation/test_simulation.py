@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.simulation.bound import Rounds, bound_tok_s
-from orchestrator.simulation.event_queue import Agenda
+from orchestrator.simulation.event_queue import EventQueue
 from orchestrator.simulation.latency_curve import curve
-from orchestrator.simulation.oracle import Script
+from orchestrator.simulation.oracle import Oracle
 from orchestrator.simulation.run import Run, simulate
-from orchestrator.simulation.scenario import Device, Laws, Scenario, Strategy
+from orchestrator.simulation.scenario import AcceptanceModel, Device, Scenario, Strategy
 from protocol.errors import UsageError
 
 PLAIN, SEQUENTIAL, ADAPTIVE = Strategy(mode="ar"), Strategy(mode="sd"), Strategy()
@@ -18,7 +18,9 @@ PLAIN, SEQUENTIAL, ADAPTIVE = Strategy(mode="ar"), Strategy(mode="sd"), Strategy
 
 def run(strategy: Strategy, tokens: int = 400, alpha: float = 0.6, **device: float | str) -> Run:
     times = {"t_verify": 20.0, "t_draft": 2.0, "jitter": 0.0, "ipc": 0.1} | device
-    scenario = Scenario(device=Device(**times), laws=Laws(alpha=alpha), tokens=tokens)
+    scenario = Scenario(
+        device=Device(**times), acceptance=AcceptanceModel(alpha=alpha), tokens=tokens
+    )
     return simulate(scenario, strategy)
 
 
@@ -51,7 +53,7 @@ def test_a_curve_that_makes_no_sense_is_refused(text: float | str) -> None:
 
 def test_events_happen_in_order() -> None:
     """By time; those of one instant in the order in which they were planned."""
-    agenda, seen = Agenda(), []
+    agenda, seen = EventQueue(), []
     for name, delay in (("c", 2.0), ("a", 1.0), ("b", 1.0)):
         agenda.after(delay, lambda name=name: seen.append((name, agenda.now)))
     while agenda.step():
@@ -60,19 +62,19 @@ def test_events_happen_in_order() -> None:
 
 
 @pytest.mark.parametrize("laws", [
-    Laws(alpha=0.6),
-    Laws(alpha=0.6, insight=0.0),
-    Laws(alpha=0.6, burst=0.7, insight=0.6),
-    Laws(alpha=0.3, burst=1.0, stretch=4.0),
-    Laws(alpha=0.9, r=1.0, first=0.0),
+    AcceptanceModel(alpha=0.6),
+    AcceptanceModel(alpha=0.6, insight=0.0),
+    AcceptanceModel(alpha=0.6, burst=0.7, insight=0.6),
+    AcceptanceModel(alpha=0.3, burst=1.0, stretch=4.0),
+    AcceptanceModel(alpha=0.9, r=1.0, first=0.0),
 ])  # fmt: skip
-def test_a_script_obeys_its_laws(laws: Laws) -> None:
+def test_a_script_obeys_its_laws(acceptance: AcceptanceModel) -> None:
     """Acceptance, calibration of the confidence, and hits by fan-out after a rejection."""
     count = 60_000
-    script = Script(laws, count, seed=1)
+    script = Oracle(acceptance, count, seed=1)
     accepted = np.array([script.token(p) == script.drafted(p) for p in range(count)])
     sure = np.array([script.confidence(p, on_track=True) for p in range(count)])
-    assert accepted.mean() == pytest.approx(laws.alpha, abs=0.02)
+    assert accepted.mean() == pytest.approx(acceptance.alpha, abs=0.02)
     high = sure >= np.median(sure)
     assert accepted[high].mean() == pytest.approx(sure[high].mean(), abs=0.02)
     rejected = np.flatnonzero(~accepted).tolist()
@@ -80,12 +82,12 @@ def test_a_script_obeys_its_laws(laws: Laws) -> None:
         hits = np.mean(
             [script.token(p) in script.bonuses(p, wide, rejected=True) for p in rejected]
         )
-        assert hits == pytest.approx(1 - (1 - laws.first) * wide**-laws.r, abs=0.02)
+        assert hits == pytest.approx(1 - (1 - acceptance.first) * wide**-acceptance.r, abs=0.02)
 
 
 def test_insight_is_the_explained_variance() -> None:
     """The confidence explains that share of the variance of acceptance."""
-    script = Script(Laws(alpha=0.6, insight=0.4), 60_000, seed=3)
+    script = Oracle(AcceptanceModel(alpha=0.6, insight=0.4), 60_000, seed=3)
     sure = [script.confidence(p, on_track=True) for p in range(60_000)]
     assert np.var(sure) / (0.6 * 0.4) == pytest.approx(0.4, abs=0.02)
 
@@ -94,7 +96,7 @@ def test_insight_is_the_explained_variance() -> None:
 def test_the_law_where_all_was_accepted(own: bool) -> None:  # noqa: FBT001  # pytest names it
     """Given by itself, or what follows from acceptance and the law after a rejection."""
     both = {"r_all": 0.8, "first_all": 0.7} if own else {}
-    script = Script(Laws(alpha=0.6, first=0.3, r=0.5, **both), 60_000, seed=2)
+    script = Oracle(AcceptanceModel(alpha=0.6, first=0.3, r=0.5, **both), 60_000, seed=2)
     for wide in (1, 3, 8):
         hits = np.mean(
             [script.token(p) in script.bonuses(p, wide, rejected=False) for p in range(60_000)]
@@ -107,7 +109,7 @@ def test_the_law_where_all_was_accepted(own: bool) -> None:  # noqa: FBT001  # p
 def test_half_a_law_is_refused() -> None:
     """A curve has two parameters."""
     with pytest.raises(UsageError, match="give both"):
-        Script(Laws(alpha=0.5, r_all=1.0), 10, seed=0)
+        Oracle(AcceptanceModel(alpha=0.5, r_all=1.0), 10, seed=0)
 
 
 def test_plain_decoding_takes_its_time() -> None:
@@ -172,9 +174,11 @@ def test_a_simulation_repeats() -> None:
     """The seed decides everything."""
 
     def decode(seed: int) -> Run:
-        laws = Laws(alpha=0.7, burst=0.4)
+        acceptance = AcceptanceModel(alpha=0.7, burst=0.4)
         device = Device(t_verify="1:20,5:30", t_draft=3.0)
-        return simulate(Scenario(device=device, laws=laws, tokens=300, seed=seed), ADAPTIVE)
+        return simulate(
+            Scenario(device=device, acceptance=acceptance, tokens=300, seed=seed), ADAPTIVE
+        )
 
     assert decode(1) == decode(1)
     assert decode(1) != decode(2)

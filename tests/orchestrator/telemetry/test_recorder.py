@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from orchestrator.learning.cost_model import Estimates
-from orchestrator.requests.request import Answer
-from orchestrator.sequence.planner import Plan
+from orchestrator.learning.cost_model import CostModel
+from orchestrator.requests.request import Request
+from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import Emit, Limits, Sequence
 from orchestrator.telemetry.recorder import Recorder
 from orchestrator.text.stop_strings import StoppableText
@@ -116,18 +116,18 @@ class Letters:
         return chr(ord("a") + token - 1)
 
 
-def answered(stop: str, stop_ids: frozenset[int]) -> Answer:
+def answered(stop: str, stop_ids: frozenset[int]) -> Request:
     """An answer whose second round accepts 2, 3, 4 and adds the bonus token 5, after token 1."""
     sequence = Sequence(
         number=1,
         prompt=[9],
         sampling=Sampling(),
         limits=Limits(100, stop_ids, 0),
-        plan=Plan("sd", Estimates(), 3),
+        plan=Planner("sd", CostModel(), 3),
         recorder=Recorder(0.0),
     )
     stream: Any = Letters()
-    answer = Answer(b"", 1, sequence, StoppableText(stream, [stop]), 1, 100)
+    answer = Request(b"", 1, sequence, StoppableText(stream, [stop]), 1, 100)
     list(sequence.verifier_up(64))
     list(sequence.drafter_up(0))
     for accepted, bonus in [(0, 1), (3, 5)]:

@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrator.telemetry.recorder import Recorder
-from orchestrator.telemetry.window_stats import Ledger
+from orchestrator.telemetry.window_stats import StatsWindow
 
 
 def recorder(tokens: int = 0, rounds: int = 0, drafted: int = 0, accepted: int = 0) -> Recorder:
@@ -19,7 +19,7 @@ def work(kept: Recorder, tokens: int, rounds: int = 0, drafted: int = 0, accepte
     kept.accepted += accepted
 
 
-def keep(ledger: Ledger, now: float, running: list[Recorder], *, busy: bool) -> None:
+def keep(ledger: StatsWindow, now: float, running: list[Recorder], *, busy: bool) -> None:
     """What happens at a wake-up."""
     if ledger.wake(now, busy=busy):
         ledger.sample(now, running)
@@ -27,7 +27,7 @@ def keep(ledger: Ledger, now: float, running: list[Recorder], *, busy: bool) -> 
 
 def test_nothing_has_happened() -> None:
     """An idle orchestrator has no speed, and nothing is divided by zero."""
-    ledger = Ledger()
+    ledger = StatsWindow()
     keep(ledger, 5.0, [], busy=False)
     recent = ledger.recent(7.0, [])
     assert (recent.seconds, recent.busy_s, recent.tok_s) == (2.0, 0.0, 0.0)
@@ -35,7 +35,7 @@ def test_nothing_has_happened() -> None:
 
 def test_running_requests_count_together() -> None:
     """Speed and rates are those of all requests."""
-    ledger, a, b = Ledger(), recorder(), recorder()
+    ledger, a, b = StatsWindow(), recorder(), recorder()
     keep(ledger, 0.0, [a, b], busy=True)
     work(a, tokens=10, rounds=4, drafted=8, accepted=6)
     work(b, tokens=30, rounds=6, drafted=12, accepted=9)
@@ -49,7 +49,7 @@ def test_running_requests_count_together() -> None:
 
 def test_only_busy_time_counts() -> None:
     """The speed is that of the time in which there was something to do."""
-    ledger, a = Ledger(), recorder()
+    ledger, a = StatsWindow(), recorder()
     keep(ledger, 0.0, [], busy=False)
     keep(ledger, 3.0, [a], busy=True)  # it comes
     work(a, tokens=8)
@@ -62,7 +62,7 @@ def test_only_busy_time_counts() -> None:
 
 def test_what_ended_is_not_forgotten_at_once() -> None:
     """A request that is over goes on counting in the window, exactly once."""
-    ledger, a = Ledger(), recorder()
+    ledger, a = StatsWindow(), recorder()
     keep(ledger, 0.0, [a], busy=True)
     work(a, tokens=5, rounds=5)
     before = ledger.recent(1.0, [a])
@@ -74,7 +74,7 @@ def test_what_ended_is_not_forgotten_at_once() -> None:
 @pytest.mark.parametrize("pause", [0.1, 0.5, 0.7])
 def test_old_work_leaves_the_window(pause: float) -> None:
     """After ten seconds nothing is left of what was done, however often somebody looked."""
-    ledger, a = Ledger(), recorder()
+    ledger, a = StatsWindow(), recorder()
     keep(ledger, 0.0, [a], busy=True)
     work(a, tokens=100)
     keep(ledger, 0.6, [a], busy=True)
@@ -89,7 +89,7 @@ def test_old_work_leaves_the_window(pause: float) -> None:
 
 def test_tokens_that_a_stop_string_takes_back() -> None:
     """No count looks negative."""
-    ledger, a = Ledger(), recorder(tokens=4)
+    ledger, a = StatsWindow(), recorder(tokens=4)
     keep(ledger, 0.0, [a], busy=True)
     work(a, tokens=-1)
     assert ledger.recent(0.5, [a]).tokens == 0

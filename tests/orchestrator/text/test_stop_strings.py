@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.requests.request import Answer
+from orchestrator.requests.request import Request
 from orchestrator.telemetry.recorder import Recorder
 from orchestrator.text.stop_strings import StoppableText
 from protocol.messages import Finished, Text
@@ -123,9 +123,9 @@ def test_as_little_as_possible_is_held_back(strings: list[str], stop: list[str])
     assert text.flush() == ""
 
 
-def answer(strings: list[str], stop: list[str]) -> Answer:
+def answer(strings: list[str], stop: list[str]) -> Request:
     asker: Any = Asker()
-    return Answer(b"peer", 1, asker, stoppable(strings, stop), 0)
+    return Request(b"peer", 1, asker, stoppable(strings, stop), 0)
 
 
 @given(WORDS, STOPS, st.lists(st.integers(1, 4), min_size=8, max_size=8))

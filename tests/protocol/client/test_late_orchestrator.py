@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.telemetry.recorder import Recorder
 from protocol.client.client import Client
-from protocol.client.request_session import Dialogue
+from protocol.client.request_session import RequestSession
 from protocol.messages import Finished, Generate, Status, StatusRequest, ToOrchestrator
 from protocol.transport.channel import Hub, ipc_address
 from protocol.transport.codec import Decoder
@@ -85,16 +85,16 @@ def test_a_request_is_sent_again_once(address: str, monkeypatch: pytest.MonkeyPa
     """All questions of a long silence are answered at once; the request comes once for all of
     them, or two streams would be mixed up."""
     monkeypatch.setattr("protocol.client.client.SILENCE_S", 0.05)
-    silence = Dialogue.silence
+    silence = RequestSession.silence
     asked, enough = [0], threading.Event()
 
-    def counted(dialogue: Dialogue) -> StatusRequest:
+    def counted(dialogue: RequestSession) -> StatusRequest:
         asked[0] += 1
         if asked[0] == QUESTIONS:
             enough.set()
         return silence(dialogue)
 
-    monkeypatch.setattr(Dialogue, "silence", counted)
+    monkeypatch.setattr(RequestSession, "silence", counted)
     asking = Asking(address)
     assert enough.wait(PATIENCE_S)
     second = Orchestrator(address, pid=2)

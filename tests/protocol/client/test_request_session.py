@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.telemetry.recorder import Recorder
-from protocol.client.request_session import Dialogue
+from protocol.client.request_session import RequestSession
 from protocol.errors import RuntimeFailure
 from protocol.messages import Finished, Generate, Sampling, Status, StatusRequest, Text, Tokens
 
@@ -44,7 +44,7 @@ def test_an_answer_is_continued_where_it_stopped(
 ) -> None:
     """However both answers are cut up, each token and its text arrive once, in order."""
     tokens = list(range(100, 112))
-    dialogue = Dialogue(REQUEST)
+    dialogue = RequestSession(REQUEST)
     got = [dialogue.take(message) for message in split(tokens[:had], before)]
     assert dialogue.silence().question == 1
     assert dialogue.take(status(1, serving=False)) == REQUEST
@@ -58,7 +58,7 @@ def test_an_answer_is_continued_where_it_stopped(
 def test_the_rest_of_the_text_comes_once() -> None:
     """Text that the end sets free has no tokens; it is not repeated with a repeated answer."""
     rest = Text(request=3, tokens=[], origins=[], pieces=["!"])
-    dialogue = Dialogue(REQUEST)
+    dialogue = RequestSession(REQUEST)
     assert dialogue.take(text([5])) == text([5])
     assert dialogue.take(rest) == rest
     dialogue.silence()
@@ -69,14 +69,14 @@ def test_the_rest_of_the_text_comes_once() -> None:
 
 def test_a_served_request_is_waited_for() -> None:
     """As long as an orchestrator serves it, nothing is sent again."""
-    dialogue = Dialogue(REQUEST)
+    dialogue = RequestSession(REQUEST)
     assert dialogue.silence() == StatusRequest(request=3, question=1)
     assert dialogue.take(status(1, serving=True)) is None
 
 
 def test_a_dropped_request_is_asked_again() -> None:
     """The same orchestrator may have dropped a request whose client did not read."""
-    dialogue = Dialogue(REQUEST)
+    dialogue = RequestSession(REQUEST)
     dialogue.silence()
     assert dialogue.take(status(1, serving=False)) == REQUEST
 
@@ -84,7 +84,7 @@ def test_a_dropped_request_is_asked_again() -> None:
 def test_a_request_is_sent_once_for_many_questions() -> None:
     """An orchestrator that starts slowly finds all questions that were asked meanwhile: the
     answers to those that are older than the repeated request say nothing about it."""
-    dialogue = Dialogue(REQUEST)
+    dialogue = RequestSession(REQUEST)
     assert [dialogue.silence().question for _ in range(4)] == [1, 2, 3, 4]
     assert dialogue.take(status(1, serving=False)) == REQUEST
     for question in (2, 3, 4):
@@ -95,7 +95,7 @@ def test_a_request_is_sent_once_for_many_questions() -> None:
 
 def test_other_answers_to_status_mean_nothing() -> None:
     """A status that was asked for other reasons says nothing about the request."""
-    dialogue = Dialogue(REQUEST)
+    dialogue = RequestSession(REQUEST)
     dialogue.silence()
     assert dialogue.take(status(1, serving=False, request=0)) is None
     assert dialogue.take(text([5], request=4)) is None
@@ -103,7 +103,7 @@ def test_other_answers_to_status_mean_nothing() -> None:
 
 def test_what_cannot_be_repeated_fails() -> None:
     """Under the rejection rule a restart ends an answer that has begun, and says so."""
-    dialogue = Dialogue(REJECTION)
+    dialogue = RequestSession(REJECTION)
     dialogue.silence()
     assert dialogue.take(status(1, serving=False)) == REJECTION
     dialogue.take(text([5]))
@@ -114,7 +114,7 @@ def test_what_cannot_be_repeated_fails() -> None:
 
 def test_silence_has_an_end() -> None:
     """Thirty questions without an answer; any word forgives them."""
-    dialogue = Dialogue(REQUEST)
+    dialogue = RequestSession(REQUEST)
     for _ in range(30):
         dialogue.silence()
     dialogue.take(status(1, serving=True))
@@ -134,4 +134,4 @@ def test_a_failed_request_is_an_error() -> None:
         error="no luck",
     )
     with pytest.raises(RuntimeFailure, match="no luck"):
-        Dialogue(REQUEST).take(finished)
+        RequestSession(REQUEST).take(finished)

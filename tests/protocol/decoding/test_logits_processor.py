@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from protocol.decoding.grammar import MAX_GRAMMAR_BYTES, Grammar, check_grammar, json_grammar
-from protocol.decoding.logits_processor import Shaper, along
+from protocol.decoding.logits_processor import LogitsProcessor, along
 from protocol.errors import UsageError
-from protocol.messages import Shape, Tokens
+from protocol.messages import LogitsOptions, Tokens
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import EOS, vocabulary_size
 
 NOWHERE = Path("/nowhere")
 SIZE = 12
-FULL = Shape(
+FULL = LogitsOptions(
     logit_bias=((2, 1.5), (3, -4.0)),
     repetition_penalty=1.7,
     presence_penalty=0.4,
@@ -27,7 +27,7 @@ FULL = Shape(
 tokens = st.lists(st.integers(0, SIZE - 1), max_size=12)
 
 
-def by_definition(row: np.ndarray, shape: Shape, history: Tokens) -> np.ndarray:
+def by_definition(row: np.ndarray, shape: LogitsOptions, history: Tokens) -> np.ndarray:
     """The formulas, one token at a time."""
     answer = history[shape.answer_from :]
     out = []
@@ -49,14 +49,14 @@ def row(seed: int, size: int = SIZE) -> np.ndarray:
 @given(history=tokens)
 def test_formulas(history: Tokens) -> None:
     """Bias, then repetition over everything, then presence and frequency over the answer."""
-    shaped = Shaper(FULL, NOWHERE, history).shape(row(1))
+    shaped = LogitsProcessor(FULL, NOWHERE, history).shape(row(1))
     assert np.allclose(shaped, by_definition(row(1), FULL, history), atol=1e-5)
 
 
 @given(history=tokens, more=tokens, keep=st.integers(0, 24))
 def test_there_and_back(history: Tokens, more: Tokens, keep: int) -> None:
     """Extending, rewinding and branching leave what a fresh start would have."""
-    shaper = Shaper(FULL, NOWHERE, history)
+    shaper = LogitsProcessor(FULL, NOWHERE, history)
     shaper.extend(more)
     kept = (history + more)[: min(keep, len(history + more))]
     branch = shaper.branch(len(kept))
@@ -70,15 +70,15 @@ def test_there_and_back(history: Tokens, more: Tokens, keep: int) -> None:
 def test_a_trimmed_head_is_shaped_by_what_its_columns_mean() -> None:
     """Column i of a trimmed head gets what its token gets in a full one."""
     ids = np.array([7, 2, 5, 0])
-    full = Shaper(FULL, NOWHERE, [5, 6, 2, 7, 7]).shape(row(3))
-    trimmed = Shaper(FULL, NOWHERE, [5, 6, 2, 7, 7], ids).shape(row(3)[ids])
+    full = LogitsProcessor(FULL, NOWHERE, [5, 6, 2, 7, 7]).shape(row(3))
+    trimmed = LogitsProcessor(FULL, NOWHERE, [5, 6, 2, 7, 7], ids).shape(row(3)[ids])
     assert np.allclose(trimmed, full[ids])
 
 
 # ---------------------------------------------------------------- grammars
 
 FOLDER = tiny_folder("llama")
-CHOICE = Shape(grammar='start: "ab" | "ac"', answer_from=1, stop_ids=(EOS,))
+CHOICE = LogitsOptions(grammar='start: "ab" | "ac"', answer_from=1, stop_ids=(EOS,))
 
 
 def token(character: str) -> int:
@@ -89,7 +89,7 @@ def token(character: str) -> int:
     return int(vocabulary[character])
 
 
-def possible(shaper: Shaper) -> set[int]:
+def possible(shaper: LogitsProcessor) -> set[int]:
     shaped = shaper.shape(np.zeros(vocabulary_size(), dtype=np.float32))
     return {int(t) for t in np.flatnonzero(np.isfinite(shaped))}
 
@@ -97,7 +97,7 @@ def possible(shaper: Shaper) -> set[int]:
 def test_a_grammar_leaves_what_may_follow() -> None:
     """After the prompt its beginnings, at its end only the stop token."""
     a, b, c = token("a"), token("b"), token("c")
-    shaper = Shaper(CHOICE, FOLDER, [9])
+    shaper = LogitsProcessor(CHOICE, FOLDER, [9])
     assert possible(shaper) == {a}
     shaper.extend([a])
     assert possible(shaper) == {b, c}
@@ -110,7 +110,7 @@ def test_a_grammar_leaves_what_may_follow() -> None:
 def test_what_a_grammar_forbids_ends_its_say() -> None:
     """After a draft token that cannot be, rows stay as they are: nobody will look at them."""
     a, b = token("a"), token("b")
-    shaper = Shaper(CHOICE, FOLDER, [9])
+    shaper = LogitsProcessor(CHOICE, FOLDER, [9])
     rows = np.zeros((4, vocabulary_size()), dtype=np.float32)
     shaped = along(shaper, [a, a, b, b], rows)
     assert [int(np.isfinite(r).sum()) for r in shaped] == [2, *[vocabulary_size()] * 3]
@@ -135,8 +135,8 @@ def test_what_may_follow_is_what_rows_would_leave(
     """
     shape = replace(CHOICE, answer_from=3, logit_bias=((token(banned), -100.0),))
     history = [9] * 3 + [token(c) for c in said]
-    shaper = Shaper(shape, FOLDER, history[:known])
-    step = Shaper(replace(CHOICE, answer_from=3), FOLDER, history)
+    shaper = LogitsProcessor(shape, FOLDER, history[:known])
+    step = LogitsProcessor(replace(CHOICE, answer_from=3), FOLDER, history)
     expected = 0
     for one in [token(c) for c in draft] if said not in ("b", "abc") else []:
         if one == token(banned) or one not in possible(step):
@@ -151,7 +151,7 @@ def test_what_may_follow_is_what_rows_would_leave(
 
 def test_a_token_of_no_vocabulary_breaks_no_grammar() -> None:
     """It ends what is possible, and the grammar goes on."""
-    shaper = Shaper(CHOICE, FOLDER, [9])
+    shaper = LogitsProcessor(CHOICE, FOLDER, [9])
     assert shaper.possible([], [token("a"), 2**30, token("b")]) == 1
     assert possible(shaper) == {token("a")}
 
@@ -159,16 +159,18 @@ def test_a_token_of_no_vocabulary_breaks_no_grammar() -> None:
 def test_a_head_without_an_allowed_token_is_left_alone() -> None:
     """A trimmed head that cannot say what the grammar wants drafts anything."""
     ids = np.array([token("x"), token("y")])
-    shaped = Shaper(CHOICE, FOLDER, [9], ids).shape(np.zeros(2, dtype=np.float32))
+    shaped = LogitsProcessor(CHOICE, FOLDER, [9], ids).shape(np.zeros(2, dtype=np.float32))
     assert np.isfinite(shaped).all()
     ids = np.array([token("x"), token("a")])
-    shaped = Shaper(CHOICE, FOLDER, [9], ids).shape(np.zeros(2, dtype=np.float32))
+    shaped = LogitsProcessor(CHOICE, FOLDER, [9], ids).shape(np.zeros(2, dtype=np.float32))
     assert np.isfinite(shaped).tolist() == [False, True]
 
 
 def test_padding_of_the_head_is_forbidden() -> None:
     """Columns that stand for no token are never chosen."""
-    shaped = Shaper(CHOICE, FOLDER, [9]).shape(np.ones(vocabulary_size() + 8, dtype=np.float32))
+    shaped = LogitsProcessor(CHOICE, FOLDER, [9]).shape(
+        np.ones(vocabulary_size() + 8, dtype=np.float32)
+    )
     assert not np.isfinite(shaped[vocabulary_size() :]).any()
 
 

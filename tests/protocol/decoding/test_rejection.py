@@ -16,13 +16,13 @@ import pytest
 
 from protocol.decoding.gumbel import ACCEPT, BONUS, DRAFT
 from protocol.decoding.prompt_lookup import continuation
-from protocol.decoding.rejection import Law, drafter_law, residual, verified
+from protocol.decoding.rejection import Distribution, drafter_distribution, residual, verify_draft
 from protocol.decoding.sampler import Floats
 from protocol.decoding.sampling_params import of_drafter
 from protocol.errors import ProtocolError
-from protocol.messages import DraftLaw, Sampling, Verify
+from protocol.messages import DraftDistribution, Sampling, Verify
 from protocol.transport.codec import Decoder, encode
-from services.drafter.backends.base import Drafted, Turn
+from services.drafter.backends.base import DraftedToken, RoundOptions
 from services.sampling.candidates import best_of, drafted
 from tests.protocol.decoding.test_sampler import allowed, softmax
 
@@ -100,14 +100,18 @@ class Case:
             target, other = random.normal(size=(2, 1 + SIZE, SIZE)).astype(np.float32) * 1.5
             self.models.append((target, (target + other) / 2))
 
-    def draft(self, row: Floats, position: int) -> Drafted:
+    def draft(self, row: Floats, position: int) -> DraftedToken:
         """What a drafter draws after these logits, as the verifier receives it."""
         top = best_of(row[None], self.width, None)
-        [found] = drafted(top, [position], of_drafter(self.sampling), Turn(3, self.held_back))
-        sent = Verify(sequence=1, round=1, position=1, chain=[0, found.token], laws=[found.law])
+        [found] = drafted(
+            top, [position], of_drafter(self.sampling), RoundOptions(3, self.held_back)
+        )
+        sent = Verify(
+            sequence=1, round=1, position=1, chain=[0, found.token], distributions=[found.law]
+        )
         decoder: Decoder[Verify] = Decoder(Verify)
-        [law] = decoder.decode(encode(sent)).laws
-        return Drafted(found.token, found.confidence, law)
+        [law] = decoder.decode(encode(sent)).distributions
+        return DraftedToken(found.token, found.confidence, law)
 
     def drawn_from(self, row: Floats) -> Doubles:
         """q, by other means than those under test."""
@@ -161,9 +165,11 @@ def summed(rolled: Iterable[tuple[float, Hashable]]) -> dict[Any, float]:
     return found
 
 
-def judged(target: Floats, token: int, laws: list[DraftLaw], sampling: Sampling) -> list[int]:
+def judged(
+    target: Floats, token: int, laws: list[DraftDistribution], sampling: Sampling
+) -> list[int]:
     """What a round with this draft token commits."""
-    accepted, bonus = verified(target[[0, 1 + token]], [token], laws, FIRST, sampling)
+    accepted, bonus = verify_draft(target[[0, 1 + token]], [token], laws, FIRST, sampling)
     return [token, bonus] if accepted else [bonus]
 
 
@@ -177,7 +183,7 @@ def two_tokens(case: Case, target: Floats, row: Floats) -> tuple[int, int]:
     """The first two tokens; the second is decoded plainly after a rejection, as on a miss."""
     tokens = committed(case, target, row)
     if len(tokens) == 1:
-        none, bonus = verified(target[[1 + tokens[0]]], [], [], FIRST + 1, case.sampling)
+        none, bonus = verify_draft(target[[1 + tokens[0]]], [], [], FIRST + 1, case.sampling)
         assert none == 0
         tokens.append(bonus)
     return tokens[0], tokens[1]
@@ -259,10 +265,10 @@ def test_an_ngram_row_has_the_joint_law(dice: Dice, said: list[int]) -> None:
 
         def round_of(target: Floats = target) -> tuple[int, int]:
             rows = target[[0, *(1 + token for token in looked_up)]]
-            accepted, bonus = verified(rows, looked_up, [], FIRST, PLAIN)
+            accepted, bonus = verify_draft(rows, looked_up, [], FIRST, PLAIN)
             tokens = [*looked_up[:accepted], bonus]
             if len(tokens) == 1:
-                tokens.append(verified(target[[1 + bonus]], [], [], FIRST + 1, PLAIN)[1])
+                tokens.append(verify_draft(target[[1 + bonus]], [], [], FIRST + 1, PLAIN)[1])
             return tokens[0], tokens[1]
 
         steps = {
@@ -287,7 +293,7 @@ def test_a_drafter_with_the_targets_law_is_always_accepted(dice: Dice) -> None:
         dice.numbers = {(DRAFT, FIRST): number, (ACCEPT, FIRST): 0.999, (BONUS, FIRST + 1): 0.5}
         found = case.draft(target[0], FIRST)
         rows = target[[0, 1 + found.token]]
-        assert verified(rows, [found.token], [found.law], FIRST, PLAIN)[0] == 1
+        assert verify_draft(rows, [found.token], [found.law], FIRST, PLAIN)[0] == 1
 
 
 @cases
@@ -311,10 +317,12 @@ def test_saguaro_moves_the_residual_to_what_is_prepared(weight: float) -> None:
     """The smaller C, the likelier a rejected round's bonus token is among the best of the draft."""
     for target, draft in Case().models:
         ids = np.argsort(-draft[0])
-        p = Law(np.arange(SIZE), truth(target[0], PLAIN))
+        p = Distribution(np.arange(SIZE), truth(target[0], PLAIN))
 
-        def prepared(c: float, ids: Any = ids, p: Law = p, row: Floats = draft[0]) -> float:
-            q = drafter_law(ids, row[ids], changed(saguaro=c), 2)
+        def prepared(
+            c: float, ids: Any = ids, p: Distribution = p, row: Floats = draft[0]
+        ) -> float:
+            q = drafter_distribution(ids, row[ids], changed(saguaro=c), 2)
             return sum(residual(p, q).of(int(token)) for token in ids[:2])
 
         assert prepared(weight) >= prepared(1.0) - 1e-12
@@ -323,18 +331,18 @@ def test_saguaro_moves_the_residual_to_what_is_prepared(weight: float) -> None:
 @pytest.mark.parametrize(
     "law",
     [
-        DraftLaw([1, 2], [0.5]),
-        DraftLaw([1, 1], [0.5, 0.5]),
-        DraftLaw([1, 2], [0.9, 0.9]),
-        DraftLaw([1, 2], [0.1, 0.1]),
-        DraftLaw([2, 3], [0.5, 0.5]),
-        DraftLaw([1, 2], [0.0, 1.0]),
-        DraftLaw([], [1.0]),
+        DraftDistribution([1, 2], [0.5]),
+        DraftDistribution([1, 1], [0.5, 0.5]),
+        DraftDistribution([1, 2], [0.9, 0.9]),
+        DraftDistribution([1, 2], [0.1, 0.1]),
+        DraftDistribution([2, 3], [0.5, 0.5]),
+        DraftDistribution([1, 2], [0.0, 1.0]),
+        DraftDistribution([], [1.0]),
     ],
     ids=str,
 )
-def test_a_law_that_cannot_be_is_refused(law: DraftLaw) -> None:
+def test_a_law_that_cannot_be_is_refused(law: DraftDistribution) -> None:
     """Uneven, doubled, not summing to 1, or without the token: a ProtocolError names the token."""
     rows = np.zeros((2, SIZE), np.float32)
     with pytest.raises(ProtocolError, match="token 1 "):
-        verified(rows, [1], [law], FIRST, PLAIN)
+        verify_draft(rows, [1], [law], FIRST, PLAIN)

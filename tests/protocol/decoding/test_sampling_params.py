@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mlx_ssd import SamplingParams
 from protocol.decoding.sampling_params import by_rejection, check, is_sound, of_drafter
 from protocol.errors import UsageError
-from protocol.messages import DraftLaw, Sampling
+from protocol.messages import DraftDistribution, Sampling
 
 WARM = Sampling(temperature=0.7, top_p=0.9)
 
@@ -91,7 +91,7 @@ def test_a_law_is_sound_if_the_token_could_be_drawn(weights: list[float], index:
     total = sum(weights)
     if total == 0.0:
         return
-    law = DraftLaw([3 * at for at in range(len(weights))], [w / total for w in weights])
+    law = DraftDistribution([3 * at for at in range(len(weights))], [w / total for w in weights])
     assert is_sound(law, 3 * index) == (law.probabilities[index] > 0.0)
     assert not is_sound(law, 1)
-    assert is_sound(DraftLaw(), 1)
+    assert is_sound(DraftDistribution(), 1)

@@ -12,7 +12,7 @@ from protocol.messages import (
     Failed,
     FromService,
     Prefilled,
-    Refusal,
+    Rejected,
     Stop,
     ToService,
     Welcome,
@@ -138,7 +138,7 @@ def test_peers_that_do_not_read_lose_messages(
 ) -> None:
     """With a full queue, a hub's send is False and a channel's is a RuntimeFailure."""
     monkeypatch.setattr("protocol.transport.channel._QUEUE", 2)
-    large = Refusal("x" * 1_000_000)
+    large = Rejected("x" * 1_000_000)
     hub: Hub[FromService] = Hub(address, Decoder(FromService))
     channel: Channel[ToService] = Channel(address, Decoder(ToService))
     with hub, channel:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol.errors import ProtocolError
 from protocol.messages import DraftTree, Prepare
 from protocol.transport.codec import encode
-from protocol.transport.framing import Frames
+from protocol.transport.framing import FrameReader
 from services.drafter.server.line_protocol import MAX_LINE_BYTES, Lines, read_tokens, tokens_line
 
 values = st.recursive(
@@ -22,7 +22,7 @@ values = st.recursive(
 
 def frames(chunks: list[bytes], limit: int = 1 << 20) -> list[bytes]:
     """All that can be cut while the chunks arrive."""
-    cutter, found = Frames(limit), list[bytes]()
+    cutter, found = FrameReader(limit), list[bytes]()
     for chunk in chunks:
         cutter.feed(chunk)
         while (frame := cutter.cut()) is not None:
@@ -43,7 +43,7 @@ def test_a_stream_may_be_cut_anywhere(messages: list[object], cuts: list[int]) -
 @given(st.binary(max_size=400))
 def test_any_bytes_are_frames_or_an_error(data: bytes) -> None:
     """Whatever arrives, it is cut without loss, waited for, or refused with a ProtocolError."""
-    cutter, found = Frames(), b""
+    cutter, found = FrameReader(), b""
     cutter.feed(data)
     try:
         while (frame := cutter.cut()) is not None:
@@ -59,7 +59,7 @@ def test_one_byte_at_a_time() -> None:
     message = encode(
         Prepare(sequence=1, round=2, base=3, tokens=[70000], chain=[5], fan_out=[6], depth=7)
     )
-    cutter = Frames()
+    cutter = FrameReader()
     for byte in message[:-1]:
         cutter.feed(bytes([byte]))
         assert cutter.cut() is None

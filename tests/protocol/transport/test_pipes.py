@@ -9,7 +9,7 @@ import pytest
 from protocol.errors import DeadlineExceeded, ProtocolError, StreamEnded
 from protocol.messages import CloseSequence, OpenSequence, Sampling, Stop, ToDrafter
 from protocol.transport.codec import Decoder, encode
-from protocol.transport.pipes import Stream, write_all
+from protocol.transport.pipes import PipeChannel, write_all
 
 
 class Ends:
@@ -19,7 +19,7 @@ class Ends:
         self.theirs, out = os.pipe()
         inward, self.ours = os.pipe()
         self.descriptors = [self.theirs, out, inward, self.ours]
-        self.stream: Stream[ToDrafter] = Stream(inward, out, Decoder(ToDrafter))
+        self.stream: PipeChannel[ToDrafter] = PipeChannel(inward, out, Decoder(ToDrafter))
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)

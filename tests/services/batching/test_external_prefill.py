@@ -11,7 +11,13 @@ from launch.settings.settings import StackSettings
 from launch.stack import session
 from protocol.errors import ModelError
 from protocol.messages import OpenSequence, Prefilled, Sampling, Tokens, Verify
-from services.batching.external_prefill import Choice, Computed, Landing, always, measured
+from services.batching.external_prefill import (
+    Computed,
+    KVInjection,
+    PrefillChoice,
+    always,
+    measured,
+)
 from services.coreml.prefill import CoremlPrefill, open_prefill
 from services.kv.cache import KVStore
 from services.mlx.loader import load
@@ -51,14 +57,14 @@ def test_injected_prompts_decode_the_same_tokens(family: str) -> None:
     for elsewhere in (False, True):
         verifier = Verifier(load(source_folder(family)), 512)
         if elsewhere:
-            verifier.prefill_elsewhere(prefill_of(family), whenever_it_fits=True)
+            verifier.use_external_prefill(prefill_of(family), whenever_it_fits=True)
         opened(verifier, TEXT[:-1])
         answers.append(decoded(verifier, TEXT[-1], len(TEXT) - 1, 24))
     assert answers[0] == answers[1]
 
 
 def landed(pieces: Iterable[Computed], length: int, dtype: mx.Dtype, layers: int) -> KVStore:
-    landing = Landing(length, dtype)
+    landing = KVInjection(length, dtype)
     for keys, values in pieces:
         landing.write(keys, values)
     store = KVStore([None] * layers, bucketed=False)
@@ -110,12 +116,12 @@ def test_a_store_begins_with_what_it_is_given_once() -> None:
 
 def test_only_lengths_that_won_go_elsewhere() -> None:
     """Between two lengths the other way needs what the longer one needs, our own its share."""
-    choice = Choice(500, {64: (10.0, 20.0), 256: (40.0, 22.0), 500: (80.0, 90.0)})
+    choice = PrefillChoice(500, {64: (10.0, 20.0), 256: (40.0, 22.0), 500: (80.0, 90.0)})
     expected = {0: False, 64: False, 65: False, 140: False, 142: True, 256: True, 257: False,
                 500: False, 501: False}  # fmt: skip
     assert {length: choice.elsewhere(length) for length in expected} == expected
     # A shorter prompt than any measured: a whole chunk there, a share of it here.
-    early = Choice(500, {64: (20.0, 10.0)})
+    early = PrefillChoice(500, {64: (20.0, 10.0)})
     assert [early.elsewhere(n) for n in (0, 1, 32, 33, 64, 65)] == [
         False, False, False, True, True, False,
     ]  # fmt: skip
@@ -131,7 +137,7 @@ def test_both_ways_are_timed_at_every_length() -> None:
     assert sorted(set(here)) == [64, 128, 200]
     assert list(times) == [64, 128, 200]
     for length, (own, other) in times.items():
-        assert Choice(200, times).elsewhere(length) == (other < own)
+        assert PrefillChoice(200, times).elsewhere(length) == (other < own)
 
 
 def test_measuring_ends_when_its_time_is_up() -> None:
@@ -140,7 +146,7 @@ def test_measuring_ends_when_its_time_is_up() -> None:
     times = measured(here.append, lambda _: None, 4096, budget_s=0.0)
     assert list(times) == [64]
     assert set(here) == {64}
-    assert not Choice(4096, times).elsewhere(65)
+    assert not PrefillChoice(4096, times).elsewhere(65)
 
 
 def test_a_first_run_that_compiles_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +183,7 @@ def test_a_length_that_would_overspend_is_not_begun(monkeypatch: pytest.MonkeyPa
 def test_prompts_that_do_not_fit_are_computed_here() -> None:
     """Longer than the package's slots: the target's own way, no error."""
     verifier = Verifier(load(source_folder("llama")), 512)
-    verifier.prefill_elsewhere(prefill_of("llama"), whenever_it_fits=True)
+    verifier.use_external_prefill(prefill_of("llama"), whenever_it_fits=True)
     opened(verifier, [5] * (SLOTS + 10))
 
 

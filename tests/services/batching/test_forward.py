@@ -19,8 +19,8 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.batching.forward import Ask, Batcher
-from services.batching.packing import takes_parts
+from services.batching.forward import Batcher, BatchRequest
+from services.batching.packing import supports_packing
 from services.drafter.backends.mlx import MlxBackend
 from services.kv.cache import KVStore, windows_of
 from services.mlx.loader import load
@@ -123,7 +123,7 @@ def test_a_shared_pass_changes_no_token(family: str) -> None:
 @settings(max_examples=25)
 @given(
     family=st.sampled_from(["llama", "sliding", "gemma3", "qwen2", "moe"]),
-    laws=st.tuples(*[st.sampled_from(list(SAMPLINGS.values()))] * 4).map(list),
+    distributions=st.tuples(*[st.sampled_from(list(SAMPLINGS.values()))] * 4).map(list),
     rounds=st.lists(st.tuples(*[draft] * 4).map(list), min_size=1, max_size=6),
 )
 def test_random_passes_change_no_token(
@@ -156,7 +156,7 @@ def test_models_are_tried_out(family: str) -> None:
     """Sequences share a pass wherever attention is mlx-lm's own and can be rewound."""
     module = load(tiny_folder(family)).module
     if family in VERIFIERS:
-        shares = takes_parts(module, windows_of(module), bucketed=False)
+        shares = supports_packing(module, windows_of(module), bucketed=False)
         assert shares == (family not in ALONE)
 
 
@@ -166,7 +166,7 @@ class Model:
     def __init__(self) -> None:
         self.module: Any = load(tiny_folder("llama")).module
         self.windows = windows_of(self.module)
-        assert takes_parts(self.module, self.windows, bucketed=False)
+        assert supports_packing(self.module, self.windows, bucketed=False)
         self.calls: list[int] = []
         self.broken: Callable[[Tokens], bool] = lambda tokens: False
 
@@ -178,7 +178,7 @@ class Model:
         logits: mx.array = self.module(tokens, cache=cache)
         return logits
 
-    def ask(self, batcher: Batcher, store: KVStore, tokens: Tokens) -> Ask:
+    def ask(self, batcher: Batcher, store: KVStore, tokens: Tokens) -> BatchRequest:
         return batcher.ask(tokens, list(store.caches), store, lambda: store.chain(len(tokens)))
 
     def store(self) -> KVStore:

@@ -12,17 +12,17 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.batching.prefill import Pacer
+from services.batching.prefill import ChunkSizer
 from services.mlx.loader import load
 from services.runtime.inbox import Work
-from services.runtime.work_queue import Agenda
+from services.runtime.work_queue import WorkQueue
 from services.verifier.verifier import Verifier
 from tests.support.reference import plain, tiny_folder
 
 
 def test_alone_a_prompt_goes_in_the_largest_pieces() -> None:
     """Nobody waits, so nobody is stalled."""
-    pacer = Pacer(512)
+    pacer = ChunkSizer(512)
     pacer.took(100, 1.0)
     assert pacer.size(alone=True) == 512
 
@@ -35,10 +35,10 @@ def test_in_company_a_piece_takes_a_quarter_of_a_second(
     tokens: int, seconds: float, expected: int
 ) -> None:
     """As measured with the last piece; never none, never more than was set; at first a guess."""
-    pacer = Pacer(512)
+    pacer = ChunkSizer(512)
     pacer.took(tokens, seconds)
     assert pacer.size(alone=False) == expected
-    assert Pacer(8).size(alone=False) == 8
+    assert ChunkSizer(8).size(alone=False) == 8
 
 
 def opening(number: int, tokens: tuple[int, ...]) -> OpenSequence:
@@ -55,7 +55,7 @@ def by_turns(verifier: Verifier, messages: list[OpenSequence]) -> tuple[list[int
         return inner(tokens, cache=cache)
 
     verifier._filler._batcher._model = counted
-    agenda, answers = Agenda(verifier), list[Prefilled]()
+    agenda, answers = WorkQueue(verifier), list[Prefilled]()
     for message in messages:
         agenda.add(message)
     while agenda:
@@ -64,7 +64,7 @@ def by_turns(verifier: Verifier, messages: list[OpenSequence]) -> tuple[list[int
     return rows, answers
 
 
-def step(agenda: Agenda, verifier: Verifier) -> tuple[Work, list[FromService | None]]:
+def step(agenda: WorkQueue, verifier: Verifier) -> tuple[Work, list[FromService | None]]:
     """One turn: whose it was, and what was said; nothing at the end of a message's work."""
     job = agenda.next()
     job.answers = job.answers or verifier.handle(job.message)
@@ -124,7 +124,7 @@ def test_nobody_waits_for_a_prompt_that_is_given_up() -> None:
 def test_a_long_prompt_does_not_stall_the_others() -> None:
     """Between any two pieces of a new request's prompt a verification of another is answered."""
     verifier = Verifier(load(tiny_folder("llama")), 512)
-    agenda = Agenda(verifier)
+    agenda = WorkQueue(verifier)
     answers: list[FromService | None] = []
     prompt = (11, 200, 7)
     agenda.add(OpenSequence(sequence=1, tokens=list(prompt[:-1]), sampling=Sampling()))

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from protocol.jobs.convert import ROUTES, Agreement, Route
-from services.coreml.convert.parity import Laws, Text, acceptance, agreement, candidates, tops_of
+from services.coreml.convert.parity import (
+    ParityDistributions,
+    Text,
+    acceptance,
+    agreement,
+    candidates,
+    tops_of,
+)
 from tests.services.coreml.test_model import fed
 from tests.support.converted import SLOTS, converted_folder, converted_model
 
@@ -16,11 +23,11 @@ def rng() -> np.random.Generator:
 def test_agreement_of_a_model_with_itself_and_with_another() -> None:
     """Itself: 1, 1, 0. Another: less, and the margins of the differences are told."""
     ids = np.arange(100, 400)
-    laws = Laws(rng().normal(size=(50, 300)).astype(np.float32) * 3, ids)
+    laws = ParityDistributions(rng().normal(size=(50, 300)).astype(np.float32) * 3, ids)
     same = agreement(laws, tops_of(laws, 64))
     assert (same.greedy, same.top8, same.worst_margin) == (1.0, 1.0, 0.0)
     assert abs(same.kl) < 1e-4
-    other = Laws(
+    other = ParityDistributions(
         laws.rows + np.random.default_rng(4).normal(size=laws.rows.shape).astype(np.float32), ids
     )
     apart: Agreement = agreement(laws, tops_of(other, 64))
@@ -50,9 +57,9 @@ def test_every_route_judges_the_same_positions(route: Route, length: int) -> Non
 
 def test_acceptance_is_the_overlap_of_the_laws() -> None:
     """Of a target with itself nearly 1; of disjoint laws 0."""
-    laws = Laws(rng().normal(size=(20, 50)).astype(np.float32) * 4, np.arange(50))
+    laws = ParityDistributions(rng().normal(size=(20, 50)).astype(np.float32) * 4, np.arange(50))
     own = acceptance(laws, 100, tops_of(laws, 50))
     assert own.greedy == 1.0
     assert own.sampled == pytest.approx(1.0, abs=1e-4)
-    elsewhere = Laws(laws.rows, np.arange(50, 100))
+    elsewhere = ParityDistributions(laws.rows, np.arange(50, 100))
     assert acceptance(laws, 100, tops_of(elsewhere, 50)).sampled == 0.0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from protocol.errors import UsageError
-from protocol.jobs.distill import Event, Finished
+from protocol.jobs.distill import DistillFinished, Event
 from protocol.messages import Sampling
 from protocol.settings import DistillSettings
 from services.distill import checkpoint
@@ -19,7 +19,7 @@ from services.distill.data import Batch, Batches, RowInfo, Shards, Texts, divide
 from services.distill.evaluation import Drafter, Figures, evaluate
 from services.distill.logits import TargetLaw
 from services.distill.phases import distill, judge
-from services.distill.run_control import Session
+from services.distill.run_control import RunControl
 from services.distill.speed import Costs, predict
 from services.distill.training import Inputs, Trainer, learning_rate
 from services.drafter.backends.mlx import MlxBackend
@@ -29,7 +29,7 @@ from tests.support.reference import said
 from tests.support.tiny_models import write_tiny_model
 
 
-class Quiet(Session):
+class Quiet(RunControl):
     """Collects what is said, and asks to stop after so many events of training."""
 
     def __init__(self, stop_after: int = 1 << 30) -> None:
@@ -46,9 +46,9 @@ class Quiet(Session):
         return len(trained) >= self._stop_after
 
     @property
-    def finished(self) -> Finished:
+    def finished(self) -> DistillFinished:
         last = self.heard[-1]
-        assert isinstance(last, Finished)
+        assert isinstance(last, DistillFinished)
         return last
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from protocol.errors import ProtocolError
 from protocol.messages import (
-    ENDED,
+    END_OF_BRANCH,
     CloseSequence,
-    DraftLaw,
+    DraftDistribution,
     DraftNow,
     DraftTree,
     OpenSequence,
@@ -20,11 +20,18 @@ from protocol.messages import (
     Tokens,
     Verify,
 )
-from services.drafter.backends.base import NO_TURN, BackendIdentity, Drafted, Layer, Outcome, Turn
+from services.drafter.backends.base import (
+    NO_TURN,
+    BackendIdentity,
+    DraftedToken,
+    Outcome,
+    RoundOptions,
+    TreeLayer,
+)
 from services.drafter.drafter import Drafter
 from services.runtime.inbox import Work
 
-NOT_DRAWN = DraftLaw()
+NOT_DRAWN = DraftDistribution()
 ROOTS = [Outcome(0, 5), Outcome(2, 6)]
 OPEN = OpenSequence(sequence=3, tokens=[1, 2, 3], sampling=Sampling(temperature=0.5))
 PREPARE = Prepare(sequence=3, round=9, base=2, tokens=[3, 4], chain=[7, 8], fan_out=[1, 2], depth=3)
@@ -34,8 +41,8 @@ DRAFT = DraftNow(sequence=3, round=9, base=2, tokens=[3, 4], pending=7, accepted
 class FakeBackend:
     """Writes down what it is asked, and has so many layers and draft tokens."""
 
-    def __init__(self, layers: int, drafts: int, law: DraftLaw = NOT_DRAWN) -> None:
-        self.turns: list[Turn] = []
+    def __init__(self, layers: int, drafts: int, law: DraftDistribution = NOT_DRAWN) -> None:
+        self.turns: list[RoundOptions] = []
         self._law = law
         self.asked: list[tuple[object, ...]] = []
         self._layers = layers
@@ -55,29 +62,34 @@ class FakeBackend:
         self.asked.append(("commit", sequence, base, tokens))
 
     def prepare(
-        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
-    ) -> Generator[Layer]:
+        self,
+        sequence: int,
+        chain: Tokens,
+        fan_out: list[int],
+        depth: int,
+        turn: RoundOptions = NO_TURN,
+    ) -> Generator[TreeLayer]:
         self.turns.append(turn)
         self.asked.append(("prepare", sequence, chain, fan_out, depth))
         for depth_ in range(min(depth, self._layers)):
             self.asked.append(("layer",))
             laws = [self._law, NOT_DRAWN] if self._law.tokens else []
-            yield Layer(ROOTS, [10 + depth_, ENDED], [0.5, 0.0], laws)
+            yield TreeLayer(ROOTS, [10 + depth_, END_OF_BRANCH], [0.5, 0.0], laws)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
-    ) -> Generator[Drafted]:
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+    ) -> Generator[DraftedToken]:
         self.turns.append(turn)
         self.asked.append(("draft", sequence, pending, count))
         for at in range(min(count, self._drafts)):
-            yield Drafted(20 + at, 0.25, self._law)
+            yield DraftedToken(20 + at, 0.25, self._law)
 
     def close(self, sequence: int) -> None:
         self.asked.append(("close", sequence))
 
 
 def trees(
-    message: Work, *, layers: int = 9, drafts: int = 9, law: DraftLaw = NOT_DRAWN
+    message: Work, *, layers: int = 9, drafts: int = 9, law: DraftDistribution = NOT_DRAWN
 ) -> list[DraftTree]:
     answers = list(Drafter(FakeBackend(layers, drafts, law)).handle(message))
     assert all(isinstance(answer, DraftTree) for answer in answers)
@@ -103,7 +115,11 @@ def test_every_depth_is_a_message(layers: int) -> None:
     """The outcomes come with the first depth, and the last one says that it is the last."""
     found = trees(PREPARE, layers=layers)
     assert [tree.outcomes for tree in found] == [[(0, 5), (2, 6)], [], []]
-    assert [tree.tokens for tree in found] == [[10, ENDED], [11, ENDED], [12, ENDED]]
+    assert [tree.tokens for tree in found] == [
+        [10, END_OF_BRANCH],
+        [11, END_OF_BRANCH],
+        [12, END_OF_BRANCH],
+    ]
     assert [tree.confidences for tree in found] == [[0.5, 0.0]] * 3
     assert [tree.last for tree in found] == [False, False, True]
 
@@ -113,16 +129,20 @@ def test_a_backend_is_told_the_round_and_what_to_hold_back() -> None:
     backend = FakeBackend(1, 1)
     for message in (PREPARE, DRAFT):
         list(Drafter(backend).handle(msgspec.structs.replace(message, held_back=2)))
-    assert backend.turns == [Turn(9, 2), Turn(9, 2)]
+    assert backend.turns == [RoundOptions(9, 2), RoundOptions(9, 2)]
 
 
 def test_laws_travel_with_their_tokens() -> None:
     """What a token was drawn from is sent with it, if it was drawn."""
-    law = DraftLaw([20, 30], [0.5, 0.5])
+    law = DraftDistribution([20, 30], [0.5, 0.5])
     for tree in (*trees(PREPARE), *trees(DRAFT)):
-        assert tree.laws == []
+        assert tree.distributions == []
     drawn = trees(PREPARE, law=law) + trees(DRAFT, law=law, drafts=2)
-    assert [tree.laws for tree in drawn] == [*[[law, DraftLaw()]] * 3, *[[law]] * 2, []]
+    assert [tree.distributions for tree in drawn] == [
+        *[[law, DraftDistribution()]] * 3,
+        *[[law]] * 2,
+        [],
+    ]
 
 
 def test_backends_may_do_less() -> None:
@@ -154,11 +174,11 @@ def test_a_draft_is_the_branch_of_its_pending_token() -> None:
 def test_a_short_draft_ends_in_ended() -> None:
     """The target waits, so it is told that nothing more will come, also if nothing came at all."""
     found = trees(DRAFT, drafts=1)
-    assert [tree.tokens for tree in found] == [[20], [ENDED]]
+    assert [tree.tokens for tree in found] == [[20], [END_OF_BRANCH]]
     assert [tree.outcomes for tree in found] == [[(1, 7)], []]
     assert [tree.last for tree in found] == [False, True]
     [only] = trees(DRAFT, drafts=0)
-    assert (only.tokens, only.outcomes, only.last) == ([ENDED], [(1, 7)], True)
+    assert (only.tokens, only.outcomes, only.last) == ([END_OF_BRANCH], [(1, 7)], True)
 
 
 def test_closing_is_handed_on() -> None:

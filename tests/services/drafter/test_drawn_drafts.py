@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 
 from protocol.decoding.gumbel import DRAFT, uniform
-from protocol.decoding.rejection import Law, drafter_law, draw
+from protocol.decoding.rejection import Distribution, drafter_distribution, draw
 from protocol.decoding.sampler import Floats
 from protocol.decoding.sampling_params import of_drafter
-from protocol.messages import DraftLaw, Sampling, Tokens
-from services.drafter.backends.base import Drafted, Turn
+from protocol.messages import DraftDistribution, Sampling, Tokens
+from services.drafter.backends.base import DraftedToken, RoundOptions
 from services.drafter.backends.mlx import MlxBackend
 from tests.support.reference import reference, said, tiny_folder
 
 PROMPT = [0, 2, 97, 41, 250, 33, 8, 141, 77, 19, 203, 64]
 CHAIN = [120, 7, 160]
 CANDIDATES = 64
-TURN = Turn(17, 3)
+TURN = RoundOptions(17, 3)
 WARM = Sampling(temperature=0.9, seed=5, acceptance="rejection")
 SAMPLINGS = {
     "plain": WARM,
@@ -37,15 +37,15 @@ def opened(sampling: Sampling) -> MlxBackend:
     return backend()
 
 
-def check(found: Drafted, row: Floats, position: int, sampling: Sampling) -> None:
+def check(found: DraftedToken, row: Floats, position: int, sampling: Sampling) -> None:
     """The law is that of fresh logits, and the token is its draw in this round."""
     best = np.argsort(-row)[:CANDIDATES]
-    expected = drafter_law(best, row[best], of_drafter(sampling), TURN.held_back)
+    expected = drafter_distribution(best, row[best], of_drafter(sampling), TURN.held_back)
     sent = dict(zip(found.law.tokens, found.law.probabilities, strict=True))
     assert set(sent) == set(expected.ids.tolist())
     for token, probability in zip(expected.ids.tolist(), expected.probabilities, strict=True):
         assert sent[token] == pytest.approx(probability, abs=1e-4)
-    law = Law(np.array(found.law.tokens), np.array(found.law.probabilities))
+    law = Distribution(np.array(found.law.tokens), np.array(found.law.probabilities))
     assert found.token == draw(law, uniform(sampling.seed, DRAFT, TURN.number, position))
 
 
@@ -61,7 +61,7 @@ def test_every_branch_draws_from_the_law_it_sends(sampling: Sampling) -> None:
     for branch, root in enumerate(layers[0].outcomes):
         path = [*PROMPT, *CHAIN[: root.accepted + 1], root.bonus]
         for layer in layers:
-            drafted = Drafted(layer.tokens[branch], 0.0, layer.laws[branch])
+            drafted = DraftedToken(layer.tokens[branch], 0.0, layer.distributions[branch])
             check(drafted, rows_after(path)[-1], len(path), sampling)
             path.append(drafted.token)
 
@@ -97,7 +97,7 @@ def test_rounds_draw_independently() -> None:
     flat = msgspec.structs.replace(WARM, draft_temperature=20.0)
 
     def tokens(number: int) -> Tokens:
-        return [d.token for d in said(opened(flat).draft(1, CHAIN[0], 4, Turn(number, 3)))]
+        return [d.token for d in said(opened(flat).draft(1, CHAIN[0], 4, RoundOptions(number, 3)))]
 
     assert tokens(1) == tokens(1)
     assert tokens(1) != tokens(2)
@@ -115,7 +115,7 @@ def test_rounds_draw_independently() -> None:
 def test_what_is_not_drawn_has_no_law(sampling: Sampling) -> None:
     """Coupled and greedy drafts are sent without laws."""
     [layer] = said(opened(sampling).prepare(1, CHAIN, [2, 1, 3], 1, TURN))
-    assert layer.laws == []
+    assert layer.distributions == []
     backend().commit(1, len(PROMPT), [])
     [found] = said(backend().draft(1, CHAIN[0], 1, TURN))
-    assert found.law == DraftLaw()
+    assert found.law == DraftDistribution()

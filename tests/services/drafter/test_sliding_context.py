@@ -17,13 +17,13 @@ from protocol.messages import Mode, Sampling, Tokens
 from services.drafter.backends.base import (
     NO_TURN,
     BackendIdentity,
-    Drafted,
-    Layer,
+    DraftedToken,
     Outcome,
-    Turn,
+    RoundOptions,
+    TreeLayer,
 )
 from services.drafter.backends.mlx import MlxBackend
-from services.drafter.sliding_context import WindowedBackend
+from services.drafter.sliding_context import SlidingContextBackend
 from tests.support.reference import reference, said, tiny_folder
 from tests.support.stack import Answered, RunningStack, running
 from tests.support.tiny_models import write_tiny_model
@@ -37,7 +37,7 @@ class Narrow:
     def __init__(self) -> None:
         self.identity = BackendIdentity("fake", "", "", 0, CONTEXT, "cpu", 64)
         self.held: dict[int, Tokens] = {}
-        self.turns: list[Turn] = []
+        self.turns: list[RoundOptions] = []
         self.prefills = 0
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
@@ -55,22 +55,27 @@ class Narrow:
         assert len(held) <= CONTEXT
 
     def prepare(
-        self, sequence: int, chain: Tokens, fan_out: list[int], depth: int, turn: Turn = NO_TURN
-    ) -> Generator[Layer | None]:
+        self,
+        sequence: int,
+        chain: Tokens,
+        fan_out: list[int],
+        depth: int,
+        turn: RoundOptions = NO_TURN,
+    ) -> Generator[TreeLayer | None]:
         del fan_out
         assert len(self.held[sequence]) + len(chain) + depth <= CONTEXT
         self.turns.append(turn)
         for _ in range(depth):
-            yield Layer([Outcome(0, 1)], [len(self.held[sequence]) + turn.shift], [0.5])
+            yield TreeLayer([Outcome(0, 1)], [len(self.held[sequence]) + turn.shift], [0.5])
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: Turn = NO_TURN
-    ) -> Generator[Drafted | None]:
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+    ) -> Generator[DraftedToken | None]:
         del pending
         assert len(self.held[sequence]) + 1 + count <= CONTEXT
         self.turns.append(turn)
         for _ in range(count):
-            yield Drafted(len(self.held[sequence]) + turn.shift, 0.5)
+            yield DraftedToken(len(self.held[sequence]) + turn.shift, 0.5)
 
     def close(self, sequence: int) -> None:
         self.held.pop(sequence, None)
@@ -88,7 +93,7 @@ def test_the_backend_has_the_last_tokens(
     Work may be abandoned at any pause, and the sequence may be rewound.
     """
     inner = Narrow()
-    backend = WindowedBackend(inner)
+    backend = SlidingContextBackend(inner)
     tokens = list(range(prompt))
     said(backend.open(1, tokens, Sampling()))
     rewound = False
@@ -99,9 +104,9 @@ def test_the_backend_has_the_last_tokens(
         backend.commit(1, base, news)
         tokens[base:] = news
         work: Iterator[object] = (
-            backend.prepare(1, [7] * (1 + accepted), [1], ahead, Turn(3, 2))
+            backend.prepare(1, [7] * (1 + accepted), [1], ahead, RoundOptions(3, 2))
             if ahead % 2
-            else backend.draft(1, 7, ahead, Turn(3, 2))
+            else backend.draft(1, 7, ahead, RoundOptions(3, 2))
         )
         next(work, None)
         if abandoned:
@@ -120,7 +125,7 @@ def test_the_backend_has_the_last_tokens(
 def test_it_is_opened_anew_rarely() -> None:
     """A prefill buys half a context of tokens."""
     inner = Narrow()
-    backend = WindowedBackend(inner)
+    backend = SlidingContextBackend(inner)
     said(backend.open(1, [1], Sampling()))
     for position in range(1, 101):
         backend.commit(1, position, [5])
@@ -130,7 +135,7 @@ def test_it_is_opened_anew_rarely() -> None:
 
 def test_what_no_window_holds_is_not_drafted() -> None:
     """A round longer than half a context gets nothing, and nothing breaks."""
-    backend = WindowedBackend(Narrow())
+    backend = SlidingContextBackend(Narrow())
     said(backend.open(1, [1, 2, 3], Sampling()))
     assert said(backend.prepare(1, [7] * 8, [1], 8)) == []
     assert said(backend.draft(1, 7, CONTEXT)) == []
@@ -140,7 +145,7 @@ def test_what_no_window_holds_is_not_drafted() -> None:
 def test_it_has_no_limit_of_its_own() -> None:
     """The handshake promises any context; everything else is the backend's own identity."""
     inner = Narrow()
-    identity = WindowedBackend(inner).identity
+    identity = SlidingContextBackend(inner).identity
     assert identity.context_length == 0
     assert inner.identity == identity._replace(context_length=CONTEXT)
 
@@ -148,7 +153,7 @@ def test_it_has_no_limit_of_its_own() -> None:
 def test_sequences_are_told_apart() -> None:
     """Closing one frees the backend's; asking for a closed one is an error."""
     inner = Narrow()
-    backend = WindowedBackend(inner)
+    backend = SlidingContextBackend(inner)
     for sequence in (1, 2):
         said(backend.open(sequence, [sequence], Sampling()))
     backend.close(1)
@@ -167,7 +172,7 @@ def test_the_noise_is_that_of_the_sequences_positions(sampling: Sampling) -> Non
     """On a window the neural backend says what its model says, with the target's own noise."""
     inner = MlxBackend(tiny_folder("llama"), prefill_step_size=50)
     inner.identity = inner.identity._replace(context_length=32)
-    backend = WindowedBackend(inner)
+    backend = SlidingContextBackend(inner)
     tokens = [3 + (7 * i) % 251 for i in range(100)]
     said(backend.open(1, tokens, sampling))
     [found] = said(backend.draft(1, 9, 1))

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from launch.settings.settings import StackSettings
-from launch.stack.http_listener import Door
+from launch.stack.http_listener import HttpListener
 from protocol.client.client import Client
 from protocol.errors import UsageError
 from protocol.messages import Generate, Sampling
@@ -476,8 +476,8 @@ def test_a_gateway_that_dies_is_replaced(stack: RunningStack, url: str) -> None:
 def test_a_public_address_needs_a_key() -> None:
     """Listening where others can connect is refused without a key, and allowed with one."""
     with pytest.raises(UsageError, match="API key"):
-        Door(StackSettings(host="0.0.0.0", port=0))  # noqa: S104
-    with Door(StackSettings(host="0.0.0.0", port=0, api_key=KEY)):  # noqa: S104
+        HttpListener(StackSettings(host="0.0.0.0", port=0))  # noqa: S104
+    with HttpListener(StackSettings(host="0.0.0.0", port=0, api_key=KEY)):  # noqa: S104
         pass
 
 
@@ -485,4 +485,4 @@ def test_a_taken_port_is_a_usage_error(url: str) -> None:
     """The sentence has the address in it."""
     port = int(url.rsplit(":", 1)[1])
     with pytest.raises(UsageError, match=f"127.0.0.1:{port}"):
-        Door(StackSettings(port=port))
+        HttpListener(StackSettings(port=port))

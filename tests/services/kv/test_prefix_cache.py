@@ -20,7 +20,7 @@ from protocol.messages import (
 )
 from services.drafter.backends.mlx import MlxBackend
 from services.kv.cache import KVStore, windows_of
-from services.kv.prefix_cache import Held, PromptCache
+from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.loader import LoadedModel, load
 from services.verifier.verifier import Verifier
 from tests.support.reference import SAMPLINGS, plain, said, tiny_folder
@@ -37,7 +37,7 @@ def model_of(family: str) -> LoadedModel:
 
 
 def verifier_of(family: str, most: int = 10, most_bytes: int = MUCH) -> Verifier:
-    return Verifier(model_of(family), 512, PromptCache(most, most_bytes))
+    return Verifier(model_of(family), 512, PrefixCache(most, most_bytes))
 
 
 class Turn:
@@ -108,7 +108,7 @@ def test_requests_that_run_at_the_same_time_share_a_beginning(family: str) -> No
 
 def test_an_abandoned_prefill_is_not_lost() -> None:
     """Who is cancelled in the middle of a prompt and asks again goes on there."""
-    verifier = Verifier(model_of("llama"), 3, PromptCache(10, MUCH))
+    verifier = Verifier(model_of("llama"), 3, PrefixCache(10, MUCH))
     opening = verifier.handle(OpenSequence(sequence=1, tokens=list(TEXT), sampling=Sampling()))
     # Two pieces: each is asked for, so that others may join in, and then computed.
     assert [next(opening) for _ in range(4)] == [None] * 4
@@ -131,7 +131,7 @@ def test_a_recurrent_state_is_not_reused(family: str) -> None:
 @pytest.mark.parametrize("family", DRAFTERS)
 def test_a_drafter_reuses_its_own_kv(family: str) -> None:
     """Drafts after a reused beginning are a fresh drafter's, whatever tree was behind it."""
-    kept = MlxBackend(tiny_folder(family), 512, "", PromptCache(10, MUCH))
+    kept = MlxBackend(tiny_folder(family), 512, "", PrefixCache(10, MUCH))
     fresh = MlxBackend(tiny_folder(family), 512)
     list(kept.open(1, list(TEXT), Sampling()))
     list(kept.prepare(1, [9, 8, 7], [1, 2, 1], 3))
@@ -213,13 +213,13 @@ def test_a_fork_beyond_the_end_is_an_error() -> None:
 # ---------------------------------------------------------------- what is kept
 
 
-def held(*tokens: int) -> Held:
-    return Held(list(tokens), store_of(list(tokens)))
+def held(*tokens: int) -> CachedPrefix:
+    return CachedPrefix(list(tokens), store_of(list(tokens)))
 
 
 def test_the_longest_beginning_wins() -> None:
     """Of all that is kept and running, the KV with the longest common beginning is taken."""
-    prompts = PromptCache(10, MUCH)
+    prompts = PrefixCache(10, MUCH)
     prompts.keep(held(1, 2, 3))
     prompts.keep(held(1, 2, 4, 5))
     prompts.keep(held(7, 8))
@@ -237,8 +237,8 @@ def test_only_what_the_kv_holds_counts() -> None:
     """Tokens that the KV does not hold any more are not offered."""
     store = store_of([1, 2, 3, 4])
     store.trim(2)
-    prompts = PromptCache(10, MUCH)
-    prompts.keep(Held([1, 2, 3, 4], store))
+    prompts = PrefixCache(10, MUCH)
+    prompts.keep(CachedPrefix([1, 2, 3, 4], store))
     found = prompts.fork([1, 2, 3, 4])
     assert found is not None
     assert found.length == 2
@@ -246,7 +246,7 @@ def test_only_what_the_kv_holds_counts() -> None:
 
 def test_a_longer_one_replaces_its_own_beginning() -> None:
     """Each turn of a chat leaves one entry, not one per turn; a shorter twin is not kept twice."""
-    prompts = PromptCache(10, MUCH)
+    prompts = PrefixCache(10, MUCH)
     for turn in (held(1, 2), held(1, 2, 3, 4), held(1, 2, 3, 4, 5), held(1, 2, 3, 4, 5)):
         prompts.keep(turn)
     assert len(prompts) == 1
@@ -256,13 +256,13 @@ def test_a_longer_one_replaces_its_own_beginning() -> None:
 
 def test_the_number_is_bounded() -> None:
     """Beyond it the least recently used goes first; none at all is kept if so wished."""
-    prompts = PromptCache(2, MUCH)
+    prompts = PrefixCache(2, MUCH)
     prompts.keep(held(1, 1))
     prompts.keep(held(2, 2))
     prompts.fork([1, 1])
     prompts.keep(held(3, 3))
     assert [prompts.fork([token, token]) is not None for token in (1, 2, 3)] == [True, False, True]
-    nothing = PromptCache()
+    nothing = PrefixCache()
     nothing.keep(held(1, 1))
     assert nothing.fork([1, 1]) is None
 
@@ -270,12 +270,12 @@ def test_the_number_is_bounded() -> None:
 def test_the_bytes_are_bounded() -> None:
     """So is the memory: what is too large alone is not kept either."""
     one = held(1, 1).store.nbytes
-    prompts = PromptCache(10, 2 * one)
+    prompts = PrefixCache(10, 2 * one)
     for token in (1, 2, 3):
         prompts.keep(held(token, token))
         assert prompts.nbytes <= 2 * one
     assert [prompts.fork([token]) is not None for token in (1, 2, 3)] == [False, True, True]
-    tight = PromptCache(10, one - 1)
+    tight = PrefixCache(10, one - 1)
     tight.keep(held(1, 1))
     assert len(tight) == 0
 

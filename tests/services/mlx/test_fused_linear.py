@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.kv.cache import KVStore, windows_of
-from services.mlx.fused_linear import Sibling, join_siblings
+from services.mlx.fused_linear import FusedSlice, fuse_linears
 from services.mlx.loader import load
 from tests.support.tiny_models import VERIFIERS, write_tiny_model
 
@@ -31,7 +31,7 @@ def test_the_model_computes_the_same(family: str, tmp_path: Path) -> None:
     model = load(write_tiny_model(tmp_path, family)).module
     before = [_logits(model, rows) for rows in (1, 3)]
     mx.eval(before)
-    assert join_siblings(model) == _JOINTS.get(family, 6)
+    assert fuse_linears(model) == _JOINTS.get(family, 6)
     for rows, logits in zip((1, 3), before, strict=True):
         np.testing.assert_allclose(_logits(model, rows), logits, atol=1e-5)
 
@@ -57,7 +57,7 @@ def test_every_kind_of_linear_layer(kind: dict[str, Any]) -> None:
     before = [module.gate_proj(x), module.up_proj(x)]
     mx.eval(before, module.parameters())
     held = mx.get_active_memory()
-    assert join_siblings(module) == 1
+    assert fuse_linears(module) == 1
     # A second copy of the weights would be 2 kB and more; allocations are rounded up.
     assert mx.get_active_memory() <= held + 512
     for layer, rows in zip((module.gate_proj, module.up_proj), before, strict=True):
@@ -67,7 +67,7 @@ def test_every_kind_of_linear_layer(kind: dict[str, Any]) -> None:
 
 def test_one_product_for_all_that_ask_with_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     module = _products(2)
-    join_siblings(module)
+    fuse_linears(module)
     calls: list[int] = []
     real = nn.Linear.__call__
 
@@ -94,6 +94,6 @@ def test_one_product_for_all_that_ask_with_the_same_rows(monkeypatch: pytest.Mon
 def test_layers_that_differ_stay_apart() -> None:
     module = _products(2)
     module.up_proj = nn.Linear(32, 32, bias=False)
-    assert join_siblings(module) == 0
-    assert not isinstance(module.gate_proj, Sibling)
-    assert join_siblings(_products(1)) == 0
+    assert fuse_linears(module) == 0
+    assert not isinstance(module.gate_proj, FusedSlice)
+    assert fuse_linears(_products(1)) == 0

@@ -3,8 +3,8 @@
 import pytest
 
 from protocol.errors import DeadlineExceeded
-from protocol.messages import Alive, FromService
-from services.runtime.heartbeat import Pulse
+from protocol.messages import FromService, Heartbeat
+from services.runtime.heartbeat import HeartbeatTimer
 
 
 class Body:
@@ -13,7 +13,7 @@ class Body:
     def __init__(self) -> None:
         self.now = 0.0
         self.said: list[FromService] = []
-        self.pulse = Pulse(self, lambda: self.now)
+        self.pulse = HeartbeatTimer(self, lambda: self.now)
 
     def send(self, message: FromService) -> None:
         self.said.append(message)
@@ -28,7 +28,7 @@ def test_it_beats_once_a_second() -> None:
     body = Body()
     for _ in range(30):
         body.after(0.25, sequence=3)
-    assert [Alive(3)] * 7 == body.said
+    assert [Heartbeat(3)] * 7 == body.said
 
 
 def test_what_is_said_is_a_beat() -> None:

@@ -14,18 +14,18 @@ import pytest
 from protocol.errors import DeadlineExceeded, ModelError, ProtocolError, RuntimeFailure
 from protocol.messages import (
     PROTOCOL_VERSION,
-    Alive,
     CloseSequence,
     DraftTree,
     Failed,
     FromService,
+    Heartbeat,
     Hello,
-    Introduce,
+    Identify,
     Message,
     OpenSequence,
     Prefilled,
     Prepare,
-    Refusal,
+    Rejected,
     Sampling,
     Stop,
     ToService,
@@ -148,7 +148,7 @@ class Running(NamedTuple):
 
     def receive(self) -> FromService:
         """The next message that is not a beat."""
-        peer, message = heard(self.hub, but=Alive)
+        peer, message = heard(self.hub, but=Heartbeat)
         assert peer == self.peer
         assert not isinstance(message, ProtocolError)
         if isinstance(message, Prefilled | VerificationOutcome | DraftTree):
@@ -231,7 +231,7 @@ def test_hello_says_who_is_there(connected: Running) -> None:
 
 def test_a_refusal_is_a_model_error(connected: Running) -> None:
     """Who is turned away ends with the orchestrator's reason, and has handled nothing."""
-    connected.send(Refusal("the tokenizers differ"))
+    connected.send(Rejected("the tokenizers differ"))
     error = connected.end()
     assert isinstance(error, ModelError)
     assert str(error) == "the tokenizers differ"
@@ -243,7 +243,7 @@ def test_work_before_the_welcome_is_a_protocol_error(connected: Running) -> None
     connected.send(opening(1))
     error = connected.end()
     assert isinstance(error, ProtocolError)
-    assert str(error) == "expected Welcome or Refusal, got OpenSequence"
+    assert str(error) == "expected Welcome or Rejected, got OpenSequence"
     assert connected.service.handled == []
 
 
@@ -266,13 +266,13 @@ def test_a_hello_that_was_lost_is_said_again(connected: Running) -> None:
     connected.hub.close()
     with Hub[FromService](address, Decoder(FromService)) as successor:
         peer, beat = heard(successor)
-        assert beat == Alive(0)
+        assert beat == Heartbeat(0)
         for _ in range(2):  # as for beats that have waited for it
-            successor.send(peer, Introduce())
-        assert heard(successor, but=Alive) == (peer, connected.hello)
+            successor.send(peer, Identify())
+        assert heard(successor, but=Heartbeat) == (peer, connected.hello)
         for message in (Welcome(), Welcome(), opening(1)):
             successor.send(peer, message)
-        _, opened = heard(successor, but=Alive)
+        _, opened = heard(successor, but=Heartbeat)
         assert isinstance(opened, Prefilled)
         successor.send(peer, Stop())
         assert connected.end() is None
@@ -287,7 +287,7 @@ def test_a_new_orchestrator_hears_of_us_at_once(running: Running) -> None:
     running.hub.close()
     with Hub[FromService](address, Decoder(FromService)) as successor:
         peer, beat = heard(successor)
-        assert beat == Alive(0)
+        assert beat == Heartbeat(0)
         successor.send(peer, Stop())
         assert running.end() is None
 
@@ -457,7 +457,7 @@ def test_stop_ends_an_idle_service(running: Running) -> None:
 def test_stop_is_the_last_word(running: Running) -> None:
     """Who is replaced while it speaks is told to stop, and is then a stranger."""
     with paused(running, ENDLESS, 2):
-        running.send(Stop(), Introduce())
+        running.send(Stop(), Identify())
     assert running.end() is None
 
 
@@ -478,10 +478,10 @@ def test_stop_interrupts_work(running: Running) -> None:
 
 def test_a_refusal_after_the_welcome_is_a_protocol_error(running: Running) -> None:
     """It has no meaning after the handshake."""
-    running.send(Refusal("too late"))
+    running.send(Rejected("too late"))
     error = running.end()
     assert isinstance(error, ProtocolError)
-    assert str(error) == "Refusal after the handshake"
+    assert str(error) == "Rejected after the handshake"
     assert running.service.handled == []
 
 

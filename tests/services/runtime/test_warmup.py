@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
-from services.drafter.backends.base import Layer, Turn
+from services.drafter.backends.base import RoundOptions, TreeLayer
 from services.drafter.backends.mlx import MlxBackend
 from services.mlx.loader import load
 from services.runtime.warmup import warm_drafter, warm_verifier
@@ -54,10 +54,10 @@ def test_a_warm_verifier_has_seen_all_lengths_and_is_as_before(family: str) -> N
 def test_a_warm_drafter_prepares_what_a_cold_one_does() -> None:
     """The same branches, token by token."""
 
-    def layers(backend: MlxBackend) -> Iterator[Layer]:
+    def layers(backend: MlxBackend) -> Iterator[TreeLayer]:
         for _ in backend.open(1, PROMPT, Sampling()):
             pass
-        yield from backend.prepare(1, [23, 24], [3, 3], 2, Turn(1))
+        yield from backend.prepare(1, [23, 24], [3, 3], 2, RoundOptions(1))
 
     warm, cold = (MlxBackend(tiny_folder("llama"), 512) for _ in range(2))
     warm_drafter(warm)

@@ -15,7 +15,7 @@ from protocol.messages import (
     Verify,
 )
 from services.mlx.loader import load
-from services.verifier.pipelined_step import Ahead
+from services.verifier.pipelined_step import PipelinedStep
 from services.verifier.verifier import Verifier
 from tests.support.reference import SAMPLINGS, plain, tiny_folder
 from tests.support.tiny_models import FAMILIES, VERIFIERS
@@ -56,7 +56,7 @@ class Asking:
         asked = OpenSequence(sequence=number, tokens=list(PROMPT[:-1]), sampling=sampling)
         list(self.verifier.handle(asked))
 
-    def verify(self, *draft: int, then_plain: bool = True) -> int:
+    def verify(self, *draft: int, pipelined: bool = True) -> int:
         """The outcome's accepted tokens are added, with the bonus token; returns the passes."""
         before = self.model.count
         asked = Verify(
@@ -64,7 +64,7 @@ class Asking:
             round=len(self.tokens),
             position=len(self.tokens) - 1,
             chain=[self.tokens[-1], *draft],
-            then_plain=then_plain,
+            pipelined=pipelined,
         )
         outcome: FromService | None = list(self.verifier.handle(asked))[-1]
         assert isinstance(outcome, VerificationOutcome)
@@ -106,7 +106,7 @@ def test_a_pass_that_nobody_asked_for_changes_nothing() -> None:
 
 def test_no_pass_is_run_where_it_is_not_announced() -> None:
     asking = Asking("llama", Sampling())
-    assert [asking.verify(then_plain=False) for _ in range(3)] == [1, 1, 1]
+    assert [asking.verify(pipelined=False) for _ in range(3)] == [1, 1, 1]
 
 
 def test_no_pass_is_run_beside_another_sequence() -> None:
@@ -122,13 +122,13 @@ def test_no_pass_is_run_beside_another_sequence() -> None:
 
 def test_a_choice_that_is_no_token_is_run_in_vain() -> None:
     asking = Asking("llama", Sampling())
-    asking.verify(then_plain=False)
+    asking.verify(pipelined=False)
     sequence = asking.verifier._sequences[1]
     assert sequence.store is not None
     length = sequence.length
-    ahead = Ahead(asking.model, sequence.caches, sequence.store, mx.array([-1]))
+    ahead = PipelinedStep(asking.model, sequence.caches, sequence.store, mx.array([-1]))
     assert ahead.logits([asking.tokens[-1]]) is None
     assert ahead.logits([0, 1]) is None
     assert length == sequence.length
-    asking.verify(then_plain=False)
+    asking.verify(pipelined=False)
     assert plain("llama", PROMPT, 2, Sampling()) == asking.tokens[3:]

@@ -7,7 +7,7 @@ import pytest
 
 from launch.settings.settings import StackSettings
 from protocol.messages import CloseSequence, OpenSequence, Prefilled, Sampling
-from services.kv.prefix_cache import PromptCache
+from services.kv.prefix_cache import PrefixCache
 from services.mlx.loader import load as load_model
 from services.verifier.prefix_cache_file import identity_of, load, save
 from services.verifier.verifier import Verifier
@@ -23,7 +23,7 @@ class Kept:
     """A verifier and its prompt cache, which know one folder's model."""
 
     def __init__(self, folder: Path) -> None:
-        self.prompts = PromptCache(10, MUCH)
+        self.prompts = PrefixCache(10, MUCH)
         model = load_model(folder)
         self.verifier = Verifier(model, 512, self.prompts)
         self.identity = identity_of(model, "mlx")

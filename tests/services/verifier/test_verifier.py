@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from protocol.errors import ProtocolError
 from protocol.messages import (
     CloseSequence,
-    DraftLaw,
+    DraftDistribution,
+    LogitsOptions,
     OpenSequence,
     Prefilled,
     Prepare,
     Sampling,
-    Shape,
     Tokens,
     VerificationOutcome,
     Verify,
@@ -300,8 +300,8 @@ def test_what_is_ruled_out_costs_no_row(shape: str) -> None:
     first = free.verify([]).bonus
     wrong = (first + 1) % 288
     shapes = {
-        "bias": Shape(logit_bias=((wrong, -100.0),)),
-        "grammar": Shape(grammar=f"start: <[{first}]>+", answer_from=2, stop_ids=(EOS,)),
+        "bias": LogitsOptions(logit_bias=((wrong, -100.0),)),
+        "grammar": LogitsOptions(grammar=f"start: <[{first}]>+", answer_from=2, stop_ids=(EOS,)),
     }
     sampling = Sampling(shape=shapes[shape])
     for draft, rows in (([wrong, first], 1), ([first, wrong, first], 2), ([], 1)):
@@ -322,13 +322,13 @@ def test_what_is_ruled_out_costs_no_row(shape: str) -> None:
 def test_a_drawn_token_is_looked_at_even_if_ruled_out() -> None:
     """Under the rejection rule its rejection changes the law of the bonus token."""
     sampling = Sampling(
-        temperature=1.0, acceptance="rejection", shape=Shape(logit_bias=((5, -100.0),))
+        temperature=1.0, acceptance="rejection", shape=LogitsOptions(logit_bias=((5, -100.0),))
     )
-    named, drawn = DraftLaw(), DraftLaw([5, 6], [0.5, 0.5])
+    named, drawn = DraftDistribution(), DraftDistribution([5, 6], [0.5, 0.5])
     for law, rows in ((named, 1), (drawn, 3)):
         line = Line(verifier_of("llama"), list(PROMPTS["short"]), sampling)
         asked = Verify(
-            sequence=line.number, round=1, position=1, chain=[200, 5, 6], laws=[law, drawn]
+            sequence=line.number, round=1, position=1, chain=[200, 5, 6], distributions=[law, drawn]
         )
         [*_, outcome] = verifier_of("llama").handle(asked)
         assert isinstance(outcome, VerificationOutcome)

@@ -3,8 +3,8 @@
 import pytest
 
 from protocol.errors import ModelError, ProtocolError
-from protocol.messages import Sampling, Shape, Tokens
-from services.drafter.backends.base import Layer, Outcome
+from protocol.messages import LogitsOptions, Sampling, Tokens
+from services.drafter.backends.base import Outcome, TreeLayer
 from services.drafter.backends.coreml import Call, CoremlBackend, calls_for
 from services.drafter.backends.mlx import MlxBackend
 from tests.support.converted import (
@@ -40,7 +40,9 @@ def fresh_drafts(prefix: Tokens, count: int, sampling: Sampling) -> Tokens:
     return drafts(backend, prefix[-1], count)
 
 
-def check_layers(layers: list[Layer], prefix: Tokens, chain: Tokens, sampling: Sampling) -> None:
+def check_layers(
+    layers: list[TreeLayer], prefix: Tokens, chain: Tokens, sampling: Sampling
+) -> None:
     """Every branch drafts as if its prefix were all there is."""
     for index, (accepted, bonus) in enumerate(layers[0].outcomes):
         whole = [*prefix, *chain[: accepted + 1], bonus]
@@ -145,7 +147,7 @@ def test_mlx_backend_drafts_the_same(trimmed: bool) -> None:  # noqa: FBT001  # 
         assert pytest.approx(theirs.confidences, abs=0.02) == ours.confidences
 
 
-SHAPE = Shape(
+SHAPE = LogitsOptions(
     logit_bias=((41, 2.0), (212, -9.0)), repetition_penalty=1.4, presence_penalty=1.0,
     frequency_penalty=0.5, answer_from=8,
 )  # fmt: skip

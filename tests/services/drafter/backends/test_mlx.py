@@ -21,9 +21,9 @@ from protocol.decoding.sampler import Floats, has_filter, kept
 from protocol.decoding.vocabulary import vocabulary_of
 from protocol.errors import ModelError, ProtocolError
 from protocol.messages import Sampling, Tokens
-from services.drafter.backends.base import Drafted, Layer
+from services.drafter.backends.base import DraftedToken, TreeLayer
 from services.drafter.backends.mlx import MAX_DRAFT_TOKENS, MlxBackend
-from services.kv.prefix_cache import PromptCache
+from services.kv.prefix_cache import PrefixCache
 from tests.support.reference import SAMPLINGS, Reference, said, tiny_folder
 from tests.support.tiny_models import DRAFTERS, FAMILIES, RECURRENT, write_tiny_model
 
@@ -73,7 +73,7 @@ class Law:
         best = np.sort(scores)[::-1][: len(tokens)]
         np.testing.assert_allclose(scores[tokens], best, atol=1e-3)
 
-    def check_drafted(self, drafted: Drafted) -> None:
+    def check_drafted(self, drafted: DraftedToken) -> None:
         """This is the best token, with its probability."""
         self.check_best([drafted.token])
         assert abs(drafted.confidence - self.probabilities[drafted.token]) < 1e-4
@@ -87,7 +87,7 @@ class Setup:
     reference: Reference
     ids: Tokens | None = None
 
-    def laws(self, sequences: list[Tokens], sampling: Sampling) -> list[list[Law]]:
+    def distributions(self, sequences: list[Tokens], sampling: Sampling) -> list[list[Law]]:
         """Per sequence the law after each of its tokens, computed from scratch."""
         return [
             [Law.of(row, at + 1, sampling, self.ids) for at, row in enumerate(rows)]
@@ -185,12 +185,12 @@ class Line:
         assert len(drafted) == min(played.depth, played.layers)
         self.next_draft = [token for token, *_ in drafted]
         prefix = [*self.committed, self.pending]
-        [laws] = self.setup.laws([prefix + self.next_draft], self.sampling)
+        [laws] = self.setup.distributions([prefix + self.next_draft], self.sampling)
         for law, token in zip(laws[len(self.committed) :], drafted, strict=False):
             law.check_drafted(token)
         self.news_from = len(self.committed)
 
-    def _prepare(self, played: Round) -> list[Layer]:
+    def _prepare(self, played: Round) -> list[TreeLayer]:
         chain = [self.pending, *self.next_draft]
         tree = self.setup.backend.prepare(
             self.number, chain, list(played.fan_out[: len(chain)]), played.depth
@@ -200,7 +200,7 @@ class Line:
         self._check_tree(played, chain, layers)
         return layers
 
-    def _check_tree(self, played: Round, chain: Tokens, layers: list[Layer]) -> None:
+    def _check_tree(self, played: Round, chain: Tokens, layers: list[TreeLayer]) -> None:
         wanted = list(played.fan_out[: len(chain)])
         depth = min(played.depth, played.layers)
         assert len(layers) == (depth if any(wanted) else 0)
@@ -214,7 +214,7 @@ class Line:
             self.committed + chain[: root.accepted + 1] + [root.bonus] + branch_of(layers, index)
             for index, root in enumerate(roots)
         ]
-        laws, *branch_laws = self.setup.laws([trunk, *paths], self.sampling)
+        laws, *branch_laws = self.setup.distributions([trunk, *paths], self.sampling)
         for k in range(len(wanted)):
             bonuses = [root.bonus for root in roots if root.accepted == k]
             rejected = chain[k + 1] if k + 1 < len(chain) else None
@@ -222,9 +222,9 @@ class Line:
         for index, (root, of_branch) in enumerate(zip(roots, branch_laws, strict=True)):
             start = len(self.committed) + root.accepted + 1
             for law, layer in zip(of_branch[start:], layers, strict=False):
-                law.check_drafted(Drafted(layer.tokens[index], layer.confidences[index]))
+                law.check_drafted(DraftedToken(layer.tokens[index], layer.confidences[index]))
 
-    def _outcome(self, played: Round, layers: list[Layer]) -> None:
+    def _outcome(self, played: Round, layers: list[TreeLayer]) -> None:
         chain = [self.pending, *self.next_draft]
         accepted = min(played.accepted, len(self.next_draft))
         roots = layers[0].outcomes if layers else []
@@ -251,7 +251,7 @@ class Line:
                 self.committed[at] = (self.committed[at] + 1) % VOCABULARY
 
 
-def branch_of(layers: list[Layer], index: int) -> Tokens:
+def branch_of(layers: list[TreeLayer], index: int) -> Tokens:
     return [layer.tokens[index] for layer in layers]
 
 
@@ -317,7 +317,7 @@ def test_a_branch_is_adopted_only_where_it_grew(back: int) -> None:
     for root in layer.outcomes:
         backend.commit(number, len(kept), [])
         drafted = said(backend.draft(number, root.bonus, 2))
-        [laws] = setup.laws([[*kept, root.bonus, drafted[0].token]], Sampling())
+        [laws] = setup.distributions([[*kept, root.bonus, drafted[0].token]], Sampling())
         for law, token in zip(laws[len(kept) :], drafted, strict=True):
             law.check_drafted(token)
         backend.commit(number, len(kept), [])
@@ -332,7 +332,7 @@ def test_candidates_of_replaced_tokens_are_forgotten() -> None:
     setup.backend.commit(number, len(PROMPT), [50, 60])
     setup.backend.commit(number, len(PROMPT), [])
     [layer] = said(setup.backend.prepare(number, [50, 60], [0, 3], depth=1))
-    [laws] = setup.laws([[*PROMPT, 50, 60]], Sampling())
+    [laws] = setup.distributions([[*PROMPT, 50, 60]], Sampling())
     laws[-1].check_best([root.bonus for root in layer.outcomes])
 
 
@@ -410,7 +410,7 @@ def test_padding_is_never_drafted(tmp_path: Path) -> None:
 def nothing_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other test's KV serves a prompt of the llama backend."""
     backend = setup_of("llama").backend
-    monkeypatch.setattr(backend, "_prompts", PromptCache(0, 0))
+    monkeypatch.setattr(backend, "_prompts", PrefixCache(0, 0))
     monkeypatch.setattr(backend, "_sequences", {})
 
 
@@ -474,7 +474,7 @@ def test_an_empty_prompt_can_be_drafted_for() -> None:
     list(setup.backend.open(number, told, Sampling()))
     [drafted] = said(setup.backend.draft(number, 120, 1))
     assert told == []
-    [[law]] = setup.laws([[120]], Sampling())
+    [[law]] = setup.distributions([[120]], Sampling())
     law.check_drafted(drafted)
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ProtocolError
-from protocol.messages import ENDED, Sampling, Shape, Tokens
-from services.drafter.backends.base import Layer, Outcome
+from protocol.messages import END_OF_BRANCH, LogitsOptions, Sampling, Tokens
+from services.drafter.backends.base import Outcome, TreeLayer
 from services.drafter.backends.ngram import NgramBackend
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import EOS
@@ -31,13 +31,13 @@ def drafted(tokens: Tokens, pending: int, wanted: int) -> Tokens:
 
 def prepared(
     tokens: Tokens, chain: Tokens, fan_out: list[int], depth: int
-) -> tuple[list[Layer], dict[Outcome, Tokens]]:
+) -> tuple[list[TreeLayer], dict[Outcome, Tokens]]:
     """The layers, and the draft of each outcome that they spell."""
     backend, number = opened(tokens)
     layers = list(backend.prepare(number, chain, fan_out, depth))
     roots = layers[0].outcomes if layers else []
     return layers, {
-        root: [layer.tokens[at] for layer in layers if layer.tokens[at] != ENDED]
+        root: [layer.tokens[at] for layer in layers if layer.tokens[at] != END_OF_BRANCH]
         for at, root in enumerate(roots)
     }
 
@@ -124,7 +124,7 @@ def test_ragged_drafts_end_in_ended() -> None:
     assert drafts[Outcome(0, 9)] == [6, 7, 1, 2, 9]
     assert drafts[Outcome(0, 3)] == [4, 5, 6, 7, 8, 1, 2, 9, 6, 7, 1, 2, 3]
     at = layers[0].outcomes.index(Outcome(0, 9))
-    assert [layer.tokens[at] for layer in layers] == [6, 7, 1, 2, 9] + [ENDED] * 8
+    assert [layer.tokens[at] for layer in layers] == [6, 7, 1, 2, 9] + [END_OF_BRANCH] * 8
     assert all(len(layer.tokens) == len(layer.confidences) == 2 for layer in layers)
 
 
@@ -157,7 +157,7 @@ def test_branches_are_drafts_of_their_own_prefix(
 
 def test_a_banned_token_is_no_draft_and_no_outcome() -> None:
     """The next place is taken in the place of one that goes on with it; a chain ends before it."""
-    ban = Sampling(shape=Shape(logit_bias=((4, -100.0),)))
+    ban = Sampling(shape=LogitsOptions(logit_bias=((4, -100.0),)))
     backend = NgramBackend()
     list(backend.open(1, [1, 2, 3, 5, 9, 1, 2, 4, 8, 9, 1, 2, 7, 4, 1], ban))
     assert [token for token, *_ in backend.draft(1, 2, 3)] == [7]
@@ -170,7 +170,9 @@ def test_what_a_grammar_forbids_is_no_draft() -> None:
     folder = tiny_folder("llama")
     table = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     said = [table[character] for character in "xyabxyacxyzx"]
-    shape = Shape(grammar='start: "xyac" "xyac"', answer_from=len(said) - 1, stop_ids=(EOS,))
+    shape = LogitsOptions(
+        grammar='start: "xyac" "xyac"', answer_from=len(said) - 1, stop_ids=(EOS,)
+    )
     pending = table["y"]
 
     def drafted_by(backend: NgramBackend) -> Tokens:

@@ -7,18 +7,18 @@ import pytest
 from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
-    Alive,
     CloseSequence,
     DraftNow,
     DraftTree,
     Failed,
+    Heartbeat,
     Hello,
     OpenSequence,
     Prefilled,
     Prepare,
     Sampling,
 )
-from services.drafter.relay.pending_replies import Dues
+from services.drafter.relay.pending_replies import PendingReplies
 
 PREFILL_S, DRAFT_S = 100.0, 5.0
 OPEN = OpenSequence(sequence=1, tokens=[1], sampling=Sampling())
@@ -49,9 +49,9 @@ def tree(number: int, *, sequence: int = 1, ms: float = 1.0, last: bool = False)
 
 
 @pytest.fixture
-def opened() -> Dues:
+def opened() -> PendingReplies:
     """The books of a program that has opened sequence 1 at second 1."""
-    dues = Dues(PREFILL_S, DRAFT_S)
+    dues = PendingReplies(PREFILL_S, DRAFT_S)
     dues.asked(OPEN, 0.0)
     assert dues.answered(PREFILLED, 1.0) == PREFILLED
     return dues
@@ -59,14 +59,14 @@ def opened() -> Dues:
 
 def test_a_prefill_may_take_long_but_not_for_ever() -> None:
     """An opened sequence is owed Prefilled, whatever else was asked meanwhile."""
-    dues = Dues(PREFILL_S, DRAFT_S)
+    dues = PendingReplies(PREFILL_S, DRAFT_S)
     dues.asked(OPEN, 0.0)
     dues.asked(draft(1), 1.0)
     assert dues.overdue(PREFILL_S - 1.0) is None
     assert "start_timeout_s" in str(dues.overdue(PREFILL_S + 2.0))
 
 
-def test_a_draft_that_the_target_waits_for_is_owed(opened: Dues) -> None:
+def test_a_draft_that_the_target_waits_for_is_owed(opened: PendingReplies) -> None:
     """Silence after DraftNow is a hang; each tree starts the wait anew; the last one ends it."""
     opened.asked(draft(1), 10.0)
     assert opened.overdue(14.0) is None
@@ -78,7 +78,7 @@ def test_a_draft_that_the_target_waits_for_is_owed(opened: Dues) -> None:
     assert opened.overdue(1e6) is None
 
 
-def test_newer_questions_do_not_put_off_the_deadline(opened: Dues) -> None:
+def test_newer_questions_do_not_put_off_the_deadline(opened: PendingReplies) -> None:
     """Who lets the target wait in vain has until the first deadline, whatever is asked next."""
     opened.asked(draft(1), 10.0)
     opened.asked(prepare(2), 12.0)
@@ -87,7 +87,7 @@ def test_newer_questions_do_not_put_off_the_deadline(opened: Dues) -> None:
     assert opened.overdue(15.1) is not None
 
 
-def test_a_tree_pays_the_debt(opened: Dues) -> None:
+def test_a_tree_pays_the_debt(opened: PendingReplies) -> None:
     """A program that answers the next question is alive."""
     opened.asked(draft(1), 10.0)
     opened.asked(prepare(2), 12.0)
@@ -95,7 +95,7 @@ def test_a_tree_pays_the_debt(opened: Dues) -> None:
     assert opened.overdue(1e6) is None
 
 
-def test_a_closed_sequence_is_owed_nothing(opened: Dues) -> None:
+def test_a_closed_sequence_is_owed_nothing(opened: PendingReplies) -> None:
     """Nobody waits for a draft of a request that is over; and what is prepared is a gift."""
     opened.asked(draft(1), 10.0)
     opened.asked(CloseSequence(sequence=1), 11.0)
@@ -105,7 +105,7 @@ def test_a_closed_sequence_is_owed_nothing(opened: Dues) -> None:
     assert opened.overdue(1e6) is None
 
 
-def test_worthless_messages_do_not_put_off_the_deadline(opened: Dues) -> None:
+def test_worthless_messages_do_not_put_off_the_deadline(opened: PendingReplies) -> None:
     """Who answers only what nobody asked has hung."""
     opened.asked(draft(2), 10.0)
     for second in range(11, 16):
@@ -115,8 +115,8 @@ def test_worthless_messages_do_not_put_off_the_deadline(opened: Dues) -> None:
     assert opened.stale == 10
 
 
-@pytest.mark.parametrize("sign", [Alive(), tree(1, last=True)], ids=["alive", "late tree"])
-def test_a_late_program_does_not_hang(opened: Dues, sign: Alive | DraftTree) -> None:
+@pytest.mark.parametrize("sign", [Heartbeat(), tree(1, last=True)], ids=["alive", "late tree"])
+def test_a_late_program_does_not_hang(opened: PendingReplies, sign: Heartbeat | DraftTree) -> None:
     """A sign of life, or the draft itself after its time, pays the debt and goes no further."""
     opened.asked(draft(1), 10.0)
     opened.asked(prepare(2), 12.0)
@@ -124,10 +124,10 @@ def test_a_late_program_does_not_hang(opened: Dues, sign: Alive | DraftTree) -> 
     assert opened.overdue(1e6) is None
 
 
-def test_signs_of_life_do_not_replace_the_draft(opened: Dues) -> None:
+def test_signs_of_life_do_not_replace_the_draft(opened: PendingReplies) -> None:
     """While the target waits, a sign of life only begins the wait anew."""
     opened.asked(draft(1), 10.0)
-    opened.answered(Alive(), 14.0)
+    opened.answered(Heartbeat(), 14.0)
     assert opened.overdue(18.0) is None
     assert opened.overdue(19.5) is not None
 
@@ -136,7 +136,7 @@ def test_signs_of_life_do_not_replace_the_draft(opened: Dues) -> None:
     "late", [tree(1), tree(3), tree(2, sequence=9), Prefilled(sequence=9, length=1, prefill_ms=0.0)]
 )
 def test_other_rounds_and_sequences_go_no_further(
-    opened: Dues, late: DraftTree | Prefilled
+    opened: PendingReplies, late: DraftTree | Prefilled
 ) -> None:
     """Only the newest round of an open sequence is passed on."""
     opened.asked(prepare(2), 2.0)
@@ -144,7 +144,7 @@ def test_other_rounds_and_sequences_go_no_further(
     assert opened.answered(tree(2), 3.0) == tree(2)
 
 
-def test_a_failed_sequence_is_closed(opened: Dues) -> None:
+def test_a_failed_sequence_is_closed(opened: PendingReplies) -> None:
     """Failed is passed on once, and nothing more of that sequence."""
     failed = Failed(sequence=1, error="no")
     opened.asked(draft(1), 10.0)
@@ -154,7 +154,7 @@ def test_a_failed_sequence_is_closed(opened: Dues) -> None:
 
 
 @pytest.mark.parametrize("lie", [math.nan, math.inf, -1.0, 1e9])
-def test_times_that_cannot_be_are_replaced(opened: Dues, lie: float) -> None:
+def test_times_that_cannot_be_are_replaced(opened: PendingReplies, lie: float) -> None:
     """The planner never sees a time longer than the wait, negative, or no number."""
     opened.asked(prepare(2), 2.0)
     answer = opened.answered(tree(2, ms=lie), 2.5)
@@ -162,7 +162,7 @@ def test_times_that_cannot_be_are_replaced(opened: Dues, lie: float) -> None:
     assert answer.draft_ms == 500.0
 
 
-def test_a_second_hello_is_an_error(opened: Dues) -> None:
+def test_a_second_hello_is_an_error(opened: PendingReplies) -> None:
     """A program introduces itself once."""
     hello = Hello(
         protocol=PROTOCOL_VERSION,

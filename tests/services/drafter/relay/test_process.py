@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from protocol.errors import UsageError
-from services.drafter.relay.process import Program
+from services.drafter.relay.process import DrafterProcess
 from tests.support.stack import eventually, gone
 
 pytestmark = pytest.mark.processes
@@ -20,11 +20,11 @@ STUBBORN = "trap '' TERM HUP; sleep 1000 & echo $!; exec 0<&-; wait; sleep 1000"
 """Starts a child, ignores signals and the end of its input."""
 
 
-def shell(script: str) -> Program:
-    return Program(["/bin/sh", "-c", script])
+def shell(script: str) -> DrafterProcess:
+    return DrafterProcess(["/bin/sh", "-c", script])
 
 
-def first_line(program: Program) -> str:
+def first_line(program: DrafterProcess) -> str:
     return os.read(program.reading, 100).decode().strip()
 
 
@@ -108,4 +108,4 @@ def test_what_cannot_be_started(command: str) -> None:
     """A program that is missing or not executable is named."""
     assert Path("/etc/hostname").exists()
     with pytest.raises(UsageError, match=command):
-        Program([command])
+        DrafterProcess([command])

@@ -9,28 +9,28 @@ import pytest
 
 from protocol.errors import BackendLost, ModelError, ProtocolError
 from protocol.messages import (
-    Alive,
     CloseSequence,
     DraftNow,
     DraftTree,
     FromDrafter,
+    Heartbeat,
     Hello,
     Message,
     OpenSequence,
     Prefilled,
     Prepare,
-    Refusal,
+    Rejected,
     Sampling,
     Stop,
     Tokens,
     Welcome,
 )
 from protocol.transport.codec import Decoder, encode
-from protocol.transport.pipes import Stream
-from services.drafter.backends.base import Layer, Outcome
+from protocol.transport.pipes import PipeChannel
+from services.drafter.backends.base import Outcome, TreeLayer
 from services.drafter.backends.line_client import LineBackend
 from services.drafter.backends.ngram import NgramBackend
-from services.drafter.relay.process import Program
+from services.drafter.relay.process import DrafterProcess
 from services.drafter.server.line_server import LineServer
 
 pytestmark = pytest.mark.processes
@@ -49,7 +49,7 @@ class Host:
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.stream: Stream[FromDrafter] = Stream(
+        self.stream: PipeChannel[FromDrafter] = PipeChannel(
             self.process.stdout.fileno(), self.process.stdin.fileno(), Decoder(FromDrafter)
         )
 
@@ -59,7 +59,7 @@ class Host:
 
     def receive(self) -> FromDrafter:
         """The next message that is not a beat."""
-        while isinstance(message := self.stream.receive(PATIENCE_S, "message"), Alive):
+        while isinstance(message := self.stream.receive(PATIENCE_S, "message"), Heartbeat):
             pass
         return message
 
@@ -108,7 +108,7 @@ def test_stop_ends_the_server(host: Host) -> None:
 def test_a_refusal_is_the_servers_error(host: Host) -> None:
     """The host's reason is the last line of the log, with the exit code of a model error."""
     host.receive()
-    host.send(Refusal("another tokenizer"))
+    host.send(Rejected("another tokenizer"))
     code, log = host.ends()
     assert code == 3
     assert "error: another tokenizer" in log
@@ -212,18 +212,18 @@ def after(context: Tokens, count: int) -> Tokens:
     return work[len(context) :]
 
 
-def line_server(kind: str) -> Program:
-    return Program([sys.executable, "-c", SERVER_SCRIPT, kind])
+def line_server(kind: str) -> DrafterProcess:
+    return DrafterProcess([sys.executable, "-c", SERVER_SCRIPT, kind])
 
 
-def opened(program: Program, answer_s: float = PATIENCE_S) -> LineBackend:
+def opened(program: DrafterProcess, answer_s: float = PATIENCE_S) -> LineBackend:
     drafter = LineBackend(program, PATIENCE_S, answer_s)
     for _ in drafter.open(1, TOKENS, Sampling()):
         pass
     return drafter
 
 
-def grown(drafter: LineBackend, chain: Tokens) -> list[Layer]:
+def grown(drafter: LineBackend, chain: Tokens) -> list[TreeLayer]:
     fan_out = [1] * len(chain)
     return [layer for layer in drafter.prepare(1, chain, fan_out, 2) if layer is not None]
 
@@ -239,14 +239,14 @@ def test_a_line_server_is_driven_by_its_context() -> None:
         context = [*TOKENS, 9, found[0], 5]
         own = after(context, 5)
         assert grown(drafter, [5]) == [
-            Layer([Outcome(0, own[0])], [own[1]], [0.5]),
-            Layer([Outcome(0, own[0])], [own[2]], [0.5]),
+            TreeLayer([Outcome(0, own[0])], [own[1]], [0.5]),
+            TreeLayer([Outcome(0, own[0])], [own[2]], [0.5]),
         ]
         drafter.commit(1, len(context) - 1, [5])
         own = after([*context, 3], 5)
         assert grown(drafter, [3, own[0], 96 - own[1]]) == [
-            Layer([Outcome(1, own[1])], [own[2]], [0.5]),
-            Layer([Outcome(1, own[1])], [own[3]], [0.5]),
+            TreeLayer([Outcome(1, own[1])], [own[2]], [0.5]),
+            TreeLayer([Outcome(1, own[1])], [own[3]], [0.5]),
         ]
 
 
@@ -287,6 +287,6 @@ def test_a_line_server_that_breaks_off(kind: str, error: type[Exception], words:
 
 def test_a_line_server_with_a_model_drafts_as_its_model() -> None:
     """Our own server passes the driver's checks and continues what it was sent."""
-    with Program([*SERVER, "--lines"]) as program:
+    with DrafterProcess([*SERVER, "--lines"]) as program:
         drafter = opened(program)
         assert [d.token for d in drafter.draft(1, 9, 2) if d is not None] == [10, 11]
