@@ -1,4 +1,4 @@
-"""The arrows between the rooms, and the measures of their code, read from the source."""
+"""The arrows between the rooms, read from the source; `test_house.py` has the measures."""
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
@@ -29,8 +29,6 @@ HOMES = {
     "matplotlib": {"launch"},
     "rich": {"launch"},
 }
-LONGEST_FUNCTION = 60
-LONGEST_FILE = 300
 
 
 def name(path: Path) -> str:
@@ -83,7 +81,7 @@ def test_all_rooms_are_looked_at() -> None:
     """The tests below are about the files that there are."""
     assert set(ROOMS) == {room(path) for path in FILES}
     assert len(FILES) > 30
-    assert "numpy" in imported(ROOT / "protocol" / "law.py")
+    assert "numpy" in imported(ROOT / "protocol" / "decoding" / "sampler.py")
     assert "zmq" in imported(ROOT / "protocol" / "transport" / "channel.py")
 
 
@@ -137,29 +135,6 @@ def test_only_the_configuration_reads_the_environment() -> None:
                     yield node.lineno
 
     assert list(offenders(reads)) == ["launch/settings/settings.py"]
-
-
-def test_functions_are_short() -> None:
-    """No function is longer than 60 lines."""
-
-    def long(path: Path) -> Iterator[tuple[str, int]]:
-        for node in nodes(path):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > LONGEST_FUNCTION:
-                    yield node.name, lines
-
-    assert offenders(long) == {}
-
-
-def test_files_are_short() -> None:
-    """No file has more than 300 lines, but for the one that holds every message."""
-
-    def long(path: Path) -> list[int]:
-        lines = len(source(path).splitlines())
-        return [lines] if lines > LONGEST_FILE else []
-
-    assert list(offenders(long)) == ["protocol/messages.py"]
 
 
 def test_no_error_is_swallowed() -> None:

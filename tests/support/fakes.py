@@ -16,9 +16,9 @@ from orchestrator.sequence.sequence import (
     Action,
     Emit,
     Finish,
-    Foresee,
     Limits,
     Phase,
+    PrecomputeVerify,
     Sequence,
     ToDrafter,
     ToVerifier,
@@ -271,7 +271,7 @@ class Stack:
                 case ToDrafter(message) if self.drafter is not None:
                     self.drafter.receive(message)
                     self._check_drafter(message)
-                case Foresee(accepted, bonus, verify):
+                case PrecomputeVerify(accepted, bonus, verify):
                     self.foreseen[accepted, bonus] = verify
                 case Emit(tokens, origins):
                     assert len(tokens) == len(origins)

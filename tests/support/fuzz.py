@@ -20,13 +20,12 @@ import atheris
 with atheris.instrument_imports(  # pyright: ignore[reportAttributeAccessIssue]
     include=["protocol", "services", "msgpack"]
 ):
-    from services.drafter.main.server import line_protocol
-
     from protocol import messages
     from protocol.decoding.vocabulary import vocabulary_of
     from protocol.errors import ModelError, ProtocolError, UsageError
     from protocol.transport.codec import Decoder, encode
     from protocol.transport.framing import FrameReader
+    from services.drafter.server import line_protocol
     from services.gateway import parse
     from services.gateway import schema as fields
     from services.gateway.errors import ApiError

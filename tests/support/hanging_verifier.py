@@ -10,7 +10,7 @@ from typing import Any
 
 from protocol.process.child import main
 from protocol.settings import VerifierSettings
-from services.verifier.main import main as verifier
+from services.verifier import main as verifier
 
 _FIFTH = 5
 

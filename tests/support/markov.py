@@ -17,7 +17,14 @@ from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.sequence import Action, Emit, Foresee, Sequence, ToDrafter, ToVerifier
+from orchestrator.sequence.sequence import (
+    Action,
+    Emit,
+    PrecomputeVerify,
+    Sequence,
+    ToDrafter,
+    ToVerifier,
+)
 from orchestrator.telemetry.recorder import Recorder
 from protocol.decoding.rejection import verify_draft
 from protocol.decoding.sampler import Floats, choose
@@ -215,7 +222,7 @@ class Answering:
                     self._kv = list(tokens)
                 case ToVerifier(Verify() as verify):
                     self._verify = verify
-                case ToDrafter(CloseSequence()) | ToVerifier() | Foresee():
+                case ToDrafter(CloseSequence()) | ToVerifier() | PrecomputeVerify():
                     pass
                 case ToDrafter(message):
                     self._work = self._drafter.handle(message)

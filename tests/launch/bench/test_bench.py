@@ -277,7 +277,7 @@ def test_a_lossy_patch_is_found_out(
     for room in ("protocol", "services", "orchestrator", "launch"):
         ignored = shutil.ignore_patterns("default_drafter", "__pycache__")
         shutil.copytree(ROOT / room, home / room, ignore=ignored)
-    patched = home / "services" / "judging.py"
+    patched = home / "services" / "verifier" / "acceptance.py"
     right = "        if drafted != target:\n"
     assert right in patched.read_text()
     wrong = "        if drafted != target and index:\n"

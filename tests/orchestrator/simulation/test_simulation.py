@@ -61,7 +61,7 @@ def test_events_happen_in_order() -> None:
     assert seen == [("a", 1.0), ("b", 1.0), ("c", 2.0)]
 
 
-@pytest.mark.parametrize("laws", [
+@pytest.mark.parametrize("acceptance", [
     AcceptanceModel(alpha=0.6),
     AcceptanceModel(alpha=0.6, insight=0.0),
     AcceptanceModel(alpha=0.6, burst=0.7, insight=0.6),
