@@ -24,17 +24,22 @@ from protocol.errors import SsdError
 from protocol.messages import Finished, Generate, Status, Text
 from protocol.settings import GatewaySettings
 from services.gateway import parse
-from services.gateway.auth import Guard, body_of
-from services.gateway.choices import Choice, merged, requests_of
-from services.gateway.errors import ApiError, api_error_of, unsupported
+from services.gateway.auth import Guard, read_body
+from services.gateway.errors import ApiError, to_api_error, unsupported
 from services.gateway.metrics import Metrics
-from services.gateway.responses import ChatReply, CompletionReply, Reply
+from services.gateway.responses import (
+    ChatReply,
+    Choice,
+    CompletionReply,
+    Reply,
+    expand_choices,
+    merge,
+)
 from services.gateway.schema import UNSET, ChatRequest, CompletionRequest
-from services.gateway.stream import EventStream
-from services.gateway.tool_format import ToolFormat, tool_format
+from services.gateway.stream import ClientLeft, EventStream, wait_for_disconnect, watch_events
+from services.gateway.tool_format import ToolFormat, find_tool_format
 from services.gateway.transcript import Transcript
-from services.gateway.waiting import ClientLeft, departure, heard
-from services.gateway.web import page
+from services.gateway.web import render_page
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +55,9 @@ class Gateway:
         self._client = client
         self._metrics = Metrics()
         self._started = int(time.time())
-        self._tool_format = tool_format(Path(settings.model)) if settings.model else ToolFormat()
+        self._tool_format = (
+            find_tool_format(Path(settings.model)) if settings.model else ToolFormat()
+        )
 
     def app(self, key: str) -> ASGIApp:
         """The application, for strangers and friends."""
@@ -90,14 +97,14 @@ class Gateway:
     # ------------------------------------------------------------ answers
 
     async def _chat(self, request: Request) -> Response:
-        body = await body_of(request, self._settings.max_body_bytes)
-        asked = parse.read(body, ChatRequest)
-        return await self._answer(request, asked, parse.chat(asked, self._settings.sampling))
+        body = await read_body(request, self._settings.max_body_bytes)
+        asked = parse.decode_request(body, ChatRequest)
+        return await self._answer(request, asked, parse.parse_chat(asked, self._settings.sampling))
 
     async def _completions(self, request: Request) -> Response:
-        body = await body_of(request, self._settings.max_body_bytes)
-        asked = parse.read(body, CompletionRequest)
-        generate = parse.completion(asked, self._settings.sampling)
+        body = await read_body(request, self._settings.max_body_bytes)
+        asked = parse.decode_request(body, CompletionRequest)
+        generate = parse.parse_completion(asked, self._settings.sampling)
         return await self._answer(request, asked, generate)
 
     async def _answer(
@@ -114,7 +121,7 @@ class Gateway:
         kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
         choices = [
             Choice(index, one, self._transcript(asked))
-            for index, one in enumerate(requests_of(generate, asked.n or 1))
+            for index, one in enumerate(expand_choices(generate, asked.n or 1))
         ]
         reply = kind(
             choices=choices,
@@ -123,7 +130,7 @@ class Gateway:
             include_usage=bool(options and options.include_usage),
             include_origins=bool(options and options.include_origins),
         )
-        events = merged([self._client.generate(one.request) for one in choices])
+        events = merge([self._client.generate(one.request) for one in choices])
         if not asked.stream:
             return await self._whole(request, events, reply)
         stream = EventStream(events, reply, self._metrics, _KEEP_ALIVE_S)
@@ -132,15 +139,17 @@ class Gateway:
 
     def _transcript(self, asked: ChatRequest | CompletionRequest) -> Transcript:
         # A call that a grammar constrains has the grammar's marks, not the model's.
-        form = ToolFormat() if parse.must_call(asked) else self._tool_format
-        return Transcript(parse.functions(asked), form)
+        form = ToolFormat() if parse.requires_call(asked) else self._tool_format
+        return Transcript(parse.list_functions(asked), form)
 
     async def _whole(
         self, request: Request, events: AsyncGenerator[tuple[int, Text | Finished]], reply: Reply
     ) -> Response:
-        gone = asyncio.ensure_future(departure(request.receive))
+        gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
         try:
-            async with contextlib.aclosing(heard(events, gone, _KEEP_ALIVE_S)) as heard_events:
+            async with contextlib.aclosing(
+                watch_events(events, gone, _KEEP_ALIVE_S)
+            ) as heard_events:
                 async for said in heard_events:
                     if said is not None:
                         self._take(reply.choices[said[0]], said[1])
@@ -210,7 +219,7 @@ class Gateway:
 
     async def _page(self, request: Request) -> Response:
         del request
-        return page()
+        return render_page()
 
     async def _recent(self, request: Request) -> Response:
         """For the page: what the last answers were like."""
@@ -219,8 +228,8 @@ class Gateway:
 
     async def _show_metrics(self, request: Request) -> Response:
         del request
-        page = self._metrics.page(await self._client.status(_STATUS_S))
-        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+        render_page = self._metrics.page(await self._client.status(_STATUS_S))
+        return Response(render_page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _last(path: str) -> str:
@@ -236,7 +245,7 @@ async def _on_fault(request: Request, error: Exception) -> Response:
 async def _on_error(request: Request, error: Exception) -> Response:
     del request
     assert isinstance(error, SsdError)  # noqa: S101  # registered for SsdError alone
-    return api_error_of(error).response()
+    return to_api_error(error).response()
 
 
 async def _on_http(request: Request, error: Exception) -> Response:

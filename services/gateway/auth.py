@@ -6,20 +6,49 @@ import hmac
 import ipaddress
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.errors import ApiError
-from services.gateway.rate import RateLimit
-from services.gateway.waiting import ClientLeft
+from services.gateway.stream import ClientLeft
 
 _BODY_S = 30.0
 """Longest wait for a body to arrive."""
 
 _OPEN_PATHS = frozenset({"/", "/health"})
 """They need no key, and tell nothing that is secret to those without one."""
+
+_MOST_CLIENTS = 10_000
+"""Clients that are remembered; those that were silent longest are forgotten first."""
+
+
+class RateLimit:
+    """A bucket for each client: it holds a minute's requests and fills evenly.
+
+    Args:
+        per_minute: requests that a client may make; 0 is any number.
+    """
+
+    def __init__(self, per_minute: int) -> None:
+        self._per_minute = per_minute
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """By client: requests left, and when that was."""
+
+    def wait_s(self, client: str, now: float) -> float:
+        """Take a request's place; or how many seconds from `now` there will be one."""
+        if not self._per_minute:
+            return 0.0
+        rate = self._per_minute / 60.0
+        left, since = self._buckets.pop(client, (float(self._per_minute), now))
+        left = min(float(self._per_minute), left + rate * (now - since))
+        allowed = left >= 1.0
+        self._buckets[client] = (left - 1.0 if allowed else left, now)
+        if len(self._buckets) > _MOST_CLIENTS:
+            self._buckets.popitem(last=False)
+        return 0.0 if allowed else (1.0 - left) / rate
 
 
 class Guard:
@@ -42,13 +71,13 @@ class Guard:
         """Answer strangers; let others through."""
         if scope["type"] == "http":
             request = Request(scope)
-            if fault := self._objection(request) or self._haste(request):
+            if fault := self._refuse(request) or self._check_rate(request):
                 await fault.response()(scope, receive, send)
                 return
             request.state.trusted = not self._key or self._knows_key(request)
         await self._app(scope, receive, send)
 
-    def _objection(self, request: Request) -> ApiError | None:
+    def _refuse(self, request: Request) -> ApiError | None:
         if self._key:
             if request.method == "OPTIONS" or request.url.path in _OPEN_PATHS:
                 return None
@@ -58,7 +87,7 @@ class Guard:
             return None
         return ApiError(403, f"this server does not answer to the name {host!r}", code="wrong_host")
 
-    def _haste(self, request: Request) -> ApiError | None:
+    def _check_rate(self, request: Request) -> ApiError | None:
         """Whoever asks for too many answers in a minute; looking around is free."""
         if request.method != "POST":
             return None
@@ -103,7 +132,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-async def body_of(request: Request, at_most: int) -> bytes:
+async def read_body(request: Request, at_most: int) -> bytes:
     """The JSON body of a request.
 
     Raises:

@@ -73,7 +73,7 @@ def _refused(why: str) -> ApiError:
     return ApiError(400, why, code=code, param=param)
 
 
-def api_error_of(error: SsdError) -> ApiError:
+def to_api_error(error: SsdError) -> ApiError:
     """What a failure of the stack is over HTTP."""
     match error:
         case UsageError():

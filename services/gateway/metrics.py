@@ -1,4 +1,4 @@
-"""What Prometheus is told: counts of everything that this gateway answered."""
+"""Metrics for Prometheus: counts of everything that this gateway answered."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 6
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
-class _Phases(Collector):
+class _PhaseTimes(Collector):
     """Times of rounds, which come counted in classes."""
 
     def __init__(self) -> None:
@@ -70,9 +70,11 @@ class Metrics:
         self._stale = Counter(
             "ssd_stale_trees", "Drafts dropped: too late, twice, or out of order.", registry=r
         )
-        self._dropped = Gauge(
-            "ssd_dropped_messages", "Dropped because nobody read them.", registry=r
-        )
+        self._create_histograms()
+        self._create_gauges()
+
+    def _create_histograms(self) -> None:
+        r = self._registry
         self._ttft = Histogram(
             "ssd_time_to_first_token_seconds", "From request to text.", buckets=_SECONDS, registry=r
         )
@@ -82,8 +84,15 @@ class Metrics:
             buckets=_TOKEN_SECONDS,
             registry=r,
         )
-        self._phases = _Phases()
+        self._phases = _PhaseTimes()
         r.register(self._phases)
+
+    def _create_gauges(self) -> None:
+        """What is read from the orchestrator's status when somebody asks."""
+        r = self._registry
+        self._dropped = Gauge(
+            "ssd_dropped_messages", "Dropped because nobody read them.", registry=r
+        )
         self._running = Gauge("ssd_requests_running", "Being decoded.", registry=r)
         self._waiting = Gauge("ssd_requests_waiting", "In line.", registry=r)
         self._speculating = Gauge(

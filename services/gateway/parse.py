@@ -14,9 +14,9 @@ from services.gateway.errors import ApiError, unsupported
 from services.gateway.schema import (
     ChatRequest,
     CompletionRequest,
-    Function,
     ToolCall,
     ToolChoice,
+    ToolFunction,
     Turn,
 )
 from services.gateway.tools import call_grammar
@@ -30,7 +30,7 @@ _PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<field>[^`]*)`")
 
 
-def read(body: bytes, kind: type[R]) -> R:
+def decode_request(body: bytes, kind: type[R]) -> R:
     """The request in a body; raises Fault naming the field that is wrong."""
     try:
         return msgspec.json.decode(body, type=kind)
@@ -51,7 +51,7 @@ def _misfit(sentence: str) -> ApiError:
     return ApiError(400, message, code="unknown_parameter", param=field)
 
 
-def chat(request: ChatRequest, defaults: Sampling) -> Generate:
+def parse_chat(request: ChatRequest, defaults: Sampling) -> Generate:
     """What to ask for a conversation; raises Fault for what cannot be honoured."""
     return _generate(
         request,
@@ -61,14 +61,14 @@ def chat(request: ChatRequest, defaults: Sampling) -> Generate:
         max_tokens=_max_tokens(request),
         tools=[
             {"type": "function", "function": _described(function)}
-            for function in functions(request)
+            for function in list_functions(request)
         ],
         template_options=request.chat_template_kwargs or {},
         messages=[_message(index, turn) for index, turn in enumerate(request.messages)],
     )
 
 
-def completion(request: CompletionRequest, defaults: Sampling) -> Generate:
+def parse_completion(request: CompletionRequest, defaults: Sampling) -> Generate:
     """What to ask for a text to be continued; raises Fault for what cannot be honoured."""
     given = _prompt(request.prompt)
     return _generate(
@@ -169,13 +169,13 @@ def _logprobs(request: ChatRequest) -> int | None:
 
 def _grammar(request: ChatRequest) -> str:
     """What the answer must look like: a call that is asked for, or the format."""
-    called = functions(request)
+    called = list_functions(request)
     choice = request.tool_choice
     if isinstance(choice, ToolChoice):
         called = [function for function in called if function.name == choice.function.name]
         if not called:
             raise unsupported("tool_choice", f"there is no tool {choice.function.name!r}")
-    if must_call(request):
+    if requires_call(request):
         if not called:
             raise unsupported("tool_choice", "there are no tools")
         return call_grammar(called)
@@ -191,13 +191,13 @@ def _grammar(request: ChatRequest) -> str:
             return ""
 
 
-def must_call(request: ChatRequest | CompletionRequest) -> bool:
+def requires_call(request: ChatRequest | CompletionRequest) -> bool:
     """Whether the answer has to be a call of a tool."""
     choice = None if isinstance(request, CompletionRequest) else request.tool_choice
     return choice == "required" or isinstance(choice, ToolChoice)
 
 
-def functions(request: ChatRequest | CompletionRequest) -> list[Function]:
+def list_functions(request: ChatRequest | CompletionRequest) -> list[ToolFunction]:
     """The tools that may be called."""
     if isinstance(request, CompletionRequest) or request.tool_choice == "none":
         return []
@@ -239,7 +239,7 @@ def _called(index: int, call: ToolCall) -> dict[str, Any]:
     return {"type": "function", "id": call.id, "function": function}
 
 
-def _described(function: Function) -> dict[str, Any]:
+def _described(function: ToolFunction) -> dict[str, Any]:
     """A tool as chat templates expect it."""
     return {
         "name": function.name,

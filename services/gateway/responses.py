@@ -1,18 +1,72 @@
 """Answers in OpenAI's words: whole, or as the chunks of a stream."""
 
+import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
-from protocol.messages import Logprobs, ShownToken, Status
-from services.gateway.choices import Choice
-from services.gateway.figures import speculation, timings, usage
-from services.gateway.transcript import Piece
+from msgspec.structs import replace
+
+from protocol.errors import RuntimeFailure
+from protocol.messages import Finished, Generate, Logprobs, ShownToken, Status
+from services.gateway.transcript import Piece, Transcript
+
+T = TypeVar("T")
 
 _REASONS = {"stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
+
+
+@dataclass
+class Choice:
+    """One of the answers to a request, as far as it has come."""
+
+    index: int
+    request: Generate
+    transcript: Transcript
+    finished: Finished | None = None
+
+    @property
+    def end(self) -> Finished:
+        """How it ended; raises RuntimeFailure before that."""
+        if self.finished is None:
+            raise RuntimeFailure("the answer ended without its last message")
+        return self.finished
+
+
+def expand_choices(generate: Generate, n: int) -> list[Generate]:
+    """The request `n` times, each with a seed of its own: the first one's plus its index."""
+    sampling = generate.sampling
+    seeds = [(sampling.seed + index) % 2**63 for index in range(n)]
+    return [replace(generate, sampling=replace(sampling, seed=seed)) for seed in seeds]
+
+
+async def merge(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+    """What all sources say, as it comes, each with the number of its source.
+
+    The first failure ends all of them. However it ends, all sources have been closed then.
+    """
+    waiting = {asyncio.ensure_future(anext(source)): n for n, source in enumerate(sources)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                number = waiting.pop(task)
+                try:
+                    event = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(sources[number]))] = number
+                yield number, event
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for source in sources:
+            await source.aclose()
 
 
 @dataclass
@@ -197,3 +251,55 @@ class CompletionReply(Reply):
             "top_logprobs": [{t.text: t.logprob for t in entry.best} for entry in entries],
             "text_offset": list(ends)[:-1],
         }
+
+
+def usage(finished: Finished, tokens: int) -> dict[str, Any]:
+    """Token counts."""
+    return {
+        "prompt_tokens": finished.prompt_tokens,
+        "completion_tokens": tokens,
+        "total_tokens": finished.prompt_tokens + tokens,
+        "prompt_tokens_details": {"cached_tokens": finished.cached_tokens},
+    }
+
+
+def timings(finished: Finished, tokens: int, status: Status) -> dict[str, Any]:
+    """Times in ms, speeds in tokens per second; `predicted` is what was decoded."""
+    s = finished.statistics
+    prompt_ms = s.phase_ms.get("prefill_verifier", 0.0)
+    fresh = finished.prompt_tokens - finished.cached_tokens
+    drafter = next((service for service in status.services if service.role == "drafter"), None)
+    return {
+        "prompt_n": fresh,
+        "cache_n": finished.cached_tokens,
+        "prompt_ms": prompt_ms,
+        "prompt_per_second": 1e3 * fresh / prompt_ms if prompt_ms else 0.0,
+        "predicted_n": tokens,
+        "predicted_ms": 1e3 * s.decode_s,
+        "predicted_per_second": s.tok_s,
+        "draft_n": s.drafted,
+        "draft_n_accepted": s.accepted,
+        "draft_rounds": s.rounds - s.plain_rounds,
+        "draft_kind": drafter.backend if drafter and s.drafted else None,
+    }
+
+
+def speculation(finished: Finished, request: Generate) -> dict[str, Any]:
+    """How speculation went; definitions in the README, "Statistics"."""
+    s = finished.statistics
+    return {
+        "mode": request.mode,
+        "seed": request.sampling.seed,
+        "ttft_ms": s.ttft_ms,
+        "rounds": s.rounds,
+        "acceptance_rate": s.acceptance_rate,
+        "mean_acceptance_length": s.mean_acceptance_length,
+        "cache_hits": s.cache_hits,
+        "cache_misses": s.cache_misses,
+        "overlap_ratio": s.overlap_ratio,
+        "draft_wait_ms": s.phase_ms.get("draft_wait", 0.0),
+        "verify_ms": s.phase_ms.get("verify", 0.0),
+        "fallbacks": s.fallbacks,
+        "predicted_tok_s": s.predicted_tok_s,
+        "plain_tok_s": s.plain_tok_s,
+    }

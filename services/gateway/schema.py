@@ -49,7 +49,7 @@ class Turn(_Strict, frozen=True, kw_only=True):
     refusal: None = None
 
 
-class Function(_Strict, frozen=True, kw_only=True):
+class ToolFunction(_Strict, frozen=True, kw_only=True):
     """What a tool is."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -62,7 +62,7 @@ class Tool(_Strict, frozen=True, kw_only=True):
     """A function that the model may call."""
 
     type: Literal["function"]
-    function: Function
+    function: ToolFunction
 
 
 class FunctionName(_Strict, frozen=True, kw_only=True):

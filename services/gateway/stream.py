@@ -5,22 +5,67 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import SsdError
 from protocol.messages import Finished, Text
-from services.gateway.errors import api_error_of
+from services.gateway.errors import to_api_error
 from services.gateway.metrics import Metrics
 from services.gateway.responses import Reply
-from services.gateway.waiting import ClientLeft, departure, heard
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 _KEEP_ALIVE = b": keep-alive\n\n"
 _DONE = b"data: [DONE]\n\n"
+
+
+class ClientLeft(Exception):
+    """The client closed its connection."""
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client is gone; everything of the request must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def watch_events(
+    events: AsyncGenerator[T], gone: "asyncio.Task[None]", silence_s: float
+) -> AsyncGenerator[T | None]:
+    """The events as they come, and None after every `silence_s` seconds without one.
+
+    However it ends, the source has been closed then, which cancels its request.
+
+    Raises:
+        ClientLeft: the client went away.
+    """
+    following: asyncio.Task[T] | None = None
+    try:
+        while True:
+            following = asyncio.ensure_future(anext(events))
+            while not following.done():
+                await asyncio.wait(
+                    {following, gone}, timeout=silence_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if gone.done():
+                    raise ClientLeft
+                if not following.done():
+                    yield None
+            try:
+                event = following.result()
+            except StopAsyncIteration:
+                return
+            yield event
+    finally:
+        if following is not None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        await events.aclose()
 
 
 class EventStream(Response):
@@ -53,8 +98,8 @@ class EventStream(Response):
             SsdError: the request was refused.
             ClientLeft: the client went away.
         """
-        self._gone = asyncio.ensure_future(departure(receive))
-        self._events = heard(self._source, self._gone, self._silence_s)
+        self._gone = asyncio.ensure_future(wait_for_disconnect(receive))
+        self._events = watch_events(self._source, self._gone, self._silence_s)
         try:
             self._first = await anext(self._events)
         except BaseException as error:
@@ -92,7 +137,7 @@ class EventStream(Response):
                 yield _event(body)
         except SsdError as error:
             self._metrics.failed("error")
-            yield _event(api_error_of(error).body())
+            yield _event(to_api_error(error).body())
         yield _DONE
 
     def _render(self, said: tuple[int, Text | Finished] | None) -> Iterator[bytes]:

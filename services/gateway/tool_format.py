@@ -31,7 +31,7 @@ class ToolFormat(NamedTuple):
     """Text between the marks and tools -> name and arguments, or several; None: our own."""
 
 
-def tool_format(folder: Path) -> ToolFormat:
+def find_tool_format(folder: Path) -> ToolFormat:
     """The format of the model in this folder.
 
     Its `tool_parser_type` decides if it has one, as with mlx-lm; otherwise the start mark that

@@ -1,6 +1,6 @@
 """Tools: what is put into the prompt, what an answer must look like, what was called.
 
-A call stands between the marks of the model's `tool_format`. Between <tool_call> and
+A call stands between the marks of the model's `find_tool_format`. Between <tool_call> and
 </tool_call> it is JSON (Hermes, Qwen) or XML (Qwen-Coder); other marks have mlx-lm's parsers.
 Or the whole answer is one JSON object that names a tool (Llama 3). What looks like a call but
 is none stays text: nothing that the model said is lost.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from protocol.decoding.grammar import json_rule
-from services.gateway.schema import Function
+from services.gateway.schema import ToolFunction
 from services.gateway.tool_format import ToolFormat
 
 _START, _END, _ = ToolFormat()
@@ -26,7 +26,7 @@ _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
-class Call(NamedTuple):
+class ParsedCall(NamedTuple):
     """One call of a tool."""
 
     name: str
@@ -40,7 +40,7 @@ class Call(NamedTuple):
         return {"id": self.id, "type": "function", "function": function}
 
 
-def call_grammar(functions: Sequence[Function]) -> str:
+def call_grammar(functions: Sequence[ToolFunction]) -> str:
     """The grammar of an answer that must call one of these."""
     kinds = [
         {
@@ -61,7 +61,7 @@ def call_grammar(functions: Sequence[Function]) -> str:
 class ToolReader:
     """Takes calls out of a text that comes in pieces."""
 
-    def __init__(self, functions: Sequence[Function], form: ToolFormat | None = None) -> None:
+    def __init__(self, functions: Sequence[ToolFunction], form: ToolFormat | None = None) -> None:
         self._functions = {function.name: function for function in functions}
         self._form = form or ToolFormat()
         self._held = ""
@@ -71,7 +71,7 @@ class ToolReader:
         self._whole = False
         """Whether the answer may be one JSON object."""
 
-    def push(self, text: str) -> tuple[str, list[Call]]:
+    def push(self, text: str) -> tuple[str, list[ParsedCall]]:
         """The text that is certainly no call, and the calls that are complete."""
         self._held += text
         if not self._begun and self._held.strip():
@@ -79,7 +79,7 @@ class ToolReader:
             self._whole = self._held.lstrip().startswith("{")
         if self._whole:
             return "", []
-        content, calls = "", list[Call]()
+        content, calls = "", list[ParsedCall]()
         while marker := self._form.end if self._inside else self._form.start:
             before, found, after = self._held.partition(marker)
             if not found:
@@ -97,7 +97,7 @@ class ToolReader:
             content, self._held = content + self._held[:certain], self._held[certain:]
         return content, calls
 
-    def end(self) -> tuple[str, list[Call]]:
+    def end(self) -> tuple[str, list[ParsedCall]]:
         """What was held back, once no more text comes."""
         held, self._held = self._held, ""
         if not self._inside and not self._whole:
@@ -108,7 +108,7 @@ class ToolReader:
             return "", called
         return (self._form.start if self._inside else "") + held, []
 
-    def _parsed(self, text: str, *, whole: bool = False) -> list[Call]:
+    def _parsed(self, text: str, *, whole: bool = False) -> list[ParsedCall]:
         """The calls in this text; none if it is not all calls of known tools."""
         if self._form.parse is not None and not whole:
             found = self._by_parser(self._form.parse, text)
@@ -155,9 +155,9 @@ class ToolReader:
         return [(name, {key: _value(text, schema.get(key, {})) for key, text in pairs})]
 
 
-def _call(name: str, arguments: Any) -> Call:
+def _call(name: str, arguments: Any) -> ParsedCall:
     # Mistral's templates take ids of nine letters and digits, and no others.
-    return Call(name, json.dumps(arguments, ensure_ascii=False), secrets.token_hex(5)[:9])
+    return ParsedCall(name, json.dumps(arguments, ensure_ascii=False), secrets.token_hex(5)[:9])
 
 
 def _value(text: str, schema: dict[str, Any]) -> Any:

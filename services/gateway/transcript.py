@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from protocol.messages import Logprobs, Text
-from services.gateway.schema import Function
+from services.gateway.schema import ToolFunction
 from services.gateway.tool_format import ToolFormat
-from services.gateway.tools import Call, ToolReader
+from services.gateway.tools import ParsedCall, ToolReader
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Piece:
     """What one message adds."""
 
     content: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ParsedCall] = field(default_factory=list)
     first_call: int = 0
     """How many calls came before these."""
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -25,10 +25,12 @@ class Piece:
 class Transcript:
     """One answer; `functions` are the tools that it may call, `form` is how it writes calls."""
 
-    def __init__(self, functions: Sequence[Function] = (), form: ToolFormat | None = None) -> None:
+    def __init__(
+        self, functions: Sequence[ToolFunction] = (), form: ToolFormat | None = None
+    ) -> None:
         self._reader = ToolReader(functions, form) if functions else None
         self.content = ""
-        self.calls: list[Call] = []
+        self.calls: list[ParsedCall] = []
         self.logprobs: list[Logprobs] = []
         self.tokens = 0
 
@@ -49,7 +51,7 @@ class Transcript:
     def _add(
         self,
         content: str,
-        calls: list[Call],
+        calls: list[ParsedCall],
         logprobs: list[Logprobs],
         origins: list[tuple[str, str]],
     ) -> Piece:

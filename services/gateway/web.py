@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse
 _SOURCE = (files("services.gateway") / "page.html").read_text(encoding="utf-8")
 
 
-def page() -> HTMLResponse:
+def render_page() -> HTMLResponse:
     """One self-contained document; the browser is told to load nothing else."""
     return HTMLResponse(_SOURCE, headers={"Content-Security-Policy": _POLICY})
 

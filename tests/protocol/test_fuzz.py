@@ -14,7 +14,7 @@ from protocol.messages import Sampling
 from protocol.settings import VerifierSettings, decode_settings
 from protocol.transport.codec import encode
 from services.gateway.errors import ApiError
-from services.gateway.parse import chat, completion, read
+from services.gateway.parse import decode_request, parse_chat, parse_completion
 from services.gateway.schema import ChatRequest, CompletionRequest
 from services.mlx.loader import load
 from tests.protocol.transport.test_codec import DECODERS, MEMBERS, example, pack
@@ -105,10 +105,13 @@ BODIES = (
 @given(st.sampled_from(BODIES).flatmap(damaged))
 def test_damaged_http_bodies(body: bytes) -> None:
     """A damaged HTTP body is refused with a status and a sentence, or it can be asked."""
-    readers: list[tuple[Any, Any]] = [(ChatRequest, chat), (CompletionRequest, completion)]
+    readers: list[tuple[Any, Any]] = [
+        (ChatRequest, parse_chat),
+        (CompletionRequest, parse_completion),
+    ]
     for kind, ask in readers:
         try:
-            request = ask(read(body, kind), Sampling())
+            request = ask(decode_request(body, kind), Sampling())
             DECODERS["ToOrchestrator"].decode(encode(request))
         except ApiError as fault:
             assert 400 <= fault.status < 500  # noqa: PT017  # most are refused, some are valid

@@ -91,8 +91,10 @@ def http(data: bytes) -> None:
     """A body is refused with a fault that names the field, or it can be asked."""
     sampling = messages.Sampling()
     for asked in (
-        lambda: parse.chat(parse.read(data, fields.ChatRequest), sampling),
-        lambda: parse.completion(parse.read(data, fields.CompletionRequest), sampling),
+        lambda: parse.parse_chat(parse.decode_request(data, fields.ChatRequest), sampling),
+        lambda: parse.parse_completion(
+            parse.decode_request(data, fields.CompletionRequest), sampling
+        ),
     ):
         with contextlib.suppress(ApiError, UsageError, ProtocolError):
             encode(asked())

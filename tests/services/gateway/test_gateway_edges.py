@@ -22,9 +22,9 @@ from protocol.messages import Finished, Generate, Status, Text
 from protocol.settings import GatewaySettings
 from services.gateway import app as app_module
 from services.gateway.app import Gateway
+from services.gateway.auth import RateLimit
 from services.gateway.main import run
-from services.gateway.rate import RateLimit
-from services.gateway.waiting import heard
+from services.gateway.stream import watch_events
 
 STATUS = Status(pid=1, model="/models/large", services=[], active=0, waiting=0)
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
@@ -153,7 +153,7 @@ def test_who_leaves_cancels(monkeypatch: pytest.MonkeyPatch, *, stream: bool) ->
     client = FakeClient(RuntimeFailure("never reached"), silence=True)
     leave = 2 if stream else 10**6
     if not stream:
-        monkeypatch.setattr(app_module, "departure", _at_once)
+        monkeypatch.setattr(app_module, "wait_for_disconnect", _at_once)
     ask(client, {**BODY, "stream": stream}, leave_after=leave)
     assert client.closed
 
@@ -165,7 +165,7 @@ def test_who_stops_listening_cancels() -> None:
         client = FakeClient(RuntimeFailure("never reached"), words=5)
         source = client.generate(Generate(request=1))
         never = asyncio.ensure_future(asyncio.sleep(60))
-        events = heard(source, never, 1.0)
+        events = watch_events(source, never, 1.0)
         await anext(events)
         await events.aclose()
         never.cancel()
@@ -249,7 +249,7 @@ def test_no_limit_is_none() -> None:
 
 def test_many_clients_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is bounded: the one that was silent longest begins anew."""
-    monkeypatch.setattr("services.gateway.rate._MOST_CLIENTS", 2)
+    monkeypatch.setattr("services.gateway.auth._MOST_CLIENTS", 2)
     rate = RateLimit(1)
     assert [rate.wait_s(client, 0.0) > 0 for client in "aabbca"] == [
         False, True, False, True, False, False,

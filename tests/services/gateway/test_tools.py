@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.schema import Function
-from services.gateway.tool_format import ToolFormat, tool_format
+from services.gateway.schema import ToolFunction
+from services.gateway.tool_format import ToolFormat, find_tool_format
 from services.gateway.tools import ToolReader
 
 FUNCTIONS = [
-    Function(
+    ToolFunction(
         name="find",
         parameters={
             "type": "object",
             "properties": {"what": {"type": "string"}, "many": {"type": "integer"}},
         },
     ),
-    Function(name="stop"),
+    ToolFunction(name="stop"),
 ]
 HERMES = '<tool_call>\n{"name": "find", "arguments": {"what": "a < b", "many": 2}}\n</tool_call>'
 XML = (
@@ -110,7 +110,7 @@ def test_formats_of_other_makers_are_read(
 ) -> None:
     """By mlx-lm's parsers, whichever the chat template asks for, however the text is cut."""
     template, text, content, calls = case
-    form = tool_format(model_folder(tmp_path, f"{{{{ '{template}' }}}}"))
+    form = find_tool_format(model_folder(tmp_path, f"{{{{ '{template}' }}}}"))
     for size in (1, 3, 1000):
         reader = ToolReader(FUNCTIONS, form)
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
@@ -123,19 +123,19 @@ def test_formats_of_other_makers_are_read(
 def test_the_model_may_name_its_parser(tmp_path: Path) -> None:
     """What it names wins; a name that nobody knows does not, nor does a broken file."""
     folder = model_folder(tmp_path, "[TOOL_CALLS]", tool_parser_type="function_gemma")
-    assert tool_format(folder).start == "<start_function_call>"
+    assert find_tool_format(folder).start == "<start_function_call>"
     folder = model_folder(tmp_path, "[TOOL_CALLS]", tool_parser_type="nobody's")
-    assert (tool_format(folder).start, tool_format(folder).end) == ("[TOOL_CALLS]", "")
+    assert (find_tool_format(folder).start, find_tool_format(folder).end) == ("[TOOL_CALLS]", "")
     (tmp_path / "tokenizer_config.json").write_text("{", encoding="utf-8")
-    assert tool_format(folder) == ToolFormat()
+    assert find_tool_format(folder) == ToolFormat()
 
 
 def test_parsers_come_without_mlx(tmp_path: Path) -> None:
     """The gateway's process does not load what it does not compute with."""
     program = (
         "import sys; from pathlib import Path; import services.gateway.app;"
-        "from services.gateway.tool_format import tool_format;"
-        "assert tool_format(Path(sys.argv[1])).parse;"
+        "from services.gateway.tool_format import find_tool_format as f;"
+        "assert f(Path(sys.argv[1])).parse;"
         "assert not {'mlx', 'mlx_lm', 'transformers'} & set(sys.modules)"
     )
     folder = model_folder(tmp_path, "[TOOL_CALLS]")
