@@ -15,7 +15,7 @@ from launch.models.coreml_models import conversion_in, converted, is_converted
 from launch.models.pair import Pair, pair_of
 from launch.models.weights import Weights, weights_of
 from launch.settings.settings import StackSettings, share_cores
-from protocol.decoding.vocabulary import vocabulary_of
+from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, RuntimeFailure, SsdError
 from protocol.jobs.hardware import HardwareReport
 
@@ -207,7 +207,7 @@ def _together(pair: Pair) -> list[Finding]:
     if not pair.draft_model:
         return []
     try:
-        prints = {vocabulary_of(Path(f)).fingerprint for f in (pair.model, pair.draft_model)}
+        prints = {read_vocabulary(Path(f)).fingerprint for f in (pair.model, pair.draft_model)}
     except ModelError as error:
         return [Finding("problem", "pair", str(error))]
     if len(prints) > 1:

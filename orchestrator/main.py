@@ -8,9 +8,9 @@ from types import FrameType
 
 from orchestrator.server import Orchestrator
 from orchestrator.text.tokenizer import TargetTokenizer
-from protocol.decoding.vocabulary import vocabulary_of
+from protocol.decoding.vocabulary import read_vocabulary
 from protocol.messages import FromService, ToOrchestrator
-from protocol.process.child import main
+from protocol.process.child import run_child
 from protocol.settings import OrchestratorSettings
 from protocol.transport.channel import Hub
 from protocol.transport.codec import Decoder
@@ -23,7 +23,7 @@ def run(settings: OrchestratorSettings) -> None:
     clients: Hub[ToOrchestrator] = Hub(settings.clients_address, Decoder(ToOrchestrator))
     with services, clients:
         tokenizer = TargetTokenizer(folder)
-        vocabulary = vocabulary_of(folder)
+        vocabulary = read_vocabulary(folder)
         orchestrator = Orchestrator(
             settings,
             services=services,
@@ -47,4 +47,4 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("orchestrator", OrchestratorSettings, run))
+    sys.exit(run_child("orchestrator", OrchestratorSettings, run))

@@ -13,7 +13,7 @@ import msgspec
 from protocol.errors import UsageError
 from protocol.messages import Sampling
 from protocol.process.logs import LogLevel as LogLevel  # noqa: PLC0414  # a setting like the others
-from protocol.process.orphans import end_children
+from protocol.process.orphans import kill_children
 
 BackendName = Literal["mlx", "coreml", "ngram", "stdio", "remote"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
@@ -53,7 +53,7 @@ class ChildSettings(Settings, frozen=True, kw_only=True):
         return (self.lifeline,)
 
     @property
-    def farewell_s(self) -> float:
+    def shutdown_timeout_s(self) -> float:
         """How long it may take to end after SIGTERM."""
         return 2.0
 
@@ -95,9 +95,9 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     """Where the KV of sequences that are over outlives the process; empty: nowhere."""
 
     @property
-    def farewell_s(self) -> float:
+    def shutdown_timeout_s(self) -> float:
         """Gigabytes may have to be written."""
-        return 20.0 if self.prompt_cache_file else super().farewell_s
+        return 20.0 if self.prompt_cache_file else super().shutdown_timeout_s
 
 
 class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):
@@ -161,7 +161,7 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
 
     def on_orphaned(self) -> None:
         """End who cannot end by itself and remove the run folder: the supervisor cannot."""
-        end_children(Path(self.run_dir))
+        kill_children(Path(self.run_dir))
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
 

@@ -8,7 +8,7 @@ import msgspec
 from launch.terminal.generate import new_seed
 from protocol.decoding.grammar import check_grammar, json_grammar
 from protocol.decoding.presets import PresetName, preset
-from protocol.decoding.sampling_params import check
+from protocol.decoding.sampling_params import check_sampling
 from protocol.errors import UsageError
 from protocol.messages import Acceptance, ChatMessage, Generate, LogitsOptions, Mode
 
@@ -84,7 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         except msgspec.ValidationError as error:
             raise UsageError(f"SamplingParams: {error}") from error
-        check(request.sampling)
+        check_sampling(request.sampling)
         if self.json_schema is not None:
             check_grammar(json_grammar(self.json_schema))
         return request

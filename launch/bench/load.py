@@ -14,7 +14,7 @@ from rich.table import Table
 from launch.workers.reference import ReferenceWorker
 from protocol.client.client import Client
 from protocol.errors import RuntimeFailure, SsdError
-from protocol.jobs.reference import DecodeMany
+from protocol.jobs.reference import BatchDecodeRequest
 from protocol.messages import Finished, Generate, Statistics, Text, Tokens
 
 MLX_LM = "mlx-lm"
@@ -115,7 +115,7 @@ def with_mlx_lm(
     stop_ids: list[int],
 ) -> Load:
     """The same prompts, by mlx-lm."""
-    answer = yardstick.decode_many(DecodeMany(prompts, max_tokens, stop_ids, streams))
+    answer = yardstick.decode_many(BatchDecodeRequest(prompts, max_tokens, stop_ids, streams))
     served = [
         Served(number, tokens, len(tokens), ttft_ms / 1e3)
         for number, (tokens, ttft_ms) in enumerate(zip(answer.tokens, answer.ttft_ms, strict=True))

@@ -8,7 +8,15 @@ from launch.bench.result import Overlap
 from launch.models.pair import Pair
 from launch.settings.settings import StackSettings, share_cores
 from launch.workers.line_process import LineProcess
-from protocol.jobs.profile import Part, ProfilerSettings, Ready, Time, Times, Work, Worked
+from protocol.jobs.profile import (
+    ProfiledRole,
+    ProfilerReady,
+    ProfilerSettings,
+    TimeRequest,
+    TimeResult,
+    WorkRequest,
+    WorkResult,
+)
 from protocol.messages import Tokens
 
 CHAINS = [1, 2, 3, 4, 5, 6, 8]
@@ -24,7 +32,7 @@ _CHAIN = 5
 class ProfilerWorker(LineProcess):
     """One model of the pair, loaded."""
 
-    def __init__(self, part: Part, settings: StackSettings, pair: Pair) -> None:
+    def __init__(self, part: ProfiledRole, settings: StackSettings, pair: Pair) -> None:
         shared = share_cores(pair.backend)
         target = part == "verifier"
         cores = shared.verifier if target else shared.drafter
@@ -42,7 +50,7 @@ class ProfilerWorker(LineProcess):
 
     def await_ready(self) -> None:
         """Until the model is loaded."""
-        self.unit = self.receive(Ready).compute_unit
+        self.unit = self.receive(ProfilerReady).compute_unit
 
     @property
     def name(self) -> str:
@@ -60,13 +68,13 @@ class ProfilerPair:
 
     def verify_ms(self) -> dict[str, float]:
         """T_v(m)."""
-        return self.target.ask(Time(CHAINS, self.context), Times).medians_ms
+        return self.target.ask(TimeRequest(CHAINS, self.context), TimeResult).medians_ms
 
     def draft_ms(self) -> dict[str, float]:
         """T_d(B); empty without a draft model."""
         if self.drafter is None:
             return {}
-        return self.drafter.ask(Time(BRANCHES, self.context), Times).medians_ms
+        return self.drafter.ask(TimeRequest(BRANCHES, self.context), TimeResult).medians_ms
 
     def overlap(self) -> Overlap | None:
         """In turn, then together; None without a draft model."""
@@ -74,10 +82,10 @@ class ProfilerPair:
             return None
         first = self._work(self.target, _CHAIN)
         second = self._work(self.drafter, _WIDTH)
-        alone = [gauge.ask(work, Worked).seconds for gauge, work in (first, second)]
+        alone = [gauge.ask(work, WorkResult).seconds for gauge, work in (first, second)]
         for gauge, work in (first, second):
             gauge.send(work)
-        together = max(gauge.receive(Worked).seconds for gauge, _ in (first, second))
+        together = max(gauge.receive(WorkResult).seconds for gauge, _ in (first, second))
         hidden = (sum(alone) - together) / min(alone)
         return Overlap(
             first=f"{self.target.name}: {first[1].repeats} verifications of {_CHAIN} tokens",
@@ -89,10 +97,10 @@ class ProfilerPair:
             efficiency=min(1.0, max(0.0, hidden)),
         )
 
-    def _work(self, gauge: ProfilerWorker, count: int) -> tuple[ProfilerWorker, Work]:
+    def _work(self, gauge: ProfilerWorker, count: int) -> tuple[ProfilerWorker, WorkRequest]:
         """As much as fills the time that is meant for it."""
-        [each_ms] = gauge.ask(Time([count], self.context), Times).medians_ms.values()
-        return gauge, Work(count, max(2, round(1e3 * _WORK_S / each_ms)), self.context)
+        [each_ms] = gauge.ask(TimeRequest([count], self.context), TimeResult).medians_ms.values()
+        return gauge, WorkRequest(count, max(2, round(1e3 * _WORK_S / each_ms)), self.context)
 
 
 @contextlib.contextmanager

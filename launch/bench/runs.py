@@ -11,9 +11,9 @@ from launch.prompts import Prompt
 from launch.workers.reference import ReferenceWorker
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.client.client import Client
-from protocol.decoding.sampling_params import by_rejection
+from protocol.decoding.sampling_params import uses_rejection
 from protocol.errors import LosslessnessError, RuntimeFailure
-from protocol.jobs.reference import Decode
+from protocol.jobs.reference import DecodeRequest
 from protocol.messages import (
     ChatMessage,
     Finished,
@@ -122,7 +122,7 @@ class Bench:
         self, prompt: Tokens, variant: Variant, sampling: Sampling, max_tokens: int
     ) -> _Answered:
         stops = sorted(self.tokenizer.stop_ids)
-        question = Decode(prompt, max_tokens, stops, variant.lookahead, sampling)
+        question = DecodeRequest(prompt, max_tokens, stops, variant.lookahead, sampling)
         decoded = self.yardstick.decode(question)
         return decoded.tokens, decoded.ttft_ms, decoded.decode_s, None, []
 
@@ -194,7 +194,7 @@ _NOTHING = Run(
 
 def comparable(variant: Variant, sampling: Sampling) -> bool:
     """Whether this mode must give the tokens of plain decoding."""
-    return not variant.is_reference and not by_rejection(variant.sampling(sampling))
+    return not variant.is_reference and not uses_rejection(variant.sampling(sampling))
 
 
 def digest(tokens: Tokens) -> str:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from protocol.decoding.sampling_params import check
+from protocol.decoding.sampling_params import check_sampling
 from protocol.errors import UsageError
 from protocol.messages import Acceptance, FanOutPolicy, Generate, Mode, Sampling
 
@@ -55,7 +55,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
         mine: dict[str, Any] = {"acceptance": self.acceptance, "saguaro": self.saguaro}
         changes = {name: value for name, value in mine.items() if value is not None}
         changed = msgspec.structs.replace(given, **changes)
-        check(changed)
+        check_sampling(changed)
         return changed
 
     def request(self, template: Generate) -> Generate:

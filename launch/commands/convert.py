@@ -79,7 +79,7 @@ def command(model: str, out: Path | None, target: str | None, **options: Any) ->
         _show(converted)
 
 
-def _run(values: dict[str, Any]) -> conversion.Converted:
+def _run(values: dict[str, Any]) -> conversion.ConvertResult:
     with contextlib.closing(Lifeline()) as lifeline:
         try:
             settings = msgspec.convert({**values, "lifeline": lifeline.child_end}, ConvertSettings)
@@ -88,19 +88,22 @@ def _run(values: dict[str, Any]) -> conversion.Converted:
         console = show.human()
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
         bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        decoder = msgspec.json.Decoder(conversion.Event)
-        with Telling("services.coreml", settings, decoder, conversion.Converted) as process, bar:
+        decoder = msgspec.json.Decoder(conversion.ConvertEvent)
+        with (
+            Telling("services.coreml", settings, decoder, conversion.ConvertResult) as process,
+            bar,
+        ):
             return _drawn(process, bar)
 
 
 def _drawn(
-    process: Telling[conversion.Event, conversion.Converted], bar: Progress
-) -> conversion.Converted:
+    process: Telling[conversion.ConvertEvent, conversion.ConvertResult], bar: Progress
+) -> conversion.ConvertResult:
     """Draw all events; raises what the process died of."""
     task = bar.add_task("reading", total=1.0)
     said = ""
     for event in process.events():
-        if isinstance(event, conversion.Step):
+        if isinstance(event, conversion.ConvertProgress):
             bar.update(task, description=event.what, completed=event.done)
             if not bar.console.is_terminal and event.what != said:
                 bar.console.print(event.what)
@@ -108,7 +111,7 @@ def _drawn(
     return process.ended()
 
 
-def _show(converted: conversion.Converted) -> None:
+def _show(converted: conversion.ConvertResult) -> None:
     console = show.plain()
     console.print(f"{converted.out}: {converted.megabytes:.0f} MB in {converted.seconds:.0f} s")
     agreed = converted.agreement

@@ -137,7 +137,7 @@ def _run(values: dict[str, Any]) -> distillation.DistillFinished:
             settings = msgspec.convert({**values, "lifeline": lifeline.child_end}, DistillSettings)
         except msgspec.ValidationError as error:
             raise UsageError(str(error).replace("$.", "--").replace("_", "-")) from error
-        decoder = msgspec.json.Decoder(distillation.Event)
+        decoder = msgspec.json.Decoder(distillation.DistillEvent)
         with (
             Telling("services.distill", settings, decoder, distillation.DistillFinished) as process,
             _bar() as bar,
@@ -169,7 +169,7 @@ def _bar() -> Progress:
 
 
 def _drawn(
-    process: Telling[distillation.Event, distillation.DistillFinished], bar: Progress
+    process: Telling[distillation.DistillEvent, distillation.DistillFinished], bar: Progress
 ) -> distillation.DistillFinished:
     """Draw all events; raises what the process died of."""
     tasks = {task.description: task.id for task in bar.tasks}

@@ -8,7 +8,7 @@ import msgspec
 
 from launch.models.weights import Weights, weights_of
 from launch.settings.settings import cache_dir
-from protocol.decoding.vocabulary import Vocabulary, vocabulary_of
+from protocol.decoding.vocabulary import Vocabulary, read_vocabulary
 from protocol.errors import ModelError, UsageError
 
 Source = Literal["ssd", "hub", "folder"]
@@ -127,7 +127,7 @@ def _described(name: str, folder: Path, source: Source, disk_bytes: int) -> Mode
         problem = f"the model folder {str(folder)!r} has no {missing[0]}"
         return msgspec.structs.replace(bare, problem=problem)
     try:
-        weights, vocabulary = weights_of(folder), vocabulary_of(folder)
+        weights, vocabulary = weights_of(folder), read_vocabulary(folder)
     except ModelError as error:
         return msgspec.structs.replace(bare, problem=str(error))
     return _complete(bare, weights, vocabulary)

@@ -11,7 +11,7 @@ from launch.settings.settings import StackSettings, stack_settings
 from launch.terminal.generate import new_seed
 from protocol.decoding.grammar import check_grammar, json_grammar
 from protocol.decoding.presets import PRESETS, preset
-from protocol.decoding.sampling_params import check
+from protocol.decoding.sampling_params import check_sampling
 from protocol.errors import UsageError
 from protocol.messages import Acceptance, LogitsOptions, Sampling
 from protocol.settings import BACKENDS, COMPUTE_UNITS, PREFILLS, LogLevel
@@ -183,7 +183,7 @@ def take_sampling(options: dict[str, Any]) -> Sampling:
         saguaro=options.pop("saguaro_c"),
         shape=_take_shape(options),
     )
-    check(sampling)
+    check_sampling(sampling)
     return sampling
 
 

@@ -25,7 +25,7 @@ class Child:
         self.role = role
         self.log = log
         self._killed_because = ""
-        self._farewell_s = settings.farewell_s
+        self._farewell_s = settings.shutdown_timeout_s
         # -P: a folder named `services` in the user's working directory must not shadow ours.
         command = [sys.executable, "-P", "-m", module, encode_settings(settings)]
         device = settings.device if isinstance(settings, ServiceSettings) else ""

@@ -88,7 +88,7 @@ def await_drafter(
         if not told and old.exit_code is not None:  # else requests would wait for its drafts
             told = True
             reason = old.last_words()
-            client.service_down(
+            client.report_service_down(
                 ServiceDown(role="drafter", pid=old.pid, reason=reason, final=False)
             )
         status = ask_status(client)

@@ -15,7 +15,7 @@ import psutil
 
 from launch.settings.settings import run_base
 from protocol.errors import RuntimeFailure, UsageError
-from protocol.process.orphans import end_children, note_children
+from protocol.process.orphans import kill_children, record_children
 from protocol.transport.channel import ipc_address
 
 DEFAULT_NAME = "default"
@@ -86,7 +86,7 @@ class RunDir:
 
     def note(self, pids: list[int]) -> None:
         """Write down the stack's processes, for whoever finds the folder without its owner."""
-        note_children(self.path, pids)
+        record_children(self.path, pids)
 
     def restore(self, pid: int, model: str, draft_model: str) -> None:
         """Make the folder anew after somebody else deleted it."""
@@ -131,7 +131,7 @@ def sweep() -> None:
         except (OSError, ValueError):
             continue
         if not alive:
-            end_children(folder)
+            kill_children(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -169,7 +169,7 @@ class Supervisor:
             self._tell(role, "ready")
             if role == "orchestrator":  # a new one has not heard of what is gone for good
                 for lost in self._lost.values():
-                    post.client.service_down(lost)
+                    post.client.report_service_down(lost)
 
     def _replace(self, child: Child, client: Client) -> None:
         """Restart it, or do without a service; without orchestrator or gateway the stack ends."""
@@ -183,7 +183,7 @@ class Supervisor:
             down = ServiceDown(role=service, pid=child.pid, reason=reason, final=not again)
             if not again:
                 self._lost[role] = down
-            client.service_down(down)
+            client.report_service_down(down)
         elif not again:
             self.failure = RuntimeFailure(reason)
         self._tell(role, f"died ({reason})" if again else f"lost ({reason})")
@@ -252,7 +252,7 @@ class Supervisor:
                 new.ask_to_end()
                 new.end()
                 down = ServiceDown(role="drafter", pid=new.pid, reason=str(error), final=False)
-                post.client.service_down(down)  # it may have taken the old one's place
+                post.client.report_service_down(down)  # it may have taken the old one's place
             raise
         self._lost.pop("drafter", None)
         self._starting.discard("drafter")

@@ -67,13 +67,13 @@ class Watchdog(Closeable):
         return found
 
     def _ask(self, now: float) -> None:
-        status = self._client.status_if_any()
+        status = self._client.poll_status()
         if status is not None:
             self.status = status
             self._answering.heard(str(status.pid).encode(), worked=True)
         if now - self._asked >= _ASK_S:
             self._asked = now
-            self._client.ask_status()
+            self._client.request_status()
 
     def _condemned(self, living: Iterable[Child]) -> dict[str, str]:
         condemned = self.status.marked_for_kill if self.status is not None else {}

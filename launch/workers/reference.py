@@ -4,7 +4,14 @@ import os
 
 from launch.models.pair import Pair
 from launch.workers.line_process import LineProcess
-from protocol.jobs.reference import Decode, Decoded, DecodedMany, DecodeMany, Margin, MarginAnswer
+from protocol.jobs.reference import (
+    BatchDecodeRequest,
+    BatchDecodeResult,
+    DecodeRequest,
+    DecodeResult,
+    MarginRequest,
+    MarginResult,
+)
 from protocol.messages import Sampling, Tokens
 from protocol.settings import Device, ReferenceSettings
 
@@ -23,17 +30,17 @@ class ReferenceWorker(LineProcess):
         )
         super().__init__("reference", "services.tools.reference", settings)
 
-    def decode(self, question: Decode) -> Decoded:
+    def decode(self, question: DecodeRequest) -> DecodeResult:
         """mlx-lm's own answer."""
-        return self.ask(question, Decoded)
+        return self.ask(question, DecodeResult)
 
-    def decode_many(self, question: DecodeMany) -> DecodedMany:
+    def decode_many(self, question: BatchDecodeRequest) -> BatchDecodeResult:
         """mlx-lm's own answers to many prompts, in batches."""
-        return self.ask(question, DecodedMany)
+        return self.ask(question, BatchDecodeResult)
 
     def parting(
         self, prompt: Tokens, expected: Tokens, tokens: Tokens, sampling: Sampling
-    ) -> tuple[int, MarginAnswer | None]:
+    ) -> tuple[int, MarginResult | None]:
         """Where an answer parts from the expected one, and how near a tie that is.
 
         Position -1, and no margin, if one of them is the beginning of the other.
@@ -46,6 +53,6 @@ class ReferenceWorker(LineProcess):
 
     def margin(
         self, tokens: Tokens, candidates: tuple[int, int], sampling: Sampling
-    ) -> MarginAnswer:
+    ) -> MarginResult:
         """How near a tie two candidates for the token after `tokens` are, in logits."""
-        return self.ask(Margin(tokens, candidates, sampling), MarginAnswer)
+        return self.ask(MarginRequest(tokens, candidates, sampling), MarginResult)

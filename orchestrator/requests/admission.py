@@ -13,7 +13,12 @@ from orchestrator.telemetry.recorder import Recorder
 from orchestrator.telemetry.timeline import Timeline
 from orchestrator.text.stop_strings import StoppableText
 from orchestrator.text.tokenizer import TargetTokenizer
-from protocol.decoding.sampling_params import by_rejection, check, is_greedy, of_drafter
+from protocol.decoding.sampling_params import (
+    check_sampling,
+    drafter_sampling,
+    is_greedy,
+    uses_rejection,
+)
 from protocol.errors import UsageError
 from protocol.messages import Generate, Sampling, Tokens
 from protocol.process.logs import about
@@ -39,7 +44,7 @@ def admit(
         UsageError: the prompt is empty, too long, or not of this vocabulary, or the sampling
             parameters contradict each other.
     """
-    check(request.sampling)
+    check_sampling(request.sampling)
     sampling, tried = _saguaro(request, estimates)
     prompt = _prompt(request, tokenizer)
     if 0 < max_prompt_tokens < len(prompt):
@@ -60,7 +65,7 @@ def admit(
             request.lookahead,
             request.fan_out,
             request.fan_out_policy,
-            sampled=by_rejection(sampling),
+            sampled=uses_rejection(sampling),
             tried_saguaro=tried,
         ),
         recorder=Recorder(
@@ -98,7 +103,7 @@ def _saguaro(request: Generate, estimates: CostModel) -> tuple[Sampling, float |
         return request.sampling, None
     if request.sampling.acceptance != "rejection":
         raise UsageError("C of Saguaro sampling is a matter of the rejection rule; ask for that")
-    if not by_rejection(request.sampling) or is_greedy(of_drafter(request.sampling)):
+    if not uses_rejection(request.sampling) or is_greedy(drafter_sampling(request.sampling)):
         return request.sampling, None  # nothing is drawn
     weight = estimates.saguaro.choose()
     return replace(request.sampling, saguaro=weight), weight

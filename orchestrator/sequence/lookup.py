@@ -3,7 +3,7 @@
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.speculation_cache import Draft
 from protocol.decoding.bans import BannedTokens
-from protocol.decoding.prompt_lookup import continuation
+from protocol.decoding.prompt_lookup import find_continuation
 from protocol.messages import Tokens
 
 
@@ -16,7 +16,7 @@ def looked_up(tokens: Tokens, plan: Planner, bans: BannedTokens) -> Draft:
     """
     if plan.lookahead:
         return Draft()
-    found, confidence = continuation(tokens, plan.depth, bans.possible)
+    found, confidence = find_continuation(tokens, plan.depth, bans.count_allowed)
     draft = Draft()
     for token in found:
         draft.add(token, confidence)

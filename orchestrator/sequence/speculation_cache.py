@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from protocol.decoding.sampling_params import is_sound
+from protocol.decoding.sampling_params import is_valid_distribution
 from protocol.messages import END_OF_BRANCH, DraftDistribution, DraftTree, Tokens
 
 _NOT_DRAWN = DraftDistribution()
@@ -34,7 +34,7 @@ class Draft:
             return False
         token = tree.tokens[branch]
         law = tree.distributions[branch] if branch < len(tree.distributions) else _NOT_DRAWN
-        if token == END_OF_BRANCH or not is_sound(law, token):
+        if token == END_OF_BRANCH or not is_valid_distribution(law, token):
             return False
         self.add(token, tree.confidences[branch], law)
         return True

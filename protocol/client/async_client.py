@@ -92,7 +92,7 @@ class AsyncClient(Closeable):
             while not done:
                 message = await line.receive(SILENCE_S)
                 if message is None:
-                    line.send(dialogue.silence())
+                    line.send(dialogue.on_silence())
                 elif isinstance(event := dialogue.take(message), Generate):
                     line.send(event)
                 elif event is not None:

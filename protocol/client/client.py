@@ -50,11 +50,11 @@ class Client:
             if deadline.passed:
                 raise DeadlineExceeded(f"no status of the orchestrator within {timeout_s:g} s")
 
-    def ask_status(self) -> None:
-        """Ask without waiting; `status_if_any` picks the answer up."""
+    def request_status(self) -> None:
+        """Ask without waiting; `poll_status` picks the answer up."""
         self._channel.send(StatusRequest())
 
-    def status_if_any(self) -> Status | None:
+    def poll_status(self) -> Status | None:
         """The latest status that has arrived, without waiting."""
         latest: Status | None = None
         while self._channel.ready(0.0):
@@ -111,7 +111,7 @@ class Client:
         """
         if not self._channel.await_news(SILENCE_S):
             for talk in talks.values():
-                self._channel.send(talk.silence())
+                self._channel.send(talk.on_silence())
             return []
         message = self._channel.receive(0.0, "answer")
         heard = [(number, talk.take(message)) for number, talk in talks.items()]
@@ -120,7 +120,7 @@ class Client:
                 self._channel.send(event)
         return [(n, event) for n, event in heard if isinstance(event, Text | Finished)]
 
-    def service_down(self, message: ServiceDown) -> None:
+    def report_service_down(self, message: ServiceDown) -> None:
         """The supervisor's note that a process ended."""
         self._channel.send(message)
 

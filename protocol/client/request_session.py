@@ -4,7 +4,7 @@ An orchestrator may be restarted while a request runs. Under the coupled rule an
 a function of its request, so the client asks again and skips what it has had already.
 """
 
-from protocol.decoding.sampling_params import by_rejection, is_greedy
+from protocol.decoding.sampling_params import is_greedy, uses_rejection
 from protocol.errors import Busy, RuntimeFailure, ServiceLost, SsdError, UsageError
 from protocol.messages import (
     Finished,
@@ -74,7 +74,7 @@ class RequestSession:
     def _again(self) -> Generate:
         """The orchestrator was restarted, or has dropped the request."""
         sampling = self._request.sampling
-        if self._received and by_rejection(sampling) and not is_greedy(sampling):
+        if self._received and uses_rejection(sampling) and not is_greedy(sampling):
             raise RuntimeFailure(
                 "the orchestrator was restarted, and under the rejection rule an answer cannot "
                 "be continued; ask again"
@@ -102,7 +102,7 @@ class RequestSession:
         )
         return rest if rest.pieces else None
 
-    def silence(self) -> StatusRequest:
+    def on_silence(self) -> StatusRequest:
         """What to ask after `SILENCE_S` without a message.
 
         Raises:

@@ -16,7 +16,7 @@ class BannedTokens:
         self._banned = frozenset(token for token, bias in biases if bias <= -_DECISIVE)
         self._only = frozenset(token for token, bias in biases if bias >= _DECISIVE)
 
-    def possible(self, tokens: Tokens) -> int:
+    def count_allowed(self, tokens: Tokens) -> int:
         """How many of these tokens stand before the first that is ruled out."""
         return next(self._ruled_out(tokens), len(tokens))
 

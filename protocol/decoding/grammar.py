@@ -90,7 +90,7 @@ class Grammar:
         taken: int = self._matcher.try_consume_tokens([token])
         return taken == 1
 
-    def possible(self, tokens: Sequence[int]) -> int:
+    def count_allowed(self, tokens: Sequence[int]) -> int:
         """How many of these tokens may come next, one after the other; no step is taken."""
         # The library gives up for good on a token that it does not know.
         known = next((i for i, t in enumerate(tokens) if t >= self._size), len(tokens))

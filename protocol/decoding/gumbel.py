@@ -31,7 +31,7 @@ def _splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _mixed(xp: Any, x: Any) -> Any:
+def _mix(xp: Any, x: Any) -> Any:
     """MurmurHash3's fmix32 on a uint32 array."""
     x = x ^ (x >> xp.array(16, dtype=xp.uint32))
     x = x * xp.array(0x85EBCA6B, dtype=xp.uint32)
@@ -40,7 +40,7 @@ def _mixed(xp: Any, x: Any) -> Any:
     return x ^ (x >> xp.array(16, dtype=xp.uint32))
 
 
-def hashed(xp: Any, seed: int, positions: Sequence[int], ids: Any) -> Any:
+def hash_bits(xp: Any, seed: int, positions: Sequence[int], ids: Any) -> Any:
     """32 uniform bits per (position, token).
 
     Args:
@@ -55,10 +55,10 @@ def hashed(xp: Any, seed: int, positions: Sequence[int], ids: Any) -> Any:
     keys = [_splitmix64(_splitmix64(seed) ^ position) for position in positions]
     low = xp.array([key & 0xFFFFFFFF for key in keys], dtype=xp.uint32)[:, None]
     high = xp.array([key >> 32 for key in keys], dtype=xp.uint32)[:, None]
-    return _mixed(xp, _mixed(xp, ids ^ low) + high)
+    return _mix(xp, _mix(xp, ids ^ low) + high)
 
 
-def gumbel_of(xp: Any, bits: Any) -> Any:
+def gumbel_from_bits(xp: Any, bits: Any) -> Any:
     """Standard Gumbel variates from 32 uniform bits: small integers give the large values.
 
     The upper tail, which decides who wins, thus has float32's relative precision.
@@ -68,8 +68,8 @@ def gumbel_of(xp: Any, bits: Any) -> Any:
 
 
 def gumbel(xp: Any, seed: int, positions: Sequence[int], ids: Any) -> Any:
-    """[rows, n] float32 standard Gumbel noise; arguments as for `hashed`."""
-    return gumbel_of(xp, hashed(xp, seed, positions, ids))
+    """[rows, n] float32 standard Gumbel noise; arguments as for `hash_bits`."""
+    return gumbel_from_bits(xp, hash_bits(xp, seed, positions, ids))
 
 
 def uniform(seed: int, stream: int, *counters: int) -> float:

@@ -83,7 +83,7 @@ class LogitsProcessor:
         copy.rewind(length)
         return copy
 
-    def possible(self, sure: Tokens, draft: Tokens) -> int:
+    def count_allowed(self, sure: Tokens, draft: Tokens) -> int:
         """How many draft tokens may follow: no bias bans them, and the grammar allows them.
 
         Penalties rule nothing out.
@@ -92,12 +92,12 @@ class LogitsProcessor:
             sure: what stands between the tokens so far and the draft, ruled out or not.
             draft: the tokens to look at; nothing is moved along them.
         """
-        count = self._bans.possible(draft)
+        count = self._bans.count_allowed(draft)
         if not self._grammar or self._stray:
             return count
         answer = max(0, self._shape.answer_from - len(self._tokens))
         looked_at = [*sure, *draft[:count]][answer:]
-        return max(0, answer + self._grammar.possible(looked_at) - len(sure))
+        return max(0, answer + self._grammar.count_allowed(looked_at) - len(sure))
 
     def shape(self, row: Floats) -> Floats:
         """[vocabulary or head] logits after these tokens, as the next token is drawn from."""
@@ -150,7 +150,7 @@ class LogitsProcessor:
         # A trimmed head may know none of the allowed tokens; then any draft is as bad.
 
 
-def along(shaper: LogitsProcessor | None, tokens: Tokens, rows: Floats) -> Floats:
+def process_rows(shaper: LogitsProcessor | None, tokens: Tokens, rows: Floats) -> Floats:
     """Move the shaper along tokens; returns the logits after each of them, shaped.
 
     Args:

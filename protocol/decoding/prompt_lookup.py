@@ -14,7 +14,7 @@ CONFIDENCE = {2: 0.35, 3: 0.55, 4: 0.75}
 such rates are learned."""
 
 
-def continuation(
+def find_continuation(
     tokens: Tokens, count: int, possible: Callable[[Tokens], int] = len
 ) -> tuple[Tokens, float]:
     """What followed the best match, and how sure we are: the longer the match, the surer.
@@ -33,7 +33,7 @@ def continuation(
     return [], 0.0
 
 
-def successors(tokens: Tokens) -> Iterator[int]:
+def find_successors(tokens: Tokens) -> Iterator[int]:
     """The different tokens that followed earlier occurrences of the ending, best first."""
     return (tokens[end] for end, _ in _matches(tokens))
 

@@ -32,8 +32,8 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.gumbel import ACCEPT, BONUS, DRAFT, uniform
-from protocol.decoding.sampler import Floats, Ids, has_filter, kept
-from protocol.decoding.sampling_params import is_sound
+from protocol.decoding.sampler import Floats, Ids, filter_tokens, has_filter
+from protocol.decoding.sampling_params import is_valid_distribution
 from protocol.errors import ProtocolError
 from protocol.messages import DraftDistribution, Sampling
 
@@ -58,8 +58,8 @@ def target_distribution(row: Floats, sampling: Sampling) -> Distribution:
         row: [vocabulary] logits.
         sampling: the request's.
     """
-    ids = kept(row, sampling) if has_filter(sampling) else np.arange(row.size)
-    return Distribution(ids, _tempered(row[ids], sampling.temperature))
+    ids = filter_tokens(row, sampling) if has_filter(sampling) else np.arange(row.size)
+    return Distribution(ids, _apply_temperature(row[ids], sampling.temperature))
 
 
 def drafter_distribution(
@@ -74,13 +74,13 @@ def drafter_distribution(
     Args:
         ids: [n] the drafter's best tokens, in falling order of logit.
         logits: [n] theirs; the filters see the law of these n alone.
-        sampling: the drafter's (`sampling.of_drafter`); its `saguaro` is the smaller weight.
+        sampling: the drafter's (`drafter_sampling`); its `saguaro` is the smaller weight.
         held_back: how many of the best tokens get it (F).
     """
     if has_filter(sampling):
-        columns = kept(logits, sampling)
+        columns = filter_tokens(logits, sampling)
         ids, logits = ids[columns], logits[columns]
-    weights = _tempered(logits, sampling.temperature)
+    weights = _apply_temperature(logits, sampling.temperature)
     held = weights.copy()
     held[:held_back] *= sampling.saguaro
     # With weight 0 nothing may be left; then nothing is held back.
@@ -88,14 +88,14 @@ def drafter_distribution(
     return Distribution(ids, weights / weights.sum())
 
 
-def _tempered(logits: Floats, temperature: float) -> Doubles:
+def _apply_temperature(logits: Floats, temperature: float) -> Doubles:
     exact = logits.astype(np.float64)
     weights = np.exp((exact - exact.max()) / temperature)
     result: Doubles = weights / weights.sum()
     return result
 
 
-def draw(law: Distribution, number: float) -> int:
+def draw_token(law: Distribution, number: float) -> int:
     """The token at a uniform number of [0, 1): tokens share the interval by probability."""
     bounds = np.cumsum(law.probabilities)
     # Rounding must not leave the interval: the last token may have probability 0.
@@ -108,7 +108,7 @@ def accepts(p: Distribution, q: Distribution, token: int, number: float) -> bool
     return number * q.of(token) < p.of(token)
 
 
-def residual(p: Distribution, q: Distribution) -> Distribution:
+def residual_distribution(p: Distribution, q: Distribution) -> Distribution:
     """What the bonus token is drawn from after a rejection: what p has more of than q."""
     drafted = np.zeros(1 + max(int(p.ids.max()), int(q.ids.max())))
     drafted[q.ids] = q.probabilities
@@ -118,9 +118,9 @@ def residual(p: Distribution, q: Distribution) -> Distribution:
     return Distribution(p.ids, rest / total) if total > 0.0 else p
 
 
-def draft_token(q: Distribution, position: int, sampling: Sampling, number: int) -> int:
+def draw_draft_token(q: Distribution, position: int, sampling: Sampling, number: int) -> int:
     """The draft token at a position, drawn from q in this round."""
-    return draw(q, uniform(sampling.seed, DRAFT, number, position))
+    return draw_token(q, uniform(sampling.seed, DRAFT, number, position))
 
 
 def verify_draft(
@@ -145,20 +145,22 @@ def verify_draft(
     sent = laws or [DraftDistribution()] * len(draft)
     for index, (token, law) in enumerate(zip(draft, sent, strict=True)):
         position = first + index
-        p, q = target_distribution(rows[index], sampling), _received(law, token)
+        p, q = target_distribution(rows[index], sampling), _from_message(law, token)
         if not accepts(p, q, token, uniform(sampling.seed, ACCEPT, position)):
-            return index, draw(residual(p, q), uniform(sampling.seed, BONUS, position))
+            return index, draw_token(
+                residual_distribution(p, q), uniform(sampling.seed, BONUS, position)
+            )
     p = target_distribution(rows[len(draft)], sampling)
-    return len(draft), draw(p, uniform(sampling.seed, BONUS, first + len(draft)))
+    return len(draft), draw_token(p, uniform(sampling.seed, BONUS, first + len(draft)))
 
 
-def to_send(q: Distribution) -> DraftDistribution:
+def to_message(q: Distribution) -> DraftDistribution:
     """The law as it travels, in double precision: it must be the law that was drawn from."""
     return DraftDistribution(q.ids.tolist(), q.probabilities.tolist())
 
 
-def _received(law: DraftDistribution, token: int) -> Distribution:
-    if not is_sound(law, token):
+def _from_message(law: DraftDistribution, token: int) -> Distribution:
+    if not is_valid_distribution(law, token):
         raise ProtocolError(f"token {token} cannot have been drawn from the law sent with it")
     if not law.tokens:
         return Distribution(np.array([token]), np.ones(1))

@@ -16,7 +16,7 @@ from math import exp, log
 import numpy as np
 import numpy.typing as npt
 
-from protocol.decoding.gumbel import gumbel, gumbel_of, hashed
+from protocol.decoding.gumbel import gumbel, gumbel_from_bits, hash_bits
 from protocol.decoding.sampling_params import is_greedy
 from protocol.messages import Sampling
 
@@ -27,7 +27,7 @@ Ids = npt.NDArray[np.int64]
 _NEAR = 12.0
 
 
-def choose(logits: Floats, positions: Sequence[int], sampling: Sampling) -> list[int]:
+def sample(logits: Floats, positions: Sequence[int], sampling: Sampling) -> list[int]:
     """One token per row.
 
     Args:
@@ -37,25 +37,25 @@ def choose(logits: Floats, positions: Sequence[int], sampling: Sampling) -> list
     if is_greedy(sampling):
         return [int(token) for token in np.argmax(logits, axis=-1)]
     return [
-        _choose_row(row, position, sampling)
+        _sample_row(row, position, sampling)
         for row, position in zip(logits, positions, strict=True)
     ]
 
 
-def _choose_row(row: Floats, position: int, sampling: Sampling) -> int:
+def _sample_row(row: Floats, position: int, sampling: Sampling) -> int:
     if has_filter(sampling):
-        ids = kept(row, sampling)
-        return int(ids[np.argmax(_scores(row[ids], ids, position, sampling))])
-    return _choose_unfiltered(row, position, sampling)
+        ids = filter_tokens(row, sampling)
+        return int(ids[np.argmax(_score(row[ids], ids, position, sampling))])
+    return _sample_unfiltered(row, position, sampling)
 
 
-def _scores(logits: Floats, ids: Ids, position: int, sampling: Sampling) -> Floats:
+def _score(logits: Floats, ids: Ids, position: int, sampling: Sampling) -> Floats:
     noise = gumbel(np, sampling.seed, [position], ids.astype(np.uint32)[None])[0]
     scores: Floats = logits / np.float32(sampling.temperature) + noise
     return scores
 
 
-def _choose_unfiltered(row: Floats, position: int, sampling: Sampling) -> int:
+def _sample_unfiltered(row: Floats, position: int, sampling: Sampling) -> int:
     """The argmax over the whole vocabulary, computing the transform for few tokens only.
 
     A token more than `_NEAR * T` below the best logit wins only with a noise above a known
@@ -63,9 +63,9 @@ def _choose_unfiltered(row: Floats, position: int, sampling: Sampling) -> int:
     """
     top = float(row.max())
     all_ids = np.arange(row.size, dtype=np.uint32)
-    bits = hashed(np, sampling.seed, [position], all_ids[None])[0]
+    bits = hash_bits(np, sampling.seed, [position], all_ids[None])[0]
     near = np.flatnonzero(row >= top - _NEAR * sampling.temperature)
-    scores = row[near] / np.float32(sampling.temperature) + gumbel_of(np, bits[near])
+    scores = row[near] / np.float32(sampling.temperature) + gumbel_from_bits(np, bits[near])
     best = int(np.argmax(scores))
     bound = float(scores[best]) - top / sampling.temperature + _NEAR
     # P(g > bound) = 1 - exp(-exp(-bound)); one part in 1e5 allows for float32 rounding.
@@ -73,14 +73,16 @@ def _choose_unfiltered(row: Floats, position: int, sampling: Sampling) -> int:
     rivals = np.flatnonzero(bits <= np.uint32(limit))
     candidates = np.union1d(near, rivals)
     if candidates.size > near.size:
-        scores = row[candidates] / np.float32(sampling.temperature) + gumbel_of(
+        scores = row[candidates] / np.float32(sampling.temperature) + gumbel_from_bits(
             np, bits[candidates]
         )
         return int(candidates[np.argmax(scores)])
     return int(near[best])
 
 
-def distances(row: Floats, position: int, sampling: Sampling, candidates: Sequence[int]) -> float:
+def score_margin(
+    row: Floats, position: int, sampling: Sampling, candidates: Sequence[int]
+) -> float:
     """How far the scores of two candidates are apart, in logits: how near a tie they are.
 
     Infinite if the filters keep only one of them.
@@ -89,11 +91,11 @@ def distances(row: Floats, position: int, sampling: Sampling, candidates: Sequen
     if is_greedy(sampling):
         return abs(float(row[first]) - float(row[second]))
     if has_filter(sampling):
-        allowed = kept(row, sampling)
+        allowed = filter_tokens(row, sampling)
         if not {first, second} <= {int(token) for token in allowed}:
             return float("inf")
     ids = np.array([first, second])
-    scores = _scores(row[ids], ids, position, sampling)
+    scores = _score(row[ids], ids, position, sampling)
     return abs(float(scores[0]) - float(scores[1])) * sampling.temperature
 
 
@@ -102,7 +104,7 @@ def has_filter(sampling: Sampling) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
-def kept(row: Floats, sampling: Sampling) -> Ids:
+def filter_tokens(row: Floats, sampling: Sampling) -> Ids:
     """Ids that the filters keep, in falling order of logit; never empty.
 
     Ties at the border of top-k are broken by the smaller id, so the result is a function of
@@ -137,7 +139,7 @@ def _needs_more(row: Floats, near: Ids, top: np.float32, total: float, sampling:
     return not (reaches_k or reaches_p or reaches_min)
 
 
-def ranked(ids: Ids, logits: Floats, positions: Sequence[int], sampling: Sampling) -> Ids:
+def rank_candidates(ids: Ids, logits: Floats, positions: Sequence[int], sampling: Sampling) -> Ids:
     """A drafter's candidates, best first, by the same noise as the target's.
 
     Args:
@@ -154,7 +156,7 @@ def ranked(ids: Ids, logits: Floats, positions: Sequence[int], sampling: Samplin
     scores = scores + gumbel(np, sampling.seed, positions, ids.astype(np.uint32))
     if has_filter(sampling):
         for row in range(ids.shape[0]):
-            scores[row, kept(logits[row], sampling).size :] -= np.float32(1e4)
+            scores[row, filter_tokens(logits[row], sampling).size :] -= np.float32(1e4)
     order = np.argsort(-scores, axis=-1, kind="stable")
     result: Ids = np.take_along_axis(ids, order, axis=-1)
     return result

@@ -16,12 +16,12 @@ def is_greedy(sampling: Sampling) -> bool:
     return sampling.temperature < _COLDEST
 
 
-def by_rejection(sampling: Sampling) -> bool:
+def uses_rejection(sampling: Sampling) -> bool:
     """Whether the rejection rule decides; greedily both rules are one."""
     return sampling.acceptance == "rejection" and not is_greedy(sampling)
 
 
-def of_drafter(sampling: Sampling) -> Sampling:
+def drafter_sampling(sampling: Sampling) -> Sampling:
     """The parameters by which the drafter chooses its tokens."""
     temperature, top_p = sampling.draft_temperature, sampling.draft_top_p
     return msgspec.structs.replace(
@@ -31,7 +31,7 @@ def of_drafter(sampling: Sampling) -> Sampling:
     )
 
 
-def check(sampling: Sampling) -> None:
+def check_sampling(sampling: Sampling) -> None:
     """Raises UsageError if parameters are combined in a way that has no meaning."""
     own_law = sampling.draft_temperature is not None or sampling.draft_top_p is not None
     if is_greedy(sampling) and own_law:
@@ -43,13 +43,13 @@ def check(sampling: Sampling) -> None:
         return
     if sampling.acceptance != "rejection":
         raise UsageError("Saguaro sampling (a C below 1) needs the rejection rule of acceptance")
-    if is_greedy(sampling) or is_greedy(of_drafter(sampling)):
+    if is_greedy(sampling) or is_greedy(drafter_sampling(sampling)):
         raise UsageError(
             "Saguaro sampling (a C below 1) needs a target and a drafter with temperatures above 0"
         )
 
 
-def is_sound(law: DraftDistribution, token: int) -> bool:
+def is_valid_distribution(law: DraftDistribution, token: int) -> bool:
     """Whether this can be the law that the token was drawn from."""
     if not law.tokens and not law.probabilities:
         return True  # not drawn, but named

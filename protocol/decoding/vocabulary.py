@@ -22,7 +22,7 @@ class Vocabulary(NamedTuple):
     size: int
 
 
-def vocabulary_of(folder: Path) -> Vocabulary:
+def read_vocabulary(folder: Path) -> Vocabulary:
     """The vocabulary of the model in `folder`.
 
     Raises:

@@ -63,7 +63,7 @@ class ConvertSettings(ChildSettings, frozen=True, kw_only=True):
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
-class Difference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TokenDifference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A compared position at which package and model have other best tokens."""
 
     position: int
@@ -91,7 +91,7 @@ class Agreement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Mean divergence of the package's law from the model's, in nats."""
     worst_margin: float
     """Largest margin, in the model's logits, at which the two disagree."""
-    differences: list[Difference] = []
+    differences: list[TokenDifference] = []
     """Every position of a disagreement, ties included."""
 
 
@@ -122,14 +122,14 @@ class FunctionCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     off_ane: dict[str, int] = {}
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
+class ConvertProgress(msgspec.Struct, frozen=True, tag="step"):
     """What is being done, and the share of it that is done."""
 
     what: str
     done: float
 
 
-class Converted(msgspec.Struct, frozen=True, kw_only=True, tag="converted"):
+class ConvertResult(msgspec.Struct, frozen=True, kw_only=True, tag="converted"):
     """The last word."""
 
     out: str
@@ -149,4 +149,4 @@ class Converted(msgspec.Struct, frozen=True, kw_only=True, tag="converted"):
     compute_unit: str = ""
 
 
-Event = Step | Converted
+ConvertEvent = ConvertProgress | ConvertResult

@@ -7,13 +7,15 @@ import msgspec
 from protocol.jobs.convert import FunctionCost
 from protocol.settings import ChildSettings, ComputeUnits
 
-Kind = Literal["functions", "device", "draft-loop", "target-loop", "injection", "prefill", "soak"]
+ProbeKind = Literal[
+    "functions", "device", "draft-loop", "target-loop", "injection", "prefill", "soak"
+]
 
 
 class ProbeSettings(ChildSettings, frozen=True, kw_only=True):
     """One measurement, in a process of its own: drivers hang and crash."""
 
-    kind: Kind
+    kind: ProbeKind
     model: str = ""
     """Folder of the converted model; for `prefill` of the target's own conversion."""
     target: str = ""
@@ -40,7 +42,7 @@ class PrefillTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class ProbeResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a probe found; what does not belong to its kind is left out."""
 
-    kind: Kind
+    kind: ProbeKind
     compute_units: str
     compute_unit: str = ""
     """Where it ran, as far as that is known."""

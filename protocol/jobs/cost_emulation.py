@@ -17,7 +17,7 @@ class EmulatedSize(NamedTuple):
     unit: str
     """x, M, B (parameters), MB or GB (weights)."""
 
-    def added_bytes(self, parameters: int, nbytes: int, itemsize: int) -> float:
+    def bytes_to_add(self, parameters: int, nbytes: int, itemsize: int) -> float:
         """Bytes of weights to add to a target of this size.
 
         Args:

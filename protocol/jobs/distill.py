@@ -44,4 +44,4 @@ class DistillFinished(msgspec.Struct, frozen=True, kw_only=True, tag="finished")
     figures: dict[str, object] = {}
 
 
-Event = DistillNote | DistillProgress | DistillFinished
+DistillEvent = DistillNote | DistillProgress | DistillFinished

@@ -10,49 +10,49 @@ import msgspec
 from protocol.messages import Tokens
 from protocol.settings import ReferenceSettings
 
-Part = Literal["verifier", "drafter"]
+ProfiledRole = Literal["verifier", "drafter"]
 
 
 class ProfilerSettings(ReferenceSettings, frozen=True, kw_only=True):
     """What a gauge is told at its start."""
 
-    part: Part
+    part: ProfiledRole
     cores: list[int] = msgspec.field(default_factory=list)
     """As `ChildSettings`."""
 
 
-class Time(msgspec.Struct, frozen=True, tag="time", forbid_unknown_fields=True):
-    """T_v(m) or T_d(B) for each of these counts. Answer: Times."""
+class TimeRequest(msgspec.Struct, frozen=True, tag="time", forbid_unknown_fields=True):
+    """T_v(m) or T_d(B) for each of these counts. Answer: TimeResult."""
 
     counts: list[Annotated[int, msgspec.Meta(ge=1)]]
     context: Tokens
 
 
-class Times(msgspec.Struct, frozen=True):
+class TimeResult(msgspec.Struct, frozen=True):
     """Count -> median milliseconds."""
 
     medians_ms: dict[str, float]
     compute_unit: str
 
 
-class Work(msgspec.Struct, frozen=True, tag="work", forbid_unknown_fields=True):
-    """Do `repeats` verifications of, or tree steps over, `count` tokens. Answer: Worked."""
+class WorkRequest(msgspec.Struct, frozen=True, tag="work", forbid_unknown_fields=True):
+    """Do `repeats` verifications of, or tree steps over, `count` tokens. Answer: WorkResult."""
 
     count: Annotated[int, msgspec.Meta(ge=1)]
     repeats: Annotated[int, msgspec.Meta(ge=1)]
     context: Tokens
 
 
-class Worked(msgspec.Struct, frozen=True):
+class WorkResult(msgspec.Struct, frozen=True):
     """How long that took."""
 
     seconds: float
 
 
-class Ready(msgspec.Struct, frozen=True):
+class ProfilerReady(msgspec.Struct, frozen=True):
     """The first line: the model is loaded."""
 
     compute_unit: str
 
 
-Question = Time | Work
+ProfilerRequest = TimeRequest | WorkRequest

@@ -5,8 +5,8 @@ import msgspec
 from protocol.messages import Sampling, Tokens
 
 
-class Decode(msgspec.Struct, frozen=True, tag="decode", forbid_unknown_fields=True):
-    """Decode with mlx-lm. Answer: Decoded."""
+class DecodeRequest(msgspec.Struct, frozen=True, tag="decode", forbid_unknown_fields=True):
+    """Decode with mlx-lm. Answer: DecodeResult."""
 
     tokens: Tokens
     max_tokens: int
@@ -17,7 +17,7 @@ class Decode(msgspec.Struct, frozen=True, tag="decode", forbid_unknown_fields=Tr
     """By mlx-lm's own sampler: the law is the same, the random numbers are not."""
 
 
-class Decoded(msgspec.Struct, frozen=True):
+class DecodeResult(msgspec.Struct, frozen=True):
     """What mlx-lm generated, and how fast."""
 
     tokens: Tokens
@@ -26,8 +26,10 @@ class Decoded(msgspec.Struct, frozen=True):
     """From the first token to the last."""
 
 
-class DecodeMany(msgspec.Struct, frozen=True, tag="decode_many", forbid_unknown_fields=True):
-    """Decode all prompts greedily with mlx-lm's batch generator. Answer: DecodedMany."""
+class BatchDecodeRequest(
+    msgspec.Struct, frozen=True, tag="decode_many", forbid_unknown_fields=True
+):
+    """Decode all prompts greedily with mlx-lm's batch generator. Answer: BatchDecodeResult."""
 
     prompts: list[Tokens]
     max_tokens: int
@@ -36,7 +38,7 @@ class DecodeMany(msgspec.Struct, frozen=True, tag="decode_many", forbid_unknown_
     """Most sequences in a batch."""
 
 
-class DecodedMany(msgspec.Struct, frozen=True):
+class BatchDecodeResult(msgspec.Struct, frozen=True):
     """What it generated for each prompt, and how long all of it took."""
 
     tokens: list[Tokens]
@@ -44,8 +46,8 @@ class DecodedMany(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Margin(msgspec.Struct, frozen=True, tag="margin", forbid_unknown_fields=True):
-    """How near a tie are two candidates for the token after `tokens`? Answer: MarginAnswer."""
+class MarginRequest(msgspec.Struct, frozen=True, tag="margin", forbid_unknown_fields=True):
+    """How near a tie are two candidates for the token after `tokens`? Answer: MarginResult."""
 
     tokens: Tokens
     candidates: tuple[int, int]
@@ -60,7 +62,7 @@ _TIED_SPACINGS = 4.0
 over one token and over several differ by so much."""
 
 
-class MarginAnswer(msgspec.Struct, frozen=True):
+class MarginResult(msgspec.Struct, frozen=True):
     """How far apart they are."""
 
     margin: float
@@ -74,4 +76,4 @@ class MarginAnswer(msgspec.Struct, frozen=True):
         return self.margin <= max(LARGEST_TIE, _TIED_SPACINGS * self.spacing)
 
 
-Question = Decode | DecodeMany | Margin
+ReferenceRequest = DecodeRequest | BatchDecodeRequest | MarginRequest

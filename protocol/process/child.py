@@ -17,7 +17,7 @@ from typing import TypeVar
 import setproctitle
 
 from protocol.errors import RuntimeFailure, SsdError, UsageError
-from protocol.process.logs import configure
+from protocol.process.logs import configure_logging
 from protocol.settings import ChildSettings, decode_settings
 
 ERROR_PREFIX = "error: "
@@ -25,23 +25,23 @@ ERROR_PREFIX = "error: "
 C = TypeVar("C", bound=ChildSettings)
 
 
-def main(role: str, kind: type[C], run: Callable[[C], None]) -> int:
+def run_child(role: str, kind: type[C], run: Callable[[C], None]) -> int:
     """Run a child process to its end; returns its exit code."""
 
     def body() -> None:
-        settings = decode_settings(argument(role), kind)
-        configure(role, settings.log_level)
-        pin(settings.cores)
-        hold_lifeline(settings.lifeline, settings.on_orphaned)
+        settings = decode_settings(read_argument(role), kind)
+        configure_logging(role, settings.log_level)
+        pin_to_cores(settings.cores)
+        watch_lifeline(settings.lifeline, settings.on_orphaned)
         run(settings)
 
-    return reported(role, body)
+    return run_reporting_errors(role, body)
 
 
-def reported(role: str, body: Callable[[], None]) -> int:
+def run_reporting_errors(role: str, body: Callable[[], None]) -> int:
     """Run the body of a process under the name of its role; its exit code, errors reported."""
     setproctitle.setproctitle(f"ssd {role}")
-    configure(role, "info")
+    configure_logging(role, "info")
     try:
         body()
     except SsdError as error:
@@ -55,7 +55,7 @@ def reported(role: str, body: Callable[[], None]) -> int:
     return 0
 
 
-def argument(role: str) -> str:
+def read_argument(role: str) -> str:
     """The one argument of a process: its settings."""
     if len(sys.argv) != 2:
         raise UsageError(f"the {role} process is started by `ssd`, not by hand")
@@ -68,14 +68,14 @@ def _report(sentence: str, code: int) -> int:
     return code
 
 
-def pin(cores: list[int]) -> None:
+def pin_to_cores(cores: list[int]) -> None:
     """Keep this process on these cores, where the system can (Linux)."""
     if cores and sys.platform == "linux":
         os.sched_setaffinity(0, cores)
 
 
 @contextlib.contextmanager
-def leaving_on_sigterm() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """Inside, SIGTERM raises SystemExit; after it, nothing but SIGKILL disturbs the farewell."""
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -90,7 +90,7 @@ def leaving_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def hold_lifeline(descriptor: int, farewell: Callable[[], None]) -> None:
+def watch_lifeline(descriptor: int, farewell: Callable[[], None]) -> None:
     """End this process as soon as the supervisor is gone, whatever the main thread is doing.
 
     The supervisor holds the other end of the pipe and never writes; end of file means that

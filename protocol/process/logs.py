@@ -62,7 +62,7 @@ class RepeatFilter(logging.Filter):
         return count <= _TIMES or record.levelno <= logging.DEBUG
 
 
-def configure(role: str, level: LogLevel) -> None:
+def configure_logging(role: str, level: LogLevel) -> None:
     """Log to stderr, which the supervisor has led to the process's log file."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(role))

@@ -1,6 +1,6 @@
 """Processes that outlive their supervisor, because the system holds them (SIGSTOP).
 
-Every child ends itself when its supervisor dies (`child.hold_lifeline`), except one that
+Every child ends itself when its supervisor dies (`child.watch_lifeline`), except one that
 does not run. So the run folder names all of them, and whoever of them does run ends the
 others before the folder goes.
 """
@@ -16,7 +16,7 @@ _CHILDREN = "children"
 _TITLE = "ssd "
 
 
-def note_children(folder: Path, pids: list[int]) -> None:
+def record_children(folder: Path, pids: list[int]) -> None:
     """Write down the processes of the stack in `folder`, with their creation times."""
     lines: list[str] = []
     for pid in pids:
@@ -28,7 +28,7 @@ def note_children(folder: Path, pids: list[int]) -> None:
         new.replace(folder / _CHILDREN)
 
 
-def end_children(folder: Path) -> None:
+def kill_children(folder: Path) -> None:
     """SIGKILL to those that are left, but not to us, nor to a stranger with an old pid."""
     try:
         lines = (folder / _CHILDREN).read_text(encoding="utf-8").splitlines()

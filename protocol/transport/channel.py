@@ -24,7 +24,7 @@ from protocol.errors import (
 from protocol.messages import Message
 from protocol.process.closeable import Closeable
 from protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
-from protocol.transport.curve import ClientLock, Lock, ServerLock, monitor, secure, why_down
+from protocol.transport.curve import ClientLock, Lock, ServerLock, monitor, poll_failure, secure
 
 Inbound = TypeVar("Inbound", bound=Message)
 
@@ -121,7 +121,7 @@ class Channel(_Endpoint, Generic[Inbound]):
 
     def check(self) -> None:
         """Over a network: raises StreamEnded, with the reason, if the connection is down."""
-        if self._monitor is not None and (reason := why_down(self._monitor)) is not None:
+        if self._monitor is not None and (reason := poll_failure(self._monitor)) is not None:
             raise StreamEnded(reason)
 
     def send(self, message: Message) -> None:

@@ -125,7 +125,7 @@ def monitor(socket: zmq.Socket[bytes]) -> Monitor:
     return Monitor(socket.get_monitor_socket())
 
 
-def why_down(watch: Monitor) -> str | None:
+def poll_failure(watch: Monitor) -> str | None:
     """What has gone wrong with the connection since the last look; None if nothing has."""
     while watch.socket.poll(0):
         match recv_monitor_message(watch.socket)["event"]:

@@ -6,7 +6,7 @@ from types import FrameType
 from typing import NoReturn
 
 from protocol.jobs.convert import ConvertSettings
-from protocol.process.child import main
+from protocol.process.child import run_child
 from services.mlx.blas import load_blas
 
 
@@ -30,4 +30,4 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main("convert", ConvertSettings, run))
+    sys.exit(run_child("convert", ConvertSettings, run))

@@ -14,7 +14,7 @@ import psutil
 
 from protocol.errors import RuntimeFailure
 from protocol.jobs.coreml_probe import PrefillTime, ProbeResult, ProbeSettings
-from protocol.process.child import main
+from protocol.process.child import run_child
 from services.coreml import costs
 from services.coreml.architecture import read_architecture
 from services.coreml.manifest import read_manifest
@@ -250,4 +250,4 @@ def void(_: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("probe", ProbeSettings, run))
+    sys.exit(run_child("probe", ProbeSettings, run))

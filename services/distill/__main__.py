@@ -2,7 +2,7 @@
 
 import sys
 
-from protocol.process.child import main
+from protocol.process.child import run_child
 from protocol.settings import DistillSettings
 from services.distill.run_control import RunControl
 from services.mlx.blas import load_blas
@@ -20,4 +20,4 @@ def run(settings: DistillSettings) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("distill", DistillSettings, run))
+    sys.exit(run_child("distill", DistillSettings, run))

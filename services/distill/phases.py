@@ -9,7 +9,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from protocol.decoding.sampler import Ids
-from protocol.decoding.vocabulary import vocabulary_of
+from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, UsageError
 from protocol.jobs.distill import DistillFinished, DistillNote
 from protocol.settings import DistillSettings
@@ -247,7 +247,7 @@ def _report(
     verdict: tuple[Figures, Costs],
 ) -> card.Report:
     figures, costs = verdict
-    whole = vocabulary_of(Path(settings.target)).size
+    whole = read_vocabulary(Path(settings.target)).size
     return card.Report(
         target=settings.target,
         compute_unit=compute_unit(),

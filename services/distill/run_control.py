@@ -7,7 +7,7 @@ from types import FrameType
 
 import msgspec
 
-from protocol.jobs.distill import DistillProgress, Event
+from protocol.jobs.distill import DistillEvent, DistillProgress
 
 _SAY_EVERY_S = 1.0
 
@@ -34,7 +34,7 @@ class RunControl:
         """Whether to save what there is and end."""
         return self._asked or time.monotonic() > self._ends
 
-    def say(self, event: Event) -> None:
+    def say(self, event: DistillEvent) -> None:
         """Write one event; progress at most once a second, but for its end."""
         now = time.monotonic()
         if isinstance(event, DistillProgress):

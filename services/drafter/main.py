@@ -3,7 +3,7 @@
 import sys
 
 from protocol.messages import ToDrafter, ToService
-from protocol.process.child import main
+from protocol.process.child import run_child
 from protocol.settings import DrafterSettings
 from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
@@ -11,7 +11,7 @@ from services.drafter.backends.base import DraftBackend
 from services.drafter.backends.factory import create_backend
 from services.drafter.backends.line_client import LineBackend
 from services.drafter.drafter import Drafter
-from services.drafter.relay.process import started
+from services.drafter.relay.process import run_program
 from services.drafter.relay.relay import relay
 from services.drafter.relay.stdio_peer import StdioPeer
 from services.drafter.relay.tcp_peer import TcpPeer
@@ -28,7 +28,7 @@ def run(settings: DrafterSettings) -> None:
     if settings.backend != "stdio":
         _serve(settings, create_backend(settings))
         return
-    with started(settings.command) as program:
+    with run_program(settings.command) as program:
         if settings.lines:
             limits = (settings.ready_timeout_s, settings.answer_timeout_s)
             _serve(settings, LineBackend(program, *limits))
@@ -46,4 +46,4 @@ def _serve(settings: DrafterSettings, backend: DraftBackend) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("drafter", DrafterSettings, run))
+    sys.exit(run_child("drafter", DrafterSettings, run))

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import (
-    NO_TURN,
+    DEFAULT_ROUND_OPTIONS,
     BackendIdentity,
     DraftBackend,
     DraftedToken,
@@ -68,7 +68,7 @@ class SlidingContextBackend:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = NO_TURN,
+        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         """Branches on the window; none if not even a chain fits the context."""
         window = self._known(sequence)
@@ -79,7 +79,7 @@ class SlidingContextBackend:
         yield from self._backend.prepare(sequence, chain, fan_out, depth, shifted)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
         """A draft on the window."""
         window = self._known(sequence)

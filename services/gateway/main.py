@@ -8,7 +8,7 @@ import uvicorn
 
 from protocol.client.async_client import AsyncClient
 from protocol.errors import UsageError
-from protocol.process.child import main
+from protocol.process.child import run_child
 from protocol.settings import GatewaySettings
 from services.gateway.app import Gateway
 
@@ -52,4 +52,4 @@ def _key(file: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main("gateway", GatewaySettings, run))
+    sys.exit(run_child("gateway", GatewaySettings, run))

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from protocol.decoding.grammar import json_grammar
-from protocol.decoding.sampling_params import check
+from protocol.decoding.sampling_params import check_sampling
 from protocol.messages import ChatMessage, Generate, LogitsOptions, Sampling
 from services.gateway.errors import ApiError, unsupported
 from services.gateway.schema import (
@@ -117,7 +117,7 @@ def _generate(
     sampling = replace(
         _sampling(request, defaults), shape=_shape(request, grammar), logprobs=logprobs
     )
-    check(sampling)
+    check_sampling(sampling)
     try:
         return Generate(
             request=1,

@@ -107,7 +107,7 @@ def emulate(module: Any, size: EmulatedSize) -> str:
     dtype = mx.float32 if compute_unit() == "cpu" else mx.bfloat16
     weights: Any = tree_flatten(module.parameters())
     nbytes = sum(w.nbytes for _, w in weights)
-    wanted = size.added_bytes(sum(w.size for _, w in weights), nbytes, dtype.size)
+    wanted = size.bytes_to_add(sum(w.size for _, w in weights), nbytes, dtype.size)
     if wanted <= 0:
         raise ModelError(
             f"cannot emulate a target of {size.amount:g}{size.unit}: "

@@ -11,7 +11,7 @@ import psutil
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_model
 
-from protocol.decoding.vocabulary import Vocabulary, vocabulary_of
+from protocol.decoding.vocabulary import Vocabulary, read_vocabulary
 from protocol.errors import ModelError
 
 
@@ -46,7 +46,7 @@ def load(folder: Path) -> LoadedModel:
     if not (folder / "config.json").is_file():
         raise ModelError(f"the model folder {str(folder)!r} has no config.json")
     _refuse_code(folder)
-    vocabulary = vocabulary_of(folder)
+    vocabulary = read_vocabulary(folder)
     module, config = _load(folder)
     return LoadedModel(module, folder, vocabulary, _context_length(config, folder))
 

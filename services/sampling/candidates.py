@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from protocol.decoding.logits_processor import LogitsProcessor
-from protocol.decoding.rejection import draft_token, drafter_distribution, to_send
-from protocol.decoding.sampler import Floats, Ids, ranked
-from protocol.decoding.sampling_params import by_rejection
+from protocol.decoding.rejection import drafter_distribution, draw_draft_token, to_message
+from protocol.decoding.sampler import Floats, Ids, rank_candidates
+from protocol.decoding.sampling_params import uses_rejection
 from protocol.errors import RuntimeFailure
 from protocol.messages import Sampling
 from services.drafter.backends.base import DraftedToken, RoundOptions
@@ -107,10 +107,10 @@ def best_bonuses(top: Top, position: int, sampling: Sampling) -> Ids:
     """
     possible = np.isfinite(top.logits[0])
     ids, logits = top.ids[:, possible], top.logits[:, possible]
-    if by_rejection(sampling):
+    if uses_rejection(sampling):
         best: Ids = ids[0]
     else:
-        best = ranked(ids, logits, [position], sampling)[0]
+        best = rank_candidates(ids, logits, [position], sampling)[0]
     return best
 
 
@@ -123,16 +123,16 @@ def drafted(
         top: the candidates.
         positions: [rows] the position that the draft token will have, among the tokens that
             the backend was given.
-        sampling: the drafter's (`sampling.of_drafter`).
+        sampling: the drafter's (`sampling_params.drafter_sampling`).
         turn: the round that drafts, for the draw.
     """
     positions = [position + turn.shift for position in positions]
-    if not by_rejection(sampling):
-        tokens = ranked(top.ids, top.logits, positions, sampling)[:, 0].tolist()
+    if not uses_rejection(sampling):
+        tokens = rank_candidates(top.ids, top.logits, positions, sampling)[:, 0].tolist()
         return [DraftedToken(token, top.confidence(row, token)) for row, token in enumerate(tokens)]
     found = []
     for ids, logits, position in zip(top.ids, top.logits, positions, strict=True):
         q = drafter_distribution(ids, logits, sampling, turn.held_back)
-        token = draft_token(q, position, sampling, turn.number)
-        found.append(DraftedToken(token, float(q.probabilities.max()), to_send(q)))
+        token = draw_draft_token(q, position, sampling, turn.number)
+        found.append(DraftedToken(token, float(q.probabilities.max()), to_message(q)))
     return found

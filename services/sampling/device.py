@@ -1,6 +1,6 @@
 """Choices made where the logits are: only a few numbers a row leave the GPU.
 
-`choose` gives the very tokens of `protocol.decoding.sampler.choose`. Noise and filters are
+`sample` gives the very tokens of `protocol.decoding.sampler.sample`. Noise and filters are
 computed on
 the device in float32; where that leaves a doubt (a rival within rounding of the best score,
 a winner at the border of a filter), the row goes to the host and is decided there.
@@ -87,7 +87,7 @@ def finish(
     for row, token in enumerate(tokens):
         if token == _IN_DOUBT:
             alone = np.array(logits[row : row + 1].astype(mx.float32))
-            tokens[row] = sampler.choose(alone, [positions[row]], sampling)[0]
+            tokens[row] = sampler.sample(alone, [positions[row]], sampling)[0]
     return [int(token) for token in tokens]
 
 

@@ -14,9 +14,17 @@ import msgspec
 
 from protocol.errors import SsdError
 from protocol.jobs.cost_emulation import parse_size
-from protocol.jobs.profile import ProfilerSettings, Question, Ready, Time, Times, Work, Worked
+from protocol.jobs.profile import (
+    ProfilerReady,
+    ProfilerRequest,
+    ProfilerSettings,
+    TimeRequest,
+    TimeResult,
+    WorkRequest,
+    WorkResult,
+)
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
-from protocol.process.child import pin
+from protocol.process.child import pin_to_cores
 from protocol.settings import decode_settings
 from services.mlx.blas import load_blas
 
@@ -94,30 +102,30 @@ class Profiler:
 
         return opened
 
-    def answer(self, question: Question) -> Times | Worked:
+    def answer(self, question: ProfilerRequest) -> TimeResult | WorkResult:
         """Measure what was asked for."""
         timer = self._open(question.context)
-        if isinstance(question, Work):
+        if isinstance(question, WorkRequest):
             started = time.perf_counter()
             timer(question.count, question.repeats)
-            return Worked(time.perf_counter() - started)
+            return WorkResult(time.perf_counter() - started)
         medians = {}
         for count in question.counts:
             timer(count, 2)  # shapes that are new cost more once
             medians[str(count)] = median(timer(count, _REPEATS))
-        return Times(medians, self.unit)
+        return TimeResult(medians, self.unit)
 
 
 def main() -> int:
     """Answer questions until standard input ends."""
     try:
         settings = decode_settings(sys.argv[1], ProfilerSettings)
-        pin(settings.cores)
+        pin_to_cores(settings.cores)
         load_blas(settings.threads)
         gauge = Profiler(settings)
-        _say(Ready(gauge.unit))
+        _say(ProfilerReady(gauge.unit))
         for line in sys.stdin:
-            _say(gauge.answer(msgspec.json.decode(line, type=Time | Work)))
+            _say(gauge.answer(msgspec.json.decode(line, type=TimeRequest | WorkRequest)))
     except SsdError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

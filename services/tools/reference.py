@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from protocol.decoding.sampler import distances
+from protocol.decoding.sampler import score_margin
 from protocol.errors import SsdError, UsageError
 from protocol.jobs.cost_emulation import parse_size
 from protocol.jobs.reference import (
-    Decode,
-    Decoded,
-    DecodedMany,
-    DecodeMany,
-    Margin,
-    MarginAnswer,
-    Question,
+    BatchDecodeRequest,
+    BatchDecodeResult,
+    DecodeRequest,
+    DecodeResult,
+    MarginRequest,
+    MarginResult,
+    ReferenceRequest,
 )
 from protocol.messages import Tokens
 from protocol.settings import ReferenceSettings, decode_settings
@@ -45,17 +45,17 @@ class Reference:
             emulate(self._target, parse_size(settings.emulated_cost))
         self._draft = load(Path(settings.draft_model)).module if settings.draft_model else None
 
-    def answer(self, question: Question) -> Decoded | DecodedMany | MarginAnswer:
+    def answer(self, question: ReferenceRequest) -> DecodeResult | BatchDecodeResult | MarginResult:
         """Whatever was asked."""
         match question:
-            case Decode():
+            case DecodeRequest():
                 return self.decode(question)
-            case DecodeMany():
+            case BatchDecodeRequest():
                 return self.decode_many(question)
-            case Margin():
+            case MarginRequest():
                 return self.margin(question)
 
-    def decode(self, question: Decode) -> Decoded:
+    def decode(self, question: DecodeRequest) -> DecodeResult:
         """Decoding by mlx-lm, with or without its draft model."""
         import mlx.core as mx  # noqa: PLC0415
         from mlx_lm.generate import generate_step, speculative_generate_step  # noqa: PLC0415
@@ -90,9 +90,9 @@ class Reference:
             if token in question.stop_ids:
                 break
             tokens.append(token)
-        return Decoded(tokens, 1e3 * (times[0] - started), times[-1] - times[0])
+        return DecodeResult(tokens, 1e3 * (times[0] - started), times[-1] - times[0])
 
-    def decode_many(self, question: DecodeMany) -> DecodedMany:
+    def decode_many(self, question: BatchDecodeRequest) -> BatchDecodeResult:
         """Greedy decoding by mlx-lm's batch generator, without a draft model."""
         from mlx_lm.generate import BatchGenerator  # noqa: PLC0415
 
@@ -113,17 +113,17 @@ class Reference:
                     tokens[response.uid].append(int(response.token))
         seconds = time.perf_counter() - started
         generator.close()
-        return DecodedMany(list(tokens.values()), [first[n] for n in numbers], seconds)
+        return BatchDecodeResult(list(tokens.values()), [first[n] for n in numbers], seconds)
 
-    def margin(self, question: Margin) -> MarginAnswer:
+    def margin(self, question: MarginRequest) -> MarginResult:
         """How far apart two candidates for the next token are, in logits."""
         import mlx.core as mx  # noqa: PLC0415
 
         logits: Any = self._target(mx.array(question.tokens)[None])[0, -1]
         row = np.array(logits.astype(mx.float32))
-        gap = distances(row, len(question.tokens), question.sampling, question.candidates)
+        gap = score_margin(row, len(question.tokens), question.sampling, question.candidates)
         largest = float(np.abs(row[list(question.candidates)]).max())
-        return MarginAnswer(gap, _spacing(largest, mx.finfo(logits.dtype).eps))
+        return MarginResult(gap, _spacing(largest, mx.finfo(logits.dtype).eps))
 
 
 def _spacing(size: float, eps: float) -> float:
@@ -138,7 +138,7 @@ def main() -> int:
         load_blas(settings.threads)
         reference = Reference(settings)
         for line in sys.stdin:
-            question = msgspec.json.decode(line, type=Question)
+            question = msgspec.json.decode(line, type=ReferenceRequest)
             answer = reference.answer(question)
             sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
             sys.stdout.flush()

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from protocol.decoding.logits_processor import LogitsProcessor, along
+from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.decoding.rejection import verify_draft
-from protocol.decoding.sampler import Floats, choose
-from protocol.decoding.sampling_params import by_rejection, is_greedy
+from protocol.decoding.sampler import Floats, sample
+from protocol.decoding.sampling_params import is_greedy, uses_rejection
 from protocol.messages import OpenSequence, TokenLogprobs, Tokens, Verify
 from services.mlx.loader import compute_unit
 from services.sampling import device
@@ -48,7 +48,7 @@ class AcceptanceRule:
         if self._shaper is None:
             return message
         pending, *draft = message.chain
-        possible = self._shaper.possible([pending], draft)
+        possible = self._shaper.count_allowed([pending], draft)
         if possible == len(draft) or (
             message.distributions and message.distributions[possible].tokens
         ):
@@ -68,7 +68,7 @@ class AcceptanceRule:
         if self._shaper is not None or self._sampling.logprobs is not None:
             return None
         if not is_greedy(self._sampling) and (
-            compute_unit() == "cpu" or by_rejection(self._sampling)
+            compute_unit() == "cpu" or uses_rejection(self._sampling)
         ):
             return None
         return device.begin(logits, _positions(message), self._sampling)
@@ -89,7 +89,7 @@ class AcceptanceRule:
             return self._compared(chosen, message)
         device.refuse_nan(logits)
         rows = host_floats(logits)
-        judgement = self._drawn(along(self._shaper, message.chain, rows), message)
+        judgement = self._drawn(process_rows(self._shaper, message.chain, rows), message)
         emitted = [*message.chain[1 : judgement.accepted + 1], judgement.bonus]
         if self._shaper is not None:
             self._shaper.rewind(message.position + judgement.accepted + 1)
@@ -99,12 +99,12 @@ class AcceptanceRule:
 
     def _drawn(self, rows: Floats, message: Verify) -> AcceptanceResult:
         draft, first = message.chain[1:], message.position + 1
-        if by_rejection(self._sampling):
+        if uses_rejection(self._sampling):
             accepted, bonus = verify_draft(
                 rows, draft, message.distributions, first, self._sampling
             )
             return AcceptanceResult(accepted, bonus, [])
-        return self._compared(choose(rows, _positions(message), self._sampling), message)
+        return self._compared(sample(rows, _positions(message), self._sampling), message)
 
     @staticmethod
     def _compared(chosen: Tokens, message: Verify) -> AcceptanceResult:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from protocol.jobs.cost_emulation import parse_size
 from protocol.messages import ToService, ToVerifier
-from protocol.process.child import main
+from protocol.process.child import run_child
 from protocol.settings import VerifierSettings
 from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
@@ -59,4 +59,4 @@ def run(settings: VerifierSettings) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("verifier", VerifierSettings, run))
+    sys.exit(run_child("verifier", VerifierSettings, run))

@@ -19,7 +19,7 @@ import mlx.core as mx
 import psutil
 from mlx.utils import tree_flatten
 
-from protocol.process.child import leaving_on_sigterm
+from protocol.process.child import exit_on_sigterm
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.loader import LoadedModel, compute_unit
@@ -50,7 +50,7 @@ def outliving(
     path, identity = Path(file), identity_of(model, how)
     load(path, prompts, identity, verifier.empty_store)
     try:
-        with leaving_on_sigterm():
+        with exit_on_sigterm():
             yield
     finally:
         verifier.retire_all()

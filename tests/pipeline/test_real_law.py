@@ -13,7 +13,7 @@ from launch.models.pair import pair_of
 from launch.settings.settings import StackSettings
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.rejection import Distribution, target_distribution
-from protocol.decoding.sampling_params import of_drafter
+from protocol.decoding.sampling_params import drafter_sampling
 from protocol.messages import (
     ChatMessage,
     OpenSequence,
@@ -68,7 +68,7 @@ class Rewinding(Verifier):
     def _rewind(sequence: Any, length: int) -> None:
         pass
 
-    def law(self, chain: Tokens, row: int) -> Distribution:
+    def distribution(self, chain: Tokens, row: int) -> Distribution:
         """p after so many draft tokens of a chain."""
         return target_distribution(host_floats(self.rows[tuple(chain)])[row], PLAIN)
 
@@ -91,10 +91,10 @@ class Rounds:
         """The chain of a round with two draft tokens, and what it commits."""
         opened = OpenSequence(sequence=1, tokens=self.prompt, sampling=sampling)
         self.verifier._sequences[1].judge = AcceptanceRule(opened, self.folder)
-        self.drafter._sequences[1].sampling = of_drafter(sampling)
+        self.drafter._sequences[1].sampling = drafter_sampling(sampling)
         draft: list[DraftedToken] = said(self.drafter.draft(1, self.pending, 2, RoundOptions(1, 3)))
         chain = [self.pending, *(found.token for found in draft)]
-        laws = [found.law for found in draft]
+        laws = [found.distribution for found in draft]
         asked = Verify(sequence=1, round=1, position=self.base, chain=chain, distributions=laws)
         [outcome] = self.verifier.handle(asked)
         assert isinstance(outcome, VerificationOutcome)
@@ -127,10 +127,10 @@ def test_tokens_follow_the_targets_law(rounds: Rounds, sampling: Sampling) -> No
         first[tokens[0]] += 1
         drafted += len(tokens) - 1
         if len(tokens) > 1:  # then the second token was judged, or drawn, after the first
-            index, shares = bin_of(rounds.verifier.law(chain, 1), tokens[1])
+            index, shares = bin_of(rounds.verifier.distribution(chain, 1), tokens[1])
             second[index] += 1
             expected += shares
-    law = rounds.verifier.law(chain, 0)
+    law = rounds.verifier.distribution(chain, 0)
     assert_law(
         first,
         dict(zip(law.ids.tolist(), law.probabilities.tolist(), strict=True)),

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from protocol.decoding.vocabulary import vocabulary_of
+from protocol.decoding.vocabulary import read_vocabulary
 from protocol.messages import Sampling
 from tests.support.reference import Reference, plain, reference, tiny_folder
 from tests.support.tiny_models import FAMILIES, VERIFIERS, write_tiny_model
@@ -36,7 +36,7 @@ def test_laws_are_peaked_but_not_constant(family: str) -> None:
 
 def test_any_two_make_a_pair() -> None:
     """All families have one vocabulary."""
-    assert len({vocabulary_of(tiny_folder(family)) for family in FAMILIES}) == 1
+    assert len({read_vocabulary(tiny_folder(family)) for family in FAMILIES}) == 1
 
 
 def test_models_are_functions_of_their_arguments(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.decoding.vocabulary import vocabulary_of
+from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, ProtocolError, UsageError
 from protocol.messages import Sampling
 from protocol.settings import VerifierSettings, decode_settings
@@ -63,7 +63,7 @@ def test_damaged_model_folders(folder: Path, name: str) -> None:
     def check(start: bytes) -> None:
         (folder / name).write_bytes(start + rest)
         try:
-            vocabulary_of(folder) if name == "tokenizer.json" else load(folder)
+            read_vocabulary(folder) if name == "tokenizer.json" else load(folder)
         except ModelError:
             return
 

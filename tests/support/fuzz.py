@@ -21,7 +21,7 @@ with atheris.instrument_imports(  # pyright: ignore[reportAttributeAccessIssue]
     include=["protocol", "services", "msgpack"]
 ):
     from protocol import messages
-    from protocol.decoding.vocabulary import vocabulary_of
+    from protocol.decoding.vocabulary import read_vocabulary
     from protocol.errors import ModelError, ProtocolError, UsageError
     from protocol.transport.codec import Decoder, encode
     from protocol.transport.framing import FrameReader
@@ -167,7 +167,7 @@ def tokenizer(data: bytes) -> None:
     """A tokenizer that is broken is a ModelError."""
     _copy(FOLDER / "vocabulary", "tokenizer.json", data)
     try:
-        vocabulary_of(FOLDER / "vocabulary")
+        read_vocabulary(FOLDER / "vocabulary")
     except ModelError:
         return
 

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from protocol.process.child import main
+from protocol.process.child import run_child
 from protocol.settings import VerifierSettings
-from services.verifier import main as verifier
+from services.verifier import run_child as verifier
 
 _FIFTH = 5
 
@@ -44,4 +44,4 @@ def run(settings: VerifierSettings) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("verifier", VerifierSettings, run))
+    sys.exit(run_child("verifier", VerifierSettings, run))

@@ -27,8 +27,8 @@ from orchestrator.sequence.sequence import (
 )
 from orchestrator.telemetry.recorder import Recorder
 from protocol.decoding.rejection import verify_draft
-from protocol.decoding.sampler import Floats, choose
-from protocol.decoding.sampling_params import by_rejection, of_drafter
+from protocol.decoding.sampler import Floats, sample
+from protocol.decoding.sampling_params import drafter_sampling, uses_rejection
 from protocol.messages import (
     CloseSequence,
     DraftDistribution,
@@ -42,7 +42,7 @@ from protocol.messages import (
     Verify,
 )
 from services.drafter.backends.base import (
-    NO_TURN,
+    DEFAULT_ROUND_OPTIONS,
     BackendIdentity,
     DraftedToken,
     Outcome,
@@ -90,7 +90,7 @@ class MarkovBackend:
         raise NotImplementedError
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
-        self._sampling = of_drafter(sampling)
+        self._sampling = drafter_sampling(sampling)
         self._tokens = list(tokens)
         yield
 
@@ -103,7 +103,7 @@ class MarkovBackend:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = NO_TURN,
+        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer]:
         roots = []
         for accepted, wanted in enumerate(fan_out):
@@ -117,11 +117,11 @@ class MarkovBackend:
             at = [len(self._tokens) + root.accepted + 2 + level for root in roots]
             found = self._next(tokens, at, turn)
             tokens = [one.token for one in found]
-            laws = [one.law for one in found if one.law.tokens]
+            laws = [one.distribution for one in found if one.distribution.tokens]
             yield TreeLayer(roots, tokens, [one.confidence for one in found], laws)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken]:
         for level in range(count):
             [found] = self._next([pending], [len(self._tokens) + 1 + level], turn)
@@ -197,7 +197,7 @@ class Answering:
                 estimates,
                 setting.lookahead,
                 setting.budget,
-                sampled=by_rejection(self._sampling),
+                sampled=uses_rejection(self._sampling),
             ),
             recorder=Recorder(0.0),
         )
@@ -248,7 +248,7 @@ class Answering:
             return
         assert verify.position == len(self._kv)
         rows, draft = TARGET[verify.chain], verify.chain[1:]
-        if by_rejection(self._sampling):
+        if uses_rejection(self._sampling):
             assert len(verify.distributions) in (0, len(draft))
             accepted, bonus = verify_draft(
                 rows, draft, verify.distributions, verify.position + 1, self._sampling
@@ -256,7 +256,7 @@ class Answering:
         else:
             assert verify.distributions == []
             first = verify.position + 1
-            chosen = choose(rows, range(first, first + len(rows)), self._sampling)
+            chosen = sample(rows, range(first, first + len(rows)), self._sampling)
             accepted = accepted_length(draft, chosen)
             bonus = chosen[accepted]
         self._kv += verify.chain[: accepted + 1]

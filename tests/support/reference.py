@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from protocol.decoding.sampler import Floats, choose
+from protocol.decoding.sampler import Floats, sample
 from protocol.messages import Sampling, Tokens
 from tests.support.tiny_models import write_tiny_model
 
@@ -59,7 +59,7 @@ class Reference:
         tokens, news = list(prompt), prompt
         for _ in range(count):
             row = np.array(self.module(mx.array([news]), cache=caches)[0, -1:])
-            news = choose(row, [len(tokens)], sampling)
+            news = sample(row, [len(tokens)], sampling)
             tokens += news
         return tokens[len(prompt) :]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from protocol.decoding.vocabulary import vocabulary_of
+from protocol.decoding.vocabulary import read_vocabulary
 from protocol.jobs.convert import ConvertSettings
 from services.coreml.convert import package
 from services.coreml.convert.program import Plan, build
@@ -30,7 +30,7 @@ def convert(settings: ConvertSettings, folder: Path, report: Report) -> Manifest
         ModelError: the model cannot be converted.
     """
     source = Source(Path(settings.model), settings.compression)
-    vocabulary = vocabulary_of(source.folder)
+    vocabulary = read_vocabulary(source.folder)
     parts = parts_of(source.architecture.layers, settings.layers_per_part)
     manifest = Manifest(
         source=str(source.folder),

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.decoding.sampler import Floats, Ids
 from protocol.errors import UsageError
-from protocol.jobs.convert import TIE, Agreement, Difference, DraftAcceptance, Route
+from protocol.jobs.convert import TIE, Agreement, DraftAcceptance, Route, TokenDifference
 from protocol.messages import Tokens
 from services.coreml.model import ConvertedModel, chain_feed
 from services.mlx.lm_head import trim_head
@@ -133,7 +133,7 @@ def agreement(laws: ParityDistributions, tops: list[Top]) -> Agreement:
         kl=_divergence(laws, tops),
         worst_margin=float(margins[~same].max(initial=0.0)),
         differences=[
-            Difference(int(at), float(margins[at]), int(chosen[at]), int(said[at]))
+            TokenDifference(int(at), float(margins[at]), int(chosen[at]), int(said[at]))
             for at in np.flatnonzero(~same)
         ],
     )

@@ -8,7 +8,13 @@ from pathlib import Path
 import msgspec
 
 from protocol.errors import ModelError, ParityError, UsageError
-from protocol.jobs.convert import ROUTES, Converted, ConvertSettings, Event, Step
+from protocol.jobs.convert import (
+    ROUTES,
+    ConvertEvent,
+    ConvertProgress,
+    ConvertResult,
+    ConvertSettings,
+)
 from protocol.jobs.distill import TokenPrompt
 from protocol.messages import Tokens
 from services.coreml.convert.convert import convert
@@ -20,7 +26,7 @@ from services.coreml.stale import remove_stale
 _CALLS = 5
 
 
-def say(event: Event) -> None:
+def say(event: ConvertEvent) -> None:
     """One line on stdout."""
     sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
     sys.stdout.flush()
@@ -47,10 +53,10 @@ def produce(settings: ConvertSettings) -> None:
 
 def _produce(settings: ConvertSettings, partial: Path) -> None:
     started = time.perf_counter()
-    manifest = convert(settings, partial, lambda what, done: say(Step(what, done)))
+    manifest = convert(settings, partial, lambda what, done: say(ConvertProgress(what, done)))
     seconds = time.perf_counter() - started
     size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()) / 1e6
-    found = Converted(out=settings.out, seconds=seconds, megabytes=size, passed=True)
+    found = ConvertResult(out=settings.out, seconds=seconds, megabytes=size, passed=True)
     if settings.tokens and settings.prompts:
         found = _compared(settings, partial, found)
     parity = msgspec.to_builtins(found)
@@ -75,11 +81,11 @@ def _install(partial: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _compared(settings: ConvertSettings, folder: Path, found: Converted) -> Converted:
+def _compared(settings: ConvertSettings, folder: Path, found: ConvertResult) -> ConvertResult:
     # MLX is needed for the comparison only.
     from services.coreml.convert import parity  # noqa: PLC0415
 
-    say(Step("comparing", 0.0))
+    say(ConvertProgress("comparing", 0.0))
     model = open_model(folder, settings.compute_units)
     prompts = parity.fitted(_prompts(settings), model.slots, settings.tokens)
     source = parity.ParityModel(Path(settings.model))
@@ -90,21 +96,21 @@ def _compared(settings: ConvertSettings, folder: Path, found: Converted) -> Conv
     texts = []
     for number, prompt in enumerate(prompts):
         texts.append(author.answer(prompt, settings.tokens))
-        say(Step("writing the answers", 0.3 * (number + 1) / len(prompts)))
+        say(ConvertProgress("writing the answers", 0.3 * (number + 1) / len(prompts)))
     distributions = source.distributions(texts)
-    say(Step("comparing by tree", 0.35))
+    say(ConvertProgress("comparing by tree", 0.35))
     tops = parity.candidates(model, texts)
     agreed = parity.agreement(distributions, tops)
     routes = {"tree": agreed} if settings.all_routes else {}
     for route in ROUTES[1:] if settings.all_routes else ():
-        say(Step(f"comparing by {route}", 0.6))
+        say(ConvertProgress(f"comparing by {route}", 0.6))
         routes[route] = parity.agreement(distributions, parity.candidates(model, texts, route))
     draft = own = None
     if target is not None:
         judged, size = target.distributions(texts), target.vocabulary.size
         draft = parity.acceptance(judged, size, tops)
         own = parity.acceptance(judged, size, parity.tops_of(distributions, tops[0].ids.shape[1]))
-    say(Step("compared", 1.0))
+    say(ConvertProgress("compared", 1.0))
     return msgspec.structs.replace(
         found,
         passed=all(one.greedy >= settings.threshold for one in (agreed, *routes.values())),

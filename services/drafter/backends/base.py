@@ -40,7 +40,7 @@ class RoundOptions(NamedTuple):
     add to its positions where the noise of a position is asked for."""
 
 
-NO_TURN = RoundOptions()
+DEFAULT_ROUND_OPTIONS = RoundOptions()
 
 
 class DraftedToken(NamedTuple):
@@ -48,7 +48,7 @@ class DraftedToken(NamedTuple):
 
     token: int
     confidence: float
-    law: DraftDistribution = DraftDistribution()
+    distribution: DraftDistribution = DraftDistribution()
     """What the token was drawn from; without tokens, as here, it was not drawn."""
 
 
@@ -105,7 +105,7 @@ class DraftBackend(Protocol):
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = NO_TURN,
+        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         """Branches for the outcomes of verifying `chain`, one depth at a time.
 
@@ -118,7 +118,7 @@ class DraftBackend(Protocol):
         ...
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
         """Up to `count` draft tokens after the pending token, one at a time."""
         ...

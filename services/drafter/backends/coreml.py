@@ -17,13 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from protocol.decoding.logits_processor import LogitsProcessor
-from protocol.decoding.sampling_params import of_drafter
+from protocol.decoding.sampling_params import drafter_sampling
 from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
 from services.coreml.model import ConvertedModel, Feed, chain_feed
 from services.coreml.runtime.executor import State
 from services.drafter.backends.base import (
-    NO_TURN,
+    DEFAULT_ROUND_OPTIONS,
     BackendIdentity,
     DraftedToken,
     Outcome,
@@ -81,7 +81,7 @@ class CoremlBackend:
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Prefill into a fresh state, in chunks; may be abandoned between two."""
         state = self._model.new_state()
-        opened = _Sequence(state, of_drafter(sampling), list(tokens))
+        opened = _Sequence(state, drafter_sampling(sampling), list(tokens))
         if sampling.shape is not None:
             opened.shaper = LogitsProcessor(sampling.shape, self._model.folder, [])
         fits = len(tokens) <= self._model.slots
@@ -103,7 +103,7 @@ class CoremlBackend:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = NO_TURN,
+        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer]:
         """Fork every row of the chain, then grow all branches depth by depth.
 
@@ -129,11 +129,11 @@ class CoremlBackend:
                 position = grown_from + root.accepted + level + 2
                 found += drafted(top, [position], known.sampling, turn)
             tokens = [draft.token for draft in found]
-            laws = [draft.law for draft in found if draft.law.tokens]
+            laws = [draft.distribution for draft in found if draft.distribution.tokens]
             yield TreeLayer(roots, tokens, [draft.confidence for draft in found], laws)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken]:
         """One continuation on the trunk, one token per call."""
         known = self._known(sequence)

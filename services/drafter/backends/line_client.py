@@ -21,7 +21,7 @@ from protocol.messages import Sampling, Tokens
 from protocol.transport.channel import Deadline
 from protocol.transport.pipes import READ_BYTES, readable, write_all
 from services.drafter.backends.base import (
-    NO_TURN,
+    DEFAULT_ROUND_OPTIONS,
     BackendIdentity,
     DraftedToken,
     Outcome,
@@ -94,7 +94,7 @@ class LineBackend:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = NO_TURN,
+        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         """The one outcome that its continuation names, and the rest as that branch."""
         del turn
@@ -110,7 +110,7 @@ class LineBackend:
             yield TreeLayer(outcome, [token], [_CONFIDENCE])
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
         """Its continuation of the pending token."""
         del turn

@@ -26,15 +26,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from protocol.decoding.logits_processor import LogitsProcessor, along
-from protocol.decoding.sampling_params import is_greedy, of_drafter
+from protocol.decoding.logits_processor import LogitsProcessor, process_rows
+from protocol.decoding.sampling_params import drafter_sampling, is_greedy
 from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
 from services.batching.forward import Batcher, most_rows
 from services.batching.packing import supports_packing
 from services.batching.prefill import ChunkSizer
 from services.drafter.backends.base import (
-    NO_TURN,
+    DEFAULT_ROUND_OPTIONS,
     BackendIdentity,
     DraftedToken,
     Outcome,
@@ -105,7 +105,7 @@ class MlxBackend:
         store = self._prompts.fork(tokens, running)
         if store is None:
             store = KVStore(self._windows, bucketed=self._bucketed)
-        opened = Trunk(store, of_drafter(sampling))
+        opened = Trunk(store, drafter_sampling(sampling))
         while store.length < len(tokens):
             began = time.perf_counter()
             size = self._pacer.size(alone=not self._sequences)
@@ -136,7 +136,7 @@ class MlxBackend:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = NO_TURN,
+        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         """Fork every row of the chain, then grow all branches depth by depth."""
         known = self._known(sequence)
@@ -152,11 +152,11 @@ class MlxBackend:
         for _ in range(depth):
             grown = yield from self._grow(known, tree, roots, tokens, turn)
             tokens = [draft.token for draft in grown]
-            laws = [draft.law for draft in grown if draft.law.tokens]
+            laws = [draft.distribution for draft in grown if draft.distribution.tokens]
             yield TreeLayer(roots, tokens, [draft.confidence for draft in grown], laws)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
         """One continuation on the trunk, one token per forward."""
         known = self._known(sequence)
@@ -241,7 +241,7 @@ class MlxBackend:
             if known.shaper is not None:
                 known.shaper.extend(tokens)
             return
-        rows = along(known.shaper, tokens, self._rows(logits, known.shaper))
+        rows = process_rows(known.shaper, tokens, self._rows(logits, known.shaper))
         top = best_of(rows, width, self._head_ids)
         for row in range(len(tokens)):
             known.tops[start + row] = top.only(row)

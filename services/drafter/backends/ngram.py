@@ -13,11 +13,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from protocol.decoding.logits_processor import LogitsProcessor
-from protocol.decoding.prompt_lookup import continuation, successors
+from protocol.decoding.prompt_lookup import find_continuation, find_successors
 from protocol.errors import ProtocolError
 from protocol.messages import END_OF_BRANCH, LogitsOptions, Sampling, Tokens
 from services.drafter.backends.base import (
-    NO_TURN,
+    DEFAULT_ROUND_OPTIONS,
     BackendIdentity,
     DraftedToken,
     Outcome,
@@ -35,9 +35,9 @@ class _Sequence:
     shaper: LogitsProcessor | None
     """After these tokens, if the request shapes logits."""
 
-    def possible(self, sure: Tokens, draft: Tokens) -> int:
+    def count_allowed(self, sure: Tokens, draft: Tokens) -> int:
         """How many draft tokens may follow the committed ones and `sure`."""
-        return len(draft) if self.shaper is None else self.shaper.possible(sure, draft)
+        return len(draft) if self.shaper is None else self.shaper.count_allowed(sure, draft)
 
 
 class NgramBackend:
@@ -87,7 +87,7 @@ class NgramBackend:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = NO_TURN,
+        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer]:
         """One branch per distinct continuation found after each prefix of the chain."""
         del turn  # nothing is drawn
@@ -99,10 +99,14 @@ class NgramBackend:
             rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
             sure = chain[: accepted + 1]
             prefix = known.tokens + sure
-            likely = (t for t in successors(prefix) if t != rejected and known.possible(sure, [t]))
+            likely = (
+                t
+                for t in find_successors(prefix)
+                if t != rejected and known.count_allowed(sure, [t])
+            )
             for bonus in islice(likely, max(0, wanted)):
-                possible = partial(known.possible, [*sure, bonus])
-                draft, confidence = continuation([*prefix, bonus], depth, possible)
+                possible = partial(known.count_allowed, [*sure, bonus])
+                draft, confidence = find_continuation([*prefix, bonus], depth, possible)
                 if draft:
                     outcomes.append(Outcome(accepted, bonus))
                     drafts.append(draft)
@@ -112,13 +116,13 @@ class NgramBackend:
             yield TreeLayer(outcomes, tokens, confidences)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken]:
         """The continuation of the latest similar place."""
         del turn
         known = self._known(sequence)
-        possible = partial(known.possible, [pending])
-        draft, confidence = continuation([*known.tokens, pending], count, possible)
+        possible = partial(known.count_allowed, [pending])
+        draft, confidence = find_continuation([*known.tokens, pending], count, possible)
         for token in draft:
             yield DraftedToken(token, confidence)
 

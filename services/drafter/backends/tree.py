@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from protocol.decoding.logits_processor import LogitsProcessor, along
+from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.messages import Tokens
 from services.drafter.backends.base import Outcome
 
@@ -43,7 +43,7 @@ class Tree:
         if not self.shapers:
             self.shapers = [trunk.branch(int(fork) + 1) for fork in forks]
         pairs = zip(self.shapers, tokens, rows, strict=True)
-        return np.concatenate([along(s, [token], row[None]) for s, token, row in pairs])
+        return np.concatenate([process_rows(s, [token], row[None]) for s, token, row in pairs])
 
 
 def scratch_positions(forks: npt.NDArray[np.int64], depths: int) -> list[npt.NDArray[np.int64]]:

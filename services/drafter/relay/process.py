@@ -118,7 +118,7 @@ class DrafterProcess(Closeable):
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str]) -> Iterator[DrafterProcess]:
+def run_program(command: Sequence[str]) -> Iterator[DrafterProcess]:
     """A program that is ended with us, by SIGTERM too; errors as for `DrafterProcess`."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from protocol.errors import DeadlineExceeded, ModelError, ProtocolError, StreamEnded
 from protocol.jobs.draft_server import DraftServerSettings
 from protocol.messages import ToDrafter
-from protocol.process.child import argument, reported
+from protocol.process.child import read_argument, run_reporting_errors
 from protocol.settings import decode_settings
 from protocol.transport.codec import Decoder
 from protocol.transport.curve import read_keys
@@ -95,9 +95,9 @@ def main() -> int:
 
     def body() -> None:
         pipes = take_pipes()
-        run(decode_settings(argument("draft-server"), DraftServerSettings), pipes)
+        run(decode_settings(read_argument("draft-server"), DraftServerSettings), pipes)
 
-    return reported("draft-server", body)
+    return run_reporting_errors("draft-server", body)
 
 
 if __name__ == "__main__":

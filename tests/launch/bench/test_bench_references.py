@@ -6,7 +6,7 @@ from launch.bench.variant import NAMES, default_modes, parse_all, require_draft_
 from launch.models.pair import Pair
 from launch.workers.reference import ReferenceWorker
 from protocol.errors import UsageError
-from protocol.jobs.reference import Decode
+from protocol.jobs.reference import DecodeRequest
 from protocol.messages import Sampling
 from tests.launch.test_cli import USAGE, complains, ssd
 from tests.support.converted import converted_folder, source_folder
@@ -41,6 +41,6 @@ def test_the_reference_refuses_to_draft_without_a_model() -> None:
     """It never decodes plainly in place of what was asked."""
     pair = Pair(model=str(source_folder("llama")), draft_model="", backend="ngram")
     with ReferenceWorker(pair) as yardstick, pytest.raises(UsageError, match="no draft model"):
-        yardstick.decode(Decode(
+        yardstick.decode(DecodeRequest(
             tokens=[1, 2], max_tokens=3, stop_ids=[], sampling=Sampling(), num_draft_tokens=2,
         ))  # fmt: skip

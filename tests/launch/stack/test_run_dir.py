@@ -12,7 +12,7 @@ import pytest
 
 from launch.stack.run_dir import Description, RunDir, claim, sweep
 from protocol.errors import RuntimeFailure
-from protocol.process.orphans import note_children
+from protocol.process.orphans import record_children
 
 NOBODY = 2**22 + 1  # above the largest pid of Linux and macOS
 
@@ -219,7 +219,7 @@ def test_a_folder_of_a_dead_owner_takes_its_processes_along() -> None:
     """What a dead supervisor left behind is ended when its folder is swept."""
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     folder = stack("x", f"{NOBODY} 0.0")
-    note_children(folder, [sleeper.pid])
+    record_children(folder, [sleeper.pid])
     sweep()
     assert not folder.exists()
     assert sleeper.wait(60) == -signal.SIGKILL

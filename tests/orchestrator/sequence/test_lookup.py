@@ -11,7 +11,7 @@ from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
 from protocol.decoding.bans import BannedTokens
-from protocol.decoding.prompt_lookup import CONFIDENCE, continuation
+from protocol.decoding.prompt_lookup import CONFIDENCE, find_continuation
 from protocol.messages import LogitsOptions, Sampling, Verify
 from tests.support.fakes import Stack, Target
 
@@ -30,7 +30,7 @@ def test_the_longest_match_wins_and_the_latest_of_those(tokens: list[int], count
         for end in range(length, len(tokens)):
             if tokens[end - length : end] == tail and len(tail) == length:
                 best = tokens[end : end + count], CONFIDENCE[length]
-    assert continuation(tokens, count) == best
+    assert find_continuation(tokens, count) == best
 
 
 @given(TOKENS, st.integers(1, 8), st.integers(0, 3))
@@ -46,18 +46,20 @@ def test_what_is_ruled_out_is_passed_over(tokens: list[int], count: int, banned:
                 kept = found.index(banned) if banned in found else len(found)
                 best = found[:kept], CONFIDENCE[length]
     bans = BannedTokens(LogitsOptions(logit_bias=((banned, -100.0), (9, 99.0))))
-    assert best == continuation(tokens, count, bans.possible)
+    assert best == find_continuation(tokens, count, bans.count_allowed)
 
 
 def test_a_bias_of_100_rules_out_all_the_others() -> None:
     """As OpenAI means it; a smaller one rules out nothing, and no shape neither."""
     assert (
-        BannedTokens(LogitsOptions(logit_bias=((1, 100.0), (2, 100.0)))).possible([2, 1, 3, 1]) == 2
+        BannedTokens(LogitsOptions(logit_bias=((1, 100.0), (2, 100.0)))).count_allowed([2, 1, 3, 1])
+        == 2
     )
     assert (
-        BannedTokens(LogitsOptions(logit_bias=((1, 99.0), (2, -99.0)))).possible([2, 1, 3, 1]) == 4
+        BannedTokens(LogitsOptions(logit_bias=((1, 99.0), (2, -99.0)))).count_allowed([2, 1, 3, 1])
+        == 4
     )
-    assert BannedTokens(None).possible([2, 1, 3, 1]) == 4
+    assert BannedTokens(None).count_allowed([2, 1, 3, 1]) == 4
 
 
 class Periodic(Target):

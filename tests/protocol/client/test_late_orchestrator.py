@@ -85,7 +85,7 @@ def test_a_request_is_sent_again_once(address: str, monkeypatch: pytest.MonkeyPa
     """All questions of a long silence are answered at once; the request comes once for all of
     them, or two streams would be mixed up."""
     monkeypatch.setattr("protocol.client.client.SILENCE_S", 0.05)
-    silence = RequestSession.silence
+    silence = RequestSession.on_silence
     asked, enough = [0], threading.Event()
 
     def counted(dialogue: RequestSession) -> StatusRequest:
@@ -94,7 +94,7 @@ def test_a_request_is_sent_again_once(address: str, monkeypatch: pytest.MonkeyPa
             enough.set()
         return silence(dialogue)
 
-    monkeypatch.setattr(RequestSession, "silence", counted)
+    monkeypatch.setattr(RequestSession, "on_silence", counted)
     asking = Asking(address)
     assert enough.wait(PATIENCE_S)
     second = Orchestrator(address, pid=2)

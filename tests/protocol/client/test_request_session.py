@@ -46,7 +46,7 @@ def test_an_answer_is_continued_where_it_stopped(
     tokens = list(range(100, 112))
     dialogue = RequestSession(REQUEST)
     got = [dialogue.take(message) for message in split(tokens[:had], before)]
-    assert dialogue.silence().question == 1
+    assert dialogue.on_silence().question == 1
     assert dialogue.take(status(1, serving=False)) == REQUEST
     got += [dialogue.take(message) for message in split(tokens, after)]
     texts = [message for message in got if isinstance(message, Text)]
@@ -61,7 +61,7 @@ def test_the_rest_of_the_text_comes_once() -> None:
     dialogue = RequestSession(REQUEST)
     assert dialogue.take(text([5])) == text([5])
     assert dialogue.take(rest) == rest
-    dialogue.silence()
+    dialogue.on_silence()
     assert dialogue.take(status(1, serving=False)) == REQUEST
     assert dialogue.take(text([5])) is None
     assert dialogue.take(rest) is None
@@ -70,14 +70,14 @@ def test_the_rest_of_the_text_comes_once() -> None:
 def test_a_served_request_is_waited_for() -> None:
     """As long as an orchestrator serves it, nothing is sent again."""
     dialogue = RequestSession(REQUEST)
-    assert dialogue.silence() == StatusRequest(request=3, question=1)
+    assert dialogue.on_silence() == StatusRequest(request=3, question=1)
     assert dialogue.take(status(1, serving=True)) is None
 
 
 def test_a_dropped_request_is_asked_again() -> None:
     """The same orchestrator may have dropped a request whose client did not read."""
     dialogue = RequestSession(REQUEST)
-    dialogue.silence()
+    dialogue.on_silence()
     assert dialogue.take(status(1, serving=False)) == REQUEST
 
 
@@ -85,18 +85,18 @@ def test_a_request_is_sent_once_for_many_questions() -> None:
     """An orchestrator that starts slowly finds all questions that were asked meanwhile: the
     answers to those that are older than the repeated request say nothing about it."""
     dialogue = RequestSession(REQUEST)
-    assert [dialogue.silence().question for _ in range(4)] == [1, 2, 3, 4]
+    assert [dialogue.on_silence().question for _ in range(4)] == [1, 2, 3, 4]
     assert dialogue.take(status(1, serving=False)) == REQUEST
     for question in (2, 3, 4):
         assert dialogue.take(status(question, serving=False)) is None
-    assert dialogue.silence().question == 5
+    assert dialogue.on_silence().question == 5
     assert dialogue.take(status(5, serving=False)) == REQUEST
 
 
 def test_other_answers_to_status_mean_nothing() -> None:
     """A status that was asked for other reasons says nothing about the request."""
     dialogue = RequestSession(REQUEST)
-    dialogue.silence()
+    dialogue.on_silence()
     assert dialogue.take(status(1, serving=False, request=0)) is None
     assert dialogue.take(text([5], request=4)) is None
 
@@ -104,10 +104,10 @@ def test_other_answers_to_status_mean_nothing() -> None:
 def test_what_cannot_be_repeated_fails() -> None:
     """Under the rejection rule a restart ends an answer that has begun, and says so."""
     dialogue = RequestSession(REJECTION)
-    dialogue.silence()
+    dialogue.on_silence()
     assert dialogue.take(status(1, serving=False)) == REJECTION
     dialogue.take(text([5]))
-    dialogue.silence()
+    dialogue.on_silence()
     with pytest.raises(RuntimeFailure, match="rejection rule"):
         dialogue.take(status(2, serving=False))
 
@@ -116,12 +116,12 @@ def test_silence_has_an_end() -> None:
     """Thirty questions without an answer; any word forgives them."""
     dialogue = RequestSession(REQUEST)
     for _ in range(30):
-        dialogue.silence()
+        dialogue.on_silence()
     dialogue.take(status(1, serving=True))
     for _ in range(30):
-        dialogue.silence()
+        dialogue.on_silence()
     with pytest.raises(RuntimeFailure, match="does not answer"):
-        dialogue.silence()
+        dialogue.on_silence()
 
 
 def test_a_failed_request_is_an_error() -> None:

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.decoding.gumbel import ACCEPT, BONUS, DRAFT, gumbel, gumbel_of, hashed, uniform
+from protocol.decoding.gumbel import (
+    ACCEPT,
+    BONUS,
+    DRAFT,
+    gumbel,
+    gumbel_from_bits,
+    hash_bits,
+    uniform,
+)
 
 Bits = npt.NDArray[np.uint32]
 
@@ -48,20 +56,20 @@ def one(seed: int, position: int, token: int) -> int:
 def test_hash_is_the_documented_one(seed: int, positions: list[int], ids: list[int]) -> None:
     """The bits are two rounds of MurmurHash3's finaliser, keyed by SplitMix64."""
     expected = [[one(seed, position, token) for token in ids] for position in positions]
-    assert expected == hashed(np, seed, positions, row(ids)).tolist()
+    assert expected == hash_bits(np, seed, positions, row(ids)).tolist()
 
 
 def test_hash_never_changes() -> None:
     """A seed gives the same answer in every version of this project."""
     expected = [[1158224833, 640725704, 3545623504]]
-    assert expected == hashed(np, 42, [1000], row([0, 1, 49151])).tolist()
+    assert expected == hash_bits(np, 42, [1000], row([0, 1, 49151])).tolist()
 
 
 @given(SEEDS, POSITIONS, IDS)
 def test_libraries_agree_on_the_bits(seed: int, positions: list[int], ids: list[int]) -> None:
     """MLX computes the same bits as numpy."""
-    expected = hashed(np, seed, positions, row(ids)).tolist()
-    assert expected == hashed(mx, seed, positions, mx.array(row(ids))).tolist()
+    expected = hash_bits(np, seed, positions, row(ids)).tolist()
+    assert expected == hash_bits(mx, seed, positions, mx.array(row(ids))).tolist()
 
 
 @given(SEEDS, POSITIONS, IDS)
@@ -84,14 +92,14 @@ def test_noise_of_a_token_is_its_own(seed: int, position: int, ids: list[int]) -
 def test_rows_may_ask_for_different_tokens() -> None:
     """Each row of ids meets its own position."""
     ids = np.array([[5, 6], [7, 8]], dtype=np.uint32)
-    expected = [hashed(np, 3, [9], row([5, 6]))[0].tolist(), [one(3, 10, 7), one(3, 10, 8)]]
-    assert expected == hashed(np, 3, [9, 10], ids).tolist()
+    expected = [hash_bits(np, 3, [9], row([5, 6]))[0].tolist(), [one(3, 10, 7), one(3, 10, 8)]]
+    assert expected == hash_bits(np, 3, [9, 10], ids).tolist()
 
 
 def test_noise_is_finite_and_falls_with_the_bits() -> None:
     """The smallest hash gives the largest noise, and no hash gives an infinite one."""
     bits = np.array([0, 1, 2, 1000, 2**31, 2**32 - 1000, 2**32 - 1], dtype=np.uint32)
-    noise = gumbel_of(np, bits)
+    noise = gumbel_from_bits(np, bits)
     assert np.isfinite(noise).all()
     assert noise.tolist() == sorted(noise.tolist(), reverse=True)
     assert noise[0] == pytest.approx(np.log(2.0**33), abs=1e-3)
@@ -127,23 +135,23 @@ def test_noise_is_standard_gumbel(
 
 
 def pairs_of_tokens(seed: int) -> tuple[Bits, Bits]:
-    bits = hashed(np, seed, range(400), np.arange(1000, dtype=np.uint32)[None])
+    bits = hash_bits(np, seed, range(400), np.arange(1000, dtype=np.uint32)[None])
     return bits[:, 0::2].ravel(), bits[:, 1::2].ravel()
 
 
 def pairs_of_positions(seed: int) -> tuple[Bits, Bits]:
-    bits = hashed(np, seed, range(1000), np.arange(400, dtype=np.uint32)[None])
+    bits = hash_bits(np, seed, range(1000), np.arange(400, dtype=np.uint32)[None])
     return bits[0::2].ravel(), bits[1::2].ravel()
 
 
 def pairs_of_seeds(seed: int) -> tuple[Bits, Bits]:
     ids = np.arange(400, dtype=np.uint32)[None]
-    first, second = hashed(np, seed, range(500), ids), hashed(np, seed + 1, range(500), ids)
+    first, second = hash_bits(np, seed, range(500), ids), hash_bits(np, seed + 1, range(500), ids)
     return first.ravel(), second.ravel()
 
 
 def pairs_of_diagonals(seed: int) -> tuple[Bits, Bits]:
-    bits = hashed(np, seed, range(1000), np.arange(401, dtype=np.uint32)[None])
+    bits = hash_bits(np, seed, range(1000), np.arange(401, dtype=np.uint32)[None])
     return bits[0::2, :-1].ravel(), bits[1::2, 1:].ravel()
 
 
@@ -196,7 +204,7 @@ def two_seeds(seed: int) -> Pair:
 
 
 def draft_and_noise(seed: int) -> Pair:
-    bits = hashed(np, seed, range(20_000), row([0]))[:, 0] / 2.0**32
+    bits = hash_bits(np, seed, range(20_000), row([0]))[:, 0] / 2.0**32
     return at_positions(seed, DRAFT, 0), bits.tolist()
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from protocol.decoding.grammar import MAX_GRAMMAR_BYTES, Grammar, check_grammar, json_grammar
-from protocol.decoding.logits_processor import LogitsProcessor, along
+from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.errors import UsageError
 from protocol.messages import LogitsOptions, Tokens
 from tests.support.reference import tiny_folder
@@ -112,7 +112,7 @@ def test_what_a_grammar_forbids_ends_its_say() -> None:
     a, b = token("a"), token("b")
     shaper = LogitsProcessor(CHOICE, FOLDER, [9])
     rows = np.zeros((4, vocabulary_size()), dtype=np.float32)
-    shaped = along(shaper, [a, a, b, b], rows)
+    shaped = process_rows(shaper, [a, a, b, b], rows)
     assert [int(np.isfinite(r).sum()) for r in shaped] == [2, *[vocabulary_size()] * 3]
     shaper.rewind(2)
     assert possible(shaper) == {b, token("c")}
@@ -145,14 +145,14 @@ def test_what_may_follow_is_what_rows_would_leave(
         expected += 1
     strayed = known > 3 and said == "b"
     expected = (draft + banned).index(banned) if strayed else expected  # only the bias has a say
-    assert expected == shaper.possible(history[known:], [token(c) for c in draft])
+    assert expected == shaper.count_allowed(history[known:], [token(c) for c in draft])
     assert len(shaper) == len(history[:known])
 
 
 def test_a_token_of_no_vocabulary_breaks_no_grammar() -> None:
     """It ends what is possible, and the grammar goes on."""
     shaper = LogitsProcessor(CHOICE, FOLDER, [9])
-    assert shaper.possible([], [token("a"), 2**30, token("b")]) == 1
+    assert shaper.count_allowed([], [token("a"), 2**30, token("b")]) == 1
     assert possible(shaper) == {token("a")}
 
 

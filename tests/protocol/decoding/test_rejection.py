@@ -15,10 +15,15 @@ import numpy.typing as npt
 import pytest
 
 from protocol.decoding.gumbel import ACCEPT, BONUS, DRAFT
-from protocol.decoding.prompt_lookup import continuation
-from protocol.decoding.rejection import Distribution, drafter_distribution, residual, verify_draft
+from protocol.decoding.prompt_lookup import find_continuation
+from protocol.decoding.rejection import (
+    Distribution,
+    drafter_distribution,
+    residual_distribution,
+    verify_draft,
+)
 from protocol.decoding.sampler import Floats
-from protocol.decoding.sampling_params import of_drafter
+from protocol.decoding.sampling_params import drafter_sampling
 from protocol.errors import ProtocolError
 from protocol.messages import DraftDistribution, Sampling, Verify
 from protocol.transport.codec import Decoder, encode
@@ -104,10 +109,14 @@ class Case:
         """What a drafter draws after these logits, as the verifier receives it."""
         top = best_of(row[None], self.width, None)
         [found] = drafted(
-            top, [position], of_drafter(self.sampling), RoundOptions(3, self.held_back)
+            top, [position], drafter_sampling(self.sampling), RoundOptions(3, self.held_back)
         )
         sent = Verify(
-            sequence=1, round=1, position=1, chain=[0, found.token], distributions=[found.law]
+            sequence=1,
+            round=1,
+            position=1,
+            chain=[0, found.token],
+            distributions=[found.distribution],
         )
         decoder: Decoder[Verify] = Decoder(Verify)
         [law] = decoder.decode(encode(sent)).distributions
@@ -115,7 +124,7 @@ class Case:
 
     def drawn_from(self, row: Floats) -> Doubles:
         """q, by other means than those under test."""
-        sampling = of_drafter(self.sampling)
+        sampling = drafter_sampling(self.sampling)
         best = np.argsort(-row)[: self.width]
         cut = np.full(SIZE, -np.inf, np.float32)
         cut[best] = row[best]
@@ -176,7 +185,7 @@ def judged(
 def committed(case: Case, target: Floats, row: Floats) -> list[int]:
     """What a round commits whose draft is drawn from these logits."""
     found = case.draft(row, FIRST)
-    return judged(target, found.token, [found.law], case.sampling)
+    return judged(target, found.token, [found.distribution], case.sampling)
 
 
 def two_tokens(case: Case, target: Floats, row: Floats) -> tuple[int, int]:
@@ -256,7 +265,7 @@ def test_an_ngram_row_has_the_joint_law(dice: Dice, said: list[int]) -> None:
 
     Where the chain breaks, the next token is decoded plainly.
     """
-    looked_up, _ = continuation(said, 2)
+    looked_up, _ = find_continuation(said, 2)
     assert len(looked_up) == 2
     for target, _ in Case().models:
         p = truth(target[0], PLAIN)
@@ -293,7 +302,7 @@ def test_a_drafter_with_the_targets_law_is_always_accepted(dice: Dice) -> None:
         dice.numbers = {(DRAFT, FIRST): number, (ACCEPT, FIRST): 0.999, (BONUS, FIRST + 1): 0.5}
         found = case.draft(target[0], FIRST)
         rows = target[[0, 1 + found.token]]
-        assert verify_draft(rows, [found.token], [found.law], FIRST, PLAIN)[0] == 1
+        assert verify_draft(rows, [found.token], [found.distribution], FIRST, PLAIN)[0] == 1
 
 
 @cases
@@ -323,7 +332,7 @@ def test_saguaro_moves_the_residual_to_what_is_prepared(weight: float) -> None:
             c: float, ids: Any = ids, p: Distribution = p, row: Floats = draft[0]
         ) -> float:
             q = drafter_distribution(ids, row[ids], changed(saguaro=c), 2)
-            return sum(residual(p, q).of(int(token)) for token in ids[:2])
+            return sum(residual_distribution(p, q).of(int(token)) for token in ids[:2])
 
         assert prepared(weight) >= prepared(1.0) - 1e-12
 

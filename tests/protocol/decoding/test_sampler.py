@@ -9,7 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from protocol.decoding.gumbel import gumbel
-from protocol.decoding.sampler import choose, distances, has_filter, kept, ranked
+from protocol.decoding.sampler import (
+    filter_tokens,
+    has_filter,
+    rank_candidates,
+    sample,
+    score_margin,
+)
 from protocol.messages import Sampling
 
 Floats = npt.NDArray[np.float32]
@@ -97,7 +103,7 @@ def test_choice_is_the_best_of_all(row: Floats, temperature: float, seed: int, a
     sampling = Sampling(temperature=temperature, seed=seed)
     positions = range(at, at + 6)
     expected = [brute(row, position, sampling) for position in positions]
-    assert expected == choose(np.tile(row, (6, 1)), positions, sampling)
+    assert expected == sample(np.tile(row, (6, 1)), positions, sampling)
 
 
 @settings(max_examples=70)
@@ -110,7 +116,7 @@ def test_choice_is_the_best_that_the_filters_keep(
     assume(not borderline(row, sampling))
     positions = range(at, at + 6)
     expected = [brute(row, position, sampling) for position in positions]
-    assert expected == choose(np.tile(row, (6, 1)), positions, sampling)
+    assert expected == sample(np.tile(row, (6, 1)), positions, sampling)
 
 
 @settings(max_examples=70)
@@ -119,7 +125,7 @@ def test_filters_are_those_of_mlx_lm(row: Floats, filters: dict[str, float]) -> 
     """The filters see the law at temperature 1 and keep what mlx-lm's keep, best first."""
     sampling = Sampling(temperature=3.0, **filters)
     assume(not borderline(row, sampling))
-    ids = kept(row, sampling)
+    ids = filter_tokens(row, sampling)
     assert np.flatnonzero(allowed(row, sampling)).tolist() == sorted(ids.tolist())
     assert row[ids].tolist() == sorted(row[ids].tolist(), reverse=True)
 
@@ -131,7 +137,7 @@ def test_far_tokens_win_when_their_noise_does() -> None:
     row[17] = 12.5 * temperature
     sampling = Sampling(temperature=temperature, seed=5)
     expected = [brute(row, position, sampling) for position in range(rounds)]
-    assert expected == choose(np.tile(row, (rounds, 1)), range(rounds), sampling)
+    assert expected == sample(np.tile(row, (rounds, 1)), range(rounds), sampling)
     assert 0 < sum(token != 17 for token in expected) < rounds // 2
 
 
@@ -157,7 +163,7 @@ def test_choices_follow_the_law(temperature: float, filters: dict[str, float]) -
     law = np.zeros(row.size)
     law[keep] = softmax(row[keep] / temperature)
     draws = 2000
-    chosen = choose(np.tile(row, (draws, 1)), range(500, 500 + draws), sampling)
+    chosen = sample(np.tile(row, (draws, 1)), range(500, 500 + draws), sampling)
     counts = np.bincount(chosen, minlength=row.size)
     assert not counts[~keep].any()
     expected = draws * law[keep]
@@ -170,7 +176,7 @@ def test_temperature_zero_is_greedy(filters: dict[str, float]) -> None:
     """At temperature 0 the best token is chosen whatever the seed and the filters."""
     logits = np.random.default_rng(0).normal(size=(5, 300)).astype(np.float32)
     sampling = Sampling(temperature=0.0, seed=9, **filters)
-    assert np.argmax(logits, axis=-1).tolist() == choose(logits, range(5), sampling)
+    assert np.argmax(logits, axis=-1).tolist() == sample(logits, range(5), sampling)
 
 
 @pytest.mark.parametrize("offset", [-40.0, 0.0, 40.0])
@@ -182,17 +188,17 @@ def test_tiny_temperatures_are_greedy(
     """The smallest temperatures that a request may name choose the best token."""
     logits = np.random.default_rng(1).normal(size=(4, 200)).astype(np.float32) + np.float32(offset)
     sampling = Sampling(temperature=temperature, seed=3, **filters)
-    assert np.argmax(logits, axis=-1).tolist() == choose(logits, range(4), sampling)
+    assert np.argmax(logits, axis=-1).tolist() == sample(logits, range(4), sampling)
 
 
 def test_seeds_and_positions_matter() -> None:
     """Another seed or another position is another draw, and the same ones the same draw."""
     flat = np.zeros((64, 1000), dtype=np.float32)
     one, other = Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)
-    assert choose(flat, range(64), one) == choose(flat, range(64), one)
-    assert choose(flat, range(64), one) != choose(flat, range(64), other)
-    assert choose(flat, range(64), one)[1:] == choose(flat, range(1, 65), one)[:-1]
-    assert len(set(choose(flat, range(64), one))) > 50
+    assert sample(flat, range(64), one) == sample(flat, range(64), one)
+    assert sample(flat, range(64), one) != sample(flat, range(64), other)
+    assert sample(flat, range(64), one)[1:] == sample(flat, range(1, 65), one)[:-1]
+    assert len(set(sample(flat, range(64), one))) > 50
 
 
 @pytest.mark.parametrize("filters", [PLAIN, {"top_k": 4}, COMBINED], ids=str)
@@ -200,7 +206,7 @@ def test_masked_tokens_are_never_chosen(filters: dict[str, float]) -> None:
     """A logit of minus infinity has probability zero."""
     row = np.array([0.0, -np.inf, 1.0, -np.inf, 0.5], dtype=np.float32)
     sampling = Sampling(temperature=2.0, **filters)
-    assert not {1, 3} & set(choose(np.tile(row, (300, 1)), range(300), sampling))
+    assert not {1, 3} & set(sample(np.tile(row, (300, 1)), range(300), sampling))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +222,7 @@ def test_masked_tokens_are_never_chosen(filters: dict[str, float]) -> None:
 def test_filters_keep_at_least_the_best(filters: dict[str, float], expected: list[int]) -> None:
     """However strict, a filter keeps the best token; ties at its border go to the smaller id."""
     row = np.array([1.0, 0.0, 2.0, 1.0, 1.0], dtype=np.float32)
-    assert expected == kept(row, Sampling(temperature=1.0, **filters)).tolist()
+    assert expected == filter_tokens(row, Sampling(temperature=1.0, **filters)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -243,10 +249,10 @@ def test_same_logits_rank_the_targets_choice_first(
     assume(np.unique(row).size == row.size)
     ids = np.argsort(-row, kind="stable")
     positions = range(at, at + 3)
-    orders = ranked(np.tile(ids, (3, 1)), np.tile(row[ids], (3, 1)), positions, sampling)
-    assert choose(np.tile(row, (3, 1)), positions, sampling) == orders[:, 0].tolist()
+    orders = rank_candidates(np.tile(ids, (3, 1)), np.tile(row[ids], (3, 1)), positions, sampling)
+    assert sample(np.tile(row, (3, 1)), positions, sampling) == orders[:, 0].tolist()
     assert all(sorted(order) == sorted(ids) for order in orders.tolist())
-    count = kept(row, sampling).size
+    count = filter_tokens(row, sampling).size
     assert all(set(order[:count]) == set(ids[:count].tolist()) for order in orders.tolist())
 
 
@@ -254,7 +260,7 @@ def test_ranks_at_temperature_zero_are_the_logits() -> None:
     """A greedy drafter's candidates stay in the order of their logits."""
     ids = np.array([[7, 3, 9]])
     logits = np.array([[3.0, 2.0, 1.0]], dtype=np.float32)
-    assert ranked(ids, logits, [4], Sampling()).tolist() == [[7, 3, 9]]
+    assert rank_candidates(ids, logits, [4], Sampling()).tolist() == [[7, 3, 9]]
 
 
 def test_ranks_are_the_order_of_noisy_logits() -> None:
@@ -264,7 +270,10 @@ def test_ranks_are_the_order_of_noisy_logits() -> None:
     ids = random.permutation(1000)[None, :12]
     sampling = Sampling(temperature=1.0, seed=8)
     scores = logits[0] + gumbel(np, 8, [6], ids.astype(np.uint32))[0]
-    assert ids[0][np.argsort(-scores)].tolist() == ranked(ids, logits, [6], sampling)[0].tolist()
+    assert (
+        ids[0][np.argsort(-scores)].tolist()
+        == rank_candidates(ids, logits, [6], sampling)[0].tolist()
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
@@ -274,13 +283,13 @@ def test_distances_are_those_of_the_scores(temperature: float) -> None:
     sampling = Sampling(temperature=temperature, seed=6)
     noise = gumbel(np, 6, [9], np.array([[7, 30]], dtype=np.uint32))[0]
     expected = abs(row[7] - row[30] + temperature * (noise[0] - noise[1]))
-    assert distances(row, 9, sampling, (7, 30)) == pytest.approx(expected, abs=1e-5)
-    assert distances(row, 9, sampling, (30, 7)) == distances(row, 9, sampling, (7, 30))
+    assert score_margin(row, 9, sampling, (7, 30)) == pytest.approx(expected, abs=1e-5)
+    assert score_margin(row, 9, sampling, (30, 7)) == score_margin(row, 9, sampling, (7, 30))
 
 
 def test_a_filtered_candidate_is_infinitely_far() -> None:
     """If the filters keep only one of two candidates, no rounding could exchange them."""
     row = np.array([3.0, 2.0, 1.0], dtype=np.float32)
     sampling = Sampling(temperature=1.0, top_k=2)
-    assert distances(row, 0, sampling, (0, 2)) == float("inf")
-    assert distances(row, 0, sampling, (0, 1)) < 30.0
+    assert score_margin(row, 0, sampling, (0, 2)) == float("inf")
+    assert score_margin(row, 0, sampling, (0, 1)) < 30.0

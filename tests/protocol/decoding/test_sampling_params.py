@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_ssd import SamplingParams
-from protocol.decoding.sampling_params import by_rejection, check, is_sound, of_drafter
+from protocol.decoding.sampling_params import (
+    check_sampling,
+    drafter_sampling,
+    is_valid_distribution,
+    uses_rejection,
+)
 from protocol.errors import UsageError
 from protocol.messages import DraftDistribution, Sampling
 
@@ -31,7 +36,7 @@ def changed(**changes: object) -> Sampling:
 def test_what_has_no_meaning_is_refused(sampling: Sampling, words: str) -> None:
     """A sentence says what is missing, on the command line and in Python."""
     with pytest.raises(UsageError, match=words):
-        check(sampling)
+        check_sampling(sampling)
     params = SamplingParams(
         temperature=sampling.temperature,
         acceptance=sampling.acceptance,
@@ -56,8 +61,8 @@ def test_what_has_no_meaning_is_refused(sampling: Sampling, words: str) -> None:
 )
 def test_what_has_a_meaning_is_not(sampling: Sampling) -> None:
     """Both rules take a drafter's own law; at temperature 0 they are one."""
-    check(sampling)
-    assert by_rejection(sampling) == (
+    check_sampling(sampling)
+    assert uses_rejection(sampling) == (
         sampling.acceptance == "rejection" and sampling.temperature > 0
     )
 
@@ -79,8 +84,8 @@ def test_the_api_passes_everything_on() -> None:
 
 def test_the_drafter_follows_the_target_unless_told_otherwise() -> None:
     """None is the target's own parameter; the rest is shared."""
-    assert of_drafter(WARM) == WARM
-    own = of_drafter(changed(draft_temperature=1.5, draft_top_p=0.5))
+    assert drafter_sampling(WARM) == WARM
+    own = drafter_sampling(changed(draft_temperature=1.5, draft_top_p=0.5))
     assert (own.temperature, own.top_p, own.seed) == (1.5, 0.5, WARM.seed)
 
 
@@ -92,6 +97,6 @@ def test_a_law_is_sound_if_the_token_could_be_drawn(weights: list[float], index:
     if total == 0.0:
         return
     law = DraftDistribution([3 * at for at in range(len(weights))], [w / total for w in weights])
-    assert is_sound(law, 3 * index) == (law.probabilities[index] > 0.0)
-    assert not is_sound(law, 1)
-    assert is_sound(DraftDistribution(), 1)
+    assert is_valid_distribution(law, 3 * index) == (law.probabilities[index] > 0.0)
+    assert not is_valid_distribution(law, 1)
+    assert is_valid_distribution(DraftDistribution(), 1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.decoding.vocabulary import Vocabulary, vocabulary_of
+from protocol.decoding.vocabulary import Vocabulary, read_vocabulary
 from protocol.errors import ModelError
 
 VOCAB = {"a": 0, "b": 1, "ab": 2}
@@ -17,7 +17,7 @@ VOCAB = {"a": 0, "b": 1, "ab": 2}
 def fingerprint(folder: Path, content: Any) -> Vocabulary:
     text = content if isinstance(content, str) else json.dumps(content)
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-    return vocabulary_of(folder)
+    return read_vocabulary(folder)
 
 
 def description(vocab: Any, added: list[dict[str, Any]] | None = None) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def test_unigram_vocabularies_are_numbered_by_place(tmp_path: Path) -> None:
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     """The error names the folder and what is missing."""
     with pytest.raises(ModelError, match=r"has no tokenizer\.json") as caught:
-        vocabulary_of(tmp_path)
+        read_vocabulary(tmp_path)
     assert str(tmp_path) in str(caught.value)
 
 
@@ -114,4 +114,4 @@ def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
     """A file that is not UTF-8 is a ModelError."""
     (tmp_path / "tokenizer.json").write_bytes(b'{"\xff"')
     with pytest.raises(ModelError, match="is not a tokenizer description"):
-        vocabulary_of(tmp_path)
+        read_vocabulary(tmp_path)

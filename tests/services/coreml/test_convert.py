@@ -18,7 +18,7 @@ from launch.models.coreml_models import beside, converted, require_converted
 from launch.stack.child import Lifeline
 from launch.workers.telling import Telling
 from protocol.errors import ModelError
-from protocol.jobs.convert import COMPRESSIONS, ROUTES, Compression, Converted, Event
+from protocol.jobs.convert import COMPRESSIONS, ROUTES, Compression, ConvertEvent, ConvertResult
 from services.coreml.architecture import read_architecture
 from services.coreml.convert.compression import _centres, pack
 from services.coreml.convert.source import Source
@@ -274,8 +274,8 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
     with contextlib.closing(Lifeline()) as lifeline:
         values = {field: getattr(settings, field) for field in settings.__struct_fields__}
         told = type(settings)(**{**values, "lifeline": lifeline.child_end})
-        decoder = msgspec.json.Decoder(Event)
-        with Telling("services.coreml", told, decoder, Converted) as process:
+        decoder = msgspec.json.Decoder(ConvertEvent)
+        with Telling("services.coreml", told, decoder, ConvertResult) as process:
             assert next(process.events())
             assert list(tmp_path.glob(".made.partial-*"))
     assert list(tmp_path.iterdir()) == []

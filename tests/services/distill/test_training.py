@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from protocol.errors import UsageError
-from protocol.jobs.distill import DistillFinished, Event
+from protocol.jobs.distill import DistillEvent, DistillFinished
 from protocol.messages import Sampling
 from protocol.settings import DistillSettings
 from services.distill import checkpoint
@@ -34,10 +34,10 @@ class Quiet(RunControl):
 
     def __init__(self, stop_after: int = 1 << 30) -> None:
         super().__init__()
-        self.heard: list[Event] = []
+        self.heard: list[DistillEvent] = []
         self._stop_after = stop_after
 
-    def say(self, event: Event) -> None:
+    def say(self, event: DistillEvent) -> None:
         self.heard.append(event)
 
     @property

@@ -21,7 +21,7 @@ from protocol.messages import (
     Verify,
 )
 from services.drafter.backends.base import (
-    NO_TURN,
+    DEFAULT_ROUND_OPTIONS,
     BackendIdentity,
     DraftedToken,
     Outcome,
@@ -67,7 +67,7 @@ class FakeBackend:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = NO_TURN,
+        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer]:
         self.turns.append(turn)
         self.asked.append(("prepare", sequence, chain, fan_out, depth))
@@ -77,7 +77,7 @@ class FakeBackend:
             yield TreeLayer(ROOTS, [10 + depth_, END_OF_BRANCH], [0.5, 0.0], laws)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken]:
         self.turns.append(turn)
         self.asked.append(("draft", sequence, pending, count))

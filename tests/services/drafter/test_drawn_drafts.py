@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from protocol.decoding.gumbel import DRAFT, uniform
-from protocol.decoding.rejection import Distribution, drafter_distribution, draw
+from protocol.decoding.rejection import Distribution, drafter_distribution, draw_token
 from protocol.decoding.sampler import Floats
-from protocol.decoding.sampling_params import of_drafter
+from protocol.decoding.sampling_params import drafter_sampling
 from protocol.messages import DraftDistribution, Sampling, Tokens
 from services.drafter.backends.base import DraftedToken, RoundOptions
 from services.drafter.backends.mlx import MlxBackend
@@ -40,13 +40,15 @@ def opened(sampling: Sampling) -> MlxBackend:
 def check(found: DraftedToken, row: Floats, position: int, sampling: Sampling) -> None:
     """The law is that of fresh logits, and the token is its draw in this round."""
     best = np.argsort(-row)[:CANDIDATES]
-    expected = drafter_distribution(best, row[best], of_drafter(sampling), TURN.held_back)
-    sent = dict(zip(found.law.tokens, found.law.probabilities, strict=True))
+    expected = drafter_distribution(best, row[best], drafter_sampling(sampling), TURN.held_back)
+    sent = dict(zip(found.distribution.tokens, found.distribution.probabilities, strict=True))
     assert set(sent) == set(expected.ids.tolist())
     for token, probability in zip(expected.ids.tolist(), expected.probabilities, strict=True):
         assert sent[token] == pytest.approx(probability, abs=1e-4)
-    law = Distribution(np.array(found.law.tokens), np.array(found.law.probabilities))
-    assert found.token == draw(law, uniform(sampling.seed, DRAFT, TURN.number, position))
+    law = Distribution(
+        np.array(found.distribution.tokens), np.array(found.distribution.probabilities)
+    )
+    assert found.token == draw_token(law, uniform(sampling.seed, DRAFT, TURN.number, position))
 
 
 def rows_after(tokens: Tokens) -> list[Floats]:
@@ -118,4 +120,4 @@ def test_what_is_not_drawn_has_no_law(sampling: Sampling) -> None:
     assert layer.distributions == []
     backend().commit(1, len(PROMPT), [])
     [found] = said(backend().draft(1, CHAIN[0], 1, TURN))
-    assert found.law == DraftDistribution()
+    assert found.distribution == DraftDistribution()

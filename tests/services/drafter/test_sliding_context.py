@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.settings.settings import StackSettings
-from protocol.decoding.sampler import choose
+from protocol.decoding.sampler import sample
 from protocol.errors import ProtocolError
 from protocol.messages import Mode, Sampling, Tokens
 from services.drafter.backends.base import (
-    NO_TURN,
+    DEFAULT_ROUND_OPTIONS,
     BackendIdentity,
     DraftedToken,
     Outcome,
@@ -60,7 +60,7 @@ class Narrow:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = NO_TURN,
+        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         del fan_out
         assert len(self.held[sequence]) + len(chain) + depth <= CONTEXT
@@ -69,7 +69,7 @@ class Narrow:
             yield TreeLayer([Outcome(0, 1)], [len(self.held[sequence]) + turn.shift], [0.5])
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = NO_TURN
+        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
         del pending
         assert len(self.held[sequence]) + 1 + count <= CONTEXT
@@ -178,13 +178,13 @@ def test_the_noise_is_that_of_the_sequences_positions(sampling: Sampling) -> Non
     [found] = said(backend.draft(1, 9, 1))
     window = [*tokens[-16:], 9]
     row = reference("llama").rows([window])[0][-1:]
-    assert choose(row, [len(tokens) + 1], sampling) == [found.token]
+    assert sample(row, [len(tokens) + 1], sampling) == [found.token]
     layers = said(backend.prepare(1, [9], [3], 2))
     path = [*window, layers[0].outcomes[0].bonus]
-    assert choose(row, [len(tokens) + 1], sampling) == path[-1:]
+    assert sample(row, [len(tokens) + 1], sampling) == path[-1:]
     for depth, layer in enumerate(layers):
         row = reference("llama").rows([path])[0][-1:]
-        expected = choose(np.asarray(row), [len(tokens) + 2 + depth], sampling)
+        expected = sample(np.asarray(row), [len(tokens) + 2 + depth], sampling)
         assert expected == layer.tokens[:1]
         path += layer.tokens[:1]
 

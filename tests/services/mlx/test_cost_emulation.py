@@ -47,7 +47,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 def test_added_bytes() -> None:
     """A target of 100 weights of 4 bytes; added weights take 2 bytes."""
-    assert [parse_size(text).added_bytes(100, 400, 2) for text in ("4x", "2B", "16GB")] == [
+    assert [parse_size(text).bytes_to_add(100, 400, 2) for text in ("4x", "2B", "16GB")] == [
         1200.0,
         2e9 * 2 - 200,
         16e9 - 400,

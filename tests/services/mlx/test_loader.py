@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from protocol.decoding.vocabulary import vocabulary_of
+from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError
 from services.mlx.loader import compute_unit, load
 from tests.support.reference import reference, tiny_folder
@@ -107,7 +107,7 @@ def test_models_compute_what_mlx_lm_computes(family: str) -> None:
     expected = logits_of(reference(family).module)
     np.testing.assert_allclose(expected, logits_of(loaded.module), atol=1e-4)
     assert loaded.folder == tiny_folder(family)
-    assert vocabulary_of(tiny_folder(family)) == loaded.vocabulary
+    assert read_vocabulary(tiny_folder(family)) == loaded.vocabulary
     assert loaded.context_length == (0 if family == "mamba" else CONTEXT)
 
 

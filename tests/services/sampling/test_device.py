@@ -49,7 +49,7 @@ def test_the_same_tokens_as_on_the_host(sampling: Sampling, step: float) -> None
     """Over 240 rows of a large vocabulary, with and without many equal logits."""
     logits = rows(1, 240, 8192, step=step)
     positions = range(1000, 1240)
-    expected = sampler.choose(logits, positions, sampling)
+    expected = sampler.sample(logits, positions, sampling)
     assert expected == device.choose(mx.array(logits), positions, sampling)
 
 
@@ -69,7 +69,7 @@ def test_the_same_tokens_under_any_filters(sampling: Sampling, size: int, step: 
     """Borders of filters, tiny vocabularies and ties included."""
     logits = rows(sampling.seed, 6, size, step=step)
     positions = range(sampling.seed % 1000, sampling.seed % 1000 + 6)
-    expected = sampler.choose(logits, positions, sampling)
+    expected = sampler.sample(logits, positions, sampling)
     assert expected == device.choose(mx.array(logits), positions, sampling)
 
 
@@ -79,7 +79,7 @@ def test_half_precision_logits(dtype: mx.Dtype) -> None:
     logits = mx.array(rows(2, 60, 4096)).astype(dtype)
     host = np.array(logits.astype(mx.float32))
     for sampling in SAMPLINGS[1:]:
-        expected = sampler.choose(host, range(60), sampling)
+        expected = sampler.sample(host, range(60), sampling)
         assert expected == device.choose(logits, range(60), sampling)
 
 
@@ -87,7 +87,7 @@ def test_half_precision_logits(dtype: mx.Dtype) -> None:
 def test_rows_seldom_go_to_the_host(sampling: Sampling) -> None:
     """What is moved is the exception: less than one row in fifty."""
     logits = mx.array(rows(3, 300, 8192))
-    with patch.object(sampler, "choose", wraps=sampler.choose) as choose:
+    with patch.object(sampler, "sample", wraps=sampler.sample) as choose:
         device.choose(logits, range(300), sampling)
     assert choose.call_count < 6
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from protocol.decoding.vocabulary import vocabulary_of
+from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError
 from services.mlx.loader import load
 from services.tools.build_drafter import assemble, main
@@ -56,7 +56,7 @@ def test_the_assembled_model_is_the_whole_one(target: Path, carried: Path, tmp_p
     assemble(carried, target, folder)
     whole = write_tiny_model(tmp_path / "whole", "llama", layers=2)
     np.testing.assert_array_equal(logits_of(whole), logits_of(folder))
-    assert vocabulary_of(target) == vocabulary_of(folder)
+    assert read_vocabulary(target) == read_vocabulary(folder)
     assert tensors(folder).keys() == tensors(whole).keys()
 
 

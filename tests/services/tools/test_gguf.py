@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model
 from tokenizers import Tokenizer
 
 from launch.models.pair import produce
-from protocol.decoding.vocabulary import vocabulary_of
+from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError
 from services.mlx.loader import compute_unit, load
 from services.tools.gguf import convert, main
@@ -173,7 +173,7 @@ def test_widths_may_differ(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_tokenizer_comes_back(split: str, make: Make) -> None:
     """Text and special tokens become the same ids as with the source's tokenizer."""
     source, folder = tiny_folder("llama"), converted(make(split=split))
-    assert vocabulary_of(source) == vocabulary_of(folder)
+    assert read_vocabulary(source) == read_vocabulary(folder)
     assert encoded(source, TEXT) == encoded(folder, TEXT)
     expected = json.loads((source / "tokenizer_config.json").read_text())
     found = json.loads((folder / "tokenizer_config.json").read_text())

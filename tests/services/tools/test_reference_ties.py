@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from protocol.jobs.reference import LARGEST_TIE, MarginAnswer
+from protocol.jobs.reference import LARGEST_TIE, MarginResult
 from services.tools.reference import _spacing
 
 
@@ -27,8 +27,8 @@ def test_spacing_is_that_of_the_format(dtype: mx.Dtype, size: float, spacing: fl
 
 def test_ties_are_wider_in_half_precision_only() -> None:
     """Four steps of the format; float32 keeps its own limit."""
-    assert MarginAnswer(LARGEST_TIE, 1e-7).is_tie
-    assert not MarginAnswer(2 * LARGEST_TIE, 1e-7).is_tie
-    assert MarginAnswer(0.03, 2.0**-7).is_tie
-    assert not MarginAnswer(0.04, 2.0**-7).is_tie
-    assert not MarginAnswer(float("inf"), 0.06).is_tie
+    assert MarginResult(LARGEST_TIE, 1e-7).is_tie
+    assert not MarginResult(2 * LARGEST_TIE, 1e-7).is_tie
+    assert MarginResult(0.03, 2.0**-7).is_tie
+    assert not MarginResult(0.04, 2.0**-7).is_tie
+    assert not MarginResult(float("inf"), 0.06).is_tie

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.decoding.gumbel import gumbel
-from protocol.decoding.sampler import Floats, has_filter, kept
-from protocol.decoding.vocabulary import vocabulary_of
+from protocol.decoding.sampler import Floats, filter_tokens, has_filter
+from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, ProtocolError
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import DraftedToken, TreeLayer
@@ -59,7 +59,7 @@ class Law:
         scores = np.full(VOCABULARY, -np.inf, np.float32)
         scores[near] = logits[near] / np.float32(sampling.temperature) + noise
         if has_filter(sampling):
-            dropped = near[kept(logits[near], sampling).size :]
+            dropped = near[filter_tokens(logits[near], sampling).size :]
             scores[dropped] -= np.float32(1e4)
         return cls(scores, weights / weights.sum())
 
@@ -313,14 +313,14 @@ def test_a_branch_is_adopted_only_where_it_grew(back: int) -> None:
     backend = setup.backend
     list(backend.open(number, list(PROMPT), Sampling()))
     *_, layer = said(backend.prepare(number, [120, 160], [2, 2], depth=2))
-    kept = list(PROMPT[: len(PROMPT) - back])
+    filter_tokens = list(PROMPT[: len(PROMPT) - back])
     for root in layer.outcomes:
-        backend.commit(number, len(kept), [])
+        backend.commit(number, len(filter_tokens), [])
         drafted = said(backend.draft(number, root.bonus, 2))
-        [laws] = setup.distributions([[*kept, root.bonus, drafted[0].token]], Sampling())
-        for law, token in zip(laws[len(kept) :], drafted, strict=True):
+        [laws] = setup.distributions([[*filter_tokens, root.bonus, drafted[0].token]], Sampling())
+        for law, token in zip(laws[len(filter_tokens) :], drafted, strict=True):
             law.check_drafted(token)
-        backend.commit(number, len(kept), [])
+        backend.commit(number, len(filter_tokens), [])
         said(backend.prepare(number, [120, 160], [2, 2], depth=2))
 
 
@@ -538,7 +538,7 @@ def test_the_backend_says_who_it_is() -> None:
     identity = setup_of("qwen2").backend.identity
     assert identity.backend == "mlx"
     assert identity.model == str(folder)
-    assert vocabulary_of(folder).fingerprint == identity.tokenizer_fingerprint
+    assert read_vocabulary(folder).fingerprint == identity.tokenizer_fingerprint
     assert identity.vocabulary_size == VOCABULARY
     assert identity.context_length == 512
     assert identity.max_draft_tokens == MAX_DRAFT_TOKENS

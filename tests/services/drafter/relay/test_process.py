@@ -56,8 +56,8 @@ def test_a_stubborn_program_is_killed_with_its_children() -> None:
 def test_nothing_is_left_if_we_are_killed() -> None:
     """SIGKILL of the process that runs a program ends the program, its children and the guard."""
     code = (
-        "import os, sys, time; from services.drafter.relay.process import DrafterProcess as Program\n"
-        "p = Program(['/bin/sh', '-c', sys.argv[1]])\n"
+        "import os, sys, time; from services.drafter.relay.process import DrafterProcess\n"
+        "p = DrafterProcess(['/bin/sh', '-c', sys.argv[1]])\n"
         "os.write(1, os.read(p.reading, 100)); time.sleep(1000)\n"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, STUBBORN], stdout=subprocess.PIPE)
