@@ -17,9 +17,9 @@ def run(settings: ConvertSettings) -> None:
     load_blas(settings.threads)
     # MLX, which the comparison needs, must find the BLAS in place.
     from services.coreml.convert.produce import produce  # noqa: PLC0415
-    from services.coreml.threads import limit  # noqa: PLC0415
+    from services.coreml.runtime.executor import limit_threads  # noqa: PLC0415
 
-    limit(settings.threads)
+    limit_threads(settings.threads)
     produce(settings)
 
 

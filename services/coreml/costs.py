@@ -6,7 +6,7 @@ import time
 import numpy as np
 
 from protocol.jobs.convert import FunctionCost
-from services.coreml.functions import Function
+from services.coreml.functions import PackageFunction
 from services.coreml.model import ConvertedModel, chain_feed
 from services.coreml.runtime.blob import Array
 from services.coreml.runtime.executor import State
@@ -18,7 +18,7 @@ def measure(model: ConvertedModel, calls: int) -> list[FunctionCost]:
     executor = model.executor
     found = []
     for function in model.manifest.functions:
-        times = [_timed(model, function, state) for _ in range(calls + 1)][1:]
+        times = [_time_call(model, function, state) for _ in range(calls + 1)][1:]
         placement = getattr(executor, "placements", {}).get(function.name)
         found.append(
             FunctionCost(
@@ -38,16 +38,16 @@ def warm(model: ConvertedModel) -> None:
     state = model.new_state()
     for function in model.manifest.functions:
         if function.stateful:
-            _timed(model, function, state)
+            _time_call(model, function, state)
 
 
 def unit_of(model: ConvertedModel, function: str) -> str:
-    """Where a function runs, as far as that is known; never a wish."""
+    """Where a function runs, as far as that is known, rather than where it was asked to."""
     placement = getattr(model.executor, "placements", {}).get(function)
     return placement.unit if placement else model.executor.compute_unit
 
 
-def _timed(model: ConvertedModel, function: Function, state: list[State]) -> float:
+def _time_call(model: ConvertedModel, function: PackageFunction, state: list[State]) -> float:
     feed = chain_feed([1] * function.tokens, 0, model.slots)
     past = [] if function.stateful else empty_past(model)
     started = time.perf_counter()

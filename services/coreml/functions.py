@@ -12,7 +12,7 @@ MASKED = -1e4
 """What a query adds to the score of a slot that it must not see; infinities become NaN."""
 
 
-class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PackageFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One function of a package."""
 
     name: str
@@ -38,13 +38,13 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.stop - self.first
 
 
-def functions_of(branches: int, chunk: int) -> list[Function]:
+def functions_of(branches: int, chunk: int) -> list[PackageFunction]:
     """Those of a drafter: branches, one token, a prompt; and a prompt without state."""
     return [
-        Function("tree", branches, stateful=True, head=True),
-        Function("decode", 1, stateful=True, head=True),
-        Function("prefill", chunk, stateful=True, head=False),
-        Function("prefill_kv", chunk, stateful=False, head=False),
+        PackageFunction("tree", branches, stateful=True, head=True),
+        PackageFunction("decode", 1, stateful=True, head=True),
+        PackageFunction("prefill", chunk, stateful=True, head=False),
+        PackageFunction("prefill_kv", chunk, stateful=False, head=False),
     ]
 
 

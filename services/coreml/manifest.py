@@ -7,7 +7,7 @@ import msgspec
 from protocol.errors import ModelError
 from protocol.jobs.convert import Compression, StateWrite
 from services.coreml.architecture import Architecture
-from services.coreml.functions import Function, Part
+from services.coreml.functions import PackageFunction, Part
 
 FILE_NAME = "coreml.json"
 """Its presence is what makes a folder a converted model (`launch/models/pair.py` looks for it)."""
@@ -38,7 +38,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     slots: int
     """Tokens that fit into the state, drafts included."""
     parts: list[Part]
-    functions: list[Function]
+    functions: list[PackageFunction]
     width: int
     """Best tokens that each product of the head returns."""
     head_size: int
@@ -50,7 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     parity: dict[str, object] = {}
     """The figures of the comparison that ended the conversion."""
 
-    def function(self, name: str) -> Function:
+    def function(self, name: str) -> PackageFunction:
         """One function; raises ModelError if the package was made without it."""
         for function in self.functions:
             if function.name == name:
@@ -69,7 +69,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError as error:
         raise ModelError(
-            f"{str(folder)!r} is no converted model; make one with `ssd convert`"
+            f"{str(folder)!r} is not a converted model; make one with `ssd convert`"
         ) from error
     except (OSError, msgspec.DecodeError) as error:
         raise ModelError(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from protocol.decoding.sampler import Floats
 from protocol.errors import ModelError
 from protocol.settings import ComputeUnits
-from services.coreml.functions import MASKED, Function
+from services.coreml.functions import MASKED, PackageFunction
 from services.coreml.manifest import EMBEDDING, Manifest, read_manifest
 from services.coreml.runtime.blob import Array
 from services.coreml.runtime.executor import Executor, State, executor_of
@@ -99,7 +99,7 @@ class ConvertedModel:
             found.append((outputs["new_keys"][:, :, :count], outputs["new_values"][:, :, :count]))
         return found
 
-    def _check(self, function: Function, feed: Feed) -> None:
+    def _check(self, function: PackageFunction, feed: Feed) -> None:
         count = len(feed.tokens)
         if not 1 <= count <= function.tokens:
             raise ValueError(f"{function.name} takes 1 to {function.tokens} tokens, not {count}")
@@ -108,7 +108,7 @@ class ConvertedModel:
                 f"{function.name} writes {function.tokens} rows, {feed.slot} is too late a slot"
             )
 
-    def _inputs(self, function: Function, feed: Feed) -> dict[str, Array]:
+    def _inputs(self, function: PackageFunction, feed: Feed) -> dict[str, Array]:
         """The padding is token 0 at position 0, and sees itself alone: no row may be empty."""
         count, size = len(feed.tokens), function.tokens
         tokens, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
@@ -126,7 +126,7 @@ class ConvertedModel:
             "mask_new": new,
         }
 
-    def _write_inputs(self, function: Function, feed: Feed) -> dict[str, Array]:
+    def _write_inputs(self, function: PackageFunction, feed: Feed) -> dict[str, Array]:
         if self.manifest.state_write == "slice":
             return {"slot": np.array([feed.slot], np.int32)}
         scatter = np.zeros((1, 1, self.slots, function.tokens), np.float32)

@@ -19,8 +19,7 @@ from services.coreml import costs
 from services.coreml.architecture import read_architecture
 from services.coreml.manifest import read_manifest
 from services.coreml.model import ConvertedModel, chain_feed, open_model
-from services.coreml.runtime.executor import ReferenceExecutor
-from services.coreml.threads import limit
+from services.coreml.runtime.executor import ReferenceExecutor, limit_threads
 from services.mlx.blas import load_blas
 from services.sampling.candidates import Top
 
@@ -33,7 +32,7 @@ _MEETING_S = 900.0
 def run(settings: ProbeSettings) -> None:
     """Measure, and say what was found."""
     load_blas(settings.threads)
-    limit(settings.threads)
+    limit_threads(settings.threads)
     measure = {
         "functions": _functions,
         "device": _device,
@@ -122,7 +121,7 @@ def _soak(settings: ProbeSettings) -> ProbeResult:
     )
 
 
-def _looped(settings: ProbeSettings, unit: str, call: Callable[[], None]) -> ProbeResult:
+def _repeat(settings: ProbeSettings, unit: str, call: Callable[[], None]) -> ProbeResult:
     call()
     ready = time.monotonic()
     if settings.barrier is not None:
@@ -161,8 +160,8 @@ def _draft_loop(settings: ProbeSettings) -> ProbeResult:
     """Single tokens through the package, again and again."""
     model = _model(settings)
     state, feed = model.new_state(), chain_feed([1], 0, model.slots)
-    return _looped(
-        settings, model.executor.compute_unit, lambda: void(model.run("decode", feed, state))
+    return _repeat(
+        settings, model.executor.compute_unit, lambda: discard(model.run("decode", feed, state))
     )
 
 
@@ -182,7 +181,7 @@ def _target_loop(settings: ProbeSettings) -> ProbeResult:
         store.chain(1)
         mx.eval(module(mx.array([[1]]), cache=store.caches))
 
-    return _looped(settings, compute_unit(), call)
+    return _repeat(settings, compute_unit(), call)
 
 
 def _injection(settings: ProbeSettings) -> ProbeResult:
@@ -239,14 +238,14 @@ def _prefill(settings: ProbeSettings) -> ProbeResult:
         compute_units=settings.compute_units,
         compute_unit=other.compute_unit,
         prefills=[
-            PrefillTime(tokens=tokens, mlx_ms=own, coreml_ms=elsewhere)
-            for tokens, (own, elsewhere) in both.times.items()
+            PrefillTime(tokens=tokens, mlx_ms=own, coreml_ms=external)
+            for tokens, (own, external) in both.times.items()
         ],
     )
 
 
-def void(_: object) -> None:
-    """A call whose result nobody wants."""
+def discard(_: object) -> None:
+    """Discard the result of a call."""
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Distillation: a drafter trained on the target's own law, over the target's own texts."""
+"""Distillation: a drafter trained on the target's own distribution, over the target's own texts."""

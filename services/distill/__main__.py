@@ -10,13 +10,13 @@ from services.mlx.blas import load_blas
 
 def run(settings: DistillSettings) -> None:
     """Distil or judge, as the settings say."""
-    session = RunControl(60 * settings.session_minutes)
-    session.listen()
+    control = RunControl(60 * settings.session_minutes)
+    control.listen()
     load_blas(settings.threads)
     # MLX must be imported after the BLAS is in place.
     from services.distill.phases import distill, judge  # noqa: PLC0415
 
-    (judge if settings.evaluate_only else distill)(settings, session)
+    (judge if settings.evaluate_only else distill)(settings, control)
 
 
 if __name__ == "__main__":

@@ -72,11 +72,11 @@ class BatchCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store [rows, heads, count, size]; return all slots."""
-        self._keys = self._stored(self._keys, keys)
-        self._values = self._stored(self._values, values)
+        self._keys = self._write(self._keys, keys)
+        self._values = self._write(self._values, values)
         return self._keys, self._values
 
-    def _stored(self, buffer: mx.array | None, new: mx.array) -> mx.array:
+    def _write(self, buffer: mx.array | None, new: mx.array) -> mx.array:
         slots, start = self._store.slots, self._store.offset
         if buffer is None:
             buffer = mx.zeros((*new.shape[:2], slots, new.shape[3]), new.dtype)

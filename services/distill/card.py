@@ -8,12 +8,12 @@ from protocol.errors import RuntimeFailure
 from protocol.settings import DistillSettings
 from services.distill.checkpoint import LogEntry
 from services.distill.evaluation import Figures
-from services.distill.speed import Costs, Prediction
+from services.distill.speed import Costs, SpeedUpPrediction
 
 FILE_NAME = "distill.json"
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DistillReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is known of a run and its drafter."""
 
     schema_version: int = 1
@@ -34,12 +34,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     figures: Figures
     costs: Costs
-    prediction: Prediction
+    prediction: SpeedUpPrediction
     settings: DistillSettings
     log: list[LogEntry]
 
 
-def write(out: Path, report: Report) -> None:
+def write(out: Path, report: DistillReport) -> None:
     """Write both files; raises RuntimeFailure if the disk refuses."""
     try:
         (out / FILE_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
@@ -48,7 +48,7 @@ def write(out: Path, report: Report) -> None:
         raise RuntimeFailure(f"cannot write the report to {str(out)!r}: {error}") from error
 
 
-def card(report: Report) -> str:
+def card(report: DistillReport) -> str:
     """The model card, in Markdown."""
     name = Path(report.target).name
     settings = report.settings
@@ -56,7 +56,7 @@ def card(report: Report) -> str:
     return f"""# A drafter for {name}
 
 Distilled with `ssd distill` from the target's own texts: layers {report.layers} of the
-target, trained on its full next-token law. Embedding and head are the target's.
+target, trained on its full next-token distribution. Embedding and head are the target's.
 
 ```
 ssd generate "..." --model {settings.target} --draft-model {settings.out}
@@ -106,15 +106,15 @@ def _figures(figures: Figures) -> str:
     return "\n".join(lines)
 
 
-def _costs(costs: Costs, prediction: Prediction) -> str:
+def _costs(costs: Costs, prediction: SpeedUpPrediction) -> str:
     verify = ", ".join(f"T_v({m}) {value:.2f} ms" for m, value in costs.verify_ms.items())
     draft = ", ".join(f"T_d({b}) {value:.2f} ms" for b, value in costs.draft_ms.items())
-    if not prediction.lookahead:
+    if not prediction.num_draft_tokens:
         plan = "With these costs plain decoding is faster than any plan."
     else:
         plan = (
             f"Predicted: {prediction.speed_up:.2f} times plain decoding with "
-            f"{prediction.lookahead} draft tokens and {prediction.branches} branches "
+            f"{prediction.num_draft_tokens} draft tokens and {prediction.branches} branches "
             f"(hit rate {prediction.hit_rate:.2f})."
         )
     return f"{verify}; {draft}.\n\n{plan} Each was timed alone; measure with `ssd bench`."

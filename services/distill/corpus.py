@@ -13,7 +13,7 @@ from protocol.jobs.distill import DistillNote, DistillProgress, TokenPrompt
 from protocol.messages import Tokens
 from protocol.settings import DistillSettings
 from services.distill.data import RowInfo, ShardInfo, Shards
-from services.distill.generation import ANSWER, USER, Chat, Rows, generate
+from services.distill.generation import ANSWER, USER, ChatFormat, Rows, generate
 from services.distill.run_control import RunControl
 
 _ROOM = 16
@@ -21,9 +21,9 @@ _ROOM = 16
 _LOOK_STEPS = 32
 
 
-def chat_of(settings: DistillSettings) -> Chat:
+def chat_of(settings: DistillSettings) -> ChatFormat:
     """The conversation's form."""
-    return Chat(settings.turn, settings.stop_ids, settings.user_tokens)
+    return ChatFormat(settings.turn, settings.stop_ids, settings.user_tokens)
 
 
 def read_prompts(settings: DistillSettings) -> list[TokenPrompt]:
@@ -53,18 +53,18 @@ class Corpus:
         self._tokens = sum(info.generated for info in infos)
         self._seconds = sum(info.seconds for info in infos)
 
-    def fill(self, target: Any, vocabulary: int, session: RunControl) -> bool:
+    def fill(self, target: Any, vocabulary: int, control: RunControl) -> bool:
         """Generate what is missing; False if the session stopped it."""
-        while self._spent() < 1:
-            if session.stopping:
+        while self._budget_share() < 1:
+            if control.stopping:
                 return False
             rows, infos = self._next_rows()
             if not infos:
-                session.say(DistillNote("every prompt was answered at every temperature"))
+                control.say(DistillNote("every prompt was answered at every temperature"))
                 break
             started = time.monotonic()
             steps = iter(range(_LOOK_STEPS, 1 << 30, _LOOK_STEPS))
-            look = partial(self._looked, session, len(infos), steps, started)
+            look = partial(self._report_progress, control, len(infos), steps, started)
             made = generate(target, vocabulary, rows, chat_of(self._settings), look)
             if made is None:
                 return False
@@ -78,7 +78,7 @@ class Corpus:
             self._seconds += seconds
         return True
 
-    def _spent(self, tokens: int = 0, seconds: float = 0.0) -> float:
+    def _budget_share(self, tokens: int = 0, seconds: float = 0.0) -> float:
         """Share of the budget that is spent, with so much more."""
         settings = self._settings
         if settings.data_tokens:
@@ -86,12 +86,14 @@ class Corpus:
         minutes = settings.data_minutes or settings.minutes / 2
         return (self._seconds + seconds) / max(60 * minutes, 1e-9)
 
-    def _looked(self, session: RunControl, rows: int, steps: Iterator[int], started: float) -> bool:
+    def _report_progress(
+        self, control: RunControl, rows: int, steps: Iterator[int], started: float
+    ) -> bool:
         tokens = rows * next(steps)
         seconds = time.monotonic() - started
-        spent = min(1.0, self._spent(tokens, seconds))
+        spent = min(1.0, self._budget_share(tokens, seconds))
         passed = self._seconds + seconds
-        session.say(
+        control.say(
             DistillProgress(
                 phase="generating",
                 done=spent,
@@ -99,14 +101,14 @@ class Corpus:
                 tok_s=tokens / max(seconds, 1e-9),
             )
         )
-        return session.stopping
+        return control.stopping
 
     def _next_rows(self) -> tuple[Rows, list[RowInfo]]:
         settings = self._settings
         numbers = range(self._rows, self._rows + self._batch)
         if self._prompts:
             total = len(self._prompts) * len(settings.temperatures)
-            asked = [self._asked(number) for number in numbers if number < total]
+            asked = [self._prompt_row(number) for number in numbers if number < total]
             infos, given = [info for info, _ in asked], [tokens for _, tokens in asked]
         else:
             turn = settings.temperatures
@@ -120,7 +122,7 @@ class Corpus:
             seed=(settings.seed << 20) + self._number,
         ), infos
 
-    def _asked(self, number: int) -> tuple[RowInfo, Tokens]:
+    def _prompt_row(self, number: int) -> tuple[RowInfo, Tokens]:
         """Row `number`: all prompts in turn, then again, each at its next temperature."""
         passed, place = divmod(number, len(self._prompts))
         turn = self._settings.temperatures

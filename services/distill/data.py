@@ -110,7 +110,7 @@ class Shards:
         return self._folder / f"shard-{number:05d}.{ending}"
 
 
-def joined(parts: list[Texts]) -> Texts:
+def join_texts(parts: list[Texts]) -> Texts:
     """The texts of several runs; raises UsageError if their sequences differ in length."""
     lengths = {part.tokens.shape[1] for part in parts}
     if len(lengths) > 1:
@@ -122,7 +122,7 @@ def joined(parts: list[Texts]) -> Texts:
     )
 
 
-def divided(texts: Texts, share: float, temperatures: int) -> tuple[Texts, Texts]:
+def split_texts(texts: Texts, share: float, temperatures: int) -> tuple[Texts, Texts]:
     """Training and validation texts; every `1/share`-th group is held out.
 
     Invented prompts are groups of one row whose temperatures take turns: whole turns are

@@ -1,4 +1,4 @@
-"""How good a drafter is: both laws, position by position, on texts it never learned from."""
+"""How good a drafter is: both distributions, position by position, on texts not trained on."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from protocol.decoding.sampler import Ids
 from services.distill.data import Batches, Texts
 from services.distill.generation import Integers
-from services.distill.logits import TargetLaw, logits_at
+from services.distill.logits import TargetDistribution, logits_at
 from services.distill.objective import overlap
 
 WIDTHS = (1, 2, 3, 4, 8, 16)
@@ -64,15 +64,17 @@ class _Row(NamedTuple):
     """Which text."""
 
 
-class Drafter(NamedTuple):
+class DeployedDrafter(NamedTuple):
     """A drafter as it is deployed."""
 
     module: Any
     head_ids: Ids | None
 
 
-def evaluate(target: Any, drafter: Drafter, vocabulary: int, texts: Texts, batch: int) -> Figures:
-    """Compare the laws at every answer token of the texts.
+def evaluate(
+    target: Any, drafter: DeployedDrafter, vocabulary: int, texts: Texts, batch: int
+) -> Figures:
+    """Compare the two distributions at every answer token of the texts.
 
     Args:
         target: an mlx-lm model.
@@ -81,15 +83,15 @@ def evaluate(target: Any, drafter: Drafter, vocabulary: int, texts: Texts, batch
     """
     batches = Batches(texts, min(batch, len(texts.rows)))
     head = None if drafter.head_ids is None else mx.array(drafter.head_ids)
-    law = TargetLaw(target, vocabulary, head)
+    distribution = TargetDistribution(target, vocabulary, head)
     measured = []
     for number in range(batches.passes):
         one = batches.in_order(number)
         tokens, positions = mx.array(one.tokens), mx.array(one.positions)
-        p_logits = law.logits(tokens, positions)
+        p_logits = distribution.logits(tokens, positions)
         q_logits = logits_at(drafter.module, tokens, positions)
         q_logits = q_logits[:, : vocabulary if head is None else None]
-        rank, overlaps, coupled = _compared(law, p_logits, q_logits, head, number)
+        rank, overlaps, coupled = _compare(distribution, p_logits, q_logits, head, number)
         real = one.weights > 0
         rows = one.rows[one.positions // tokens.shape[1]]
         measured.append(_Row(rank[real], overlaps[real], coupled[real], rows[real]))
@@ -97,8 +99,12 @@ def evaluate(target: Any, drafter: Drafter, vocabulary: int, texts: Texts, batch
     return _figures(whole, texts)
 
 
-def _compared(
-    law: TargetLaw, p_logits: mx.array, q_logits: mx.array, head: mx.array | None, number: int
+def _compare(
+    distribution: TargetDistribution,
+    p_logits: mx.array,
+    q_logits: mx.array,
+    head: mx.array | None,
+    number: int,
 ) -> tuple[Ids, Floats, Flags]:
     best = mx.argmax(p_logits, axis=-1)[:, None]
     ids = mx.arange(p_logits.shape[-1]) if head is None else head
@@ -108,7 +114,7 @@ def _compared(
     rank = mx.where(mx.any(is_best, axis=-1), place, 0)
     overlaps, coupled = [], []
     for index, temperature in enumerate(TEMPERATURES):
-        p = law.restricted(p_logits, temperature)
+        p = distribution.probabilities(p_logits, temperature)
         overlaps.append(overlap(p, mx.softmax(q_logits / temperature, axis=-1)))
         key = mx.random.key(number * len(TEMPERATURES) + index)
         noise = mx.random.gumbel(p_logits.shape, key=key)

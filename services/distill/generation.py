@@ -29,7 +29,7 @@ _LOOK_EVERY = 32
 """Steps between two looks at whether rows are finished: each waits for the device."""
 
 
-class Chat(NamedTuple):
+class ChatFormat(NamedTuple):
     """How a conversation is put together."""
 
     turn: Tokens
@@ -65,7 +65,7 @@ class _State(NamedTuple):
 class _Machine:
     """From a row's logits to its next token; pure, on the device."""
 
-    def __init__(self, rows: Rows, chat: Chat) -> None:
+    def __init__(self, rows: Rows, chat: ChatFormat) -> None:
         count = len(rows.given)
         given = np.full((count, rows.length), -1, np.int32)
         for row, tokens in enumerate(rows.given):
@@ -109,7 +109,7 @@ class _Machine:
 
 
 def generate(
-    model: Any, vocabulary: int, rows: Rows, chat: Chat, stopping: Callable[[], bool]
+    model: Any, vocabulary: int, rows: Rows, chat: ChatFormat, stopping: Callable[[], bool]
 ) -> tuple[Integers, Integers] | None:
     """Complete the rows.
 
@@ -142,7 +142,7 @@ def generate(
                 return None
             if bool(mx.all(phase == machine.done).item()):
                 break
-    return _collected(tokens, rows.length), _collected(kinds, rows.length)
+    return _collect(tokens, rows.length), _collect(kinds, rows.length)
 
 
 def _common(given: list[Tokens]) -> int:
@@ -150,7 +150,7 @@ def _common(given: list[Tokens]) -> int:
     return min(map(len, given))
 
 
-def _collected(columns: list[mx.array], length: int) -> Integers:
+def _collect(columns: list[mx.array], length: int) -> Integers:
     """[rows, length], padded with zeros."""
     filled = np.array(mx.stack(columns, axis=1)).astype(np.int32)
     return np.pad(filled, ((0, 0), (0, length - filled.shape[1])))

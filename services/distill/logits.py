@@ -1,4 +1,4 @@
-"""Logits at chosen positions, and the target's law there.
+"""Logits at chosen positions, and the target's distribution there.
 
 Most of a small drafter's cost is its head, and most positions of a batch are not learned
 from, so the head sees only those that are.
@@ -71,8 +71,8 @@ def logits_at(model: Any, tokens: mx.array, positions: mx.array) -> mx.array:
     return logits[0].astype(mx.float32)
 
 
-class TargetLaw:
-    """The target's law over the tokens that the drafter knows."""
+class TargetDistribution:
+    """The target's distribution over the tokens that the drafter knows."""
 
     def __init__(self, model: Any, vocabulary: int, head_ids: mx.array | None) -> None:
         self._model = model
@@ -83,10 +83,14 @@ class TargetLaw:
         """[count, vocabulary] float32."""
         return logits_at(self._model, tokens, positions)[:, : self._vocabulary]
 
-    def restricted(self, logits: mx.array, temperature: float) -> mx.array:
+    def probabilities(self, logits: mx.array, temperature: float) -> mx.array:
         """[count, head] probabilities; a trimmed head's do not sum to 1, and should not."""
-        law = mx.softmax(logits / temperature, axis=-1, precise=True)
-        return law if self._head_ids is None else mx.take(law, self._head_ids, axis=-1)
+        distribution = mx.softmax(logits / temperature, axis=-1, precise=True)
+        return (
+            distribution
+            if self._head_ids is None
+            else mx.take(distribution, self._head_ids, axis=-1)
+        )
 
     def ids_of(self, columns: mx.array) -> mx.array:
         """The token ids that these columns of the drafter's head stand for."""

@@ -1,8 +1,8 @@
-"""What the drafter is trained on, given both laws at a position.
+"""What the drafter is trained on, given both distributions at a position.
 
-`p` is the target's law over the tokens that the drafter's head knows; the mass that a
+`p` is the target's distribution over the tokens that the drafter's head knows; the mass that a
 trimmed head cannot reach is missing from its sum, so every measure of acceptance is honest.
-`q` is the drafter's law and sums to 1.
+`q` is the drafter's distribution and sums to 1.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Loss = Callable[[mx.array, mx.array], mx.array]
 """(p [count, head], logits of q [count, head]) -> loss [count]."""
 
 _SHARPER = 0.25
-"""Temperature of the target's law in `rank`: nearly its order, but ties still share."""
+"""Temperature of the target's distribution in `rank`: nearly its order, but ties still share."""
 
 
 def overlap(p: mx.array, q: mx.array) -> mx.array:
@@ -23,7 +23,7 @@ def overlap(p: mx.array, q: mx.array) -> mx.array:
     return mx.minimum(p, q).sum(axis=-1)
 
 
-def coupled_bound(p: mx.array, q: mx.array) -> mx.array:
+def acceptance_bound(p: mx.array, q: mx.array) -> mx.array:
     """[count] (1 - TV) / (1 + TV): least acceptance under the coupled rule (Daliri et al.)."""
     common = overlap(p, q)
     return common / (2.0 - common)
@@ -39,26 +39,26 @@ def total_variation(p: mx.array, logits: mx.array) -> mx.array:
     return 1.0 - overlap(p, mx.softmax(logits, axis=-1))
 
 
-def coupled(p: mx.array, logits: mx.array) -> mx.array:
+def rejection_bound(p: mx.array, logits: mx.array) -> mx.array:
     """[count] most rejections per token under the coupled rule.
 
-    Steeper than total variation where the laws nearly agree, flatter where they do not: it
+    Steeper than total variation where the two nearly agree, flatter where they do not: it
     gives up positions that a small drafter cannot learn.
     """
-    return 1.0 - coupled_bound(p, mx.softmax(logits, axis=-1))
+    return 1.0 - acceptance_bound(p, mx.softmax(logits, axis=-1))
 
 
 def rank(p: mx.array, logits: mx.array) -> mx.array:
     """[count] cross-entropy of the sharpened target: greedy acceptance, and hits, go by order."""
     sharp = mx.power(mx.maximum(p, 1e-12), 1.0 / _SHARPER)
     total = sharp.sum(axis=-1, keepdims=True)
-    # The sharpened law keeps the mass that can be reached, as in `cross_entropy`.
+    # The sharpened distribution keeps the mass that can be reached, as in `cross_entropy`.
     return cross_entropy(sharp / total * p.sum(axis=-1, keepdims=True), logits)
 
 
 LOSSES: dict[Objective, Loss] = {
     "ce": cross_entropy,
     "tv": total_variation,
-    "coupled": coupled,
+    "coupled": rejection_bound,
     "rank": rank,
 }

@@ -15,13 +15,13 @@ from protocol.jobs.distill import DistillFinished, DistillNote
 from protocol.settings import DistillSettings
 from services.distill import card, checkpoint
 from services.distill.corpus import Corpus, chat_of, read_prompts
-from services.distill.data import Batches, RowInfo, Shards, Texts, divided, joined
-from services.distill.evaluation import Drafter, Figures, evaluate
+from services.distill.data import Batches, RowInfo, Shards, Texts, join_texts, split_texts
+from services.distill.evaluation import DeployedDrafter, Figures, evaluate
 from services.distill.export import export
 from services.distill.generation import ANSWER, USER, Rows, generate
-from services.distill.logits import TargetLaw, check_layout
+from services.distill.logits import TargetDistribution, check_layout
 from services.distill.run_control import RunControl
-from services.distill.run_folder import RunFolder, recorded
+from services.distill.run_folder import RunFolder, read_description
 from services.distill.speed import Costs, measure, predict
 from services.distill.student import (
     Student,
@@ -50,40 +50,40 @@ class _Plan(NamedTuple):
     dtype: mx.Dtype
 
 
-def distill(settings: DistillSettings, session: RunControl) -> None:
+def distill(settings: DistillSettings, control: RunControl) -> None:
     """Train a drafter, or go on training it; ends early if the session stops."""
     folder = RunFolder(settings)
     try:
-        _distill(settings, session, folder)
+        _distill(settings, control, folder)
     finally:
         folder.close()
 
 
-def _distill(settings: DistillSettings, session: RunControl, folder: RunFolder) -> None:
+def _distill(settings: DistillSettings, control: RunControl, folder: RunFolder) -> None:
     target, plan = _target(settings), _plan(settings)
-    folder.check_space(_needed_bytes(settings, target.module, plan))
+    folder.check_space(_estimate_bytes(settings, target.module, plan))
     state = checkpoint.load(folder.path)
     # Once training has begun its texts are fixed.
     if state is None and not settings.texts:
         corpus = Corpus(settings, folder.shards, _rows(settings))
-        if not corpus.fill(target.module, target.vocabulary.size, session):
-            session.say(DistillFinished(out=settings.out, complete=False))
+        if not corpus.fill(target.module, target.vocabulary.size, control):
+            control.say(DistillFinished(out=settings.out, complete=False))
             return
     # The buffers of generation have other shapes than those of training.
     mx.clear_cache()
     sources = _sources(settings, folder)
-    texts = joined([source.read() for source in sources])
-    learned, held = divided(texts, settings.held_out, len(settings.temperatures))
+    texts = join_texts([source.read() for source in sources])
+    learned, held = split_texts(texts, settings.held_out, len(settings.temperatures))
     head_ids = _head_ids(settings, learned, target.vocabulary.size)
     student = new_student(target.module, plan.config, plan.layers, head_ids, plan.dtype)
     trainer = _trainer(settings, student, target, learned, held)
     state = trainer.run(
-        state or trainer.start(), session, lambda reached: checkpoint.save(folder.path, reached)
+        state or trainer.start(), control, lambda reached: checkpoint.save(folder.path, reached)
     )
-    if Budget(settings.steps, 60 * settings.minutes).spent(state.position) < 1:
-        session.say(DistillFinished(out=settings.out, complete=False))
+    if Budget(settings.steps, 60 * settings.minutes).share(state.position) < 1:
+        control.say(DistillFinished(out=settings.out, complete=False))
         return
-    session.say(DistillNote("training is done; writing and judging the drafter"))
+    control.say(DistillNote("training is done; writing and judging the drafter"))
     export(folder.path, target, state.weights, config=plan.config, head_ids=head_ids)
     figures = _judge(settings, target, folder.path, held)
     costs = measure(target, folder.path, [int(token) for token in held.tokens[0]])
@@ -91,24 +91,24 @@ def _distill(settings: DistillSettings, session: RunControl, folder: RunFolder) 
     facts = _Facts(learned, held, seconds, head_ids)
     report = _report(settings, plan, state, facts, (figures, costs))
     card.write(folder.path, report)
-    session.say(_finished(settings, report))
+    control.say(_finish_event(settings, report))
 
 
-def judge(settings: DistillSettings, session: RunControl) -> None:
+def judge(settings: DistillSettings, control: RunControl) -> None:
     """Recompute a drafter's figures, on given prompts or on the run's held-out texts."""
     target = _target(settings)
     folder = Path(settings.out)
     if settings.prompts:
-        texts = _greedy_answers(settings, target, session)
+        texts = _greedy_answers(settings, target, control)
     else:
-        known = recorded(folder)
+        known = read_description(folder)
         if known is None:
             raise UsageError(f"{settings.out!r} holds no run with held-out texts; give --prompts")
         runs = known["texts"] or [folder]
-        everything = joined([Shards(Path(run, "data")).read() for run in runs])
-        _, texts = divided(everything, known["held_out"], len(known["temperatures"]))
+        everything = join_texts([Shards(Path(run, "data")).read() for run in runs])
+        _, texts = split_texts(everything, known["held_out"], len(known["temperatures"]))
     figures = _judge(settings, target, folder, texts)
-    session.say(
+    control.say(
         DistillFinished(
             out=settings.out, complete=True, figures={"figures": msgspec.to_builtins(figures)}
         )
@@ -155,7 +155,7 @@ def _head_ids(settings: DistillSettings, texts: Texts, vocabulary: int) -> Ids |
     return frequent_ids(chosen.astype(np.int64), vocabulary, settings.head_size, stops)
 
 
-def _needed_bytes(settings: DistillSettings, target: Any, plan: _Plan) -> int:
+def _estimate_bytes(settings: DistillSettings, target: Any, plan: _Plan) -> int:
     """Two checkpoints of weights and moments, the drafter twice in half precision, the texts."""
     flat: Any = tree_flatten(target.parameters())
     inner = sum(a.size for name, a in flat if name.startswith("model.layers."))
@@ -176,7 +176,7 @@ def _trainer(
     return Trainer(
         settings,
         student,
-        TargetLaw(target.module, target.vocabulary.size, head),
+        TargetDistribution(target.module, target.vocabulary.size, head),
         batches=Batches(learned, batch, user_weight=settings.user_weight, seed=settings.seed),
         validation=Batches(held, min(batch, len(held.rows))),
     )
@@ -190,7 +190,7 @@ def _rows(settings: DistillSettings) -> int:
     return settings.data_batch or _ROWS[compute_unit()]
 
 
-def _greedy_answers(settings: DistillSettings, target: LoadedModel, session: RunControl) -> Texts:
+def _greedy_answers(settings: DistillSettings, target: LoadedModel, control: RunControl) -> Texts:
     """The target's own greedy answers to the given prompts."""
     prompts = read_prompts(settings)
     step = _rows(settings)
@@ -209,13 +209,13 @@ def _greedy_answers(settings: DistillSettings, target: LoadedModel, session: Run
             target.vocabulary.size,
             rows,
             chat_of(settings),
-            lambda: session.stopping,
+            lambda: control.stopping,
         )
         if made is None:
             raise UsageError("stopped before the target had answered")
         infos = [RowInfo(start + i, 0.0, prompt.category) for i, prompt in enumerate(some)]
         parts.append(Texts(made[0], made[1].astype(np.uint8), infos))
-    return joined(parts)
+    return join_texts(parts)
 
 
 def _judge(settings: DistillSettings, target: LoadedModel, folder: Path, texts: Texts) -> Figures:
@@ -225,7 +225,7 @@ def _judge(settings: DistillSettings, target: LoadedModel, folder: Path, texts: 
         raise ModelError(f"{str(folder)!r} does not share the target's vocabulary")
     check_layout(drafter.module)
     head_ids = trim_head(drafter.module, folder)
-    deployed = Drafter(drafter.module, head_ids)
+    deployed = DeployedDrafter(drafter.module, head_ids)
     size = target.vocabulary.size
     return evaluate(target.module, deployed, size, texts, _training_batch(settings))
 
@@ -245,10 +245,10 @@ def _report(
     state: checkpoint.Checkpoint,
     facts: _Facts,
     verdict: tuple[Figures, Costs],
-) -> card.Report:
+) -> card.DistillReport:
     figures, costs = verdict
     whole = read_vocabulary(Path(settings.target)).size
-    return card.Report(
+    return card.DistillReport(
         target=settings.target,
         compute_unit=compute_unit(),
         layers=plan.layers,
@@ -268,7 +268,7 @@ def _report(
     )
 
 
-def _finished(settings: DistillSettings, report: card.Report) -> DistillFinished:
+def _finish_event(settings: DistillSettings, report: card.DistillReport) -> DistillFinished:
     told = ("figures", "costs", "prediction")
     figures = {name: msgspec.to_builtins(getattr(report, name)) for name in told}
     return DistillFinished(out=settings.out, complete=True, figures=figures)

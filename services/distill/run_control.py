@@ -21,7 +21,7 @@ class RunControl:
         self._said = 0.0
 
     def listen(self) -> None:
-        """Take SIGINT and SIGTERM as a wish to stop at the next safe point."""
+        """Take SIGINT and SIGTERM as a request to stop at the next safe point."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 

@@ -37,8 +37,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._refuse_strangers()
-            self._lock = _locked(self.path / _LOCK)
-            known = recorded(self.path)
+            self._lock = _acquire_lock(self.path / _LOCK)
+            known = read_description(self.path)
             if known is None:
                 partial = self.path / f"{_DESCRIPTION}.partial"
                 partial.write_bytes(msgspec.json.encode(wanted))
@@ -69,7 +69,7 @@ class RunFolder:
         os.close(self._lock)
 
 
-def recorded(folder: Path) -> dict[str, Any] | None:
+def read_description(folder: Path) -> dict[str, Any] | None:
     """The settings that the run in this folder was started with; None if there is none."""
     path = folder / _DESCRIPTION
     if not path.is_file():
@@ -109,7 +109,7 @@ def _refuse_other(path: Path, known: dict[str, Any], wanted: dict[str, Any]) -> 
         )
 
 
-def _locked(path: Path) -> int:
+def _acquire_lock(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -32,10 +32,10 @@ class Costs(msgspec.Struct, frozen=True):
     """B -> T_d(B), one depth of the drafter over B branches."""
 
 
-class Prediction(msgspec.Struct, frozen=True):
+class SpeedUpPrediction(msgspec.Struct, frozen=True):
     """The best plan by the formula of speculative speculative decoding."""
 
-    lookahead: int
+    num_draft_tokens: int
     branches: int
     hit_rate: float
     tokens_per_round: float
@@ -91,7 +91,7 @@ def _draft_ms(drafter: Path, context: Tokens) -> dict[str, float]:
     return costs
 
 
-def predict(figures: Figures, costs: Costs) -> Prediction:
+def predict(figures: Figures, costs: Costs) -> SpeedUpPrediction:
     """The fastest (lookahead, branches) for these figures.
 
     A hit emits E(K) tokens for the longer of verification and preparation; after a miss the
@@ -99,7 +99,7 @@ def predict(figures: Figures, costs: Costs) -> Prediction:
     """
     plain = costs.verify_ms["1"]
     alpha = min(figures.greedy_agreement, 0.999)
-    best = Prediction(0, 0, 0.0, 1.0, 1.0)
+    best = SpeedUpPrediction(0, 0, 0.0, 1.0, 1.0)
     for chain, verify_ms in costs.verify_ms.items():
         lookahead = int(chain) - 1
         for branches, draft_ms in costs.draft_ms.items():
@@ -114,7 +114,7 @@ def predict(figures: Figures, costs: Costs) -> Prediction:
             on_hit = max(verify_ms, prepare_ms) / plain
             speed_up = (hit * tokens + 1 - hit) / (hit * on_hit + 1 - hit)
             if speed_up > best.speed_up:
-                best = Prediction(lookahead, int(branches), hit, tokens, speed_up)
+                best = SpeedUpPrediction(lookahead, int(branches), hit, tokens, speed_up)
     return best
 
 

@@ -116,7 +116,7 @@ def new_student(
             f"layers {chosen} of the target do not make a model of their own "
             f"({type(error).__name__}: {error}); choose others with --init-layers"
         ) from error
-    inherited = _inherited(target, chosen, config.get("intermediate_size"))
+    inherited = _inherit(target, chosen, config.get("intermediate_size"))
     if hasattr(module, "sanitize"):
         # Some families drop their head here when they see that the weights have none. What
         # it returns is for weights from a file; ours have been through it.
@@ -136,7 +136,7 @@ def _check_shapes(wanted: Weights, inherited: Weights) -> None:
             )
 
 
-def _inherited(target: Any, chosen: list[int], width: Any) -> Weights:
+def _inherit(target: Any, chosen: list[int], width: Any) -> Weights:
     """The target's parameters under the drafter's names."""
     flat: Any = tree_flatten(target.parameters())
     new_number = {str(old): new for new, old in enumerate(chosen)}

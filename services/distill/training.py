@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.optimizers as optimizers
 import numpy as np
 
 from protocol.errors import RuntimeFailure
@@ -17,13 +18,14 @@ from protocol.jobs.distill import DistillProgress
 from protocol.settings import DistillSettings, Objective
 from services.distill.checkpoint import Checkpoint, LogEntry, Moments, Position
 from services.distill.data import Batch, Batches
-from services.distill.logits import TargetLaw, Weights, begin, number
-from services.distill.objective import LOSSES, coupled_bound
-from services.distill.optimizer import adamw, clipped
+from services.distill.logits import TargetDistribution, Weights, begin, number
+from services.distill.objective import LOSSES, acceptance_bound
 from services.distill.run_control import RunControl
 from services.distill.student import Student
 from services.mlx.loader import compute_unit
 
+_BETAS = (0.9, 0.95)
+"""Of AdamW."""
 _LAST_RATE = 0.02
 """Learning rate at the end, as a share of the highest."""
 _LOGS = 40
@@ -31,7 +33,7 @@ _LOGS = 40
 _LOG_EVERY_S = 15.0
 
 
-class Inputs(NamedTuple):
+class DeviceBatch(NamedTuple):
     """A batch on the device."""
 
     tokens: mx.array
@@ -51,7 +53,7 @@ class Budget(NamedTuple):
     steps: int
     seconds: float
 
-    def spent(self, position: Position) -> float:
+    def share(self, position: Position) -> float:
         """Share of it that is spent."""
         if self.steps:
             return position.step / self.steps
@@ -66,26 +68,26 @@ def learning_rate(settings: DistillSettings, spent: float) -> float:
 
 
 class Trainer:
-    """One student, one target law, one stream of batches."""
+    """One student, one target distribution, one stream of batches."""
 
     def __init__(
         self,
         settings: DistillSettings,
         student: Student,
-        law: TargetLaw,
+        distribution: TargetDistribution,
         *,
         batches: Batches,
         validation: Batches,
     ) -> None:
         self._student = student
-        self._law = law
+        self._distribution = distribution
         self._batches = batches
         self._validation = validation
         self._settings = settings
         self._steps: dict[Objective, Callable[..., _Updated]] = {}
-        self._p = self._fused(self._target_law)
-        self._guess = self._fused(self._guessed)
-        self._measure = self._fused(self._measured)
+        self._p = self._compile(self._target_probabilities)
+        self._guess = self._compile(self._guess_tokens)
+        self._measure = self._compile(self._measure_acceptance)
 
     def start(self) -> Checkpoint:
         """The state before the first step."""
@@ -94,7 +96,7 @@ class Trainer:
         return Checkpoint(weights, Moments(zeros, dict(zeros)), Position())
 
     def run(
-        self, checkpoint: Checkpoint, session: RunControl, save: Callable[[Checkpoint], None]
+        self, checkpoint: Checkpoint, control: RunControl, save: Callable[[Checkpoint], None]
     ) -> Checkpoint:
         """Train until the budget is spent or the session stops; returns where it ended."""
         budget = Budget(self._settings.steps, 60 * self._settings.minutes)
@@ -102,8 +104,8 @@ class Trainer:
         clock = _Clock(position.seconds)
         saved, losses = clock.seconds(), list[float]()
         pending: mx.array | None = None
-        while budget.spent(position) < 1 and not session.stopping:
-            spent = budget.spent(position)
+        while budget.share(position) < 1 and not control.stopping:
+            spent = budget.share(position)
             objective = self._objective(spent)
             updated = self._step(weights, moments, position.step, objective, spent)
             begin(updated)
@@ -114,9 +116,9 @@ class Trainer:
             if self._is_log_time(position, budget):
                 losses.append(_finite(pending))
                 pending = None
-                position = self._logged(weights, position, losses, objective)
+                position = self._with_log_entry(weights, position, losses, objective)
                 losses = []
-            session.say(self._progress(position, budget.spent(position), losses))
+            control.say(self._progress(position, budget.share(position), losses))
             if clock.seconds() - saved > self._settings.checkpoint_s:
                 save(Checkpoint(weights, moments, position))
                 saved = clock.seconds()
@@ -138,30 +140,30 @@ class Trainer:
         batch = self._batches.at(step)
         inputs = _on_device(batch)
         if self._settings.on_policy:
-            tokens = self._guess(weights, inputs, self._replaced(batch, step))
+            tokens = self._guess(weights, inputs, self._choose_replaced(batch, step))
             inputs = inputs._replace(tokens=tokens)
         p = self._p(inputs)
         if objective not in self._steps:
-            self._steps[objective] = self._fused(self._updating(objective))
+            self._steps[objective] = self._compile(self._updating(objective))
         rate = mx.array(learning_rate(self._settings, spent))
         count = mx.array(float(step + 1))
         return self._steps[objective](weights, moments, p, inputs, (rate, count))
 
-    def _fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # On a CPU the compiler alone takes half a minute, and then gains little.
         fusing = self._settings.compiled and compute_unit() != "cpu"
         return mx.compile(function) if fusing else function
 
-    def _target_law(self, inputs: Inputs) -> mx.array:
-        logits = self._law.logits(inputs.tokens, inputs.positions)
-        return self._law.restricted(logits, self._settings.loss_temperature)
+    def _target_probabilities(self, inputs: DeviceBatch) -> mx.array:
+        logits = self._distribution.logits(inputs.tokens, inputs.positions)
+        return self._distribution.probabilities(logits, self._settings.loss_temperature)
 
     def _updating(self, objective: Objective) -> Callable[..., _Updated]:
         """The step of one objective: gradient, clipping, AdamW."""
         loss = LOSSES[objective]
         settings = self._settings
 
-        def mean_loss(weights: Weights, p: mx.array, inputs: Inputs) -> mx.array:
+        def mean_loss(weights: Weights, p: mx.array, inputs: DeviceBatch) -> mx.array:
             logits = self._student.logits(weights, inputs.tokens, inputs.positions)
             each = loss(p, logits / settings.loss_temperature)
             return _mean(each, inputs.importance)
@@ -170,11 +172,11 @@ class Trainer:
             weights: Weights,
             moments: Moments,
             p: mx.array,
-            inputs: Inputs,
+            inputs: DeviceBatch,
             schedule: tuple[mx.array, mx.array],
         ) -> _Updated:
             value, gradient = mx.value_and_grad(mean_loss)(weights, p, inputs)
-            gradient = clipped(gradient, settings.clip)
+            gradient = clip(gradient, settings.clip)
             rate, count = schedule
             new, moved = adamw(
                 weights, gradient, moments, count=count, rate=rate, decay=settings.weight_decay
@@ -185,18 +187,18 @@ class Trainer:
 
     # ------------------------------------------------------------ on-policy prefixes
 
-    def _replaced(self, batch: Batch, step: int) -> mx.array:
+    def _choose_replaced(self, batch: Batch, step: int) -> mx.array:
         """[count] which positions' next token the drafter replaces."""
         chance = np.random.default_rng([self._settings.seed, 3, step])
         chosen = chance.random(batch.positions.shape) < self._settings.on_policy
         replaced: Any = chosen & (batch.weights > 0)
         return mx.array(replaced)
 
-    def _guessed(self, weights: Weights, inputs: Inputs, chosen: mx.array) -> mx.array:
+    def _guess_tokens(self, weights: Weights, inputs: DeviceBatch, chosen: mx.array) -> mx.array:
         """The tokens with the drafter's best guess after the chosen positions."""
         tokens, positions, _ = inputs
         columns = mx.argmax(self._student.logits(weights, tokens, positions), axis=-1)
-        guess = self._law.ids_of(columns)
+        guess = self._distribution.ids_of(columns)
         flat = tokens.reshape(-1)
         following = positions + 1
         # Adding differences: the padding's positions repeat, and must change nothing.
@@ -205,13 +207,13 @@ class Trainer:
 
     # ------------------------------------------------------------ looking
 
-    def _measured(self, weights: Weights, inputs: Inputs) -> mx.array:
+    def _measure_acceptance(self, weights: Weights, inputs: DeviceBatch) -> mx.array:
         tokens, positions, importance = inputs
-        p = self._law.restricted(self._law.logits(tokens, positions), 1.0)
+        p = self._distribution.probabilities(self._distribution.logits(tokens, positions), 1.0)
         q = mx.softmax(self._student.logits(weights, tokens, positions), axis=-1)
-        return _mean(coupled_bound(p, q), importance)
+        return _mean(acceptance_bound(p, q), importance)
 
-    def _logged(
+    def _with_log_entry(
         self, weights: Weights, position: Position, losses: list[float], objective: Objective
     ) -> Position:
         inputs = _on_device(self._validation.in_order(0))
@@ -253,8 +255,8 @@ class _Clock:
         return self._before + time.monotonic() - self._started
 
 
-def _on_device(batch: Batch) -> Inputs:
-    return Inputs(mx.array(batch.tokens), mx.array(batch.positions), mx.array(batch.weights))
+def _on_device(batch: Batch) -> DeviceBatch:
+    return DeviceBatch(mx.array(batch.tokens), mx.array(batch.positions), mx.array(batch.weights))
 
 
 def _mean(values: mx.array, importance: mx.array) -> mx.array:
@@ -268,3 +270,30 @@ def _finite(loss: mx.array) -> float:
             f"the loss became {value}; lower --learning-rate and resume from the last checkpoint"
         )
     return value
+
+
+def clip(gradient: Weights, largest: float) -> Weights:
+    """The gradient, scaled down if its norm exceeds `largest`."""
+    mlx: Any = optimizers  # its clipping has no types
+    scaled: Weights = mlx.clip_grad_norm(gradient, largest)[0]
+    return scaled
+
+
+def adamw(
+    weights: Weights,
+    gradient: Weights,
+    moments: Moments,
+    *,
+    count: mx.array,
+    rate: mx.array,
+    decay: float,
+) -> tuple[Weights, Moments]:
+    """One step (Loshchilov, Hutter 2019); `count` is its number, from 1."""
+    optimizer = optimizers.AdamW(0.0, betas=list(_BETAS), weight_decay=decay, bias_correction=True)
+    optimizer.state["step"], optimizer.state["learning_rate"] = count, rate
+    first, second, new = {}, {}, {}
+    for name, weight in weights.items():
+        state = {"m": moments.first[name], "v": moments.second[name]}
+        new[name] = optimizer.apply_single(gradient[name], weight, state)
+        first[name], second[name] = state["m"], state["v"]
+    return new, Moments(first, second)

@@ -23,7 +23,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 def assemble(carried: Path, target: Path, folder: Path) -> None:
     """Write the draft model `folder`; raises ModelError if a part is missing."""
     weights = _weights(carried)
-    shared = _shared(target)
+    shared = _embedding_and_head(target)
     if f"{_EMBEDDING}.weight" not in shared:
         raise ModelError(f"the target {str(target)!r} has no tensor {_EMBEDDING}.weight")
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def assemble(carried: Path, target: Path, folder: Path) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), {**weights, **shared}, {"format": "mlx"})
 
 
-def _shared(target: Path) -> dict[str, mx.array]:
+def _embedding_and_head(target: Path) -> dict[str, mx.array]:
     """The target's embedding and head, dense: a carried drafter is not quantised."""
     weights = _weights(target)
     shared: dict[str, mx.array] = {}

@@ -70,7 +70,7 @@ def _convert(
     tensors = {_name(key): _tensor(key, value, heads) for key, value in weights.items()}
     dense = _DENSE.get(compute_unit())
     if dense is not None:
-        tensors = _dequantised(tensors, dense)
+        tensors = _dequantise(tensors, dense)
     elif bits := _bits(tensors):
         config["quantization"] = _quantization(bits)
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "mlx"})
@@ -114,7 +114,7 @@ def _tensor(key: str, value: mx.array, heads: tuple[int, int]) -> mx.array:
     return value
 
 
-def _dequantised(tensors: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+def _dequantise(tensors: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
     result: dict[str, mx.array] = {}
     bits = _bits(tensors)
     for name, value in tensors.items():

@@ -23,12 +23,12 @@ def survey() -> HardwareReport:
 
     device = compute_unit()
     module: Any = mx  # these two have no types
-    said: dict[str, Any] = module.device_info()
+    info: dict[str, Any] = module.device_info()
     return HardwareReport(
         mlx=importlib.metadata.version("mlx"),
         device=device,
-        device_name=str(said.get("device_name", platform.machine())),
-        device_memory_bytes=int(said.get("memory_size", said.get("total_memory", 0))),
+        device_name=str(info.get("device_name", platform.machine())),
+        device_memory_bytes=int(info.get("memory_size", info.get("total_memory", 0))),
         devices=1 if device == "cpu" else int(module.device_count(mx.gpu)),
         matrix_kernels=_matrix_kernels() if device == "cpu" else "",
         coreml=_version("coremltools"),
@@ -53,7 +53,7 @@ def _coreml_units() -> list[str]:
     if sys.platform != "darwin" or not _version("coremltools"):
         return []
     try:
-        # Takes seconds to import, and says nothing elsewhere.
+        # Takes seconds to import, and lists nothing on other systems.
         from services.coreml.runtime.devices import units  # noqa: PLC0415
 
         return units()

@@ -56,7 +56,7 @@ class Profiler:
             emulate(model.module, parse_size(self._settings.emulated_cost))
         verifier = Verifier(model, prefill_step_size=512)
 
-        def opened(context: Tokens) -> Timer:
+        def open_context(context: Tokens) -> Timer:
             for _ in verifier.handle(OpenSequence(sequence=0, tokens=context, sampling=Sampling())):
                 pass
             position = len(context)
@@ -75,14 +75,14 @@ class Profiler:
 
             return run
 
-        return opened
+        return open_context
 
     def _drafter(self) -> Callable[[Tokens], Timer]:
         from services.drafter.backends.mlx import MlxBackend  # noqa: PLC0415
 
         backend = MlxBackend(Path(self._settings.model), 512)
 
-        def opened(context: Tokens) -> Timer:
+        def open_context(context: Tokens) -> Timer:
             backend.close(0)
             for _ in backend.open(0, context, Sampling()):
                 pass
@@ -100,7 +100,7 @@ class Profiler:
 
             return run
 
-        return opened
+        return open_context
 
     def answer(self, question: ProfilerRequest) -> TimeResult | WorkResult:
         """Measure what was asked for."""
@@ -122,10 +122,10 @@ def main() -> int:
         settings = decode_settings(sys.argv[1], ProfilerSettings)
         pin_to_cores(settings.cores)
         load_blas(settings.threads)
-        gauge = Profiler(settings)
-        _say(ProfilerReady(gauge.unit))
+        profiler = Profiler(settings)
+        _say(ProfilerReady(profiler.unit))
         for line in sys.stdin:
-            _say(gauge.answer(msgspec.json.decode(line, type=TimeRequest | WorkRequest)))
+            _say(profiler.answer(msgspec.json.decode(line, type=TimeRequest | WorkRequest)))
     except SsdError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

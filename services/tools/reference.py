@@ -1,4 +1,4 @@
-"""`python -m services.tools.reference SETTINGS`: mlx-lm itself, as the yardstick of `ssd bench`.
+"""`python -m services.tools.reference SETTINGS`: mlx-lm itself, as the reference of `ssd bench`.
 
 The same weights, dtype and BLAS as our services, all cores, one process. Speaks JSON lines
 on stdin and stdout, one answer per question (`protocol.jobs.reference`).

@@ -6,12 +6,22 @@ is float16 and of rank 4 at most.
 
 from typing import Any
 
+import coremltools as ct
 import numpy as np
 import numpy.typing as npt
+from coremltools.converters.mil import Builder, mil
+from coremltools.converters.mil.mil import types as _types
 
 from protocol.decoding.sampler import Floats
 from services.coreml.convert.compression import Packed
-from services.coreml.convert.mil import mb, types
+
+# coremltools makes its operations at run time, so they have no types.
+mb: Any = Builder
+types: Any = _types
+MilFunction: Any = mil.Function
+MilProgram: Any = mil.Program
+OPSET: Any = ct.target.iOS18
+"""The first that has states; macOS 15."""
 
 Var = Any
 """A value in a MIL program."""

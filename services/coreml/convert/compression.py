@@ -71,10 +71,10 @@ def pack(matrix: Floats, compression: Compression) -> Packed:
         levels = np.clip(np.rint(matrix / scales.astype(np.float32)[:, None]), -127, 127)
         return Packed(8, levels.astype(np.int8), _NONE[:, None], scales)
     scales = scales.astype(np.float16)
-    return _palettised(matrix / scales.astype(np.float32)[:, None], scales, _BITS[compression])
+    return _palettise(matrix / scales.astype(np.float32)[:, None], scales, _BITS[compression])
 
 
-def _palettised(matrix: Floats, scales: npt.NDArray[np.float16], bits: int) -> Packed:
+def _palettise(matrix: Floats, scales: npt.NDArray[np.float16], bits: int) -> Packed:
     """k-means per group of rows; an error weighs as much as its row's scale."""
     group = GROUP if len(matrix) % GROUP == 0 else len(matrix)
     indices = np.empty(matrix.shape, np.uint8)

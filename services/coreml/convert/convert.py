@@ -11,7 +11,7 @@ import numpy as np
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.jobs.convert import ConvertSettings
 from services.coreml.convert import package
-from services.coreml.convert.program import Plan, build
+from services.coreml.convert.program import PackageOptions, build
 from services.coreml.convert.source import Source
 from services.coreml.convert.weights import fingerprint_of
 from services.coreml.functions import functions_of, parts_of
@@ -63,7 +63,7 @@ def _write_parts(source: Source, manifest: Manifest, folder: Path, report: Repor
     count = len(manifest.parts)
     for number, part in enumerate(manifest.parts):
         report("building", number / count)
-        plan = Plan(part, manifest.slots, manifest.width, manifest.state_write)
+        plan = PackageOptions(part, manifest.slots, manifest.width, manifest.state_write)
         program = build(source, plan, manifest.functions)
         report("lowering", (number + 0.25) / count)
         package.save(program, folder / part.file)

@@ -23,7 +23,7 @@ from services.sampling.candidates import Top
 _TOP = 8
 
 
-class Text(NamedTuple):
+class AnsweredPrompt(NamedTuple):
     """A prompt and its greedy answer."""
 
     prompt: Tokens
@@ -47,7 +47,7 @@ class ParityDistributions(NamedTuple):
 
 
 class ParityModel:
-    """A model under mlx-lm: writes texts, and gives its laws after any."""
+    """A model under mlx-lm: writes texts, and gives its distributions after any."""
 
     def __init__(self, folder: Path) -> None:
         loaded = load(folder)
@@ -56,7 +56,7 @@ class ParityModel:
         head_ids = trim_head(self._module, folder)
         self._ids = np.arange(loaded.vocabulary.size) if head_ids is None else head_ids
 
-    def answer(self, prompt: Tokens, count: int) -> Text:
+    def answer(self, prompt: Tokens, count: int) -> AnsweredPrompt:
         """`count` tokens, greedily."""
         cache, fed = make_prompt_cache(self._module), prompt
         answer: Tokens = []
@@ -64,9 +64,9 @@ class ParityModel:
             row = self._module(mx.array([fed]), cache=cache)[0, -1, : len(self._ids)]
             fed = [int(self._ids[int(mx.argmax(row))])]
             answer += fed
-        return Text(prompt, answer)
+        return AnsweredPrompt(prompt, answer)
 
-    def distributions(self, texts: list[Text]) -> ParityDistributions:
+    def distributions(self, texts: list[AnsweredPrompt]) -> ParityDistributions:
         """After the prompt and after each token of the answer but the last."""
         rows = []
         for text in texts:
@@ -77,7 +77,7 @@ class ParityModel:
         return ParityDistributions(np.concatenate(rows), self._ids)
 
 
-def fitted(prompts: list[Tokens], slots: int, count: int) -> list[Tokens]:
+def fit_prompts(prompts: list[Tokens], slots: int, count: int) -> list[Tokens]:
     """The ends of the prompts, as much as the state takes beside an answer."""
     room = slots - 2 * count
     if room < 1:
@@ -85,7 +85,9 @@ def fitted(prompts: list[Tokens], slots: int, count: int) -> list[Tokens]:
     return [prompt[-room:] for prompt in prompts]
 
 
-def candidates(model: ConvertedModel, texts: list[Text], route: Route = "tree") -> list[Top]:
+def candidates(
+    model: ConvertedModel, texts: list[AnsweredPrompt], route: Route = "tree"
+) -> list[Top]:
     """The package's best tokens at the same positions, by the functions of a route."""
     tops: list[Top] = []
     for text in texts:
@@ -101,7 +103,7 @@ def candidates(model: ConvertedModel, texts: list[Text], route: Route = "tree") 
 
 
 def _next_call(model: ConvertedModel, route: Route, start: int, unheard: int) -> tuple[str, int]:
-    """(function, most tokens); nobody asks what follows the next `unheard` tokens."""
+    """(function, most tokens); no candidates are wanted after the next `unheard` tokens."""
     name = "tree" if route == "tree" else "decode"
     if unheard > 0 and route != "decode":
         name = "prefill"
@@ -111,17 +113,17 @@ def _next_call(model: ConvertedModel, route: Route, start: int, unheard: int) ->
     return name, min(limit, unheard) if name == "prefill" else limit
 
 
-def agreement(laws: ParityDistributions, tops: list[Top]) -> Agreement:
+def agreement(reference: ParityDistributions, tops: list[Top]) -> Agreement:
     """How near the package is to the model."""
-    best = np.sort(laws.rows, axis=1)[:, -2:]
+    best = np.sort(reference.rows, axis=1)[:, -2:]
     margins = best[:, 1] - best[:, 0]
-    chosen = laws.ids[laws.rows.argmax(axis=1)]
+    chosen = reference.ids[reference.rows.argmax(axis=1)]
     said = np.array([top.ids[0, 0] for top in tops])
     same = said == chosen
     clear = margins >= TIE
-    order = np.argsort(-laws.rows, axis=1)[:, :_TOP]
+    order = np.argsort(-reference.rows, axis=1)[:, :_TOP]
     shared = [
-        np.isin(laws.ids[columns], top.ids[0, :_TOP]).mean()
+        np.isin(reference.ids[columns], top.ids[0, :_TOP]).mean()
         for columns, top in zip(order, tops, strict=True)
     ]
     return Agreement(
@@ -130,7 +132,7 @@ def agreement(laws: ParityDistributions, tops: list[Top]) -> Agreement:
         greedy=float(same[clear].mean()) if clear.any() else 1.0,
         greedy_with_ties=float(same.mean()),
         top8=float(np.mean(shared)),
-        kl=_divergence(laws, tops),
+        kl=_divergence(reference, tops),
         worst_margin=float(margins[~same].max(initial=0.0)),
         differences=[
             TokenDifference(int(at), float(margins[at]), int(chosen[at]), int(said[at]))
@@ -139,12 +141,12 @@ def agreement(laws: ParityDistributions, tops: list[Top]) -> Agreement:
     )
 
 
-def _divergence(laws: ParityDistributions, tops: list[Top]) -> float:
+def _divergence(reference: ParityDistributions, tops: list[Top]) -> float:
     """Mean KL(model || package) over the reported tokens, all others taken together."""
-    totals = np.logaddexp.reduce(laws.rows.astype(np.float64), axis=1)
-    column = {int(token): index for index, token in enumerate(laws.ids)}
+    totals = np.logaddexp.reduce(reference.rows.astype(np.float64), axis=1)
+    column = {int(token): index for index, token in enumerate(reference.ids)}
     found = []
-    for row, total, top in zip(laws.rows, totals, tops, strict=True):
+    for row, total, top in zip(reference.rows, totals, tops, strict=True):
         p = np.exp(row[[column[int(token)] for token in top.ids[0]]] - total)
         q = np.exp(top.logits[0].astype(np.float64) - top.totals[0])
         rest = np.clip([1 - p.sum(), 1 - q.sum()], 1e-9, None)
@@ -165,12 +167,12 @@ def acceptance(target: ParityDistributions, vocabulary: int, tops: list[Top]) ->
     return DraftAcceptance(greedy=float(greedy.mean()), sampled=float(np.mean(overlap)))
 
 
-def tops_of(laws: ParityDistributions, width: int) -> list[Top]:
+def tops_of(reference: ParityDistributions, width: int) -> list[Top]:
     """The model's own candidates, as a package would report them."""
-    columns = np.argsort(-laws.rows, axis=1)[:, :width]
-    logits = np.take_along_axis(laws.rows, columns, axis=1)
-    totals = np.logaddexp.reduce(laws.rows, axis=1)
+    columns = np.argsort(-reference.rows, axis=1)[:, :width]
+    logits = np.take_along_axis(reference.rows, columns, axis=1)
+    totals = np.logaddexp.reduce(reference.rows, axis=1)
     return [
-        Top(laws.ids[columns[i]][None], logits[i : i + 1], totals[i : i + 1])
+        Top(reference.ids[columns[i]][None], logits[i : i + 1], totals[i : i + 1])
         for i in range(len(logits))
     ]

@@ -37,11 +37,11 @@ def produce(settings: ConvertSettings) -> None:
 
     Raises:
         ModelError: the model cannot be converted, or `out` is a folder of something else.
-        ParityError: the package says other things than the model; nothing is written.
+        ParityError: the package disagrees with the model; nothing is written.
     """
     out, partial = Path(settings.out), settings.partial
     if out.exists() and not (out / FILE_NAME).is_file():
-        raise UsageError(f"{str(out)!r} exists and is no converted model; name another --out")
+        raise UsageError(f"{str(out)!r} exists and is not a converted model; name another --out")
     partial.parent.mkdir(parents=True, exist_ok=True)
     # What a killed conversion to the same place left behind.
     remove_stale(partial.parent, f"{partial.name.rpartition('-')[0]}-")
@@ -58,7 +58,7 @@ def _produce(settings: ConvertSettings, partial: Path) -> None:
     size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()) / 1e6
     found = ConvertResult(out=settings.out, seconds=seconds, megabytes=size, passed=True)
     if settings.tokens and settings.prompts:
-        found = _compared(settings, partial, found)
+        found = _compare(settings, partial, found)
     parity = msgspec.to_builtins(found)
     write_manifest(partial, msgspec.structs.replace(manifest, parity=parity))
     if found.passed:
@@ -81,13 +81,13 @@ def _install(partial: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _compared(settings: ConvertSettings, folder: Path, found: ConvertResult) -> ConvertResult:
+def _compare(settings: ConvertSettings, folder: Path, found: ConvertResult) -> ConvertResult:
     # MLX is needed for the comparison only.
     from services.coreml.convert import parity  # noqa: PLC0415
 
     say(ConvertProgress("comparing", 0.0))
     model = open_model(folder, settings.compute_units)
-    prompts = parity.fitted(_prompts(settings), model.slots, settings.tokens)
+    prompts = parity.fit_prompts(_prompts(settings), model.slots, settings.tokens)
     source = parity.ParityModel(Path(settings.model))
     target = parity.ParityModel(Path(settings.target)) if settings.target else None
     author = target or source

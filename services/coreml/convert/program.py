@@ -18,26 +18,29 @@ import numpy as np
 
 from protocol.jobs.convert import StateWrite
 from services.coreml.architecture import Architecture
-from services.coreml.convert import mil
 from services.coreml.convert.blocks import (
+    OPSET,
+    MilFunction,
+    MilProgram,
     Var,
     attend,
     best_tokens,
     by_head,
     dense,
+    mb,
     rms_norm,
     rotate,
+    types,
 )
-from services.coreml.convert.mil import OPSET, mb, types
 from services.coreml.convert.source import Source
-from services.coreml.functions import HEAD_ROWS, Function, Part
+from services.coreml.functions import HEAD_ROWS, PackageFunction, Part
 
 
 def _ints(values: list[int]) -> Any:
     return np.array(values, np.int32)
 
 
-class Plan(NamedTuple):
+class PackageOptions(NamedTuple):
     """What all functions of a package share."""
 
     part: Part
@@ -54,9 +57,9 @@ class _Past(NamedTuple):
     values: Var
 
 
-def build(source: Source, plan: Plan, functions: list[Function]) -> Any:
+def build(source: Source, plan: PackageOptions, functions: list[PackageFunction]) -> Any:
     """The program of one part; the first function is its default."""
-    program = mil.Program()
+    program = MilProgram()
     for function in functions:
         program.add_function(function.name, _Builder(source, plan, function).build())
     program.default_function_name = functions[0].name
@@ -64,7 +67,7 @@ def build(source: Source, plan: Plan, functions: list[Function]) -> Any:
 
 
 class _Builder:
-    def __init__(self, source: Source, plan: Plan, function: Function) -> None:
+    def __init__(self, source: Source, plan: PackageOptions, function: PackageFunction) -> None:
         self._source = source
         self._plan = plan
         self._function = function
@@ -75,7 +78,7 @@ class _Builder:
         return self._source.architecture
 
     def build(self) -> Any:
-        with mil.Function(self._inputs(), OPSET) as made:
+        with MilFunction(self._inputs(), OPSET) as made:
             made.set_outputs(self._body(dict(made.inputs)))
         return made
 
@@ -202,7 +205,7 @@ class _Layer:
         path = f"{self._path}.{layer}"
         bias = self._source.bias(path)
         scaled_bias = bias * scale if bias is not None else None
-        return dense(x, self._source.packed(path, scale), scaled_bias, f"{self._prefix}_{name}")
+        return dense(x, self._source.weight(path, scale), scaled_bias, f"{self._prefix}_{name}")
 
     def norm(self, x: Var, layer: str, name: str) -> Var:
         """One of the layer's norms."""

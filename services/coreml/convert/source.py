@@ -11,7 +11,7 @@ from protocol.jobs.convert import Compression
 from protocol.messages import Token
 from services.coreml.architecture import Architecture, read_architecture
 from services.coreml.convert.compression import Packed, pack
-from services.coreml.convert.weights import Weights
+from services.coreml.convert.weights import ModelTensors
 
 HEAD_FILE = "draft_head.json"
 """Token ids of a trimmed head (`services/mlx/lm_head.py` reads the same file for MLX)."""
@@ -24,7 +24,7 @@ class Source:
         """Open the folder; raises ModelError if it cannot be converted."""
         self.folder = folder
         self.architecture: Architecture = read_architecture(folder)
-        self._weights = Weights(folder)
+        self._weights = ModelTensors(folder)
         self._compression: Compression = compression
         self._packed: dict[tuple[str, float], Packed] = {}
         self.head_ids = _head_ids(folder, self.architecture.vocabulary)
@@ -37,7 +37,7 @@ class Source:
         """Columns of the logits."""
         return self.architecture.vocabulary if self.head_ids is None else len(self.head_ids)
 
-    def packed(self, layer: str, scale: float = 1.0) -> Packed:
+    def weight(self, layer: str, scale: float = 1.0) -> Packed:
         """The weight of a linear layer, times `scale`."""
         key = (layer, scale)
         if key not in self._packed:

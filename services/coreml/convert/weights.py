@@ -30,7 +30,7 @@ class _Entry(NamedTuple):
     shape: list[int]
 
 
-class Weights:
+class ModelTensors:
     """All tensors of a folder's `*.safetensors`, mapped, read when asked for."""
 
     def __init__(self, folder: Path) -> None:
@@ -42,9 +42,9 @@ class Weights:
             raise ModelError(f"the model folder {str(folder)!r} holds no *.safetensors")
         for file in files:
             try:
-                self._entries |= _mapped(file)
+                self._entries |= _map_file(file)
             except (OSError, ValueError, KeyError, struct.error) as error:
-                raise ModelError(f"{str(file)!r} is no safetensors file ({error!r})") from error
+                raise ModelError(f"{str(file)!r} is not a safetensors file ({error!r})") from error
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self._quantization: dict[str, Any] = config.get("quantization") or {}
 
@@ -76,7 +76,7 @@ class Weights:
         if own.get("mode", "affine") != "affine":
             raise ModelError(f"{layer} is quantised as {own['mode']!r}; known: affine")
         bits, group = own["bits"], own["group_size"]
-        levels = _unpacked(stored, bits)
+        levels = _unpack(stored, bits)
         scales = self.tensor(f"{layer}.scales").astype(np.float32)[..., None]
         biases = self.tensor(f"{layer}.biases").astype(np.float32)[..., None]
         grouped = levels.reshape(len(levels), -1, group).astype(np.float32)
@@ -89,7 +89,7 @@ class Weights:
         return found
 
 
-def _mapped(file: Path) -> dict[str, _Entry]:
+def _map_file(file: Path) -> dict[str, _Entry]:
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(length))
@@ -101,7 +101,7 @@ def _mapped(file: Path) -> dict[str, _Entry]:
     }
 
 
-def _unpacked(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
+def _unpack(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
     """MLX's packed integers: contiguous little-endian bit fields, row by row."""
     rows = len(words)
     stream = np.unpackbits(

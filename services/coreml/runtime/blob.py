@@ -51,7 +51,7 @@ def to_float16(array: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return near
 
 
-def unpacked(raw: npt.NDArray[np.uint8], bits: int, count: int) -> npt.NDArray[np.uint8]:
+def unpack(raw: npt.NDArray[np.uint8], bits: int, count: int) -> npt.NDArray[np.uint8]:
     """Unsigned integers of a few bits, contiguous, least significant bit first."""
     fields = np.unpackbits(raw, bitorder="little")[: count * bits].reshape(count, bits)
     weighted = fields << np.arange(bits, dtype=np.uint8)
@@ -59,9 +59,9 @@ def unpacked(raw: npt.NDArray[np.uint8], bits: int, count: int) -> npt.NDArray[n
     return values
 
 
-def _typed(raw: npt.NDArray[np.uint8], kind: int, count: int) -> Array:
+def _view_as(raw: npt.NDArray[np.uint8], kind: int, count: int) -> Array:
     if kind in _PACKED:
-        return unpacked(raw, _PACKED[kind], count)
+        return unpack(raw, _PACKED[kind], count)
     if kind not in DTYPES:
         raise ModelError(f"the package has a constant of the unknown type {_TYPE.Name(kind)}")
     typed: Array = raw.view(DTYPES[kind])[:count]
@@ -107,7 +107,7 @@ class Constants:
             raise ModelError(f"{name!r} has no constant at {offset}: the package is broken")
         size, data = (int(n) for n in file[offset + 8 : offset + 24].view("<u8"))
         count = int(np.prod(shape, dtype=np.int64))
-        return _held(_typed(np.asarray(file[data : data + size]), kind, count).reshape(shape))
+        return _widen(_view_as(np.asarray(file[data : data + size]), kind, count).reshape(shape))
 
 
 def _immediate(tensor: Any, kind: int, shape: tuple[int, ...]) -> Any:
@@ -116,12 +116,12 @@ def _immediate(tensor: Any, kind: int, shape: tuple[int, ...]) -> Any:
         return tensor.strings.values[0]
     if which == "bytes":
         raw = np.frombuffer(tensor.bytes.values, np.uint8)
-        found = _typed(raw, kind, int(np.prod(shape, dtype=np.int64)))
+        found = _view_as(raw, kind, int(np.prod(shape, dtype=np.int64)))
     else:
         found = np.array(getattr(tensor, which).values, DTYPES[kind])
-    return _held(found.reshape(shape))
+    return _widen(found.reshape(shape))
 
 
-def _held(array: Array) -> Array:
+def _widen(array: Array) -> Array:
     """float16 is computed with in float32, which numpy does faster, and rounded after each op."""
     return array.astype(np.float32) if array.dtype == np.float16 else array

@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
+from threadpoolctl import threadpool_limits
+
 from protocol.errors import UsageError
 from protocol.settings import ComputeUnits
 from services.coreml.manifest import Manifest
@@ -19,7 +21,7 @@ class Executor(Protocol):
 
     @property
     def compute_unit(self) -> str:
-        """Where it computes, as far as that is known; never a wish."""
+        """Where it computes, as far as that is known, rather than where it was asked to."""
         ...
 
     def new_state(self, part: int) -> State:
@@ -69,3 +71,12 @@ def executor_of(folder: Path, manifest: Manifest, units: ComputeUnits) -> Execut
     from services.coreml.runtime.native import NativeExecutor  # noqa: PLC0415
 
     return NativeExecutor(folder, manifest, "cpu_and_ne" if units == "auto" else units)
+
+
+def limit_threads(threads: int) -> None:
+    """Hold numpy's BLAS to this many threads.
+
+    It counts the machine's cores when it is loaded, before this process is pinned to its own,
+    and threads that share a core wait for each other.
+    """
+    threadpool_limits(limits=threads, user_api="blas")

@@ -21,7 +21,7 @@ from coremltools.models.utils import compile_model
 
 from protocol.errors import ModelError
 from protocol.settings import ComputeUnits
-from services.coreml.functions import Function
+from services.coreml.functions import PackageFunction
 from services.coreml.manifest import Manifest
 from services.coreml.runtime.blob import Array
 from services.coreml.runtime.placement import Placement, joint_unit, placement_of
@@ -60,7 +60,7 @@ class NativeExecutor:
             ModelError: CoreML refuses a function.
         """
         self._units = _UNITS[units]
-        self._compiled = [_compiled(folder, part.file) for part in manifest.parts]
+        self._compiled = [_compile(folder, part.file) for part in manifest.parts]
         self._models: list[dict[str, Any]] = []
         self.load_ms: dict[str, float] = {}
         """Per function, of all parts together."""
@@ -72,7 +72,7 @@ class NativeExecutor:
             self.placements[f.name] for f in manifest.functions if f.head
         )
 
-    def _load(self, path: Path, function: Function) -> Any:
+    def _load(self, path: Path, function: PackageFunction) -> Any:
         _log.info("loading %s of %s, at most %g s", function.name, path.name, _LOAD_S)
         started = time.perf_counter()
         try:
@@ -107,7 +107,7 @@ def _cache(folder: Path) -> Path:
     return folder / "compiled" / build
 
 
-def _compiled(folder: Path, file: str) -> Path:
+def _compile(folder: Path, file: str) -> Path:
     """The compiled form of a package, made once per version of the system."""
     place = _cache(folder) / Path(file).with_suffix(".mlmodelc").name
     if place.exists():
@@ -150,7 +150,7 @@ def _placements(
             plans.append(MLComputePlan.load_from_path(str(path), units))
     found = {
         function.name: placement_of(
-            placed for plan in plans for placed in _placed(plan, function.name)
+            placed for plan in plans for placed in _operation_devices(plan, function.name)
         )
         for function in manifest.functions
     }
@@ -160,7 +160,7 @@ def _placements(
     return found
 
 
-def _placed(plan: Any, function: str) -> list[tuple[str, str]]:
+def _operation_devices(plan: Any, function: str) -> list[tuple[str, str]]:
     """(kind, device) of each operation of a function that has a device; constants have none."""
     operations = plan.model_structure.program.functions[function].block.operations
     placed = []

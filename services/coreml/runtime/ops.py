@@ -1,7 +1,7 @@
 """What each MIL operation does, in numpy. Those that our packages have, and no other.
 
 Semantics: the iOS 18 opset of coremltools. An operation is a function of its inputs by name,
-`Inputs`, where an optional input that was not given is None.
+`OpInputs`, where an optional input that was not given is None.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from protocol.errors import ModelError
 Array = npt.NDArray[Any]
 
 
-class Inputs:
+class OpInputs:
     """The inputs of one operation; those that are missing read as None."""
 
     def __init__(self, given: dict[str, Any]) -> None:
@@ -25,11 +25,11 @@ class Inputs:
         return self.given.get(name)
 
 
-def _axes(i: Inputs) -> tuple[int, ...]:
+def _axes(i: OpInputs) -> tuple[int, ...]:
     return tuple(int(axis) for axis in i.axes)
 
 
-def _window(i: Inputs, x: Array) -> tuple[slice, ...]:
+def _window(i: OpInputs, x: Array) -> tuple[slice, ...]:
     """The slices that begin, end, stride and the masks describe."""
     none = [False] * x.ndim
     if i.squeeze_mask is not None and any(i.squeeze_mask):
@@ -45,7 +45,7 @@ def _window(i: Inputs, x: Array) -> tuple[slice, ...]:
     )
 
 
-def _slice_update(i: Inputs) -> Array:
+def _slice_update(i: OpInputs) -> Array:
     window = _window(i, i.x)
     if i.x[window].shape != i.update.shape:
         raise ModelError(
@@ -56,7 +56,7 @@ def _slice_update(i: Inputs) -> Array:
     return updated
 
 
-def _conv(i: Inputs) -> Array:
+def _conv(i: OpInputs) -> Array:
     rows, columns = i.weight.shape[:2]
     if i.weight.shape[2:] != (1, 1) or int(i.groups) != 1 or any(s != 1 for s in i.strides):
         raise ModelError("the reference runtime knows 1x1 convolutions only")
@@ -68,21 +68,21 @@ def _conv(i: Inputs) -> Array:
     return y.reshape(batch, rows, height, width)
 
 
-def _matmul(i: Inputs) -> Array:
+def _matmul(i: OpInputs) -> Array:
     x = np.swapaxes(i.x, -1, -2) if i.transpose_x else i.x
     y = np.swapaxes(i.y, -1, -2) if i.transpose_y else i.y
     product: Array = np.matmul(x, y)
     return product
 
 
-def _softmax(i: Inputs) -> Array:
+def _softmax(i: OpInputs) -> Array:
     axis = int(i.axis)
     powers = np.exp(i.x - i.x.max(axis, keepdims=True))
     weights: Array = powers / powers.sum(axis, keepdims=True)
     return weights
 
 
-def _topk(i: Inputs) -> tuple[Array, Array]:
+def _topk(i: OpInputs) -> tuple[Array, Array]:
     """The k largest in falling order, the lower index first among equals."""
     count, axis = int(i.k), int(i.axis)
     if i.ascending:
@@ -100,19 +100,19 @@ def _topk(i: Inputs) -> tuple[Array, Array]:
     return np.moveaxis(values, -1, axis), np.moveaxis(order, -1, axis).astype(np.int32)
 
 
-def _split(i: Inputs) -> tuple[Array, ...]:
+def _split(i: OpInputs) -> tuple[Array, ...]:
     if i.num_splits is not None:
         return tuple(np.split(i.x, int(i.num_splits), int(i.axis)))
     return tuple(np.split(i.x, np.cumsum(i.split_sizes)[:-1], int(i.axis)))
 
 
-def _reshape(i: Inputs) -> Array:
+def _reshape(i: OpInputs) -> Array:
     shape = [i.x.shape[axis] if size == 0 else int(size) for axis, size in enumerate(i.shape)]
     reshaped: Array = i.x.reshape(shape)
     return reshaped
 
 
-def _palette(i: Inputs) -> Array:
+def _palette(i: OpInputs) -> Array:
     """Indices [rows, columns, 1, 1] into palettes [groups, 1, 1, 1, 2**bits, 1]."""
     groups = i.lut.shape[0]
     if any(size != 1 for size in (*i.lut.shape[1:4], i.lut.shape[5])):
@@ -123,20 +123,20 @@ def _palette(i: Inputs) -> Array:
     return dense
 
 
-def _shift_scale(i: Inputs) -> Array:
+def _shift_scale(i: OpInputs) -> Array:
     if i.offset is not None or i.scale.shape[1:] != (1, 1, 1):
         raise ModelError("the reference runtime knows one scale per row and no offset")
     dense: Array = i.data.astype(np.float32) * i.scale
     return dense
 
 
-def _reduce(function: Callable[..., Array]) -> Callable[[Inputs], Array]:
+def _reduce(function: Callable[..., Array]) -> Callable[[OpInputs], Array]:
     return lambda i: function(i.x, axis=_axes(i), keepdims=bool(i.keep_dims))
 
 
 _CASTS = {"fp16": np.float32, "fp32": np.float32, "int32": np.int32, "uint16": np.uint16}
 
-CONSTANT_OPS: dict[str, Callable[[Inputs], Array]] = {
+CONSTANT_OPS: dict[str, Callable[[OpInputs], Array]] = {
     "constexpr_lut_to_dense": _palette,
     "constexpr_blockwise_shift_scale": _shift_scale,
 }
@@ -147,7 +147,7 @@ MOVES = frozenset({
 })  # fmt: skip
 """Their results are elements of their inputs, so they are rounded already."""
 
-OPS: dict[str, Callable[[Inputs], Array | tuple[Array, ...]]] = {
+OPS: dict[str, Callable[[OpInputs], Array | tuple[Array, ...]]] = {
     "abs": lambda i: np.abs(i.x),
     "add": lambda i: i.x + i.y,
     "cast": lambda i: i.x.astype(_CASTS[i.dtype]),

@@ -7,7 +7,7 @@ import msgspec
 
 ANE = "ane"
 _LEAST_SHARE = 0.95
-"""Of the operations. A few at the ends may be elsewhere, but no product of weights."""
+"""Of the operations. A few at the ends may be on another device, but no product of weights."""
 
 
 class Placement(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from coremltools.proto import Model_pb2
 
 from protocol.errors import ModelError
 from services.coreml.runtime.blob import DTYPES, FLOAT16, Array, Constants, shape_of, to_float16
-from services.coreml.runtime.ops import CONSTANT_OPS, MOVES, OPS, Inputs
+from services.coreml.runtime.ops import CONSTANT_OPS, MOVES, OPS, OpInputs
 
 Precision = Literal["float16", "float32"]
 """float16: every result is rounded to the type that the package declares. float32: float16
@@ -50,7 +50,7 @@ class Program:
     """One saved package."""
 
     def __init__(self, path: Path, precision: Precision = "float16") -> None:
-        """Read the package; raises ModelError if it is none."""
+        """Read the package; raises ModelError if it is not one."""
         self._rounds = precision == "float16"
         try:
             manifest = json.loads((path / "Manifest.json").read_text(encoding="utf-8"))
@@ -58,10 +58,10 @@ class Program:
             model: Any = Model_pb2.Model()
             model.ParseFromString((path / "Data" / root).read_bytes())
         except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"{str(path)!r} is no CoreML package ({error!r})") from error
+            raise ModelError(f"{str(path)!r} is not a CoreML package ({error!r})") from error
         self._functions = model.mlProgram.functions
         self._constants = Constants((path / "Data" / root).parent / "weights")
-        self._decompressed: dict[tuple[int, ...], tuple[Array, Inputs]] = {}
+        self._decompressed: dict[tuple[int, ...], tuple[Array, OpInputs]] = {}
         self._compiled: dict[str, _Compiled] = {}
 
     def new_state(self, function: str) -> State:
@@ -81,7 +81,7 @@ class Program:
             given = np.asarray(inputs[name])
             if given.shape != shape:
                 raise ModelError(f"{function}: {name} is {given.shape}, not {shape}")
-            values[name] = self._rounded(given, kind)
+            values[name] = self._round(given, kind)
         for op in compiled.ops:
             self._step(op, values, state)
             for name in op.last_uses:
@@ -89,23 +89,23 @@ class Program:
         return {name: values[name] for name in compiled.outputs}
 
     def _step(self, op: _Op, values: dict[str, Any], state: State) -> None:
-        inputs = {name: _resolved(value, values) for name, value in op.inputs.items()}
+        inputs = {name: _resolve(value, values) for name, value in op.inputs.items()}
         if op.kind == "write_state":
             state[op.inputs["input"]] = inputs["data"]
             return
         if op.kind == "read_state":
             results: Any = state[op.inputs["input"]]
         else:
-            results = OPS[op.kind](Inputs(inputs))
+            results = OPS[op.kind](OpInputs(inputs))
         if not isinstance(results, tuple):
             results = (results,)
         for (name, kind, shape), result in zip(op.outputs, results, strict=True):
             if result.shape != shape:
                 raise ModelError(f"{op.kind} {name!r} gave {result.shape}, declared {shape}")
             as_is = op.kind == "read_state" or op.kind in MOVES
-            values[name] = result if as_is else self._rounded(result, kind)
+            values[name] = result if as_is else self._round(result, kind)
 
-    def _rounded(self, array: Array, kind: int) -> Array:
+    def _round(self, array: Array, kind: int) -> Array:
         if kind != FLOAT16:
             return array.astype(DTYPES[kind], copy=False)
         single: Array = array.astype(np.float32, copy=False)
@@ -149,7 +149,7 @@ class Program:
             for name, given in operation.inputs.items()
         }
         if kind in CONSTANT_OPS:
-            given = {name: _resolved(value, constants) for name, value in inputs.items()}
+            given = {name: _resolve(value, constants) for name, value in inputs.items()}
             constants[operation.outputs[0].name] = self._decompress(kind, given)
             return
         if kind not in OPS and kind not in ("read_state", "write_state"):
@@ -170,17 +170,17 @@ class Program:
         """Once per constant: functions share them, and so do we."""
         key = tuple(id(value) for value in given.values())
         if key not in self._decompressed:
-            inputs = Inputs(given)  # kept, so that the ids stay taken
-            self._decompressed[key] = (self._rounded(CONSTANT_OPS[kind](inputs), FLOAT16), inputs)
+            inputs = OpInputs(given)  # kept, so that the ids stay taken
+            self._decompressed[key] = (self._round(CONSTANT_OPS[kind](inputs), FLOAT16), inputs)
         return self._decompressed[key][0]
 
 
-def _resolved(value: Any, values: dict[str, Any]) -> Any:
+def _resolve(value: Any, values: dict[str, Any]) -> Any:
     """The value of an argument; a state's name stands for itself."""
     if isinstance(value, _Name):
         return values.get(value, value)
     if isinstance(value, list):
-        return [_resolved(one, values) for one in value]
+        return [_resolve(one, values) for one in value]
     return value
 
 

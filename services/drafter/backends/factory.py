@@ -33,9 +33,9 @@ def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBack
                 warm_drafter(backend)
             return backend
         case "coreml":
-            from services.coreml.threads import limit  # noqa: PLC0415
+            from services.coreml.runtime.executor import limit_threads  # noqa: PLC0415
 
-            limit(settings.threads)
+            limit_threads(settings.threads)
             from services.coreml.costs import warm  # noqa: PLC0415
             from services.coreml.model import open_model  # noqa: PLC0415
             from services.drafter.backends.coreml import CoremlBackend  # noqa: PLC0415

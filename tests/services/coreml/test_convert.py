@@ -22,7 +22,7 @@ from protocol.jobs.convert import COMPRESSIONS, ROUTES, Compression, ConvertEven
 from services.coreml.architecture import read_architecture
 from services.coreml.convert.compression import _centres, pack
 from services.coreml.convert.source import Source
-from services.coreml.convert.weights import Weights, fingerprint_of
+from services.coreml.convert.weights import ModelTensors, fingerprint_of
 from services.coreml.functions import parts_of
 from services.coreml.manifest import read_manifest
 from services.coreml.runtime import ops
@@ -46,7 +46,7 @@ def rng() -> np.random.Generator:
 def test_quantised_weights_are_read_as_mlx_reads_them() -> None:
     """Affine groups are dequantised to what mlx-lm computes with."""
     folder = source_folder("quantized")
-    ours = Weights(folder).matrix("model.layers.1.mlp.up_proj")
+    ours = ModelTensors(folder).matrix("model.layers.1.mlp.up_proj")
     theirs = np.array(load(folder).module.layers[1].mlp.up_proj.weight)
     np.testing.assert_allclose(theirs, ours, atol=1e-6)
 
@@ -57,7 +57,7 @@ def test_bfloat16_is_read(tmp_path: Path) -> None:
     mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a.weight": values})
     (tmp_path / "config.json").write_text("{}")
     np.testing.assert_array_equal(
-        np.array(values.astype(mx.float32)), Weights(tmp_path).matrix("a")
+        np.array(values.astype(mx.float32)), ModelTensors(tmp_path).matrix("a")
     )
 
 
@@ -99,7 +99,7 @@ def test_the_package_decodes_to_the_packed_weights(compression: Compression) -> 
     """What the saved file holds, decompressed as CoreML would, is the matrix that was packed."""
     folder = converted_folder("llama", layers=1, options=(("compression", compression),))
     source = Source(source_folder("llama", layers=1), compression)
-    packed = source.packed("model.layers.0.mlp.gate_proj")
+    packed = source.weight("model.layers.0.mlp.gate_proj")
     program = Program(folder / "model.mlpackage")
     constants = program._compile("tree").constants
     found = constants["l0_gate_weight"][:, :, 0, 0]
@@ -157,7 +157,7 @@ def test_topk_takes_the_first_of_equals() -> None:
     """Falling values; among equal ones, the zeros of both signs included, the lower index."""
     x = rng().integers(-3, 4, size=(2, 50, 3)).astype(np.float32)
     x[x == 0] *= rng().choice(np.float32([-1, 1]), size=int((x == 0).sum()))
-    values, indices = ops.OPS["topk"](ops.Inputs({"x": x, "k": 20, "axis": 1}))
+    values, indices = ops.OPS["topk"](ops.OpInputs({"x": x, "k": 20, "axis": 1}))
     order = np.argsort(-x, axis=1, kind="stable")[:, :20]
     np.testing.assert_array_equal(indices, order)
     np.testing.assert_array_equal(values, np.take_along_axis(x, order, 1))
@@ -174,7 +174,7 @@ def test_unknown_operations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_broken_package_is_refused(tmp_path: Path) -> None:
     """A folder without a package's manifest is named."""
-    with pytest.raises(ModelError, match="no CoreML package"):
+    with pytest.raises(ModelError, match="is not a CoreML package"):
         Program(tmp_path)
 
 

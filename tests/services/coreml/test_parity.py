@@ -5,8 +5,8 @@ import pytest
 
 from protocol.jobs.convert import ROUTES, Agreement, Route
 from services.coreml.convert.parity import (
+    AnsweredPrompt,
     ParityDistributions,
-    Text,
     acceptance,
     agreement,
     candidates,
@@ -47,7 +47,7 @@ def test_every_route_judges_the_same_positions(route: Route, length: int) -> Non
     """Each token of the answer once, whatever functions it goes through, up to a full state."""
     model = converted_model(converted_folder("llama"))
     tokens = [int(token) for token in rng().integers(4, 280, length + 20)]
-    tops = candidates(model, [Text(tokens[:length], tokens[length:])], route)
+    tops = candidates(model, [AnsweredPrompt(tokens[:length], tokens[length:])], route)
     plain = fed(model, tokens[:-1], [("decode", 1)] * (len(tokens) - 1))[length - 1 :]
     assert len(tops) == 20
     for ours, theirs in zip(tops, plain, strict=True):

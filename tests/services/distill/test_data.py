@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from protocol.errors import ModelError, UsageError
-from services.distill.data import Batches, RowInfo, ShardInfo, Shards, Texts, divided
+from services.distill.data import Batches, RowInfo, ShardInfo, Shards, Texts, split_texts
 
 LENGTH = 70
 
@@ -50,15 +50,15 @@ def test_rows_without_an_answer_are_left_out(tmp_path: Path) -> None:
 
 def test_validation_has_all_temperatures_and_whole_groups() -> None:
     """Held-out and learned texts share no group; both have every temperature."""
-    learned, held = divided(texts(64), 0.25, 4)
+    learned, held = split_texts(texts(64), 0.25, 4)
     groups = [{row.group for row in part.rows} for part in (learned, held)]
     assert not groups[0] & groups[1]
     assert groups[0] | groups[1] == set(range(64))
     assert {row.temperature for row in held.rows} == {0, 0.25, 0.5, 0.75}
     assert len(held.rows) == 16
-    assert [len(part.rows) for part in divided(texts(3), 0.2, 4)] == [2, 1]
+    assert [len(part.rows) for part in split_texts(texts(3), 0.2, 4)] == [2, 1]
     with pytest.raises(UsageError):
-        divided(texts(1), 0.2, 4)
+        split_texts(texts(1), 0.2, 4)
 
 
 def test_positions_are_those_before_an_answer_token() -> None:

@@ -8,12 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from services.distill.generation import Chat, Rows, generate
+from services.distill.generation import ChatFormat, Rows, generate
 from services.mlx.loader import load
 from tests.support.tiny_models import vocabulary_size, write_tiny_model
 
 OPENING, TURN, STOPS = [0, 2], [3, 7], [1]
-CHAT = Chat(TURN, STOPS, user_tokens=6)
+CHAT = ChatFormat(TURN, STOPS, user_tokens=6)
 PROMPTS = [[5, 9, 40], [17, 30, 31, 32, 33, 34], [8, 8]]
 
 
@@ -56,7 +56,7 @@ def test_a_batch_is_its_rows(tmp_path: Path, family: str) -> None:
 def test_rows_outgrow_a_bucket(target: Any) -> None:
     """Past 128 tokens the buffers grow and the text stays what it is alone."""
     rows = Rows([[5, 9]], invents=False, temperatures=[0.0], length=140, seed=0)
-    made = generate(target, vocabulary_size(), rows, Chat([], [], 1), never)
+    made = generate(target, vocabulary_size(), rows, ChatFormat([], [], 1), never)
     assert made is not None
     logits = target(mx.array(made[0][:, :-1]))[0, 1:]
     assert np.array(mx.argmax(logits, axis=-1)).tolist() == made[0][0, 2:].tolist()

@@ -6,8 +6,8 @@ import pytest
 
 from protocol.settings import OBJECTIVES
 from services.distill.checkpoint import Moments
-from services.distill.objective import LOSSES, coupled_bound, overlap
-from services.distill.optimizer import adamw, clipped
+from services.distill.objective import LOSSES, acceptance_bound, overlap
+from services.distill.training import adamw, clip
 
 P = np.array([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.2, 0.1, 0.1]])  # the last lacks reach
 LOGITS = np.array([[0.2, -1.0, 0.5], [2.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
@@ -50,7 +50,7 @@ def test_acceptance_of_equal_laws_is_whole() -> None:
     """p = q: overlap and the coupled bound are 1."""
     p = mx.array(Q)
     np.testing.assert_allclose(np.array(overlap(p, p)), 1, rtol=1e-6)
-    np.testing.assert_allclose(np.array(coupled_bound(p, p)), 1, rtol=1e-6)
+    np.testing.assert_allclose(np.array(acceptance_bound(p, p)), 1, rtol=1e-6)
 
 
 def test_adamw_first_step() -> None:
@@ -72,6 +72,6 @@ def test_adamw_first_step() -> None:
 def test_the_gradient_is_clipped_as_a_whole() -> None:
     """Norm 5 with a limit of 1: everything is divided by 5; below the limit nothing changes."""
     gradient = {"a": mx.array([3.0]), "b": mx.array([4.0])}
-    small = clipped(gradient, 1.0)
+    small = clip(gradient, 1.0)
     np.testing.assert_allclose([small["a"].item(), small["b"].item()], [0.6, 0.8], rtol=1e-5)
-    assert clipped(gradient, 10.0)["b"].item() == 4.0
+    assert clip(gradient, 10.0)["b"].item() == 4.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from protocol.errors import ModelError, SsdError, UsageError
-from services.distill.logits import TargetLaw, check_layout, logits_at
+from services.distill.logits import TargetDistribution, check_layout, logits_at
 from services.distill.student import (
     Student,
     chosen_layers,
@@ -129,10 +129,10 @@ def test_the_law_of_a_trimmed_head_is_not_renormalised(tmp_path: Path) -> None:
     """The target's law over the kept tokens keeps its probabilities; padding columns get none."""
     target = load(write_tiny_model(tmp_path, "qwen2")).module
     ids = mx.array([4, 7, 200])
-    law = TargetLaw(target, 288, ids)
+    law = TargetDistribution(target, 288, ids)
     logits = law.logits(TOKENS, POSITIONS)
     assert logits.shape == (3, 288)
     full = np.array(mx.softmax(logits / 0.7, axis=-1))
-    found = np.array(law.restricted(logits, 0.7))
+    found = np.array(law.probabilities(logits, 0.7))
     np.testing.assert_allclose(found, full[:, [4, 7, 200]], rtol=1e-5)
     assert law.ids_of(mx.array([2, 0])).tolist() == [200, 4]

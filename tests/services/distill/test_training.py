@@ -15,13 +15,13 @@ from protocol.jobs.distill import DistillEvent, DistillFinished
 from protocol.messages import Sampling
 from protocol.settings import DistillSettings
 from services.distill import checkpoint
-from services.distill.data import Batch, Batches, RowInfo, Shards, Texts, divided, joined
-from services.distill.evaluation import Drafter, Figures, evaluate
-from services.distill.logits import TargetLaw
+from services.distill.data import Batch, Batches, RowInfo, Shards, Texts, join_texts, split_texts
+from services.distill.evaluation import DeployedDrafter, Figures, evaluate
+from services.distill.logits import TargetDistribution
 from services.distill.phases import distill, judge
 from services.distill.run_control import RunControl
 from services.distill.speed import Costs, predict
-from services.distill.training import Inputs, Trainer, learning_rate
+from services.distill.training import DeviceBatch, Trainer, learning_rate
 from services.drafter.backends.mlx import MlxBackend
 from services.mlx.loader import load
 from services.tools.build_drafter import assemble
@@ -219,11 +219,13 @@ def test_texts_of_other_runs(done: Run, target: Path, tmp_path: Path) -> None:
     assert not (out / "data").exists()
     parts = [Shards(Path(run, "data")).read() for run in texts]
     report = json.loads((out / "distill.json").read_text())
-    learned = joined(parts)
+    learned = join_texts(parts)
     assert len(learned.rows) == sum(len(part.rows) for part in parts)
-    assert report["validation_sequences"] == len(divided(learned, 0.1, 4)[1].rows)
+    assert report["validation_sequences"] == len(split_texts(learned, 0.1, 4)[1].rows)
     with pytest.raises(UsageError, match="different --length"):
-        joined([parts[0], Texts(parts[1].tokens[:, :16], parts[1].kinds[:, :16], parts[1].rows)])
+        join_texts(
+            [parts[0], Texts(parts[1].tokens[:, :16], parts[1].kinds[:, :16], parts[1].rows)]
+        )
 
 
 def test_judging_again_gives_the_same_figures(done: Run) -> None:
@@ -236,9 +238,9 @@ def test_judging_again_gives_the_same_figures(done: Run) -> None:
 def test_the_target_is_its_own_best_drafter(done: Run, target: Path) -> None:
     """The target as drafter: all figures are 1 (rounding aside); noise is really shared."""
     texts = Shards(done.out / "data").read()
-    _, held = divided(texts, 0.1, 4)
+    _, held = split_texts(texts, 0.1, 4)
     model = load(target).module
-    figures = evaluate(model, Drafter(load(target).module, None), 288, held, 8)
+    figures = evaluate(model, DeployedDrafter(load(target).module, None), 288, held, 8)
     assert figures.positions == int((held.kinds == 3).sum())
     assert figures.greedy_agreement == 1
     for one in figures.acceptance:
@@ -269,7 +271,7 @@ def test_figures_are_counted_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda model, tokens, positions: model(tokens).reshape(-1, 3)[positions],
     )
     target = Fixed([0.0, 3.0, 1.0, 2.0])
-    drafter = Drafter(Fixed([5.0, 4.0, 1.0]), np.array([3, 1, 2]))
+    drafter = DeployedDrafter(Fixed([5.0, 4.0, 1.0]), np.array([3, 1, 2]))
     kinds = np.array([[1, 3, 3, 0], [1, 3, 3, 3]], np.uint8)
     infos = [RowInfo(0, 0.0, "chat"), RowInfo(1, 1.0, "code")]
     texts = Texts(np.zeros((2, 4), np.int32), kinds, infos)
@@ -292,13 +294,13 @@ def test_substituted_tokens_are_the_drafters(done: Run, target: Path) -> None:
         def logits(self, weights: Any, tokens: mx.array, positions: mx.array) -> mx.array:
             return mx.broadcast_to(mx.array([0.0, 1.0, 0.5]), (positions.size, 3))
 
-    law = TargetLaw(load(target).module, 288, mx.array([10, 20, 30]))
+    law = TargetDistribution(load(target).module, 288, mx.array([10, 20, 30]))
     none: Any = None
     trainer = Trainer(done.settings, Stub(), law, batches=none, validation=none)  # type: ignore[arg-type]
     tokens = np.arange(8, dtype=np.int32).reshape(2, 4)
-    inputs = Inputs(mx.array(tokens), mx.array([1, 4, 0, 0]), mx.array([1.0, 1.0, 0.0, 0.0]))
+    inputs = DeviceBatch(mx.array(tokens), mx.array([1, 4, 0, 0]), mx.array([1.0, 1.0, 0.0, 0.0]))
     chosen = mx.array([False, True, False, False])
-    found = trainer._guessed({}, inputs, chosen)
+    found = trainer._guess_tokens({}, inputs, chosen)
     assert found.tolist() == [[0, 1, 2, 3], [4, 20, 6, 7]]
 
 
@@ -317,7 +319,7 @@ def test_predicted_speed() -> None:
     good = figures_of(1.0, sure)
     costs = Costs({"1": 10.0, "2": 12.0, "5": 16.0}, {"1": 1.0, "4": 2.0})
     best = predict(good, costs)
-    assert (best.lookahead, best.branches) == (4, 1)
+    assert (best.num_draft_tokens, best.branches) == (4, 1)
     assert best.speed_up == pytest.approx(5 / 1.6, rel=0.01)
     assert predict(figures_of(0.0, none), costs).speed_up == 1
 
