@@ -11,10 +11,11 @@ from typing import Literal, NamedTuple
 import msgspec
 import psutil
 
-from launch.models.coreml_models import conversion_in, converted, is_converted
+from launch.models.coreml_models import conversion_in, find_converted, is_converted
 from launch.models.pair import Pair, pair_of
 from launch.models.weights import Weights, weights_of
-from launch.settings.settings import StackSettings, share_cores
+from launch.settings.machine import share_cores
+from launch.settings.settings import StackSettings
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, RuntimeFailure, SsdError
 from protocol.jobs.hardware import HardwareReport
@@ -68,7 +69,7 @@ def examine(settings: StackSettings) -> Report:
     Raises:
         RuntimeFailure: MLX itself does not start.
     """
-    survey, memory = ask_survey(), psutil.virtual_memory()
+    survey, memory = ask_hardware(), psutil.virtual_memory()
     return Report(
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=len(_cores()),
@@ -76,11 +77,11 @@ def examine(settings: StackSettings) -> Report:
         free_bytes=memory.available,
         versions=versions(),
         survey=survey,
-        findings=[*_on_machine(survey), *_on_pair(settings, survey, memory.available)],
+        findings=[*_examine_machine(survey), *_examine_pair(settings, survey, memory.available)],
     )
 
 
-def ask_survey() -> HardwareReport:
+def ask_hardware() -> HardwareReport:
     """What a process with MLX says; raises RuntimeFailure if it cannot."""
     command = [sys.executable, "-P", "-m", "services.tools.hardware"]
     try:
@@ -113,7 +114,7 @@ def _cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def _on_machine(survey: HardwareReport) -> list[Finding]:
+def _examine_machine(survey: HardwareReport) -> list[Finding]:
     findings = [Finding("ok", "device", f"MLX {survey.mlx} computes on {_device(survey)}")]
     if survey.device == "cpu":
         slow = "small_gemm" not in survey.matrix_kernels and sys.platform == "linux"
@@ -145,7 +146,7 @@ def _device(survey: HardwareReport) -> str:
     )
 
 
-def _on_pair(settings: StackSettings, survey: HardwareReport, free: int) -> list[Finding]:
+def _examine_pair(settings: StackSettings, survey: HardwareReport, free: int) -> list[Finding]:
     try:
         pair = pair_of(settings)
     except SsdError as error:
@@ -155,7 +156,7 @@ def _on_pair(settings: StackSettings, survey: HardwareReport, free: int) -> list
         if not folder:
             continue
         try:
-            text, need = _sized(Path(folder), survey)
+            text, need = _examine_model(Path(folder), survey)
         except ModelError as error:
             findings.append(Finding("problem", role, str(error)))
             continue
@@ -165,29 +166,29 @@ def _on_pair(settings: StackSettings, survey: HardwareReport, free: int) -> list
         return findings
     return [
         *findings,
-        *_conversions(pair),
-        *_together(pair),
-        _memory(needs, survey, free),
-        _started(pair, survey),
+        *_check_conversions(pair),
+        *_check_vocabulary(pair),
+        _check_memory(needs, survey, free),
+        _check_stack(pair, survey),
     ]
 
 
-def _sized(folder: Path, survey: HardwareReport) -> tuple[str, Needs]:
+def _examine_model(folder: Path, survey: HardwareReport) -> tuple[str, Needs]:
     """A model in words and in memory; raises ModelError if it cannot be read."""
     if is_converted(folder):
         found = conversion_in(folder)
         return found.text, Needs(found.weight_bytes, found.state_bytes)
     size = weights_of(folder)
     kv = size.kv_bytes_on(survey.device) * _EXAMPLE_TOKENS
-    return _described(folder, size), Needs(size.bytes_on(survey.device), kv)
+    return _describe(folder, size), Needs(size.bytes_on(survey.device), kv)
 
 
-def _conversions(pair: Pair) -> list[Finding]:
+def _check_conversions(pair: Pair) -> list[Finding]:
     """The CoreML forms that lie beside the models."""
     uses = {pair.model: "`--prefill coreml`", pair.draft_model: "`--draft-backend coreml`"}
     findings = []
     for folder, use in uses.items():
-        place = converted(Path(folder)) if folder else None
+        place = find_converted(Path(folder)) if folder else None
         if place is None or str(place) == folder:
             continue
         try:
@@ -198,12 +199,12 @@ def _conversions(pair: Pair) -> list[Finding]:
     return findings
 
 
-def _described(folder: Path, size: Weights) -> str:
+def _describe(folder: Path, size: Weights) -> str:
     context = f", context {size.context_length}" if size.context_length else ""
     return f"{folder}: {size.architecture}, {size.parameters / 1e6:.0f} M parameters{context}"
 
 
-def _together(pair: Pair) -> list[Finding]:
+def _check_vocabulary(pair: Pair) -> list[Finding]:
     if not pair.draft_model:
         return []
     try:
@@ -216,7 +217,7 @@ def _together(pair: Pair) -> list[Finding]:
     return [Finding("ok", "pair", "target and drafter share their vocabulary")]
 
 
-def _memory(needs: list[Needs], survey: HardwareReport, free: int) -> Finding:
+def _check_memory(needs: list[Needs], survey: HardwareReport, free: int) -> Finding:
     weights = sum(need.weights for need in needs)
     kv = sum(need.kv for need in needs)
     apart = survey.device == "cuda" and survey.device_memory_bytes
@@ -228,7 +229,7 @@ def _memory(needs: list[Needs], survey: HardwareReport, free: int) -> Finding:
     return Finding("ok" if weights + kv < room else "problem", "memory", text)
 
 
-def _started(pair: Pair, survey: HardwareReport) -> Finding:
+def _check_stack(pair: Pair, survey: HardwareReport) -> Finding:
     cores = share_cores(pair.backend)
     where = f" on cores {cores.verifier} and {cores.drafter}" if survey.device == "cpu" else ""
     text = f"target by MLX and drafter by {pair.backend}{where}, and an orchestrator"

@@ -138,24 +138,24 @@ Exit codes: 2 usage, 3 model, 4 runtime, 5 losslessness, 6 conversion,
 
 def complete(cli: click.Group) -> None:
     """Give each verb its examples, and a word to each flag that has none."""
-    for name, command in verbs(cli):
+    for name, command in commands(cli):
         if name in _EXAMPLES and not command.epilog:
-            command.epilog = _laid_out(_EXAMPLES[name])
+            command.epilog = _format_examples(_EXAMPLES[name])
         for option in command.params:
             if isinstance(option, click.Option) and not option.help:
                 option.help = next((_WORDS[o] for o in option.opts if o in _WORDS), option.help)
-    cli.epilog = _laid_out(_EXAMPLES[""]) + _LAST
+    cli.epilog = _format_examples(_EXAMPLES[""]) + _LAST
 
 
-def verbs(group: click.Group, above: str = "") -> Iterator[tuple[str, click.Command]]:
+def commands(group: click.Group, above: str = "") -> Iterator[tuple[str, click.Command]]:
     """All verbs and what one types for them; those of groups too."""
     for name, command in group.commands.items():
         yield f"{above}{name}", command
         if isinstance(command, click.Group):
-            yield from verbs(command, f"{above}{name} ")
+            yield from commands(command, f"{above}{name} ")
 
 
-def _laid_out(pairs: list[tuple[str, str]]) -> str:
+def _format_examples(pairs: list[tuple[str, str]]) -> str:
     """As an epilog; what an example does stands beside it where there is room."""
     width = max(len(command) for command, _ in pairs)
     lines = [f"  {command:<{width}}  {what}" for command, what in pairs]

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from launch.settings.settings import keys_dir
+from launch.settings.paths import keys_dir
 from protocol.errors import UsageError
 from protocol.transport.curve import check_key, new_keys, read_keys
 
@@ -78,7 +78,7 @@ def own_keys(name: str) -> Path:
     return file
 
 
-def own_names() -> dict[str, str]:
+def list_own_keys() -> dict[str, str]:
     """Our keys: name and public half."""
     return {file.stem: read_keys(file).public for file in sorted(_folder().glob("*.json"))}
 
@@ -100,7 +100,7 @@ def forget(name: str) -> None:
         raise UsageError(f"no key is trusted under the name {name!r}") from error
 
 
-def trusted_names() -> dict[str, str]:
+def list_trusted_keys() -> dict[str, str]:
     """Those that we trust: name and public key."""
     pins = sorted((_folder() / _TRUSTED).iterdir())
     return {pin.name: check_key(pin.read_text(encoding="ascii")) for pin in pins}
@@ -113,7 +113,7 @@ def public_key(text: str) -> str:
         UsageError: it is neither.
     """
     if re.fullmatch(r"[\w.-]{1,39}", text):
-        known = trusted_names()
+        known = list_trusted_keys()
         if text not in known:
             raise UsageError(
                 f"no key is trusted under the name {text!r}; "
@@ -124,14 +124,14 @@ def public_key(text: str) -> str:
 
 
 def _file(folder: Path, name: str) -> Path:
-    return folder / f"{_named(name)}.json"
+    return folder / f"{_check_name(name)}.json"
 
 
 def _pin(name: str) -> Path:
-    return _folder() / _TRUSTED / _named(name)
+    return _folder() / _TRUSTED / _check_name(name)
 
 
-def _named(name: str) -> str:
+def _check_name(name: str) -> str:
     if not re.fullmatch(r"\w[\w.-]{0,38}", name):
         raise UsageError(f"{name!r} cannot name a key; use letters, digits, . - and _")
     return name

@@ -10,24 +10,24 @@ class Terminated(KeyboardInterrupt):
     """Somebody wants the program to end: SIGTERM, or its terminal is gone."""
 
 
-_hurried: list[Callable[[], None]] = []
+_second_signal: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager
-def hurried_by(kill: Callable[[], None]) -> Iterator[None]:
+def on_second_signal(kill: Callable[[], None]) -> Iterator[None]:
     """Inside, another signal calls `kill` instead of breaking off the orderly end."""
-    _hurried.append(kill)
+    _second_signal.append(kill)
     try:
         yield
     finally:
-        _hurried.remove(kill)
+        _second_signal.remove(kill)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     del frame
-    if not _hurried:
+    if not _second_signal:
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
-    for kill in list(_hurried):
+    for kill in list(_second_signal):
         kill()
 
 

@@ -123,7 +123,7 @@ def test_only_the_launcher_prints() -> None:
 
 
 def test_only_the_configuration_reads_the_environment() -> None:
-    """os.environ and os.getenv appear only in launch/settings/settings.py."""
+    """os.environ and os.getenv appear only in launch/settings/."""
     words = {"environ", "environb", "getenv"}
 
     def reads(path: Path) -> Iterator[int]:
@@ -134,7 +134,7 @@ def test_only_the_configuration_reads_the_environment() -> None:
                 case ast.ImportFrom(names=names) if words & {alias.name for alias in names}:
                     yield node.lineno
 
-    assert list(offenders(reads)) == ["launch/settings/settings.py"]
+    assert {str(Path(path).parent) for path in offenders(reads)} == {"launch/settings"}
 
 
 def test_no_error_is_swallowed() -> None:

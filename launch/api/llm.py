@@ -96,11 +96,11 @@ class LLM(Closeable):
             RuntimeFailure: a request failed.
         """
         requests = self._requests(prompts, params)
-        notes = {request.request: _Notes(request) for request in requests}
+        partial = {request.request: _PartialAnswer(request) for request in requests}
         with contextlib.closing(Client(self._address)) as client:
             for number, event in client.generate_many(requests, _AT_ONCE):
-                notes[number].take(event)
-        return [notes[request.request].answer() for request in requests]
+                partial[number].take(event)
+        return [partial[request.request].answer() for request in requests]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -124,11 +124,11 @@ class LLM(Closeable):
         places = asyncio.Semaphore(_AT_ONCE)
 
         async def answer(request: Generate) -> Answer:
-            notes = _Notes(request)
+            partial = _PartialAnswer(request)
             async with places:
                 async for event in self._astream(request):
-                    notes.take(event)
-            return notes.answer()
+                    partial.take(event)
+            return partial.answer()
 
         async with asyncio.TaskGroup() as group:
             requests = self._requests(prompts, params)
@@ -171,7 +171,7 @@ class LLM(Closeable):
         await asyncio.to_thread(self.close)
 
 
-class _Notes:
+class _PartialAnswer:
     """An answer while it comes in."""
 
     def __init__(self, request: Generate) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from launch.bench.load import Load, Served
+from launch.bench.load import Load, LoadAnswer
 from protocol.errors import RuntimeFailure, UsageError
 from protocol.transport.channel import Deadline
 
@@ -95,10 +95,10 @@ class Server:
         started = time.perf_counter()
         with ThreadPoolExecutor(streams) as pool:
             numbered = zip(itertools.count(), prompts, itertools.repeat(fields), strict=False)
-            served = list(pool.map(lambda entry: self._ask(*entry), numbered))
-        return Load(mode, streams, time.perf_counter() - started, served)
+            answers = list(pool.map(lambda entry: self._ask(*entry), numbered))
+        return Load(mode, streams, time.perf_counter() - started, answers)
 
-    def _ask(self, number: int, prompt: str, fields: dict[str, Any]) -> Served:
+    def _ask(self, number: int, prompt: str, fields: dict[str, Any]) -> LoadAnswer:
         asked, first, pieces, tokens = time.perf_counter(), 0.0, list[str](), 0
         for chunk in self._chunks({**self._model, **fields, **_question(prompt)}):
             if usage := chunk.get("usage"):
@@ -110,7 +110,7 @@ class Server:
         if not tokens:
             raise RuntimeFailure(f"{self._host} did not count the tokens of its answer")
         ttft = (first or time.perf_counter()) - asked
-        return Served(number, "".join(pieces), tokens, ttft)
+        return LoadAnswer(number, "".join(pieces), tokens, ttft)
 
     def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of one streamed answer."""

@@ -22,7 +22,7 @@ MLX_LM = "mlx-lm"
 
 
 @dataclass
-class Served:
+class LoadAnswer:
     """One answer."""
 
     prompt: int
@@ -42,20 +42,20 @@ class Load:
     streams: int
     seconds: float
     """From the first request to the last answer's end, prefill included."""
-    served: list[Served]
+    answers: list[LoadAnswer]
 
     @property
     def tok_s(self) -> float:
         """Tokens of all answers per second."""
-        return sum(one.tokens for one in self.served) / self.seconds
+        return sum(one.tokens for one in self.answers) / self.seconds
 
     @property
     def by_prompt(self) -> dict[int, Tokens | str]:
         """Prompt -> its answer."""
-        return {one.prompt: one.answer for one in self.served}
+        return {one.prompt: one.answer for one in self.answers}
 
 
-class _Customers:
+class _LoadClients:
     """Clients, one per stream, that share a list of requests."""
 
     def __init__(self, address: str, requests: Sequence[Generate]) -> None:
@@ -63,7 +63,7 @@ class _Customers:
         self._left: queue.SimpleQueue[tuple[int, Generate]] = queue.SimpleQueue()
         for entry in enumerate(requests):
             self._left.put(entry)
-        self.served: list[Served] = []
+        self.answers: list[LoadAnswer] = []
         self.failures: list[SsdError] = []
 
     def serve(self) -> None:
@@ -72,14 +72,14 @@ class _Customers:
             while not self.failures:
                 try:
                     number, request = self._left.get_nowait()
-                    self.served.append(_ask(client, number, request))
+                    self.answers.append(_ask(client, number, request))
                 except queue.Empty:
                     return
                 except SsdError as error:
                     self.failures.append(error)
 
 
-def _ask(client: Client, number: int, request: Generate) -> Served:
+def _ask(client: Client, number: int, request: Generate) -> LoadAnswer:
     asked, first, tokens = time.perf_counter(), 0.0, list[int]()
     for message in client.generate(msgspec.structs.replace(request, request=client.number())):
         match message:
@@ -89,38 +89,38 @@ def _ask(client: Client, number: int, request: Generate) -> Served:
             case Finished():
                 ttft = (first or time.perf_counter()) - asked
                 cached, statistics = message.cached_tokens, message.statistics
-                return Served(number, tokens, len(tokens), ttft, cached, statistics)
+                return LoadAnswer(number, tokens, len(tokens), ttft, cached, statistics)
     raise RuntimeFailure("an answer ended without its end")
 
 
-def with_stack(address: str, requests: Sequence[Generate], streams: int) -> Load:
+def load_stack(address: str, requests: Sequence[Generate], streams: int) -> Load:
     """Answer the requests with `streams` clients; raises what the first failing request raises."""
-    customers = _Customers(address, requests)
-    threads = [threading.Thread(target=customers.serve, daemon=True) for _ in range(streams)]
+    clients = _LoadClients(address, requests)
+    threads = [threading.Thread(target=clients.serve, daemon=True) for _ in range(streams)]
     started = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if customers.failures:
-        raise customers.failures[0]
-    return Load(requests[0].mode, streams, time.perf_counter() - started, customers.served)
+    if clients.failures:
+        raise clients.failures[0]
+    return Load(requests[0].mode, streams, time.perf_counter() - started, clients.answers)
 
 
-def with_mlx_lm(
-    yardstick: ReferenceWorker,
+def load_mlx_lm(
+    reference: ReferenceWorker,
     prompts: list[Tokens],
     streams: int,
     max_tokens: int,
     stop_ids: list[int],
 ) -> Load:
     """The same prompts, by mlx-lm."""
-    answer = yardstick.decode_many(BatchDecodeRequest(prompts, max_tokens, stop_ids, streams))
-    served = [
-        Served(number, tokens, len(tokens), ttft_ms / 1e3)
+    answer = reference.decode_many(BatchDecodeRequest(prompts, max_tokens, stop_ids, streams))
+    answers = [
+        LoadAnswer(number, tokens, len(tokens), ttft_ms / 1e3)
         for number, (tokens, ttft_ms) in enumerate(zip(answer.tokens, answer.ttft_ms, strict=True))
     ]
-    return Load(MLX_LM, streams, answer.seconds, served)
+    return Load(MLX_LM, streams, answer.seconds, answers)
 
 
 def table(loads: Sequence[Load]) -> Table:
@@ -131,7 +131,7 @@ def table(loads: Sequence[Load]) -> Table:
         result.add_column(name, justify="left" if name == "mode" else "right")
     base = next((load for load in loads if (load.mode, load.streams) == ("ar", 1)), loads[0])
     for load in loads:
-        statistics = [one.statistics for one in load.served if one.statistics]
+        statistics = [one.statistics for one in load.answers if one.statistics]
         accepted, drafted = sum(s.accepted for s in statistics), sum(s.drafted for s in statistics)
         hits = sum(s.cache_hits for s in statistics)
         looked_up = hits + sum(s.cache_misses for s in statistics)
@@ -142,7 +142,7 @@ def table(loads: Sequence[Load]) -> Table:
             f"{load.tok_s:.1f}",
             f"{load.tok_s / base.tok_s:.2f}",
             # mlx-lm is given all prompts at once: its first tokens wait in line.
-            f"{1e3 * median(one.ttft_s for one in load.served):.0f}"
+            f"{1e3 * median(one.ttft_s for one in load.answers):.0f}"
             if load.mode != MLX_LM
             else "-",
             f"{accepted / drafted:.2f}" if drafted else "-",

@@ -74,16 +74,16 @@ def lines(report: Report) -> Iterator[str]:
     """The same for people."""
     yield f"{report.model} on {report.machine['system']}, {report.date}"
     for found in report.probes:
-        yield from _said(found)
+        yield from _format_probe(found)
     for when, loops in report.overlap.items():
         for loop in loops:
-            for text in _said(loop):
+            for text in _format_probe(loop):
                 yield f"{when}: {text}"
     for answer in report.answers:
         yield (
             f"{answer.mode}{f' K={answer.lookahead}' if answer.lookahead else ''} "
             f"at T={TEMPERATURE}: {answer.tok_s:.1f} tok/s, "
-            f"{_drafted(answer)}, "
+            f"{_format_drafts(answer)}, "
             f"{'same' if answer.same_as_plain else 'OTHER'} tokens as plain decoding"
         )
     if report.answers_failed:
@@ -92,13 +92,13 @@ def lines(report: Report) -> Iterator[str]:
         yield f"not measured here: {what}"
 
 
-def _drafted(answer: Answer) -> str:
+def _format_drafts(answer: Answer) -> str:
     if answer.mode != "ar" and not answer.drafted:
         return "nothing drafted in time"
     return f"{answer.accepted} of {answer.drafted} accepted"
 
 
-def _said(found: ProbeResult) -> Iterator[str]:
+def _format_probe(found: ProbeResult) -> Iterator[str]:
     """The figures of one probe, a line each."""
     if found.failed:
         yield f"{found.kind} {found.compute_units}: no figure, {found.failed}"

@@ -22,7 +22,7 @@ def hardware(units: dict[str, str]) -> Hardware:
         processor=_processor(),
         cores=psutil.cpu_count() or 1,
         memory_gb=round(psutil.virtual_memory().total / 1e9, 1),
-        gpus=_said("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"),
+        gpus=_run_tool("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"),
         units=units,
     )
 
@@ -40,7 +40,7 @@ def versions() -> dict[str, str]:
 
 def _processor() -> str:
     if sys.platform == "darwin":
-        return " ".join(_said("sysctl", "-n", "machdep.cpu.brand_string"))
+        return " ".join(_run_tool("sysctl", "-n", "machdep.cpu.brand_string"))
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -49,7 +49,7 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _said(*command: str) -> list[str]:
+def _run_tool(*command: str) -> list[str]:
     """The lines that a system tool prints; none if it is not there."""
     tool = shutil.which(command[0])
     if tool is None:

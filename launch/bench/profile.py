@@ -49,7 +49,7 @@ def profile(
     progress: Callable[[str], None],
 ) -> Profile:
     """The figures, and what the simulator makes of them."""
-    offered = sum(s.rounds * rate for s in answers for rate in _reached(s))
+    offered = sum(s.rounds * rate for s in answers for rate in _reach_rates(s))
     accepted = sum(s.accepted for s in answers)
     alpha = min(0.99, accepted / offered) if offered else 0.0
     idle = [s.phase_ms["idle_hit"] for s in answers if "idle_hit" in s.phase_ms]
@@ -64,7 +64,7 @@ def profile(
             ipc=ipc_ms,
             contention=contention,
         )
-        scenario = _calibrated(device, alpha, answers)
+        scenario = _calibrate(device, alpha, answers)
         prediction = _predict(scenario, progress)
     return Profile(
         verify_ms=verify_ms,
@@ -85,7 +85,7 @@ def _contention(verify_ms: dict[str, float], answers: list[Statistics]) -> float
     return max(0.0, median(beside) / verify_ms[name] - 1.0)
 
 
-def _calibrated(device: Device, alpha: float, answers: list[Statistics]) -> Scenario:
+def _calibrate(device: Device, alpha: float, answers: list[Statistics]) -> Scenario:
     """A scenario whose hit rate is the measured one, found by bisection."""
     looked_up = sum(kind.looked_up for s in answers for kind in s.kinds.values())
     found = sum(kind.found for s in answers for kind in s.kinds.values())
@@ -134,6 +134,6 @@ def _curve(points: dict[str, float]) -> str:
     return ",".join(f"{count}:{ms:.4f}" for count, ms in points.items())
 
 
-def _reached(s: Statistics) -> list[float]:
+def _reach_rates(s: Statistics) -> list[float]:
     """Share of the rounds in which each position was looked at: those before it stood."""
     return [1.0, *s.per_position][: len(s.per_position)]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from launch.bench.result import Overlap
 from launch.models.pair import Pair
-from launch.settings.settings import StackSettings, share_cores
+from launch.settings.machine import share_cores
+from launch.settings.settings import StackSettings
 from launch.workers.line_process import LineProcess
 from protocol.jobs.profile import (
     ProfiledRole,
@@ -15,7 +16,6 @@ from protocol.jobs.profile import (
     TimeRequest,
     TimeResult,
     WorkRequest,
-    WorkResult,
 )
 from protocol.messages import Tokens
 
@@ -82,10 +82,10 @@ class ProfilerPair:
             return None
         first = self._work(self.target, _CHAIN)
         second = self._work(self.drafter, _WIDTH)
-        alone = [gauge.ask(work, WorkResult).seconds for gauge, work in (first, second)]
-        for gauge, work in (first, second):
-            gauge.send(work)
-        together = max(gauge.receive(WorkResult).seconds for gauge, _ in (first, second))
+        alone = [profiler.ask(work, WorkResult).seconds for profiler, work in (first, second)]
+        for profiler, work in (first, second):
+            profiler.send(work)
+        together = max(profiler.receive(WorkResult).seconds for profiler, _ in (first, second))
         hidden = (sum(alone) - together) / min(alone)
         return Overlap(
             first=f"{self.target.name}: {first[1].repeats} verifications of {_CHAIN} tokens",
@@ -97,14 +97,14 @@ class ProfilerPair:
             efficiency=min(1.0, max(0.0, hidden)),
         )
 
-    def _work(self, gauge: ProfilerWorker, count: int) -> tuple[ProfilerWorker, WorkRequest]:
+    def _work(self, profiler: ProfilerWorker, count: int) -> tuple[ProfilerWorker, WorkRequest]:
         """As much as fills the time that is meant for it."""
-        [each_ms] = gauge.ask(TimeRequest([count], self.context), TimeResult).medians_ms.values()
-        return gauge, WorkRequest(count, max(2, round(1e3 * _WORK_S / each_ms)), self.context)
+        [each_ms] = profiler.ask(TimeRequest([count], self.context), TimeResult).medians_ms.values()
+        return profiler, WorkRequest(count, max(2, round(1e3 * _WORK_S / each_ms)), self.context)
 
 
 @contextlib.contextmanager
-def gauges(settings: StackSettings, pair: Pair, text: Tokens) -> Iterator[ProfilerPair]:
+def open_profilers(settings: StackSettings, pair: Pair, text: Tokens) -> Iterator[ProfilerPair]:
     """Both gauges, with a context made of `text` repeated."""
     context = (text * (1 + _CONTEXT // len(text)))[:_CONTEXT]
     with contextlib.ExitStack() as stack:

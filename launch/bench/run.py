@@ -15,7 +15,7 @@ import msgspec
 from launch.bench import machine
 from launch.bench.memory import MemoryWatch
 from launch.bench.profile import profile, sample
-from launch.bench.profile_models import gauges
+from launch.bench.profile_models import open_profilers
 from launch.bench.result import BenchFile, Config, Hardware, Overlap, Profile
 from launch.bench.runs import Bench, Progress
 from launch.bench.summary import categories, summary
@@ -59,45 +59,45 @@ class Measured(NamedTuple):
     overlap: Overlap | None
 
 
-def measure(wish: BenchConfig, progress: Callable[[int], Progress]) -> BenchFile:
+def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFile:
     """Measure; `progress` is given the number of steps and returns what is told each.
 
     Raises:
         SsdError: a process failed. Whether the runs were lossless is in the result.
     """
-    tokenizer = TargetTokenizer(Path(wish.pair.model))
-    text = tokenizer.encode([ChatMessage("user", wish.prompts[0].prompt)])
-    verify_ms, draft_ms, overlap = _gauged(wish, text, progress(2))
+    tokenizer = TargetTokenizer(Path(config.pair.model))
+    text = tokenizer.encode([ChatMessage("user", config.prompts[0].prompt)])
+    verify_ms, draft_ms, overlap = _measure_alone(config, text, progress(2))
     began = time.monotonic()
-    with _stack(wish.settings) as client, _others(wish) as others:
+    with _open_stack(config.settings) as client, _open_others(config) as others:
         cold = {"ready_s": time.monotonic() - began}
         cold["first_token_s"] = _first(client).ttft_ms / 1e3
         status = client.status()
         found = None
-        if wish.profile:
+        if config.profile:
             told = progress(40)
             told("a few answers")
-            found = profile(verify_ms, draft_ms, sample(client, wish.prompts), told)
-        bench = _runs(wish, {"": client, **others}, tokenizer, progress)
+            found = profile(verify_ms, draft_ms, sample(client, config.prompts), told)
+        bench = _runs(config, {"": client, **others}, tokenizer, progress)
         hardware = machine.hardware({s.role: s.compute_unit for s in status.services})
         emulated = next((s.emulated_cost for s in status.services if s.emulated_cost), "")
         measured = Measured(cold, found, overlap)
-        return _result(bench, _config(wish, emulated), hardware, measured)
+        return _result(bench, _config(config, emulated), hardware, measured)
 
 
-def _gauged(
-    wish: BenchConfig, text: list[int], told: Progress
+def _measure_alone(
+    config: BenchConfig, text: list[int], told: Progress
 ) -> tuple[dict[str, float], dict[str, float], Overlap | None]:
     """T_v, T_d and the overlap, before the stack is there to disturb."""
-    if not (wish.profile or wish.overlap):
+    if not (config.profile or config.overlap):
         return {}, {}, None
-    with gauges(wish.settings, wish.pair, text) as both:
+    with open_profilers(config.settings, config.pair, text) as both:
         verify_ms, draft_ms = {}, {}
-        if wish.profile:
+        if config.profile:
             told("target and drafter, each alone")
             verify_ms, draft_ms = both.verify_ms(), both.draft_ms()
         overlap = None
-        if wish.overlap:
+        if config.overlap:
             told("target and drafter, in turn and together")
             overlap = both.overlap()
         return verify_ms, draft_ms, overlap
@@ -111,7 +111,7 @@ def _first(client: Client) -> Statistics:
 
 
 @contextlib.contextmanager
-def _stack(settings: StackSettings) -> Iterator[Client]:
+def _open_stack(settings: StackSettings) -> Iterator[Client]:
     with (
         private_stack(settings, console.long_waits) as supervisor,
         contextlib.closing(Client(supervisor.run_dir.clients_address)) as client,
@@ -120,14 +120,14 @@ def _stack(settings: StackSettings) -> Iterator[Client]:
 
 
 @contextlib.contextmanager
-def _others(wish: BenchConfig) -> Iterator[dict[str, Client]]:
+def _open_others(config: BenchConfig) -> Iterator[dict[str, Client]]:
     """A stack for each drafter that a mode names, awake."""
-    names = dict.fromkeys(variant.drafter for variant in wish.variants if variant.drafter)
+    names = dict.fromkeys(variant.drafter for variant in config.variants if variant.drafter)
     with contextlib.ExitStack() as opened:
         clients: dict[str, Client] = {}
-        for name in names if wish.runs else ():
-            settings = msgspec.structs.replace(wish.settings, draft_model=name)
-            clients[name] = opened.enter_context(_stack(settings))
+        for name in names if config.runs else ():
+            settings = msgspec.structs.replace(config.settings, draft_model=name)
+            clients[name] = opened.enter_context(_open_stack(settings))
             _first(clients[name])
         yield clients
 
@@ -143,30 +143,30 @@ def _pids(clients: dict[str, Client]) -> dict[str, int]:
 
 
 def _runs(
-    wish: BenchConfig,
+    config: BenchConfig,
     clients: dict[str, Client],
     tokenizer: TargetTokenizer,
     progress: Callable[[int], Progress],
 ) -> Bench:
-    settings = wish.settings
+    settings = config.settings
     with (
         ReferenceWorker(
-            wish.pair, settings.target_device, settings.emulate_target_cost
-        ) as yardstick,
-        MemoryWatch({**_pids(clients), "mlx-lm": yardstick.pid}) as memory,
+            config.pair, settings.target_device, settings.emulate_target_cost
+        ) as reference,
+        MemoryWatch({**_pids(clients), "mlx-lm": reference.pid}) as memory,
     ):
         bench = Bench(
             clients=clients,
-            yardstick=yardstick,
+            reference=reference,
             tokenizer=tokenizer,
             memory=memory,
-            variants=wish.variants,
-            samplings=wish.samplings,
-            max_tokens=wish.max_tokens,
-            repeats=wish.repeats,
+            variants=config.variants,
+            samplings=config.samplings,
+            max_tokens=config.max_tokens,
+            repeats=config.repeats,
         )
-        if wish.runs:
-            bench.run(wish.prompts, progress(bench.steps(wish.prompts)))
+        if config.runs:
+            bench.run(config.prompts, progress(bench.steps(config.prompts)))
         return bench
 
 
@@ -186,16 +186,16 @@ def _result(bench: Bench, config: Config, hardware: Hardware, measured: Measured
     )
 
 
-def _config(wish: BenchConfig, emulated: str) -> Config:
+def _config(config: BenchConfig, emulated: str) -> Config:
     return Config(
-        model=wish.pair.model,
-        draft_model=wish.pair.draft_model,
-        draft_backend=wish.pair.backend,
-        mode=list(wish.variants),
-        sampling=list(wish.samplings),
-        max_tokens=wish.max_tokens,
-        repeats=wish.repeats,
-        prompts=wish.source,
+        model=config.pair.model,
+        draft_model=config.pair.draft_model,
+        draft_backend=config.pair.backend,
+        mode=list(config.variants),
+        sampling=list(config.samplings),
+        max_tokens=config.max_tokens,
+        repeats=config.repeats,
+        prompts=config.source,
         emulated_cost=emulated,
         versions=machine.versions(),
         command=shlex.join(["ssd", *sys.argv[1:]]),

@@ -40,7 +40,7 @@ class Bench:
 
     clients: dict[str, Client]
     """By the drafter that a variant names; empty is the command line's."""
-    yardstick: ReferenceWorker
+    reference: ReferenceWorker
     tokenizer: TargetTokenizer
     memory: MemoryWatch
     variants: tuple[Variant, ...]
@@ -123,7 +123,7 @@ class Bench:
     ) -> _Answered:
         stops = sorted(self.tokenizer.stop_ids)
         question = DecodeRequest(prompt, max_tokens, stops, variant.lookahead, sampling)
-        decoded = self.yardstick.decode(question)
+        decoded = self.reference.decode(question)
         return decoded.tokens, decoded.ttft_ms, decoded.decode_s, None, []
 
     def _ours(
@@ -156,7 +156,7 @@ class Bench:
         if run.emitted == plain.emitted:
             return
         asked = self.tokenizer.encode([ChatMessage("user", prompt.prompt)])
-        at, found = self.yardstick.parting(asked, plain.emitted, run.emitted, sampling)
+        at, found = self.reference.parting(asked, plain.emitted, run.emitted, sampling)
         self.divergences.append(
             Divergence(
                 prompt_id=prompt.id,

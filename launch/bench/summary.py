@@ -97,7 +97,7 @@ def _speculation(runs: Sequence[Run], told: Sequence[Statistics]) -> dict[str, A
         found.update({kind: figures.found for kind, figures in s.kinds.items()})
         ranks.update(dict(enumerate(s.hits_by_rank)))
     lookups = looked_up.total()
-    bound = _bound(told)
+    bound = _compute_bound(told)
     decoded = sum(run.tokens - 1 for run in runs)
     seconds = sum(run.decode_s for run in runs)
     waited_ms = sum(s.cache_hits * s.phase_ms.get("idle_hit", 0.0) for s in told)
@@ -121,7 +121,7 @@ def _speculation(runs: Sequence[Run], told: Sequence[Statistics]) -> dict[str, A
     }
 
 
-def _bound(told: Sequence[Statistics]) -> float:
+def _compute_bound(told: Sequence[Statistics]) -> float:
     """Theorem 7 with the measured hits, lengths and verification times of these answers."""
     hit, miss = Rounds(), Rounds()
     for s in told:

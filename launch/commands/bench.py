@@ -51,18 +51,18 @@ def command(**options: Any) -> None:  # fmt: skip
     """
     json_file, report = options.pop("json_file"), options.pop("report")
     write = None if report is None else _writer()
-    wish = _wish(options, everything=report is not None)
+    config = _config(options, everything=report is not None)
     columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
                TimeElapsedColumn())  # fmt: skip
     with Progress(*columns, console=show.human(), transient=True) as progress:
-        result = measure(wish, partial(_bars, progress))
+        result = measure(config, partial(_bars, progress))
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
     if write is not None and report is not None:
         write(result, report)
     _show(result)
     require_lossless(result.checks)
-    if wish.runs:
+    if config.runs:
         show.plain().print(verdict(result.checks), markup=False)
 
 
@@ -75,7 +75,7 @@ def _writer() -> Callable[[BenchFile, Path], None]:
     return write
 
 
-def _wish(options: dict[str, Any], *, everything: bool) -> BenchConfig:
+def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
     modes = options.pop("modes")
     variants = parse_all(modes or ",".join(NAMES))
     alone = {name: options.pop(name) for name in ("profile", "overlap")}

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from launch.models.coreml_models import beside
 from launch.models.pair import resolve
 from launch.prompts import own_prompts
-from launch.settings.settings import compute_threads
+from launch.settings.machine import compute_threads
 from launch.stack.child import Lifeline
 from launch.terminal import console as show
 from launch.workers.chat_template import tokenise
@@ -93,10 +93,10 @@ def _run(values: dict[str, Any]) -> conversion.ConvertResult:
             Telling("services.coreml", settings, decoder, conversion.ConvertResult) as process,
             bar,
         ):
-            return _drawn(process, bar)
+            return _follow(process, bar)
 
 
-def _drawn(
+def _follow(
     process: Telling[conversion.ConvertEvent, conversion.ConvertResult], bar: Progress
 ) -> conversion.ConvertResult:
     """Draw all events; raises what the process died of."""
@@ -118,9 +118,9 @@ def _show(converted: conversion.ConvertResult) -> None:
     if agreed is None:
         console.print("not compared with the model")
         return
-    console.print(_said(agreed))
+    console.print(_format_agreement(agreed))
     for route, one in converted.routes.items():
-        console.print(f"by {route}: {_said(one)}")
+        console.print(f"by {route}: {_format_agreement(one)}")
         for apart in one.differences:
             console.print(
                 f"  position {apart.position}: token {apart.package}, the model's {apart.model} "
@@ -140,7 +140,7 @@ def _show(converted: conversion.ConvertResult) -> None:
         console.print("  the reference runtime is a test instrument: no times of CoreML")
 
 
-def _said(agreed: conversion.Agreement) -> str:
+def _format_agreement(agreed: conversion.Agreement) -> str:
     return (
         f"best token equal on {agreed.greedy:.3f} of {agreed.tokens - agreed.ties} tokens "
         f"({agreed.greedy_with_ties:.3f} with {agreed.ties} ties; largest margin of a difference "

@@ -143,11 +143,11 @@ def _run(values: dict[str, Any]) -> distillation.DistillFinished:
             _bar() as bar,
         ):
             try:
-                finished = _drawn(process, bar)
+                finished = _follow(process, bar)
             except KeyboardInterrupt:
                 process.ask_to_stop()
                 bar.console.print("saving; Ctrl-C again gives up")
-                finished = _drawn(process, bar)
+                finished = _follow(process, bar)
                 if not finished.complete:
                     bar.console.print("stopped; the same command goes on from here")
                     raise
@@ -168,7 +168,7 @@ def _bar() -> Progress:
     )
 
 
-def _drawn(
+def _follow(
     process: Telling[distillation.DistillEvent, distillation.DistillFinished], bar: Progress
 ) -> distillation.DistillFinished:
     """Draw all events; raises what the process died of."""

@@ -7,7 +7,7 @@ import click
 
 from launch.keyring import check_address, own_keys, public_key
 from launch.models.pair import drafter_folder
-from launch.settings.settings import compute_threads
+from launch.settings.machine import compute_threads
 from protocol.errors import UsageError
 from protocol.jobs.draft_server import DraftServerSettings
 from protocol.settings import OWN_BACKENDS, BackendName, encode_settings

@@ -48,7 +48,7 @@ def forget(name: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def list_keys(*, as_json: bool) -> None:
     """List your keys and those that you trust, without secrets."""
-    own, trusted = keyring.own_names(), keyring.trusted_names()
+    own, trusted = keyring.list_own_keys(), keyring.list_trusted_keys()
     if as_json:
         console.write(json.dumps({"own": own, "trusted": trusted}) + "\n")
         return

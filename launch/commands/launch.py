@@ -29,7 +29,11 @@ def run(name: str, options: dict[str, Any]) -> None:
     try:
         supervisor.start()
         ready = True
-        where = f" OpenAI-compatible API at {supervisor.door.url}/v1;" if supervisor.door else ""
+        where = (
+            f" OpenAI-compatible API at {supervisor.listener.url}/v1;"
+            if supervisor.listener
+            else ""
+        )
         console.human().print(f"ready;{where} Ctrl-C stops everything")
         supervisor.wait()
     finally:

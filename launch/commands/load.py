@@ -114,16 +114,16 @@ def _of_stack(
         address = supervisor.run_dir.clients_address
         warm_up = _requests(prompts[:1], "ssd", sampling, 16)
         for mode in [mode for mode in modes if mode != load.MLX_LM]:
-            load.with_stack(address, warm_up, 1)
+            load.load_stack(address, warm_up, 1)
             for number in streams:
                 requests = _requests(prompts, mode, sampling, max_tokens)
-                loads.append(load.with_stack(address, requests, number))
+                loads.append(load.load_stack(address, requests, number))
     if load.MLX_LM in modes and not sampling.temperature:
-        with ReferenceWorker(pair_of(settings), settings.target_device) as yardstick:
+        with ReferenceWorker(pair_of(settings), settings.target_device) as reference:
             stop_ids = list(tokenizer.stop_ids)
-            load.with_mlx_lm(yardstick, prompts[:1], 1, 4, stop_ids)
+            load.load_mlx_lm(reference, prompts[:1], 1, 4, stop_ids)
             for number in streams:
-                loads.append(load.with_mlx_lm(yardstick, prompts, number, max_tokens, stop_ids))
+                loads.append(load.load_mlx_lm(reference, prompts, number, max_tokens, stop_ids))
     return loads
 
 

@@ -24,7 +24,7 @@ class LogFile:
         self._half = b""
         self._time = 0.0
 
-    def news(self) -> list[tuple[float, str]]:
+    def read_new(self) -> list[tuple[float, str]]:
         """Complete lines that were added, with their times; others take that of the line before."""
         try:
             with self._path.open("rb") as file:
@@ -37,12 +37,12 @@ class LogFile:
         found: list[tuple[float, str]] = []
         for line in lines:
             text = line.decode("utf-8", "replace")
-            self._time = float(str(parsed(text).get("time", self._time)))
+            self._time = float(str(parse_line(text).get("time", self._time)))
             found.append((self._time, text))
         return found
 
 
-def parsed(line: str) -> dict[str, object]:
+def parse_line(line: str) -> dict[str, object]:
     """The fields of a structured line; an empty dict for any other."""
     try:
         fields = json.loads(line)
@@ -51,9 +51,9 @@ def parsed(line: str) -> dict[str, object]:
     return fields if isinstance(fields, dict) and isinstance(fields.get("time"), float) else {}
 
 
-def readable(role: str, line: str) -> str:
+def format_line(role: str, line: str) -> str:
     """A line for people: time, role, level, ids, message."""
-    fields = parsed(line)
+    fields = parse_line(line)
     if not fields:
         return f"{'':12} {role:12} {line}"
     clock = time.strftime("%H:%M:%S", time.localtime(float(str(fields["time"]))))
@@ -64,8 +64,8 @@ def readable(role: str, line: str) -> str:
     return " ".join(str(part) for part in parts if part) + trace
 
 
-def _wanted(line: str, level: str) -> bool:
-    said = str(parsed(line).get("level", "error"))
+def _reaches_level(line: str, level: str) -> bool:
+    said = str(parse_line(line).get("level", "error"))
     return said not in _LEVELS or _LEVELS.index(said) >= _LEVELS.index(level)
 
 
@@ -85,10 +85,10 @@ def command(*, name: str, role: tuple[str, ...], level: str, follow: bool, as_js
         for path in run_dir.path.glob("*.log"):
             if not role or path.stem in role:
                 files.setdefault(path, LogFile(path))
-        news = [(at, file.role, line) for file in files.values() for at, line in file.news()]
+        news = [(at, file.role, line) for file in files.values() for at, line in file.read_new()]
         for _, who, line in sorted(news, key=lambda item: item[0]):
-            if _wanted(line, level):
-                console.write((line if as_json else readable(who, line)) + "\n")
+            if _reaches_level(line, level):
+                console.write((line if as_json else format_line(who, line)) + "\n")
         if not follow or run_dir.running() is None:
             return
         time.sleep(_TICK_S)

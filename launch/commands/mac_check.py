@@ -14,7 +14,7 @@ import psutil
 
 from launch.bench.mac_report import TEMPERATURE, Answer, Report, lines, without_paths
 from launch.doctor import versions
-from launch.models.coreml_models import converted, read_facts, require_converted
+from launch.models.coreml_models import find_converted, read_facts, require_converted
 from launch.models.pair import default_drafter, pair_of, resolve
 from launch.settings.settings import StackSettings
 from launch.stack.child import Lifeline
@@ -68,7 +68,7 @@ def command(model: str | None, target: str | None, out: Path, **options: Any) ->
     pair = pair_of(StackSettings(model=target or "", draft_backend="ngram"))
     if not out.parent.is_dir():
         raise UsageError(f"--out {str(out)!r}: there is no such folder")
-    report = without_paths(_measured(folder, Path(pair.model), options))
+    report = without_paths(_measure(folder, Path(pair.model), options))
     out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     if options["as_json"]:
         console.write(msgspec.json.encode(report).decode() + "\n")
@@ -78,11 +78,11 @@ def command(model: str | None, target: str | None, out: Path, **options: Any) ->
         console.plain().print(f"written to {out}", markup=False)
 
 
-def _measured(folder: Path, target: Path, options: dict[str, Any]) -> Report:
+def _measure(folder: Path, target: Path, options: dict[str, Any]) -> Report:
     with contextlib.closing(Lifeline()) as lifeline:
         common: dict[str, Any] = {"lifeline": lifeline, "model": str(folder)}
-        own = converted(target)
-        probes = _probes(common, _wanted(str(target), own, options))
+        own = find_converted(target)
+        probes = _probes(common, _choose_probes(str(target), own, options))
         overlap = _overlap(common, str(target), options["seconds"]) if _on_mac() else {}
     missing: list[str] = [] if _on_mac() else list(_ONLY_ON_A_MAC)
     # A target of any size drafts for itself on a device alone.
@@ -126,7 +126,7 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _wanted(target: str, own: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
+def _choose_probes(target: str, own: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
     """Injection; functions by compute unit, the device beside the reference; prompts; a long run.
 
     `own` is the target's own conversion, if there is one.

@@ -6,12 +6,12 @@ import psutil
 from rich.table import Table
 from rich.text import Text
 
-from launch.models.catalog import Fit, Model, installed_models, pairs, read
+from launch.models.catalog import Fit, Model, list_models, pairs, read
 from launch.models.hub import pull as fetch
 from launch.models.pair import add_default
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
 from launch.terminal import console
-from launch.terminal.dashboard import size
+from launch.terminal.dashboard import format_bytes
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 
@@ -40,7 +40,7 @@ def list_(*, as_json: bool) -> None:
     It looks into the caches of ssd (~/.cache/ssd) and of Hugging Face (HF_HOME). A pair
     shares its tokenizer, and its drafter has at most half of the target's parameters.
     """
-    models = installed_models()
+    models = list_models()
     fits = pairs(models)
     if as_json:
         _print({"models": models, "pairs": fits})
@@ -113,10 +113,10 @@ def recommend_(purpose: Purpose | None, memory: float | None, *, as_json: bool) 
         _print({"memory_bytes": total, "pairs": found})
         return
     for entry in found:
-        console.plain().print(_recommended(entry))
+        console.plain().print(_format_recommendation(entry))
     console.plain().print(
-        f"For {size(total)} of memory. Expected, not measured: tokens per round are the most that "
-        "speculation could gain, if the assumed share of drafts is accepted."
+        f"For {format_bytes(total)} of memory. Expected, not measured: tokens per round are the "
+        "most that speculation could gain, if the assumed share of drafts is accepted."
     )
 
 
@@ -130,7 +130,7 @@ def _models_table(models: list[Model]) -> Table:
         kind = f"{m.architecture} ({m.quantization})" if m.quantization else m.architecture
         count, context = _billions(m.parameters), str(m.context_length or "-")
         table.add_row(
-            m.name, kind or "-", count, context, size(m.disk_bytes), m.vocabulary[:8] or "-"
+            m.name, kind or "-", count, context, format_bytes(m.disk_bytes), m.vocabulary[:8] or "-"
         )
     return table
 
@@ -155,8 +155,8 @@ def _card(model: Model) -> Table:
         "context": f"{model.context_length} tokens" if model.context_length else "not said",
         "vocabulary": f"{model.vocabulary_size} tokens, fingerprint {model.vocabulary}",
         "head": "frequent tokens only: a drafter" if model.only_drafts else "whole",
-        "on disk": size(model.disk_bytes),
-        "weights in memory": f"{size(stored)} on a GPU, {size(on_cpu)} on a CPU",
+        "on disk": format_bytes(model.disk_bytes),
+        "weights in memory": f"{format_bytes(stored)} on a GPU, {format_bytes(on_cpu)} on a CPU",
         "KV in memory": f"{per_token / 1e3:.1f} kB a token on a GPU, twice that on a CPU",
     }
     for name, value in rows.items():
@@ -164,11 +164,11 @@ def _card(model: Model) -> Table:
     return table
 
 
-def _recommended(r: Recommendation) -> Text:
+def _format_recommendation(r: Recommendation) -> Text:
     fits = "" if r.fits else ", too much"
     facts = [
         f"drafter  {r.draft_model}",
-        f"{', '.join(r.purposes)}; {size(r.memory_bytes)}{fits}",
+        f"{', '.join(r.purposes)}; {format_bytes(r.memory_bytes)}{fits}",
         f"expected up to {r.expected_tokens_per_round:.1f} tokens a round "
         f"({r.assumed_acceptance:.2f} of the drafts accepted: assumed)",
     ]

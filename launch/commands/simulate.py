@@ -53,13 +53,13 @@ def command(file: Path | None, preset: str | None, **options: Any) -> None:
     from models.
     """  # fmt: skip
     as_json, sweep = options.pop("as_json"), options.pop("sweep")
-    asked = _asked(options)
+    asked = _take_strategy(options)
     given = {name: value for name, value in options.items() if value is not None}
     scenario = simulation.scenario_of(file, preset, given)
     _run(scenario, asked, sweep=sweep, as_json=as_json)
 
 
-def _asked(options: dict[str, Any]) -> Strategy:
+def _take_strategy(options: dict[str, Any]) -> Strategy:
     """Take the strategy out of the options."""
     return Strategy(
         lookahead=options.pop("num_draft_tokens") or 0,

@@ -10,7 +10,7 @@ from rich.live import Live
 from launch.stack.run_dir import DEFAULT_NAME
 from launch.stack.snapshot import StackObserver, StackSnapshot
 from launch.terminal import console
-from launch.terminal.dashboard import drawn
+from launch.terminal.dashboard import draw
 from launch.terminal.keypress import Keys
 
 _REMEMBERED = 40
@@ -35,28 +35,28 @@ def command(name: str, interval: float, *, once: bool, as_json: bool) -> None:
     those of the last ten seconds. q or Ctrl-C ends it.
     """
     with contextlib.closing(StackObserver(name)) as observer, contextlib.closing(Keys()) as keys:
-        picture = observer.first()
+        snapshot = observer.first()
         if as_json:
-            _print_json(picture)
+            _print_json(snapshot)
             while not once and keys.wait(interval) not in {"q", "Q"}:
                 _print_json(observer.look())
         elif once or not console.plain().is_terminal:
-            console.plain().print(drawn(picture, [], ""))
+            console.plain().print(draw(snapshot, [], ""))
         else:
-            _watch(observer, keys, picture, interval)
+            _watch(observer, keys, snapshot, interval)
 
 
-def _print_json(picture: StackSnapshot) -> None:
-    console.write(msgspec.json.encode(picture).decode() + "\n")
+def _print_json(snapshot: StackSnapshot) -> None:
+    console.write(msgspec.json.encode(snapshot).decode() + "\n")
 
 
-def _watch(observer: StackObserver, keys: Keys, picture: StackSnapshot, interval: float) -> None:
+def _watch(observer: StackObserver, keys: Keys, snapshot: StackSnapshot, interval: float) -> None:
     speeds: deque[float] = deque(maxlen=_REMEMBERED)
     with Live(screen=True, auto_refresh=False) as live:
         while True:
-            if picture.status is not None:
-                speeds.append(picture.status.recent.tok_s)
-            live.update(drawn(picture, list(speeds), "q ends"), refresh=True)
+            if snapshot.status is not None:
+                speeds.append(snapshot.status.recent.tok_s)
+            live.update(draw(snapshot, list(speeds), "q ends"), refresh=True)
             if keys.wait(interval) in {"q", "Q"}:
                 return
-            picture = observer.look()
+            snapshot = observer.look()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from launch.models.weights import Weights, weights_of
-from launch.settings.settings import cache_dir
+from launch.settings.paths import cache_dir
 from protocol.decoding.vocabulary import Vocabulary, read_vocabulary
 from protocol.errors import ModelError, UsageError
 
@@ -54,9 +54,9 @@ class Fit(msgspec.Struct, frozen=True):
     """Parameters of the drafter over those of the target: what a draft token costs, roughly."""
 
 
-def installed_models() -> list[Model]:
+def list_models() -> list[Model]:
     """All models in the caches, those of ours first."""
-    return [*_own(), *_of_hub()]
+    return [*_list_own(), *_list_hub()]
 
 
 def read(reference: str) -> Model:
@@ -69,9 +69,9 @@ def read(reference: str) -> Model:
     folder = Path(reference).expanduser()
     found: Model | None
     if folder.is_dir():
-        found = _described(str(folder), folder.resolve(), "folder", _disk(folder))
+        found = _describe(str(folder), folder.resolve(), "folder", _disk(folder))
     else:
-        found = next((model for model in installed_models() if model.name == reference), None)
+        found = next((model for model in list_models() if model.name == reference), None)
     if found is None:
         raise UsageError(
             f"there is no model {reference!r} on this machine; `ssd models list` shows those that "
@@ -96,14 +96,14 @@ def pairs(models: Iterable[Model]) -> list[Fit]:
     return sorted(fits, key=lambda fit: (fit.model, fit.ratio))
 
 
-def _own() -> Iterator[Model]:
+def _list_own() -> Iterator[Model]:
     base = cache_dir() / "models"
     for folder in sorted(base.iterdir()) if base.is_dir() else ():
         if folder.is_dir() and not folder.name.startswith("."):
-            yield _described(folder.name, folder, "ssd", _disk(folder))
+            yield _describe(folder.name, folder, "ssd", _disk(folder))
 
 
-def _of_hub() -> Iterator[Model]:
+def _list_hub() -> Iterator[Model]:
     # Heavy, and needed only here.
     from huggingface_hub import constants, scan_cache_dir  # noqa: PLC0415
     from huggingface_hub.errors import CacheNotFound  # noqa: PLC0415
@@ -117,10 +117,10 @@ def _of_hub() -> Iterator[Model]:
             continue
         latest = max(repository.revisions, key=lambda revision: revision.last_modified)
         folder = Path(latest.snapshot_path)
-        yield _described(repository.repo_id, folder, "hub", repository.size_on_disk)
+        yield _describe(repository.repo_id, folder, "hub", repository.size_on_disk)
 
 
-def _described(name: str, folder: Path, source: Source, disk_bytes: int) -> Model:
+def _describe(name: str, folder: Path, source: Source, disk_bytes: int) -> Model:
     """Read the small files and the heads of the large ones; what is wrong becomes `problem`."""
     bare = Model(name=name, folder=str(folder), source=source, disk_bytes=disk_bytes)
     if missing := [file for file in _NEEDED if not (folder / file).is_file()]:

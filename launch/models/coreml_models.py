@@ -23,7 +23,7 @@ def beside(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-coreml")
 
 
-def converted(folder: Path) -> Path | None:
+def find_converted(folder: Path) -> Path | None:
     """The converted form of a model, if there is one: itself, or the folder beside it."""
     return next((one for one in (folder, beside(folder)) if (one / _MANIFEST).is_file()), None)
 
@@ -77,12 +77,12 @@ def conversion_in(folder: Path) -> Conversion:
 
 def is_converted(folder: Path) -> bool:
     """Whether this folder itself is a converted model."""
-    return converted(folder) == folder
+    return find_converted(folder) == folder
 
 
 def require_converted(folder: Path) -> Path:
     """The converted form of a model; raises ModelError if there is none."""
-    found = converted(folder)
+    found = find_converted(folder)
     if found is None:
         raise ModelError(
             f"{str(folder)!r} is not converted to CoreML, and there is no {str(beside(folder))!r}; "

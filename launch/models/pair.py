@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.keyring import RemoteServer, remote_server_of
-from launch.models.coreml_models import converted, require_converted
-from launch.settings.settings import StackSettings, cache_dir
+from launch.models.coreml_models import find_converted, require_converted
+from launch.settings.paths import cache_dir
+from launch.settings.settings import StackSettings
 from protocol.errors import ModelError, UsageError
 from protocol.process.child import ERROR_PREFIX
 from protocol.settings import BACKENDS, BackendName
@@ -43,14 +44,16 @@ class Pair:
     """The program that drafts, for the stdio backend."""
     lines: bool = False
     """Whether it speaks the line protocol."""
-    far: RemoteServer | None = None
+    server: RemoteServer | None = None
     """The draft server, for the remote backend."""
 
     @property
     def drafts_with(self) -> str:
         """The model, the program or the server that drafts, for people."""
         return (
-            self.draft_model or shlex.join(self.command) or (self.far.address if self.far else "")
+            self.draft_model
+            or shlex.join(self.command)
+            or (self.server.address if self.server else "")
         )
 
     def with_drafter(
@@ -60,7 +63,7 @@ class Pair:
         command: Sequence[str] = (),
         *,
         lines: bool = False,
-        far: RemoteServer | None = None,
+        server: RemoteServer | None = None,
     ) -> "Pair":
         """The same target with another drafter; raises UsageError or ModelError."""
         names: dict[str, BackendName] = {known: known for known in BACKENDS}
@@ -69,12 +72,12 @@ class Pair:
             raise UsageError(
                 f"there is no drafter backend {backend!r}; known: {', '.join(BACKENDS)}"
             )
-        if (name == "remote") != (far is not None):
+        if (name == "remote") != (server is not None):
             raise UsageError("the remote backend, and no other, needs a draft server")
-        if far is not None:
+        if server is not None:
             if model or command or lines:
                 raise UsageError("a draft server has its model: name none, and no draft command")
-            return Pair(self.model, "", "remote", far=far)
+            return Pair(self.model, "", "remote", server=server)
         if name == "stdio":
             if model:
                 raise UsageError("name the draft model in the draft command")
@@ -95,7 +98,7 @@ def pair_of(settings: StackSettings) -> Pair:
         ModelError: a model is not there.
         UsageError: the backend and the models do not go together.
     """
-    target = resolve(settings.model) if settings.model else _provisioned(default_target())
+    target = resolve(settings.model) if settings.model else _require_default(default_target())
     backend: str = settings.draft_backend
     if backend == "auto":
         backend = _automatic(settings, target)
@@ -106,7 +109,7 @@ def pair_of(settings: StackSettings) -> Pair:
         settings.draft_model,
         command_of(settings.draft_command),
         lines=settings.draft_lines,
-        far=remote_server_of(settings.draft_server, settings.draft_server_key, settings.key),
+        server=remote_server_of(settings.draft_server, settings.draft_server_key, settings.key),
     )
 
 
@@ -121,7 +124,7 @@ def drafter_folder(backend: BackendName, model: str) -> str:
         if model:
             raise UsageError("the ngram backend needs no draft model")
         return ""
-    folder = resolve(model) if model else _provisioned(default_drafter())
+    folder = resolve(model) if model else _require_default(default_drafter())
     return str(require_converted(folder) if backend == "coreml" else folder)
 
 
@@ -148,7 +151,7 @@ def _automatic(settings: StackSettings, target: Path) -> str:
     if not settings.draft_model and target != default_target():
         return "ngram"
     drafter = resolve(settings.draft_model) if settings.draft_model else default_drafter()
-    found = converted(drafter)
+    found = find_converted(drafter)
     on_mac = sys.platform == "darwin" and settings.draft_device == ""
     return "coreml" if found == drafter or (found is not None and on_mac) else "mlx"
 
@@ -193,13 +196,13 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def _provisioned(folder: Path) -> Path:
+def _require_default(folder: Path) -> Path:
     if not (folder / "model.safetensors").is_file():
         raise ModelError("the default pair is not set up yet; run `ssd models add default` once")
     return folder
 
 
-def carried_drafter() -> Path:
+def bundled_drafter() -> Path:
     """The default drafter's weights, as they come with this project (without embeddings)."""
     return Path(str(importlib.resources.files("launch.models"))) / "default_drafter"
 
@@ -220,7 +223,7 @@ def add_default(report: Callable[[str], None]) -> None:
             report("converting them")
             produce(target, "services.tools.gguf", str(gguf))
     report(f"target: {target}")
-    produce(drafter, "services.tools.build_drafter", str(carried_drafter()), str(target))
+    produce(drafter, "services.tools.build_drafter", str(bundled_drafter()), str(target))
     report(f"drafter: {drafter}")
 
 

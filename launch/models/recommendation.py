@@ -68,7 +68,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
 def recommend(memory_bytes: int, purpose: Purpose | None = None) -> list[Recommendation]:
     """Pairs for this purpose, the largest that fit first, then those that do not fit."""
     found = [
-        _judged(entry, memory_bytes)
+        _estimate(entry, memory_bytes)
         for entry in read_pairs()
         if purpose is None or purpose in entry.purposes
     ]
@@ -84,7 +84,7 @@ def read_pairs() -> list[_Entry]:
         raise UsageError(f"{_FILE} of this installation is damaged: {error}") from error
 
 
-def _judged(entry: _Entry, memory_bytes: int) -> Recommendation:
+def _estimate(entry: _Entry, memory_bytes: int) -> Recommendation:
     weights = (entry.parameters + entry.draft_parameters) * 1e9 * entry.bits / 8
     needed = round(weights * _KV_AND_WORKING_SPACE)
     return Recommendation(
@@ -95,12 +95,12 @@ def _judged(entry: _Entry, memory_bytes: int) -> Recommendation:
         memory_bytes=needed,
         fits=needed <= _SHARE * memory_bytes,
         assumed_acceptance=entry.acceptance,
-        expected_tokens_per_round=expected_tokens(entry.acceptance, _LOOKAHEAD),
+        expected_tokens_per_round=tokens_per_round(entry.acceptance, _LOOKAHEAD),
         measured=entry.measured,
         note=entry.note,
     )
 
 
-def expected_tokens(acceptance: float, lookahead: int) -> float:
+def tokens_per_round(acceptance: float, lookahead: int) -> float:
     """E(K) = (1 - a^(K+1)) / (1 - a): tokens of a round if each draft token stands with a."""
     return (1.0 - acceptance ** (lookahead + 1)) / (1.0 - acceptance)

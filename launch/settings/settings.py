@@ -3,12 +3,7 @@
 This is the only module that reads the environment. Unknown keys are errors everywhere.
 """
 
-import contextlib
 import os
-import platform
-import subprocess
-import sys
-import tempfile
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,16 +13,12 @@ import msgspec
 from protocol.decoding.presets import PresetName
 from protocol.errors import UsageError
 from protocol.jobs.cost_emulation import parse_size
-from protocol.settings import BackendName, ComputeUnits, Device, LogLevel, Prefill
+from protocol.settings import ComputeUnits, Device, LogLevel, Prefill
 
 BackendChoice = Literal["auto", "mlx", "coreml", "ngram", "stdio", "remote"]
 
 CONFIG_FILE = "ssd.toml"
 _PREFIX = "SSD_"
-_CUDA = "cuda:"
-# MLX on CUDA keeps 400 graphs, and gives up for good after 800 that were new, however long
-# that took; verifications of all lengths and trees of all widths are many more.
-_MLX_ON_CUDA = {"MLX_ENABLE_CACHE_THRASHING_CHECK": "0", "MLX_CUDA_GRAPH_CACHE_SIZE": "2000"}
 # Environment variables with our prefix that are not settings of a stack.
 _OTHER_VARIABLES = frozenset({"SSD_RUN_DIR", "SSD_CACHE_DIR", "SSD_KEYS_DIR"})
 
@@ -145,88 +136,3 @@ def _from_environment() -> dict[str, Any]:
     }
     _convert(values, "the environment (SSD_*)")
     return values
-
-
-def run_base() -> Path:
-    """Folder of the run directories of all stacks: SSD_RUN_DIR, or one per user in /tmp."""
-    chosen = os.environ.get("SSD_RUN_DIR")
-    return Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"ssd-{os.getuid()}"
-
-
-def cache_dir() -> Path:
-    """Folder of converted models: SSD_CACHE_DIR, or ~/.cache/ssd."""
-    chosen = os.environ.get("SSD_CACHE_DIR")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "ssd"
-
-
-def keys_dir() -> Path:
-    """Folder of our keys and of those that we trust: SSD_KEYS_DIR, or ~/.config/ssd/keys."""
-    chosen = os.environ.get("SSD_KEYS_DIR")
-    return Path(chosen) if chosen else Path.home() / ".config" / "ssd" / "keys"
-
-
-def child_environment(device: Device) -> dict[str, str]:
-    """The environment of a child bound to this device.
-
-    CUDA has no other way to keep a process off a GPU than not to show it.
-
-    Raises:
-        UsageError: the GPU is not among those that we ourselves may see.
-    """
-    own = {**_MLX_ON_CUDA, **os.environ}
-    if not device.startswith(_CUDA):
-        return own
-    index = int(device.removeprefix(_CUDA))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = [str(index)] if visible is None else visible.split(",")[index : index + 1]
-    if not shown:
-        raise UsageError(f"there is no {device}: CUDA_VISIBLE_DEVICES is {visible!r}")
-    # By bus, as nvidia-smi counts, not by speed, as CUDA does if left alone.
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **own}
-    return {**order, "CUDA_VISIBLE_DEVICES": shown[0]}
-
-
-def compute_threads() -> int:
-    """Threads for a compute process that may use every core that we may."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def machine_name() -> str:
-    """The chip, and how many of its cores are ours."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{_chip()}, {cores} cores"
-
-
-def _chip() -> str:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        line = next(line for line in lines if line.startswith("model name"))
-        return line.split(":", 1)[1].strip()
-    if sys.platform == "darwin":
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
-            return subprocess.check_output(command, text=True, timeout=5.0).strip()
-    return f"{platform.system()} {platform.machine()}"
-
-
-class Cores(msgspec.Struct, frozen=True):
-    """Which cores each compute process gets; empty leaves it free."""
-
-    verifier: list[int]
-    drafter: list[int]
-
-
-def share_cores(backend: BackendName) -> Cores:
-    """On Linux, disjoint cores: target and drafter must not wait for each other.
-
-    The drafter gets a quarter, at least one. A single core cannot be shared out.
-    """
-    if not hasattr(os, "sched_getaffinity"):
-        return Cores([], [])
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2 or backend in {"ngram", "remote"}:
-        return Cores(cores[:1], cores[1:2]) if len(cores) == 2 else Cores(cores[:-1], cores[-1:])
-    drafting = max(1, len(cores) // 4)
-    return Cores(cores[:-drafting], cores[-drafting:])

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from launch.settings.settings import child_environment
+from launch.settings.machine import child_environment
 from protocol.process.child import ERROR_PREFIX
 from protocol.settings import ChildSettings, ServiceSettings, encode_settings
 

@@ -25,7 +25,7 @@ def await_ready(
     timeout_s: float,
     *,
     tell: Callable[[str, str], None],
-    door: HttpListener | None,
+    listener: HttpListener | None,
     optional: frozenset[str],
 ) -> set[str]:
     """Wait until all processes are ready; returns those of `optional` that are not.
@@ -43,18 +43,20 @@ def await_ready(
             for role in {s.role for s in status.services} & missing if status else set():
                 missing.remove(role)
                 tell(role, "ready")
-            if not missing or (missing <= optional and _given_up(children, missing, patience)):
+            if not missing or (
+                missing <= optional and _may_start_without(children, missing, patience)
+            ):
                 break
             if quiet.passed:
                 quiet = Deadline(_SAY_EVERY_S)
                 for late in sorted(missing):
                     tell(late, f"{STILL_LOADING}, {timeout_s - deadline.remaining:.0f} s so far")
     tell("orchestrator", "ready")
-    if door is not None:
+    if listener is not None:
         for _ in _looks(needed, deadline, {"gateway"}):
-            if door.answers(timeout_s=1.0):
+            if listener.answers(timeout_s=1.0):
                 break
-        tell("gateway", f"ready at {door.url}")
+        tell("gateway", f"ready at {listener.url}")
     return missing
 
 
@@ -117,7 +119,9 @@ def _looks(needed: list[Child], deadline: Deadline, missing: Collection[str]) ->
         time.sleep(TICK_S)
 
 
-def _given_up(children: Mapping[str, Child], missing: set[str], patience: Deadline) -> bool:
+def _may_start_without(
+    children: Mapping[str, Child], missing: set[str], patience: Deadline
+) -> bool:
     return patience.passed or any(children[role].exit_code is not None for role in missing)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from launch.settings.settings import run_base
+from launch.settings.paths import run_base
 from protocol.errors import RuntimeFailure, UsageError
 from protocol.process.orphans import kill_children, record_children
 from protocol.transport.channel import ipc_address

@@ -4,7 +4,9 @@ from pathlib import Path
 
 from launch.models.coreml_models import require_converted
 from launch.models.pair import Pair
-from launch.settings.settings import StackSettings, cache_dir, machine_name, share_cores
+from launch.settings.machine import machine_name, share_cores
+from launch.settings.paths import cache_dir
+from launch.settings.settings import StackSettings
 from launch.stack.child import Child
 from launch.stack.http_listener import HttpListener, write_key
 from launch.stack.run_dir import RunDir
@@ -90,9 +92,9 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         model=pair.model if pair.backend == "ngram" else pair.draft_model,
         command=list(pair.command),
         lines=pair.lines,
-        server=pair.far.address if pair.far else "",
-        server_key=pair.far.key if pair.far else "",
-        key_file=str(pair.far.own) if pair.far else "",
+        server=pair.server.address if pair.server else "",
+        server_key=pair.server.key if pair.server else "",
+        key_file=str(pair.server.own) if pair.server else "",
         ready_timeout_s=settings.start_timeout_s,
         answer_timeout_s=settings.draft_timeout_s,
         cores=cores,
@@ -107,15 +109,15 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
 
 
 def start_gateway(
-    settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int, door: HttpListener
+    settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int, listener: HttpListener
 ) -> Child:
-    """Start a gateway behind the door."""
+    """Start a gateway behind the listener."""
     folder = Path(pair.model)
     called = [folder.name, settings.model, pair.model, "default", "default_model"]
     told = GatewaySettings(
         lifeline=lifeline,
         clients_address=run_dir.clients_address,
-        listener=door.listener,
+        listener=listener.listener,
         names=[name for name in dict.fromkeys(called) if name],
         hosts=[settings.host],
         key_file=write_key(run_dir.path, settings.api_key),

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from launch.keyring import remote_server_of
 from launch.models.pair import Pair
 from launch.settings.settings import StackSettings
-from launch.signals import hurried_by
+from launch.signals import on_second_signal
 from launch.stack.budget import RestartBudget
 from launch.stack.child import Child, Lifeline, end_all, kill_all
 from launch.stack.http_listener import HttpListener
@@ -23,7 +23,7 @@ from launch.stack.process_status import status_of
 from launch.stack.readiness import TICK_S, await_drafter, await_ready
 from launch.stack.run_dir import RunDir, claim
 from launch.stack.spawn import start_drafter, start_gateway, start_orchestrator, start_verifier
-from launch.stack.watchdog import Post
+from launch.stack.watchdog import SupervisorPost
 from protocol.client.client import Client
 from protocol.errors import RuntimeFailure, SsdError
 from protocol.messages import (
@@ -73,7 +73,7 @@ class Supervisor:
             role: RestartBudget(settings.restarts, settings.restart_window_s)
             for role in (*_START, "gateway")
         }
-        self.door: HttpListener | None = None
+        self.listener: HttpListener | None = None
         """Where the gateway answers, if there is one."""
         self._stopping = threading.Event()
         self._ended = threading.Event()
@@ -92,18 +92,18 @@ class Supervisor:
         self.run_dir.create()
         self._has_folder = True
         claim(self.run_dir.path, os.getpid())
-        self.door = HttpListener(self._settings) if self._settings.http else None
+        self.listener = HttpListener(self._settings) if self._settings.http else None
         for role in _START:
             self._spawn(role)
-        if self.door is not None:
+        if self.listener is not None:
             self._spawn("gateway")
         self._starting |= await_ready(
             self.run_dir.clients_address,
             self._children,
             self._settings.start_timeout_s,
-            tell=self._tell,
-            door=self.door,
-            optional=frozenset({"drafter"} if self._pair.far else ()),
+            tell=self._report_state,
+            listener=self.listener,
+            optional=frozenset({"drafter"} if self._pair.server else ()),
         )
         self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._watcher.start()
@@ -112,25 +112,25 @@ class Supervisor:
 
     def _spawn(self, role: str) -> None:
         told = self._settings, self._pair, self.run_dir, self._lifeline.child_end
-        if role == "gateway" and self.door is not None:
-            self._adopt(start_gateway(*told, self.door))
+        if role == "gateway" and self.listener is not None:
+            self._adopt(start_gateway(*told, self.listener))
         else:
             self._adopt(_START[role](*told))
 
     def _adopt(self, child: Child) -> None:
         self._children[child.role] = child
         self.run_dir.note([other.pid for other in self._children.values()])
-        self._tell(child.role, "starting")
+        self._report_state(child.role, "starting")
 
     def _watch(self) -> None:
         try:
-            with Post(self.run_dir, self._settings) as post:
+            with SupervisorPost(self.run_dir, self._settings) as post:
                 while not self._stopping.is_set() and self.failure is None:
                     post.control.ready(TICK_S)
-                    self._look_around(post)
+                    self._tick(post)
                     while received := post.control.receive():
                         peer, message = received
-                        post.control.send(peer, self._obey(message, post))
+                        post.control.send(peer, self._handle(message, post))
         # A stack that nobody watches is worse than none, also if it was a SystemExit.
         except BaseException as error:  # noqa: BLE001
             self.failure = RuntimeFailure(f"the supervisor failed: {error}")
@@ -138,11 +138,11 @@ class Supervisor:
                 traceback.print_exc()
         self._ended.set()
 
-    def _look_around(self, post: Post, but: str = "") -> None:
+    def _tick(self, post: SupervisorPost, but: str = "") -> None:
         """One tick; a role `but` is somebody else's matter at the moment."""
         try:
             self._keep_reachable(post.control)
-            self._look_after(post, but)
+            self._reap(post, but)
         except OSError as error:
             # The folder went in this very moment, or the system gives no process: what is
             # missing is missing at the next look, too.
@@ -155,8 +155,8 @@ class Supervisor:
             self.run_dir.note([child.pid for child in self._children.values()])
         control.keep_bound(time.monotonic())
 
-    def _look_after(self, post: Post, but: str) -> None:
-        for role, reason in post.warden.look(self._children.values(), self._starting).items():
+    def _reap(self, post: SupervisorPost, but: str) -> None:
+        for role, reason in post.watchdog.look(self._children.values(), self._starting).items():
             self._children[role].kill(reason)
         for child in list(self._children.values()):
             away = child.role in {*self._lost, *self._absent, but}
@@ -164,9 +164,9 @@ class Supervisor:
                 self._replace(child, post.client)
         for role in list(self._absent):
             self._start_again(role)
-        for role in [role for role in self._starting if post.warden.ready(self._children[role])]:
+        for role in [role for role in self._starting if post.watchdog.ready(self._children[role])]:
             self._starting.remove(role)
-            self._tell(role, "ready")
+            self._report_state(role, "ready")
             if role == "orchestrator":  # a new one has not heard of what is gone for good
                 for lost in self._lost.values():
                     post.client.report_service_down(lost)
@@ -186,7 +186,7 @@ class Supervisor:
             client.report_service_down(down)
         elif not again:
             self.failure = RuntimeFailure(reason)
-        self._tell(role, f"died ({reason})" if again else f"lost ({reason})")
+        self._report_state(role, f"died ({reason})" if again else f"lost ({reason})")
         self._starting.discard(role)
         if again:
             self._absent[role] = time.monotonic()
@@ -205,7 +205,9 @@ class Supervisor:
 
     # ------------------------------------------------------------ commands
 
-    def _obey(self, message: ToSupervisor | SsdError, post: Post) -> Stack | Done | Rejected:
+    def _handle(
+        self, message: ToSupervisor | SsdError, post: SupervisorPost
+    ) -> Stack | Done | Rejected:
         try:
             match message:
                 case StackRequest():
@@ -218,7 +220,7 @@ class Supervisor:
         except (SsdError, OSError) as error:
             return Rejected(str(error))
 
-    def _swap(self, message: SwapDrafter, post: Post) -> None:
+    def _swap(self, message: SwapDrafter, post: SupervisorPost) -> None:
         """Start the new drafter beside the old one; the orchestrator then switches over.
 
         The other processes are looked after meanwhile: without an orchestrator it would not end.
@@ -229,7 +231,7 @@ class Supervisor:
             message.model,
             message.command,
             lines=message.lines,
-            far=remote_server_of(message.server, message.server_key, self._settings.key),
+            server=remote_server_of(message.server, message.server_key, self._settings.key),
         )
         self._absent.pop("drafter", None)
         if "drafter" in self._starting:
@@ -242,7 +244,7 @@ class Supervisor:
                 old,
                 post.client,
                 self._settings.start_timeout_s,
-                meanwhile=lambda: self._look_around(post, but="drafter"),
+                meanwhile=lambda: self._tick(post, but="drafter"),
                 ended=lambda: self._stopping.is_set() or self.failure is not None,
             )
         except (SsdError, OSError) as error:
@@ -258,7 +260,7 @@ class Supervisor:
         self._starting.discard("drafter")
         old.ask_to_end()
         old.end()
-        self._tell("drafter", "ready")
+        self._report_state("drafter", "ready")
 
     # ------------------------------------------------------------ status and stop
 
@@ -269,7 +271,7 @@ class Supervisor:
         restarts = budget.used if budget else 0
         return status_of(self._children[role], state, restarts, self._settings, self._pair)
 
-    def _tell(self, role: str, state: str) -> None:
+    def _report_state(self, role: str, state: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads our output any more
             self._report(self._status_of(role, state))
 
@@ -282,7 +284,7 @@ class Supervisor:
     def stop(self) -> None:
         """Stop everything and leave nothing behind; safe to call twice."""
         self._stopping.set()
-        with hurried_by(lambda: kill_all(self._children.values())):
+        with on_second_signal(lambda: kill_all(self._children.values())):
             self._stop()
 
     def _stop(self) -> None:
@@ -290,8 +292,8 @@ class Supervisor:
             self._watcher.join()
         end_all(self._children.values())
         self._lifeline.close()
-        if self.door is not None:
-            self.door.close()
+        if self.listener is not None:
+            self.listener.close()
         if self._has_folder:
             self._has_folder = False
             self.run_dir.remove()

@@ -34,7 +34,7 @@ class Watchdog(Closeable):
         self._answering = HangDetector(settings.hang_timeout_s, settings.start_timeout_s)
         self._stopped = HangDetector(_STOPPED_S, _STOPPED_S)
         self._seen: dict[HangDetector, set[bytes]] = {
-            vigil: set() for vigil in (self._loading, self._answering, self._stopped)
+            detector: set() for detector in (self._loading, self._answering, self._stopped)
         }
         self._asked = 0.0
         self.status: Status | None = None
@@ -56,13 +56,13 @@ class Watchdog(Closeable):
         self._watch(self._loading, {k for k, c in living.items() if c.role in starting})
         self._watch(self._answering, {k for k, c in living.items() if c.role == "orchestrator"})
         self._watch(self._stopped, {k for k, c in living.items() if _is_stopped(c)})
-        found = self._condemned(living.values())
-        for vigil, what in (
+        found = self._marked(living.values())
+        for detector, what in (
             (self._loading, f"was not ready within {self._start_timeout_s:g} s (start_timeout_s)"),
             (self._answering, "hangs: it does not answer any more"),
             (self._stopped, f"was stopped for more than {_STOPPED_S:g} s"),
         ):
-            for key in vigil.look(now):
+            for key in detector.look(now):
                 found[living[key].role] = f"the {living[key].role} {what}"
         return found
 
@@ -75,35 +75,35 @@ class Watchdog(Closeable):
             self._asked = now
             self._client.request_status()
 
-    def _condemned(self, living: Iterable[Child]) -> dict[str, str]:
+    def _marked(self, living: Iterable[Child]) -> dict[str, str]:
         condemned = self.status.marked_for_kill if self.status is not None else {}
         return {c.role: condemned[c.pid] for c in living if c.pid in condemned}
 
-    def _watch(self, vigil: HangDetector, keys: set[bytes]) -> None:
+    def _watch(self, detector: HangDetector, keys: set[bytes]) -> None:
         """Begin and end with these; who stays goes on being counted."""
-        seen = self._seen[vigil]
+        seen = self._seen[detector]
         for key in keys - seen:
-            vigil.begin(key)
+            detector.begin(key)
         for key in seen - keys:
-            vigil.end(key)
-        self._seen[vigil] = keys
+            detector.end(key)
+        self._seen[detector] = keys
 
     def close(self) -> None:
         """Close the connection to the orchestrator."""
         self._client.close()
 
 
-class Post(Closeable):
+class SupervisorPost(Closeable):
     """Where the supervisor keeps watch: its door for commands, its line to the orchestrator."""
 
     def __init__(self, run_dir: RunDir, settings: StackSettings) -> None:
         self.control: Hub[ToSupervisor] = Hub(run_dir.control_address, Decoder(ToSupervisor))
         self.client = Client(run_dir.clients_address)
-        self.warden = Watchdog(run_dir.clients_address, settings)
+        self.watchdog = Watchdog(run_dir.clients_address, settings)
 
     def close(self) -> None:
         """Close them; safe to call twice."""
-        self.warden.close()
+        self.watchdog.close()
         self.client.close()
         self.control.close()
 

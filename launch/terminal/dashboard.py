@@ -14,21 +14,21 @@ _BARS = "▁▂▃▄▅▆▇█"
 _STATES = {"running": "green", "starting": "yellow", "stopped": "yellow", "gone": "yellow"}
 
 
-def drawn(picture: StackSnapshot, speeds: Sequence[float], hint: str) -> RenderableType:
+def draw(snapshot: StackSnapshot, speeds: Sequence[float], hint: str) -> RenderableType:
     """The whole picture; `speeds` are the last tok/s, oldest first."""
-    parts: list[RenderableType] = [_head(picture, hint), _processes(picture.processes)]
-    if picture.status is not None:
-        parts += [_speculation(picture.status, speeds), _sequences(picture.status)]
-    parts += [Text(sentence, style="yellow") for sentence in _sentences(picture)]
+    parts: list[RenderableType] = [_head(snapshot, hint), _processes(snapshot.processes)]
+    if snapshot.status is not None:
+        parts += [_speculation(snapshot.status, speeds), _sequences(snapshot.status)]
+    parts += [Text(sentence, style="yellow") for sentence in _sentences(snapshot)]
     return Group(*parts)
 
 
-def _head(picture: StackSnapshot, hint: str) -> RenderableType:
-    model = _last(picture.status.model) if picture.status else "?"
+def _head(snapshot: StackSnapshot, hint: str) -> RenderableType:
+    model = _last(snapshot.status.model) if snapshot.status else "?"
     return Text.assemble(
         ("ssd top", "bold"),
-        f"  stack {picture.name}, {model}, up {span(picture.uptime_s)}, "
-        f"{size(picture.free_memory_bytes)} of memory free  ",
+        f"  stack {snapshot.name}, {model}, up {format_duration(snapshot.uptime_s)}, "
+        f"{format_bytes(snapshot.free_memory_bytes)} of memory free  ",
         (hint, "dim"),
     )
 
@@ -46,9 +46,9 @@ def _processes(processes: Iterable[ProcessFigures]) -> RenderableType:
             str(p.pid),
             Text(p.state, style=_STATES.get(p.state, "red")),
             Text(str(p.restarts), style="yellow" if p.restarts else ""),
-            size(p.memory_bytes),
+            format_bytes(p.memory_bytes),
             f"{p.cpu_percent:.0f} %",
-            span(p.uptime_s),
+            format_duration(p.uptime_s),
             where or "-",
             _last(p.model) or "-",
         )
@@ -61,12 +61,12 @@ def _speculation(status: Status, speeds: Sequence[float]) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     table.add_row("requests", f"{status.active} running, {status.waiting} waiting")
-    table.add_row("speed", Text.assemble(_speed(recent), "  ", (spark(speeds), "green")))
+    table.add_row("speed", Text.assemble(_speed(recent), "  ", (sparkline(speeds), "green")))
     table.add_row("acceptance", _share(recent.acceptance_rate, recent.accepted, recent.drafted))
     looked_up = recent.cache_hits + recent.cache_misses
     table.add_row("cache hits", _share(recent.hit_rate, recent.cache_hits, looked_up))
     table.add_row("rounds", f"{recent.rounds}, {recent.plain_rounds} of them plain")
-    table.add_row("planner", planned(status.choice))
+    table.add_row("planner", format_plan(status.choice))
     title = f"the last {recent.seconds:.0f} s"
     return Panel(table, title=title, title_align="left", border_style="dim")
 
@@ -79,7 +79,7 @@ def _share(rate: float, part: int, whole: int) -> str:
     return f"{rate:.2f} ({part} of {whole})" if whole else "-"
 
 
-def planned(choice: PlannerState) -> str:
+def format_plan(choice: PlannerState) -> str:
     """The planner's choice in words."""
     speeds = []
     if choice.speculative_tok_s:
@@ -114,7 +114,7 @@ def _row(seen: SequenceStatus) -> list[str]:
     return [
         str(seen.sequence),
         seen.state if seen.state != "stranded" else "a verifier",
-        span(seen.age_s),
+        format_duration(seen.age_s),
         str(seen.prompt_tokens),
         str(seen.cached_tokens),
         str(seen.tokens),
@@ -125,15 +125,15 @@ def _row(seen: SequenceStatus) -> list[str]:
     ]
 
 
-def _sentences(picture: StackSnapshot) -> list[str]:
-    status = picture.status
+def _sentences(snapshot: StackSnapshot) -> list[str]:
+    status = snapshot.status
     if status is None:
-        return picture.problems
+        return snapshot.problems
     refused = [f"the last {role} was refused: {why}" for role, why in status.refused.items()]
-    return [*picture.problems, *status.degraded, *refused, *status.marked_for_kill.values()]
+    return [*snapshot.problems, *status.degraded, *refused, *status.marked_for_kill.values()]
 
 
-def spark(values: Sequence[float]) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """A line of bars, the highest value full."""
     top = max(values, default=0.0)
     if top <= 0.0:
@@ -141,14 +141,14 @@ def spark(values: Sequence[float]) -> str:
     return "".join(_BARS[min(len(_BARS) - 1, int(len(_BARS) * v / top))] for v in values)
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Bytes in the unit that people use."""
     if count >= 1e9:
         return f"{count / 1e9:.1f} GB"
     return f"{count / 1e6:.0f} MB"
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds, minutes or hours."""
     if seconds < 60:
         return f"{seconds:.0f} s"

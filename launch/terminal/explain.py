@@ -10,11 +10,11 @@ _BASELINE_ROUNDS = 8
 def explanation(mode: Mode, s: Statistics) -> str:
     """One short paragraph about a finished answer."""
     if mode == "ar":
-        return f"Plain decoding, as asked: {_counted(s.rounds, 'verification')} of one token each."
+        return f"Plain decoding, as asked: {_plural(s.rounds, 'verification')} of one token each."
     undrafted = s.fallbacks.get("no_drafter", 0)
     if undrafted > _MOSTLY * s.rounds:
         text = "There was no drafter for most of the answer, so the target decoded plainly."
-        return text + _looked_up(s)
+        return text + _describe_lookups(s)
     return " ".join(filter(None, [_what(s), _why(s), _how_well(s)]))
 
 
@@ -28,22 +28,22 @@ def _what(s: Statistics) -> str:
     )
     if s.cache_hits + s.cache_misses:
         text += f", and in {s.hit_rate:.0%} of the rounds the next draft was ready in time"
-    return text + "." + _looked_up(s)
+    return text + "." + _describe_lookups(s)
 
 
-def _looked_up(s: Statistics) -> str:
+def _describe_lookups(s: Statistics) -> str:
     kind = s.kinds.get("lookup")
     if kind is None:
         return ""
     accepted = kind.tokens - kind.rounds
     return (
-        f" In {_counted(kind.rounds, 'round')} a draft was looked up in prompt and answer "
-        f"instead; {_counted(accepted, 'token')} of {'it' if kind.rounds == 1 else 'these'} "
+        f" In {_plural(kind.rounds, 'round')} a draft was looked up in prompt and answer "
+        f"instead; {_plural(accepted, 'token')} of {'it' if kind.rounds == 1 else 'these'} "
         f"{'was' if accepted == 1 else 'were'} accepted."
     )
 
 
-def _counted(count: int, what: str) -> str:
+def _plural(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
@@ -54,7 +54,7 @@ def _why(s: Statistics) -> str:
             f"{s.plain_rounds} rounds went without one."
         )
     if s.plain_rounds:
-        return f"{_counted(s.plain_rounds, 'plain round')} measured what speculation has to beat."
+        return f"{_plural(s.plain_rounds, 'plain round')} measured what speculation has to beat."
     return ""
 
 

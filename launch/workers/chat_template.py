@@ -37,8 +37,8 @@ def form_of(tokenizer: TargetTokenizer) -> Form:
             )
         return Form([tokenizer.bos_id], [])
     probes = [tokenizer.encode([ChatMessage("user", probe)]) for probe in _PROBES]
-    opening = _shared(probes)
-    turn = _shared([probe[len(opening) :][::-1] for probe in probes])[::-1]
+    opening = _common_prefix(probes)
+    turn = _common_prefix([probe[len(opening) :][::-1] for probe in probes])[::-1]
     if not opening or not turn:
         raise UsageError(
             "the target's chat template does not frame the user's words; "
@@ -47,7 +47,7 @@ def form_of(tokenizer: TargetTokenizer) -> Form:
     return Form(opening, turn)
 
 
-def _shared(sequences: list[Tokens]) -> Tokens:
+def _common_prefix(sequences: list[Tokens]) -> Tokens:
     """The longest common prefix."""
     shared: Tokens = []
     for column in zip(*sequences, strict=False):

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from launch.settings.settings import child_environment
+from launch.settings.machine import child_environment
 from protocol.errors import BY_EXIT_CODE, RuntimeFailure
 from protocol.process.child import ERROR_PREFIX
 from protocol.process.closeable import Closeable

@@ -11,7 +11,7 @@ def bind(device: Device) -> str:
     """Compute on this device from now on; returns its name, for the handshake.
 
     For `cuda:N` the parent has shown this process that GPU alone
-    (`launch.settings.settings.child_environment`), so that here it is the first one.
+    (`launch.settings.machine.child_environment`), so that here it is the first one.
 
     Raises:
         UsageError: there is no such device.

@@ -15,7 +15,7 @@ import psutil
 
 from launch.models.pair import pair_of
 from launch.settings.options import settings_of, stack_options
-from launch.settings.settings import cache_dir
+from launch.settings.paths import cache_dir
 from launch.stack.session import private_stack
 from launch.terminal import console
 from protocol.errors import LosslessnessError, RuntimeFailure
@@ -83,7 +83,7 @@ def command(**options: Any) -> None:
 
     started = time.monotonic()
     with private_stack(settings, report) as supervisor:
-        url = supervisor.door.url if supervisor.door else ""
+        url = supervisor.listener.url if supervisor.listener else ""
         dice = random.Random(plan["seed"])  # noqa: S311  # no secret
         victim = Victim(supervisor.run_dir, dice, url)
         known = cases(supervisor.run_dir.clients_address, plan["max_tokens"])

@@ -38,7 +38,7 @@ SURVEY = HardwareReport(
 @pytest.fixture
 def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """The findings for these settings, by topic; MLX is not asked."""
-    monkeypatch.setattr(doctor, "ask_survey", lambda: SURVEY)
+    monkeypatch.setattr(doctor, "ask_hardware", lambda: SURVEY)
     monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
 
     def examine(**settings: Any) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def test_coremls_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {name: getattr(SURVEY, name) for name in SURVEY.__struct_fields__}
     survey = HardwareReport(**values | {"coreml": "9.0", "coreml_units": found})
     monkeypatch.setattr(sys, "platform", "darwin")
-    said = {finding.topic: finding for finding in doctor._on_machine(survey)}["Neural Engine"]
+    said = {finding.topic: finding for finding in doctor._examine_machine(survey)}["Neural Engine"]
     assert "reaches cpu, gpu, Neural Engine (16 cores), MLNew" in said.text
 
 
@@ -175,7 +175,7 @@ def test_slow_kernels_and_shared_devices_are_noted(
     tiny = str(tiny_folder("llama"))
     values = {name: getattr(SURVEY, name) for name in SURVEY.__struct_fields__}
     one_gpu = HardwareReport(**values | {"device": "metal", "matrix_kernels": ""})
-    monkeypatch.setattr(doctor, "ask_survey", lambda: one_gpu)
+    monkeypatch.setattr(doctor, "ask_hardware", lambda: one_gpu)
     found = examined(model=tiny, draft_model=tiny)
     assert (found["healthy"], found["stack"].level) == (True, "note")
     assert "take turns" in found["stack"].text

@@ -12,12 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 from launch.cli import cli
-from launch.help_text import verbs
+from launch.help_text import commands
 
 SHELLS = ["bash", "zsh", "fish"]
 
 
-VERBS = dict(verbs(cli))
+VERBS = dict(commands(cli))
 
 
 def help_of(verb: str) -> str:

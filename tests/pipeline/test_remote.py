@@ -285,14 +285,14 @@ def test_a_ring_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     folder = tmp_path / "keys"
     monkeypatch.setenv("SSD_KEYS_DIR", str(folder))
     public = keyring.make_keys("default")
-    assert keyring.own_names() == {"default": public}
+    assert keyring.list_own_keys() == {"default": public}
     assert folder.stat().st_mode & 0o777 == 0o700
     assert keyring.own_keys("default").stat().st_mode & 0o777 == 0o600
     with pytest.raises(UsageError, match="already"):
         keyring.make_keys("default")
     other = new_keys().public
     keyring.trust("studio", other)
-    assert keyring.trusted_names() == {"studio": other}
+    assert keyring.list_trusted_keys() == {"studio": other}
     assert keyring.public_key("studio") == other == keyring.public_key(other)
     with pytest.raises(UsageError, match="another key already"):
         keyring.trust("studio", public)
@@ -307,4 +307,4 @@ def test_a_ring_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         keyring.own_keys("default")
     folder.chmod(0o755)
     with pytest.raises(UsageError, match="mode 0700"):
-        keyring.own_names()
+        keyring.list_own_keys()

@@ -78,8 +78,8 @@ def stack() -> Iterator[RunningStack]:
 
 @pytest.fixture(scope="module")
 def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
-    assert stack.supervisor.door is not None
-    url = f"{stack.supervisor.door.url}/v1"
+    assert stack.supervisor.listener is not None
+    url = f"{stack.supervisor.listener.url}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as found:
         yield found
 

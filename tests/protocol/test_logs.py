@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.commands.logs import LogFile, parsed, readable
+from launch.commands.logs import LogFile, format_line, parse_line
 from protocol.process.logs import JsonFormatter, RepeatFilter, about
 
 
@@ -59,8 +59,8 @@ def test_a_flood_is_cut_off(logged: Callable[[], list[dict[str, object]]]) -> No
 @given(st.text())
 def test_any_line_can_be_shown(line: str) -> None:
     """Whatever a process wrote, structured or not, becomes a line for people."""
-    assert readable("verifier", line)
-    assert isinstance(parsed(line), dict)
+    assert format_line("verifier", line)
+    assert isinstance(parse_line(line), dict)
 
 
 def test_a_file_is_read_on_from_where_it_ended(tmp_path: Path) -> None:
@@ -68,8 +68,8 @@ def test_a_file_is_read_on_from_where_it_ended(tmp_path: Path) -> None:
     path = tmp_path / "verifier.log"
     path.write_bytes(b'{"time": 5.5, "message": "a"}\nplain\n{"time": 7')
     file = LogFile(path)
-    assert file.news() == [(5.5, '{"time": 5.5, "message": "a"}'), (5.5, "plain")]
+    assert file.read_new() == [(5.5, '{"time": 5.5, "message": "a"}'), (5.5, "plain")]
     with path.open("ab") as more:
         more.write(b'.25, "message": "b"}\n')
-    assert file.news() == [(7.25, '{"time": 7.25, "message": "b"}')]
-    assert file.news() == []
+    assert file.read_new() == [(7.25, '{"time": 7.25, "message": "b"}')]
+    assert file.read_new() == []

@@ -40,7 +40,7 @@ def test_the_bench_refuses_it_before_anything_starts() -> None:
 def test_the_reference_refuses_to_draft_without_a_model() -> None:
     """It never decodes plainly in place of what was asked."""
     pair = Pair(model=str(source_folder("llama")), draft_model="", backend="ngram")
-    with ReferenceWorker(pair) as yardstick, pytest.raises(UsageError, match="no draft model"):
-        yardstick.decode(DecodeRequest(
+    with ReferenceWorker(pair) as reference, pytest.raises(UsageError, match="no draft model"):
+        reference.decode(DecodeRequest(
             tokens=[1, 2], max_tokens=3, stop_ids=[], sampling=Sampling(), num_draft_tokens=2,
         ))  # fmt: skip

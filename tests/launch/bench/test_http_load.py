@@ -65,8 +65,8 @@ def test_answers_and_tokens_are_counted(url: str) -> None:
     """Each prompt has its own answer, whoever answered it; tokens are those of the usage."""
     load = Server(f"{url}/v1/", "m", "secret").load("server", ["one", "three", "six"], 4, 3)
     assert load.by_prompt == {0: "one", 1: "thre", 2: "six"}
-    assert sum(one.tokens for one in load.served) == 10
-    assert 0 < load.served[0].ttft_s < load.seconds
+    assert sum(one.tokens for one in load.answers) == 10
+    assert 0 < load.answers[0].ttft_s < load.seconds
     assert {one["path"] for one in Echo.seen} == {"/v1/chat/completions"}
     assert {one["key"] for one in Echo.seen} == {"Bearer secret"}
     assert all("draft_model" not in one and one["model"] == "m" for one in Echo.seen)

@@ -128,10 +128,10 @@ def test_prompts_are_timed_both_ways() -> None:
 def test_what_a_targets_own_conversion_adds() -> None:
     """Its prompts are measured; without one the report names what is missing."""
     options = {"calls": 3, "soak": 0, "seconds": 5.0}
-    kinds = [[one["kind"] for one in mac_check._wanted("target", own, options)]
+    kinds = [[one["kind"] for one in mac_check._choose_probes("target", own, options)]
              for own in (None, Path("own"))]  # fmt: skip
     assert kinds[1] == [*kinds[0], "prefill"]
-    assert mac_check._wanted("target", Path("own"), options)[-1]["seconds"] == 60.0
+    assert mac_check._choose_probes("target", Path("own"), options)[-1]["seconds"] == 60.0
 
 
 def test_an_answer_without_drafts_says_so() -> None:
@@ -183,7 +183,7 @@ def test_the_doctor_points_to_it_on_a_mac(monkeypatch: pytest.MonkeyPatch) -> No
     )  # fmt: skip
 
     def neural_engine() -> doctor.Finding:
-        findings = {finding.topic: finding for finding in doctor._on_machine(survey)}
+        findings = {finding.topic: finding for finding in doctor._examine_machine(survey)}
         return findings["Neural Engine"]
 
     monkeypatch.setattr(sys, "platform", "darwin")

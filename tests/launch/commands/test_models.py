@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from launch.cli import cli
 from launch.models.catalog import Model, pairs
 from launch.models.pair import resolve
-from launch.models.recommendation import PURPOSES, expected_tokens, read_pairs, recommend
+from launch.models.recommendation import PURPOSES, read_pairs, recommend, tokens_per_round
 from protocol.errors import ModelError, UsageError
 from tests.support.hub import SHA, Hub, serving
 from tests.support.tiny_models import write_tiny_model
@@ -258,8 +258,8 @@ def test_the_largest_that_fits_comes_first() -> None:
 
 def test_expectations() -> None:
     """Tokens per round follow from the assumed acceptance: 1 + a + a^2 + a^3 + a^4."""
-    assert expected_tokens(0.5, 4) == 1 + 0.5 + 0.25 + 0.125 + 0.0625
-    assert expected_tokens(0.75, 1) == 1.75
+    assert tokens_per_round(0.5, 4) == 1 + 0.5 + 0.25 + 0.125 + 0.0625
+    assert tokens_per_round(0.75, 1) == 1.75
 
 
 def test_recommendations_are_marked_as_expectations() -> None:

@@ -28,7 +28,7 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
     """What the file does not say has defaults, what a flag says is not taken from it."""
     file = tmp_path / "mine.toml"
     file.write_text(
-        'tokens = 9\n[device]\nt_verify = "1:9,4:12"\nt_draft = 2\n[laws]\nalpha = 0.5\n'
+        'tokens = 9\n[device]\nt_verify = "1:9,4:12"\nt_draft = 2\n[acceptance]\nalpha = 0.5\n'
     )
     scenario = scenario_of(file, None, {"alpha": 0.8, "ipc": 0.0})
     assert (scenario.name, scenario.tokens) == ("mine", 9)
@@ -39,9 +39,9 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        ("[device]\nt_verify = 9\nt_draft = 1\n[laws]\nalpha = 2.0\n", "alpha"),
-        ("[device]\nt_verify = 9\nt_draft = 1\nspeed = 1\n[laws]\nalpha = 0.5\n", "speed"),
-        ("[device]\nt_verify = 9\n[laws]\nalpha = 0.5\n", "t_draft"),
+        ("[device]\nt_verify = 9\nt_draft = 1\n[acceptance]\nalpha = 2.0\n", "alpha"),
+        ("[device]\nt_verify = 9\nt_draft = 1\nspeed = 1\n[acceptance]\nalpha = 0.5\n", "speed"),
+        ("[device]\nt_verify = 9\n[acceptance]\nalpha = 0.5\n", "t_draft"),
         ("device = 3\n", "device"),
         ("[device\n", "cannot be read"),
     ],

@@ -8,8 +8,10 @@ import click
 import msgspec
 import pytest
 
+from launch.settings.machine import share_cores
 from launch.settings.options import stack_options
-from launch.settings.settings import StackSettings, cache_dir, run_base, share_cores, stack_settings
+from launch.settings.paths import cache_dir, run_base
+from launch.settings.settings import StackSettings, stack_settings
 from protocol.errors import UsageError
 from tests.chaos.chaos import _flags
 

@@ -26,7 +26,7 @@ def test_long_loading_is_said(
             {},
             1.0,
             tell=lambda role, state: said.append((role, state)),
-            door=None,
+            listener=None,
             optional=frozenset(),
         )
     assert [role for role, _ in said[:2]] == ["drafter", "verifier"]

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from launch.settings.settings import StackSettings
 from launch.stack.snapshot import ProcessFigures, StackObserver, StackSnapshot
-from launch.terminal.dashboard import drawn, planned, size, span, spark
+from launch.terminal.dashboard import draw, format_bytes, format_duration, format_plan, sparkline
 from protocol.errors import RuntimeFailure, UsageError
 from protocol.messages import (
     ChatMessage,
@@ -78,7 +78,7 @@ PICTURE = StackSnapshot(
 
 def printed(picture: StackSnapshot, speeds: list[float] | None = None, width: int = 120) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(drawn(picture, speeds or [], "q ends"))
+    console.print(draw(picture, speeds or [], "q ends"))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -129,11 +129,19 @@ def test_an_idle_stack() -> None:
 
 def test_words_and_units() -> None:
     """Sizes, times, bars and choices read as people say them."""
-    assert [size(0), size(12_300_000), size(2_000_000_000)] == ["0 MB", "12 MB", "2.0 GB"]
-    assert [span(5.4), span(125.0), span(7260.0)] == ["5 s", "2 m 05 s", "2 h 01 m"]
-    assert [spark([]), spark([0.0, 0.0]), spark([1.0, 8.0])] == ["", "", "▂█"]
-    assert planned(PlannerState()) == "plain decoding"
-    assert planned(PlannerState(mode="sd", speculating=True, lookahead=3)) == (
+    assert [format_bytes(0), format_bytes(12_300_000), format_bytes(2_000_000_000)] == [
+        "0 MB",
+        "12 MB",
+        "2.0 GB",
+    ]
+    assert [format_duration(5.4), format_duration(125.0), format_duration(7260.0)] == [
+        "5 s",
+        "2 m 05 s",
+        "2 h 01 m",
+    ]
+    assert [sparkline([]), sparkline([0.0, 0.0]), sparkline([1.0, 8.0])] == ["", "", "▂█"]
+    assert format_plan(PlannerState()) == "plain decoding"
+    assert format_plan(PlannerState(mode="sd", speculating=True, lookahead=3)) == (
         "speculates, lookahead up to 3"
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from coremltools._deps.kmeans1d import cluster
 
-from launch.models.coreml_models import beside, converted, require_converted
+from launch.models.coreml_models import beside, find_converted, require_converted
 from launch.stack.child import Lifeline
 from launch.workers.telling import Telling
 from protocol.errors import ModelError
@@ -288,10 +288,10 @@ def test_where_converted_models_are_found(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="ssd convert --model"):
         require_converted(plain)
     beside(plain).mkdir()
-    assert converted(plain) is None
+    assert find_converted(plain) is None
     (beside(plain) / "coreml.json").write_text("{}")
-    assert converted(plain) == beside(plain)
-    assert converted(beside(plain)) == beside(plain)
+    assert find_converted(plain) == beside(plain)
+    assert find_converted(beside(plain)) == beside(plain)
 
 
 def test_large_models_are_cut_into_parts() -> None:

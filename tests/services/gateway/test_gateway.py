@@ -54,8 +54,8 @@ def stack() -> Iterator[RunningStack]:
 
 @pytest.fixture(scope="module")
 def url(stack: RunningStack) -> str:
-    assert stack.supervisor.door is not None
-    return stack.supervisor.door.url
+    assert stack.supervisor.listener is not None
+    return stack.supervisor.listener.url
 
 
 @pytest.fixture(scope="module")

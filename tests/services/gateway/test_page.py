@@ -40,8 +40,8 @@ def url() -> Iterator[str]:
         draft = write_tiny_model(Path(folder) / "draft", "llama", seed=1)
         settings = StackSettings(model=str(target), draft_model=str(draft), http=True, port=0)
         with running(settings) as stack:
-            assert stack.supervisor.door is not None
-            yield stack.supervisor.door.url
+            assert stack.supervisor.listener is not None
+            yield stack.supervisor.listener.url
 
 
 def test_the_page_needs_nothing_else(url: str) -> None:

@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 
 from launch.models.pair import pair_of
-from launch.settings.settings import StackSettings, child_environment, stack_settings
+from launch.settings.machine import child_environment
+from launch.settings.settings import StackSettings, stack_settings
 from protocol.errors import UsageError
 from protocol.messages import Sampling
 from protocol.settings import Device

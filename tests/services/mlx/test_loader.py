@@ -49,7 +49,7 @@ def remove(name: str) -> Edit:
 
 
 def cut(name: str, size: int) -> Edit:
-    """Keep the first `size` bytes of a file; a negative size counts from its end."""
+    """Keep the first `format_bytes` bytes of a file; a negative size counts from its end."""
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
 
 

@@ -1,0 +1,85 @@
+"""This machine: its chip and cores, who gets which, and the environment of a child on a device."""
+
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from protocol.errors import UsageError
+from protocol.settings import BackendName, Device
+
+_CUDA = "cuda:"
+# MLX on CUDA keeps 400 graphs, and gives up for good after 800 that were new, however long
+# that took; verifications of all lengths and trees of all widths are many more.
+_MLX_ON_CUDA = {"MLX_ENABLE_CACHE_THRASHING_CHECK": "0", "MLX_CUDA_GRAPH_CACHE_SIZE": "2000"}
+
+
+def child_environment(device: Device) -> dict[str, str]:
+    """The environment of a child bound to this device.
+
+    CUDA has no other way to keep a process off a GPU than not to show it.
+
+    Raises:
+        UsageError: the GPU is not among those that we ourselves may see.
+    """
+    own = {**_MLX_ON_CUDA, **os.environ}
+    if not device.startswith(_CUDA):
+        return own
+    index = int(device.removeprefix(_CUDA))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = [str(index)] if visible is None else visible.split(",")[index : index + 1]
+    if not shown:
+        raise UsageError(f"there is no {device}: CUDA_VISIBLE_DEVICES is {visible!r}")
+    # By bus, as nvidia-smi counts, not by speed, as CUDA does if left alone.
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **own}
+    return {**order, "CUDA_VISIBLE_DEVICES": shown[0]}
+
+
+def compute_threads() -> int:
+    """Threads for a compute process that may use every core that we may."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def machine_name() -> str:
+    """The chip, and how many of its cores are ours."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_chip()}, {cores} cores"
+
+
+def _chip() -> str:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        line = next(line for line in lines if line.startswith("model name"))
+        return line.split(":", 1)[1].strip()
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.check_output(command, text=True, timeout=5.0).strip()
+    return f"{platform.system()} {platform.machine()}"
+
+
+class Cores(msgspec.Struct, frozen=True):
+    """Which cores each compute process gets; empty leaves it free."""
+
+    verifier: list[int]
+    drafter: list[int]
+
+
+def share_cores(backend: BackendName) -> Cores:
+    """On Linux, disjoint cores: target and drafter must not wait for each other.
+
+    The drafter gets a quarter, at least one. A single core cannot be shared out.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return Cores([], [])
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2 or backend in {"ngram", "remote"}:
+        return Cores(cores[:1], cores[1:2]) if len(cores) == 2 else Cores(cores[:-1], cores[-1:])
+    drafting = max(1, len(cores) // 4)
+    return Cores(cores[:-drafting], cores[-drafting:])

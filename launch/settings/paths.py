@@ -1,0 +1,23 @@
+"""Where things are kept: run folders, models, keys."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def run_base() -> Path:
+    """Folder of the run directories of all stacks: SSD_RUN_DIR, or one per user in /tmp."""
+    chosen = os.environ.get("SSD_RUN_DIR")
+    return Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"ssd-{os.getuid()}"
+
+
+def cache_dir() -> Path:
+    """Folder of converted models: SSD_CACHE_DIR, or ~/.cache/ssd."""
+    chosen = os.environ.get("SSD_CACHE_DIR")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "ssd"
+
+
+def keys_dir() -> Path:
+    """Folder of our keys and of those that we trust: SSD_KEYS_DIR, or ~/.config/ssd/keys."""
+    chosen = os.environ.get("SSD_KEYS_DIR")
+    return Path(chosen) if chosen else Path.home() / ".config" / "ssd" / "keys"
