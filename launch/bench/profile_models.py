@@ -16,6 +16,7 @@ from protocol.jobs.profile import (
     TimeRequest,
     TimeResult,
     WorkRequest,
+    WorkResult,
 )
 from protocol.messages import Tokens
 
