@@ -10,17 +10,60 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from protocol.messages import Tokens
 from services.batching.forward import Batcher
-from services.batching.prefill import ChunkSizer
-from services.verifier.sequence import TargetSequence
+from services.kv.cache import KVStore
 
 _WORTH = 8
 """Tokens that a wait for another prompt's KV must save, at least."""
+
+_STALL_S = 0.25
+"""How long the answers that are being decoded may wait for a piece of another's prompt."""
+_FIRST = 32
+_LEAST = 16
+
+
+class Prompted(Protocol):
+    """A sequence whose prompt is computed."""
+
+    tokens: Tokens
+    """What its caches hold."""
+    caches: list[Any]
+    store: KVStore | None
+
+    @property
+    def length(self) -> int:
+        """How many tokens the caches hold."""
+        ...
+
+    def place(self, count: int) -> None:
+        """The next forward appends `count` tokens."""
+        ...
+
+
+class ChunkSizer:
+    """Learns how fast prompts are computed; fed with every chunk."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._tokens_per_s = 0.0
+
+    def size(self, *, alone: bool) -> int:
+        """Tokens of the next chunk; `alone` if nobody waits meanwhile."""
+        if alone:
+            return self._step
+        if not self._tokens_per_s:
+            return min(self._step, _FIRST)
+        return min(self._step, max(_LEAST, int(_STALL_S * self._tokens_per_s)))
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A chunk was computed."""
+        if seconds > 0.0:
+            self._tokens_per_s = tokens / seconds
 
 
 class ChunkedPrefill:
@@ -35,17 +78,17 @@ class ChunkedPrefill:
     def __init__(self, model: Any, step: int, *, shares: bool) -> None:
         self._batcher = Batcher(model, 0)
         self._shares = shares
-        self._pacer = ChunkSizer(step)
+        self._chunk_sizer = ChunkSizer(step)
         self._wanted: dict[int, Tokens] = {}
         """By sequence: the prompts in work."""
 
-    def comes(self, tokens: Tokens, held: int) -> bool:
+    def is_coming(self, tokens: Tokens, held: int) -> bool:
         """Whether a prompt in work will hold half of what `tokens` lack beyond `held`."""
         common = max((_common(tokens, other) for other in self._wanted.values()), default=0)
         return common - held >= max(_WORTH, (len(tokens) - held) / 2)
 
     @contextlib.contextmanager
-    def working(self, number: int, tokens: Tokens) -> Iterator[None]:
+    def register(self, number: int, tokens: Tokens) -> Iterator[None]:
         """While this prompt is in work, others may wait for its KV."""
         self._wanted[number] = tokens
         try:
@@ -54,7 +97,7 @@ class ChunkedPrefill:
             del self._wanted[number]
 
     def fill(
-        self, sequence: TargetSequence, tokens: Tokens, alone: Callable[[], bool]
+        self, sequence: Prompted, tokens: Tokens, alone: Callable[[], bool]
     ) -> Generator[None]:
         """Make the KV hold these tokens; yields where others may join in or have their turn.
 
@@ -64,10 +107,10 @@ class ChunkedPrefill:
             alone: whether nobody's answer waits meanwhile.
         """
         while sequence.length < len(tokens):
-            size = self._pacer.size(alone=alone())
+            size = self._chunk_sizer.size(alone=alone())
             chunk = tokens[sequence.length : sequence.length + size]
             place = partial(sequence.place, len(chunk))
-            asked = self._batcher.ask(chunk, sequence.caches, sequence.store, place)
+            asked = self._batcher.submit(chunk, sequence.caches, sequence.store, place)
             try:
                 yield
                 self._batcher.most_rows = size if self._shares else 0
@@ -79,7 +122,7 @@ class ChunkedPrefill:
                 self._batcher.withdraw(asked)
             sequence.tokens += chunk
             if own:
-                self._pacer.took(by.rows, time.perf_counter() - began)
+                self._chunk_sizer.observe(by.rows, time.perf_counter() - began)
             yield
 
 

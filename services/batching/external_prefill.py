@@ -1,4 +1,4 @@
-"""A prompt's keys and values from elsewhere, put into the target's cache.
+"""A prompt's keys and values from another device, put into the target's cache.
 
 Another device may prefill faster than the one that decodes, or leave it free meanwhile. Whether
 it does is measured when the verifier starts, per length; which way a prompt goes then depends on
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.messages import Tokens
-from services.kv.cache import KVStore, slots_for
+from services.kv.cache import KVStore, round_to_bucket
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class KVInjection:
         if not self._buffers:
             self._allocate(keys.shape)
         rows = slice(self._filled, self._filled + keys.shape[2])
-        keys, values = self._converted(keys), self._converted(values)
+        keys, values = self._convert(keys), self._convert(values)
         for layer, (key_slots, value_slots) in enumerate(self._views):
             key_slots[0, :, rows] = keys[layer]
             value_slots[0, :, rows] = values[layer]
@@ -80,7 +80,7 @@ class KVInjection:
                        for keys, values in buffers]  # fmt: skip
         store.take(buffers, self._filled)
 
-    def _converted(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def _convert(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """All layers at once: numpy converts slowly while it scatters."""
         if self._dtype == mx.bfloat16:
             return _bfloat16(rows)
@@ -88,7 +88,7 @@ class KVInjection:
 
     def _allocate(self, shape: tuple[int, ...]) -> None:
         layers, heads, _, size = shape
-        slots = (1, heads, slots_for(self._length), size)
+        slots = (1, heads, round_to_bucket(self._length), size)
         self._buffers = [
             (mx.zeros(slots, self._stored), mx.zeros(slots, self._stored)) for _ in range(layers)
         ]
@@ -109,7 +109,7 @@ def _bfloat16(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
 
 
 Times = dict[int, tuple[float, float]]
-"""Length of a prompt -> milliseconds (here, elsewhere)."""
+"""Length of a prompt -> milliseconds (here, on the other device)."""
 
 
 class PrefillChoice:
@@ -122,8 +122,8 @@ class PrefillChoice:
         self._here = [0.0, *(own for own, _ in times.values())]
         self._there = [other for _, other in times.values()]
 
-    def elsewhere(self, length: int) -> bool:
-        """Whether a prompt of this length should be computed elsewhere.
+    def prefers_external(self, length: int) -> bool:
+        """Whether a prompt of this length should be computed on the other device.
 
         Between two measured lengths the other way, which computes whole chunks, is taken to need
         what it needed for the longer one, and the target's own way its share: if that errs, it
@@ -156,14 +156,19 @@ class ExternalPrefill:
         if whenever_it_fits:
             self._choice = always(other.slots)
             return
-        self.times = measured(self._here, self._there, other.slots, budget_s)
+        self.times = measure_times(self._here, self._there, other.slots, budget_s)
         self._choice = PrefillChoice(other.slots, self.times)
-        for length, (own, elsewhere) in self.times.items():
-            _log.info("prefill of %d tokens: %.1f ms here, %.1f elsewhere", length, own, elsewhere)
+        for length, (own, external) in self.times.items():
+            _log.info(
+                "prefill of %d tokens: %.1f ms here, %.1f on the other device",
+                length,
+                own,
+                external,
+            )
 
     def fill(self, store: KVStore, held: Tokens, tokens: Tokens) -> Generator[None]:
         """Fill an empty store with a prompt, if that is the better way; notes it in `held`."""
-        if store.length or not self._choice.elsewhere(len(tokens)):
+        if store.length or not self._choice.prefers_external(len(tokens)):
             return
         landing = KVInjection(len(tokens), self._dtype)
         for keys, values in self._other.pieces(tokens):
@@ -199,11 +204,11 @@ def kv_dtype(module: Any, windows: list[int | None]) -> mx.Dtype:
 
 
 def always(longest: int) -> PrefillChoice:
-    """Every prompt that fits goes elsewhere; for tests and comparisons."""
+    """Every prompt that fits goes to the other device; for tests and comparisons."""
     return PrefillChoice(longest, {longest: (1.0, 0.0)})
 
 
-def measured(
+def measure_times(
     here: Callable[[int], None],
     there: Callable[[int], None],
     longest: int,

@@ -61,7 +61,7 @@ class Batcher:
         self.most_rows = most_rows
         self._waiting: list[BatchRequest] = []
 
-    def ask(
+    def submit(
         self, tokens: Tokens, caches: list[Any], store: KVStore | None, place: Callable[[], None]
     ) -> BatchRequest:
         """Note that a sequence wants these tokens computed; nothing happens yet."""

@@ -39,7 +39,7 @@ class Drafter:
             news, OpenSequence | CloseSequence
         )
 
-    def patience_s(self, message: Work) -> float:
+    def linger_s(self, message: Work) -> float:
         """A drafter waits for nobody."""
         del message
         return 0.0

@@ -68,10 +68,10 @@ class SlotCache:
         """Store [1, heads, count, size] at the frame's slots; return all slots up to there."""
         frame = self._store.frame
         end = frame.start + frame.count
-        self.keys = _stored(self.keys, keys, frame.start)
-        self.values = _stored(self.values, values, frame.start)
-        reach = self._store.reach(end)
-        return self.keys[..., :reach, :], self.values[..., :reach, :]
+        self.keys = _store_rows(self.keys, keys, frame.start)
+        self.values = _store_rows(self.values, values, frame.start)
+        key_length = self._store.key_length(end)
+        return self.keys[..., :key_length, :], self.values[..., :key_length, :]
 
     def move(self, slots: mx.array, to: int) -> None:
         """Copy the rows in `slots` to the consecutive slots from `to` on."""
@@ -87,17 +87,17 @@ class SlotCache:
         return [array for array in (self.keys, self.values) if array is not None]
 
 
-def slots_for(length: int) -> int:
+def round_to_bucket(length: int) -> int:
     """Slots of a buffer that holds so many tokens."""
     return -(-length // _GROWTH) * _GROWTH
 
 
-def _stored(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
+def _store_rows(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
     """`buffer` with `rows` at slot `create_backend`, grown if it must be."""
     end = start + rows.shape[2]
     capacity = 0 if buffer is None else buffer.shape[2]
     if buffer is None or end > capacity:
-        slots = slots_for(end)
+        slots = round_to_bucket(end)
         grown = mx.zeros((1, rows.shape[1], slots, rows.shape[3]), rows.dtype)
         if buffer is not None:
             grown[..., :capacity, :] = buffer
@@ -156,7 +156,7 @@ class KVStore:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot fork {length} of {self.length} tokens")
         new = KVStore([cache.window for cache in self.caches], bucketed=self._bucketed)
-        slots = slots_for(length)
+        slots = round_to_bucket(length)
         for own, cache in zip(self.caches, new.caches, strict=True):
             if slots and own.keys is not None and own.values is not None:
                 cache.keys, cache.values = own.keys[..., :slots, :], own.values[..., :slots, :]
@@ -178,7 +178,7 @@ class KVStore:
         if len(rows) != len(self.caches) or len(lengths) != 1 or self.length:
             raise ValueError(f"rows of {len(rows)} layers and {lengths} tokens do not fit here")
         for cache, (keys, values) in zip(self.caches, rows, strict=True):
-            cache.keys, cache.values = _stored(None, keys, 0), _stored(None, values, 0)
+            cache.keys, cache.values = _store_rows(None, keys, 0), _store_rows(None, values, 0)
         self.length = lengths.pop()
 
     def take(self, buffers: Sequence[tuple[mx.array, mx.array]], length: int) -> None:
@@ -211,7 +211,7 @@ class KVStore:
             cache.move(indices, self.length)
         self.length += len(slots)
 
-    def reach(self, end: int) -> int:
+    def key_length(self, end: int) -> int:
         """How many slots attention is given when `end` of them are in use.
 
         MLX on CUDA builds a plan for every new key length, about 25 ms each; buckets make
@@ -219,7 +219,7 @@ class KVStore:
         length, and with a mask none. Elsewhere the exact length is cheaper.
         """
         exact = not self._bucketed or self._sees_all(self._narrowest)
-        return end if exact else slots_for(end)
+        return end if exact else round_to_bucket(end)
 
     def _sees_all(self, window: int | None) -> bool:
         """Whether the frame is one token that, with this window, sees everything before it."""
@@ -237,7 +237,7 @@ class KVStore:
     def _build_mask(self, window: int | None, *, as_array: bool) -> mx.array | str | None:
         frame = self.frame
         end = frame.start + frame.count
-        padding = self.reach(end) - end
+        padding = self.key_length(end) - end
         if self._sees_all(window) and not padding:
             return None
         windowed = window is not None and end > window

@@ -81,7 +81,7 @@ class _Added(nn.Module):
         """[1, tokens, width of the target or of the shape] -> the same."""
         if self._first:
             self._stream.own = x
-            x = self._widened(x)
+            x = self._widen(x)
         x = self.block(x, mask, cache)
         if self._last and self._stream.own is not None:
             own, self._stream.own = self._stream.own, None
@@ -91,7 +91,7 @@ class _Added(nn.Module):
             return own + (x @ self.exit).astype(own.dtype)
         return x
 
-    def _widened(self, x: mx.array) -> mx.array:
+    def _widen(self, x: mx.array) -> mx.array:
         norm = self.block.input_layernorm.weight
         kept = x[..., : norm.size].astype(norm.dtype)
         return mx.pad(kept, [(0, 0), (0, 0), (0, norm.size - kept.shape[-1])])

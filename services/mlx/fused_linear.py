@@ -69,16 +69,16 @@ def fuse_linears(model: nn.Module) -> int:
     for _, module in model.named_modules():
         for family in _FAMILIES:
             layers = [getattr(module, name, None) for name in family]
-            if _alike(layers):
-                for name, sibling in zip(family, _joined(layers), strict=True):
-                    setattr(module, name, sibling)
+            if _is_fusible(layers):
+                for name, fused in zip(family, _join(layers), strict=True):
+                    setattr(module, name, fused)
                 # What was joined is of no size that comes again: not to be kept for reuse.
                 mx.clear_cache()
                 joints += 1
     return joints
 
 
-def _joined(layers: list[Any]) -> Iterator[FusedSlice]:
+def _join(layers: list[Any]) -> Iterator[FusedSlice]:
     joint = copy.copy(layers[0])
     ends = list(itertools.accumulate(layer.weight.shape[0] for layer in layers))
     for name in layers[0].parameters():
@@ -92,7 +92,7 @@ def _joined(layers: list[Any]) -> Iterator[FusedSlice]:
         yield FusedSlice(layer, product, index)
 
 
-def _alike(layers: list[Any]) -> bool:
+def _is_fusible(layers: list[Any]) -> bool:
     """Whether these are linear layers that differ in their outputs alone."""
     kinds = {type(layer) for layer in layers}
     return kinds in ({nn.Linear}, {nn.QuantizedLinear}) and len(set(map(_kind, layers))) == 1

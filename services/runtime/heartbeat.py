@@ -13,7 +13,7 @@ from protocol.errors import DeadlineExceeded
 from protocol.messages import FromService, Heartbeat
 
 BEAT_S = 1.0
-_PATIENCE = 60
+_MOST_UNANSWERED = 60
 """Beats in a row without a word from the orchestrator, after which it is taken for dead."""
 
 
@@ -31,19 +31,19 @@ class HeartbeatTimer:
     def __init__(self, way: Sender, clock: Callable[[], float] = time.monotonic) -> None:
         self._way = way
         self._clock = clock
-        self._said = clock()
+        self._sent_at = clock()
         self._unanswered = 0
 
     @property
     def wait_s(self) -> float:
         """How long one may wait for work before the next beat is due."""
-        return max(0.0, self._said + BEAT_S - self._clock())
+        return max(0.0, self._sent_at + BEAT_S - self._clock())
 
-    def said(self) -> None:
+    def on_send(self) -> None:
         """Something was sent, which is as good as a beat."""
-        self._said = self._clock()
+        self._sent_at = self._clock()
 
-    def heard(self) -> None:
+    def on_receive(self) -> None:
         """The orchestrator said something."""
         self._unanswered = 0
 
@@ -55,10 +55,10 @@ class HeartbeatTimer:
         """
         if self.wait_s > 0.0 and not early:
             return
-        if self._unanswered >= _PATIENCE:
+        if self._unanswered >= _MOST_UNANSWERED:
             raise DeadlineExceeded(
                 f"the orchestrator has been silent for {self._unanswered * BEAT_S:g} s"
             )
         self._unanswered += 1
         self._way.send(Heartbeat(sequence))
-        self.said()
+        self.on_send()

@@ -43,7 +43,7 @@ class Inbox:
 
     def __init__(self, channel: Connection) -> None:
         self._channel = channel
-        self.pulse = HeartbeatTimer(channel)
+        self.heartbeat = HeartbeatTimer(channel)
         self.messages: deque[Work | Stop] = deque()
         self.forgotten = False
         """The orchestrator does not know us any more; what is here means nothing to it."""
@@ -52,20 +52,20 @@ class Inbox:
         """A handshake is complete: begin with nothing."""
         self.messages.clear()
         self.forgotten = False
-        self.pulse.heard()
+        self.heartbeat.on_receive()
 
     def wait(self) -> None:
         """Return when there may be a message; beats while there is none."""
-        if not self.messages and not self._channel.await_news(self.pulse.wait_s):
-            self.pulse.beat(early=True)  # it is due, or the orchestrator may be a new one
+        if not self.messages and not self._channel.await_news(self.heartbeat.wait_s):
+            self.heartbeat.beat(early=True)  # it is due, or the orchestrator may be a new one
             return
         self._read()
-        self.pulse.beat()
+        self.heartbeat.beat()
 
     def look(self, sequence: int) -> None:
         """Take in what has arrived, in the middle of work on this sequence."""
         self._read()
-        self.pulse.beat(sequence)
+        self.heartbeat.beat(sequence)
 
     def linger(self, timeout_s: float) -> bool:
         """Wait a moment for a message; whether there is one."""
@@ -74,12 +74,12 @@ class Inbox:
     def _read(self) -> None:
         while self._channel.ready(0.0):
             message = self._channel.receive(0.0, "message")
-            self.pulse.heard()
+            self.heartbeat.on_receive()
             match message:
                 case Heartbeat():
                     pass  # the answer to our own beat
                 case Identify():
-                    # Who is told to stop is forgotten at once, and may still hear so.
+                    # A service that was stopped may also be asked who it is: the stop counts.
                     self.forgotten = not any(isinstance(m, Stop) for m in self.messages)
                     if self.forgotten:
                         self.messages.clear()

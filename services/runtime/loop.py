@@ -2,7 +2,7 @@
 
 A service answers a message with an iterator. Between two steps the loop looks for news,
 which may make the rest of the answers pointless (a tree for a round that is over is dropped
-within one step), and lets other sequences have their turn. It also beats (`pulse.py`).
+within one step), and lets other sequences have their turn. It also sends heartbeats.
 """
 
 import logging
@@ -40,7 +40,7 @@ _BORN_NS = time.monotonic_ns()
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a service says of itself in Hello, besides what the loop knows."""
+    """The fields of Hello that differ by service."""
 
     role: Role
     backend: str
@@ -59,7 +59,7 @@ def serve(channel: Connection, identity: Identity, service: Service) -> None:
 
     Raises:
         ModelError: the orchestrator refused us; the message is its reason.
-        DeadlineExceeded: the orchestrator did not answer the handshake, or fell silent.
+        DeadlineExceeded: the orchestrator did not answer the handshake or the heartbeats.
     """
     inbox = Inbox(channel)
     while True:
@@ -69,32 +69,32 @@ def serve(channel: Connection, identity: Identity, service: Service) -> None:
 
 def _serve(channel: Connection, inbox: Inbox, service: Service) -> bool:
     """Serve one orchestrator; True if it said stop, False if there is a new one."""
-    agenda = WorkQueue(service)
+    queue = WorkQueue(service)
     inbox.start()
     while True:
-        if agenda:
-            inbox.look(agenda.next().message.sequence)
+        if queue:
+            inbox.look(queue.next().message.sequence)
         else:
             inbox.wait()
         if inbox.forgotten:
-            for number in agenda.clear():
+            for number in queue.clear():
                 deque(service.handle(CloseSequence(sequence=number)), maxlen=0)
             return False
         while inbox.messages:
             message = inbox.messages.popleft()
             if isinstance(message, Stop):
-                agenda.clear()
+                queue.clear()
                 return True
-            agenda.add(message)
-        if not agenda:
+            queue.add(message)
+        if not queue:
             continue
-        job = agenda.next()
-        if job.answers is None or not inbox.linger(service.patience_s(job.message)):
-            agenda.took_turn(job)
-            _step(job, channel, inbox, agenda, service)
+        job = queue.next()
+        if job.answers is None or not inbox.linger(service.linger_s(job.message)):
+            queue.rotate(job)
+            _step(job, channel, inbox, queue, service)
 
 
-def _step(job: Job, channel: Connection, inbox: Inbox, agenda: WorkQueue, service: Service) -> None:
+def _step(job: Job, channel: Connection, inbox: Inbox, queue: WorkQueue, service: Service) -> None:
     """Go on with a job up to its next answer."""
     message = job.message
     try:
@@ -109,17 +109,17 @@ def _step(job: Job, channel: Connection, inbox: Inbox, agenda: WorkQueue, servic
         _log.exception(
             "%s of sequence %d failed", type(message).__name__, message.sequence, extra=ids
         )
-        agenda.done(job)
+        queue.finish(job)
         channel.send(Failed(sequence=message.sequence, error=f"{type(error).__name__}: {error}"))
         return
     if isinstance(answer, _Done):
-        agenda.done(job)
+        queue.finish(job)
     elif answer is not None:
-        channel.send(_stamped(answer))
-        inbox.pulse.said()
+        channel.send(_stamp(answer))
+        inbox.heartbeat.on_send()
 
 
-def _stamped(answer: FromService) -> FromService:
+def _stamp(answer: FromService) -> FromService:
     """With the time at which the work for it ended."""
     if isinstance(answer, Prefilled | VerificationOutcome | DraftTree):
         return msgspec.structs.replace(answer, at_ns=time.monotonic_ns())
@@ -160,7 +160,7 @@ def shake_hands(channel: Connection, identity: Identity) -> bool:
             case Heartbeat() | Identify():
                 pass  # an answer to a beat before the Hello
             case other:
-                raise ProtocolError(f"expected Welcome or Refusal, got {type(other).__name__}")
+                raise ProtocolError(f"expected Welcome or Rejected, got {type(other).__name__}")
 
 
 def _hello(identity: Identity) -> Hello:

@@ -31,7 +31,7 @@ class Service(Protocol):
         """Whether `news` makes the remaining answers to `current` pointless."""
         ...
 
-    def patience_s(self, message: Work) -> float:
+    def linger_s(self, message: Work) -> float:
         """How long it pays to wait for other messages before going on with this one's work."""
         ...
 
@@ -75,12 +75,12 @@ class WorkQueue:
         heads = [line[0] for line in self._lines.values()]
         return next((job for job in heads if job.answers is None), heads[0])
 
-    def took_turn(self, job: Job) -> None:
+    def rotate(self, job: Job) -> None:
         """The job made a step: now others come first."""
         sequence = job.message.sequence
         self._lines[sequence] = self._lines.pop(sequence)
 
-    def done(self, job: Job) -> None:
+    def finish(self, job: Job) -> None:
         """The job is over."""
         if job.answers is not None:
             job.answers.close()

@@ -60,7 +60,7 @@ def best_of(rows: Floats, width: int, head_ids: Ids | None) -> Top:
     return Top(ids, np.take_along_axis(rows, columns, axis=-1), totals)
 
 
-def shaped(
+def process_candidates(
     shaper: LogitsProcessor | None, tokens: Sequence[int], tops: list[Top], vocabulary: int
 ) -> list[Top]:
     """Move a shaper along tokens; the candidates after each of them, shaped, in order again.
@@ -81,11 +81,11 @@ def shaped(
     for index, token in enumerate(tokens):
         shaper.extend([token])
         if tops:
-            found.append(_shaped(shaper, tops[index], vocabulary))
+            found.append(_process_row(shaper, tops[index], vocabulary))
     return found
 
 
-def _shaped(shaper: LogitsProcessor, top: Top, vocabulary: int) -> Top:
+def _process_row(shaper: LogitsProcessor, top: Top, vocabulary: int) -> Top:
     ids, given = top.ids[0], top.logits[0]
     row = np.full(vocabulary, -np.inf, np.float32)
     row[ids] = given
@@ -114,7 +114,7 @@ def best_bonuses(top: Top, position: int, sampling: Sampling) -> Ids:
     return best
 
 
-def drafted(
+def draft_tokens(
     top: Top, positions: Sequence[int], sampling: Sampling, turn: RoundOptions
 ) -> list[DraftedToken]:
     """The draft token after each row: the target's guessed, or one drawn from the draft's law.

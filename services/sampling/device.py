@@ -21,16 +21,16 @@ from protocol.messages import Sampling
 from services.sampling import candidates
 from services.sampling.candidates import Top
 
-_REACH = 1024
+_FILTER_WIDTH = 1024
 """Tokens per row that the filters look at; a row that keeps more is decided on the host."""
 
 _CLOSE = 1e-5
-"""Scores closer than this, relative to their size, are told apart on the host."""
+"""Scores closer than this, relative to their size, are compared on the host."""
 
 _BORDER = 1e-4
 """Probabilities this close to a filter's border may be on either side of it."""
 
-_IN_DOUBT, _BROKEN = -1, -2
+_UNDECIDED, _BROKEN = -1, -2
 """In the place of a token: the host decides, and some logit of the row is NaN."""
 
 _NOT_NUMBERS = "the target's logits are not numbers (NaN); its weights or kernels are broken"
@@ -63,10 +63,10 @@ def begin(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.
     """
     if is_greedy(sampling):
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
-    elif sampling.top_k >= min(_REACH, logits.shape[-1]):
-        tokens = mx.full(logits.shape[0], _IN_DOUBT, mx.int32)
+    elif sampling.top_k >= min(_FILTER_WIDTH, logits.shape[-1]):
+        tokens = mx.full(logits.shape[0], _UNDECIDED, mx.int32)
     else:
-        tokens = _drawn(logits.astype(mx.float32), positions, sampling)
+        tokens = _draw(logits.astype(mx.float32), positions, sampling)
     return mx.where(mx.isnan(logits).any(axis=-1), _BROKEN, tokens)
 
 
@@ -85,15 +85,15 @@ def finish(
     if _BROKEN in tokens:
         raise RuntimeFailure(_NOT_NUMBERS)
     for row, token in enumerate(tokens):
-        if token == _IN_DOUBT:
+        if token == _UNDECIDED:
             alone = np.array(logits[row : row + 1].astype(mx.float32))
             tokens[row] = sampler.sample(alone, [positions[row]], sampling)[0]
     return [int(token) for token in tokens]
 
 
-def _drawn(rows: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.array:
-    """[rows] tokens, or `_IN_DOUBT`."""
-    found = _filtered(rows, sampling) if sampler.has_filter(sampling) else _all(rows)
+def _draw(rows: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.array:
+    """[rows] tokens, or `_UNDECIDED`."""
+    found = _filter(rows, sampling) if sampler.has_filter(sampling) else _keep_all(rows)
     scores = found.logits / sampling.temperature
     scores = scores + gumbel(mx, sampling.seed, positions, found.ids)
     scores = mx.where(found.possible, scores, -mx.inf)
@@ -103,23 +103,23 @@ def _drawn(rows: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.a
     sure = mx.take_along_axis(found.sure, best, axis=-1) & (rivals == 1)
     ids = mx.broadcast_to(found.ids, scores.shape)
     token = mx.take_along_axis(ids, best, axis=-1).astype(mx.int32)
-    return mx.where(sure, token, _IN_DOUBT)[:, 0]
+    return mx.where(sure, token, _UNDECIDED)[:, 0]
 
 
-def refuse_nan(logits: mx.array) -> None:
+def check_finite(logits: mx.array) -> None:
     """Raise RuntimeFailure if a logit is NaN; waits until they are computed."""
     if bool(mx.isnan(logits).any()):
         raise RuntimeFailure(_NOT_NUMBERS)
 
 
-def _all(rows: mx.array) -> _Candidates:
+def _keep_all(rows: mx.array) -> _Candidates:
     every = mx.ones(rows.shape, mx.bool_)
     return _Candidates(mx.arange(rows.shape[-1], dtype=mx.uint32)[None], rows, every, every)
 
 
-def _filtered(rows: mx.array, sampling: Sampling) -> _Candidates:
+def _filter(rows: mx.array, sampling: Sampling) -> _Candidates:
     """The best tokens, in falling order, and on which side of each border they are."""
-    count = min(_REACH, rows.shape[-1])
+    count = min(_FILTER_WIDTH, rows.shape[-1])
     order = mx.argsort(-rows, axis=-1)[:, :count]
     logits = mx.take_along_axis(rows, order, axis=-1)
     top = logits[:, :1]

@@ -27,7 +27,7 @@ class AcceptanceResult(NamedTuple):
 
 
 class AcceptanceRule:
-    """Judges the chains of one sequence.
+    """Decides how much of a chain stands, for the chains of one sequence.
 
     Args:
         opened: the sequence.
@@ -62,7 +62,7 @@ class AcceptanceRule:
     def begin(self, logits: mx.array, message: Verify) -> mx.array | None:
         """The target's own choice after each row, [chain], perhaps still in the making.
 
-        None where the rows must be looked at on the host. See `judge` for the arguments, and
+        None where the rows must be looked at on the host. See `accept` for the arguments, and
         `device.begin`.
         """
         if self._shaper is not None or self._sampling.logprobs is not None:
@@ -73,7 +73,7 @@ class AcceptanceRule:
             return None
         return device.begin(logits, _positions(message), self._sampling)
 
-    def judge(self, logits: mx.array, message: Verify, begun: mx.array | None) -> AcceptanceResult:
+    def accept(self, logits: mx.array, message: Verify, begun: mx.array | None) -> AcceptanceResult:
         """How many draft tokens of the chain stand, and the bonus token.
 
         Args:
@@ -86,10 +86,10 @@ class AcceptanceRule:
         """
         if begun is not None:
             chosen = device.finish(begun, logits, _positions(message), self._sampling)
-            return self._compared(chosen, message)
-        device.refuse_nan(logits)
+            return self._compare(chosen, message)
+        device.check_finite(logits)
         rows = host_floats(logits)
-        judgement = self._drawn(process_rows(self._shaper, message.chain, rows), message)
+        judgement = self._draw(process_rows(self._shaper, message.chain, rows), message)
         emitted = [*message.chain[1 : judgement.accepted + 1], judgement.bonus]
         if self._shaper is not None:
             self._shaper.rewind(message.position + judgement.accepted + 1)
@@ -97,18 +97,18 @@ class AcceptanceRule:
             return judgement
         return judgement._replace(logprobs=logprobs(rows, emitted, self._sampling.logprobs))
 
-    def _drawn(self, rows: Floats, message: Verify) -> AcceptanceResult:
+    def _draw(self, rows: Floats, message: Verify) -> AcceptanceResult:
         draft, first = message.chain[1:], message.position + 1
         if uses_rejection(self._sampling):
             accepted, bonus = verify_draft(
                 rows, draft, message.distributions, first, self._sampling
             )
             return AcceptanceResult(accepted, bonus, [])
-        return self._compared(sample(rows, _positions(message), self._sampling), message)
+        return self._compare(sample(rows, _positions(message), self._sampling), message)
 
     @staticmethod
-    def _compared(chosen: Tokens, message: Verify) -> AcceptanceResult:
-        accepted = accepted_length(message.chain[1:], chosen)
+    def _compare(chosen: Tokens, message: Verify) -> AcceptanceResult:
+        accepted = count_accepted(message.chain[1:], chosen)
         return AcceptanceResult(accepted, chosen[accepted], [])
 
 
@@ -118,7 +118,7 @@ def _positions(message: Verify) -> range:
     return range(first, first + len(message.chain))
 
 
-def accepted_length(draft: Tokens, chosen: Tokens) -> int:
+def count_accepted(draft: Tokens, chosen: Tokens) -> int:
     """How many draft tokens equal the target's own choice, counted from the first (k)."""
     for index, (drafted, target) in enumerate(zip(draft, chosen, strict=False)):
         if drafted != target:

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.jobs.cost_emulation import parse_size
 from protocol.messages import ToService, ToVerifier
@@ -11,6 +12,9 @@ from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
 from services.mlx.blas import load_blas
 from services.runtime.loop import Identity, serve
+
+if TYPE_CHECKING:
+    from services.verifier.verifier import Verifier
 
 
 def run(settings: VerifierSettings) -> None:
@@ -22,24 +26,19 @@ def run(settings: VerifierSettings) -> None:
     from services.mlx.device import bind  # noqa: PLC0415
     from services.mlx.loader import load  # noqa: PLC0415
     from services.runtime.warmup import warm_verifier  # noqa: PLC0415
-    from services.verifier.prefix_cache_file import outliving  # noqa: PLC0415
+    from services.verifier.prefix_cache_file import persist_prefixes  # noqa: PLC0415
     from services.verifier.verifier import Verifier  # noqa: PLC0415
 
     unit = bind(settings.device)
     model = load(Path(settings.model))
-    emulated = ""
-    if settings.emulated_cost:
-        emulated = emulate(model.module, parse_size(settings.emulated_cost))
+    size = settings.emulated_cost
+    emulated = emulate(model.module, parse_size(size)) if size else ""
     prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
     verifier = Verifier(model, settings.prefill_step_size, prompts)
     if unit != "cpu":
         warm_verifier(verifier)
     if settings.prefill != "mlx":
-        from services.coreml.prefill import open_prefill  # noqa: PLC0415
-
-        folder = Path(settings.prefill_model)
-        other = open_prefill(folder, settings.compute_units, model.folder)
-        verifier.use_external_prefill(other, whenever_it_fits=settings.prefill == "coreml-always")
+        _attach_coreml_prefill(verifier, settings, model.folder)
     identity = Identity(
         role="verifier",
         backend="mlx",
@@ -54,8 +53,15 @@ def run(settings: VerifierSettings) -> None:
     )
     channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))
     how = f"{settings.prefill} {emulated}"
-    with channel, outliving(settings.prompt_cache_file, prompts, verifier, model, how):
+    with channel, persist_prefixes(settings.prompt_cache_file, prompts, verifier, model, how):
         serve(channel, identity, verifier)
+
+
+def _attach_coreml_prefill(verifier: "Verifier", settings: VerifierSettings, target: Path) -> None:
+    from services.coreml.prefill import open_prefill  # noqa: PLC0415
+
+    other = open_prefill(Path(settings.prefill_model), settings.compute_units, target)
+    verifier.use_external_prefill(other, whenever_it_fits=settings.prefill == "coreml-always")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ class PipelinedStep:
         model: called on the token.
         caches: of the sequence, whose tokens are in `store`.
         store: keeps its length; the token's KV lies behind it, where the next pass writes.
-        choice: [1] of `on_device.begin`, after the last token in the store; the pass is in vain
-            if it is no token.
+        choice: [1] of `sampling.device.begin`, after the last token in the store; the pass is
+            discarded if it is not a token.
     """
 
     def __init__(self, model: Any, caches: Sequence[Any], store: KVStore, choice: mx.array) -> None:

@@ -37,7 +37,7 @@ _UNUSABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError, IndexError)
 
 
 @contextlib.contextmanager
-def outliving(
+def persist_prefixes(
     file: str, prompts: PrefixCache, verifier: Verifier, model: LoadedModel, how: str
 ) -> Iterator[None]:
     """Begin with what an earlier process left in `file`; leave what is here at the end.
@@ -47,7 +47,7 @@ def outliving(
     if not file:
         yield
         return
-    path, identity = Path(file), identity_of(model, how)
+    path, identity = Path(file), identify_kv(model, how)
     load(path, prompts, identity, verifier.empty_store)
     try:
         with exit_on_sigterm():
@@ -57,10 +57,10 @@ def outliving(
         save(path, prompts, identity)
 
 
-def identity_of(model: LoadedModel, how: str) -> str:
+def identify_kv(model: LoadedModel, how: str) -> str:
     """What the KV of this model depends on; `how` is what else changes it.
 
-    Weights are told apart by size, date and samples: reading all of a large model takes too
+    Weights are identified by size, date and samples: reading all of a large model takes too
     long.
     """
     digest = hashlib.sha256((model.folder / "config.json").read_bytes())
@@ -85,7 +85,7 @@ def save(path: Path, prompts: PrefixCache, identity: str) -> None:
     _remove_leftovers(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}{_TEMPORARY}")
     try:
-        arrays = dict(_named(prompts.kept))
+        arrays = dict(_iter_arrays(prompts.kept))
         if not arrays:
             return
         mx.eval(list(arrays.values()))
@@ -120,7 +120,7 @@ def load(
     _log.info("the KV of %d sequences was read from %s", len(prompts), path)
 
 
-def _named(kept: Iterable[CachedPrefix]) -> Iterator[tuple[str, mx.array]]:
+def _iter_arrays(kept: Iterable[CachedPrefix]) -> Iterator[tuple[str, mx.array]]:
     for number, held in enumerate(kept):
         # In the middle of a pass a store has room for more than it holds.
         length = min(len(held.tokens), held.store.length)

@@ -23,18 +23,18 @@ class TargetSequence:
     caches: list[Any]
     store: KVStore | None
     """None for a model whose state cannot be rewound; then `caches` are mlx-lm's own."""
-    judge: AcceptanceRule
+    rule: AcceptanceRule
     tokens: Tokens
     """What the caches hold."""
     counted: int = 0
     """Tokens in caches of mlx-lm's own."""
-    ahead: PipelinedStep | None = None
+    pipelined: PipelinedStep | None = None
     """The pass that is likely to be asked for next."""
-    asked: BatchRequest | None = None
+    request: BatchRequest | None = None
     """The verification that waits for a pass."""
-    answered: float = 0.0
+    answered_at: float = 0.0
     """When its last outcome was there."""
-    away_s: float = _UNKNOWN_S
+    gap_s: float = _UNKNOWN_S
     """How long after an outcome its next verification usually comes."""
 
     @property
@@ -51,17 +51,17 @@ class TargetSequence:
 
     def on_verify(self, now: float, busy_since: float) -> None:
         """Its next verification is here; `busy_since` is when the last pass began."""
-        if not self.answered:
+        if not self.answered_at:
             return
-        if busy_since <= self.answered:
-            self.away_s += _SMOOTHING * (now - self.answered - self.away_s)
+        if busy_since <= self.answered_at:
+            self.gap_s += _SMOOTHING * (now - self.answered_at - self.gap_s)
         else:
-            # It came during a pass, nobody knows when. Waiting in vain counts double; who is
-            # not waited for any more gets another chance in time.
-            self.away_s = max(_FORGIVING * self.away_s, 2.0 * (busy_since - self.answered))
+            # It came during a pass, at an unknown time. A wait that failed counts double; a
+            # sequence that is no longer waited for gets another chance in time.
+            self.gap_s = max(_FORGIVING * self.gap_s, 2.0 * (busy_since - self.answered_at))
 
-    def expected_by(self, longest_s: float) -> float:
+    def wait_until(self, longest_s: float) -> float:
         """Until when it pays to wait for its next verification; 0 if it does not."""
-        if self.asked is not None or not self.answered or self.away_s > longest_s:
+        if self.request is not None or not self.answered_at or self.gap_s > longest_s:
             return 0.0
-        return self.answered + min(longest_s, 2.0 * self.away_s + _LEAST_S)
+        return self.answered_at + min(longest_s, 2.0 * self.gap_s + _LEAST_S)

@@ -37,7 +37,7 @@ from services.verifier.sequence import TargetSequence
 
 MAX_DRAFT_TOKENS = 64
 
-_PATIENCE = 0.15
+_LONGEST_WAIT = 0.15
 """Longest wait for the others of the last pass, as a share of its time. Two passes in the
 place of one cost far more."""
 
@@ -53,7 +53,7 @@ class Verifier:
         self._folder = model.folder
         if compute_unit() == "cpu":
             use_tables(self._model)
-        self._elsewhere: ExternalPrefill | None = None
+        self._external: ExternalPrefill | None = None
         self._sequences: dict[int, TargetSequence] = {}
         self._bucketed = compute_unit() == "cuda"
         if self._bucketed:
@@ -66,16 +66,16 @@ class Verifier:
             self._model, self._windows, bucketed=self._bucketed
         )
         self._batcher = Batcher(self._model, most_rows() if shares else 0)
-        self._filler = ChunkedPrefill(self._model, prefill_step_size, shares=shares)
-        self._last = ForwardPass(0, 0)
+        self._chunked_prefill = ChunkedPrefill(self._model, prefill_step_size, shares=shares)
+        self._last_pass = ForwardPass(0, 0)
         # On a CPU the pass and this process would want the same cores.
-        self.runs_ahead = compute_unit() != "cpu"
+        self.pipelines = compute_unit() != "cpu"
         self._idle_since = time.perf_counter()
 
     def use_external_prefill(self, other: PrefillSource, *, whenever_it_fits: bool) -> None:
         """Let another device compute prompts: where it is faster, or all that it takes."""
         if self._windows is not None:
-            self._elsewhere = ExternalPrefill(
+            self._external = ExternalPrefill(
                 self._model, self._windows, other, whenever_it_fits=whenever_it_fits
             )
 
@@ -108,13 +108,13 @@ class Verifier:
             case _:
                 raise ProtocolError(f"a verifier cannot handle {type(message).__name__}")
 
-    def patience_s(self, message: Work) -> float:
+    def linger_s(self, message: Work) -> float:
         """A pass waits a moment for the others of the last one: they are about to come back."""
         own = self._sequences.get(message.sequence)
-        if own is None or own.asked is None or own.asked.logits is not None:
+        if own is None or own.request is None or own.request.logits is not None:
             return 0.0
-        longest = _PATIENCE * (self._last.ended - self._last.started)
-        until = [other.expected_by(longest) for other in self._sequences.values()]
+        longest = _LONGEST_WAIT * (self._last_pass.ended - self._last_pass.started)
+        until = [other.wait_until(longest) for other in self._sequences.values()]
         return max(0.0, max(until, default=0.0) - time.perf_counter())
 
     def _retire(self, number: int) -> None:
@@ -142,8 +142,8 @@ class Verifier:
         if self._windows is None:
             return TargetSequence(make_prompt_cache(self._model), None, judge, [])
         store = self._fork(self._windows, message.tokens)
-        if self._filler.comes(message.tokens, store.length):
-            while self._filler.comes(message.tokens, store.length):
+        if self._chunked_prefill.is_coming(message.tokens, store.length):
+            while self._chunked_prefill.is_coming(message.tokens, store.length):
                 yield
             store = self._fork(self._windows, message.tokens)
         tokens = message.tokens[: store.length]
@@ -163,7 +163,7 @@ class Verifier:
         sequence = yield from self._new_sequence(message)
         cached = sequence.length
         try:
-            with self._filler.working(message.sequence, message.tokens):
+            with self._chunked_prefill.register(message.sequence, message.tokens):
                 yield from self._prefill(sequence, message.tokens)
         except GeneratorExit:
             self._keep(sequence)  # who asks again need not begin again
@@ -178,31 +178,31 @@ class Verifier:
 
     def _prefill(self, sequence: TargetSequence, tokens: Tokens) -> Generator[None]:
         """Make the KV hold these tokens, in pieces."""
-        if sequence.store is not None and self._elsewhere is not None:
-            yield from self._elsewhere.fill(sequence.store, sequence.tokens, tokens)
-        pieces = self._filler.fill(sequence, tokens, lambda: not self._sequences)
+        if sequence.store is not None and self._external is not None:
+            yield from self._external.fill(sequence.store, sequence.tokens, tokens)
+        pieces = self._chunked_prefill.fill(sequence, tokens, lambda: not self._sequences)
         with contextlib.closing(pieces):
             for _ in pieces:
                 self._idle_since = time.perf_counter()
                 yield
 
     def _verify(self, message: Verify) -> Generator[FromService | None]:
-        sequence = self._checked(message)
-        message = sequence.judge.drop_impossible(message)
-        sequence.on_verify(time.perf_counter(), self._last.started)
+        sequence = self._validate(message)
+        message = sequence.rule.drop_impossible(message)
+        sequence.on_verify(time.perf_counter(), self._last_pass.started)
         try:
             logits, by = yield from self._logits(sequence, message.chain)
-            begun = sequence.judge.begin(logits, message)
+            begun = sequence.rule.begin(logits, message)
             if begun is not None and message.pipelined:
-                self._run_ahead(sequence, begun)
-            judged = sequence.judge.judge(logits, message, begun)
+                self._start_pipelined(sequence, begun)
+            judged = sequence.rule.accept(logits, message, begun)
             self._rewind(sequence, message.position + judged.accepted + 1)
             sequence.tokens += message.chain[: judged.accepted + 1]
         except RuntimeFailure:
             self._sequences.pop(message.sequence, None)  # its KV serves nobody any more
             raise
-        self._note(by)
-        sequence.answered = self._idle_since
+        self._record_pass(by)
+        sequence.answered_at = self._idle_since
         yield VerificationOutcome(
             sequence=message.sequence,
             round=message.round,
@@ -219,42 +219,42 @@ class Verifier:
         self, sequence: TargetSequence, chain: Tokens
     ) -> Generator[None, None, tuple[mx.array, ForwardPass]]:
         """[chain, vocabulary] logits, perhaps still in the making; the KV holds the chain."""
-        ahead, sequence.ahead = sequence.ahead, None
+        ahead, sequence.pipelined = sequence.pipelined, None
         if ahead is not None and (logits := ahead.logits(chain)) is not None:
             sequence.place(1)
             # It has been at work ever since: the device did not idle.
             return logits, ForwardPass(rows=1, sequences=1, started=self._idle_since)
-        asked = self._batcher.ask(
+        asked = self._batcher.submit(
             chain, sequence.caches, sequence.store, lambda: sequence.place(len(chain))
         )
-        sequence.asked = asked
+        sequence.request = asked
         try:
             if len(self._sequences) > 1:
                 yield None  # others may join in
             return self._batcher.result(asked)
         finally:
-            sequence.asked = None
+            sequence.request = None
             self._batcher.withdraw(asked)
 
-    def _run_ahead(self, sequence: TargetSequence, choice: mx.array) -> None:
+    def _start_pipelined(self, sequence: TargetSequence, choice: mx.array) -> None:
         """Begin the next pass on a device that would idle until it is asked for.
 
         After a draft nobody knows where it begins; beside others a shared pass is worth more.
         """
         alone = choice.size == 1 and len(self._sequences) == 1
-        if self.runs_ahead and alone and sequence.store is not None:
-            sequence.ahead = PipelinedStep(self._model, sequence.caches, sequence.store, choice)
+        if self.pipelines and alone and sequence.store is not None:
+            sequence.pipelined = PipelinedStep(self._model, sequence.caches, sequence.store, choice)
 
-    def _note(self, by: ForwardPass) -> None:
+    def _record_pass(self, by: ForwardPass) -> None:
         """Keep the times of a pass, which end with its first outcome."""
         now = time.perf_counter()
-        if by is not self._last:
+        if by is not self._last_pass:
             by.waited, by.ended = by.started - self._idle_since, now
-            self._last = by
+            self._last_pass = by
         # The next line may lose the core to whoever waited for the outcome.
         self._idle_since = now
 
-    def _checked(self, message: Verify) -> TargetSequence:
+    def _validate(self, message: Verify) -> TargetSequence:
         """The sequence, if it can be verified as asked."""
         sequence = self._sequences.get(message.sequence)
         chain = message.chain

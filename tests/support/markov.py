@@ -50,8 +50,8 @@ from services.drafter.backends.base import (
     TreeLayer,
 )
 from services.drafter.drafter import Drafter
-from services.sampling.candidates import best_bonuses, best_of, drafted
-from services.verifier.acceptance import accepted_length
+from services.sampling.candidates import best_bonuses, best_of, draft_tokens
+from services.verifier.acceptance import count_accepted
 from tests.protocol.decoding.test_sampler import allowed, softmax
 
 SIZE = 3
@@ -129,7 +129,9 @@ class MarkovBackend:
             pending = found.token
 
     def _next(self, tokens: Tokens, positions: list[int], turn: RoundOptions) -> list[DraftedToken]:
-        return drafted(best_of(DRAFT[tokens], self._width, None), positions, self._sampling, turn)
+        return draft_tokens(
+            best_of(DRAFT[tokens], self._width, None), positions, self._sampling, turn
+        )
 
     def close(self, sequence: int) -> None:
         pass
@@ -257,7 +259,7 @@ class Answering:
             assert verify.distributions == []
             first = verify.position + 1
             chosen = sample(rows, range(first, first + len(rows)), self._sampling)
-            accepted = accepted_length(draft, chosen)
+            accepted = count_accepted(draft, chosen)
             bonus = chosen[accepted]
         self._kv += verify.chain[: accepted + 1]
         cost = 10.0 + 5.0 * len(draft)

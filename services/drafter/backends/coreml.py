@@ -30,7 +30,7 @@ from services.drafter.backends.base import (
     RoundOptions,
     TreeLayer,
 )
-from services.sampling.candidates import Top, best_bonuses, drafted, shaped
+from services.sampling.candidates import Top, best_bonuses, draft_tokens, process_candidates
 
 MAX_DRAFT_TOKENS = 64
 
@@ -127,7 +127,7 @@ class CoremlBackend:
             found = []
             for root, top in zip(roots, tops, strict=True):
                 position = grown_from + root.accepted + level + 2
-                found += drafted(top, [position], known.sampling, turn)
+                found += draft_tokens(top, [position], known.sampling, turn)
             tokens = [draft.token for draft in found]
             laws = [draft.distribution for draft in found if draft.distribution.tokens]
             yield TreeLayer(roots, tokens, [draft.confidence for draft in found], laws)
@@ -142,7 +142,7 @@ class CoremlBackend:
             if not self._extend(known, known.committed + tail, rows=1):
                 return
             position = len(known.committed) + len(tail)
-            [found] = drafted(known.tops[position - 1], [position], known.sampling, turn)
+            [found] = draft_tokens(known.tops[position - 1], [position], known.sampling, turn)
             yield found
             tail.append(found.token)
 
@@ -200,7 +200,7 @@ class CoremlBackend:
         known.tops.update(enumerate(self._shaped(known.shaper, tokens, tops), start))
 
     def _shaped(self, shaper: LogitsProcessor | None, tokens: Tokens, tops: list[Top]) -> list[Top]:
-        return shaped(shaper, tokens, tops, self.identity.vocabulary_size)
+        return process_candidates(shaper, tokens, tops, self.identity.vocabulary_size)
 
     # ------------------------------------------------------------ the tree
 

@@ -30,9 +30,9 @@ from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.decoding.sampling_params import drafter_sampling, is_greedy
 from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
+from services.batching.chunked_prefill import ChunkSizer
 from services.batching.forward import Batcher, most_rows
 from services.batching.packing import supports_packing
-from services.batching.prefill import ChunkSizer
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
     BackendIdentity,
@@ -49,7 +49,7 @@ from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import compute_unit, load
 from services.mlx.rope import allow_branches, use_tables
-from services.sampling.candidates import drafted
+from services.sampling.candidates import draft_tokens
 from services.sampling.device import best_of
 
 MAX_DRAFT_TOKENS = 64
@@ -78,7 +78,7 @@ class MlxBackend:
         self._folder = folder
         self._windows = windows_of(self._model)
         self._head_ids = trim_head(self._model, folder)
-        self._pacer = ChunkSizer(prefill_step_size)
+        self._chunk_sizer = ChunkSizer(prefill_step_size)
         self._bucketed = compute_unit() == "cuda"
         if self._bucketed:
             fuse_linears(self._model)
@@ -108,12 +108,12 @@ class MlxBackend:
         opened = Trunk(store, drafter_sampling(sampling))
         while store.length < len(tokens):
             began = time.perf_counter()
-            size = self._pacer.size(alone=not self._sequences)
+            size = self._chunk_sizer.size(alone=not self._sequences)
             chunk = tokens[store.length : store.length + size]
             store.chain(len(chunk))
             self._model(mx.array(chunk)[None], cache=store.caches)
             store.evaluate()
-            self._pacer.took(len(chunk), time.perf_counter() - began)
+            self._chunk_sizer.observe(len(chunk), time.perf_counter() - began)
             yield
         opened.tokens = list(tokens)
         opened.committed = len(tokens)
@@ -166,7 +166,7 @@ class MlxBackend:
             yield from self._feed(known, known.committed, tail, rows=1, width=width)
             position = known.committed + len(tail)
             known.cut(position)
-            [found] = drafted(known.tops[position - 1], [position], known.sampling, turn)
+            [found] = draft_tokens(known.tops[position - 1], [position], known.sampling, turn)
             yield found
             tail = [*tail, found.token]
 
@@ -250,7 +250,7 @@ class MlxBackend:
         self, known: Trunk, tokens: Tokens, place: Callable[[], None]
     ) -> Generator[None, None, mx.array]:
         """Logits [tokens, head], after a pause if others may join in; `place` sets the frame."""
-        asked = self._batcher.ask(tokens, list(known.store.caches), known.store, place)
+        asked = self._batcher.submit(tokens, list(known.store.caches), known.store, place)
         try:
             if len(self._sequences) > 1:
                 yield
@@ -281,7 +281,7 @@ class MlxBackend:
         tree.slots.append(start)
         tree.logits.append(rows)
         top = best_of(rows, self._width(known.sampling, 1), self._head_ids)
-        return drafted(top, [int(p) + 1 for p in positions], known.sampling, turn)
+        return draft_tokens(top, [int(p) + 1 for p in positions], known.sampling, turn)
 
     # ------------------------------------------------------------ the head
 

@@ -133,7 +133,7 @@ class _Relay:
             # News first: it may make what the drafter says next worthless.
             while channel.ready(0.0):
                 message = channel.receive(0.0, "message")
-                pulse.heard()
+                pulse.on_receive()
                 match message:
                     case Heartbeat() | Welcome():
                         pass  # the answer to our own beat, or to a Hello that was said twice

@@ -28,7 +28,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import DraftDistribution, Sampling, Verify
 from protocol.transport.codec import Decoder, encode
 from services.drafter.backends.base import DraftedToken, RoundOptions
-from services.sampling.candidates import best_of, drafted
+from services.sampling.candidates import best_of, draft_tokens
 from tests.protocol.decoding.test_sampler import allowed, softmax
 
 Doubles = npt.NDArray[np.float64]
@@ -108,7 +108,7 @@ class Case:
     def draft(self, row: Floats, position: int) -> DraftedToken:
         """What a drafter draws after these logits, as the verifier receives it."""
         top = best_of(row[None], self.width, None)
-        [found] = drafted(
+        [found] = draft_tokens(
             top, [position], drafter_sampling(self.sampling), RoundOptions(3, self.held_back)
         )
         sent = Verify(

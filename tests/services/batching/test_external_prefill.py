@@ -16,7 +16,7 @@ from services.batching.external_prefill import (
     KVInjection,
     PrefillChoice,
     always,
-    measured,
+    measure_times,
 )
 from services.coreml.prefill import CoremlPrefill, open_prefill
 from services.kv.cache import KVStore
@@ -119,34 +119,34 @@ def test_only_lengths_that_won_go_elsewhere() -> None:
     choice = PrefillChoice(500, {64: (10.0, 20.0), 256: (40.0, 22.0), 500: (80.0, 90.0)})
     expected = {0: False, 64: False, 65: False, 140: False, 142: True, 256: True, 257: False,
                 500: False, 501: False}  # fmt: skip
-    assert {length: choice.elsewhere(length) for length in expected} == expected
+    assert {length: choice.prefers_external(length) for length in expected} == expected
     # A shorter prompt than any measured: a whole chunk there, a share of it here.
     early = PrefillChoice(500, {64: (20.0, 10.0)})
-    assert [early.elsewhere(n) for n in (0, 1, 32, 33, 64, 65)] == [
+    assert [early.prefers_external(n) for n in (0, 1, 32, 33, 64, 65)] == [
         False, False, False, True, True, False,
     ]  # fmt: skip
-    assert [always(9).elsewhere(n) for n in (0, 1, 9, 10)] == [False, True, True, False]
+    assert [always(9).prefers_external(n) for n in (0, 1, 9, 10)] == [False, True, True, False]
 
 
 def test_both_ways_are_timed_at_every_length() -> None:
     """Doubling lengths up to the longest; the verdict is of the times."""
     here: list[int] = []
     there: list[int] = []
-    times = measured(here.append, there.append, 200)
+    times = measure_times(here.append, there.append, 200)
     assert here == there
     assert sorted(set(here)) == [64, 128, 200]
     assert list(times) == [64, 128, 200]
     for length, (own, other) in times.items():
-        assert PrefillChoice(200, times).elsewhere(length) == (other < own)
+        assert PrefillChoice(200, times).prefers_external(length) == (other < own)
 
 
 def test_measuring_ends_when_its_time_is_up() -> None:
     """The stack waits for it; prompts longer than what was measured stay here."""
     here: list[int] = []
-    times = measured(here.append, lambda _: None, 4096, budget_s=0.0)
+    times = measure_times(here.append, lambda _: None, 4096, budget_s=0.0)
     assert list(times) == [64]
     assert set(here) == {64}
-    assert not PrefillChoice(4096, times).elsewhere(65)
+    assert not PrefillChoice(4096, times).prefers_external(65)
 
 
 def test_a_first_run_that_compiles_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_a_first_run_that_compiles_does_not_count(monkeypatch: pytest.MonkeyPatc
 
     def judged(here: tuple[float, float], there: tuple[float, float]) -> tuple[float, float]:
         runs.update(here=0, there=0)
-        return measured(lambda _: run("here", *here), lambda _: run("there", *there), 64)[64]
+        return measure_times(lambda _: run("here", *here), lambda _: run("there", *there), 64)[64]
 
     assert judged((9.0, 0.1), (0.5, 0.5)) == (pytest.approx(100), pytest.approx(500))
     assert judged((0.1, 0.1), (0.5, 0.5)) == (pytest.approx(100), pytest.approx(500))
@@ -175,7 +175,7 @@ def test_a_length_that_would_overspend_is_not_begun(monkeypatch: pytest.MonkeyPa
     def slow(length: int) -> None:
         clock[0] += length / 64
 
-    times = measured(lambda _: None, slow, 4096, budget_s=14.0)
+    times = measure_times(lambda _: None, slow, 4096, budget_s=14.0)
     assert times == {64: (0.0, 1e3), 128: (0.0, 2e3), 256: (0.0, 4e3)}
     assert clock[0] == 7.0
 

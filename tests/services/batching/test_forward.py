@@ -56,7 +56,7 @@ class Stream:
         opening = OpenSequence(sequence=self.number, tokens=list(prompt[:-1]), sampling=sampling)
         said(verifier_of(family).handle(opening))
 
-    def ask(self, right: int, wrong: int) -> Verify:
+    def submit(self, right: int, wrong: int) -> Verify:
         """A draft with so many right tokens, then wrong ones."""
         right = min(right, len(self.rest) - 1)
         others = [(token + 1) % 288 for token in [*self.rest, *self.rest][right : right + wrong]]
@@ -89,9 +89,9 @@ Draft = tuple[int, int]
 draft: st.SearchStrategy[Draft] = st.tuples(st.integers(0, 4), st.integers(0, 3))
 
 
-def check_rounds(family: str, laws: list[Sampling], rounds: list[list[Draft]]) -> None:
+def check_rounds(family: str, samplings: list[Sampling], rounds: list[list[Draft]]) -> None:
     verifier = verifier_of(family)
-    streams = [Stream(family, prompt, law) for prompt, law in zip(PROMPTS, laws, strict=True)]
+    streams = [Stream(family, prompt, law) for prompt, law in zip(PROMPTS, samplings, strict=True)]
     for drafts in rounds:
         # Streams whose known text is over, and those that sit this round out, stay away.
         pairs = [
@@ -99,7 +99,7 @@ def check_rounds(family: str, laws: list[Sampling], rounds: list[list[Draft]]) -
             for stream, size in zip(streams, drafts, strict=True)
             if stream.rest and size != (4, 3)
         ]
-        asked = [stream.ask(*size) for stream, size in pairs]
+        asked = [stream.submit(*size) for stream, size in pairs]
         outcomes = verify_together(verifier, asked)
         for (stream, size), message, outcome in zip(pairs, asked, outcomes, strict=True):
             stream.check(message, size[0], outcome)
@@ -110,33 +110,33 @@ def check_rounds(family: str, laws: list[Sampling], rounds: list[list[Draft]]) -
 @pytest.mark.parametrize("family", VERIFIERS)
 def test_a_shared_pass_changes_no_token(family: str) -> None:
     """Chains of unequal lengths and laws, some wrong, in one pass: tokens of plain decoding."""
-    laws = [*SAMPLINGS.values(), Sampling()]
+    samplings = [*SAMPLINGS.values(), Sampling()]
     rounds = [
         [(0, 3), (2, 1), (1, 0), (0, 0)],
         [(3, 0), (0, 0), (0, 3), (1, 1)],
         [(0, 0), (0, 0), (0, 0), (0, 0)],
         [(1, 2), (3, 1), (2, 2), (3, 0)],
     ]
-    check_rounds(family, laws, rounds)
+    check_rounds(family, samplings, rounds)
 
 
 @settings(max_examples=25)
 @given(
     family=st.sampled_from(["llama", "sliding", "gemma3", "qwen2", "moe"]),
-    distributions=st.tuples(*[st.sampled_from(list(SAMPLINGS.values()))] * 4).map(list),
+    samplings=st.tuples(*[st.sampled_from(list(SAMPLINGS.values()))] * 4).map(list),
     rounds=st.lists(st.tuples(*[draft] * 4).map(list), min_size=1, max_size=6),
 )
 def test_random_passes_change_no_token(
-    family: str, laws: list[Sampling], rounds: list[list[Draft]]
+    family: str, samplings: list[Sampling], rounds: list[list[Draft]]
 ) -> None:
     """So do random ones; not every sequence is part of every pass."""
-    check_rounds(family, laws, rounds)
+    check_rounds(family, samplings, rounds)
 
 
 def test_a_pass_is_shared() -> None:
     """Four chains that wait at the same time are verified in one pass, as their outcomes say."""
     streams = [Stream("llama", prompt, Sampling()) for prompt in PROMPTS]
-    asked = [stream.ask(size, 0) for size, stream in enumerate(streams)]
+    asked = [stream.submit(size, 0) for size, stream in enumerate(streams)]
     outcomes = verify_together(verifier_of("llama"), asked)
     assert {(outcome.sequences, outcome.rows) for outcome in outcomes} == {(4, 10)}
     assert len({(outcome.verify_ms, outcome.idle_ms) for outcome in outcomes}) == 1
@@ -145,7 +145,7 @@ def test_a_pass_is_shared() -> None:
 def test_a_pass_has_a_largest_size() -> None:
     """What does not fit is left for the next pass; a chain that is longer goes alone."""
     streams = [Stream("llama", prompt, Sampling()) for prompt in PROMPTS]
-    asked = [stream.ask(0, wrong) for stream, wrong in zip(streams, (6, 6, 20, 0), strict=True)]
+    asked = [stream.submit(0, wrong) for stream, wrong in zip(streams, (6, 6, 20, 0), strict=True)]
     outcomes = verify_together(verifier_of("llama"), asked)
     found = [(outcome.sequences, outcome.rows) for outcome in outcomes]
     assert found == [(2, 14), (2, 14), (1, 21), (1, 1)]
@@ -178,8 +178,8 @@ class Model:
         logits: mx.array = self.module(tokens, cache=cache)
         return logits
 
-    def ask(self, batcher: Batcher, store: KVStore, tokens: Tokens) -> BatchRequest:
-        return batcher.ask(tokens, list(store.caches), store, lambda: store.chain(len(tokens)))
+    def submit(self, batcher: Batcher, store: KVStore, tokens: Tokens) -> BatchRequest:
+        return batcher.submit(tokens, list(store.caches), store, lambda: store.chain(len(tokens)))
 
     def store(self) -> KVStore:
         return KVStore(self.windows, bucketed=False)
@@ -196,11 +196,12 @@ def test_a_shared_pass_has_the_same_bits() -> None:
         if not tail:
             stores = [[model.store() for _ in chains] for _ in range(2)]
         expected += [
-            np.array(alone.result(model.ask(alone, store, chain))[0])
+            np.array(alone.result(model.submit(alone, store, chain))[0])
             for store, chain in zip(stores[0], chains, strict=True)
         ]
         asks = [
-            model.ask(shared, store, chain) for store, chain in zip(stores[1], chains, strict=True)
+            model.submit(shared, store, chain)
+            for store, chain in zip(stores[1], chains, strict=True)
         ]
         found += [np.array(shared.result(asked)[0]) for asked in asks]
     assert model.calls[:5] == [4, 1, 3, 6, 14]
@@ -214,7 +215,7 @@ def test_one_that_breaks_a_pass_breaks_no_other() -> None:
     batcher = Batcher(model, 16)
     stores = [model.store() for _ in range(3)]
     asks = [
-        model.ask(batcher, store, tokens)
+        model.submit(batcher, store, tokens)
         for store, tokens in zip(stores, [[1, 2], [13], [3]], strict=True)
     ]
     model.broken = lambda tokens: 13 in tokens
@@ -231,7 +232,7 @@ def test_what_is_withdrawn_is_not_computed() -> None:
     model = Model()
     batcher = Batcher(model, 16)
     stores = [model.store() for _ in range(2)]
-    first, second = (model.ask(batcher, store, [1, 2]) for store in stores)
+    first, second = (model.submit(batcher, store, [1, 2]) for store in stores)
     batcher.withdraw(second)
     batcher.result(first)
     assert model.calls == [2]

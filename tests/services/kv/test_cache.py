@@ -103,7 +103,7 @@ class Model:
     def check(self, seen: list[int]) -> None:
         held = self.trunk + self.scratch
         assert held == seen[: len(held)]
-        assert self.store.reach(len(held)) == len(seen)
+        assert self.store.key_length(len(held)) == len(seen)
 
 
 steps = st.one_of(

@@ -12,15 +12,15 @@ class Body:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.said: list[FromService] = []
-        self.pulse = HeartbeatTimer(self, lambda: self.now)
+        self.sent: list[FromService] = []
+        self.heartbeat = HeartbeatTimer(self, lambda: self.now)
 
     def send(self, message: FromService) -> None:
-        self.said.append(message)
+        self.sent.append(message)
 
     def after(self, seconds: float, sequence: int = 0) -> None:
         self.now += seconds
-        self.pulse.beat(sequence)
+        self.heartbeat.beat(sequence)
 
 
 def test_it_beats_once_a_second() -> None:
@@ -28,17 +28,17 @@ def test_it_beats_once_a_second() -> None:
     body = Body()
     for _ in range(30):
         body.after(0.25, sequence=3)
-    assert [Heartbeat(3)] * 7 == body.said
+    assert [Heartbeat(3)] * 7 == body.sent
 
 
 def test_what_is_said_is_a_beat() -> None:
     """After any message the next beat is due a second later."""
     body = Body()
     body.after(0.75)
-    body.pulse.said()
+    body.heartbeat.on_send()
     body.after(0.75)
-    assert body.said == []
-    assert body.pulse.wait_s == 0.25
+    assert body.sent == []
+    assert body.heartbeat.wait_s == 0.25
 
 
 def test_a_silent_orchestrator_is_dead() -> None:
@@ -46,7 +46,7 @@ def test_a_silent_orchestrator_is_dead() -> None:
     body = Body()
     for _ in range(60):
         body.after(1.0)
-    body.pulse.heard()
+    body.heartbeat.on_receive()
     for _ in range(60):
         body.after(1.0)
     with pytest.raises(DeadlineExceeded, match="silent for 60 s"):

@@ -87,7 +87,7 @@ class FakeService:
     def supersedes(self, news: Work, current: Work) -> bool:
         return news.sequence == current.sequence and not self.stubborn
 
-    def patience_s(self, message: Work) -> float:
+    def linger_s(self, message: Work) -> float:
         return self.patience(message)
 
     def _answers(self, message: Work) -> Iterator[FromService | None]:

@@ -45,7 +45,7 @@ class Asking:
         loaded = load(tiny_folder(family))
         self.model = Passes(loaded.module)
         self.verifier = Verifier(loaded._replace(module=self.model), 512)
-        self.verifier.runs_ahead = True
+        self.verifier.pipelines = True
         self.number = number
         self.tokens = list(PROMPT)
         self.idle_ms = 0.0

@@ -9,7 +9,7 @@ from launch.settings.settings import StackSettings
 from protocol.messages import CloseSequence, OpenSequence, Prefilled, Sampling
 from services.kv.prefix_cache import PrefixCache
 from services.mlx.loader import load as load_model
-from services.verifier.prefix_cache_file import identity_of, load, save
+from services.verifier.prefix_cache_file import identify_kv, load, save
 from services.verifier.verifier import Verifier
 from tests.support.reference import said
 from tests.support.stack import running
@@ -26,7 +26,7 @@ class Kept:
         self.prompts = PrefixCache(10, MUCH)
         model = load_model(folder)
         self.verifier = Verifier(model, 512, self.prompts)
-        self.identity = identity_of(model, "mlx")
+        self.identity = identify_kv(model, "mlx")
 
     def open(self) -> int:
         """How much of the prompt it knew."""
@@ -104,7 +104,7 @@ def test_another_models_file_is_not_used(
     assert len(other.prompts) == 0
     assert "another model" in caplog.text
     same = load_model(folder)
-    assert identity_of(same, "mlx") == Kept(folder).identity != identity_of(same, "coreml")
+    assert identify_kv(same, "mlx") == Kept(folder).identity != identify_kv(same, "coreml")
 
 
 def test_what_a_killed_process_left_goes(folder: Path, file: Path) -> None:

@@ -25,7 +25,7 @@ from protocol.messages import (
 )
 from services.mlx.loader import load
 from services.runtime.inbox import Work
-from services.verifier.acceptance import accepted_length
+from services.verifier.acceptance import count_accepted
 from services.verifier.verifier import Verifier
 from tests.support.reference import SAMPLINGS, plain, tiny_folder
 from tests.support.tiny_models import EOS, FAMILIES, RECURRENT, VERIFIERS
@@ -349,4 +349,4 @@ def test_accepted_tokens_are_the_common_beginning(draft: Tokens, chosen: Tokens)
     """As many draft tokens are accepted as equal the target's, counted from the first."""
     chosen = [*chosen, *([9] * len(draft))]
     same = np.cumprod([a == b for a, b in zip(draft, chosen, strict=False)] + [False])
-    assert int(same.sum()) == accepted_length(draft, chosen)
+    assert int(same.sum()) == count_accepted(draft, chosen)

@@ -12,7 +12,7 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.batching.prefill import ChunkSizer
+from services.batching.chunked_prefill import ChunkSizer
 from services.mlx.loader import load
 from services.runtime.inbox import Work
 from services.runtime.work_queue import WorkQueue
@@ -22,9 +22,9 @@ from tests.support.reference import plain, tiny_folder
 
 def test_alone_a_prompt_goes_in_the_largest_pieces() -> None:
     """Nobody waits, so nobody is stalled."""
-    pacer = ChunkSizer(512)
-    pacer.took(100, 1.0)
-    assert pacer.size(alone=True) == 512
+    sizer = ChunkSizer(512)
+    sizer.observe(100, 1.0)
+    assert sizer.size(alone=True) == 512
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,9 @@ def test_in_company_a_piece_takes_a_quarter_of_a_second(
     tokens: int, seconds: float, expected: int
 ) -> None:
     """As measured with the last piece; never none, never more than was set; at first a guess."""
-    pacer = ChunkSizer(512)
-    pacer.took(tokens, seconds)
-    assert pacer.size(alone=False) == expected
+    sizer = ChunkSizer(512)
+    sizer.observe(tokens, seconds)
+    assert sizer.size(alone=False) == expected
     assert ChunkSizer(8).size(alone=False) == 8
 
 
@@ -54,25 +54,25 @@ def by_turns(verifier: Verifier, messages: list[OpenSequence]) -> tuple[list[int
         rows.append(tokens.shape[1])
         return inner(tokens, cache=cache)
 
-    verifier._filler._batcher._model = counted
-    agenda, answers = WorkQueue(verifier), list[Prefilled]()
+    verifier._chunked_prefill._batcher._model = counted
+    queue, answers = WorkQueue(verifier), list[Prefilled]()
     for message in messages:
-        agenda.add(message)
-    while agenda:
-        _, said = step(agenda, verifier)
+        queue.add(message)
+    while queue:
+        _, said = step(queue, verifier)
         answers += [answer for answer in said if isinstance(answer, Prefilled)]
     return rows, answers
 
 
-def step(agenda: WorkQueue, verifier: Verifier) -> tuple[Work, list[FromService | None]]:
+def step(queue: WorkQueue, verifier: Verifier) -> tuple[Work, list[FromService | None]]:
     """One turn: whose it was, and what was said; nothing at the end of a message's work."""
-    job = agenda.next()
+    job = queue.next()
     job.answers = job.answers or verifier.handle(job.message)
-    agenda.took_turn(job)
+    queue.rotate(job)
     try:
         return job.message, [next(job.answers)]
     except StopIteration:
-        agenda.done(job)
+        queue.finish(job)
         return job.message, []
 
 
@@ -124,21 +124,21 @@ def test_nobody_waits_for_a_prompt_that_is_given_up() -> None:
 def test_a_long_prompt_does_not_stall_the_others() -> None:
     """Between any two pieces of a new request's prompt a verification of another is answered."""
     verifier = Verifier(load(tiny_folder("llama")), 512)
-    agenda = WorkQueue(verifier)
+    queue = WorkQueue(verifier)
     answers: list[FromService | None] = []
     prompt = (11, 200, 7)
-    agenda.add(OpenSequence(sequence=1, tokens=list(prompt[:-1]), sampling=Sampling()))
-    while agenda:
-        step(agenda, verifier)
+    queue.add(OpenSequence(sequence=1, tokens=list(prompt[:-1]), sampling=Sampling()))
+    while queue:
+        step(queue, verifier)
     long = OpenSequence(sequence=2, tokens=[5] * 200, sampling=Sampling())
-    agenda.add(long)
+    queue.add(long)
     committed = list(prompt)
     while not any(isinstance(answer, Prefilled) for answer in answers):
-        if not any(line == 1 for line in agenda._lines):
-            agenda.add(
+        if not any(line == 1 for line in queue._lines):
+            queue.add(
                 Verify(sequence=1, round=1, position=len(committed) - 1, chain=[committed[-1]])
             )
-        message, said = step(agenda, verifier)
+        message, said = step(queue, verifier)
         for answer in said:
             if isinstance(message, OpenSequence) or answer is not None:
                 answers.append(answer)
