@@ -20,8 +20,8 @@ def overview(status: Status, requests: RequestQueue, estimates: CostModel, now: 
     """The status, with what the orchestrator knows of its requests."""
     return msgspec.structs.replace(
         status,
-        recent=requests.recent(now),
-        choice=choice_of(Planner("ssd", estimates)),
+        window=requests.recent(now),
+        planner=choice_of(Planner("ssd", estimates)),
         sequences=[_seen(answer, now) for answer in islice(requests.running.values(), _MOST)],
     )
 
@@ -34,8 +34,8 @@ def choice_of(plan: Planner) -> PlannerState:
     return PlannerState(
         mode=plan.mode,
         speculating=speculating,
-        lookahead=longest if speculating else 0,
-        fan_out=plan.branches if speculating and plan.mode == "ssd" else 0,
+        num_draft_tokens=longest if speculating else 0,
+        branches=plan.branches if speculating and plan.mode == "ssd" else 0,
         speculative_tok_s=pace.speculative_tok_s if pace is not None else 0.0,
         plain_tok_s=plan.plain_tok_s,
     )
@@ -53,7 +53,7 @@ def _seen(answer: Request, now: float) -> SequenceStatus:
         tok_s=done.tok_s,
         acceptance_rate=ratio(done.accepted, done.drafted),
         hit_rate=ratio(done.hits, done.hits + done.misses),
-        choice=choice_of(sequence.plan),
+        planner=choice_of(sequence.plan),
     )
 
 

@@ -18,7 +18,9 @@ Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 MAX_TOKENS = 2**20
 """Longest list of tokens in a message: more than any model's context."""
 MAX_BRANCHES = 4096
-"""Most branches of a tree, and most of whatever else a message counts by the dozen."""
+"""Most branches of a draft tree, and most tokens of a draft distribution."""
+MAX_ITEMS = 4096
+"""Most turns of a conversation, stop strings, or whatever else a request lists."""
 
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_TOKENS)]
 
@@ -349,7 +351,7 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """
 
     request: int
-    messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_BRANCHES)] = []
+    messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_ITEMS)] = []
     text: str = ""
     tokens: Tokens = []
     tools: list[dict[str, Any]] = []
@@ -358,11 +360,11 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """What else the chat template is told, such as enable_thinking."""
     sampling: Sampling = Sampling()
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 256
-    stop: Annotated[list[str], msgspec.Meta(max_length=MAX_BRANCHES)] = []
+    stop: Annotated[list[str], msgspec.Meta(max_length=MAX_ITEMS)] = []
     mode: Mode = "ssd"
-    lookahead: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    num_draft_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     """Draft tokens per round; 0 leaves it to the orchestrator."""
-    fan_out: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
+    branches: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     """Branches prepared per round (B); 0 leaves it to the orchestrator."""
     fan_out_policy: FanOutPolicy = "online"
     trace: bool = False
@@ -425,9 +427,10 @@ class RoundStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int = 0
     """What they brought, bonus tokens included."""
     verify_ms: float = 0.0
-    looked_up: int = 0
-    """Rounds beside which a drafter prepared outcomes."""
-    found: int = 0
+    cache_lookups: int = 0
+    """Rounds beside which a drafter prepared outcomes: each ends with a look into the
+    speculation cache."""
+    cache_hits: int = 0
     """How many of these ended in a prepared outcome."""
 
 
@@ -467,7 +470,7 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Speed of plain decoding beside which speculation was judged; 0 if never measured."""
     emulated_cost: str = ""
     """What was added to the target so that it costs more (measurements); else empty."""
-    kinds: dict[Origin, RoundStats] = {}
+    by_origin: dict[Origin, RoundStats] = {}
     hits_by_rank: list[int] = []
     """How often the outcome was the i-th best candidate that was prepared for its length."""
     draft_wait_ms: float = 0.0
@@ -571,9 +574,9 @@ class PlannerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     mode: Mode = "ssd"
     speculating: bool = False
     """False: plain decoding, because it is faster, is being measured, or was asked for."""
-    lookahead: int = 0
+    num_draft_tokens: int = 0
     """Longest draft that would be verified; 0 for plain decoding."""
-    fan_out: int = 0
+    branches: int = 0
     """Branches that would be prepared (B); 0 where none are."""
     speculative_tok_s: float = 0.0
     """Speed of recent speculative rounds, per request; 0 if there were none."""
@@ -599,7 +602,7 @@ class SequenceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     tok_s: float
     acceptance_rate: float
     hit_rate: float
-    choice: PlannerState
+    planner: PlannerState
 
 
 class Status(Message, frozen=True, tag="status", kw_only=True):
@@ -624,9 +627,9 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
     """Whether it is answered or waits."""
     degraded: list[str] = []
     """What does not work as it should, in sentences; empty if all is well."""
-    recent: WindowStats = WindowStats()
-    """What all requests did of late."""
-    choice: PlannerState = PlannerState()
+    window: WindowStats = WindowStats()
+    """What all requests did in the last seconds."""
+    planner: PlannerState = PlannerState()
     """For a request that leaves everything to the planner."""
     sequences: list[SequenceStatus] = []
     """The running requests, the first 64 of them."""

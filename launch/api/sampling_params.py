@@ -78,7 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                     "max_tokens": self.max_tokens,
                     "stop": list(self.stop),
                     "mode": self.mode,
-                    "lookahead": self.num_draft_tokens,
+                    "num_draft_tokens": self.num_draft_tokens,
                 },
                 Generate,
             )

@@ -21,7 +21,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One answer of a stack."""
 
     mode: str
-    lookahead: int
+    num_draft_tokens: int
     """0: as the planner chose."""
     tokens: int
     tok_s: float
@@ -81,7 +81,7 @@ def lines(report: Report) -> Iterator[str]:
                 yield f"{when}: {text}"
     for answer in report.answers:
         yield (
-            f"{answer.mode}{f' K={answer.lookahead}' if answer.lookahead else ''} "
+            f"{answer.mode}{f' K={answer.num_draft_tokens}' if answer.num_draft_tokens else ''} "
             f"at T={TEMPERATURE}: {answer.tok_s:.1f} tok/s, "
             f"{_format_drafts(answer)}, "
             f"{'same' if answer.same_as_plain else 'OTHER'} tokens as plain decoding"

@@ -36,7 +36,7 @@ def sample(client: Client, prompts: list[Prompt]) -> list[Statistics]:
             request=client.number(),
             messages=[ChatMessage("user", prompt.prompt)],
             max_tokens=_TOKENS,
-            lookahead=_LOOKAHEAD,
+            num_draft_tokens=_LOOKAHEAD,
         )
         found += [m.statistics for m in client.generate(request) if isinstance(m, Finished)]
     return found
@@ -87,8 +87,8 @@ def _contention(verify_ms: dict[str, float], answers: list[Statistics]) -> float
 
 def _calibrate(device: Device, alpha: float, answers: list[Statistics]) -> Scenario:
     """A scenario whose hit rate is the measured one, found by bisection."""
-    looked_up = sum(kind.looked_up for s in answers for kind in s.kinds.values())
-    found = sum(kind.found for s in answers for kind in s.kinds.values())
+    looked_up = sum(kind.cache_lookups for s in answers for kind in s.by_origin.values())
+    found = sum(kind.cache_hits for s in answers for kind in s.by_origin.values())
     low, high = 0.02, 0.98
 
     def scenario(first: float, tokens: int) -> Scenario:
@@ -97,7 +97,7 @@ def _calibrate(device: Device, alpha: float, answers: list[Statistics]) -> Scena
 
     for _ in range(_BISECTIONS if looked_up else 0):
         middle = (low + high) / 2
-        run = simulate(scenario(middle, _SIMULATED_TOKENS), Strategy(lookahead=_LOOKAHEAD))
+        run = simulate(scenario(middle, _SIMULATED_TOKENS), Strategy(num_draft_tokens=_LOOKAHEAD))
         if run.statistics.hit_rate < found / looked_up:
             low = middle
         else:
@@ -110,7 +110,7 @@ def _predict(scenario: Scenario, progress: Callable[[str], None]) -> Prediction:
     found = compare(scenario, fixed_pairs(_LOOKAHEADS, _BUDGETS), progress=progress)
     best = found.best_fixed or found.adaptive
     strategy = best.strategy
-    fixed = f"ssd:k={strategy.lookahead}:b={strategy.fan_out}"
+    fixed = f"ssd:k={strategy.num_draft_tokens}:b={strategy.branches}"
     speeds = {
         "ar": found.plain.tok_s,
         "sd": found.sequential.tok_s,
@@ -123,8 +123,8 @@ def _predict(scenario: Scenario, progress: Callable[[str], None]) -> Prediction:
             chosen = mode
     return Prediction(
         best_mode=chosen,
-        lookahead=strategy.lookahead if chosen == "ssd" else 0,
-        fan_out=strategy.fan_out if chosen == "ssd" else 0,
+        num_draft_tokens=strategy.num_draft_tokens if chosen == "ssd" else 0,
+        branches=strategy.branches if chosen == "ssd" else 0,
         tok_s=speeds,
         speedup_vs_ar=speeds[chosen] / speeds["ar"],
     )

@@ -11,7 +11,7 @@ from launch.bench.variant import Variant
 from launch.prompts import PromptId
 from protocol.messages import Sampling, Statistics, Tokens, TraceEvent
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Positive = Annotated[float, msgspec.Meta(ge=0.0)]
 
@@ -163,8 +163,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """What the simulator expects of this machine and pair."""
 
     best_mode: str
-    lookahead: int
-    fan_out: int
+    num_draft_tokens: int
+    branches: int
     tok_s: dict[str, float]
     """Mode -> tok/s; `ssd` is adaptive, `ssd:k=K:b=B` the best fixed pair."""
     speedup_vs_ar: float

@@ -122,7 +122,7 @@ class Bench:
         self, prompt: Tokens, variant: Variant, sampling: Sampling, max_tokens: int
     ) -> _Answered:
         stops = sorted(self.tokenizer.stop_ids)
-        question = DecodeRequest(prompt, max_tokens, stops, variant.lookahead, sampling)
+        question = DecodeRequest(prompt, max_tokens, stops, variant.num_draft_tokens, sampling)
         decoded = self.reference.decode(question)
         return decoded.tokens, decoded.ttft_ms, decoded.decode_s, None, []
 

@@ -87,17 +87,17 @@ LEGEND = (
 
 def grid(comparison: Comparison) -> Table:
     """tok/s of the fixed pairs: a row per lookahead K, a column per budget B."""
-    runs = {(r.strategy.lookahead, r.strategy.fan_out): r.tok_s for r in comparison.fixed}
+    runs = {(r.strategy.num_draft_tokens, r.strategy.branches): r.tok_s for r in comparison.fixed}
     budgets = sorted({budget for _, budget in runs})
     best = max(runs.values())
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     result.add_column("tok/s, fixed")
     for budget in budgets:
         result.add_column(f"B={budget}", justify="right")
-    for lookahead in sorted({lookahead for lookahead, _ in runs}):
-        speeds = [runs[lookahead, budget] for budget in budgets]
+    for num_draft_tokens in sorted({num_draft_tokens for num_draft_tokens, _ in runs}):
+        speeds = [runs[num_draft_tokens, budget] for budget in budgets]
         cells = [f"{speed:.1f}{'*' if speed == best else ' '}" for speed in speeds]
-        result.add_row(f"K={lookahead}", *cells)
+        result.add_row(f"K={num_draft_tokens}", *cells)
     return result
 
 
@@ -110,8 +110,9 @@ def verdict(comparison: Comparison) -> str:
     if best is None:
         return f"{sentence}."
     return (
-        f"{sentence}; best fixed pair (*) K={best.strategy.lookahead} B={best.strategy.fan_out} "
-        f"{best.tok_s:.1f} tok/s: adaptive is {comparison.against_fixed:.2f} of it."
+        f"{sentence}; best fixed pair (*) K={best.strategy.num_draft_tokens} "
+        f"B={best.strategy.branches} {best.tok_s:.1f} tok/s: adaptive is "
+        f"{comparison.against_fixed:.2f} of it."
     )
 
 

@@ -93,8 +93,8 @@ def _speculation(runs: Sequence[Run], told: Sequence[Statistics]) -> dict[str, A
     hits, misses = sum(s.cache_hits for s in told), sum(s.cache_misses for s in told)
     looked_up, found, ranks = Counter[str](), Counter[str](), Counter[int]()
     for s in told:
-        looked_up.update({kind: figures.looked_up for kind, figures in s.kinds.items()})
-        found.update({kind: figures.found for kind, figures in s.kinds.items()})
+        looked_up.update({kind: figures.cache_lookups for kind, figures in s.by_origin.items()})
+        found.update({kind: figures.cache_hits for kind, figures in s.by_origin.items()})
         ranks.update(dict(enumerate(s.hits_by_rank)))
     lookups = looked_up.total()
     bound = _compute_bound(told)
@@ -125,7 +125,7 @@ def _compute_bound(told: Sequence[Statistics]) -> float:
     """Theorem 7 with the measured hits, lengths and verification times of these answers."""
     hit, miss = Rounds(), Rounds()
     for s in told:
-        for origin, kind in s.kinds.items():
+        for origin, kind in s.by_origin.items():
             into = hit if origin == "hit" else miss
             into.count += kind.rounds
             into.tokens += kind.tokens

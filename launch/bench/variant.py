@@ -29,9 +29,9 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """As it was written."""
     mode: str
     """One of NAMES."""
-    lookahead: int = 0
+    num_draft_tokens: int = 0
     """K; 0 is adaptive."""
-    fan_out: int = 0
+    branches: int = 0
     """B; 0 is adaptive."""
     policy: FanOutPolicy = "online"
     acceptance: Acceptance | None = None
@@ -48,7 +48,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_draft_model(self) -> bool:
         """Whether mlx-lm drafts for itself, which takes a draft model that it can load."""
-        return self.is_reference and self.lookahead > 0
+        return self.is_reference and self.num_draft_tokens > 0
 
     def sampling(self, given: Sampling) -> Sampling:
         """With this variant's own acceptance rule; raises UsageError if they contradict."""
@@ -64,15 +64,15 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
             template,
             sampling=self.sampling(template.sampling),
             mode=msgspec.convert(self.mode, Mode),
-            lookahead=self.lookahead,
-            fan_out=self.fan_out,
+            num_draft_tokens=self.num_draft_tokens,
+            branches=self.branches,
             fan_out_policy=self.policy,
         )
 
 
 _KNOBS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "k": ("lookahead", int),
-    "b": ("fan_out", int),
+    "k": ("num_draft_tokens", int),
+    "b": ("branches", int),
     "saguaro": ("saguaro", float),
     "drafter": ("drafter", str),
 }
@@ -87,10 +87,10 @@ def parse(text: str) -> Variant:
     for knob in knobs:
         values |= _knob(knob, text)
     if mode in REFERENCES:
-        if mode == "mlx-lm" or set(values) - {"lookahead"}:
+        if mode == "mlx-lm" or set(values) - {"num_draft_tokens"}:
             _refuse_knobs(text, values)
-        values.setdefault("lookahead", REFERENCES[mode])
-    elif mode != "ssd" and set(values) & {"fan_out", "policy", "saguaro"}:
+        values.setdefault("num_draft_tokens", REFERENCES[mode])
+    elif mode != "ssd" and set(values) & {"branches", "policy", "saguaro"}:
         raise UsageError(f"{text!r}: only ssd has branches to fan out")
     elif mode == "ar":
         _refuse_knobs(text, values)

@@ -34,7 +34,7 @@ def command(**options: Any) -> None:
         sampling=take_sampling(options),
         max_tokens=options.pop("max_tokens"),
         mode=options.pop("mode"),
-        lookahead=options.pop("num_draft_tokens"),
+        num_draft_tokens=options.pop("num_draft_tokens"),
     )
     system_prompt, show_draft = options.pop("system_prompt"), options.pop("show_draft")
     report = console.process_line if options.pop("verbose") else console.long_waits

@@ -191,14 +191,14 @@ def _answers(settings: StackSettings, max_tokens: int) -> Iterator[Answer]:
             ways: tuple[tuple[Mode, int], ...] = (
                 ("ar", 0), ("sd", _LOOKAHEAD), ("ssd", _LOOKAHEAD), ("ssd", 0),
             )  # fmt: skip
-            for mode, lookahead in ways:
-                tokens, finished = _ask(client, mode, lookahead, sampling, max_tokens)
+            for mode, num_draft_tokens in ways:
+                tokens, finished = _ask(client, mode, num_draft_tokens, sampling, max_tokens)
                 plain = plain or tokens
-                yield _answer(mode, lookahead, tokens, finished, same=tokens == plain)
+                yield _answer(mode, num_draft_tokens, tokens, finished, same=tokens == plain)
 
 
 def _ask(
-    client: Client, mode: Mode, lookahead: int, sampling: Sampling, max_tokens: int
+    client: Client, mode: Mode, num_draft_tokens: int, sampling: Sampling, max_tokens: int
 ) -> tuple[list[int], Finished]:
     request = Generate(
         request=client.number(),
@@ -206,8 +206,8 @@ def _ask(
         sampling=sampling,
         max_tokens=max_tokens,
         mode=mode,
-        lookahead=lookahead,
-        fan_out=_FAN_OUT if mode == "ssd" and lookahead else 0,
+        num_draft_tokens=num_draft_tokens,
+        branches=_FAN_OUT if mode == "ssd" and num_draft_tokens else 0,
     )
     tokens: list[int] = []
     for message in client.generate(request):
@@ -218,12 +218,12 @@ def _ask(
 
 
 def _answer(
-    mode: str, lookahead: int, tokens: list[int], finished: Finished, *, same: bool
+    mode: str, num_draft_tokens: int, tokens: list[int], finished: Finished, *, same: bool
 ) -> Answer:
     statistics = finished.statistics
     return Answer(
         mode=mode,
-        lookahead=lookahead,
+        num_draft_tokens=num_draft_tokens,
         tokens=len(tokens),
         tok_s=statistics.tok_s,
         accepted=statistics.accepted,

@@ -62,8 +62,8 @@ def command(file: Path | None, preset: str | None, **options: Any) -> None:
 def _take_strategy(options: dict[str, Any]) -> Strategy:
     """Take the strategy out of the options."""
     return Strategy(
-        lookahead=options.pop("num_draft_tokens") or 0,
-        fan_out=options.pop("fan_out") or 0,
+        num_draft_tokens=options.pop("num_draft_tokens") or 0,
+        branches=options.pop("fan_out") or 0,
         fan_out_policy=options.pop("fan_out_policy"),
     )
 
@@ -75,7 +75,7 @@ def _run(scenario: Scenario, asked: Strategy, *, sweep: bool, as_json: bool) -> 
             scenario, fixed_pairs(policy=policy) if sweep else (), policy, status.update
         )
         runs = [found.plain, found.sequential, found.adaptive]
-        if asked.lookahead or asked.fan_out:
+        if asked.num_draft_tokens or asked.branches:
             runs.append(simulate(scenario, asked))
     if found.best_fixed is not None:
         runs.append(found.best_fixed)

@@ -55,7 +55,7 @@ def _watch(observer: StackObserver, keys: Keys, snapshot: StackSnapshot, interva
     with Live(screen=True, auto_refresh=False) as live:
         while True:
             if snapshot.status is not None:
-                speeds.append(snapshot.status.recent.tok_s)
+                speeds.append(snapshot.status.window.tok_s)
             live.update(draw(snapshot, list(speeds), "q ends"), refresh=True)
             if keys.wait(interval) in {"q", "Q"}:
                 return

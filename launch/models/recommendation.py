@@ -101,6 +101,6 @@ def _estimate(entry: _Entry, memory_bytes: int) -> Recommendation:
     )
 
 
-def tokens_per_round(acceptance: float, lookahead: int) -> float:
+def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:
     """E(K) = (1 - a^(K+1)) / (1 - a): tokens of a round if each draft token stands with a."""
-    return (1.0 - acceptance ** (lookahead + 1)) / (1.0 - acceptance)
+    return (1.0 - acceptance ** (num_draft_tokens + 1)) / (1.0 - acceptance)

@@ -56,7 +56,7 @@ def _processes(processes: Iterable[ProcessFigures]) -> RenderableType:
 
 
 def _speculation(status: Status, speeds: Sequence[float]) -> RenderableType:
-    recent = status.recent
+    recent = status.window
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -66,7 +66,7 @@ def _speculation(status: Status, speeds: Sequence[float]) -> RenderableType:
     looked_up = recent.cache_hits + recent.cache_misses
     table.add_row("cache hits", _share(recent.hit_rate, recent.cache_hits, looked_up))
     table.add_row("rounds", f"{recent.rounds}, {recent.plain_rounds} of them plain")
-    table.add_row("planner", format_plan(status.choice))
+    table.add_row("planner", format_plan(status.planner))
     title = f"the last {recent.seconds:.0f} s"
     return Panel(table, title=title, title_align="left", border_style="dim")
 
@@ -89,8 +89,8 @@ def format_plan(choice: PlannerState) -> str:
     measured = f"; of late: {', '.join(speeds)}" if speeds else ""
     if not choice.speculating:
         return f"plain decoding{measured}"
-    width = f", {choice.fan_out} branches" if choice.fan_out else ""
-    return f"speculates, lookahead up to {choice.lookahead}{width}{measured}"
+    width = f", {choice.branches} branches" if choice.branches else ""
+    return f"speculates, lookahead up to {choice.num_draft_tokens}{width}{measured}"
 
 
 def _sequences(status: Status) -> RenderableType:
@@ -108,9 +108,9 @@ def _sequences(status: Status) -> RenderableType:
 
 
 def _row(seen: SequenceStatus) -> list[str]:
-    choice = seen.choice
-    width = f" x {choice.fan_out}" if choice.fan_out else ""
-    plan = f"{choice.mode} {choice.lookahead}{width}" if choice.speculating else "plain"
+    choice = seen.planner
+    width = f" x {choice.branches}" if choice.branches else ""
+    plan = f"{choice.mode} {choice.num_draft_tokens}{width}" if choice.speculating else "plain"
     return [
         str(seen.sequence),
         seen.state if seen.state != "stranded" else "a verifier",

@@ -32,7 +32,7 @@ def _what(s: Statistics) -> str:
 
 
 def _describe_lookups(s: Statistics) -> str:
-    kind = s.kinds.get("lookup")
+    kind = s.by_origin.get("lookup")
     if kind is None:
         return ""
     accepted = kind.tokens - kind.rounds

@@ -34,7 +34,7 @@ AFTER_ALL = MissCurve(0.40, 0.47)
 """k = K: .60 .71 .76 .80 .85 .89 for the same F."""
 
 
-def geometric(alpha: float, r: float, budget: int, lookahead: int) -> list[float]:
+def geometric(alpha: float, r: float, budget: int, num_draft_tokens: int) -> list[float]:
     """Theorem 12: F_0..F_K as real numbers that sum to `budget`.
 
     Args:
@@ -45,7 +45,7 @@ def geometric(alpha: float, r: float, budget: int, lookahead: int) -> list[float
     """
     beta = alpha ** (1.0 / (1.0 + r))
     last = (1.0 - alpha) ** (-1.0 / (1.0 + r))
-    weights = [beta**k for k in range(lookahead)] + [beta**lookahead * last]
+    weights = [beta**k for k in range(num_draft_tokens)] + [beta**num_draft_tokens * last]
     total = sum(weights)
     return [budget * weight / total for weight in weights]
 
@@ -60,10 +60,10 @@ def acceptance_law(rates: Sequence[float]) -> list[float]:
     return [*law, reached]
 
 
-def uniform(budget: int, lookahead: int) -> list[int]:
+def uniform(budget: int, num_draft_tokens: int) -> list[int]:
     """The same number at every acceptance length; what is left over goes to the first ones."""
-    each, rest = divmod(budget, lookahead + 1)
-    return [each + int(k < rest) for k in range(lookahead + 1)]
+    each, rest = divmod(budget, num_draft_tokens + 1)
+    return [each + int(k < rest) for k in range(num_draft_tokens + 1)]
 
 
 def rounded(counts: Sequence[float]) -> list[int]:

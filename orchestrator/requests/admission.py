@@ -62,8 +62,8 @@ def admit(
         plan=Planner(
             request.mode,
             estimates,
-            request.lookahead,
-            request.fan_out,
+            request.num_draft_tokens,
+            request.branches,
             request.fan_out_policy,
             sampled=uses_rejection(sampling),
             tried_saguaro=tried,

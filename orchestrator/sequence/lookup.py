@@ -14,7 +14,7 @@ def looked_up(tokens: Tokens, plan: Planner, bans: BannedTokens) -> Draft:
 
     Under the rejection rule these are named tokens, a function of those before them.
     """
-    if plan.lookahead:
+    if plan.num_draft_tokens:
         return Draft()
     found, confidence = find_continuation(tokens, plan.depth, bans.count_allowed)
     draft = Draft()

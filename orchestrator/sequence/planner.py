@@ -40,7 +40,7 @@ class Planner:
 
     mode: Mode
     estimates: CostModel
-    lookahead: int = 0
+    num_draft_tokens: int = 0
     """Draft tokens per round; 0 decides each round from what the drafter is sure of."""
     budget: int = 0
     """Branches prepared per round (B); 0 follows what wider and deeper trees would gain."""
@@ -58,7 +58,7 @@ class Planner:
     @property
     def depth(self) -> int:
         """How deep branches are prepared, and the longest draft that is verified."""
-        return self.lookahead or min(_DEEPEST, ceil(self.estimates.reach) + _BEYOND)
+        return self.num_draft_tokens or min(_DEEPEST, ceil(self.estimates.reach) + _BEYOND)
 
     @property
     def branches(self) -> int:
@@ -73,7 +73,7 @@ class Planner:
         if self.mode == "ar":
             return False
         pace = self.estimates.pace(self.mode)
-        return bool(self.lookahead) or (pace is not None and pace.speculating)
+        return bool(self.num_draft_tokens) or (pace is not None and pace.speculating)
 
     @property
     def is_paused(self) -> bool:
@@ -97,8 +97,8 @@ class Planner:
         Args:
             looked_up: confidences of what lookup found.
         """
-        if self.lookahead:
-            return self.lookahead
+        if self.num_draft_tokens:
+            return self.num_draft_tokens
         if self.estimates.crowd.company:
             return 0  # the pass that the others are part of would leave without this request
         values = self.value_of_waiting([])
@@ -124,14 +124,14 @@ class Planner:
     def sequential(self) -> int:
         """At most so many tokens are drafted between two verifications (mode `sd`)."""
         untried = not self.estimates.draft_token_ms
-        return self.depth if self.lookahead or untried or self._more([]) else 0
+        return self.depth if self.num_draft_tokens or untried or self._more([]) else 0
 
     def should_extend(self, confidences: Sequence[float]) -> bool:
         """Whether the target should wait for another token behind those of a backup.
 
         It depends on what is drafted already, and is verified, not on what would come.
         """
-        return bool(self.lookahead) or self._more(self._rates(confidences, "miss")) > 0
+        return bool(self.num_draft_tokens) or self._more(self._rates(confidences, "miss")) > 0
 
     def _more(self, rates: Sequence[float]) -> int:
         """How many tokens to draft behind those with these rates while the target waits."""
@@ -152,8 +152,8 @@ class Planner:
 
     def length(self, confidences: Sequence[float], origin: Origin) -> int:
         """How many tokens of a draft to verify: as many as are worth their time."""
-        if self.lookahead:
-            return min(self.lookahead, len(confidences))
+        if self.num_draft_tokens:
+            return min(self.num_draft_tokens, len(confidences))
         if origin == "lookup":
             return len(confidences)  # `looked_up` has decided
         rates = self._rates(confidences, origin)
@@ -219,8 +219,10 @@ class Planner:
                 return uniform(self.branches, len(confidences))
             case "geometric":
                 alpha = min(0.95, max(0.05, learned.acceptance["hit"].value))
-                lookahead = len(confidences)
-                return rounded(geometric(alpha, AFTER_REJECTION.exponent, self.branches, lookahead))
+                num_draft_tokens = len(confidences)
+                return rounded(
+                    geometric(alpha, AFTER_REJECTION.exponent, self.branches, num_draft_tokens)
+                )
             case "online":
                 return allocate(
                     acceptance_law(self._rates(confidences, origin)),

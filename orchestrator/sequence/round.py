@@ -50,7 +50,7 @@ class Round:
         right = len(untried) > 0 and untried.tokens[0] == outcome.bonus
         return RoundObservation(
             mode=plan.mode,
-            by_hand=plan.lookahead > 0,
+            by_hand=plan.num_draft_tokens > 0,
             tried_saguaro=plan.tried_saguaro,
             speculating=self.speculating,
             origin=self.origin,

@@ -93,8 +93,8 @@ class _Answer:
             plan=Planner(
                 strategy.mode,
                 estimates,
-                strategy.lookahead,
-                strategy.fan_out,
+                strategy.num_draft_tokens,
+                strategy.branches,
                 strategy.fan_out_policy,
             ),
             recorder=self._recorder,

@@ -69,9 +69,9 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """How to decode; the fields are those of `messages.Generate`."""
 
     mode: Mode = "ssd"
-    lookahead: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    num_draft_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     """K; 0 is adaptive."""
-    fan_out: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
+    branches: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     """B; 0 is adaptive."""
     fan_out_policy: FanOutPolicy = "online"
 
@@ -80,8 +80,8 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """In a few words."""
         if self.mode == "ar":
             return "ar (plain)"
-        knobs = [f"K={self.lookahead}"] if self.lookahead else ["adaptive"]
+        knobs = [f"K={self.num_draft_tokens}"] if self.num_draft_tokens else ["adaptive"]
         if self.mode == "ssd":
-            knobs += [f"B={self.fan_out}"] if self.fan_out else []
+            knobs += [f"B={self.branches}"] if self.branches else []
             knobs += [self.fan_out_policy] if self.fan_out_policy != "online" else []
         return f"{self.mode} {' '.join(knobs)}"

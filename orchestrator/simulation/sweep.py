@@ -48,8 +48,8 @@ def fixed_pairs(
 ) -> list[Strategy]:
     """All pairs of K and B."""
     return [
-        Strategy(lookahead=lookahead, fan_out=budget, fan_out_policy=policy)
-        for lookahead, budget in product(lookaheads, budgets)
+        Strategy(num_draft_tokens=num_draft_tokens, branches=budget, fan_out_policy=policy)
+        for num_draft_tokens, budget in product(lookaheads, budgets)
     ]
 
 

@@ -47,7 +47,7 @@ class Recorder:
     plain_tok_s: float = 0.0
     stale_trees: int = 0
     emulated_cost: str = ""
-    kinds: dict[Origin, RoundStats] = field(default_factory=dict)
+    by_origin: dict[Origin, RoundStats] = field(default_factory=dict)
     ranks: Counter[int] = field(default_factory=Counter)
     timeline: Timeline | None = None
     """Who did what when, if somebody asked for it."""
@@ -79,13 +79,13 @@ class Recorder:
         """What a round taught that ended just now."""
         if not self.rounds:
             return  # it brought the first token, which is not part of the decoding
-        old = self.kinds.get(lesson.origin, RoundStats())
-        self.kinds[lesson.origin] = RoundStats(
+        old = self.by_origin.get(lesson.origin, RoundStats())
+        self.by_origin[lesson.origin] = RoundStats(
             rounds=old.rounds + 1,
             tokens=old.tokens + lesson.accepted + 1,
             verify_ms=old.verify_ms + lesson.verify_ms,
-            looked_up=old.looked_up + (lesson.mode == "ssd" and lesson.speculating),
-            found=old.found + (lesson.rank is not None),
+            cache_lookups=old.cache_lookups + (lesson.mode == "ssd" and lesson.speculating),
+            cache_hits=old.cache_hits + (lesson.rank is not None),
         )
         if lesson.rank is not None:
             self.ranks[lesson.rank] += 1
@@ -192,7 +192,7 @@ class Recorder:
             plain_tok_s=self.plain_tok_s,
             stale_trees=self.stale_trees,
             emulated_cost=self.emulated_cost,
-            kinds=dict(self.kinds),
+            by_origin=dict(self.by_origin),
             hits_by_rank=[self.ranks[i] for i in range(max(self.ranks, default=-1) + 1)],
             draft_wait_ms=sum(self.phases.get("draft_wait", ())),
         )

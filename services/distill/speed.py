@@ -101,20 +101,20 @@ def predict(figures: Figures, costs: Costs) -> SpeedUpPrediction:
     alpha = min(figures.greedy_agreement, 0.999)
     best = SpeedUpPrediction(0, 0, 0.0, 1.0, 1.0)
     for chain, verify_ms in costs.verify_ms.items():
-        lookahead = int(chain) - 1
+        num_draft_tokens = int(chain) - 1
         for branches, draft_ms in costs.draft_ms.items():
-            if not lookahead:
+            if not num_draft_tokens:
                 continue
-            width = max(1, int(branches) // (lookahead + 1))
-            rejected = 1 - alpha**lookahead
+            width = max(1, int(branches) // (num_draft_tokens + 1))
+            rejected = 1 - alpha**num_draft_tokens
             after = _at(figures.hits_after_rejection, width)
-            hit = rejected * after + alpha**lookahead * _at(figures.hits, width)
-            tokens = (1 - alpha ** (lookahead + 1)) / (1 - alpha)
-            prepare_ms = (1 + lookahead) * draft_ms
+            hit = rejected * after + alpha**num_draft_tokens * _at(figures.hits, width)
+            tokens = (1 - alpha ** (num_draft_tokens + 1)) / (1 - alpha)
+            prepare_ms = (1 + num_draft_tokens) * draft_ms
             on_hit = max(verify_ms, prepare_ms) / plain
             speed_up = (hit * tokens + 1 - hit) / (hit * on_hit + 1 - hit)
             if speed_up > best.speed_up:
-                best = SpeedUpPrediction(lookahead, int(branches), hit, tokens, speed_up)
+                best = SpeedUpPrediction(num_draft_tokens, int(branches), hit, tokens, speed_up)
     return best
 
 

@@ -125,7 +125,7 @@ def _generate(
             max_tokens=min(max_tokens or _NO_LIMIT, _NO_LIMIT),
             stop=[request.stop] if isinstance(request.stop, str) else list(request.stop or []),
             mode="ar" if plain else "ssd",
-            lookahead=request.num_draft_tokens or 0,
+            num_draft_tokens=request.num_draft_tokens or 0,
             **prompt,
         )
     except msgspec.ValidationError as error:

@@ -242,7 +242,7 @@ def test_services_are_welcomed(house: House) -> None:
 
 def test_the_status_tells_of_the_requests_in_hand(house: House) -> None:
     """What each request waits for and has, what all did of late, and what is planned."""
-    house.client(ask(max_tokens=3, lookahead=2))
+    house.client(ask(max_tokens=3, num_draft_tokens=2))
     house.client(StatusRequest())
     (seen,) = house.told(b"c", Status)[-1].sequences
     assert (seen.state, seen.prompt_tokens, seen.tokens) == ("prefill", 3, 0)
@@ -254,14 +254,14 @@ def test_the_status_tells_of_the_requests_in_hand(house: House) -> None:
     status = house.told(b"c", Status)[-1]
     (seen,) = status.sequences
     assert (seen.state, seen.cached_tokens, seen.tokens, seen.hit_rate) == ("verify", 1, 1, 1.0)
-    assert (seen.choice.lookahead, seen.choice.speculating) == (2, True)
-    assert (status.recent.tokens, status.recent.rounds, status.recent.cache_hits) == (1, 1, 1)
+    assert (seen.planner.num_draft_tokens, seen.planner.speculating) == (2, True)
+    assert (status.window.tokens, status.window.rounds, status.window.cache_hits) == (1, 1, 1)
     house.verified(1, 7)
     house.client(StatusRequest())
     status = house.told(b"c", Status)[-1]
     assert status.sequences == []
-    assert (status.recent.tokens, status.recent.requests) == (3, 1)
-    assert status.recent.acceptance_rate == 1.0
+    assert (status.window.tokens, status.window.requests) == (3, 1)
+    assert status.window.acceptance_rate == 1.0
 
 
 def test_the_status_of_plain_decoding(house: House) -> None:
@@ -270,16 +270,16 @@ def test_the_status_of_plain_decoding(house: House) -> None:
     house.client(StatusRequest())
     status = house.told(b"c", Status)[-1]
     (seen,) = status.sequences
-    assert (seen.choice.mode, seen.choice.speculating) == ("ar", False)
-    assert (seen.choice.lookahead, seen.choice.fan_out) == (0, 0)
-    assert status.choice.speculating
-    assert status.choice.lookahead > 0
-    assert status.choice.fan_out > 0
+    assert (seen.planner.mode, seen.planner.speculating) == ("ar", False)
+    assert (seen.planner.num_draft_tokens, seen.planner.branches) == (0, 0)
+    assert status.planner.speculating
+    assert status.planner.num_draft_tokens > 0
+    assert status.planner.branches > 0
 
 
 def test_a_request_is_answered(house: House) -> None:
     """Tokens and text arrive as they are verified, then the end with its statistics."""
-    house.client(ask(max_tokens=3, lookahead=2))
+    house.client(ask(max_tokens=3, num_draft_tokens=2))
     house.drafted(6)
     house.verified(0, 5)
     assert house.told(b"v", Verify)[-1].chain == [5, 6]
@@ -450,17 +450,17 @@ def test_the_context_ends_an_answer_whenever_its_request_came() -> None:
     assert [finished.reason for finished in house.told(b"c", Finished)] == ["context"]
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("num_draft_tokens", [0, 2])
 @pytest.mark.parametrize(
     ("token", "confidence"),
     [(6, float("nan")), (6, float("inf")), (6, -3.0), (-7, 0.9), (2**40, 0.9)],
     ids=str,
 )
 def test_a_drafters_nonsense_costs_only_speed(
-    house: House, token: int, confidence: float, lookahead: int
+    house: House, token: int, confidence: float, num_draft_tokens: int
 ) -> None:
     """Not a number, no probability, no token: the verifier sees none of it and the request ends."""
-    house.client(ask(max_tokens=3, lookahead=lookahead))
+    house.client(ask(max_tokens=3, num_draft_tokens=num_draft_tokens))
     house.drafted(token, confidence)
     house.verified(0, 5)
     house.client(ServiceDown(role="drafter", pid=12, reason="died", final=True))

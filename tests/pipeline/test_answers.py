@@ -25,10 +25,10 @@ SETTINGS = {
     "coupled": Setting(Sampling(temperature=0.9, draft_temperature=2.0), deaths=0.05),
     "ar": Setting(REJECTION, mode="ar"),
     "sd": Setting(REJECTION, mode="sd"),
-    "sd of 2": Setting(REJECTION, mode="sd", lookahead=2, width=2),
+    "sd of 2": Setting(REJECTION, mode="sd", num_draft_tokens=2, width=2),
     "ssd": Setting(REJECTION),
     "ssd, deaths": Setting(REJECTION, deaths=0.15),
-    "saguaro": Setting(SAGUARO, lookahead=3),
+    "saguaro": Setting(SAGUARO, num_draft_tokens=3),
     "saguaro, two of three": Setting(SAGUARO, width=2, deaths=0.05),
     "mixed": Setting(MIXED),
     "lookup": Setting(REJECTION, drafter=False, deaths=0.1, prompt=QUOTED),
@@ -44,15 +44,15 @@ def test_answers_follow_the_targets_law(setting: Setting) -> None:
     assert_law(counts, law_of_answers(setting.sampling, LENGTH))
 
 
-@pytest.mark.parametrize("lookahead", [1, 3])
-def test_laws_that_cannot_be_cost_speed_only(lookahead: int) -> None:
+@pytest.mark.parametrize("num_draft_tokens", [1, 3])
+def test_laws_that_cannot_be_cost_speed_only(num_draft_tokens: int) -> None:
     """A hostile drafter's nonsense is never shown to the target, which decodes plainly.
 
     With a lookahead fixed by hand: else something may be looked up, which draws other tokens.
     """
     for seed in range(60):
         plain = Answering(Setting(SAGUARO, mode="ar"), seed)
-        hostile = Answering(Setting(SAGUARO, lookahead=lookahead, hostile=True), seed)
+        hostile = Answering(Setting(SAGUARO, num_draft_tokens=num_draft_tokens, hostile=True), seed)
         assert plain.run(6) == hostile.run(6)
         assert hostile.sequence.recorder.drafted == 0
 
@@ -74,7 +74,7 @@ def test_what_is_looked_up_is_offered_and_accepted() -> None:
     answers = [Answering(SETTINGS["lookup"], seed) for seed in range(40)]
     for answer in answers:
         answer.run(12)
-    kinds = [answer.sequence.recorder.kinds["lookup"] for answer in answers]
+    kinds = [answer.sequence.recorder.by_origin["lookup"] for answer in answers]
     assert sum(kind.rounds for kind in kinds) > 100
     assert sum(kind.tokens - kind.rounds for kind in kinds) > 40
 

@@ -54,7 +54,7 @@ def test_answers_are_those_of_plain_decoding(tiny: RunningStack, law: str) -> No
     answer = tiny.until(
         lambda answer: answer.statistics.drafted > 0,
         "drafts come in time",
-        lambda: tiny.answer("the quick fox", sampling=LAWS[law], max_tokens=24, lookahead=3),
+        lambda: tiny.answer("the quick fox", sampling=LAWS[law], max_tokens=24, num_draft_tokens=3),
     )
     assert plain.tokens == answer.tokens
 
@@ -118,6 +118,6 @@ def test_the_default_pair_drafts_trees_on_the_reference_runtime() -> None:
         answer = stack.until(
             lambda answer: answer.statistics.cache_hits > 0,
             "an outcome is hit",
-            lambda: stack.answer(QUESTION, max_tokens=32, lookahead=3),
+            lambda: stack.answer(QUESTION, max_tokens=32, num_draft_tokens=3),
         )
     assert plain.tokens == answer.tokens

@@ -54,7 +54,14 @@ def test_an_example_drafts_without_changing_a_token(
                 (answer.statistics.accepted if greedy else answer.statistics.drafted) > 0
             ),
             "drafts come in time",
-            partial(stack.answer, PROMPT, mode=mode, sampling=sampling, max_tokens=64, lookahead=3),
+            partial(
+                stack.answer,
+                PROMPT,
+                mode=mode,
+                sampling=sampling,
+                max_tokens=64,
+                num_draft_tokens=3,
+            ),
         )
         assert plain.tokens == answer.tokens
         assert answer.statistics.drafter_restarts == 0
@@ -71,7 +78,7 @@ def test_the_real_drafter_over_pipes_is_the_same_drafter(lines: bool) -> None:  
     answers = []
     for settings in (StackSettings(), piped):
         with running(settings) as stack:
-            ask = partial(stack.answer, prompt, max_tokens=48, lookahead=4)
+            ask = partial(stack.answer, prompt, max_tokens=48, num_draft_tokens=4)
             answers.append(
                 stack.until(
                     lambda answer: "late" not in answer.statistics.fallbacks,

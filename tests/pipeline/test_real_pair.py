@@ -79,7 +79,7 @@ def test_a_schema_and_penalties_cost_no_token(stack: RunningStack) -> None:
     fast = stack.until(
         lambda answer: answer.statistics.accepted > 0,
         "drafts come in time",
-        partial(stack.answer, PROMPT, sampling=sampling, max_tokens=MAX_TOKENS, lookahead=3),
+        partial(stack.answer, PROMPT, sampling=sampling, max_tokens=MAX_TOKENS, num_draft_tokens=3),
     )
     assert plain.tokens == fast.tokens
     assert plain.text.lstrip().startswith("{")
@@ -132,7 +132,7 @@ def test_drafts_are_accepted_and_hit() -> None:
     limits = Limits(48, tokenizer.stop_ids, 0)
     prompts = [tokenizer.encode([ChatMessage("user", text)]) for text in CHAT]
     answers = [
-        Lockstep(verifier, drafter, prompt, limits, lookahead=6, sampling=Sampling()).run()
+        Lockstep(verifier, drafter, prompt, limits, num_draft_tokens=6, sampling=Sampling()).run()
         for prompt in prompts
     ]
     hits = sum(s.cache_hits for s in answers)

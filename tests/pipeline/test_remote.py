@@ -117,7 +117,7 @@ def drafts(stack: RunningStack) -> bool:
 
 def accepted(stack: RunningStack) -> int:
     """Drafted tokens that one more answer takes."""
-    return stack.answer(PROMPT, max_tokens=48, lookahead=3).statistics.accepted
+    return stack.answer(PROMPT, max_tokens=48, num_draft_tokens=3).statistics.accepted
 
 
 def test_drafts_from_elsewhere_change_no_token(server: Server, models: tuple[str, str]) -> None:
@@ -129,7 +129,7 @@ def test_drafts_from_elsewhere_change_no_token(server: Server, models: tuple[str
         eventually(lambda: accepted(stack) > 5, "its drafts are used")
         for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
             plain = stack.answer(PROMPT, mode="ar", sampling=sampling, max_tokens=48)
-            answer = stack.answer(PROMPT, sampling=sampling, max_tokens=48, lookahead=3)
+            answer = stack.answer(PROMPT, sampling=sampling, max_tokens=48, num_draft_tokens=3)
             assert plain.tokens == answer.tokens
 
         def kill(count: int) -> None:
@@ -137,14 +137,16 @@ def test_drafts_from_elsewhere_change_no_token(server: Server, models: tuple[str
                 server.process.kill()
                 server.process.wait()
 
-        answer = stack.answer(PROMPT, sampling=sampling, max_tokens=96, lookahead=3, when=kill)
+        answer = stack.answer(
+            PROMPT, sampling=sampling, max_tokens=96, num_draft_tokens=3, when=kill
+        )
         assert answer.tokens[:48] == plain.tokens
         assert len(answer.tokens) == 96
         eventually(lambda: "the connection is lost" in drafter_lines(stack), "it is told why")
         server.again()
         eventually(lambda: drafts(stack), "the next server joins")
         eventually(lambda: accepted(stack) > 5, "its drafts are used")
-        answer = stack.answer(PROMPT, sampling=sampling, max_tokens=48, lookahead=3)
+        answer = stack.answer(PROMPT, sampling=sampling, max_tokens=48, num_draft_tokens=3)
         assert answer.tokens == plain.tokens
 
 

@@ -97,7 +97,7 @@ def answered(
     *,
     count: int = 40,
     prompt: Tokens = PROMPT,
-    lookahead: int = 4,
+    num_draft_tokens: int = 4,
 ) -> Any:
     """Tokens, log-probabilities and statistics of one answer."""
     request = Generate(
@@ -106,7 +106,7 @@ def answered(
         sampling=sampling,
         max_tokens=count,
         mode=mode,
-        lookahead=0 if mode == "ar" else lookahead,
+        num_draft_tokens=0 if mode == "ar" else num_draft_tokens,
     )
     *texts, end = stack.client.generate(request)
     said = [text for text in texts if isinstance(text, Text)]
@@ -171,7 +171,7 @@ def test_lookup_drafts_what_the_shape_allows(stack: RunningStack) -> None:
             asked = tokenizer.encode_text(prompt)
             sampling = Sampling(shape=shape)
             plain, _, _ = answered(lookup, sampling, "ar", prompt=asked)
-            fast, _, end = drafted(lookup, sampling, "ssd", prompt=asked, lookahead=3)
+            fast, _, end = drafted(lookup, sampling, "ssd", prompt=asked, num_draft_tokens=3)
             assert fast == plain
             s = end.statistics
             assert s.acceptance_rate > 0.5

@@ -80,7 +80,9 @@ def deaths(stack: RunningStack) -> str:
 
 def same_as_plain(stack: RunningStack, mode: Mode) -> None:
     plain = stack.answer(PROMPT, mode="ar", sampling=SAMPLING, max_tokens=MAX_TOKENS)
-    answer = stack.answer(PROMPT, mode=mode, sampling=SAMPLING, max_tokens=MAX_TOKENS, lookahead=4)
+    answer = stack.answer(
+        PROMPT, mode=mode, sampling=SAMPLING, max_tokens=MAX_TOKENS, num_draft_tokens=4
+    )
     assert plain.tokens == answer.tokens
     assert plain.reason == answer.reason
 

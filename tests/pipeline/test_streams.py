@@ -57,7 +57,7 @@ def requests(mode: Mode) -> list[Generate]:
             max_tokens=LENGTH - 3 * n,
             mode=mode,
             # Fixed by hand for half of them: the others may find that plain decoding is faster.
-            lookahead=3 * (n % 2) if mode != "ar" else 0,
+            num_draft_tokens=3 * (n % 2) if mode != "ar" else 0,
         )
         for n, prompt in enumerate(PROMPTS)
     ]

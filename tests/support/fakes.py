@@ -219,7 +219,7 @@ class Stack:
         target: Target,
         prompt: Tokens,
         limits: Limits,
-        lookahead: int = 0,
+        num_draft_tokens: int = 0,
         budget: int = 0,
         skill: float = 1.0,
         seed: int = 0,
@@ -253,7 +253,7 @@ class Stack:
             prompt=prompt,
             sampling=sampling or Sampling(),
             limits=limits,
-            plan=Planner(mode, self.estimates, lookahead, budget),
+            plan=Planner(mode, self.estimates, num_draft_tokens, budget),
             recorder=Recorder(0.0),
         )
 

@@ -38,7 +38,7 @@ class Lockstep:
 
     def __init__(
         self, verifier: Verifier, backend: DraftBackend, prompt: Tokens, limits: Limits,
-        *, lookahead: int, sampling: Sampling,
+        *, num_draft_tokens: int, sampling: Sampling,
     ) -> None:  # fmt: skip
         self._verifier, self._drafter = verifier, Drafter(backend)
         self._to_drafter: deque[Work] = deque()
@@ -49,7 +49,7 @@ class Lockstep:
             prompt=prompt,
             sampling=sampling,
             limits=limits,
-            plan=Planner("ssd", CostModel(), lookahead),
+            plan=Planner("ssd", CostModel(), num_draft_tokens),
             recorder=Recorder(0.0),
         )
         self._do(self.sequence.drafter_up(0))

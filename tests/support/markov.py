@@ -161,7 +161,7 @@ class Setting:
 
     sampling: Sampling
     mode: Mode = "ssd"
-    lookahead: int = 0
+    num_draft_tokens: int = 0
     budget: int = 4
     width: int = SIZE
     """Tokens that the drafter draws from."""
@@ -197,7 +197,7 @@ class Answering:
             plan=Planner(
                 setting.mode,
                 estimates,
-                setting.lookahead,
+                setting.num_draft_tokens,
                 setting.budget,
                 sampled=uses_rejection(self._sampling),
             ),

@@ -70,7 +70,7 @@ class RunningStack:
         max_tokens: int = 32,
         stop: list[str] | None = None,
         tokens: Tokens | None = None,
-        lookahead: int = 0,
+        num_draft_tokens: int = 0,
         when: Callable[[int], None] | None = None,
     ) -> Answered:
         """Ask and wait; `when` is called with the number of tokens after each message."""
@@ -82,7 +82,7 @@ class RunningStack:
             max_tokens=max_tokens,
             stop=stop or [],
             mode=mode,
-            lookahead=lookahead,
+            num_draft_tokens=num_draft_tokens,
         )
         got: Tokens = []
         text = ""
@@ -116,7 +116,7 @@ class RunningStack:
         self.until(
             lambda answer: answer.statistics.drafted > 0,
             "drafts come in time",
-            lambda: self.answer("hello", mode="sd", max_tokens=8, lookahead=3),
+            lambda: self.answer("hello", mode="sd", max_tokens=8, num_draft_tokens=3),
         )
 
 

@@ -39,8 +39,8 @@ def test_a_mode_with_knobs() -> None:
         sampling=sampling,
         max_tokens=9,
         mode="ssd",
-        lookahead=4,
-        fan_out=12,
+        num_draft_tokens=4,
+        branches=12,
         fan_out_policy="uniform",
     )
     assert request == expected
@@ -49,7 +49,9 @@ def test_a_mode_with_knobs() -> None:
 
 def test_references_have_their_own_lookahead() -> None:
     """mlx-lm's default is 3."""
-    assert [parse(text).lookahead for text in ("mlx-lm", "mlx-lm-draft", "mlx-lm-draft:k=5")] == [
+    assert [
+        parse(text).num_draft_tokens for text in ("mlx-lm", "mlx-lm-draft", "mlx-lm-draft:k=5")
+    ] == [
         0,
         3,
         5,
@@ -144,9 +146,11 @@ def test_hits_and_the_bound_are_pooled() -> None:
         accepted=15,
         cache_hits=6,
         cache_misses=3,
-        kinds={
-            "hit": RoundStats(rounds=6, tokens=18, verify_ms=600.0, looked_up=6, found=4),
-            "target": RoundStats(rounds=3, tokens=4, verify_ms=240.0, looked_up=3, found=2),
+        by_origin={
+            "hit": RoundStats(rounds=6, tokens=18, verify_ms=600.0, cache_lookups=6, cache_hits=4),
+            "target": RoundStats(
+                rounds=3, tokens=4, verify_ms=240.0, cache_lookups=3, cache_hits=2
+            ),
         },
         hits_by_rank=[4, 0, 2],
         draft_wait_ms=60.0,
@@ -167,7 +171,9 @@ def test_hits_and_the_bound_are_pooled() -> None:
 def schema() -> dict[str, Any]:
     """Of the file; what the protocol's messages hold is the protocol's affair."""
     found = msgspec.json.schema(BenchFile)
-    for name in {"Statistics", "Sampling", "Shape", "RoundStats", "Slice"} & set(found["$defs"]):
+    for name in {"Statistics", "Sampling", "LogitsOptions", "RoundStats", "TraceEvent"} & set(
+        found["$defs"]
+    ):
         found["$defs"][name] = {"title": name, "type": "object"}
     return found
 

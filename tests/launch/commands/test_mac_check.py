@@ -55,7 +55,7 @@ def test_all_that_can_be_measured_here_is_in_the_file(checked: tuple[str, str]) 
     names = [cost["name"] for cost in functions["costs"] if cost["call_ms"] > 0]
     assert names == [function["name"] for function in report["package"]["functions"]]
     assert names == ["tree", "decode", "prefill", "prefill_kv"]
-    ways = [(answer["mode"], answer["lookahead"]) for answer in report["answers"]]
+    ways = [(answer["mode"], answer["num_draft_tokens"]) for answer in report["answers"]]
     assert ways == [("ar", 0), ("sd", 4), ("ssd", 4), ("ssd", 0)]
     assert all(answer["same_as_plain"] and answer["tokens"] for answer in report["answers"])
     assert all(answer["accepted"] > 0 for answer in report["answers"][1:3])
@@ -140,7 +140,7 @@ def test_an_answer_without_drafts_says_so() -> None:
         "tokens": 9, "tok_s": 1.0, "accepted": 0, "drafted": 0, "cache_hits": 0,
         "cache_misses": 0, "same_as_plain": True,
     }  # fmt: skip
-    answers = [mac_report.Answer(mode=m, lookahead=0, **common) for m in ("ar", "sd")]
+    answers = [mac_report.Answer(mode=m, num_draft_tokens=0, **common) for m in ("ar", "sd")]
     report = mac_report.Report(
         date="", machine={"system": "here"}, versions={}, model="m", package={}, answers=answers
     )

@@ -88,7 +88,7 @@ def test_json_for_machines() -> None:
     found = json.loads(done.stdout)
     assert found["simulated"] is True
     assert found["scenario"]["device"]["t_verify"] == "1:20,4:30"
-    fixed = [run for run in found["runs"] if run["strategy"]["lookahead"]]
+    fixed = [run for run in found["runs"] if run["strategy"]["num_draft_tokens"]]
     best = max(fixed, key=lambda run: run["tok_s"])
     assert best["strategy"] == found["best_fixed"]
     adaptive = next(run for run in found["runs"] if run["label"] == "ssd adaptive")

@@ -36,7 +36,7 @@ from tests.support.tiny_models import write_endless_model
 processes = pytest.mark.processes
 
 CHOICE = PlannerState(
-    speculating=True, lookahead=6, fan_out=16, speculative_tok_s=52.04, plain_tok_s=40.31
+    speculating=True, num_draft_tokens=6, branches=16, speculative_tok_s=52.04, plain_tok_s=40.31
 )
 SEQUENCE = SequenceStatus(
     sequence=7,
@@ -48,7 +48,7 @@ SEQUENCE = SequenceStatus(
     tok_s=51.25,
     acceptance_rate=0.614,
     hit_rate=0.871,
-    choice=CHOICE,
+    planner=CHOICE,
 )
 STATUS = Status(
     pid=10,
@@ -58,12 +58,12 @@ STATUS = Status(
     waiting=3,
     degraded=["there is no drafter at the moment: the target decodes plainly"],
     refused={"drafter": "its vocabulary is another"},
-    recent=WindowStats(
+    window=WindowStats(
         seconds=10.0, busy_s=8.0, tokens=400, tok_s=50.0, rounds=160, plain_rounds=8,
         drafted=300, accepted=240, acceptance_rate=0.8, cache_hits=90, cache_misses=30,
         hit_rate=0.75,
     ),
-    choice=CHOICE,
+    planner=CHOICE,
     sequences=[SEQUENCE],
 )  # fmt: skip
 VERIFIER = ProcessFigures(
@@ -120,7 +120,7 @@ def test_an_orchestrator_that_does_not_answer() -> None:
 
 def test_an_idle_stack() -> None:
     """Nothing to divide is no rate at all."""
-    idle = msgspec.structs.replace(STATUS, recent=WindowStats(seconds=3.0), active=0, sequences=[])
+    idle = msgspec.structs.replace(STATUS, window=WindowStats(seconds=3.0), active=0, sequences=[])
     page = printed(msgspec.structs.replace(PICTURE, status=idle))
     assert "idle" in line(page, "speed")
     assert line(page, "acceptance ").split()[-2:] == ["-", "│"]
@@ -141,7 +141,7 @@ def test_words_and_units() -> None:
     ]
     assert [sparkline([]), sparkline([0.0, 0.0]), sparkline([1.0, 8.0])] == ["", "", "▂█"]
     assert format_plan(PlannerState()) == "plain decoding"
-    assert format_plan(PlannerState(mode="sd", speculating=True, lookahead=3)) == (
+    assert format_plan(PlannerState(mode="sd", speculating=True, num_draft_tokens=3)) == (
         "speculates, lookahead up to 3"
     )
 
@@ -185,7 +185,7 @@ def test_one_look_as_json(stack: RunningStack) -> None:
         done = top("--once", "--json", "--name", name_of(stack))
         assert done.returncode == 0, done.stderr
         seen.update(json.loads(done.stdout))
-        return bool(seen["status"]["recent"]["requests"] > 0)
+        return bool(seen["status"]["window"]["requests"] > 0)
 
     eventually(looked, "it starts within the ten seconds that are of late")
     roles = {entry["role"]: entry for entry in seen["processes"]}
@@ -195,11 +195,11 @@ def test_one_look_as_json(stack: RunningStack) -> None:
     assert all(entry["memory_bytes"] > 10**6 for entry in roles.values())
     assert {"running"} == {entry["state"] for entry in roles.values()}
     status = seen["status"]
-    assert 0 < status["recent"]["tokens"] <= 24
-    assert status["recent"]["requests"] == 1
-    assert status["recent"]["tok_s"] > 0
-    assert status["recent"]["rounds"] > 0
-    assert status["choice"]["mode"] == "ssd"
+    assert 0 < status["window"]["tokens"] <= 24
+    assert status["window"]["requests"] == 1
+    assert status["window"]["tok_s"] > 0
+    assert status["window"]["rounds"] > 0
+    assert status["planner"]["mode"] == "ssd"
     assert (status["active"], status["sequences"], seen["problems"]) == (0, [], [])
 
 

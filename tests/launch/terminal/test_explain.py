@@ -62,7 +62,7 @@ def test_nothing_speculative_is_said_so() -> None:
 def test_one_is_one(rounds: int, tokens: int, sentence: str) -> None:
     """A single round is not `1 rounds`."""
     kinds = {"lookup": RoundStats(rounds=rounds, tokens=tokens)}
-    text = explanation("ssd", msgspec.structs.replace(SPECULATIVE, kinds=kinds, plain_rounds=1))
+    text = explanation("ssd", msgspec.structs.replace(SPECULATIVE, by_origin=kinds, plain_rounds=1))
     assert sentence in text
     assert "1 plain round measured" in text
 

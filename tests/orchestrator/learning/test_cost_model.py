@@ -90,16 +90,18 @@ def test_rates_are_probabilities(confidences: list[float], accepted: int, asked:
     assert 0.0 <= calibration.rate(asked) <= 1.0
 
 
-def plan(mode: Mode = "ssd", *, lookahead: int = 0, budget: int = 0) -> Planner:
-    return Planner(mode, CostModel(), lookahead, budget)
+def plan(mode: Mode = "ssd", *, num_draft_tokens: int = 0, budget: int = 0) -> Planner:
+    return Planner(mode, CostModel(), num_draft_tokens, budget)
 
 
 @given(CONFIDENCES, st.integers(1, 6))
-def test_a_lookahead_that_was_asked_for_is_kept(confidences: list[float], lookahead: int) -> None:
+def test_a_lookahead_that_was_asked_for_is_kept(
+    confidences: list[float], num_draft_tokens: int
+) -> None:
     """With a lookahead given, that many tokens are verified whatever their confidence."""
-    fixed = plan(lookahead=lookahead)
-    assert fixed.depth == lookahead
-    assert min(lookahead, len(confidences)) == fixed.length(confidences, "hit")
+    fixed = plan(num_draft_tokens=num_draft_tokens)
+    assert fixed.depth == num_draft_tokens
+    assert min(num_draft_tokens, len(confidences)) == fixed.length(confidences, "hit")
 
 
 @given(CONFIDENCES)
@@ -183,12 +185,14 @@ def test_sampled_drafts_go_on_where_going_on_pays() -> None:
     assert sampled.length([0.01, 0.99, 0.99, 0.99], "hit") == 0
 
 
-@pytest.mark.parametrize(("lookahead", "budget", "expected"), [(0, 0, 3), (4, 20, 4), (6, 3, 1)])
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "budget", "expected"), [(0, 0, 3), (4, 20, 4), (6, 3, 1)]
+)
 def test_saguaro_holds_back_what_a_row_can_expect(
-    lookahead: int, budget: int, expected: int
+    num_draft_tokens: int, budget: int, expected: int
 ) -> None:
     """F is the branches that each acceptance length gets on average, at least one."""
-    assert expected == plan(lookahead=lookahead, budget=budget).held_back
+    assert expected == plan(num_draft_tokens=num_draft_tokens, budget=budget).held_back
 
 
 @given(CONFIDENCES, st.integers(0, 64))
@@ -333,7 +337,7 @@ def test_in_company_nobody_waits_for_a_draft() -> None:
         for part in shared(4, 1, 100.0):
             estimates.observe_round(part)
     assert plan.backup() == 0
-    assert Planner("ssd", estimates, lookahead=3).backup() == 3
+    assert Planner("ssd", estimates, num_draft_tokens=3).backup() == 3
 
 
 def test_in_company_fewer_tokens_are_worth_verifying() -> None:

@@ -37,4 +37,4 @@ def test_a_lookahead_fixed_by_hand_is_the_depth() -> None:
     """Whatever was verified."""
     estimates = CostModel()
     verified(estimates, 9)
-    assert Planner("ssd", estimates, lookahead=5).depth == 5
+    assert Planner("ssd", estimates, num_draft_tokens=5).depth == 5

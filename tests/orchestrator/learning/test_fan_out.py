@@ -30,20 +30,22 @@ EXPONENTS = st.floats(0.1, 3.0)
 RATES = st.lists(st.floats(0.0, 1.0), max_size=10)
 
 
-@pytest.mark.parametrize(("alpha", "r", "budget", "lookahead", "expected"), VECTORS)
+@pytest.mark.parametrize(("alpha", "r", "budget", "num_draft_tokens", "expected"), VECTORS)
 def test_geometric_gives_the_published_numbers(
-    alpha: float, r: float, budget: int, lookahead: int, expected: str
+    alpha: float, r: float, budget: int, num_draft_tokens: int, expected: str
 ) -> None:
     """The closed form reproduces the test vectors to the printed digits."""
-    actual = geometric(alpha, r, budget, lookahead)
+    actual = geometric(alpha, r, budget, num_draft_tokens)
     assert expected == " ".join(f"{count:.2f}" for count in actual)
 
 
 @given(ALPHAS, EXPONENTS, st.integers(1, 200), st.integers(0, 16))
-def test_geometric_spends_the_budget(alpha: float, r: float, budget: int, lookahead: int) -> None:
+def test_geometric_spends_the_budget(
+    alpha: float, r: float, budget: int, num_draft_tokens: int
+) -> None:
     """The closed form has K + 1 terms that fall by one ratio before the last, and sum to B."""
-    counts = geometric(alpha, r, budget, lookahead)
-    assert len(counts) == lookahead + 1
+    counts = geometric(alpha, r, budget, num_draft_tokens)
+    assert len(counts) == num_draft_tokens + 1
     assert sum(counts) == pytest.approx(budget)
     ratio = alpha ** (1 / (1 + r))
     assert all(b / a == pytest.approx(ratio) for a, b in pairwise(counts[:-1]))
@@ -51,17 +53,19 @@ def test_geometric_spends_the_budget(alpha: float, r: float, budget: int, lookah
 
 @given(ALPHAS, EXPONENTS, st.integers(1, 9), st.integers(0, 8), st.floats(-1, 1))
 def test_geometric_cannot_be_improved(
-    alpha: float, r: float, lookahead: int, at: int, share: float
+    alpha: float, r: float, num_draft_tokens: int, at: int, share: float
 ) -> None:
     """Moving a part of one term to its neighbour never lowers the expected misses."""
 
     def misses(counts: list[float]) -> float:
-        chances = [alpha**k * (1 - alpha) for k in range(lookahead)] + [alpha**lookahead]
+        chances = [alpha**k * (1 - alpha) for k in range(num_draft_tokens)] + [
+            alpha**num_draft_tokens
+        ]
         return sum(p * f**-r for p, f in zip(chances, counts, strict=True))
 
-    best = geometric(alpha, r, 24, lookahead)
+    best = geometric(alpha, r, 24, num_draft_tokens)
     moved = list(best)
-    at %= lookahead
+    at %= num_draft_tokens
     shift = 0.5 * share * min(moved[at], moved[at + 1])
     moved[at] -= shift
     moved[at + 1] += shift
@@ -78,10 +82,10 @@ def test_acceptance_lengths_have_a_law(rates: list[float]) -> None:
 
 
 @given(ALPHAS, st.integers(0, 10))
-def test_equal_rates_give_the_geometric_law(alpha: float, lookahead: int) -> None:
+def test_equal_rates_give_the_geometric_law(alpha: float, num_draft_tokens: int) -> None:
     """With one rate for all tokens, P(k) = alpha^k (1 - alpha) and P(K) = alpha^K."""
-    expected = [alpha**k * (1 - alpha) for k in range(lookahead)] + [alpha**lookahead]
-    assert expected == pytest.approx(acceptance_law([alpha] * lookahead))
+    expected = [alpha**k * (1 - alpha) for k in range(num_draft_tokens)] + [alpha**num_draft_tokens]
+    assert expected == pytest.approx(acceptance_law([alpha] * num_draft_tokens))
 
 
 def test_the_acceptance_law_is_that_of_a_chain() -> None:
@@ -122,9 +126,9 @@ def test_allocation_spends_the_budget(rates: list[float], budget: int) -> None:
 
 
 @given(ALPHAS, st.integers(0, 80), st.integers(0, 10))
-def test_allocation_falls_before_the_last(alpha: float, budget: int, lookahead: int) -> None:
+def test_allocation_falls_before_the_last(alpha: float, budget: int, num_draft_tokens: int) -> None:
     """With one rate for all tokens, a later rejection never gets more than an earlier one."""
-    counts = allocate(acceptance_law([alpha] * lookahead), budget)[:-1]
+    counts = allocate(acceptance_law([alpha] * num_draft_tokens), budget)[:-1]
     assert sorted(counts, reverse=True) == counts
 
 
@@ -153,19 +157,21 @@ def test_more_budget_never_narrows(rates: list[float], budget: int) -> None:
 
 
 @given(st.integers(0, 100), st.integers(0, 16))
-def test_uniform_spends_the_budget_evenly(budget: int, lookahead: int) -> None:
+def test_uniform_spends_the_budget_evenly(budget: int, num_draft_tokens: int) -> None:
     """K + 1 numbers that differ by at most one, earlier ones first."""
-    counts = uniform(budget, lookahead)
-    assert len(counts) == lookahead + 1
+    counts = uniform(budget, num_draft_tokens)
+    assert len(counts) == num_draft_tokens + 1
     assert sum(counts) == budget
     assert max(counts) - min(counts) <= 1
     assert sorted(counts, reverse=True) == counts
 
 
 @given(ALPHAS, EXPONENTS, st.integers(1, 200), st.integers(0, 16))
-def test_rounding_keeps_the_budget(alpha: float, r: float, budget: int, lookahead: int) -> None:
+def test_rounding_keeps_the_budget(
+    alpha: float, r: float, budget: int, num_draft_tokens: int
+) -> None:
     """Whole numbers near the closed form's, with its sum."""
-    exact = geometric(alpha, r, budget, lookahead)
+    exact = geometric(alpha, r, budget, num_draft_tokens)
     counts = rounded(exact)
     assert sum(counts) == budget
     assert all(abs(a - b) < 1.0 for a, b in zip(counts, exact, strict=True))

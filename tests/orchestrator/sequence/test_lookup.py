@@ -69,7 +69,9 @@ class Periodic(Target):
         return (len(prefix) * 3) % 5 if len(prefix) % 5 else 4
 
 
-def stack(*, skill: float = 0.0, lookahead: int = 0, shape: LogitsOptions | None = None) -> Stack:
+def stack(
+    *, skill: float = 0.0, num_draft_tokens: int = 0, shape: LogitsOptions | None = None
+) -> Stack:
     """The answer repeats itself; the drafter is useless, or absent."""
     return Stack(
         mode="ssd",
@@ -77,7 +79,7 @@ def stack(*, skill: float = 0.0, lookahead: int = 0, shape: LogitsOptions | None
         prompt=[1],
         limits=ENDLESS,
         skill=skill,
-        lookahead=lookahead,
+        num_draft_tokens=num_draft_tokens,
         sampling=Sampling(shape=shape),
     )
 
@@ -91,7 +93,7 @@ def test_without_a_drafter_what_was_said_before_is_verified() -> None:
     alone.assert_plain()
     recorder = alone.sequence.recorder
     assert recorder.rounds < 40
-    assert recorder.fallbacks["lookup"] == recorder.kinds["lookup"].rounds > 3
+    assert recorder.fallbacks["lookup"] == recorder.by_origin["lookup"].rounds > 3
     assert alone.origins.count("lookup") == recorder.accepted > 20
     assert "looked up in prompt and answer" in explanation("ssd", recorder.summary())
 
@@ -154,7 +156,7 @@ def test_while_the_drafter_rests_lookup_goes_on() -> None:
 
 def test_what_is_fixed_by_hand_is_not_changed() -> None:
     """With a lookahead of one's own nothing is looked up."""
-    fixed = stack(lookahead=3)
+    fixed = stack(num_draft_tokens=3)
     fixed.calm().assert_plain()
     assert "lookup" not in fixed.origins
 

@@ -49,9 +49,11 @@ def test_the_target_does_not_wait_for_what_nobody_has_timed() -> None:
 
 
 @given(st.integers(1, 8), st.floats(0.0, 1.0), st.floats(0.0, 100.0))
-def test_a_lookahead_is_kept_after_a_miss(lookahead: int, alpha: float, token_ms: float) -> None:
+def test_a_lookahead_is_kept_after_a_miss(
+    num_draft_tokens: int, alpha: float, token_ms: float
+) -> None:
     """With a lookahead fixed by hand the target always waits for that many tokens."""
-    assert lookahead == Planner("ssd", taught(alpha, token_ms), lookahead).backup()
+    assert num_draft_tokens == Planner("ssd", taught(alpha, token_ms), num_draft_tokens).backup()
 
 
 @pytest.mark.parametrize("origin", ["target", "hit", "miss"])

@@ -30,7 +30,7 @@ LIMITS = st.builds(
 PLANS = st.fixed_dictionaries(
     {"mode": st.sampled_from(MODES), "prompt": PROMPTS, "limits": LIMITS},
     optional={
-        "lookahead": st.integers(0, 6),
+        "num_draft_tokens": st.integers(0, 6),
         "budget": st.integers(0, 12),
         "skill": st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.0]),
         "max_draft": st.sampled_from([0, 1, 3, 64]),
@@ -115,26 +115,32 @@ SALTS = [salt for salt in range(120) if 25 <= len(Target(salt).plain([1, 2], END
 
 
 @pytest.mark.parametrize("salt", SALTS)
-@pytest.mark.parametrize("lookahead", [0, 1, 4])
-def test_a_perfect_drafter_always_hits(salt: int, lookahead: int) -> None:
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
+def test_a_perfect_drafter_always_hits(salt: int, num_draft_tokens: int) -> None:
     """With a drafter that is always right and in time, every round after the first is a hit."""
     stack = started(
-        mode="ssd", target=Target(salt), prompt=[1, 2], limits=ENDLESS, lookahead=lookahead
+        mode="ssd",
+        target=Target(salt),
+        prompt=[1, 2],
+        limits=ENDLESS,
+        num_draft_tokens=num_draft_tokens,
     ).calm()
     stack.assert_plain()
     recorder = stack.sequence.recorder
     assert recorder.hits > 0
     assert (recorder.rounds - 1, 0) == (recorder.hits, recorder.misses)
     assert "miss" not in stack.origins
-    if lookahead:
-        assert 1 + ceil(len(stack.truth) / (lookahead + 1)) == recorder.rounds
+    if num_draft_tokens:
+        assert 1 + ceil(len(stack.truth) / (num_draft_tokens + 1)) == recorder.rounds
 
 
 @pytest.mark.parametrize("salt", SALTS)
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_a_perfect_drafter_is_always_accepted(salt: int, mode: Mode) -> None:
     """All tokens of a drafter that is always right stand, up to the one that ends the answer."""
-    stack = started(mode=mode, target=Target(salt), prompt=[1, 2], limits=ENDLESS, lookahead=3)
+    stack = started(
+        mode=mode, target=Target(salt), prompt=[1, 2], limits=ENDLESS, num_draft_tokens=3
+    )
     stack.calm().assert_plain()
     outcomes = stack.past_outcomes
     assert [0, *[3 for _ in outcomes[1:]]] == [outcome.accepted for outcome in outcomes]
@@ -160,7 +166,7 @@ def test_every_later_round_is_a_hit_or_a_miss(salt: int, skill: float, patience:
         target=Target(salt),
         prompt=[1, 2],
         limits=ENDLESS,
-        lookahead=3,
+        num_draft_tokens=3,
         skill=skill,
         seed=salt,
     ).calm(patience)
@@ -173,7 +179,9 @@ def test_every_later_round_is_a_hit_or_a_miss(salt: int, skill: float, patience:
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_trees_of_other_rounds_are_dropped(mode: Mode) -> None:
     """A stale tree neither fills nor blocks the place of the one that the round waits for."""
-    stack = started(mode=mode, target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, lookahead=3)
+    stack = started(
+        mode=mode, target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, num_draft_tokens=3
+    )
     while stack.sequence.phase is not Phase.FINISHED:
         for stale in [tree for tree in stack.past if tree.round != stack.sequence.round]:
             stack.do(stack.sequence.tree(stale, stack.now))
@@ -187,7 +195,9 @@ def test_trees_of_other_rounds_are_dropped(mode: Mode) -> None:
 
 def test_trees_that_are_dropped_are_counted() -> None:
     """Of another round, or twice."""
-    stack = started(mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, lookahead=3)
+    stack = started(
+        mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, num_draft_tokens=3
+    )
     assert stack.drafter_works()
     stack.tree_arrives()
     assert stack.sequence.recorder.stale_trees == 0
@@ -200,7 +210,9 @@ def test_trees_that_are_dropped_are_counted() -> None:
 
 def test_what_was_not_prepared_in_time_is_a_miss() -> None:
     """An outcome that arrives before any depth of the tree is a miss, however good the drafter."""
-    stack = started(mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, lookahead=3)
+    stack = started(
+        mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, num_draft_tokens=3
+    )
     stack.calm(patience=0.0).assert_plain()
     recorder = stack.sequence.recorder
     assert recorder.hits == 0
@@ -291,8 +303,10 @@ TALK = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "lookahead", "expected"), TALK)
-def test_each_mode_talks_only_as_it_should(mode: Mode, lookahead: int, expected: set[type]) -> None:
+@pytest.mark.parametrize(("mode", "num_draft_tokens", "expected"), TALK)
+def test_each_mode_talks_only_as_it_should(
+    mode: Mode, num_draft_tokens: int, expected: set[type]
+) -> None:
     """Plain decoding never bothers the drafter; it prepares, and is waited for, only as planned."""
     stack = started(
         mode=mode,
@@ -300,21 +314,21 @@ def test_each_mode_talks_only_as_it_should(mode: Mode, lookahead: int, expected:
         prompt=[1, 2],
         limits=ENDLESS,
         skill=0.6,
-        lookahead=lookahead,
+        num_draft_tokens=num_draft_tokens,
     ).calm()
     assert {type(message) for message in stack.to_drafter()} == expected
 
 
 def test_after_a_miss_the_planned_backup_follows() -> None:
     """With a lookahead the target waits for a draft after a miss; without, if that pays."""
-    for lookahead, token_ms in [(3, 0.0), (0, 1e-3), (0, 1e3)]:
+    for num_draft_tokens, token_ms in [(3, 0.0), (0, 1e-3), (0, 1e3)]:
         stack = started(
             mode="ssd",
             target=Target(SALTS[0]),
             prompt=[1, 2],
             limits=ENDLESS,
             skill=0.7,
-            lookahead=lookahead,
+            num_draft_tokens=num_draft_tokens,
             draft_ms=token_ms,
         ).calm(patience=0.6)
         stack.assert_plain()
@@ -323,19 +337,23 @@ def test_after_a_miss_the_planned_backup_follows() -> None:
         assert recorder.fallbacks.total() == recorder.misses
         assert ("draft" in recorder.fallbacks) is (token_ms < 1e3)
         assert ("miss" in stack.origins) is (token_ms < 1e3)
-        assert not (lookahead and "plain" in recorder.fallbacks)
+        assert not (num_draft_tokens and "plain" in recorder.fallbacks)
         assert "hit" in stack.origins
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("lookahead", [1, 4])
-def test_answers_end_where_plain_decoding_ends(mode: Mode, lookahead: int) -> None:
+@pytest.mark.parametrize("num_draft_tokens", [1, 4])
+def test_answers_end_where_plain_decoding_ends(mode: Mode, num_draft_tokens: int) -> None:
     """Stop tokens, max_tokens and the context length cut every mode's answer at the same token."""
     endings = set()
     for salt, tokens, context in product((1, 2, 3), (1, 2, 3, 5, 6, 11), (0, 3, 6, 9)):
         limits = Limits(tokens, frozenset({3}), context)
         stack = started(
-            mode=mode, target=Target(salt), prompt=[4, 5], limits=limits, lookahead=lookahead
+            mode=mode,
+            target=Target(salt),
+            prompt=[4, 5],
+            limits=limits,
+            num_draft_tokens=num_draft_tokens,
         )
         stack.calm().assert_plain()
         endings.add(stack.ending)
@@ -345,7 +363,7 @@ def test_answers_end_where_plain_decoding_ends(mode: Mode, lookahead: int) -> No
 def test_a_stop_token_inside_a_chain_drops_the_rest() -> None:
     """Accepted tokens behind a stop token are not part of the answer, nor counted as accepted."""
     target = next(t for t in map(Target, range(250)) if len(t.plain([1, 2], ENDLESS)[0]) == 3)
-    stack = started(mode="sd", target=target, prompt=[1, 2], limits=ENDLESS, lookahead=6)
+    stack = started(mode="sd", target=target, prompt=[1, 2], limits=ENDLESS, num_draft_tokens=6)
     stack.calm().assert_plain()
     assert stack.past_outcomes[-1].accepted == 6
     recorder = stack.sequence.recorder
@@ -361,7 +379,7 @@ def test_the_verifier_is_served_first(mode: Mode) -> None:
         prompt=[1, 2],
         limits=ENDLESS,
         skill=0.8,
-        lookahead=3 if mode == "sd" else 0,
+        num_draft_tokens=3 if mode == "sd" else 0,
         draft_ms=1e3,
     )
     while stack.sequence.phase is not Phase.FINISHED:
@@ -391,7 +409,9 @@ def test_without_a_verifier_a_request_waits() -> None:
 
 def test_a_restarted_verifier_gets_the_committed_tokens() -> None:
     """After a death the sequence opens with what was committed and verifies the pending token."""
-    stack = started(mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, lookahead=2)
+    stack = started(
+        mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, num_draft_tokens=2
+    )
     for _ in range(3):
         while stack.drafter_works():
             stack.tree_arrives()
@@ -441,7 +461,9 @@ def test_a_drafter_that_comes_late_still_helps() -> None:
 @pytest.mark.parametrize("event", ["late", "died"])
 def test_the_target_does_not_wait_for_ever(event: str) -> None:
     """A draft that is late, or never comes, is verified as far as it has come."""
-    stack = started(mode="sd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, lookahead=4)
+    stack = started(
+        mode="sd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, num_draft_tokens=4
+    )
     stack.outcome_arrives()
     assert stack.sequence.phase is Phase.DRAFTING
     for _ in range(2):
@@ -466,7 +488,7 @@ def test_near_its_context_a_drafter_is_left_alone() -> None:
         target=Target(SALTS[0]),
         prompt=[1, 2],
         limits=ENDLESS,
-        lookahead=2,
+        num_draft_tokens=2,
         drafter_context=20,
     ).calm()
     stack.assert_plain()
@@ -531,5 +553,5 @@ def test_plain_decoding_is_announced_until_the_last_token() -> None:
 def test_plain_decoding_is_not_announced_where_drafts_are_to_come(mode: Mode) -> None:
     limits = Limits(20, frozenset(), 0)
     plan: Any = {"mode": mode, "target": Target(3), "prompt": [1, 2], "limits": limits}
-    stack = started(lookahead=2, **plan).calm()
+    stack = started(num_draft_tokens=2, **plan).calm()
     assert not any(plain for _, plain in announced(stack))

@@ -21,7 +21,7 @@ T_VERIFY = {"flat": "1:20,8:20.5", "mild": "1:20,2:22,5:28", "step": "1:20,2:28,
 RATIOS = (0.02, 0.25, 1.2)
 ALPHAS = (0.3, 0.6, 0.9)
 UNEVEN = AcceptanceModel(alpha=0.6, burst=0.2, insight=0.3)
-FIXED = [Strategy(lookahead=1, fan_out=8), *fixed_pairs((4, 8), (24,))]
+FIXED = [Strategy(num_draft_tokens=1, branches=8), *fixed_pairs((4, 8), (24,))]
 
 
 def scenario(shape: str, ratio: float, acceptance: AcceptanceModel, tokens: int = 1000) -> Scenario:
@@ -74,7 +74,7 @@ def test_the_planner_is_never_slower_than_plain_decoding(
 def test_sequential_drafting_is_planned_too(shape: str, ratio: float, alpha: float) -> None:
     """The time that drafts take is weighed: .95 of the best fixed lookahead, and of plain."""
     found = scenario(shape, ratio, replace(UNEVEN, alpha=alpha))
-    fixed = [Strategy(mode="sd", lookahead=k) for k in (1, 2, 4)]
+    fixed = [Strategy(mode="sd", num_draft_tokens=k) for k in (1, 2, 4)]
     best = max(simulate(found, strategy).tok_s for strategy in (*fixed, Strategy(mode="ar")))
     assert simulate(found, Strategy(mode="sd")).tok_s > 0.95 * best
 
@@ -97,7 +97,7 @@ def paper(**acceptance: float) -> Scenario:
     return replace(found, acceptance=replace(found.acceptance, **acceptance))
 
 
-SAGUARO = Strategy(lookahead=7, fan_out=24, fan_out_policy="geometric")
+SAGUARO = Strategy(num_draft_tokens=7, branches=24, fan_out_policy="geometric")
 
 
 TWO_CORES = Device(
@@ -134,7 +134,7 @@ def test_texts_of_all_kinds_after_each_other(texts: str, gain: float) -> None:
     for seed in range(3):
         adaptive = answers(texts, Strategy(), seed)
         assert adaptive > gain * answers(texts, Strategy(mode="ar"), seed)
-        assert adaptive > 0.97 * answers(texts, Strategy(lookahead=2, fan_out=8), seed)
+        assert adaptive > 0.97 * answers(texts, Strategy(num_draft_tokens=2, branches=8), seed)
 
 
 def test_the_paper_s_speed_up() -> None:
@@ -142,9 +142,9 @@ def test_the_paper_s_speed_up() -> None:
     4.2, .88)."""
     found = paper()
     ssd = simulate(found, SAGUARO)
-    assert ssd.tok_s / simulate(found, Strategy(mode="sd", lookahead=7)).tok_s == pytest.approx(
-        1.54, abs=0.12
-    )
+    assert ssd.tok_s / simulate(
+        found, Strategy(mode="sd", num_draft_tokens=7)
+    ).tok_s == pytest.approx(1.54, abs=0.12)
     assert 4.0 < ssd.tok_s / simulate(found, Strategy(mode="ar")).tok_s < 4.8
     assert ssd.statistics.hit_rate == pytest.approx(0.88, abs=0.03)
 
@@ -167,7 +167,7 @@ def test_the_lookahead_is_critical_only_where_trees_are_waited_for() -> None:
         found = paper()
         slow = replace(found.device, t_draft=5.0, whole_tree=whole_tree)
         runs = [
-            simulate(replace(found, device=slow), Strategy(lookahead=k, fan_out=24))
+            simulate(replace(found, device=slow), Strategy(num_draft_tokens=k, branches=24))
             for k in (2, 4, 7, 14)
         ]
         speeds = [run.tok_s for run in runs]
@@ -185,7 +185,7 @@ def shared_out(policy: str, alpha: float, r: float) -> Run:
     """B = 12 over K = 7, with one power law for every acceptance length, as in Theorem 12."""
     acceptance = AcceptanceModel(alpha=alpha, r=r, first=0.3, r_all=r, first_all=0.3, insight=0.0)
     found = replace(scenario("flat", 0.02, acceptance, 2500), seed=5)
-    strategy = Strategy(lookahead=7, fan_out=12, fan_out_policy=policy)
+    strategy = Strategy(num_draft_tokens=7, branches=12, fan_out_policy=policy)
     return simulate(found, strategy)
 
 

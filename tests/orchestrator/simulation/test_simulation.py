@@ -121,7 +121,7 @@ def test_plain_decoding_takes_its_time() -> None:
 
 def test_sequential_rounds_take_their_time() -> None:
     """K draft steps, a verification, four messages; all of it in turn."""
-    found = run(Strategy(mode="sd", lookahead=3), alpha=1.0)
+    found = run(Strategy(mode="sd", num_draft_tokens=3), alpha=1.0)
     assert found.statistics.mean_acceptance_length == pytest.approx(4.0, abs=0.1)
     assert found.tok_s == pytest.approx(4e3 / (20 + 3 * 2 + 0.4), rel=0.02)
     assert found.statistics.overlap_ratio == 0.0
@@ -129,21 +129,21 @@ def test_sequential_rounds_take_their_time() -> None:
 
 def test_drafts_of_a_perfect_drafter_cost_no_time() -> None:
     """All of them are prepared while the target works."""
-    found = run(Strategy(lookahead=3), alpha=1.0)
+    found = run(Strategy(num_draft_tokens=3), alpha=1.0)
     assert found.statistics.hit_rate == 1.0
     assert found.tok_s == pytest.approx(4e3 / 20.2, rel=0.03)
 
 
 def test_a_whole_tree_is_waited_for() -> None:
     """With T_p above T_v a round takes T_p: the chain's step, then K of the tree."""
-    found = run(Strategy(lookahead=3), alpha=1.0, t_draft=8.0, whole_tree=True)
+    found = run(Strategy(num_draft_tokens=3), alpha=1.0, t_draft=8.0, whole_tree=True)
     assert found.tok_s == pytest.approx(4e3 / (8.0 + 3 * 8.0 + 0.2), rel=0.03)
 
 
 def test_contention_slows_verification() -> None:
     """While the drafter works, and no longer."""
     free, shared = (
-        run(Strategy(lookahead=2, fan_out=8), contention=c).statistics.phase_ms["verify"]
+        run(Strategy(num_draft_tokens=2, branches=8), contention=c).statistics.phase_ms["verify"]
         for c in (0.0, 0.5)
     )
     busy = 3 * 2.0  # the chain's step and two of the tree, by whose slowness T_v grows
@@ -152,7 +152,7 @@ def test_contention_slows_verification() -> None:
 
 
 @given(
-    st.sampled_from([PLAIN, SEQUENTIAL, ADAPTIVE, Strategy(lookahead=5, fan_out=3)]),
+    st.sampled_from([PLAIN, SEQUENTIAL, ADAPTIVE, Strategy(num_draft_tokens=5, branches=3)]),
     st.floats(0.0, 1.0),
     st.sampled_from([0.5, 5.0, 30.0, 90.0]),
     st.booleans(),

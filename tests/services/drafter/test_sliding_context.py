@@ -221,16 +221,21 @@ def test_drafts_are_accepted_beyond_the_drafters_context(
     """Far behind the drafter's context, with the tokens of plain decoding, drafts still stand."""
     prompt = [3 + (7 * i) % 251 for i in range(150)]
 
-    def answer(mode: Mode, lookahead: int = 0) -> Answered:
+    def answer(mode: Mode, num_draft_tokens: int = 0) -> Answered:
         return stack.answer(
-            "", tokens=prompt, mode=mode, sampling=sampling, max_tokens=120, lookahead=lookahead
+            "",
+            tokens=prompt,
+            mode=mode,
+            sampling=sampling,
+            max_tokens=120,
+            num_draft_tokens=num_draft_tokens,
         )
 
     plain = answer("ar")
     drafted = stack.until(
         lambda answer: answer.statistics.drafted > 0,
         "drafts come in time",
-        lambda: answer("ssd", lookahead=3),
+        lambda: answer("ssd", num_draft_tokens=3),
     )
     assert plain.tokens == drafted.tokens
     assert drafted.statistics.fallbacks.get("no_drafter", 0) == 0

@@ -456,7 +456,7 @@ def test_health_and_metrics_tell_the_truth(url: str, stack: RunningStack) -> Non
 
     def told() -> bool:
         post(url, "/v1/completions", {"prompt": "x", "max_tokens": 9})
-        return bool(json.loads(get("/health")[1])["stack"]["recent"]["tokens"] >= 9)
+        return bool(json.loads(get("/health")[1])["stack"]["window"]["tokens"] >= 9)
 
     eventually(told, "it is asked within the ten seconds that are of late")
     # Nothing runs now, so the plan does not change between these questions.

@@ -61,7 +61,7 @@ def test_a_broken_drafter_costs_speed_only(pair: tuple[Path, Path]) -> None:
             answer = stack.until(
                 lambda answer: "late" not in answer.statistics.fallbacks,
                 "nothing is waited for",
-                partial(stack.answer, "one two three", mode=mode, lookahead=3),
+                partial(stack.answer, "one two three", mode=mode, num_draft_tokens=3),
             )
             assert plain == answer.tokens
             assert answer.statistics.drafted == 0
