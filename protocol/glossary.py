@@ -1,25 +1,38 @@
 """The words of the code, with the paper's symbols beside them (arXiv 2603.03251).
 
-| our name         | paper    | meaning                                                            |
-|------------------|----------|--------------------------------------------------------------------|
-| target, draft    | p, q     | models; `p`, `q` their next-token laws after temperature, filters  |
-| lookahead        | K        | draft tokens offered per round                                     |
-| chain            |          | pending token followed by the draft tokens now being verified      |
-| round            | T        | one target verification                                            |
-| accepted         | k        | accepted draft tokens of a round, 0..K                             |
-| bonus token      | t*       | token the target adds: the correction when k < K, one more if k = K|
-| pending token    |          | the last bonus token: emitted, but not yet in any KV cache         |
-| outcome          | (k, t*)  | what a verification returns                                        |
-| speculation cache| S        | map outcome -> prepared draft                                      |
-| fan-out          | F_k      | bonus-token candidates prepared at acceptance length k; B = sum F_k|
-| branch           |          | one prepared draft: the continuation of one outcome                |
-| depth            |          | draft tokens per branch so far                                     |
-| acceptance rate  | alpha    | probability that a draft token is accepted                         |
-| hit, miss        | p_hit    | the outcome was, was not in S when the verification ended          |
-| coupled, rejection|         | the acceptance rules (`law.py`, `rejection.py`)                    |
-| held back, saguaro| F, C    | best tokens that a draft is drawn from less often, and by how much |
-| backup           |          | what drafts after a miss                                           |
-| prefill          |          | feeding the prompt to a model                                      |
+| our name            | paper   | meaning                                                          |
+|---------------------|---------|------------------------------------------------------------------|
+| target, draft model | p, q    | models; also their next-token distributions, temperature and     |
+|                     |         | filters applied                                                  |
+| num_draft_tokens    | K       | most draft tokens that a round offers                            |
+| chain               |         | pending token followed by the draft tokens now being verified    |
+| round               | T       | one verification by the target                                   |
+| accepted            | k       | accepted draft tokens of a round, 0..K                           |
+| bonus token         | t*      | token that the target adds: the correction if k < K, one more    |
+|                     |         | if k = K                                                         |
+| pending token       |         | the last bonus token: emitted, but not yet in any KV cache       |
+| outcome             | (k, t*) | what a verification returns                                      |
+| speculation cache   | S       | map outcome -> prepared draft                                    |
+| hit, miss           | p_hit   | the outcome was, or was not, in S when the verification ended    |
+| fan-out             | F_k     | outcomes prepared for each acceptance length k: a list           |
+| branches            | B       | outcomes prepared in a round: the sum of the fan-out             |
+| branch              |         | one prepared draft: the continuation of one outcome              |
+| trunk               |         | committed tokens and the chain, which all branches continue      |
+| depth               |         | draft tokens per branch                                          |
+| acceptance rate     | alpha   | probability that a draft token is accepted                       |
+| coupled, rejection  |         | the acceptance rules (`decoding/sampler.py`,                     |
+|                     |         | `decoding/rejection.py`)                                         |
+| saguaro, held back  | C, F    | weight, and number, of the best tokens that a draft holds back   |
+|                     |         | so that a rejection ends in one of them                          |
+| prompt lookup       |         | drafts without a model: what followed the same words before      |
+| backup              |         | whatever drafts after a miss                                     |
+| plain decoding      |         | one token a round, no draft                                      |
+| prefill             |         | feeding the prompt to a model                                    |
+| prefix cache        |         | KV of sequences that are over, for prompts that begin alike      |
+| peer                |         | whoever is at the other end of a connection                      |
+| host                |         | the program that a draft server drafts for                       |
+| backend             |         | a way to draft: mlx, coreml, ngram, stdio, remote                |
+| fallback            |         | a round without the drafter, for a reason that is counted        |
 
 `position` is always the index of a token in the whole sequence, prompt included, from 0.
 """

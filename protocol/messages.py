@@ -70,7 +70,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The drafter's own; None is the target's."""
     saguaro: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
     """Rejection rule: the drafter's weight (C) for the tokens that are prepared for; 1 is off."""
-    shape: LogitsOptions | None = None
+    logits_options: LogitsOptions | None = None
     """Bias, penalties, grammar; both models apply them alike."""
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     """Report the target's own log-probability of each token, and of this many best ones."""

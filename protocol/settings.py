@@ -206,7 +206,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class DistillSettings(ChildSettings, frozen=True, kw_only=True):
-    """One distillation: a drafter trained on the target's own law (`services/distill`)."""
+    """One distillation: a drafter trained on the target's own distribution (`services/distill`)."""
 
     target: str
     """Folder of the target."""
@@ -258,7 +258,7 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     """Loss of the last `finish` of the budget; before it, soft cross-entropy."""
     finish: _Share = 0.5
     loss_temperature: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    """Temperature of both laws in the loss."""
+    """Temperature of both distributions in the loss."""
     user_weight: _Share = 0.0
     """Weight of the user's tokens in the loss; the answer's tokens have 1."""
     on_policy: _Share = 0.0

@@ -7,8 +7,7 @@ import msgspec
 
 from launch.terminal.generate import new_seed
 from protocol.decoding.grammar import check_grammar, json_grammar
-from protocol.decoding.presets import PresetName, preset
-from protocol.decoding.sampling_params import check_sampling
+from protocol.decoding.sampling_params import PresetName, check_sampling, get_preset
 from protocol.errors import UsageError
 from protocol.messages import Acceptance, ChatMessage, Generate, LogitsOptions, Mode
 
@@ -24,7 +23,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     >>> SamplingParams.preset("creative", max_tokens=128).temperature
     1.0
     >>> schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
-    >>> SamplingParams(json_schema=schema).request(1, "Count.").sampling.shape.grammar[:12]
+    >>> SamplingParams(json_schema=schema).request(1, "Count.").sampling.logits_options.grammar[:12]
     'start: %json'
     """
 
@@ -62,7 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def preset(cls, name: PresetName, **others: Any) -> Self:
         """Parameters for a purpose: default, greedy, creative or conservative."""
-        return cls(**{**preset(name), **others})
+        return cls(**{**get_preset(name), **others})
 
     def request(self, number: int, prompt: Prompt) -> Generate:
         """The orchestrator's request for one prompt; raises UsageError if a value is invalid."""
@@ -100,7 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "draft_temperature": self.draft_temp,
             "draft_top_p": self.draft_top_p,
             "saguaro": self.saguaro_c,
-            "shape": self._shape(),
+            "logits_options": self._shape(),
             "logprobs": self.logprobs,
         }
 

@@ -80,7 +80,7 @@ def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
     variants = parse_all(modes or ",".join(NAMES))
     alone = {name: options.pop(name) for name in ("profile", "overlap")}
     sampling = take_sampling(options)
-    if sampling.shape is not None:
+    if sampling.logits_options is not None:
         raise UsageError("penalties and schemas cannot be benched: mlx-lm has not the same")
     samplings = _samplings(options.pop("temps"), sampling)
     for variant in variants:

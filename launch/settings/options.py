@@ -10,8 +10,7 @@ import msgspec
 from launch.settings.settings import StackSettings, stack_settings
 from launch.terminal.generate import new_seed
 from protocol.decoding.grammar import check_grammar, json_grammar
-from protocol.decoding.presets import PRESETS, preset
-from protocol.decoding.sampling_params import check_sampling
+from protocol.decoding.sampling_params import PRESETS, check_sampling, get_preset
 from protocol.errors import UsageError
 from protocol.messages import Acceptance, LogitsOptions, Sampling
 from protocol.settings import BACKENDS, COMPUTE_UNITS, PREFILLS, LogLevel
@@ -175,13 +174,13 @@ def take_sampling(options: dict[str, Any]) -> Sampling:
     }
     chosen = {name: value for name, value in given.items() if value is not None}
     sampling = Sampling(
-        **{**preset(options.pop("preset")), **chosen},
+        **{**get_preset(options.pop("preset")), **chosen},
         seed=new_seed() if seed is None else seed,
         acceptance=options.pop("acceptance"),
         draft_temperature=options.pop("draft_temp"),
         draft_top_p=options.pop("draft_top_p"),
         saguaro=options.pop("saguaro_c"),
-        shape=_take_shape(options),
+        logits_options=_take_shape(options),
     )
     check_sampling(sampling)
     return sampling

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from protocol.decoding.presets import PresetName
+from protocol.decoding.sampling_params import PresetName
 from protocol.errors import UsageError
 from protocol.jobs.cost_emulation import parse_size
 from protocol.settings import ComputeUnits, Device, LogLevel, Prefill

@@ -10,7 +10,7 @@ from launch.settings.settings import StackSettings
 from launch.stack.child import Child
 from launch.stack.http_listener import HttpListener, write_key
 from launch.stack.run_dir import RunDir
-from protocol.decoding.presets import preset
+from protocol.decoding.sampling_params import get_preset
 from protocol.messages import Sampling
 from protocol.settings import (
     DrafterSettings,
@@ -125,7 +125,7 @@ def start_gateway(
         max_body_bytes=settings.max_body_bytes,
         rate_limit=settings.rate_limit,
         model=pair.model,
-        sampling=Sampling(**preset(settings.preset)),
+        sampling=Sampling(**get_preset(settings.preset)),
         log_level=settings.log_level,
     )
     return Child("gateway", "services.gateway.main", told, run_dir.log("gateway"))

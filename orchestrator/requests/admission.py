@@ -86,7 +86,7 @@ def _shaped(
     sampling: Sampling, prompt_length: int, tokenizer: TargetTokenizer, vocabulary_size: int
 ) -> Sampling:
     """With what the models need to know of this request to shape its logits."""
-    shape = sampling.shape
+    shape = sampling.logits_options
     if shape is None:
         return sampling
     largest = max((token for token, _ in shape.logit_bias), default=0)
@@ -94,7 +94,7 @@ def _shaped(
         raise UsageError(f"logit_bias: token {largest} is not in the vocabulary")
     stop_ids = tuple(sorted(tokenizer.stop_ids))
     shape = replace(shape, answer_from=prompt_length, stop_ids=stop_ids)
-    return replace(sampling, shape=shape)
+    return replace(sampling, logits_options=shape)
 
 
 def _saguaro(request: Generate, estimates: CostModel) -> tuple[Sampling, float | None]:

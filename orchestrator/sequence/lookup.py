@@ -2,7 +2,7 @@
 
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.speculation_cache import Draft
-from protocol.decoding.bans import BannedTokens
+from protocol.decoding.logits_processor import BannedTokens
 from protocol.decoding.prompt_lookup import find_continuation
 from protocol.messages import Tokens
 

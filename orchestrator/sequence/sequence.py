@@ -25,7 +25,7 @@ from orchestrator.sequence.reach import Reach
 from orchestrator.sequence.round import NextRound, Round
 from orchestrator.sequence.speculation_cache import Draft
 from orchestrator.telemetry.recorder import Recorder
-from protocol.decoding.bans import BannedTokens
+from protocol.decoding.logits_processor import BannedTokens
 from protocol.messages import (
     CloseSequence,
     DraftTree,
@@ -59,7 +59,7 @@ class Sequence:
         self.round = 0
         self.recorder = recorder
         self._sampling = sampling
-        self._bans = BannedTokens(sampling.shape)
+        self._bans = BannedTokens(sampling.logits_options)
         self._plan = plan
         self._reach = Reach(limits, plan, len(prompt))
         self.current = Round()

@@ -9,37 +9,58 @@ grammar forbids becomes minus infinity.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from protocol.decoding.bans import BannedTokens
 from protocol.decoding.grammar import Allowed, Grammar
 from protocol.decoding.sampler import Floats, Ids
 from protocol.errors import ProtocolError
 from protocol.messages import LogitsOptions, Tokens
+
+_DECISIVE = 100.0
+"""A bias of this size bans a token, or all the others: OpenAI's largest."""
+
+
+class BannedTokens:
+    """The tokens that a request's bias rules out; none without options."""
+
+    def __init__(self, options: LogitsOptions | None) -> None:
+        biases = options.logit_bias if options is not None else ()
+        self._banned = frozenset(token for token, bias in biases if bias <= -_DECISIVE)
+        self._only = frozenset(token for token, bias in biases if bias >= _DECISIVE)
+
+    def count_allowed(self, tokens: Tokens) -> int:
+        """How many of these tokens stand before the first that is ruled out."""
+        return next(self._ruled_out(tokens), len(tokens))
+
+    def _ruled_out(self, tokens: Tokens) -> Iterator[int]:
+        for index, token in enumerate(tokens):
+            if token in self._banned or (self._only and token not in self._only):
+                yield index
 
 
 class LogitsProcessor:
     """The state of one sequence after some of its tokens, at one model.
 
     Args:
-        shape: what the request wants.
+        options: what the request wants.
         folder: the model folder, for a grammar's tokenizer.
         tokens: the sequence so far.
         head_ids: what the columns of a trimmed head stand for; None: column i is token i.
     """
 
     def __init__(
-        self, shape: LogitsOptions, folder: Path, tokens: Tokens, head_ids: Ids | None = None
+        self, options: LogitsOptions, folder: Path, tokens: Tokens, head_ids: Ids | None = None
     ) -> None:
-        self._shape = shape
-        self._bans = BannedTokens(shape)
+        self._options = options
+        self._bans = BannedTokens(options)
         self._head_ids = head_ids
         self._columns = {} if head_ids is None else {int(t): c for c, t in enumerate(head_ids)}
         self._grammar: Grammar | None = None
-        if shape.grammar:
-            self._grammar = Grammar.start(shape.grammar, folder, shape.stop_ids)
+        if options.grammar:
+            self._grammar = Grammar.start(options.grammar, folder, options.stop_ids)
         self._tokens: Tokens = []
         self._seen: Counter[int] = Counter()
         self._said: Counter[int] = Counter()
@@ -53,7 +74,7 @@ class LogitsProcessor:
     def extend(self, tokens: Tokens) -> None:
         """These tokens follow."""
         for token in tokens:
-            answer = len(self._tokens) >= self._shape.answer_from
+            answer = len(self._tokens) >= self._options.answer_from
             self._tokens.append(token)
             self._seen[token] += 1
             if not answer:
@@ -65,7 +86,7 @@ class LogitsProcessor:
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens only."""
         dropped = self._tokens[length:]
-        answered = dropped[max(0, self._shape.answer_from - length) :]
+        answered = dropped[max(0, self._options.answer_from - length) :]
         del self._tokens[length:]
         self._seen.subtract(dropped)
         self._said.subtract(answered)
@@ -95,14 +116,14 @@ class LogitsProcessor:
         count = self._bans.count_allowed(draft)
         if not self._grammar or self._stray:
             return count
-        answer = max(0, self._shape.answer_from - len(self._tokens))
+        answer = max(0, self._options.answer_from - len(self._tokens))
         looked_at = [*sure, *draft[:count]][answer:]
         return max(0, answer + self._grammar.count_allowed(looked_at) - len(sure))
 
-    def shape(self, row: Floats) -> Floats:
+    def process(self, row: Floats) -> Floats:
         """[vocabulary or head] logits after these tokens, as the next token is drawn from."""
         row = np.array(row, dtype=np.float32)
-        for token, bias in self._shape.logit_bias:
+        for token, bias in self._options.logit_bias:
             if (column := self._column(token, row.size)) is not None:
                 row[column] += np.float32(bias)
         if self._penalises:
@@ -113,7 +134,7 @@ class LogitsProcessor:
 
     @property
     def _penalises(self) -> bool:
-        s = self._shape
+        s = self._options
         return s.repetition_penalty != 1.0 or bool(s.presence_penalty or s.frequency_penalty)
 
     def _column(self, token: int, size: int) -> int | None:
@@ -122,7 +143,7 @@ class LogitsProcessor:
         return token if token < size else None
 
     def _penalise(self, row: Floats) -> None:
-        s = self._shape
+        s = self._options
         columns, said = [], []
         for token, count in self._seen.items():
             column = self._column(token, row.size)
@@ -150,18 +171,18 @@ class LogitsProcessor:
         # A trimmed head may know none of the allowed tokens; then any draft is as bad.
 
 
-def process_rows(shaper: LogitsProcessor | None, tokens: Tokens, rows: Floats) -> Floats:
-    """Move the shaper along tokens; returns the logits after each of them, shaped.
+def process_rows(processor: LogitsProcessor | None, tokens: Tokens, rows: Floats) -> Floats:
+    """Move the processor along tokens; returns the logits after each of them, shaped.
 
     Args:
-        shaper: after the tokens before these; None changes nothing.
+        processor: after the tokens before these; None changes nothing.
         tokens: the next tokens.
         rows: [tokens, vocabulary or head].
     """
-    if shaper is None:
+    if processor is None:
         return rows
     shaped = np.empty(rows.shape, dtype=np.float32)
     for index, token in enumerate(tokens):
-        shaper.extend([token])
-        shaped[index] = shaper.shape(rows[index])
+        processor.extend([token])
+        shaped[index] = processor.process(rows[index])
     return shaped

@@ -3,8 +3,8 @@
 A draft token s, drawn from q, stands with probability min(1, p(s) / q(s)). If it falls, the
 bonus token is drawn from what p has more of than q, normalise(max(p - q, 0)); if all stand,
 from p. Then the token at that position follows p, whatever q is, as long as s was drawn from
-q. So the drafter draws from a law of few tokens, and sends exactly that law. A token that
-was not drawn but named has all of q.
+q. So the drafter draws from a distribution over few tokens, and sends exactly that one. A token
+that was not drawn but named has all of q.
 
 Randomness is a function of (seed, stream, position), and of the round for drafts; the three
 streams are independent (`noise.uniform`). Why the output follows p, by induction over the
@@ -52,7 +52,7 @@ class Distribution(NamedTuple):
 
 
 def target_distribution(row: Floats, sampling: Sampling) -> Distribution:
-    """p: the law of the target's token, after filters and temperature, as the coupled rule has it.
+    """p: the distribution of the target's token after filters and temperature.
 
     Args:
         row: [vocabulary] logits.
@@ -65,7 +65,7 @@ def target_distribution(row: Floats, sampling: Sampling) -> Distribution:
 def drafter_distribution(
     ids: Ids, logits: Floats, sampling: Sampling, held_back: int
 ) -> Distribution:
-    """q: the law that a draft token is drawn from.
+    """q: the distribution that a draft token is drawn from.
 
     Saguaro sampling (Definition 14) gives the best tokens, which are those that outcomes are
     prepared for, a smaller weight. They are then accepted more readily when drawn, and more
@@ -73,7 +73,7 @@ def drafter_distribution(
 
     Args:
         ids: [n] the drafter's best tokens, in falling order of logit.
-        logits: [n] theirs; the filters see the law of these n alone.
+        logits: [n] theirs; the filters see the distribution of these n alone.
         sampling: the drafter's (`drafter_sampling`); its `saguaro` is the smaller weight.
         held_back: how many of the best tokens get it (F).
     """
@@ -95,12 +95,12 @@ def _apply_temperature(logits: Floats, temperature: float) -> Doubles:
     return result
 
 
-def draw_token(law: Distribution, number: float) -> int:
+def draw_token(distribution: Distribution, number: float) -> int:
     """The token at a uniform number of [0, 1): tokens share the interval by probability."""
-    bounds = np.cumsum(law.probabilities)
+    bounds = np.cumsum(distribution.probabilities)
     # Rounding must not leave the interval: the last token may have probability 0.
     place = min(number * bounds[-1], np.nextafter(bounds[-1], 0.0))
-    return int(law.ids[np.searchsorted(bounds, place, side="right")])
+    return int(distribution.ids[np.searchsorted(bounds, place, side="right")])
 
 
 def accepts(p: Distribution, q: Distribution, token: int, number: float) -> bool:
@@ -114,7 +114,7 @@ def residual_distribution(p: Distribution, q: Distribution) -> Distribution:
     drafted[q.ids] = q.probabilities
     rest = np.maximum(p.probabilities - drafted[p.ids], 0.0)
     total = rest.sum()
-    # No rest is a rounding error between equal laws, where every law of the rest is right.
+    # Without a rest, p and q differ by rounding alone, and p itself will do.
     return Distribution(p.ids, rest / total) if total > 0.0 else p
 
 
@@ -126,7 +126,7 @@ def draw_draft_token(q: Distribution, position: int, sampling: Sampling, number:
 def verify_draft(
     rows: Floats,
     draft: Sequence[int],
-    laws: Sequence[DraftDistribution],
+    distributions: Sequence[DraftDistribution],
     first: int,
     sampling: Sampling,
 ) -> tuple[int, int]:
@@ -135,17 +135,17 @@ def verify_draft(
     Args:
         rows: [1 + draft tokens, vocabulary] the target's logits, before and after each.
         draft: the draft tokens.
-        laws: what each was drawn from; empty if none was drawn.
+        distributions: what each was drawn from; empty if none was drawn.
         first: the absolute position of the first draft token.
         sampling: the request's.
 
     Raises:
-        ProtocolError: a token cannot have been drawn from its law.
+        ProtocolError: a token cannot have been drawn from its distribution.
     """
-    sent = laws or [DraftDistribution()] * len(draft)
-    for index, (token, law) in enumerate(zip(draft, sent, strict=True)):
+    sent = distributions or [DraftDistribution()] * len(draft)
+    for index, (token, distribution) in enumerate(zip(draft, sent, strict=True)):
         position = first + index
-        p, q = target_distribution(rows[index], sampling), _from_message(law, token)
+        p, q = target_distribution(rows[index], sampling), _from_message(distribution, token)
         if not accepts(p, q, token, uniform(sampling.seed, ACCEPT, position)):
             return index, draw_token(
                 residual_distribution(p, q), uniform(sampling.seed, BONUS, position)
@@ -155,14 +155,16 @@ def verify_draft(
 
 
 def to_message(q: Distribution) -> DraftDistribution:
-    """The law as it travels, in double precision: it must be the law that was drawn from."""
+    """The message for q, in double precision: exactly what the token was drawn from."""
     return DraftDistribution(q.ids.tolist(), q.probabilities.tolist())
 
 
-def _from_message(law: DraftDistribution, token: int) -> Distribution:
-    if not is_valid_distribution(law, token):
-        raise ProtocolError(f"token {token} cannot have been drawn from the law sent with it")
-    if not law.tokens:
+def _from_message(distribution: DraftDistribution, token: int) -> Distribution:
+    if not is_valid_distribution(distribution, token):
+        raise ProtocolError(
+            f"token {token} cannot have been drawn from the distribution sent with it"
+        )
+    if not distribution.tokens:
         return Distribution(np.array([token]), np.ones(1))
-    probabilities = np.array(law.probabilities)
-    return Distribution(np.array(law.tokens), probabilities / probabilities.sum())
+    probabilities = np.array(distribution.probabilities)
+    return Distribution(np.array(distribution.tokens), probabilities / probabilities.sum())

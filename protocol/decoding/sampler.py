@@ -1,11 +1,11 @@
 """How a token is drawn from logits: the coupled rule, on the host, exactly.
 
 The target's token is `argmax(log p / T + g)` over the tokens that the filters keep, with the
-Gumbel noise `g` of `noise.py`: an exact sample of the filtered law, and a pure function of
+Gumbel noise `g` of `noise.py`: an exact sample of the filtered distribution, and a pure function of
 (logits, position, Sampling). Greedy is temperature 0. A drafter uses the same noise on its
 own logits, so that its proposal tends to be the same token (README, "Acceptance").
 
-Filters see the law at temperature 1 and the temperature comes last, as in mlx-lm and
+Filters see the distribution at temperature 1 and the temperature comes last, as in mlx-lm and
 llama.cpp. Each keeps a prefix of the tokens in falling order of probability, so together
 they keep the shortest of these prefixes.
 """
@@ -100,7 +100,7 @@ def score_margin(
 
 
 def has_filter(sampling: Sampling) -> bool:
-    """Whether top-k, top-p or min-p restrict the law."""
+    """Whether top-k, top-p or min-p restrict the distribution."""
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
@@ -144,7 +144,7 @@ def rank_candidates(ids: Ids, logits: Floats, positions: Sequence[int], sampling
 
     Args:
         ids: [rows, n] candidate ids, in falling order of logit.
-        logits: [rows, n] their logits; the filters see the law of these n alone.
+        logits: [rows, n] their logits; the filters see the distribution of these n alone.
         positions: [rows] the absolute position that the chosen token will have.
 
     Returns:

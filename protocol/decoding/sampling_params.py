@@ -1,14 +1,27 @@
-"""What the sampling parameters of a request mean together. No numbers: `law.py` has those."""
+"""What the sampling parameters of a request mean together. No numbers: `sampler.py` has those."""
+
+from typing import Any, Literal
 
 import msgspec
 
 from protocol.errors import UsageError
 from protocol.messages import DraftDistribution, Sampling
 
+PresetName = Literal["default", "greedy", "creative", "conservative"]
+
+_PRESETS: dict[PresetName, dict[str, Any]] = {
+    # Greedy, as mlx-lm's own default is: the same answer every time, and the best acceptance.
+    "default": {},
+    "greedy": {"temperature": 0.0},
+    "creative": {"temperature": 1.0, "top_p": 0.95, "min_p": 0.05},
+    "conservative": {"temperature": 0.3, "top_p": 0.9},
+}
+PRESETS: tuple[PresetName, ...] = tuple(_PRESETS)
+
 _COLDEST = 1e-4
 
 _SUM_TOLERANCE = 1e-3
-"""A law may come from float32 arithmetic; it is normalised again before use."""
+"""A distribution may come from float32 arithmetic; it is normalised again before use."""
 
 
 def is_greedy(sampling: Sampling) -> bool:
@@ -33,8 +46,10 @@ def drafter_sampling(sampling: Sampling) -> Sampling:
 
 def check_sampling(sampling: Sampling) -> None:
     """Raises UsageError if parameters are combined in a way that has no meaning."""
-    own_law = sampling.draft_temperature is not None or sampling.draft_top_p is not None
-    if is_greedy(sampling) and own_law:
+    has_own_distribution = (
+        sampling.draft_temperature is not None or sampling.draft_top_p is not None
+    )
+    if is_greedy(sampling) and has_own_distribution:
         raise UsageError(
             "a drafter's own temperature or top-p needs a temperature above 0: "
             "a greedy answer is drafted for greedily"
@@ -49,13 +64,18 @@ def check_sampling(sampling: Sampling) -> None:
         )
 
 
-def is_valid_distribution(law: DraftDistribution, token: int) -> bool:
-    """Whether this can be the law that the token was drawn from."""
-    if not law.tokens and not law.probabilities:
+def is_valid_distribution(distribution: DraftDistribution, token: int) -> bool:
+    """Whether this can be the distribution that the token was drawn from."""
+    if not distribution.tokens and not distribution.probabilities:
         return True  # not drawn, but named
     return (
-        len(law.tokens) == len(law.probabilities) == len(set(law.tokens))
-        and abs(sum(law.probabilities) - 1.0) < _SUM_TOLERANCE
-        and token in law.tokens
-        and law.probabilities[law.tokens.index(token)] > 0.0
+        len(distribution.tokens) == len(distribution.probabilities) == len(set(distribution.tokens))
+        and abs(sum(distribution.probabilities) - 1.0) < _SUM_TOLERANCE
+        and token in distribution.tokens
+        and distribution.probabilities[distribution.tokens.index(token)] > 0.0
     )
+
+
+def get_preset(name: PresetName) -> dict[str, Any]:
+    """The parameters that a preset sets; the others keep their defaults."""
+    return dict(_PRESETS[name])

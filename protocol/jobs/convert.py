@@ -88,7 +88,7 @@ class Agreement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     top8: float
     """Mean share of the model's 8 best tokens among the package's 8 best."""
     kl: float
-    """Mean divergence of the package's law from the model's, in nats."""
+    """Mean divergence of the package's distribution from the model's, in nats."""
     worst_margin: float
     """Largest margin, in the model's logits, at which the two disagree."""
     differences: list[TokenDifference] = []

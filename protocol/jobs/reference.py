@@ -14,7 +14,7 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode", forbid_unknown_fi
     num_draft_tokens: int = 0
     """0 is without the draft model."""
     sampling: Sampling = Sampling()
-    """By mlx-lm's own sampler: the law is the same, the random numbers are not."""
+    """By mlx-lm's own sampler: the distribution is the same, the random numbers are not."""
 
 
 class DecodeResult(msgspec.Struct, frozen=True):

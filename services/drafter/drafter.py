@@ -107,7 +107,7 @@ class Drafter:
             if drafted is None:
                 yield None
                 continue
-            token, confidence, law = drafted
+            token, confidence, distribution = drafted
             depth += 1
             yield DraftTree(
                 sequence=message.sequence,
@@ -116,7 +116,7 @@ class Drafter:
                 outcomes=[outcome] if depth == 1 else [],
                 tokens=[token],
                 confidences=[confidence],
-                distributions=[law] if law.tokens else [],
+                distributions=[distribution] if distribution.tokens else [],
                 draft_ms=1e3 * (time.perf_counter() - started),
                 last=depth == message.count,
             )

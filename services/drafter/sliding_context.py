@@ -112,9 +112,9 @@ class SlidingContextBackend:
         window.held = False
         self._backend.close(sequence)
         window.first = max(0, len(window.tokens) - self._context // 2)
-        sampling, shape = window.sampling, window.sampling.shape
+        sampling, shape = window.sampling, window.sampling.logits_options
         if shape is not None:
             begins = max(0, shape.answer_from - window.first)
-            sampling = replace(sampling, shape=replace(shape, answer_from=begins))
+            sampling = replace(sampling, logits_options=replace(shape, answer_from=begins))
         yield from self._backend.open(sequence, window.tokens[window.first :], sampling)
         window.held = True

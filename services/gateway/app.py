@@ -110,9 +110,12 @@ class Gateway:
     async def _answer(
         self, request: Request, asked: ChatRequest | CompletionRequest, generate: Generate
     ) -> Response:
-        if generate.sampling.shape is not None and generate.sampling.shape.grammar:
+        if (
+            generate.sampling.logits_options is not None
+            and generate.sampling.logits_options.grammar
+        ):
             # A large schema may take a while, and others are being answered.
-            await asyncio.to_thread(check_grammar, generate.sampling.shape.grammar)
+            await asyncio.to_thread(check_grammar, generate.sampling.logits_options.grammar)
         status = await self._client.status(_STATUS_S)
         self._check_models(asked, status)
         options = asked.stream_options

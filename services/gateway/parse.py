@@ -115,7 +115,7 @@ def _generate(
 ) -> Generate:
     plain = request.draft_model is None or request.num_draft_tokens == 0
     sampling = replace(
-        _sampling(request, defaults), shape=_shape(request, grammar), logprobs=logprobs
+        _sampling(request, defaults), logits_options=_shape(request, grammar), logprobs=logprobs
     )
     check_sampling(sampling)
     try:

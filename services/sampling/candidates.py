@@ -61,35 +61,35 @@ def best_of(rows: Floats, width: int, head_ids: Ids | None) -> Top:
 
 
 def process_candidates(
-    shaper: LogitsProcessor | None, tokens: Sequence[int], tops: list[Top], vocabulary: int
+    processor: LogitsProcessor | None, tokens: Sequence[int], tops: list[Top], vocabulary: int
 ) -> list[Top]:
-    """Move a shaper along tokens; the candidates after each of them, shaped, in order again.
+    """Move a processor along tokens; the candidates after each of them, shaped, in order again.
 
     A head that reports its best tokens only has no others to offer: what a bias would lift
     from below them stays out, and where a grammar allows none of them they are left as they
     are. Either costs accepted drafts.
 
     Args:
-        shaper: after the tokens before these; None changes nothing.
+        processor: after the tokens before these; None changes nothing.
         tokens: the next tokens.
         tops: the candidates after each of them, one row each; none if nobody asked.
         vocabulary: how many tokens there are.
     """
-    if shaper is None:
+    if processor is None:
         return tops
     found = []
     for index, token in enumerate(tokens):
-        shaper.extend([token])
+        processor.extend([token])
         if tops:
-            found.append(_process_row(shaper, tops[index], vocabulary))
+            found.append(_process_row(processor, tops[index], vocabulary))
     return found
 
 
-def _process_row(shaper: LogitsProcessor, top: Top, vocabulary: int) -> Top:
+def _process_row(processor: LogitsProcessor, top: Top, vocabulary: int) -> Top:
     ids, given = top.ids[0], top.logits[0]
     row = np.full(vocabulary, -np.inf, np.float32)
     row[ids] = given
-    logits = shaper.shape(row)[ids]
+    logits = processor.process(row)[ids]
     if not np.isfinite(logits).any():
         return top
     order = np.argsort(-logits, kind="stable")

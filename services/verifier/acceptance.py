@@ -36,8 +36,8 @@ class AcceptanceRule:
 
     def __init__(self, opened: OpenSequence, folder: Path) -> None:
         self._sampling = opened.sampling
-        shape = opened.sampling.shape
-        self._shaper = None if shape is None else LogitsProcessor(shape, folder, opened.tokens)
+        shape = opened.sampling.logits_options
+        self._processor = None if shape is None else LogitsProcessor(shape, folder, opened.tokens)
 
     def drop_impossible(self, message: Verify) -> Verify:
         """The chain up to the first draft token that the request's shape rules out.
@@ -45,10 +45,10 @@ class AcceptanceRule:
         It would be rejected, and the row before it draws the same bonus token without it. A
         token that was drawn stays: its rejection changes that law (`protocol.decoding.rejection`).
         """
-        if self._shaper is None:
+        if self._processor is None:
             return message
         pending, *draft = message.chain
-        possible = self._shaper.count_allowed([pending], draft)
+        possible = self._processor.count_allowed([pending], draft)
         if possible == len(draft) or (
             message.distributions and message.distributions[possible].tokens
         ):
@@ -65,7 +65,7 @@ class AcceptanceRule:
         None where the rows must be looked at on the host. See `accept` for the arguments, and
         `device.begin`.
         """
-        if self._shaper is not None or self._sampling.logprobs is not None:
+        if self._processor is not None or self._sampling.logprobs is not None:
             return None
         if not is_greedy(self._sampling) and (
             compute_unit() == "cpu" or uses_rejection(self._sampling)
@@ -89,10 +89,10 @@ class AcceptanceRule:
             return self._compare(chosen, message)
         device.check_finite(logits)
         rows = host_floats(logits)
-        judgement = self._draw(process_rows(self._shaper, message.chain, rows), message)
+        judgement = self._draw(process_rows(self._processor, message.chain, rows), message)
         emitted = [*message.chain[1 : judgement.accepted + 1], judgement.bonus]
-        if self._shaper is not None:
-            self._shaper.rewind(message.position + judgement.accepted + 1)
+        if self._processor is not None:
+            self._processor.rewind(message.position + judgement.accepted + 1)
         if self._sampling.logprobs is None:
             return judgement
         return judgement._replace(logprobs=logprobs(rows, emitted, self._sampling.logprobs))

@@ -74,7 +74,7 @@ def test_a_schema_and_penalties_cost_no_token(stack: RunningStack) -> None:
     shape = LogitsOptions(
         grammar=json_grammar(schema), repetition_penalty=1.1, frequency_penalty=0.1
     )
-    sampling = Sampling(temperature=0.7, seed=5, shape=shape, logprobs=0)
+    sampling = Sampling(temperature=0.7, seed=5, logits_options=shape, logprobs=0)
     plain = stack.answer(PROMPT, mode="ar", sampling=sampling, max_tokens=MAX_TOKENS)
     fast = stack.until(
         lambda answer: answer.statistics.accepted > 0,

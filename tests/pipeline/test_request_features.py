@@ -133,7 +133,7 @@ def test_drafts_change_no_answer(
     stack: RunningStack, shape: LogitsOptions, temperature: float
 ) -> None:
     """Every mode says the same tokens, and the feature made a difference."""
-    sampling = Sampling(temperature=temperature, seed=4, shape=shape)
+    sampling = Sampling(temperature=temperature, seed=4, logits_options=shape)
     plain, _, _ = answered(stack, sampling, "ar")
     for mode in ("sd", "ssd"):
         fast, _, _ = drafted(stack, sampling, mode)
@@ -145,7 +145,7 @@ def test_drafts_change_no_answer(
 def test_the_drafter_shapes_as_the_target_does(stack: RunningStack, shape: LogitsOptions) -> None:
     """With the same model on both sides every draft is right, in every round and branch."""
     for mode in ("sd", "ssd"):
-        _, _, end = drafted(stack, Sampling(shape=shape), mode)
+        _, _, end = drafted(stack, Sampling(logits_options=shape), mode)
         assert end.statistics.acceptance_rate == 1.0
 
 
@@ -169,7 +169,7 @@ def test_lookup_drafts_what_the_shape_allows(stack: RunningStack) -> None:
     with running(StackSettings(model=folder, draft_backend="ngram")) as lookup:
         for shape, prompt in cases:
             asked = tokenizer.encode_text(prompt)
-            sampling = Sampling(shape=shape)
+            sampling = Sampling(logits_options=shape)
             plain, _, _ = answered(lookup, sampling, "ar", prompt=asked)
             fast, _, end = drafted(lookup, sampling, "ssd", prompt=asked, num_draft_tokens=3)
             assert fast == plain
@@ -181,7 +181,7 @@ def test_lookup_drafts_what_the_shape_allows(stack: RunningStack) -> None:
 def test_a_schema_is_followed(stack: RunningStack) -> None:
     """The answer is JSON of the schema and ends by itself, whatever the model wants to say."""
     for seed in range(4):
-        sampling = Sampling(temperature=1.0, seed=seed, shape=SHAPES["grammar"])
+        sampling = Sampling(temperature=1.0, seed=seed, logits_options=SHAPES["grammar"])
         request = Generate(
             request=stack.client.number(), tokens=PROMPT, sampling=sampling, max_tokens=200
         )
@@ -197,15 +197,15 @@ def test_a_ban_is_kept_and_a_wish_fulfilled(stack: RunningStack) -> None:
     """A bias of -100 bans a token that greedy decoding would say; +100 makes it the only one."""
     plain, _, _ = answered(stack, Sampling(), "ar")
     banned = LogitsOptions(logit_bias=((plain[0], -100.0),))
-    assert plain[0] not in answered(stack, Sampling(shape=banned), "ssd")[0]
+    assert plain[0] not in answered(stack, Sampling(logits_options=banned), "ssd")[0]
     wanted = LogitsOptions(logit_bias=((77, 100.0),))
-    assert set(answered(stack, Sampling(shape=wanted), "ssd", count=5)[0]) == {77}
+    assert set(answered(stack, Sampling(logits_options=wanted), "ssd", count=5)[0]) == {77}
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
 def test_log_probabilities_are_the_targets_own(stack: RunningStack, mode: Mode) -> None:
     """They are log-softmax of mlx-lm's logits, one per token, in the order of the tokens."""
-    sampling = Sampling(temperature=0.8, seed=2, top_k=20, logprobs=3, shape=SHAPES["all"])
+    sampling = Sampling(temperature=0.8, seed=2, top_k=20, logprobs=3, logits_options=SHAPES["all"])
     tokens, entries, _ = answered(stack, sampling, mode)
     [rows] = Reference(Path(stack.client.status().model)).rows([PROMPT + tokens])
     exact = _log_softmax(rows[len(PROMPT) - 1 : -1])
@@ -340,7 +340,7 @@ def test_a_bias_on_no_token_is_refused(stack: RunningStack) -> None:
     request = Generate(
         request=stack.client.number(),
         tokens=PROMPT,
-        sampling=Sampling(shape=LogitsOptions(logit_bias=((10_000, 1.0),))),
+        sampling=Sampling(logits_options=LogitsOptions(logit_bias=((10_000, 1.0),))),
     )
     with pytest.raises(UsageError, match="10000"):
         list(stack.client.generate(request))

@@ -6,7 +6,7 @@ shorter drafts or none at all cost speed only, never correctness, because the ta
 verifies every token.
 
 One promise matters: a draft token is a function of the tokens before it, unless it was drawn
-at random; then the law that it was drawn from comes with it, exactly, and what was drawn
+at random; then the distribution that it was drawn from comes with it, exactly, and what was drawn
 does not decide what is offered (`protocol.decoding.rejection`, `candidates.drafted`).
 
 Life of a sequence: `open` with the committed tokens; then, per round, `commit` brings it up

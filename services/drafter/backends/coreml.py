@@ -18,6 +18,7 @@ import numpy as np
 
 from protocol.decoding.logits_processor import LogitsProcessor
 from protocol.decoding.sampling_params import drafter_sampling
+from protocol.decoding.tokens import common_prefix_length
 from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
 from services.coreml.model import ConvertedModel, Feed, chain_feed
@@ -45,7 +46,7 @@ class _Sequence:
     """The trunk: token i's keys and values are in slot i."""
     tops: dict[int, Top] = field(default_factory=dict)
     """Position -> candidates after it, for the trunk's recent tokens."""
-    shaper: LogitsProcessor | None = None
+    processor: LogitsProcessor | None = None
     """After `fed`, if the request shapes logits."""
 
 
@@ -82,8 +83,8 @@ class CoremlBackend:
         """Prefill into a fresh state, in chunks; may be abandoned between two."""
         state = self._model.new_state()
         opened = _Sequence(state, drafter_sampling(sampling), list(tokens))
-        if sampling.shape is not None:
-            opened.shaper = LogitsProcessor(sampling.shape, self._model.folder, [])
+        if sampling.logits_options is not None:
+            opened.processor = LogitsProcessor(sampling.logits_options, self._model.folder, [])
         fits = len(tokens) <= self._model.slots
         for call in self._calls(0, len(tokens) if fits else 0, rows=0):
             self._feed(opened, call, tokens)
@@ -115,22 +116,22 @@ class CoremlBackend:
         roots = self._fork(known, chain, fan_out, turn)
         tokens = [root.bonus for root in roots]
         grown_from = len(known.committed)
-        shapers = _branched(known.shaper, [grown_from + root.accepted + 1 for root in roots])
+        processors = _branched(known.processor, [grown_from + root.accepted + 1 for root in roots])
         for level in range(depth if roots else 0):
             if self._window(known, level, len(roots)) + self._rows(len(roots)) > self._model.slots:
                 return
             tops = self._grow(known, grown_from, roots, tokens, level)
             tops = [
-                self._shaped(shaper, [token], [top])[0]
-                for shaper, token, top in zip(shapers, tokens, tops, strict=True)
+                self._shaped(processor, [token], [top])[0]
+                for processor, token, top in zip(processors, tokens, tops, strict=True)
             ]
             found = []
             for root, top in zip(roots, tops, strict=True):
                 position = grown_from + root.accepted + level + 2
                 found += draft_tokens(top, [position], known.sampling, turn)
             tokens = [draft.token for draft in found]
-            laws = [draft.distribution for draft in found if draft.distribution.tokens]
-            yield TreeLayer(roots, tokens, [draft.confidence for draft in found], laws)
+            distributions = [draft.distribution for draft in found if draft.distribution.tokens]
+            yield TreeLayer(roots, tokens, [draft.confidence for draft in found], distributions)
 
     def draft(
         self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
@@ -175,14 +176,14 @@ class CoremlBackend:
         """
         if len(wanted) > self._model.slots:
             return False
-        keep = _common_length(known.fed, wanted)
+        keep = common_prefix_length(known.fed, wanted)
         for position in range(len(wanted) - rows, keep):
             if position not in known.tops:
                 keep = position
                 break
         del known.fed[keep:]
-        if known.shaper is not None:
-            known.shaper.rewind(keep)
+        if known.processor is not None:
+            known.processor.rewind(keep)
         known.tops = {
             p: top for p, top in known.tops.items() if keep - MAX_DRAFT_TOKENS <= p < keep
         }
@@ -197,10 +198,12 @@ class CoremlBackend:
             call.function, chain_feed(tokens, start, self._model.slots), known.state
         )
         known.fed += tokens
-        known.tops.update(enumerate(self._shaped(known.shaper, tokens, tops), start))
+        known.tops.update(enumerate(self._shaped(known.processor, tokens, tops), start))
 
-    def _shaped(self, shaper: LogitsProcessor | None, tokens: Tokens, tops: list[Top]) -> list[Top]:
-        return process_candidates(shaper, tokens, tops, self.identity.vocabulary_size)
+    def _shaped(
+        self, processor: LogitsProcessor | None, tokens: Tokens, tops: list[Top]
+    ) -> list[Top]:
+        return process_candidates(processor, tokens, tops, self.identity.vocabulary_size)
 
     # ------------------------------------------------------------ the tree
 
@@ -251,7 +254,7 @@ class CoremlBackend:
 
 
 def _branched(trunk: LogitsProcessor | None, lengths: list[int]) -> list[LogitsProcessor | None]:
-    """A shaper for each branch, after so many of the trunk's tokens."""
+    """A processor for each branch, after so many of the trunk's tokens."""
     return [None if trunk is None else trunk.branch(length) for length in lengths]
 
 
@@ -276,10 +279,3 @@ def calls_for(
         calls.append(call)
         start += call.tokens
     return calls
-
-
-def _common_length(a: Tokens, b: Tokens) -> int:
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return min(len(a), len(b))

@@ -3,7 +3,7 @@
 Per sequence there is a *trunk*, the committed tokens and the chain under verification, in
 the first slots of a `KVStore`, and one *tree* behind it in scratch slots (ALGORITHM §2):
 
-1. The chain is fed to the trunk; the row after chain[j] is the draft's law of the bonus
+1. The chain is fed to the trunk; the row after chain[j] is the draft's distribution of the bonus
    token if exactly j draft tokens are accepted.
 2. Each row forks into its best candidates, without the drafted token, which would have been
    accepted: the branches.
@@ -28,6 +28,7 @@ import numpy as np
 
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.decoding.sampling_params import drafter_sampling, is_greedy
+from protocol.decoding.tokens import common_prefix_length
 from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
 from services.batching.chunked_prefill import ChunkSizer
@@ -41,8 +42,7 @@ from services.drafter.backends.base import (
     RoundOptions,
     TreeLayer,
 )
-from services.drafter.backends.tree import Tree, common_length, scratch_positions, visible
-from services.drafter.backends.trunk import Trunk
+from services.drafter.backends.mlx_tree import Tree, Trunk, scratch_positions, visible
 from services.kv.cache import KVStore, windows_of
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.fused_linear import fuse_linears
@@ -56,7 +56,7 @@ MAX_DRAFT_TOKENS = 64
 
 _SAMPLED_WIDTH = 64
 """Candidates per row when noise decides: the best by logit are rarely the best by score.
-Under the rejection rule, the tokens of the law that a draft token is drawn from."""
+Under the rejection rule, the tokens of the distribution that a draft token is drawn from."""
 
 
 class MlxBackend:
@@ -117,8 +117,10 @@ class MlxBackend:
             yield
         opened.tokens = list(tokens)
         opened.committed = len(tokens)
-        if sampling.shape is not None:
-            opened.shaper = LogitsProcessor(sampling.shape, self._folder, tokens, self._head_ids)
+        if sampling.logits_options is not None:
+            opened.processor = LogitsProcessor(
+                sampling.logits_options, self._folder, tokens, self._head_ids
+            )
         self._sequences[sequence] = opened
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
@@ -152,8 +154,8 @@ class MlxBackend:
         for _ in range(depth):
             grown = yield from self._grow(known, tree, roots, tokens, turn)
             tokens = [draft.token for draft in grown]
-            laws = [draft.distribution for draft in grown if draft.distribution.tokens]
-            yield TreeLayer(roots, tokens, [draft.confidence for draft in grown], laws)
+            distributions = [draft.distribution for draft in grown if draft.distribution.tokens]
+            yield TreeLayer(roots, tokens, [draft.confidence for draft in grown], distributions)
 
     def draft(
         self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
@@ -196,7 +198,7 @@ class MlxBackend:
         least `width` wide.
         """
         wanted = known.tokens[:base] + tokens
-        keep = base + common_length(known.tokens[base:], tokens)
+        keep = base + common_prefix_length(known.tokens[base:], tokens)
         keep = self._adopt(known, wanted, keep, width)
         first_row = len(wanted) - rows
         for position in range(first_row, keep):
@@ -218,12 +220,12 @@ class MlxBackend:
         if branch is None:
             return keep
         fed = [layer[branch] for layer in tree.fed]
-        count = common_length(fed, wanted[keep:])
+        count = common_prefix_length(fed, wanted[keep:])
         known.cut(keep)
         known.store.move([slot + branch for slot in tree.slots[:count]])
         known.tokens = wanted[: keep + count]
-        if known.shaper is not None:
-            known.shaper.extend(known.tokens[keep:])
+        if known.processor is not None:
+            known.processor.extend(known.tokens[keep:])
         for depth in range(count):
             row = tree.logits[depth][branch : branch + 1]
             known.tops[keep + depth] = best_of(row, width, self._head_ids)
@@ -238,10 +240,10 @@ class MlxBackend:
         known.tree = None
         if not width:
             known.store.evaluate()
-            if known.shaper is not None:
-                known.shaper.extend(tokens)
+            if known.processor is not None:
+                known.processor.extend(tokens)
             return
-        rows = process_rows(known.shaper, tokens, self._rows(logits, known.shaper))
+        rows = process_rows(known.processor, tokens, self._rows(logits, known.processor))
         top = best_of(rows, width, self._head_ids)
         for row in range(len(tokens)):
             known.tops[start + row] = top.only(row)
@@ -276,7 +278,9 @@ class MlxBackend:
             visible(trunk, forks, depth + 1),
         )
         logits = yield from self._forward(known, tokens, place)
-        rows = tree.shaped(known.shaper, forks, tokens, self._rows(logits, known.shaper))
+        rows = tree.process_logits(
+            known.processor, forks, tokens, self._rows(logits, known.processor)
+        )
         tree.fed.append(tokens)
         tree.slots.append(start)
         tree.logits.append(rows)
@@ -285,9 +289,9 @@ class MlxBackend:
 
     # ------------------------------------------------------------ the head
 
-    def _rows(self, logits: mx.array, shaper: LogitsProcessor | None) -> Any:
+    def _rows(self, logits: mx.array, processor: LogitsProcessor | None) -> Any:
         """[rows, head] without the columns of a padded head that stand for no token."""
         rows = logits[:, : self._head_size]
-        if self._on_gpu and shaper is None:
+        if self._on_gpu and processor is None:
             return rows
         return np.array(rows.astype(mx.float32), copy=False)

@@ -32,12 +32,12 @@ MAX_DRAFT_TOKENS = 64
 class _Sequence:
     tokens: Tokens
     """What is committed."""
-    shaper: LogitsProcessor | None
+    processor: LogitsProcessor | None
     """After these tokens, if the request shapes logits."""
 
     def count_allowed(self, sure: Tokens, draft: Tokens) -> int:
         """How many draft tokens may follow the committed ones and `sure`."""
-        return len(draft) if self.shaper is None else self.shaper.count_allowed(sure, draft)
+        return len(draft) if self.processor is None else self.processor.count_allowed(sure, draft)
 
 
 class NgramBackend:
@@ -62,11 +62,15 @@ class NgramBackend:
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Remember the tokens; of the sampling, lookup heeds the shape."""
-        shaper = None if sampling.shape is None else self._shaper(sampling.shape, tokens)
-        self._sequences[sequence] = _Sequence(list(tokens), shaper)
+        processor = (
+            None
+            if sampling.logits_options is None
+            else self._processor(sampling.logits_options, tokens)
+        )
+        self._sequences[sequence] = _Sequence(list(tokens), processor)
         yield
 
-    def _shaper(self, shape: LogitsOptions, tokens: Tokens) -> LogitsProcessor:
+    def _processor(self, shape: LogitsOptions, tokens: Tokens) -> LogitsProcessor:
         if self._folder is None:
             return LogitsProcessor(replace(shape, grammar=""), Path(), tokens)
         return LogitsProcessor(shape, self._folder, tokens)
@@ -77,9 +81,9 @@ class NgramBackend:
         if base > len(known.tokens):
             raise ProtocolError(f"cannot rewind {len(known.tokens)} tokens to {base}")
         known.tokens[base:] = tokens
-        if known.shaper is not None:
-            known.shaper.rewind(base)
-            known.shaper.extend(tokens)
+        if known.processor is not None:
+            known.processor.rewind(base)
+            known.processor.extend(tokens)
 
     def prepare(
         self,

@@ -10,7 +10,7 @@ from orchestrator.sequence.actions import ToVerifier
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
-from protocol.decoding.bans import BannedTokens
+from protocol.decoding.logits_processor import BannedTokens
 from protocol.decoding.prompt_lookup import CONFIDENCE, find_continuation
 from protocol.messages import LogitsOptions, Sampling, Verify
 from tests.support.fakes import Stack, Target
@@ -80,7 +80,7 @@ def stack(
         limits=ENDLESS,
         skill=skill,
         num_draft_tokens=num_draft_tokens,
-        sampling=Sampling(shape=shape),
+        sampling=Sampling(logits_options=shape),
     )
 
 

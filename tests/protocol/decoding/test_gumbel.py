@@ -1,4 +1,4 @@
-"""The noise: one pure function in every array library, and a law."""
+"""The noise: one pure function in every array library, and a distribution."""
 
 from collections.abc import Callable
 from math import pi, sqrt
@@ -123,14 +123,14 @@ def by_seed(seed: int) -> npt.NDArray[np.float32]:
 def test_noise_is_standard_gumbel(
     draw: Callable[[int], npt.NDArray[np.float32]], seed: int
 ) -> None:
-    """Mean, variance and Kolmogorov-Smirnov distance are those of the standard Gumbel law."""
+    """Mean, variance and Kolmogorov-Smirnov distance are the standard Gumbel distribution's."""
     noise = np.sort(draw(seed).astype(np.float64))
     n = noise.size
     assert noise.mean() == pytest.approx(EULER_GAMMA, abs=4 * sqrt(pi**2 / 6 / n))
     assert noise.var() == pytest.approx(pi**2 / 6, abs=4 * sqrt(4.4 * (pi**2 / 6) ** 2 / n))
-    law = np.exp(-np.exp(-noise))
+    distribution = np.exp(-np.exp(-noise))
     steps = np.arange(n + 1) / n
-    distance = max(np.abs(law - steps[1:]).max(), np.abs(law - steps[:-1]).max())
+    distance = max(np.abs(distribution - steps[1:]).max(), np.abs(distribution - steps[:-1]).max())
     assert distance < 1.95 / sqrt(n)  # one in a thousand
 
 

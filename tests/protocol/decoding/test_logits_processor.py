@@ -49,29 +49,29 @@ def row(seed: int, size: int = SIZE) -> np.ndarray:
 @given(history=tokens)
 def test_formulas(history: Tokens) -> None:
     """Bias, then repetition over everything, then presence and frequency over the answer."""
-    shaped = LogitsProcessor(FULL, NOWHERE, history).shape(row(1))
+    shaped = LogitsProcessor(FULL, NOWHERE, history).process(row(1))
     assert np.allclose(shaped, by_definition(row(1), FULL, history), atol=1e-5)
 
 
 @given(history=tokens, more=tokens, keep=st.integers(0, 24))
 def test_there_and_back(history: Tokens, more: Tokens, keep: int) -> None:
     """Extending, rewinding and branching leave what a fresh start would have."""
-    shaper = LogitsProcessor(FULL, NOWHERE, history)
-    shaper.extend(more)
+    processor = LogitsProcessor(FULL, NOWHERE, history)
+    processor.extend(more)
     kept = (history + more)[: min(keep, len(history + more))]
-    branch = shaper.branch(len(kept))
+    branch = processor.branch(len(kept))
     expected = by_definition(row(2), FULL, kept)
-    assert np.allclose(branch.shape(row(2)), expected, atol=1e-5)
-    shaper.rewind(len(kept))
-    assert np.allclose(shaper.shape(row(2)), expected, atol=1e-5)
-    assert len(shaper) == len(kept)
+    assert np.allclose(branch.process(row(2)), expected, atol=1e-5)
+    processor.rewind(len(kept))
+    assert np.allclose(processor.process(row(2)), expected, atol=1e-5)
+    assert len(processor) == len(kept)
 
 
 def test_a_trimmed_head_is_shaped_by_what_its_columns_mean() -> None:
     """Column i of a trimmed head gets what its token gets in a full one."""
     ids = np.array([7, 2, 5, 0])
-    full = LogitsProcessor(FULL, NOWHERE, [5, 6, 2, 7, 7]).shape(row(3))
-    trimmed = LogitsProcessor(FULL, NOWHERE, [5, 6, 2, 7, 7], ids).shape(row(3)[ids])
+    full = LogitsProcessor(FULL, NOWHERE, [5, 6, 2, 7, 7]).process(row(3))
+    trimmed = LogitsProcessor(FULL, NOWHERE, [5, 6, 2, 7, 7], ids).process(row(3)[ids])
     assert np.allclose(trimmed, full[ids])
 
 
@@ -89,33 +89,33 @@ def token(character: str) -> int:
     return int(vocabulary[character])
 
 
-def possible(shaper: LogitsProcessor) -> set[int]:
-    shaped = shaper.shape(np.zeros(vocabulary_size(), dtype=np.float32))
+def possible(processor: LogitsProcessor) -> set[int]:
+    shaped = processor.process(np.zeros(vocabulary_size(), dtype=np.float32))
     return {int(t) for t in np.flatnonzero(np.isfinite(shaped))}
 
 
 def test_a_grammar_leaves_what_may_follow() -> None:
     """After the prompt its beginnings, at its end only the stop token."""
     a, b, c = token("a"), token("b"), token("c")
-    shaper = LogitsProcessor(CHOICE, FOLDER, [9])
-    assert possible(shaper) == {a}
-    shaper.extend([a])
-    assert possible(shaper) == {b, c}
-    shaper.extend([c])
-    assert possible(shaper) == {EOS}
-    shaper.rewind(2)
-    assert possible(shaper) == {b, c}
+    processor = LogitsProcessor(CHOICE, FOLDER, [9])
+    assert possible(processor) == {a}
+    processor.extend([a])
+    assert possible(processor) == {b, c}
+    processor.extend([c])
+    assert possible(processor) == {EOS}
+    processor.rewind(2)
+    assert possible(processor) == {b, c}
 
 
 def test_what_a_grammar_forbids_ends_its_say() -> None:
     """After a draft token that cannot be, rows stay as they are: nobody will look at them."""
     a, b = token("a"), token("b")
-    shaper = LogitsProcessor(CHOICE, FOLDER, [9])
+    processor = LogitsProcessor(CHOICE, FOLDER, [9])
     rows = np.zeros((4, vocabulary_size()), dtype=np.float32)
-    shaped = process_rows(shaper, [a, a, b, b], rows)
+    shaped = process_rows(processor, [a, a, b, b], rows)
     assert [int(np.isfinite(r).sum()) for r in shaped] == [2, *[vocabulary_size()] * 3]
-    shaper.rewind(2)
-    assert possible(shaper) == {b, token("c")}
+    processor.rewind(2)
+    assert possible(processor) == {b, token("c")}
 
 
 @given(
@@ -131,11 +131,11 @@ def test_what_may_follow_is_what_rows_would_leave(
 ) -> None:
     """A draft is possible up to its first token that is banned, or that a row would not leave.
 
-    The shaper knows a prompt and an answer in part; the rest of them is sure.
+    The processor knows a prompt and an answer in part; the rest of them is sure.
     """
     shape = replace(CHOICE, answer_from=3, logit_bias=((token(banned), -100.0),))
     history = [9] * 3 + [token(c) for c in said]
-    shaper = LogitsProcessor(shape, FOLDER, history[:known])
+    processor = LogitsProcessor(shape, FOLDER, history[:known])
     step = LogitsProcessor(replace(CHOICE, answer_from=3), FOLDER, history)
     expected = 0
     for one in [token(c) for c in draft] if said not in ("b", "abc") else []:
@@ -145,30 +145,30 @@ def test_what_may_follow_is_what_rows_would_leave(
         expected += 1
     strayed = known > 3 and said == "b"
     expected = (draft + banned).index(banned) if strayed else expected  # only the bias has a say
-    assert expected == shaper.count_allowed(history[known:], [token(c) for c in draft])
-    assert len(shaper) == len(history[:known])
+    assert expected == processor.count_allowed(history[known:], [token(c) for c in draft])
+    assert len(processor) == len(history[:known])
 
 
 def test_a_token_of_no_vocabulary_breaks_no_grammar() -> None:
     """It ends what is possible, and the grammar goes on."""
-    shaper = LogitsProcessor(CHOICE, FOLDER, [9])
-    assert shaper.count_allowed([], [token("a"), 2**30, token("b")]) == 1
-    assert possible(shaper) == {token("a")}
+    processor = LogitsProcessor(CHOICE, FOLDER, [9])
+    assert processor.count_allowed([], [token("a"), 2**30, token("b")]) == 1
+    assert possible(processor) == {token("a")}
 
 
 def test_a_head_without_an_allowed_token_is_left_alone() -> None:
     """A trimmed head that cannot say what the grammar wants drafts anything."""
     ids = np.array([token("x"), token("y")])
-    shaped = LogitsProcessor(CHOICE, FOLDER, [9], ids).shape(np.zeros(2, dtype=np.float32))
+    shaped = LogitsProcessor(CHOICE, FOLDER, [9], ids).process(np.zeros(2, dtype=np.float32))
     assert np.isfinite(shaped).all()
     ids = np.array([token("x"), token("a")])
-    shaped = LogitsProcessor(CHOICE, FOLDER, [9], ids).shape(np.zeros(2, dtype=np.float32))
+    shaped = LogitsProcessor(CHOICE, FOLDER, [9], ids).process(np.zeros(2, dtype=np.float32))
     assert np.isfinite(shaped).tolist() == [False, True]
 
 
 def test_padding_of_the_head_is_forbidden() -> None:
     """Columns that stand for no token are never chosen."""
-    shaped = LogitsProcessor(CHOICE, FOLDER, [9]).shape(
+    shaped = LogitsProcessor(CHOICE, FOLDER, [9]).process(
         np.ones(vocabulary_size() + 8, dtype=np.float32)
     )
     assert not np.isfinite(shaped[vocabulary_size() :]).any()

@@ -1,6 +1,6 @@
 """The rejection rule gives exactly p: its randomness is integrated, not sampled.
 
-Every choice is a step function of uniform numbers, so its law is a sum over the pieces.
+Every choice is a step function of uniform numbers, so its distribution is a sum over the pieces.
 """
 
 from collections import defaultdict
@@ -74,8 +74,8 @@ def rolls(dice: Dice, steps: dict[tuple[int, int], Sequence[float]]) -> Iterator
         yield float(np.prod([length for _, length in combination]))
 
 
-def steps_of(law: Doubles) -> list[float]:
-    return [float(step) for step in np.cumsum(law)]
+def steps_of(distribution: Doubles) -> list[float]:
+    return [float(step) for step in np.cumsum(distribution)]
 
 
 # ---------------------------------------------------------------- two models of five tokens
@@ -84,14 +84,14 @@ def steps_of(law: Doubles) -> list[float]:
 def truth(row: Floats, sampling: Sampling) -> Doubles:
     """p, by other means than those under test."""
     keep = allowed(row, sampling)
-    law = np.zeros(SIZE)
-    law[keep] = softmax(row[keep] / sampling.temperature)
-    return law
+    distribution = np.zeros(SIZE)
+    distribution[keep] = softmax(row[keep] / sampling.temperature)
+    return distribution
 
 
 @dataclass
 class Case:
-    """Parameters, and how the drafter's law is cut."""
+    """Parameters, and how the drafter's distribution is cut."""
 
     sampling: Sampling = PLAIN
     width: int = SIZE
@@ -119,8 +119,8 @@ class Case:
             distributions=[found.distribution],
         )
         decoder: Decoder[Verify] = Decoder(Verify)
-        [law] = decoder.decode(encode(sent)).distributions
-        return DraftedToken(found.token, found.confidence, law)
+        [distribution] = decoder.decode(encode(sent)).distributions
+        return DraftedToken(found.token, found.confidence, distribution)
 
     def drawn_from(self, row: Floats) -> Doubles:
         """q, by other means than those under test."""
@@ -128,10 +128,10 @@ class Case:
         best = np.argsort(-row)[: self.width]
         cut = np.full(SIZE, -np.inf, np.float32)
         cut[best] = row[best]
-        law = truth(cut, sampling)
-        held = law.copy()
+        distribution = truth(cut, sampling)
+        held = distribution.copy()
         held[best[: self.held_back]] *= sampling.saguaro
-        return held / held.sum() if held.sum() else law
+        return held / held.sum() if held.sum() else distribution
 
 
 def changed(**changes: Any) -> Sampling:
@@ -139,7 +139,7 @@ def changed(**changes: Any) -> Sampling:
 
 
 CASES = {
-    "same law": Case(),
+    "same distribution": Case(),
     "cold": Case(changed(temperature=0.4)),
     "target filtered": Case(changed(top_k=3, draft_top_p=1.0)),
     "both filtered": Case(changed(min_p=0.1, top_p=0.9)),
@@ -175,10 +175,10 @@ def summed(rolled: Iterable[tuple[float, Hashable]]) -> dict[Any, float]:
 
 
 def judged(
-    target: Floats, token: int, laws: list[DraftDistribution], sampling: Sampling
+    target: Floats, token: int, distributions: list[DraftDistribution], sampling: Sampling
 ) -> list[int]:
     """What a round with this draft token commits."""
-    accepted, bonus = verify_draft(target[[0, 1 + token]], [token], laws, FIRST, sampling)
+    accepted, bonus = verify_draft(target[[0, 1 + token]], [token], distributions, FIRST, sampling)
     return [token, bonus] if accepted else [bonus]
 
 
@@ -200,10 +200,10 @@ def two_tokens(case: Case, target: Floats, row: Floats) -> tuple[int, int]:
 
 @cases
 def test_a_drawn_draft_leaves_the_law_alone(dice: Dice, case: Case) -> None:
-    """One draft token: what is committed at its position has exactly the law p."""
+    """One draft token: what is committed at its position has exactly the distribution p."""
     for target, draft in case.models:
         p, q = truth(target[0], case.sampling), case.drawn_from(draft[0])
-        # The draft's law in the order in which it is sent: falling logits.
+        # The draft's distribution in the order in which it is sent: falling logits.
         steps = {
             (DRAFT, FIRST): steps_of(q[np.argsort(-draft[0])]),
             (ACCEPT, FIRST): [a / b for a, b in zip(p, q, strict=True) if b > 0.0],
@@ -218,13 +218,13 @@ def test_a_drawn_draft_leaves_the_law_alone(dice: Dice, case: Case) -> None:
 
 
 def _order(row: Floats, case: Case) -> Any:
-    """The order in which a target's law lists its tokens: falling if filtered."""
+    """The order in which a target's distribution lists its tokens: falling if filtered."""
     filtered = not allowed(row, case.sampling).all() or case.sampling.min_p or case.sampling.top_k
     return np.argsort(-row) if filtered or case.sampling.top_p < 1.0 else np.arange(SIZE)
 
 
-@pytest.mark.parametrize("name", ["same law", "best two", "saguaro .4", "saguaro .1"])
-def test_two_tokens_have_their_joint_law(dice: Dice, name: str) -> None:
+@pytest.mark.parametrize("name", ["same distribution", "best two", "saguaro .4", "saguaro .1"])
+def test_two_tokens_have_their_joint_distribution(dice: Dice, name: str) -> None:
     """A hit row, its bonus token, and after a rejection a miss row: p of both, jointly."""
     case = CASES[name]
     for target, draft in case.models[:2]:
@@ -234,7 +234,7 @@ def test_two_tokens_have_their_joint_law(dice: Dice, name: str) -> None:
             (DRAFT, FIRST): steps_of(q[np.argsort(-draft[0])]),
             (ACCEPT, FIRST): [a / b for a, b in zip(p, q, strict=True) if b > 0.0],
             (BONUS, FIRST): steps_of(rest_of(p, q)),
-            (BONUS, FIRST + 1): [step for law in after for step in steps_of(law)],
+            (BONUS, FIRST + 1): [step for distribution in after for step in steps_of(distribution)],
         }
         rolled = ((share, two_tokens(case, target, draft[0])) for share in rolls(dice, steps))
         expected = {(a, b): p[a] * after[a][b] for a in range(SIZE) for b in range(SIZE)}
@@ -260,7 +260,7 @@ def test_a_named_draft_leaves_the_law_alone(dice: Dice, named: int, sampling: Sa
 
 
 @pytest.mark.parametrize("said", [[3, 1, 0, 2, 3, 1], [4, 2, 2, 2, 4, 2], [0, 1, 2, 0, 1]], ids=str)
-def test_an_ngram_row_has_the_joint_law(dice: Dice, said: list[int]) -> None:
+def test_an_ngram_row_has_the_joint_distribution(dice: Dice, said: list[int]) -> None:
     """What lookup finds in the prompt is verified as a chain: p of the first two tokens, jointly.
 
     Where the chain breaks, the next token is decoded plainly.
@@ -286,7 +286,7 @@ def test_an_ngram_row_has_the_joint_law(dice: Dice, said: list[int]) -> None:
             (ACCEPT, FIRST + 1): [after[first][second]],
             (BONUS, FIRST + 1): [
                 *steps_of(rest_of(after[first], np.eye(SIZE)[second])),
-                *(step for law in after for step in steps_of(law)),
+                *(step for distribution in after for step in steps_of(distribution)),
             ],
             (BONUS, FIRST + 2): [],
         }
@@ -296,8 +296,8 @@ def test_an_ngram_row_has_the_joint_law(dice: Dice, said: list[int]) -> None:
 
 
 def test_a_drafter_with_the_targets_law_is_always_accepted(dice: Dice) -> None:
-    """min(1, p / q) is 1 where the laws are the same, whatever was drawn."""
-    case = CASES["same law"]
+    """min(1, p / q) is 1 where the distributions are the same, whatever was drawn."""
+    case = CASES["same distribution"]
     for (target, _), number in product(case.models, [0.01, 0.3, 0.7, 0.99]):
         dice.numbers = {(DRAFT, FIRST): number, (ACCEPT, FIRST): 0.999, (BONUS, FIRST + 1): 0.5}
         found = case.draft(target[0], FIRST)
@@ -307,15 +307,15 @@ def test_a_drafter_with_the_targets_law_is_always_accepted(dice: Dice) -> None:
 
 @cases
 def test_the_law_that_is_sent_is_the_law_that_is_drawn_from(dice: Dice, case: Case) -> None:
-    """Tokens come as often as the law that travels with them says, Saguaro included."""
+    """Tokens come as often as the distribution that travels with them says, Saguaro included."""
     for _, draft in case.models:
         expected = case.drawn_from(draft[0])
         steps = {(DRAFT, FIRST): steps_of(expected[np.argsort(-draft[0])])}
         found: dict[int, float] = defaultdict(float)
         for share in rolls(dice, steps):
-            token, confidence, law = case.draft(draft[0], FIRST)
-            sent = dict(zip(law.tokens, law.probabilities, strict=True))
-            assert confidence == max(law.probabilities)
+            token, confidence, distribution = case.draft(draft[0], FIRST)
+            sent = dict(zip(distribution.tokens, distribution.probabilities, strict=True))
+            assert confidence == max(distribution.probabilities)
             found[token] += share
         assert_same(sent, found)
         assert_same(dict(enumerate(expected)), found)
@@ -338,7 +338,7 @@ def test_saguaro_moves_the_residual_to_what_is_prepared(weight: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "law",
+    "distribution",
     [
         DraftDistribution([1, 2], [0.5]),
         DraftDistribution([1, 1], [0.5, 0.5]),
@@ -350,8 +350,8 @@ def test_saguaro_moves_the_residual_to_what_is_prepared(weight: float) -> None:
     ],
     ids=str,
 )
-def test_a_law_that_cannot_be_is_refused(law: DraftDistribution) -> None:
+def test_a_law_that_cannot_be_is_refused(distribution: DraftDistribution) -> None:
     """Uneven, doubled, not summing to 1, or without the token: a ProtocolError names the token."""
     rows = np.zeros((2, SIZE), np.float32)
     with pytest.raises(ProtocolError, match="token 1 "):
-        verify_draft(rows, [1], [law], FIRST, PLAIN)
+        verify_draft(rows, [1], [distribution], FIRST, PLAIN)

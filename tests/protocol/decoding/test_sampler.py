@@ -1,4 +1,4 @@
-"""The law of the chosen token: exactly that of the filtered, tempered logits."""
+"""The distribution of the chosen token: exactly that of the filtered, tempered logits."""
 
 from math import sqrt
 
@@ -29,29 +29,29 @@ def softmax(logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
 
 def allowed(row: Floats, sampling: Sampling) -> Mask:
     """What mlx-lm's sampler leaves over: top-p, min-p, top-k, each on what the last one left."""
-    law = softmax(row)
+    distribution = softmax(row)
     keep = np.ones(row.size, dtype=bool)
     if sampling.top_p < 1.0:
-        order = np.argsort(-law)
-        mass_above = np.cumsum(law[order]) - law[order]
+        order = np.argsort(-distribution)
+        mass_above = np.cumsum(distribution[order]) - distribution[order]
         keep[order[mass_above >= sampling.top_p]] = False
     if sampling.min_p > 0.0:
-        keep &= law >= sampling.min_p * law.max()
+        keep &= distribution >= sampling.min_p * distribution.max()
     if 0 < sampling.top_k < keep.sum():
-        keep &= law >= np.sort(law[keep])[-sampling.top_k]
+        keep &= distribution >= np.sort(distribution[keep])[-sampling.top_k]
     return keep
 
 
 def borderline(row: Floats, sampling: Sampling) -> bool:
     """Whether rounding, or an order among equals, decides what a filter keeps."""
-    law = softmax(row)
-    order = np.sort(law)[::-1]
+    distribution = softmax(row)
+    order = np.sort(distribution)[::-1]
     mass = np.cumsum(order) - order
-    least = sampling.min_p * law.max()
+    least = sampling.min_p * distribution.max()
     return bool(
         np.unique(row).size < row.size
         or (sampling.top_p < 1.0 and np.abs(mass - sampling.top_p).min() < 1e-5)
-        or (sampling.min_p > 0.0 and np.abs(law - least).min() < 1e-4 * least)
+        or (sampling.min_p > 0.0 and np.abs(distribution - least).min() < 1e-4 * least)
     )
 
 
@@ -122,7 +122,7 @@ def test_choice_is_the_best_that_the_filters_keep(
 @settings(max_examples=70)
 @given(rows(), FILTERS)
 def test_filters_are_those_of_mlx_lm(row: Floats, filters: dict[str, float]) -> None:
-    """The filters see the law at temperature 1 and keep what mlx-lm's keep, best first."""
+    """The filters see the distribution at temperature 1 and keep what mlx-lm's keep, best first."""
     sampling = Sampling(temperature=3.0, **filters)
     assume(not borderline(row, sampling))
     ids = filter_tokens(row, sampling)
@@ -155,18 +155,18 @@ COMBINED = {"top_k": 6, "top_p": 0.9, "min_p": 0.03}
     "filters", [PLAIN, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, COMBINED], ids=str
 )
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
-def test_choices_follow_the_law(temperature: float, filters: dict[str, float]) -> None:
+def test_choices_follow_the_distribution(temperature: float, filters: dict[str, float]) -> None:
     """Over many positions, tokens are as frequent as the filtered softmax says (chi-square)."""
     row = np.array([1.5, 0.1, -0.4, 2.0, -2.5, 0.7, -1.0, 1.1, -6.0], dtype=np.float32)
     sampling = Sampling(temperature=temperature, seed=11, **filters)
     keep = allowed(row, sampling)
-    law = np.zeros(row.size)
-    law[keep] = softmax(row[keep] / temperature)
+    distribution = np.zeros(row.size)
+    distribution[keep] = softmax(row[keep] / temperature)
     draws = 2000
     chosen = sample(np.tile(row, (draws, 1)), range(500, 500 + draws), sampling)
     counts = np.bincount(chosen, minlength=row.size)
     assert not counts[~keep].any()
-    expected = draws * law[keep]
+    expected = draws * distribution[keep]
     chi_square = float(((counts[keep] - expected) ** 2 / expected).sum())
     assert chi_square < one_in_ten_thousand(int(keep.sum()) - 1)
 

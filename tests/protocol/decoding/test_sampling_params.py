@@ -1,4 +1,4 @@
-"""What sampling parameters mean together, and which laws can be true."""
+"""What sampling parameters mean together, and which distributions can be true."""
 
 import msgspec
 import pytest
@@ -60,7 +60,7 @@ def test_what_has_no_meaning_is_refused(sampling: Sampling, words: str) -> None:
     ids=str,
 )
 def test_what_has_a_meaning_is_not(sampling: Sampling) -> None:
-    """Both rules take a drafter's own law; at temperature 0 they are one."""
+    """Both rules take a drafter's own distribution; at temperature 0 they are one."""
     check_sampling(sampling)
     assert uses_rejection(sampling) == (
         sampling.acceptance == "rejection" and sampling.temperature > 0
@@ -96,7 +96,11 @@ def test_a_law_is_sound_if_the_token_could_be_drawn(weights: list[float], index:
     total = sum(weights)
     if total == 0.0:
         return
-    law = DraftDistribution([3 * at for at in range(len(weights))], [w / total for w in weights])
-    assert is_valid_distribution(law, 3 * index) == (law.probabilities[index] > 0.0)
-    assert not is_valid_distribution(law, 1)
+    distribution = DraftDistribution(
+        [3 * at for at in range(len(weights))], [w / total for w in weights]
+    )
+    assert is_valid_distribution(distribution, 3 * index) == (
+        distribution.probabilities[index] > 0.0
+    )
+    assert not is_valid_distribution(distribution, 1)
     assert is_valid_distribution(DraftDistribution(), 1)

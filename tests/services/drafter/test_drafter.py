@@ -41,9 +41,11 @@ DRAFT = DraftNow(sequence=3, round=9, base=2, tokens=[3, 4], pending=7, accepted
 class FakeBackend:
     """Writes down what it is asked, and has so many layers and draft tokens."""
 
-    def __init__(self, layers: int, drafts: int, law: DraftDistribution = NOT_DRAWN) -> None:
+    def __init__(
+        self, layers: int, drafts: int, distribution: DraftDistribution = NOT_DRAWN
+    ) -> None:
         self.turns: list[RoundOptions] = []
-        self._law = law
+        self._distribution = distribution
         self.asked: list[tuple[object, ...]] = []
         self._layers = layers
         self._drafts = drafts
@@ -73,8 +75,8 @@ class FakeBackend:
         self.asked.append(("prepare", sequence, chain, fan_out, depth))
         for depth_ in range(min(depth, self._layers)):
             self.asked.append(("layer",))
-            laws = [self._law, NOT_DRAWN] if self._law.tokens else []
-            yield TreeLayer(ROOTS, [10 + depth_, END_OF_BRANCH], [0.5, 0.0], laws)
+            distributions = [self._distribution, NOT_DRAWN] if self._distribution.tokens else []
+            yield TreeLayer(ROOTS, [10 + depth_, END_OF_BRANCH], [0.5, 0.0], distributions)
 
     def draft(
         self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
@@ -82,16 +84,16 @@ class FakeBackend:
         self.turns.append(turn)
         self.asked.append(("draft", sequence, pending, count))
         for at in range(min(count, self._drafts)):
-            yield DraftedToken(20 + at, 0.25, self._law)
+            yield DraftedToken(20 + at, 0.25, self._distribution)
 
     def close(self, sequence: int) -> None:
         self.asked.append(("close", sequence))
 
 
 def trees(
-    message: Work, *, layers: int = 9, drafts: int = 9, law: DraftDistribution = NOT_DRAWN
+    message: Work, *, layers: int = 9, drafts: int = 9, distribution: DraftDistribution = NOT_DRAWN
 ) -> list[DraftTree]:
-    answers = list(Drafter(FakeBackend(layers, drafts, law)).handle(message))
+    answers = list(Drafter(FakeBackend(layers, drafts, distribution)).handle(message))
     assert all(isinstance(answer, DraftTree) for answer in answers)
     found = [answer for answer in answers if isinstance(answer, DraftTree)]
     assert {(3, 9)} >= {(tree.sequence, tree.round) for tree in found}
@@ -134,13 +136,15 @@ def test_a_backend_is_told_the_round_and_what_to_hold_back() -> None:
 
 def test_laws_travel_with_their_tokens() -> None:
     """What a token was drawn from is sent with it, if it was drawn."""
-    law = DraftDistribution([20, 30], [0.5, 0.5])
+    distribution = DraftDistribution([20, 30], [0.5, 0.5])
     for tree in (*trees(PREPARE), *trees(DRAFT)):
         assert tree.distributions == []
-    drawn = trees(PREPARE, law=law) + trees(DRAFT, law=law, drafts=2)
+    drawn = trees(PREPARE, distribution=distribution) + trees(
+        DRAFT, distribution=distribution, drafts=2
+    )
     assert [tree.distributions for tree in drawn] == [
-        *[[law, DraftDistribution()]] * 3,
-        *[[law]] * 2,
+        *[[distribution, DraftDistribution()]] * 3,
+        *[[distribution]] * 2,
         [],
     ]
 

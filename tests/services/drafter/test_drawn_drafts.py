@@ -1,4 +1,4 @@
-"""Under the rejection rule the neural backend draws from the laws that it sends."""
+"""Under the rejection rule the neural backend draws from the distributions that it sends."""
 
 from functools import cache
 
@@ -38,17 +38,19 @@ def opened(sampling: Sampling) -> MlxBackend:
 
 
 def check(found: DraftedToken, row: Floats, position: int, sampling: Sampling) -> None:
-    """The law is that of fresh logits, and the token is its draw in this round."""
+    """The distribution is that of fresh logits, and the token is its draw in this round."""
     best = np.argsort(-row)[:CANDIDATES]
     expected = drafter_distribution(best, row[best], drafter_sampling(sampling), TURN.held_back)
     sent = dict(zip(found.distribution.tokens, found.distribution.probabilities, strict=True))
     assert set(sent) == set(expected.ids.tolist())
     for token, probability in zip(expected.ids.tolist(), expected.probabilities, strict=True):
         assert sent[token] == pytest.approx(probability, abs=1e-4)
-    law = Distribution(
+    distribution = Distribution(
         np.array(found.distribution.tokens), np.array(found.distribution.probabilities)
     )
-    assert found.token == draw_token(law, uniform(sampling.seed, DRAFT, TURN.number, position))
+    assert found.token == draw_token(
+        distribution, uniform(sampling.seed, DRAFT, TURN.number, position)
+    )
 
 
 def rows_after(tokens: Tokens) -> list[Floats]:
@@ -57,7 +59,7 @@ def rows_after(tokens: Tokens) -> list[Floats]:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_every_branch_draws_from_the_law_it_sends(sampling: Sampling) -> None:
-    """At each depth: the law of the branch's own prefix, and the position's own number."""
+    """At each depth: the distribution of the branch's own prefix, and the position's own number."""
     layers = said(opened(sampling).prepare(1, CHAIN, [2, 1, 3], 3, TURN))
     assert len(layers) == 3
     for branch, root in enumerate(layers[0].outcomes):
@@ -86,7 +88,7 @@ def test_outcomes_are_ranked_not_drawn(sampling: Sampling) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_a_draft_for_the_waiting_target_is_drawn_too(sampling: Sampling) -> None:
-    """One law per token, of the prefix with the tokens drawn before it."""
+    """One distribution per token, of the prefix with the tokens drawn before it."""
     drafted = said(opened(sampling).draft(1, CHAIN[0], 3, TURN))
     path = [*PROMPT, CHAIN[0]]
     for found in drafted:
@@ -114,8 +116,8 @@ def test_rounds_draw_independently() -> None:
     ],
     ids=["coupled", "greedy", "greedy drafter"],
 )
-def test_what_is_not_drawn_has_no_law(sampling: Sampling) -> None:
-    """Coupled and greedy drafts are sent without laws."""
+def test_what_is_not_drawn_has_no_distribution(sampling: Sampling) -> None:
+    """Coupled and greedy drafts are sent without distributions."""
     [layer] = said(opened(sampling).prepare(1, CHAIN, [2, 1, 3], 1, TURN))
     assert layer.distributions == []
     backend().commit(1, len(PROMPT), [])

@@ -303,7 +303,7 @@ def test_what_is_ruled_out_costs_no_row(shape: str) -> None:
         "bias": LogitsOptions(logit_bias=((wrong, -100.0),)),
         "grammar": LogitsOptions(grammar=f"start: <[{first}]>+", answer_from=2, stop_ids=(EOS,)),
     }
-    sampling = Sampling(shape=shapes[shape])
+    sampling = Sampling(logits_options=shapes[shape])
     for draft, rows in (([wrong, first], 1), ([first, wrong, first], 2), ([], 1)):
         line = Line(verifier_of("llama"), list(PROMPTS["short"]), sampling)
         outcome = line.verify(draft)
@@ -322,7 +322,9 @@ def test_what_is_ruled_out_costs_no_row(shape: str) -> None:
 def test_a_drawn_token_is_looked_at_even_if_ruled_out() -> None:
     """Under the rejection rule its rejection changes the law of the bonus token."""
     sampling = Sampling(
-        temperature=1.0, acceptance="rejection", shape=LogitsOptions(logit_bias=((5, -100.0),))
+        temperature=1.0,
+        acceptance="rejection",
+        logits_options=LogitsOptions(logit_bias=((5, -100.0),)),
     )
     named, drawn = DraftDistribution(), DraftDistribution([5, 6], [0.5, 0.5])
     for law, rows in ((named, 1), (drawn, 3)):

@@ -155,7 +155,7 @@ SHAPE = LogitsOptions(
 
 def test_shaped_drafts_are_those_of_the_mlx_backend() -> None:
     """Bias and penalties move drafts alike in both, along the trunk, branches and rewinds."""
-    sampling = Sampling(shape=SHAPE)
+    sampling = Sampling(logits_options=SHAPE)
     found = []
     for backend in (backend_of(), MlxBackend(source_folder("llama"), 512, "cpu")):
         for _ in backend.open(1, PROMPT, sampling):

@@ -88,7 +88,7 @@ class Setup:
     ids: Tokens | None = None
 
     def distributions(self, sequences: list[Tokens], sampling: Sampling) -> list[list[Law]]:
-        """Per sequence the law after each of its tokens, computed from scratch."""
+        """Per sequence the distribution after each of its tokens, computed from scratch."""
         return [
             [Law.of(row, at + 1, sampling, self.ids) for at, row in enumerate(rows)]
             for rows in self.reference.rows(sequences)
@@ -185,9 +185,9 @@ class Line:
         assert len(drafted) == min(played.depth, played.layers)
         self.next_draft = [token for token, *_ in drafted]
         prefix = [*self.committed, self.pending]
-        [laws] = self.setup.distributions([prefix + self.next_draft], self.sampling)
-        for law, token in zip(laws[len(self.committed) :], drafted, strict=False):
-            law.check_drafted(token)
+        [distributions] = self.setup.distributions([prefix + self.next_draft], self.sampling)
+        for distribution, token in zip(distributions[len(self.committed) :], drafted, strict=False):
+            distribution.check_drafted(token)
         self.news_from = len(self.committed)
 
     def _prepare(self, played: Round) -> list[TreeLayer]:
@@ -214,15 +214,19 @@ class Line:
             self.committed + chain[: root.accepted + 1] + [root.bonus] + branch_of(layers, index)
             for index, root in enumerate(roots)
         ]
-        laws, *branch_laws = self.setup.distributions([trunk, *paths], self.sampling)
+        distributions, *branch_distributions = self.setup.distributions(
+            [trunk, *paths], self.sampling
+        )
         for k in range(len(wanted)):
             bonuses = [root.bonus for root in roots if root.accepted == k]
             rejected = chain[k + 1] if k + 1 < len(chain) else None
-            laws[len(self.committed) + k].check_best(bonuses, without=rejected)
-        for index, (root, of_branch) in enumerate(zip(roots, branch_laws, strict=True)):
+            distributions[len(self.committed) + k].check_best(bonuses, without=rejected)
+        for index, (root, of_branch) in enumerate(zip(roots, branch_distributions, strict=True)):
             start = len(self.committed) + root.accepted + 1
-            for law, layer in zip(of_branch[start:], layers, strict=False):
-                law.check_drafted(DraftedToken(layer.tokens[index], layer.confidences[index]))
+            for distribution, layer in zip(of_branch[start:], layers, strict=False):
+                distribution.check_drafted(
+                    DraftedToken(layer.tokens[index], layer.confidences[index])
+                )
 
     def _outcome(self, played: Round, layers: list[TreeLayer]) -> None:
         chain = [self.pending, *self.next_draft]
@@ -317,9 +321,11 @@ def test_a_branch_is_adopted_only_where_it_grew(back: int) -> None:
     for root in layer.outcomes:
         backend.commit(number, len(filter_tokens), [])
         drafted = said(backend.draft(number, root.bonus, 2))
-        [laws] = setup.distributions([[*filter_tokens, root.bonus, drafted[0].token]], Sampling())
-        for law, token in zip(laws[len(filter_tokens) :], drafted, strict=True):
-            law.check_drafted(token)
+        [distributions] = setup.distributions(
+            [[*filter_tokens, root.bonus, drafted[0].token]], Sampling()
+        )
+        for distribution, token in zip(distributions[len(filter_tokens) :], drafted, strict=True):
+            distribution.check_drafted(token)
         backend.commit(number, len(filter_tokens), [])
         said(backend.prepare(number, [120, 160], [2, 2], depth=2))
 
@@ -332,8 +338,8 @@ def test_candidates_of_replaced_tokens_are_forgotten() -> None:
     setup.backend.commit(number, len(PROMPT), [50, 60])
     setup.backend.commit(number, len(PROMPT), [])
     [layer] = said(setup.backend.prepare(number, [50, 60], [0, 3], depth=1))
-    [laws] = setup.distributions([[*PROMPT, 50, 60]], Sampling())
-    laws[-1].check_best([root.bonus for root in layer.outcomes])
+    [distributions] = setup.distributions([[*PROMPT, 50, 60]], Sampling())
+    distributions[-1].check_best([root.bonus for root in layer.outcomes])
 
 
 def test_interleaved_sequences_do_not_disturb_one_another() -> None:
@@ -474,8 +480,8 @@ def test_an_empty_prompt_can_be_drafted_for() -> None:
     list(setup.backend.open(number, told, Sampling()))
     [drafted] = said(setup.backend.draft(number, 120, 1))
     assert told == []
-    [[law]] = setup.distributions([[120]], Sampling())
-    law.check_drafted(drafted)
+    [[distribution]] = setup.distributions([[120]], Sampling())
+    distribution.check_drafted(drafted)
 
 
 def test_unknown_sequences_are_refused() -> None:

@@ -157,7 +157,7 @@ def test_branches_are_drafts_of_their_own_prefix(
 
 def test_a_banned_token_is_no_draft_and_no_outcome() -> None:
     """The next place is taken in the place of one that goes on with it; a chain ends before it."""
-    ban = Sampling(shape=LogitsOptions(logit_bias=((4, -100.0),)))
+    ban = Sampling(logits_options=LogitsOptions(logit_bias=((4, -100.0),)))
     backend = NgramBackend()
     list(backend.open(1, [1, 2, 3, 5, 9, 1, 2, 4, 8, 9, 1, 2, 7, 4, 1], ban))
     assert [token for token, *_ in backend.draft(1, 2, 3)] == [7]
@@ -180,7 +180,7 @@ def test_what_a_grammar_forbids_is_no_draft() -> None:
 
     for home, expected in ((None, "zx"), (folder, "acxy")):
         backend = NgramBackend(home)
-        list(backend.open(1, said, Sampling(shape=shape)))
+        list(backend.open(1, said, Sampling(logits_options=shape)))
         assert drafted_by(backend)[: len(expected)] == [table[c] for c in expected]
     assert len(drafted_by(backend)) == 4  # then came z, and may not
     assert [layer.outcomes for layer in backend.prepare(1, [pending], [4], 1)] == [

@@ -1,0 +1,14 @@
+"""What lists of tokens have in common."""
+
+from protocol.messages import Tokens
+
+
+def common_prefix_length(first: Tokens, *others: Tokens) -> int:
+    """How many tokens all these lists begin with alike."""
+    length = len(first)
+    for other in others:
+        length = min(length, len(other))
+        if first[:length] != other[:length]:
+            pairs = enumerate(zip(first, other, strict=False))
+            length = next(index for index, (one, another) in pairs if one != another)
+    return length
