@@ -95,7 +95,7 @@ def run(command: click.Command, name: str) -> None:
         error.show()
         sys.exit(error.exit_code)
     except SsdError as error:
-        console.human().print(f"error: {error}", markup=False)
+        console.stderr().print(f"error: {error}", markup=False)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(_INTERRUPTED)

@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -16,6 +15,7 @@ from launch.models.pair import Pair, pair_of
 from launch.models.weights import Weights, weights_of
 from launch.settings.machine import share_cores
 from launch.settings.settings import StackSettings
+from launch.workers.worker import run_module
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, RuntimeFailure, SsdError
 from protocol.jobs.hardware import HardwareReport
@@ -83,17 +83,11 @@ def examine(settings: StackSettings) -> Report:
 
 def ask_hardware() -> HardwareReport:
     """What a process with MLX says; raises RuntimeFailure if it cannot."""
-    command = [sys.executable, "-P", "-m", "services.tools.hardware"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_SURVEY_S
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeFailure(f"MLX did not start within {_SURVEY_S:g} s") from error
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no reason given"]
-        raise RuntimeFailure(f"MLX does not start: {lines[-1]}")
-    return msgspec.json.decode(done.stdout, type=HardwareReport)
+        found = run_module("hardware report", "services.tools.hardware", timeout_s=_SURVEY_S)
+    except SsdError as error:
+        raise RuntimeFailure(f"MLX does not start: {error}") from error
+    return msgspec.json.decode(found, type=HardwareReport)
 
 
 def versions() -> dict[str, str]:

@@ -670,6 +670,10 @@ class StackRequest(Message, frozen=True, tag="stack?"):
     """CLI -> supervisor: what is running? Answer: Stack."""
 
 
+ProcessState = Literal["starting", "running", "died", "lost"]
+"""`died`: another one is started in its place; `lost`: it was restarted too often."""
+
+
 class ProcessStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One child of the supervisor."""
 
@@ -677,8 +681,10 @@ class ProcessStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     pid: int
     backend: str
     model: str
-    state: str
+    state: ProcessState
     restarts: int
+    note: str = ""
+    """More about the state, for people: why it died, where it listens, how long it loads."""
     device: str = ""
     """Where it was told to compute; empty is MLX's own choice."""
     emulated_cost: str = ""

@@ -8,7 +8,7 @@ from launch.bench.result import Overlap
 from launch.models.pair import Pair
 from launch.settings.machine import share_cores
 from launch.settings.settings import StackSettings
-from launch.workers.line_process import LineProcess
+from launch.workers.worker import JsonWorker
 from protocol.jobs.profile import (
     ProfiledRole,
     ProfilerReady,
@@ -30,7 +30,7 @@ _WIDTH = 16
 _CHAIN = 5
 
 
-class ProfilerWorker(LineProcess):
+class ProfilerWorker(JsonWorker):
     """One model of the pair, loaded."""
 
     def __init__(self, part: ProfiledRole, settings: StackSettings, pair: Pair) -> None:
@@ -45,7 +45,7 @@ class ProfilerWorker(LineProcess):
             device=settings.target_device if target else settings.draft_device,
             emulated_cost=settings.emulate_target_cost if target else "",
         )
-        super().__init__("gauge", "services.tools.profiler", told)
+        super().__init__("profiler", "services.tools.profiler", told, device=told.device)
         self.part = part
         self.unit = ""
 

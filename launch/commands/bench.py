@@ -17,7 +17,7 @@ from launch.bench.variant import NAMES, default_modes, parse_all, require_draft_
 from launch.models.pair import pair_of
 from launch.prompts import chosen_prompts
 from launch.settings.options import sampling_options, settings_of, stack_options, take_sampling
-from launch.terminal import console as show
+from launch.terminal import console
 from protocol.errors import UsageError
 from protocol.messages import Sampling
 
@@ -54,7 +54,7 @@ def command(**options: Any) -> None:  # fmt: skip
     config = _config(options, everything=report is not None)
     columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
                TimeElapsedColumn())  # fmt: skip
-    with Progress(*columns, console=show.human(), transient=True) as progress:
+    with Progress(*columns, console=console.stderr(), transient=True) as progress:
         result = measure(config, partial(_bars, progress))
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
@@ -63,7 +63,7 @@ def command(**options: Any) -> None:  # fmt: skip
     _show(result)
     require_lossless(result.checks)
     if config.runs:
-        show.plain().print(verdict(result.checks), markup=False)
+        console.stdout().print(verdict(result.checks), markup=False)
 
 
 def _writer() -> Callable[[BenchFile, Path], None]:
@@ -97,7 +97,7 @@ def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
     if modes is None:
         variants = parse_all(default_modes(pair.backend))
         if pair.backend != "mlx" and not only:
-            show.human().print(f"no mlx-lm-draft: it cannot draft with {pair.backend}")
+            console.stderr().print(f"no mlx-lm-draft: it cannot draft with {pair.backend}")
     require_draft_model(variants, pair.backend)
     for name in dict.fromkeys(variant.drafter for variant in variants if variant.drafter):
         pair_of(msgspec.structs.replace(settings, draft_model=name))  # known to be there
@@ -141,7 +141,7 @@ def _bars(progress: Progress, steps: int) -> Callable[[str], None]:
 
 
 def _show(result: BenchFile) -> None:
-    out = show.plain()
+    out = console.stdout()
     if result.config.emulated_cost:
         out.print(f"TARGET COST EMULATED: {result.config.emulated_cost}", markup=False)
     if result.profile is not None:

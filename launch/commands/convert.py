@@ -2,40 +2,35 @@
 
 import contextlib
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import msgspec
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from launch.models.coreml_models import beside
-from launch.models.pair import resolve
+from launch.models.hub import resolve
 from launch.prompts import own_prompts
 from launch.settings.machine import compute_threads
+from launch.settings.options import options_of, settings_from_flags
 from launch.stack.child import Lifeline
-from launch.terminal import console as show
+from launch.terminal import console
 from launch.workers.chat_template import tokenise
-from launch.workers.telling import Telling
+from launch.workers.worker import JsonWorker
 from orchestrator.text.tokenizer import TargetTokenizer
-from protocol.errors import UsageError
-from protocol.jobs import convert as conversion
-from protocol.jobs.convert import COMPRESSIONS, STATE_WRITES, ConvertSettings
+from protocol.jobs.convert import (
+    COMPRESSIONS,
+    STATE_WRITES,
+    Agreement,
+    ConvertEvent,
+    ConvertProgress,
+    ConvertResult,
+    ConvertSettings,
+)
 from protocol.settings import COMPUTE_UNITS
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(ConvertSettings)}
-
-
-def _option(flag: str, help_text: str, kind: Any = None) -> Callable[[F], F]:
-    """An option whose default is the setting's own."""
-    name = flag.removeprefix("--").replace("-", "_")
-    default = _DEFAULTS[name]
-    return click.option(
-        flag, name, type=kind or type(default), default=default, show_default=True, help=help_text
-    )
+_option = options_of(ConvertSettings)
 
 
 @click.command("convert")
@@ -74,73 +69,64 @@ def command(model: str, out: Path | None, target: str | None, **options: Any) ->
         }
         converted = _run(values)
     if as_json:
-        show.write(msgspec.json.encode(converted).decode() + "\n")
+        console.write(msgspec.json.encode(converted).decode() + "\n")
     else:
         _show(converted)
 
 
-def _run(values: dict[str, Any]) -> conversion.ConvertResult:
+def _run(values: dict[str, Any]) -> ConvertResult:
     with contextlib.closing(Lifeline()) as lifeline:
-        try:
-            settings = msgspec.convert({**values, "lifeline": lifeline.child_end}, ConvertSettings)
-        except msgspec.ValidationError as error:
-            raise UsageError(str(error).replace("$.", "--").replace("_", "-")) from error
-        console = show.human()
+        settings = settings_from_flags({**values, "lifeline": lifeline.child_end}, ConvertSettings)
+        err = console.stderr()
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-        bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        decoder = msgspec.json.Decoder(conversion.ConvertEvent)
-        with (
-            Telling("services.coreml", settings, decoder, conversion.ConvertResult) as process,
-            bar,
-        ):
-            return _follow(process, bar)
+        bar = Progress(*columns, console=err, disable=not err.is_terminal)
+        with JsonWorker("conversion", "services.coreml", settings) as worker, bar:
+            return _follow(worker, bar)
 
 
-def _follow(
-    process: Telling[conversion.ConvertEvent, conversion.ConvertResult], bar: Progress
-) -> conversion.ConvertResult:
+def _follow(worker: JsonWorker, bar: Progress) -> ConvertResult:
     """Draw all events; raises what the process died of."""
     task = bar.add_task("reading", total=1.0)
     said = ""
-    for event in process.events():
-        if isinstance(event, conversion.ConvertProgress):
+    for event in worker.events(ConvertEvent):
+        if isinstance(event, ConvertProgress):
             bar.update(task, description=event.what, completed=event.done)
             if not bar.console.is_terminal and event.what != said:
                 bar.console.print(event.what)
                 said = event.what
-    return process.ended()
+    return worker.result(ConvertResult)
 
 
-def _show(converted: conversion.ConvertResult) -> None:
-    console = show.plain()
-    console.print(f"{converted.out}: {converted.megabytes:.0f} MB in {converted.seconds:.0f} s")
+def _show(converted: ConvertResult) -> None:
+    out = console.stdout()
+    out.print(f"{converted.out}: {converted.megabytes:.0f} MB in {converted.seconds:.0f} s")
     agreed = converted.agreement
     if agreed is None:
-        console.print("not compared with the model")
+        out.print("not compared with the model")
         return
-    console.print(_format_agreement(agreed))
+    out.print(_format_agreement(agreed))
     for route, one in converted.routes.items():
-        console.print(f"by {route}: {_format_agreement(one)}")
+        out.print(f"by {route}: {_format_agreement(one)}")
         for apart in one.differences:
-            console.print(
+            out.print(
                 f"  position {apart.position}: token {apart.package}, the model's {apart.model} "
                 f"has a margin of {apart.margin:.4f}"
             )
     if converted.draft is not None and converted.model is not None:
-        console.print(
+        out.print(
             f"the target accepts, greedily {converted.draft.greedy:.3f} "
             f"(the model itself {converted.model.greedy:.3f}), at T=1 "
             f"{converted.draft.sampled:.3f} ({converted.model.sampled:.3f})"
         )
     for cost in converted.costs:
-        console.print(f"  {cost.name}: {cost.call_ms:.1f} ms a call, on {cost.unit}")
+        out.print(f"  {cost.name}: {cost.call_ms:.1f} ms a call, on {cost.unit}")
         if cost.off_ane:
-            console.print(f"    not on the Neural Engine: {cost.off_ane}")
+            out.print(f"    not on the Neural Engine: {cost.off_ane}")
     if converted.compute_unit == "reference":
-        console.print("  the reference runtime is a test instrument: no times of CoreML")
+        out.print("  the reference runtime is a test instrument: no times of CoreML")
 
 
-def _format_agreement(agreed: conversion.Agreement) -> str:
+def _format_agreement(agreed: Agreement) -> str:
     return (
         f"best token equal on {agreed.greedy:.3f} of {agreed.tokens - agreed.ties} tokens "
         f"({agreed.greedy_with_ties:.3f} with {agreed.ties} ties; largest margin of a difference "

@@ -5,38 +5,26 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
-import msgspec
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from launch.models.pair import resolve
+from launch.models.hub import resolve
 from launch.prompts import own_prompts
+from launch.settings.options import options_of, settings_from_flags
 from launch.stack.child import Lifeline
-from launch.terminal import console as show
+from launch.terminal import console
 from launch.workers.chat_template import form_of, tokenise
-from launch.workers.telling import Telling
+from launch.workers.worker import JsonWorker
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
-from protocol.jobs import distill as distillation
+from protocol.jobs.distill import DistillEvent, DistillFinished, DistillNote, DistillProgress
 from protocol.settings import OBJECTIVES, PRECISIONS, DistillSettings
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(DistillSettings)}
+_option = options_of(DistillSettings)
 _LINE_EVERY_S = 10.0
-
-
-def _option(flag: str, help_text: str, kind: Any = None) -> Callable[[F], F]:
-    """An option whose default is the setting's own."""
-    name = flag.removeprefix("--").replace("-", "_")
-    default = _DEFAULTS[name]
-    return click.option(
-        flag, name, type=kind or type(default), default=default, show_default=True, help=help_text
-    )
 
 
 def _numbers(kind: type) -> Any:
@@ -126,59 +114,50 @@ def _has_texts(folder: Path) -> bool:
 def _form(tokenizer: TargetTokenizer) -> dict[str, Any]:
     form = form_of(tokenizer)
     if not form.turn:
-        show.human().print("the target has no chat template: its texts start from nothing")
+        console.stderr().print("the target has no chat template: its texts start from nothing")
     return {"opening": form.opening, "turn": form.turn}
 
 
-def _run(values: dict[str, Any]) -> distillation.DistillFinished:
+def _run(values: dict[str, Any]) -> DistillFinished:
     """Start the process, draw what it says, and let it save when the user interrupts."""
     with contextlib.closing(Lifeline()) as lifeline:
-        try:
-            settings = msgspec.convert({**values, "lifeline": lifeline.child_end}, DistillSettings)
-        except msgspec.ValidationError as error:
-            raise UsageError(str(error).replace("$.", "--").replace("_", "-")) from error
-        decoder = msgspec.json.Decoder(distillation.DistillEvent)
-        with (
-            Telling("services.distill", settings, decoder, distillation.DistillFinished) as process,
-            _bar() as bar,
-        ):
+        settings = settings_from_flags({**values, "lifeline": lifeline.child_end}, DistillSettings)
+        with JsonWorker("distillation", "services.distill", settings) as worker, _bar() as bar:
             try:
-                finished = _follow(process, bar)
+                finished = _follow(worker, bar)
             except KeyboardInterrupt:
-                process.ask_to_stop()
+                worker.ask_to_stop()
                 bar.console.print("saving; Ctrl-C again gives up")
-                finished = _follow(process, bar)
+                finished = _follow(worker, bar)
                 if not finished.complete:
                     bar.console.print("stopped; the same command goes on from here")
                     raise
     if not finished.complete:
-        show.human().print("stopped; the same command goes on from here")
+        console.stderr().print("stopped; the same command goes on from here")
     return finished
 
 
 def _bar() -> Progress:
-    console = show.human()
+    err = console.stderr()
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
         TextColumn("{task.fields[details]}"),
-        console=console,
-        disable=not console.is_terminal,
+        console=err,
+        disable=not err.is_terminal,
     )
 
 
-def _follow(
-    process: Telling[distillation.DistillEvent, distillation.DistillFinished], bar: Progress
-) -> distillation.DistillFinished:
+def _follow(worker: JsonWorker, bar: Progress) -> DistillFinished:
     """Draw all events; raises what the process died of."""
     tasks = {task.description: task.id for task in bar.tasks}
     silent_until = 0.0
-    for event in process.events():
+    for event in worker.events(DistillEvent):
         match event:
-            case distillation.DistillNote():
+            case DistillNote():
                 bar.console.print(event.text)
-            case distillation.DistillProgress():
+            case DistillProgress():
                 if event.phase not in tasks:
                     tasks[event.phase] = bar.add_task(event.phase, total=1.0, details="")
                     silent_until = 0.0
@@ -188,12 +167,12 @@ def _follow(
                     # A log has no bar: a line now and then.
                     bar.console.print(f"{event.phase} {event.done:.0%}, {details}")
                     silent_until = time.monotonic() + _LINE_EVERY_S
-            case distillation.DistillFinished():
-                pass  # its last word, which `ended` keeps
-    return process.ended()
+            case DistillFinished():
+                pass  # `result` returns it
+    return worker.result(DistillFinished)
 
 
-def _details(event: distillation.DistillProgress) -> str:
+def _details(event: DistillProgress) -> str:
     parts = [f"{event.tok_s:,.0f} tok/s"]
     if event.loss is not None:
         parts.append(f"loss {event.loss:.3f}")
@@ -203,9 +182,9 @@ def _details(event: distillation.DistillProgress) -> str:
     return ", ".join([*parts, f"{minutes}:{seconds:02d} left"])
 
 
-def _show(finished: distillation.DistillFinished, *, as_json: bool) -> None:
+def _show(finished: DistillFinished, *, as_json: bool) -> None:
     if as_json:
-        show.write(
+        console.write(
             json.dumps({"out": finished.out, "complete": finished.complete, **finished.figures})
             + "\n"
         )
@@ -213,16 +192,16 @@ def _show(finished: distillation.DistillFinished, *, as_json: bool) -> None:
     figures: Any = finished.figures.get("figures")
     if figures is None:
         return
-    console = show.plain()
-    console.print(f"greedy agreement {figures['greedy_agreement']:.3f}")
+    out = console.stdout()
+    out.print(f"greedy agreement {figures['greedy_agreement']:.3f}")
     for name, value in figures["by_category"].items():
-        console.print(f"  {name} {value:.3f}")
+        out.print(f"  {name} {value:.3f}")
     for one in figures["acceptance"]:
-        console.print(
+        out.print(
             f"acceptance at T={one['temperature']}: coupled {one['coupled']:.3f}, "
             f"rejection {one['rejection']:.3f}"
         )
     for name in ("hits", "hits_after_rejection"):
         curve = " ".join(f"{width}:{value:.2f}" for width, value in figures[name].items())
-        console.print(f"{name.replace('_', ' ')} by fan-out: {curve}")
-    console.print(finished.out)
+        out.print(f"{name.replace('_', ' ')} by fan-out: {curve}")
+    out.print(finished.out)

@@ -27,11 +27,11 @@ def command(*, as_json: bool, **stack: Any) -> None:
     if as_json:
         console.write(msgspec.json.encode(report).decode() + "\n")
     else:
-        console.plain().print(_table(report))
+        console.stdout().print(_table(report))
     if not report.healthy:
         sys.exit(RuntimeFailure.exit_code)
     if not as_json:
-        console.plain().print("ready; `ssd bench --profile` measures what speculation gains here")
+        console.stdout().print("ready; `ssd bench --profile` measures what speculation gains here")
 
 
 def _table(report: Report) -> Table:

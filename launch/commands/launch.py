@@ -34,9 +34,9 @@ def run(name: str, options: dict[str, Any]) -> None:
             if supervisor.listener
             else ""
         )
-        console.human().print(f"ready;{where} Ctrl-C stops everything")
+        console.stderr().print(f"ready;{where} Ctrl-C stops everything")
         supervisor.wait()
     finally:
         supervisor.stop()
         if ready:
-            console.human().print("stopped")
+            console.stderr().print("stopped")

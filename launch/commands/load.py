@@ -74,11 +74,11 @@ def command(context: click.Context, /, **options: Any) -> None:
     if url:
         _refuse_others(context)
         asked = Server(url, *server)
-        asked.await_ready(wait_s, console.human().print)
+        asked.await_ready(wait_s, console.stderr().print)
         loads = _of_server(asked, texts, max_tokens, modes, streams)
     else:
         loads = _of_stack(options, texts, max_tokens, modes, streams)
-    console.plain().print(load.table(loads))
+    console.stdout().print(load.table(loads))
     if json_file is not None:
         json_file.write_bytes(msgspec.json.encode(loads))
 

@@ -15,12 +15,14 @@ import psutil
 from launch.bench.mac_report import TEMPERATURE, Answer, Report, lines, without_paths
 from launch.doctor import versions
 from launch.models.coreml_models import find_converted, read_facts, require_converted
-from launch.models.pair import default_drafter, pair_of, resolve
+from launch.models.default_pair import default_drafter
+from launch.models.hub import resolve
+from launch.models.pair import pair_of
 from launch.settings.settings import StackSettings
 from launch.stack.child import Lifeline
 from launch.stack.session import private_stack
 from launch.terminal import console
-from launch.workers.probing import probe, probes_together
+from launch.workers.coreml_probe import ProbeWorker, open_probes
 from protocol.client.client import Client
 from protocol.errors import SsdError, UsageError
 from protocol.jobs.coreml_probe import ProbeResult
@@ -74,8 +76,8 @@ def command(model: str | None, target: str | None, out: Path, **options: Any) ->
         console.write(msgspec.json.encode(report).decode() + "\n")
     else:
         for line in lines(report):
-            console.plain().print(line, markup=False)
-        console.plain().print(f"written to {out}", markup=False)
+            console.stdout().print(line, markup=False)
+        console.stdout().print(f"written to {out}", markup=False)
 
 
 def _measure(folder: Path, target: Path, options: dict[str, Any]) -> Report:
@@ -157,9 +159,11 @@ def _choose_probes(target: str, own: Path | None, options: dict[str, Any]) -> li
 def _probes(common: dict[str, Any], wanted: list[dict[str, Any]]) -> list[ProbeResult]:
     found = []
     for told in wanted:
-        console.human().print(f"measuring: {told['kind']} {told.get('compute_units', '')}".rstrip())
-        with probe(**{**common, **told}) as one:
-            found.append(one.found())
+        console.stderr().print(
+            f"measuring: {told['kind']} {told.get('compute_units', '')}".rstrip()
+        )
+        with ProbeWorker(**{**common, **told}) as worker:
+            found.append(worker.measure())
     return found
 
 
@@ -171,18 +175,18 @@ def _overlap(common: dict[str, Any], target: str, seconds: float) -> dict[str, l
         {**told, "kind": "draft-loop", "compute_units": units},
         {**told, "kind": "target-loop", "target": target},
     )
-    console.human().print("measuring: overlap")
+    console.stderr().print("measuring: overlap")
     alone = []
     for loop in loops:
-        with probe(common["lifeline"], **loop) as one:
-            alone.append(one.found())
-    with probes_together(common["lifeline"], *loops) as both:
-        return {"alone": alone, "together": [one.found() for one in both]}
+        with ProbeWorker(common["lifeline"], **loop) as worker:
+            alone.append(worker.measure())
+    with open_probes(common["lifeline"], *loops) as both:
+        return {"alone": alone, "together": [worker.measure() for worker in both]}
 
 
 def _answers(settings: StackSettings, max_tokens: int) -> Iterator[Answer]:
     """Plain and speculative, at a temperature, on the stack that would be used."""
-    console.human().print(f"measuring: answers at temperature {TEMPERATURE}")
+    console.stderr().print(f"measuring: answers at temperature {TEMPERATURE}")
     sampling = Sampling(temperature=TEMPERATURE, seed=1)
     plain: list[int] = []
     with private_stack(settings, console.process_line) as supervisor:

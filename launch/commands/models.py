@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.models.catalog import Fit, Model, list_models, pairs, read
-from launch.models.hub import pull as fetch
-from launch.models.pair import add_default
+from launch.models.default_pair import add_default
+from launch.models.hub import download
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
 from launch.terminal import console
 from launch.terminal.dashboard import format_bytes
@@ -29,7 +29,7 @@ def add(pair: str) -> None:
     `default` is SmolLM2-135M-Instruct and its drafter. What is there already is kept.
     """
     del pair
-    add_default(console.human().print)
+    add_default(console.stderr().print)
 
 
 @command.command("list")
@@ -46,14 +46,14 @@ def list_(*, as_json: bool) -> None:
         _print({"models": models, "pairs": fits})
         return
     if not models:
-        console.plain().print("no models here yet; `ssd models add default` sets up a small pair")
+        console.stdout().print("no models here yet; `ssd models add default` sets up a small pair")
         return
-    console.plain().print(_models_table(models))
+    console.stdout().print(_models_table(models))
     for model in models:
         if model.problem:
-            console.human().print(f"{model.name}: {model.problem}", markup=False)
+            console.stderr().print(f"{model.name}: {model.problem}", markup=False)
     if fits:
-        console.plain().print(_pairs_table(fits))
+        console.stdout().print(_pairs_table(fits))
 
 
 @command.command("inspect")
@@ -69,7 +69,7 @@ def inspect(model: str, *, as_json: bool) -> None:
     if as_json:
         _print(found)
     else:
-        console.plain().print(_card(found))
+        console.stdout().print(_card(found))
 
 
 @command.command("pull")
@@ -82,13 +82,13 @@ def pull(name: str, *, as_json: bool) -> None:
     tokenizer and chat template; a download that broke off goes on where it ended.
     HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they mean elsewhere.
     """
-    folder = fetch(name)
-    console.human().print(f"{name} is at {folder}", markup=False)
+    folder = download(name)
+    console.stderr().print(f"{name} is at {folder}", markup=False)
     found = read(str(folder))
     if as_json:
         _print(found)
     else:
-        console.plain().print(_card(found))
+        console.stdout().print(_card(found))
 
 
 @command.command("recommend")
@@ -113,8 +113,8 @@ def recommend_(purpose: Purpose | None, memory: float | None, *, as_json: bool) 
         _print({"memory_bytes": total, "pairs": found})
         return
     for entry in found:
-        console.plain().print(_format_recommendation(entry))
-    console.plain().print(
+        console.stdout().print(_format_recommendation(entry))
+    console.stdout().print(
         f"For {format_bytes(total)} of memory. Expected, not measured: tokens per round are the "
         "most that speculation could gain, if the assumed share of drafts is accepted."
     )

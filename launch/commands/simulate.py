@@ -70,7 +70,7 @@ def _take_strategy(options: dict[str, Any]) -> Strategy:
 
 def _run(scenario: Scenario, asked: Strategy, *, sweep: bool, as_json: bool) -> None:
     policy = asked.fan_out_policy
-    with console.human().status("simulating") as status:
+    with console.stderr().status("simulating") as status:
         found = compare(
             scenario, fixed_pairs(policy=policy) if sweep else (), policy, status.update
         )
@@ -83,7 +83,7 @@ def _run(scenario: Scenario, asked: Strategy, *, sweep: bool, as_json: bool) -> 
         all_runs = [*runs[:-1], *found.fixed] if found.fixed else runs
         click.echo(simulation.as_json(scenario, all_runs, found))
         return
-    out = console.plain()
+    out = console.stdout()
     out.print(simulation.HEADLINE, markup=False)
     out.print(f"{scenario.name}: {scenario.note}" if scenario.note else scenario.name, markup=False)
     out.print(simulation.table(runs, found.plain))

@@ -41,4 +41,4 @@ def command(
         server_key=public_key(draft_server_key) if draft_server_key else "",
     )
     ask_supervisor(name, swap, timeout_s)
-    console.human().print(f"the stack {name!r} now drafts with {backend}")
+    console.stderr().print(f"the stack {name!r} now drafts with {backend}")

@@ -40,8 +40,8 @@ def command(name: str, interval: float, *, once: bool, as_json: bool) -> None:
             _print_json(snapshot)
             while not once and keys.wait(interval) not in {"q", "Q"}:
                 _print_json(observer.look())
-        elif once or not console.plain().is_terminal:
-            console.plain().print(draw(snapshot, [], ""))
+        elif once or not console.stdout().is_terminal:
+            console.stdout().print(draw(snapshot, [], ""))
         else:
             _watch(observer, keys, snapshot, interval)
 

@@ -1,14 +1,32 @@
-"""Fetching a model from the hub, with a sentence for each way in which that can fail."""
+"""From the name of a model to its folder: here already, or fetched from the hub."""
 
 from pathlib import Path
 
-from launch.models.pair import HUB_PATTERNS
+from launch.settings.paths import cache_dir
 from protocol.errors import ModelError, RuntimeFailure, UsageError
 
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+"""Files of a hub model that are fetched."""
 _LONGEST = 200
 
 
-def pull(name: str) -> Path:
+def resolve(reference: str) -> Path:
+    """The folder of a model given as a path, a name in our cache, or a hub name (`owner/name`).
+
+    A hub model is downloaded if needed.
+    """
+    folder = Path(reference).expanduser()
+    own = cache_dir() / "models" / reference
+    if folder.is_dir() or ("/" not in reference and own.is_dir()):
+        return (folder if folder.is_dir() else own).resolve()
+    if folder.exists():
+        raise ModelError(f"{reference!r} is a file; a model is a folder in mlx-lm's format")
+    if reference.startswith((".", "/", "~")) or reference.count("/") != 1:
+        raise ModelError(f"there is no model folder at {reference!r}")
+    return download(reference)
+
+
+def download(name: str) -> Path:
     """The folder of the hub model `owner/name`; the library shows its own progress.
 
     What is in the cache already is not fetched again.

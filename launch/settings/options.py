@@ -22,6 +22,7 @@ _EMULATE = (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def _apply(decorators: list[Callable[[F], F]]) -> Callable[[F], F]:
@@ -36,6 +37,29 @@ def _apply(decorators: list[Callable[[F], F]]) -> Callable[[F], F]:
 def settings_of(**flags: Any) -> StackSettings:
     """The settings in force, given these flags; None is a flag that was not given."""
     return stack_settings({key: value for key, value in flags.items() if value is not None})
+
+
+def options_of(kind: type[msgspec.Struct]) -> Callable[..., Callable[[F], F]]:
+    """Makes options whose names and defaults are those of a settings type."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(kind)}
+
+    def option(flag: str, help_text: str, values: Any = None) -> Callable[[F], F]:
+        name = flag.removeprefix("--").replace("-", "_")
+        default = defaults[name]
+        values = values or type(default)
+        return click.option(
+            flag, name, type=values, default=default, show_default=True, help=help_text
+        )
+
+    return option
+
+
+def settings_from_flags(values: dict[str, Any], kind: type[S]) -> S:
+    """Settings of a process; raises UsageError naming the flag that is wrong."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise UsageError(str(error).replace("$.", "--").replace("_", "-")) from error
 
 
 def stack_options() -> Callable[[F], F]:

@@ -4,11 +4,12 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Collection
 from pathlib import Path
 
 from launch.settings.machine import child_environment
-from protocol.process.child import ERROR_PREFIX
+from protocol.process.child import find_error
 from protocol.settings import ChildSettings, ServiceSettings, encode_settings
 
 _KILL_S = 5.0
@@ -57,9 +58,8 @@ class Child:
             return self._killed_because
         with contextlib.suppress(OSError):
             own = self.log.read_bytes()[self._log_start :].decode(errors="replace")
-            for line in reversed(own.splitlines()[-50:]):
-                if line.startswith(ERROR_PREFIX):
-                    return line.removeprefix(ERROR_PREFIX)
+            if sentence := find_error(own):
+                return sentence
         code = self.exit_code
         if code is not None and code < 0:
             return f"the {self.role} was killed by signal {-code}"
@@ -101,6 +101,27 @@ def kill_all(children: Collection[Child]) -> None:
     """End them at once; whoever waits for them goes on."""
     for child in children:
         child.process.kill()
+
+
+class RestartBudget:
+    """At most `restarts` within any `window_s` seconds."""
+
+    def __init__(self, restarts: int, window_s: float) -> None:
+        self._restarts = restarts
+        self._window_s = window_s
+        self._times: deque[float] = deque()
+        self.used = 0
+        """Restarts so far, ever."""
+
+    def spend(self, now: float) -> bool:
+        """Take one restart; False if the budget is spent."""
+        while self._times and now - self._times[0] > self._window_s:
+            self._times.popleft()
+        if len(self._times) >= self._restarts:
+            return False
+        self._times.append(now)
+        self.used += 1
+        return True
 
 
 class Lifeline:

@@ -8,15 +8,16 @@ from launch.stack.child import Child
 from launch.stack.http_listener import HttpListener
 from protocol.client.client import Client
 from protocol.errors import BY_EXIT_CODE, DeadlineExceeded, RuntimeFailure
-from protocol.messages import ServiceDown, Status
+from protocol.messages import ProcessState, ServiceDown, Status
 from protocol.transport.channel import Deadline
 
 TICK_S = 0.05
-STILL_LOADING = "still loading"
-"""How the state of a process begins that takes long to become ready."""
-_SAY_EVERY_S = 10.0
-_ELSEWHERE_S = 5.0
-"""A drafter on another machine may not be there: the stack begins without it after so long."""
+_REPORT_EVERY_S = 10.0
+_OPTIONAL_TIMEOUT_S = 5.0
+"""A drafter on another machine may not be there: the stack starts without it after this long."""
+
+ReportState = Callable[[str, ProcessState, str], None]
+"""Role, state, note."""
 
 
 def await_ready(
@@ -24,7 +25,7 @@ def await_ready(
     children: Mapping[str, Child],
     timeout_s: float,
     *,
-    tell: Callable[[str, str], None],
+    report: ReportState,
     listener: HttpListener | None,
     optional: frozenset[str],
 ) -> set[str]:
@@ -34,7 +35,8 @@ def await_ready(
         ModelError, UsageError: a child could not start, with its reason.
         RuntimeFailure: a child died, or was not ready in time.
     """
-    deadline, patience, quiet = Deadline(timeout_s), Deadline(_ELSEWHERE_S), Deadline(_SAY_EVERY_S)
+    deadline, quiet = Deadline(timeout_s), Deadline(_REPORT_EVERY_S)
+    optional_deadline = Deadline(_OPTIONAL_TIMEOUT_S)
     needed = [child for role, child in children.items() if role not in optional]
     missing = {"verifier", "drafter"}
     with contextlib.closing(Client(address)) as client:
@@ -42,21 +44,22 @@ def await_ready(
             status = ask_status(client)
             for role in {s.role for s in status.services} & missing if status else set():
                 missing.remove(role)
-                tell(role, "ready")
+                report(role, "running", "")
             if not missing or (
-                missing <= optional and _may_start_without(children, missing, patience)
+                missing <= optional and _may_start_without(children, missing, optional_deadline)
             ):
                 break
             if quiet.passed:
-                quiet = Deadline(_SAY_EVERY_S)
+                quiet = Deadline(_REPORT_EVERY_S)
                 for late in sorted(missing):
-                    tell(late, f"{STILL_LOADING}, {timeout_s - deadline.remaining:.0f} s so far")
-    tell("orchestrator", "ready")
+                    loaded_s = timeout_s - deadline.remaining
+                    report(late, "starting", f"still loading, {loaded_s:.0f} s so far")
+    report("orchestrator", "running", "")
     if listener is not None:
         for _ in _looks(needed, deadline, {"gateway"}):
             if listener.answers(timeout_s=1.0):
                 break
-        tell("gateway", f"ready at {listener.url}")
+        report("gateway", "running", f"at {listener.url}")
     return missing
 
 
@@ -120,9 +123,9 @@ def _looks(needed: list[Child], deadline: Deadline, missing: Collection[str]) ->
 
 
 def _may_start_without(
-    children: Mapping[str, Child], missing: set[str], patience: Deadline
+    children: Mapping[str, Child], missing: set[str], deadline: Deadline
 ) -> bool:
-    return patience.passed or any(children[role].exit_code is not None for role in missing)
+    return deadline.passed or any(children[role].exit_code is not None for role in missing)
 
 
 def _raise_if_dead(needed: list[Child]) -> None:

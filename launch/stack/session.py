@@ -5,7 +5,8 @@ import os
 import secrets
 from collections.abc import Iterator
 
-from launch.models.pair import pair_of, resolve
+from launch.models.hub import resolve
+from launch.models.pair import pair_of
 from launch.settings.settings import StackSettings
 from launch.stack.run_dir import RunDir
 from launch.stack.supervisor import Report, Supervisor

@@ -1,6 +1,7 @@
 """What a running stack is doing: asked of its supervisor, its orchestrator and the system."""
 
 import time
+from typing import Literal
 
 import msgspec
 import psutil
@@ -9,7 +10,7 @@ from launch.stack.control import ask_supervisor
 from launch.stack.run_dir import RunDir
 from protocol.client.client import Client
 from protocol.errors import RuntimeFailure, SsdError, UsageError
-from protocol.messages import ProcessStatus, Stack, StackRequest, Status
+from protocol.messages import ProcessState, ProcessStatus, Stack, StackRequest, Status
 from protocol.process.closeable import Closeable
 
 _ANSWER_S = 2.0
@@ -22,8 +23,8 @@ class ProcessFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     pid: int
-    state: str
-    """running, starting, lost; stopped if a signal did that; gone if it has just ended."""
+    state: ProcessState | Literal["stopped", "gone"]
+    """`stopped` by a signal; `gone`: it has just ended."""
     restarts: int
     backend: str
     model: str
@@ -118,7 +119,8 @@ class StackObserver(Closeable):
         return [self._figures(status) for status in told]
 
     def _figures(self, told: ProcessStatus) -> ProcessFigures:
-        memory, cpu, uptime, state = 0, 0.0, 0.0, told.state
+        memory, cpu, uptime = 0, 0.0, 0.0
+        state: ProcessState | Literal["stopped", "gone"] = told.state
         try:
             process = self._seen.setdefault(told.pid, psutil.Process(told.pid))
             with process.oneshot():

@@ -1,4 +1,4 @@
-"""What each process of a stack is told when it is started."""
+"""Starting each process of a stack with its settings, and describing it."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from launch.stack.child import Child
 from launch.stack.http_listener import HttpListener, write_key
 from launch.stack.run_dir import RunDir
 from protocol.decoding.sampling_params import get_preset
-from protocol.messages import Sampling
+from protocol.messages import ProcessStatus, Sampling
 from protocol.settings import (
     DrafterSettings,
     GatewaySettings,
@@ -129,3 +129,23 @@ def start_gateway(
         log_level=settings.log_level,
     )
     return Child("gateway", "services.gateway.main", told, run_dir.log("gateway"))
+
+
+def describe_child(child: Child, settings: StackSettings, pair: Pair) -> ProcessStatus:
+    """A child that has just been started, for people and programs."""
+    backend, model, device = {
+        "orchestrator": ("", pair.model, ""),
+        "verifier": ("mlx", pair.model, settings.target_device),
+        "gateway": ("", "", ""),
+        "drafter": (pair.backend, pair.drafts_with, settings.draft_device),
+    }[child.role]
+    return ProcessStatus(
+        role=child.role,
+        pid=child.pid,
+        backend=backend,
+        model=model,
+        state="starting",
+        restarts=0,
+        device=device,
+        emulated_cost=settings.emulate_target_cost if child.role == "verifier" else "",
+    )

@@ -1,6 +1,6 @@
 """The supervisor: parent of all processes. Starts, watches, restarts, swaps and stops them.
 
-After `create_backend` returns, a thread watches the children and serves the control socket; the
+After `start` returns, a thread watches the children and serves the control socket; the
 caller's thread is free to be a client of the orchestrator.
 """
 
@@ -12,22 +12,29 @@ import time
 import traceback
 from collections.abc import Callable
 
+import msgspec
+
 from launch.keyring import remote_server_of
 from launch.models.pair import Pair
 from launch.settings.settings import StackSettings
 from launch.signals import on_second_signal
-from launch.stack.budget import RestartBudget
-from launch.stack.child import Child, Lifeline, end_all, kill_all
+from launch.stack.child import Child, Lifeline, RestartBudget, end_all, kill_all
 from launch.stack.http_listener import HttpListener
-from launch.stack.process_status import status_of
 from launch.stack.readiness import TICK_S, await_drafter, await_ready
 from launch.stack.run_dir import RunDir, claim
-from launch.stack.spawn import start_drafter, start_gateway, start_orchestrator, start_verifier
+from launch.stack.spawn import (
+    describe_child,
+    start_drafter,
+    start_gateway,
+    start_orchestrator,
+    start_verifier,
+)
 from launch.stack.watchdog import SupervisorPost
 from protocol.client.client import Client
 from protocol.errors import RuntimeFailure, SsdError
 from protocol.messages import (
     Done,
+    ProcessState,
     ProcessStatus,
     Rejected,
     Role,
@@ -41,7 +48,7 @@ from protocol.transport.channel import Hub
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE_S = 3600.0
+_WAIT_S = 3600.0
 
 Report = Callable[[ProcessStatus], None]
 
@@ -101,7 +108,7 @@ class Supervisor:
             self.run_dir.clients_address,
             self._children,
             self._settings.start_timeout_s,
-            tell=self._report_state,
+            report=self._report_state,
             listener=self.listener,
             optional=frozenset({"drafter"} if self._pair.server else ()),
         )
@@ -166,7 +173,7 @@ class Supervisor:
             self._start_again(role)
         for role in [role for role in self._starting if post.watchdog.ready(self._children[role])]:
             self._starting.remove(role)
-            self._report_state(role, "ready")
+            self._report_state(role, "running")
             if role == "orchestrator":  # a new one has not heard of what is gone for good
                 for lost in self._lost.values():
                     post.client.report_service_down(lost)
@@ -186,7 +193,7 @@ class Supervisor:
             client.report_service_down(down)
         elif not again:
             self.failure = RuntimeFailure(reason)
-        self._report_state(role, f"died ({reason})" if again else f"lost ({reason})")
+        self._report_state(role, "died" if again else "lost", reason)
         self._starting.discard(role)
         if again:
             self._absent[role] = time.monotonic()
@@ -211,7 +218,11 @@ class Supervisor:
         try:
             match message:
                 case StackRequest():
-                    return Stack(processes=[self._status_of(role) for role in self._children])
+                    return Stack(
+                        processes=[
+                            self._status_of(role, self._state_of(role)) for role in self._children
+                        ]
+                    )
                 case SwapDrafter():
                     self._swap(message, post)
                     return Done()
@@ -260,25 +271,28 @@ class Supervisor:
         self._starting.discard("drafter")
         old.ask_to_end()
         old.end()
-        self._report_state("drafter", "ready")
+        self._report_state("drafter", "running")
 
     # ------------------------------------------------------------ status and stop
 
-    def _status_of(self, role: str, state: str = "") -> ProcessStatus:
-        budget = self._budgets.get(role)
-        now = "starting" if role in {*self._starting, *self._absent} else "running"
-        state = state or ("lost" if role in self._lost else now)
-        restarts = budget.used if budget else 0
-        return status_of(self._children[role], state, restarts, self._settings, self._pair)
+    def _state_of(self, role: str) -> ProcessState:
+        if role in self._lost:
+            return "lost"
+        return "starting" if role in {*self._starting, *self._absent} else "running"
 
-    def _report_state(self, role: str, state: str) -> None:
+    def _status_of(self, role: str, state: ProcessState, note: str = "") -> ProcessStatus:
+        status = describe_child(self._children[role], self._settings, self._pair)
+        restarts = self._budgets[role].used
+        return msgspec.structs.replace(status, state=state, note=note, restarts=restarts)
+
+    def _report_state(self, role: str, state: ProcessState, note: str = "") -> None:
         with contextlib.suppress(OSError):  # nobody reads our output any more
-            self._report(self._status_of(role, state))
+            self._report(self._status_of(role, state, note))
 
     def wait(self) -> None:
         """Return only by an exception: the caller's interrupt, or the stack's own failure."""
         while self.failure is None:
-            self._ended.wait(_PATIENCE_S)
+            self._ended.wait(_WAIT_S)
         raise self.failure
 
     def stop(self) -> None:

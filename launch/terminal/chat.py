@@ -7,7 +7,7 @@ from itertools import zip_longest
 import msgspec
 
 from launch.signals import Terminated
-from launch.terminal import console as show
+from launch.terminal import console
 from protocol.client.client import Client
 from protocol.errors import SsdError
 from protocol.messages import ChatMessage, Finished, Generate, Statistics
@@ -35,23 +35,23 @@ class Chat:
         self._last: Statistics | None = None
         self._commands: dict[str, Callable[[], None]] = {
             "r": self._reset,
-            "h": lambda: show.human().print(HELP, markup=False),
+            "h": lambda: console.stderr().print(HELP, markup=False),
             "/stats": self._statistics,
             "/draft": self._switch_colours,
         }
 
     def run(self) -> None:
         """Talk until `q` or the end of the input."""
-        show.human().print("h for help, q to quit", style="dim")
+        console.stderr().print("h for help, q to quit", style="dim")
         while True:
             try:
-                line = show.ask(">> ").strip()
+                line = console.ask(">> ").strip()
             except EOFError:
-                show.write("\n")
+                console.write("\n")
                 return
             except KeyboardInterrupt as interrupt:
                 _unless_terminated(interrupt)
-                show.human().print("\nq quits", style="dim")
+                console.stderr().print("\nq quits", style="dim")
                 continue
             if line == "q":
                 return
@@ -67,9 +67,9 @@ class Chat:
             self._stream(pieces)
         except KeyboardInterrupt as interrupt:
             _unless_terminated(interrupt)
-            show.human().print("\nstopped", style="dim")
+            console.stderr().print("\nstopped", style="dim")
         except SsdError as error:
-            show.human().print(f"error: {error}", markup=False)
+            console.stderr().print(f"error: {error}", markup=False)
         if text := "".join(pieces):
             self._messages.append(ChatMessage("assistant", text))
         else:
@@ -79,7 +79,7 @@ class Chat:
         request = msgspec.structs.replace(
             self._template, request=self._client.number(), messages=list(self._messages)
         )
-        console = show.plain()
+        out = console.stdout()
         with contextlib.closing(self._client.generate(request)) as events:
             for event in events:
                 if isinstance(event, Finished):
@@ -87,26 +87,26 @@ class Chat:
                     break
                 pieces.append(event.text)
                 if not self._show_draft:
-                    show.write(event.text)
+                    console.write(event.text)
                     continue
                 pairs = zip_longest(event.pieces, event.origins, fillvalue="target")
                 for piece, origin in pairs:
-                    show.write_coloured(console, piece, origin)
-        show.write("\n")
+                    console.write_coloured(out, piece, origin)
+        console.write("\n")
 
     def _reset(self) -> None:
         self._messages = list(self._system)
-        show.human().print("the conversation is forgotten", style="dim")
+        console.stderr().print("the conversation is forgotten", style="dim")
 
     def _statistics(self) -> None:
         if self._last is None:
-            show.human().print("nothing was answered yet", style="dim")
+            console.stderr().print("nothing was answered yet", style="dim")
         else:
-            show.human().print(show.statistics_table(self._last))
+            console.stderr().print(console.statistics_table(self._last))
 
     def _switch_colours(self) -> None:
         self._show_draft = not self._show_draft
-        show.human().print(show.LEGEND if self._show_draft else "no colours", style="dim")
+        console.stderr().print(console.LEGEND if self._show_draft else "no colours", style="dim")
 
 
 def _unless_terminated(interrupt: KeyboardInterrupt) -> None:

@@ -6,7 +6,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text as RichText
 
-from launch.stack.readiness import STILL_LOADING
 from protocol.messages import ProcessStatus, Statistics
 
 STYLES = {"target": "", "hit": "green", "miss": "yellow", "lookup": "cyan"}
@@ -20,12 +19,12 @@ LEGEND = (
 )
 
 
-def human() -> Console:
+def stderr() -> Console:
     """Where text for people goes when standard output belongs to machines."""
     return _console(stderr=True)
 
 
-def plain() -> Console:
+def stdout() -> Console:
     """Standard output, coloured where it is a terminal."""
     return _console(stderr=False)
 
@@ -55,16 +54,27 @@ def process_line(status: ProcessStatus) -> None:
         status.backend or "-",
         status.device or "-",
         model or "-",
-        emulated + status.state,
+        emulated + describe_state(status),
     )
     widths = (13, 8, 6, 6, 24, 0)
     line = " ".join(field.ljust(width) for field, width in zip(fields, widths, strict=True))
     _Lines(stderr=True, highlight=False, soft_wrap=True).print(RichText(line.rstrip()))
 
 
+def describe_state(status: ProcessStatus) -> str:
+    """A process's state in words."""
+    match status.state:
+        case "starting":
+            return status.note or "starting"
+        case "running":
+            return f"ready {status.note}".rstrip()
+        case "died" | "lost":
+            return f"{status.state} ({status.note})" if status.note else status.state
+
+
 def long_waits(status: ProcessStatus) -> None:
-    """Of the processes of a private stack, only what is waited for long."""
-    if status.state.startswith(STILL_LOADING):
+    """Of the processes of a private stack, only those that take long to load."""
+    if status.state == "starting" and status.note:
         process_line(status)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from launch.prompts import Prompt
-from launch.terminal import console as show
+from launch.terminal import console
 from launch.terminal.explain import explanation
 from launch.terminal.trace import write_trace
 from protocol.client.client import Client
@@ -57,7 +57,7 @@ def answer_all(client: Client, prompts: list[Prompt], options: Options) -> None:
             slices += _print_json(client, prompt, options)
         else:
             if len(prompts) > 1:
-                show.human().print(f"{'' if index == 0 else chr(10)}[{prompt.id or index + 1}]")
+                console.stderr().print(f"{'' if index == 0 else chr(10)}[{prompt.id or index + 1}]")
             slices += _print_text(client, prompt, options)
     if options.trace is not None:
         write_trace(options.trace, slices)
@@ -71,24 +71,24 @@ def _request(client: Client, prompt: Prompt, options: Options) -> Generate:
 
 
 def _print_text(client: Client, prompt: Prompt, options: Options) -> list[TraceEvent]:
-    console = show.plain() if options.show_draft else None
+    out = console.stdout() if options.show_draft else None
     finished = None
     for message in client.generate(_request(client, prompt, options)):
         if isinstance(message, Finished):
             finished = message
-        elif console is None:
-            show.write(message.text)
+        elif out is None:
+            console.write(message.text)
         else:
             for piece, origin in zip_longest(message.pieces, message.origins, fillvalue="target"):
-                show.write_coloured(console, piece, origin)
-    show.write("\n")
+                console.write_coloured(out, piece, origin)
+    console.write("\n")
     if options.show_draft:
-        show.human().print(show.LEGEND)
+        console.stderr().print(console.LEGEND)
     if finished is not None and options.explain:
         mode = options.template.mode
-        show.human().print(explanation(mode, finished.statistics), markup=False)
+        console.stderr().print(explanation(mode, finished.statistics), markup=False)
     if finished is not None and options.statistics:
-        show.human().print(show.statistics_table(finished.statistics))
+        console.stderr().print(console.statistics_table(finished.statistics))
     return finished.timeline if finished is not None else []
 
 
@@ -103,7 +103,7 @@ def _print_json(client: Client, prompt: Prompt, options: Options) -> list[TraceE
             timeline = message.timeline
             record = _record(client, options.template, message)
             identity: dict[str, Any] = {"id": prompt.id} if prompt.id != "" else {}
-            show.write(json.dumps({**identity, "text": text, "tokens": tokens, **record}) + "\n")
+            console.write(json.dumps({**identity, "text": text, "tokens": tokens, **record}) + "\n")
     return timeline
 
 

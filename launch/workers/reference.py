@@ -3,7 +3,7 @@
 import os
 
 from launch.models.pair import Pair
-from launch.workers.line_process import LineProcess
+from launch.workers.worker import JsonWorker
 from protocol.jobs.reference import (
     BatchDecodeRequest,
     BatchDecodeResult,
@@ -16,7 +16,7 @@ from protocol.messages import Sampling, Tokens
 from protocol.settings import Device, ReferenceSettings
 
 
-class ReferenceWorker(LineProcess):
+class ReferenceWorker(JsonWorker):
     """mlx-lm in a process of its own, with all cores."""
 
     def __init__(self, pair: Pair, device: Device = "", emulated_cost: str = "") -> None:
@@ -28,7 +28,7 @@ class ReferenceWorker(LineProcess):
             device=device,
             emulated_cost=emulated_cost,
         )
-        super().__init__("reference", "services.tools.reference", settings)
+        super().__init__("reference", "services.tools.reference", settings, device=device)
 
     def decode(self, question: DecodeRequest) -> DecodeResult:
         """mlx-lm's own answer."""

@@ -55,6 +55,12 @@ def run_reporting_errors(role: str, body: Callable[[], None]) -> int:
     return 0
 
 
+def find_error(output: str) -> str:
+    """The error sentence in what a child wrote to stderr: the last one; empty without one."""
+    lines = [line for line in output.splitlines() if line.startswith(ERROR_PREFIX)]
+    return lines[-1].removeprefix(ERROR_PREFIX) if lines else ""
+
+
 def read_argument(role: str) -> str:
     """The one argument of a process: its settings."""
     if len(sys.argv) != 2:

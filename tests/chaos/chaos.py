@@ -139,7 +139,7 @@ def _no_log(folder: str, names: list[str]) -> list[str]:
 
 
 def _say(line: str) -> None:
-    console.human().print(line, markup=False)
+    console.stderr().print(line, markup=False)
 
 
 def _nothing(line: str) -> None:

@@ -104,7 +104,7 @@ class _Watch:
         sizes = {role: one.megabytes[-1] for role, one in self.series.items() if one.megabytes}
         memory = ", ".join(f"{role} {size:.0f} MB" for role, size in sizes.items())
         answers = sum(tally.answered for tally in self._load.tallies)
-        console.human().print(f"{minutes:.0f} min: {answers} answers; {memory}")
+        console.stderr().print(f"{minutes:.0f} min: {answers} answers; {memory}")
 
     def replaced(self) -> list[str]:
         """Roles whose process is another one than at the beginning."""

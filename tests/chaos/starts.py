@@ -20,7 +20,7 @@ class Starts:
         """A process has changed."""
         if status.state == "starting":
             self._since[status.role] = self._clock()
-        elif status.state.startswith("ready") and status.role in self._since:
+        elif status.state == "running" and status.role in self._since:
             self.took_s[status.role].append(self._clock() - self._since.pop(status.role))
 
     def latest_s(self, role: str) -> float:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.models.pair import default_drafter, pair_of
+from launch.models.default_pair import default_drafter
+from launch.models.pair import pair_of
 from launch.settings.settings import StackSettings
 from launch.stack.control import ask_supervisor
 from orchestrator.text.tokenizer import TargetTokenizer

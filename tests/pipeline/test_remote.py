@@ -108,7 +108,7 @@ def stack_with(models: tuple[str, str], address: str, key: str, own: str) -> Ite
 
 
 def drafter_lines(stack: RunningStack) -> str:
-    return " ".join(line.state for line in stack.lines if line.role == "drafter")
+    return " ".join(f"{line.state} {line.note}" for line in stack.lines if line.role == "drafter")
 
 
 def drafts(stack: RunningStack) -> bool:

@@ -75,7 +75,7 @@ def swap(stack: RunningStack, kind: str) -> None:
 
 
 def deaths(stack: RunningStack) -> str:
-    return " ".join(s.state for s in stack.lines if s.role == "drafter" and "died" in s.state)
+    return " ".join(s.note for s in stack.lines if s.role == "drafter" and s.state == "died")
 
 
 def same_as_plain(stack: RunningStack, mode: Mode) -> None:
@@ -169,7 +169,7 @@ def test_restarts_have_a_budget(target: str) -> None:
 
         def lost() -> bool:
             same_as_plain(stack, "sd")
-            return any("lost" in s.state for s in stack.lines if s.role == "drafter")
+            return any(s.state == "lost" for s in stack.lines if s.role == "drafter")
 
         eventually(lost, "the drafter is given up")
         same_as_plain(stack, "ssd")

@@ -10,7 +10,7 @@ from typing import Any
 
 from protocol.process.child import run_child
 from protocol.settings import VerifierSettings
-from services.verifier import run_child as verifier
+from services.verifier import main as verifier
 
 _FIFTH = 5
 

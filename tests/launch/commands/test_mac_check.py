@@ -14,7 +14,7 @@ from launch import doctor
 from launch.bench import mac_report
 from launch.commands import mac_check
 from launch.stack.child import Lifeline
-from launch.workers.probing import probe, probes_together
+from launch.workers.coreml_probe import ProbeWorker, open_probes
 from protocol.jobs.coreml_probe import ProbeResult
 from protocol.jobs.hardware import HardwareReport
 from tests.support.converted import SLOTS, converted_folder, source_folder
@@ -96,8 +96,8 @@ def test_overlapping_loops_begin_together() -> None:
     told: list[dict[str, Any]] = [
         {name: str(value) for name, value in loop.items()} | {"seconds": 0.1} for loop in loops
     ]
-    with contextlib.closing(Lifeline()) as lifeline, probes_together(lifeline, *told) as started:
-        draft, decode, dead = (one.found() for one in started)
+    with contextlib.closing(Lifeline()) as lifeline, open_probes(lifeline, *told) as started:
+        draft, decode, dead = (one.measure() for one in started)
     assert "nowhere" in dead.failed
     assert min(draft.began_s, decode.began_s) >= max(draft.ready_s, decode.ready_s) > 0
     assert draft.per_second > 0
@@ -110,9 +110,11 @@ def test_prompts_are_timed_both_ways() -> None:
     told = {"target": str(source_folder("llama")), "model": str(converted_folder("llama"))}
     with (
         contextlib.closing(Lifeline()) as lifeline,
-        probe(lifeline, kind="prefill", compute_units="reference", seconds=60.0, **told) as one,
+        ProbeWorker(
+            lifeline, kind="prefill", compute_units="reference", seconds=60.0, **told
+        ) as one,
     ):
-        found = one.found()
+        found = one.measure()
     assert not found.failed
     assert [one.tokens for one in found.prefills] == [64, SLOTS]
     assert all(one.mlx_ms > 0 and one.coreml_ms > 0 for one in found.prefills)

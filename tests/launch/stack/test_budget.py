@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.stack.budget import RestartBudget
+from launch.stack.child import RestartBudget
 
 
 def test_a_burst_is_granted_until_the_budget_is_spent() -> None:

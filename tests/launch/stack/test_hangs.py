@@ -62,8 +62,8 @@ def test_a_stopped_process_is_replaced(stack: RunningStack, plain: Tokens, role:
     )
     assert plain == answer.tokens
     eventually(lambda: process_of(stack, role) not in (0, old), f"another {role}")
-    (line,) = [line for line in stack.lines if line.pid == old and line.state.startswith("died")]
-    assert f"the {role} was stopped for more than 1 s" in line.state
+    (line,) = [line for line in stack.lines if line.pid == old and line.state == "died"]
+    assert f"the {role} was stopped for more than 1 s" in line.note
 
 
 def process_of(stack: RunningStack, role: str) -> int:
@@ -89,8 +89,8 @@ def test_a_verifier_that_hangs_in_a_call_is_replaced(
     impatient = msgspec.structs.replace(settings, hang_timeout_s=3.0)
     with running(impatient) as stack:
         answer = stack.answer(PROMPT, max_tokens=TOKENS)
-        states = [line.state for line in stack.lines if line.role == "verifier"]
+        notes = [line.note for line in stack.lines if line.role == "verifier"]
     assert (Path(settings.model) / "hung").exists()
     assert plain == answer.tokens
     assert answer.statistics.verifier_restarts >= 1  # a busy machine may look like a hang, too
-    assert any("the verifier hangs: no sign of life" in state for state in states)
+    assert any("the verifier hangs: no sign of life" in note for note in notes)

@@ -125,4 +125,4 @@ def has(stack: RunningStack, pid: int) -> bool:
 
 
 def lost(stack: RunningStack) -> bool:
-    return any(line.state.startswith("lost") for line in stack.lines)
+    return any(line.state == "lost" for line in stack.lines)

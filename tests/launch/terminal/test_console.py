@@ -38,7 +38,7 @@ def test_a_line_that_nobody_reads_ends_nothing(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(sys, "stderr", Gone())
     process_line(
-        ProcessStatus(role="drafter", pid=7, backend="mlx", model="m", state="ready", restarts=0)
+        ProcessStatus(role="drafter", pid=7, backend="mlx", model="m", state="running", restarts=0)
     )
     assert "drafter" in "".join(written)
 

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import msgspec
 import numpy as np
 import pytest
 from coremltools._deps.kmeans1d import cluster
 
 from launch.models.coreml_models import beside, find_converted, require_converted
 from launch.stack.child import Lifeline
-from launch.workers.telling import Telling
+from launch.workers.worker import JsonWorker
 from protocol.errors import ModelError
-from protocol.jobs.convert import COMPRESSIONS, ROUTES, Compression, ConvertEvent, ConvertResult
+from protocol.jobs.convert import COMPRESSIONS, ROUTES, Compression, ConvertEvent
 from services.coreml.architecture import read_architecture
 from services.coreml.convert.compression import _centres, pack
 from services.coreml.convert.source import Source
@@ -274,9 +273,8 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
     with contextlib.closing(Lifeline()) as lifeline:
         values = {field: getattr(settings, field) for field in settings.__struct_fields__}
         told = type(settings)(**{**values, "lifeline": lifeline.child_end})
-        decoder = msgspec.json.Decoder(ConvertEvent)
-        with Telling("services.coreml", told, decoder, ConvertResult) as process:
-            assert next(process.events())
+        with JsonWorker("conversion", "services.coreml", told) as process:
+            assert next(process.events(ConvertEvent))
             assert list(tmp_path.glob(".made.partial-*"))
     assert list(tmp_path.iterdir()) == []
 

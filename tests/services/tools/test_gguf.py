@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.utils import load_model
 from tokenizers import Tokenizer
 
-from launch.models.pair import produce
+from launch.models.default_pair import produce
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError
 from services.mlx.loader import compute_unit, load

