@@ -245,6 +245,10 @@ class Orchestrator:
         except UsageError as error:
             self._clients.send(peer, Rejected(str(error), "invalid", message.request))
             return
+        if message.count_only:
+            for reply in answer.farewell("length", ""):
+                self._clients.send(peer, reply)
+            return
         self._next_number += 1
         self._requests.waiting.append(answer)
         self._start_waiting()

@@ -369,6 +369,15 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     fan_out_policy: FanOutPolicy = "online"
     trace: bool = False
     """Whether `DistillFinished` is to hold the timeline."""
+    answer_tokens: Tokens = []
+    """What the answer begins with: the client has these tokens already."""
+    answer_start: str = ""
+    """The same as text, which follows `answer_tokens`."""
+    special_text: bool = False
+    """Whether special tokens are text too, stop tokens aside: some models mark thoughts or
+    calls of tools by them."""
+    count_only: bool = False
+    """Only count the prompt's tokens: Finished comes at once, without an answer."""
     choose_saguaro: bool = False
     """Whether the orchestrator chooses `sampling.saguaro`, by the speed it brought others."""
 
@@ -515,6 +524,8 @@ class Finished(Message, frozen=True, tag="finished", kw_only=True):
     statistics: Statistics
     histograms: dict[str, TimingHistogram] = {}
     """Per phase, the times of the rounds whose medians are in `statistics`."""
+    stop_string: str = ""
+    """The stop string that ended the answer, if one did."""
     error: str = ""
     timeline: list[TraceEvent] = []
     """If it was asked for."""

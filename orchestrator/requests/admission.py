@@ -75,7 +75,9 @@ def admit(
     )
     ids = about(request=request.request, sequence=number)
     _log.info("request of %d tokens, mode %s", len(prompt), request.mode, extra=ids)
-    text = StoppableText(tokenizer.stream(marks=bool(request.tools)), request.stop)
+    text = StoppableText(
+        tokenizer.stream(marks=bool(request.tools) or request.special_text), request.stop
+    )
     most_tokens = len(prompt) + request.max_tokens
     if context_length:
         most_tokens = min(most_tokens, context_length)
@@ -114,7 +116,8 @@ def _prompt(request: Generate, tokenizer: TargetTokenizer) -> Tokens:
         return request.tokens
     if request.text:
         return tokenizer.encode_text(request.text)
-    return tokenizer.encode(request.messages, request.tools, request.template_options)
+    prompt = tokenizer.encode(request.messages, request.tools, request.template_options)
+    return prompt + request.answer_tokens + tokenizer.encode_part(request.answer_start)
 
 
 def _check_prompt(prompt: Tokens, context_length: int, vocabulary_size: int) -> None:

@@ -110,6 +110,7 @@ class Request:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens or 0,
             statistics=self.sequence.recorder.summary(),
+            stop_string=self.text.stop_string,
             histograms=self.sequence.recorder.histograms(),
             error=error,
             timeline=timeline.slices if timeline is not None else [],

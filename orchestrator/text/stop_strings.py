@@ -22,13 +22,16 @@ class StoppableText:
         self._stream = stream
         self._stop = [string for string in stop if string]
         self._held = ""
+        self.stop_string = ""
+        """The stop string that was found."""
 
     def push(self, token: int) -> Pushed:
         """Add one token."""
         self._held += self._stream.push(token)
-        found = [at for string in self._stop if (at := self._held.find(string)) >= 0]
+        found = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
         if found:
-            text, self._held = self._held[: min(found)], ""
+            at, self.stop_string = min(found)
+            text, self._held = self._held[:at], ""
             return Pushed(text, stopped=True)
         keep = max((_overlap(self._held, string) for string in self._stop), default=0)
         cut = len(self._held) - keep

@@ -85,6 +85,10 @@ class TargetTokenizer:
         """The prompt tokens of a text that is to be continued."""
         return list(self._tokenizer.encode(text).ids)
 
+    def encode_part(self, text: str) -> Tokens:
+        """The tokens of a text that follows others."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if text else []
+
     def stream(self, *, marks: bool = False) -> "TextStream":
         """A fresh incremental decoder; with `marks` all special tokens but stops are text too.
 

@@ -14,7 +14,7 @@ from launch.settings.settings import StackSettings
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.grammar import json_grammar
 from protocol.errors import UsageError
-from protocol.messages import Generate, LogitsOptions, Mode, Sampling, Text, Tokens
+from protocol.messages import ChatMessage, Generate, LogitsOptions, Mode, Sampling, Text, Tokens
 from tests.support.reference import Reference
 from tests.support.stack import RunningStack, eventually, running
 from tests.support.tiny_models import write_tiny_model
@@ -344,3 +344,46 @@ def test_a_bias_on_no_token_is_refused(stack: RunningStack) -> None:
     )
     with pytest.raises(UsageError, match="10000"):
         list(stack.client.generate(request))
+
+
+def ask(stack: RunningStack, **fields: Any) -> tuple[Tokens, str, Any]:
+    """Tokens, text and last message of the answer to `HELLO`."""
+    request = Generate(
+        request=stack.client.number(), messages=[ChatMessage("user", "hello")], **fields
+    )
+    tokens: Tokens = []
+    text = ""
+    for message in stack.client.generate(request):
+        if not isinstance(message, Text):
+            return tokens, text, message
+        tokens += message.tokens
+        text += message.text
+    raise AssertionError("an answer ends with Finished")
+
+
+def test_an_answer_is_continued(stack: RunningStack) -> None:
+    """What the client has already of an answer is not repeated; the rest is the same."""
+    whole, text, finished = ask(stack, max_tokens=12)
+    rest, _, continued = ask(stack, max_tokens=12 - 5, answer_tokens=whole[:5])
+    assert whole[:5] + rest == whole
+    assert continued.prompt_tokens == finished.prompt_tokens + 5
+    _, _, started = ask(stack, max_tokens=1, answer_start="ab")
+    assert started.prompt_tokens > finished.prompt_tokens
+    assert text
+
+
+def test_a_prompt_is_counted(stack: RunningStack) -> None:
+    """The count is the prompt's of the request itself, and nothing is generated."""
+    tokens, _, finished = ask(stack, max_tokens=4)
+    nothing, text, counted = ask(stack, max_tokens=4, count_only=True)
+    assert (len(tokens), nothing, text) == (4, [], "")
+    assert counted.prompt_tokens == finished.prompt_tokens
+    assert stack.client.status().active == 0
+
+
+def test_the_stop_string_is_reported(stack: RunningStack) -> None:
+    """Clients learn which of their stop strings ended an answer."""
+    _, text, _ = ask(stack, max_tokens=12)
+    _, before, finished = ask(stack, max_tokens=12, stop=["never said", text[4:6]])
+    assert (finished.reason, finished.stop_string) == ("stop", text[4:6])
+    assert text.startswith(before + text[4:6])
