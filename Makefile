@@ -24,12 +24,9 @@ check: $(VENV)/.installed
 audit: $(VENV)/.installed
 	"$(BIN)/python" -m tests.support.audit
 
-# A line for each file: the first of its docstring.
+# docs/modules.md: a line for each module, the first of its docstring.
 tree:
-	@$(PYTHON) -c 'import ast; from pathlib import Path; \
-	[print(f"{path!s:38}", (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]) \
-	for top in ("protocol", "services", "orchestrator", "launch", "tests") \
-	for path in sorted(Path(top).rglob("*.py")) if path.stat().st_size]'
+	$(PYTHON) -m tests.support.module_listing
 
 bench: $(VENV)/.pair
 	"$(BIN)/ssd" bench

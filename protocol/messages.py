@@ -444,7 +444,7 @@ class RoundStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one request did. Definitions: README, "Statistics"; times in the unit named."""
+    """What one request did. Definitions: docs/guide/statistics.md; times in the unit named."""
 
     ttft_ms: float
     decode_s: float

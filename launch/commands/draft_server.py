@@ -47,7 +47,7 @@ def command(
 ) -> None:
     """Draft for another program over standard input and output, or for another machine.
 
-    What is spoken there is described in docs/DRAFT_SERVER.md; logs go to standard error.
+    What is spoken there is described in docs/guide/draft-server.md; logs go to standard error.
     """
     if stdio == bool(listen):
         raise UsageError("a draft server needs either --stdio or --listen")

@@ -1,4 +1,4 @@
-"""Counts of one request, defined once (README, "Statistics")."""
+"""Counts of one request, defined once (docs/guide/statistics.md)."""
 
 from bisect import bisect_left
 from collections import Counter

@@ -3,7 +3,7 @@
 The target's token is `argmax(log p / T + g)` over the tokens that the filters keep, with the
 Gumbel noise `g` of `noise.py`: an exact sample of the filtered distribution, and a pure function of
 (logits, position, Sampling). Greedy is temperature 0. A drafter uses the same noise on its
-own logits, so that its proposal tends to be the same token (README, "Acceptance").
+own logits, so that its proposal tends to be the same token (docs/architecture.md, "Acceptance").
 
 Filters see the distribution at temperature 1 and the temperature comes last, as in mlx-lm and
 llama.cpp. Each keeps a prefix of the tokens in falling order of probability, so together

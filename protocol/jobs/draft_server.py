@@ -1,4 +1,4 @@
-"""What a draft server is told at its start (`docs/DRAFT_SERVER.md`)."""
+"""What a draft server is told at its start (`docs/guide/draft-server.md`)."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from protocol.settings import BackendName, ComputeUnits, Device, Settings
 
 
 class DraftServerSettings(Settings, frozen=True, kw_only=True):
-    """One draft server: on standard input and output, or listening (`docs/DRAFT_SERVER.md`)."""
+    """One draft server: on standard input and output, or listening."""
 
     backend: BackendName
     model: str = ""

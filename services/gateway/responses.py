@@ -285,7 +285,7 @@ def timings(finished: Finished, tokens: int, status: Status) -> dict[str, Any]:
 
 
 def speculation(finished: Finished, request: Generate) -> dict[str, Any]:
-    """How speculation went; definitions in the README, "Statistics"."""
+    """How speculation went; definitions: docs/guide/statistics.md."""
     s = finished.statistics
     return {
         "mode": request.mode,

@@ -2,7 +2,7 @@
 
 MLX has a fused kernel there for a single query, and cuDNN for many under a mask. A
 verification and a depth of a draft tree lie between: with cuDNN each layer costs the host
-75 microseconds, which for a large model is a third of the pass (docs/RESULTS.md).
+75 microseconds, which for a large model is a third of the pass (docs/lab/cuda-forward.md).
 
 One block serves one query of one head. Its warps take the keys in turn, each keeping a
 running maximum, sum and weighted values (the online softmax of Milakov and Gimelshein,

@@ -3,7 +3,7 @@
 Queries, keys and values are three products of one input, a gated MLP begins with two. Their
 weights are laid one below the other, so that several rows need one product; each output is
 the same dot product as before. On CUDA a verification of four tokens is a seventh shorter for
-it with small targets (docs/RESULTS.md). A single row has a quick kernel of its own and is
+it with small targets (docs/lab/cuda-forward.md). A single row has a quick kernel of its own and is
 served as it was.
 """
 

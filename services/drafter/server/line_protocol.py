@@ -1,4 +1,4 @@
-"""The line protocol's words, for both ends (`docs/DRAFT_SERVER.md` defines them)."""
+"""The line protocol's words, for both ends (`docs/guide/draft-server.md` defines them)."""
 
 import re
 

@@ -1,7 +1,7 @@
 """`python -m services.drafter.server.main SETTINGS`: a drafter on stdin and stdout, or listening.
 
-`docs/DRAFT_SERVER.md` says what is spoken there. The end of standard input is a clean exit; one
-that listens serves one host after another until it is told to end.
+`docs/guide/draft-server.md` defines the protocols. The end of standard input is a clean exit; a
+listening server serves one host after another until it is told to stop.
 """
 
 import contextlib

@@ -1,0 +1,107 @@
+"""The documents name what exists: modules, paths, definitions, links and flags."""
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+import click
+import pytest
+
+from launch.cli import cli
+from tests.support.module_listing import LISTING, ROOT, modules
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_ROOMS = ("protocol", "orchestrator", "services", "launch", "tests", "docs")
+_PATH = re.compile(rf"`((?:{'|'.join(_ROOMS)})/[\w./-]*)(?::([\w.]+))?`")
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+_CODE = re.compile(r"```.*?```", re.DOTALL)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_every_module_stands_in_the_listing_exactly_once() -> None:
+    """docs/modules.md lists every module; `make tree` writes it."""
+    listed = Counter(re.findall(r"^- `([^`]+)`", LISTING.read_text(encoding="utf-8"), re.MULTILINE))
+    assert {str(path): 1 for path in modules()} == dict(listed)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_paths_in_documents_exist(document: Path) -> None:
+    """A path in backticks is a file or folder, and what follows its colon is defined there."""
+    for path, definition in _PATH.findall(document.read_text(encoding="utf-8")):
+        assert (ROOT / path).exists(), f"{path} does not exist"
+        assert not definition or definition in defined(ROOT / path), f"{path} has no {definition}"
+
+
+def defined(path: Path) -> set[str]:
+    """Names of a module's functions, classes, methods and constants."""
+    found = set[str]()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [m for m in node.body if isinstance(m, ast.FunctionDef)]
+            found |= {f"{node.name}.{m.name}" for m in methods}
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    """A relative link names a file, and a heading that is in it."""
+    for target, anchor in _LINK.findall(document.read_text(encoding="utf-8")):
+        page = (document.parent / target).resolve() if target else document
+        assert page.exists(), f"{target} does not exist"
+        assert not anchor or anchor in anchors(page), f"{target or 'the page'} has no #{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub makes links of them."""
+    text = _CODE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_commands_in_documents_have_the_flags_they_are_shown_with(document: Path) -> None:
+    """Each `ssd COMMAND --flag` of an example is a command, and a flag that it shows."""
+    text = re.sub(r"\\\n\s*", "", document.read_text(encoding="utf-8"))
+    for words, rest in re.findall(r"\bssd ((?:[a-z][a-z-]+ ?)+)([^`\n]*)", text):
+        command = find_command(words.split())
+        if command is None:
+            continue
+        shown = {option for parameter in command.params for option in options(parameter)}
+        unquoted = re.sub(r'"[^"]*"', "", rest).partition("#")[0]
+        used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", unquoted))
+        missing = used - shown
+        assert not missing, f"`ssd {words.strip()}` has no {', '.join(sorted(missing))}"
+
+
+def find_command(words: list[str]) -> click.Command | None:
+    """The command that these words begin with; None if they are prose."""
+    command: click.Command | None = cli.commands.get(words[0])
+    for word in words[1:]:
+        if isinstance(command, click.Group) and word in command.commands:
+            command = command.commands[word]
+    return command
+
+
+def options(parameter: click.Parameter) -> list[str]:
+    hidden = isinstance(parameter, click.Option) and parameter.hidden
+    return [] if hidden else [*parameter.opts, *parameter.secondary_opts, "--help"]
+
+
+def test_the_readme_is_short() -> None:
+    """The README is read in one sitting: at most 200 lines."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_pictures_that_pages_show_exist() -> None:
+    """A picture that the README shows is in the repository."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for picture in re.findall(r'(?:!\[[^\]]*\]\(|src=")([^)"]+)', text):
+        assert picture.startswith("https://") or (ROOT / picture).is_file(), picture
