@@ -12,6 +12,7 @@ from protocol.messages import Tokens
 from services.batching.packing import together
 from services.kv.cache import KVStore
 from services.mlx.loader import compute_unit
+from services.mlx.traced_forward import TracedForward
 
 _log = logging.getLogger(__name__)
 
@@ -53,11 +54,13 @@ class BatchRequest:
 class Batcher:
     """Collects what sequences ask of a model, and runs it in as few passes as allowed.
 
-    A pass has at most `most_rows` tokens, unless a single sequence asks for more.
+    A pass has at most `most_rows` tokens, unless a single sequence asks for more. `traced`
+    runs the passes of one sequence that it serves.
     """
 
-    def __init__(self, model: Any, most_rows: int) -> None:
+    def __init__(self, model: Any, most_rows: int, traced: TracedForward | None = None) -> None:
         self._model = model
+        self._traced = traced
         self.most_rows = most_rows
         self._waiting: list[BatchRequest] = []
 
@@ -120,8 +123,13 @@ class Batcher:
         for asked in asks:
             asked.place()
         stores = [asked.store for asked in asks if asked.store is not None]
-        caches: Any = asks[0].caches if len(asks) == 1 else together(stores)
-        logits: mx.array = self._model(mx.array(tokens)[None], cache=caches)[0]
+        row = mx.array(tokens)[None]
+        if len(asks) > 1:
+            logits: mx.array = self._model(row, cache=together(stores))[0]
+        elif self._traced is not None and stores and self._traced.serves(stores[0]):
+            logits = self._traced(row, stores[0])[0]
+        else:
+            logits = self._model(row, cache=asks[0].caches)[0]
         start = 0
         for asked in asks:
             asked.logits, asked.by = logits[start : start + len(asked.tokens)], now

@@ -30,6 +30,7 @@ from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import LoadedModel, compute_unit
 from services.mlx.rope import use_tables
+from services.mlx.traced_forward import TracedForward, trace_if_faster
 from services.runtime.inbox import Work
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.pipelined_step import PipelinedStep
@@ -65,12 +66,19 @@ class Verifier:
         shares = self._windows is not None and supports_packing(
             self._model, self._windows, bucketed=self._bucketed
         )
-        self._batcher = Batcher(self._model, most_rows() if shares else 0)
+        self._batcher = Batcher(self._model, most_rows() if shares else 0, self._trace())
         self._chunked_prefill = ChunkedPrefill(self._model, prefill_step_size, shares=shares)
         self._last_pass = ForwardPass(0, 0)
         # On a CPU the pass and this process would want the same cores.
         self.pipelines = compute_unit() != "cpu"
         self._idle_since = time.perf_counter()
+
+    def _trace(self) -> TracedForward | None:
+        """A traced forward, on a GPU that would wait for this process to build its passes."""
+        windows = self._windows
+        if compute_unit() == "cpu" or windows is None or any(w is not None for w in windows):
+            return None
+        return trace_if_faster(self._model, lambda: KVStore(windows, bucketed=self._bucketed))
 
     def use_external_prefill(self, other: PrefillSource, *, whenever_it_fits: bool) -> None:
         """Let another device compute prompts: where it is faster, or all that it takes."""

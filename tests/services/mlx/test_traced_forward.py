@@ -1,0 +1,110 @@
+"""A traced forward gives the model's own logits wherever it is replayed, or is not used."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from services.batching.forward import Batcher
+from services.kv.cache import KVStore, windows_of
+from services.mlx.loader import load
+from services.mlx.traced_forward import MOST_ROWS, TracedForward, trace_if_faster
+from tests.support.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load(write_tiny_model(tmp_path_factory.mktemp("model"), "llama")).module
+
+
+def _prefill(model: Any, tokens: int) -> KVStore:
+    store = KVStore(windows_of(model), bucketed=False)
+    store.chain(tokens)
+    mx.eval(model(mx.arange(tokens)[None] % 200 + 1, cache=store.caches))
+    return store
+
+
+def _assert_same(model: Any, traced: TracedForward, own: KVStore, other: KVStore) -> None:
+    """Verify three tokens on both stores, whose tokens are the same."""
+    row = mx.array([[7, own.length % 100 + 1, 9]])
+    own.chain(3)
+    other.chain(3)
+    assert traced.serves(other)
+    expected = model(row, cache=own.caches)
+    np.testing.assert_allclose(np.array(traced(row, other)), np.array(expected), atol=1e-4)
+
+
+def test_a_replay_is_right_at_every_place(model: Any) -> None:
+    """One trace serves all lengths of a bucket, rewound ones too, and a grown buffer."""
+    traced = TracedForward(model)
+    own, other = _prefill(model, 5), _prefill(model, 5)
+    for length in (8, 9, 12, 250, 253, 256, 259):
+        while own.length < length:
+            count = min(16, length - own.length)
+            for store in (own, other):
+                store.chain(count)
+                mx.eval(model(mx.arange(count)[None] + 3, cache=store.caches))
+        _assert_same(model, traced, own, other)
+        for store in (own, other):
+            store.trim(length + 1)
+
+
+def test_forks_keep_their_own_tokens(model: Any) -> None:
+    """A traced pass over a fork writes nothing into the buffers that both began with."""
+    traced = TracedForward(model)
+    own, other = _prefill(model, 20), _prefill(model, 20)
+    fork = other.fork(10)
+    fork.chain(3)
+    mx.eval(traced(mx.array([[1, 2, 3]]), fork))
+    _assert_same(model, traced, own, other)
+
+
+@pytest.mark.parametrize(("rows", "served"), [(1, False), (2, True), (MOST_ROWS + 1, False)])
+def test_which_chains_are_served(model: Any, rows: int, *, served: bool) -> None:
+    store = _prefill(model, 4)
+    store.chain(rows)
+    assert TracedForward(model).serves(store) is served
+
+
+def test_the_batcher_runs_single_sequences_by_it(model: Any) -> None:
+    traced, plain = TracedForward(model), Batcher(model, 16)
+    batcher, logits = Batcher(model, 16, traced), []
+    for one in (batcher, plain):
+        store = _prefill(model, 6)
+        asked = one.submit([3, 4, 5], store.caches, store, lambda store=store: store.chain(3))
+        logits.append(np.array(one.result(asked)[0]))
+    np.testing.assert_allclose(*logits, atol=1e-4)
+
+
+class _WrongInTraces:
+    """A model that gives other logits when it is traced."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        logits: mx.array = self._model(tokens, cache=cache)
+        if isinstance(cache[0].offset, mx.array):
+            return logits + 1.0
+        return logits
+
+
+def test_a_wrong_trace_is_not_used(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    wrong = _WrongInTraces(model)
+    assert trace_if_faster(wrong, lambda: KVStore(windows_of(model), bucketed=False)) is None
+    assert "from the model's own: not used" in caplog.text
+
+
+class _Deciding(_WrongInTraces):
+    """A model that decides by a value, which no trace can hold."""
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        assert int(tokens.sum().item()) >= 0
+        logits: mx.array = self._model(tokens, cache=cache)
+        return logits
+
+
+def test_a_model_that_cannot_be_traced_runs_as_it_is(model: Any) -> None:
+    deciding = _Deciding(model)
+    assert trace_if_faster(deciding, lambda: KVStore(windows_of(model), bucketed=False)) is None
