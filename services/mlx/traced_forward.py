@@ -93,6 +93,7 @@ class TracedForward:
         # MLX writes in place only what nobody else holds.
         for cache in store.caches:
             cache.keys = cache.values = None
+        logits: mx.array
         logits, keys, values = self._replay(tokens, mx.array(frame.start), keys, values)
         for cache, own_keys, own_values in zip(store.caches, keys, values, strict=True):
             cache.keys, cache.values = own_keys, own_values
