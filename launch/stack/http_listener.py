@@ -2,13 +2,13 @@
 
 import contextlib
 import http.client
-import ipaddress
 import socket
 from pathlib import Path
 
 from launch.settings.settings import StackSettings
 from protocol.errors import UsageError
 from protocol.process.closeable import Closeable
+from protocol.transport.address import is_loopback
 
 _BACKLOG = 512
 
@@ -24,7 +24,7 @@ class HttpListener(Closeable):
         host, port = settings.host, settings.port
         self.host = host
         self._socket: socket.socket | None = None
-        if not settings.api_key and not _is_loopback(host):
+        if not settings.api_key and not is_loopback(host):
             raise UsageError(
                 f"{host!r} can be reached by others: give an API key (SSD_API_KEY), "
                 "or listen on 127.0.0.1"
@@ -76,14 +76,6 @@ class HttpListener(Closeable):
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 def write_key(folder: Path, key: str) -> str:

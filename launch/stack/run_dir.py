@@ -16,7 +16,7 @@ import psutil
 from launch.settings.paths import run_base
 from protocol.errors import RuntimeFailure, UsageError
 from protocol.process.orphans import kill_children, record_children
-from protocol.transport.channel import ipc_address
+from protocol.transport.address import ipc_address
 
 DEFAULT_NAME = "default"
 _DESCRIPTION = "stack.json"

@@ -7,6 +7,7 @@ import msgspec
 
 from launch.prompts import read_prompts
 from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.decoding.tokens import common_prefix_length
 from protocol.errors import UsageError
 from protocol.jobs.distill import TokenPrompt
 from protocol.messages import ChatMessage, Tokens
@@ -37,24 +38,15 @@ def form_of(tokenizer: TargetTokenizer) -> Form:
             )
         return Form([tokenizer.bos_id], [])
     probes = [tokenizer.encode([ChatMessage("user", probe)]) for probe in _PROBES]
-    opening = _common_prefix(probes)
-    turn = _common_prefix([probe[len(opening) :][::-1] for probe in probes])[::-1]
+    opening = probes[0][: common_prefix_length(*probes)]
+    endings = [probe[len(opening) :][::-1] for probe in probes]
+    turn = endings[0][: common_prefix_length(*endings)][::-1]
     if not opening or not turn:
         raise UsageError(
             "the target's chat template does not frame the user's words; "
             "give prompts of your own with --prompts"
         )
     return Form(opening, turn)
-
-
-def _common_prefix(sequences: list[Tokens]) -> Tokens:
-    """The longest common prefix."""
-    shared: Tokens = []
-    for column in zip(*sequences, strict=False):
-        if len(set(column)) > 1:
-            break
-        shared.append(column[0])
-    return shared
 
 
 def tokenise(source: Path, tokenizer: TargetTokenizer, destination: Path) -> None:

@@ -4,25 +4,22 @@ A memory is a help, never a need: a file that is missing, broken or of another v
 noted in the log and ignored, and one that cannot be written is noted too.
 """
 
-import contextlib
 import hashlib
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.snapshot import EstimateSnapshot
 from orchestrator.registry import Peer
 from protocol.messages import Hello, Role
+from protocol.process.files import remove_leftovers, write_atomically
 
 _log = logging.getLogger(__name__)
 
 _EVERY_S = 60.0
-_TEMPORARY = ".tmp"
 
 
 class EstimateStore:
@@ -49,7 +46,7 @@ class EstimateStore:
         if path != self._path:
             self.save()
             self._path = path
-            _remove_leftovers(self._folder)
+            remove_leftovers(self._folder)
             self.estimates.begin(_read(path))
 
     def keep(self, now: float) -> None:
@@ -62,24 +59,11 @@ class EstimateStore:
         """Write what is known of the current pair, as a whole or not at all."""
         if self._path is None:
             return
-        draft = self._path.with_suffix(f".{os.getpid()}{_TEMPORARY}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(msgspec.json.encode(self.estimates.memory()))
-            draft.replace(self._path)
+            write_atomically(self._path, msgspec.json.encode(self.estimates.memory()))
         except OSError as error:
             _log.warning("what was learned cannot be kept in %s: %s", self._path, error)
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """What processes left that were killed while they wrote."""
-    with contextlib.suppress(OSError):
-        for left in folder.glob(f"*{_TEMPORARY}"):
-            number = left.name.removesuffix(_TEMPORARY).rpartition(".")[2]
-            if number.isdigit() and not psutil.pid_exists(int(number)):
-                left.unlink()
 
 
 def _read(path: Path) -> EstimateSnapshot | None:

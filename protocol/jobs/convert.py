@@ -1,12 +1,11 @@
 """What a conversion to CoreML is told, and what it says: one JSON object a line on stdout."""
 
-import os
-import shutil
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import msgspec
 
+from protocol.process.files import remove_temporaries
 from protocol.settings import ChildSettings, ComputeUnits
 
 Compression = Literal["none", "int8", "palette8", "palette6", "palette4"]
@@ -52,15 +51,9 @@ class ConvertSettings(ChildSettings, frozen=True, kw_only=True):
     threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
     """Least share of tokens on which package and model must agree, ties left out."""
 
-    @property
-    def partial(self) -> Path:
-        """Where it is written until it is complete."""
-        out = Path(self.out)
-        return out.with_name(f".{out.name}.partial-{os.getpid()}")
-
     def on_orphaned(self) -> None:
         """Leave nothing half-written."""
-        shutil.rmtree(self.partial, ignore_errors=True)
+        remove_temporaries(Path(self.out))
 
 
 class TokenDifference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from protocol.process.files import write_atomically
+
 _CHILDREN = "children"
 _TITLE = "ssd "
 
@@ -22,10 +24,8 @@ def record_children(folder: Path, pids: list[int]) -> None:
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             lines.append(f"{pid} {psutil.Process(pid).create_time()}")
-    new = folder / f"{_CHILDREN}.new"
     with contextlib.suppress(OSError):  # a full disk costs a safety net, not the stack
-        new.write_text("\n".join(lines), encoding="utf-8")
-        new.replace(folder / _CHILDREN)
+        write_atomically(folder / _CHILDREN, "\n".join(lines))
 
 
 def kill_children(folder: Path) -> None:

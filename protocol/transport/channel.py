@@ -23,6 +23,7 @@ from protocol.errors import (
 )
 from protocol.messages import Message
 from protocol.process.closeable import Closeable
+from protocol.transport.address import IPC
 from protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
 from protocol.transport.curve import ClientLock, Lock, ServerLock, monitor, poll_failure, secure
 
@@ -34,7 +35,6 @@ _RECONNECT_MS = 20
 """Between two looks for a local socket that is not there; a look costs next to nothing."""
 _QUEUE = 1000
 """Messages that may wait for one peer; beyond them, what is sent to it is dropped."""
-_IPC = "ipc://"
 _LOOK_S = 1.0
 
 # Combining zmq's flags is slow enough to show between two verifications.
@@ -44,12 +44,12 @@ _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 def configure(socket: zmq.Socket[bytes], address: str, *, locked: bool = False) -> None:
     """What all sockets have in common; raises UsageError for a network address without a lock."""
-    if not locked and not address.startswith(_IPC):
+    if not locked and not address.startswith(IPC):
         raise UsageError(f"{address!r} is not a Unix socket: it needs keys (`ssd keys`)")
     socket.linger = 200  # ms; a dying process must not hang on an unread farewell
     socket.sndhwm = socket.rcvhwm = _QUEUE
     socket.maxmsgsize = MAX_MESSAGE_BYTES
-    if address.startswith(_IPC):
+    if address.startswith(IPC):
         return  # the kernel closes a dead process's sockets; a stopped one keeps its place
     # A network may lose a peer silently. zmq's own ping runs in its I/O thread, also while
     # we compute.
@@ -188,7 +188,7 @@ class Hub(_Endpoint, Generic[Inbound]):
         if now - self._looked < _LOOK_S:
             return
         self._looked = now
-        path = self._address.removeprefix(_IPC)
+        path = self._address.removeprefix(IPC)
         if path != self._address and not Path(path).exists() and Path(path).parent.exists():
             with contextlib.suppress(zmq.ZMQError):  # the folder has just gone: in a second, then
                 self._socket.bind(self._address)
@@ -236,7 +236,7 @@ def _at(address: str, reach: Callable[[str], object]) -> None:
     try:
         reach(address)
     except zmq.ZMQError as error:
-        if address.startswith(_IPC):
+        if address.startswith(IPC):
             raise
         raise UsageError(f"the address {address!r} cannot be used: {error}") from error
 
@@ -282,13 +282,3 @@ class Deadline:
     def passed(self) -> bool:
         """Whether no time is left."""
         return self.remaining == 0.0
-
-
-def ipc_address(path: str) -> str:
-    """The zmq address of a Unix socket path; raises RuntimeFailure if the path is too long."""
-    limit = 103  # sun_path holds 104 bytes on macOS, 108 on Linux
-    if len(path.encode()) > limit:
-        raise RuntimeFailure(
-            f"the socket path {path!r} is longer than {limit} bytes; set SSD_RUN_DIR to a short one"
-        )
-    return f"{_IPC}{path}"

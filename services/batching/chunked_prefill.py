@@ -9,11 +9,11 @@ import contextlib
 import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from itertools import takewhile
 from typing import Any, Protocol
 
 import mlx.core as mx
 
+from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Tokens
 from services.batching.forward import Batcher
 from services.kv.cache import KVStore
@@ -84,7 +84,9 @@ class ChunkedPrefill:
 
     def is_coming(self, tokens: Tokens, held: int) -> bool:
         """Whether a prompt in work will hold half of what `tokens` lack beyond `held`."""
-        common = max((_common(tokens, other) for other in self._wanted.values()), default=0)
+        common = max(
+            (common_prefix_length(tokens, other) for other in self._wanted.values()), default=0
+        )
         return common - held >= max(_WORTH, (len(tokens) - held) / 2)
 
     @contextlib.contextmanager
@@ -124,8 +126,3 @@ class ChunkedPrefill:
             if own:
                 self._chunk_sizer.observe(by.rows, time.perf_counter() - began)
             yield
-
-
-def _common(one: Tokens, other: Tokens) -> int:
-    """Length of the longest beginning that both have."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
@@ -21,6 +20,7 @@ from services.drafter.backends.base import (
     RoundOptions,
     TreeLayer,
 )
+from services.runtime.sequence_table import SequenceTable, check_rewind
 
 
 @dataclass
@@ -40,7 +40,7 @@ class SlidingContextBackend:
     def __init__(self, backend: DraftBackend) -> None:
         self._backend = backend
         self._context = backend.identity.context_length
-        self._windows: dict[int, _Window] = {}
+        self._windows: SequenceTable[_Window] = SequenceTable()
         self.identity: BackendIdentity = backend.identity._replace(context_length=0)
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
@@ -52,9 +52,8 @@ class SlidingContextBackend:
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
         """Rewind to `base` and append; the backend is told what it can hold."""
-        window = self._known(sequence)
-        if base > len(window.tokens):
-            raise ProtocolError(f"cannot rewind {len(window.tokens)} tokens to {base}")
+        window = self._windows[sequence]
+        check_rewind(len(window.tokens), base)
         window.tokens[base:] = tokens
         fits = len(window.tokens) - window.first <= self._context
         if window.held and fits and base >= window.first:
@@ -71,7 +70,7 @@ class SlidingContextBackend:
         turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         """Branches on the window; none if not even a chain fits the context."""
-        window = self._known(sequence)
+        window = self._windows[sequence]
         if not self._roomy(len(chain) + depth):
             return
         yield from self._make_room(sequence, window, len(chain) + depth)
@@ -82,7 +81,7 @@ class SlidingContextBackend:
         self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
         """A draft on the window."""
-        window = self._known(sequence)
+        window = self._windows[sequence]
         if not self._roomy(1 + count):
             return
         yield from self._make_room(sequence, window, 1 + count)
@@ -93,11 +92,6 @@ class SlidingContextBackend:
         """Forget the sequence."""
         self._windows.pop(sequence, None)
         self._backend.close(sequence)
-
-    def _known(self, sequence: int) -> _Window:
-        if sequence not in self._windows:
-            raise ProtocolError(f"sequence {sequence} is not open")
-        return self._windows[sequence]
 
     def _roomy(self, ahead: int) -> bool:
         """Whether half the context holds what a round adds."""

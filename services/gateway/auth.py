@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import math
 import time
 from collections import OrderedDict
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from protocol.transport.address import is_loopback
 from services.gateway.errors import ApiError
 from services.gateway.stream import ClientLeft
 
@@ -83,7 +83,7 @@ class Guard:
                 return None
             return None if self._knows_key(request) else _NO_KEY
         host = _name_of(request.headers.get("host", ""))
-        if host in self._hosts or _is_loopback(host):
+        if host in self._hosts or is_loopback(host):
             return None
         return ApiError(403, f"this server does not answer to the name {host!r}", code="wrong_host")
 
@@ -121,15 +121,6 @@ def _name_of(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 async def read_body(request: Request, at_most: int) -> bytes:

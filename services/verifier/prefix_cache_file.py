@@ -9,17 +9,16 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import psutil
 from mlx.utils import tree_flatten
 
 from protocol.process.child import exit_on_sigterm
+from protocol.process.files import atomic_writer, remove_leftovers
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.loader import LoadedModel, compute_unit
@@ -28,7 +27,6 @@ from services.verifier.verifier import Verifier
 _log = logging.getLogger(__name__)
 
 _FORMAT = "1"
-_TEMPORARY = ".new.safetensors"
 _SAMPLES, _SAMPLE_BYTES = 64, 65536
 _SUFFIXES = (".safetensors", ".gguf")
 
@@ -82,23 +80,17 @@ def save(path: Path, prompts: PrefixCache, identity: str) -> None:
 
     It tells what was asked: only its owner may read it. A failure costs a log line.
     """
-    _remove_leftovers(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{_TEMPORARY}")
+    remove_leftovers(path.parent, path.name)
     try:
         arrays = dict(_iter_arrays(prompts.kept))
         if not arrays:
             return
         mx.eval(list(arrays.values()))
-        os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
         told = {"ssd": _FORMAT, "identity": identity, "checksum": _checksum(arrays)}
-        mx.save_safetensors(str(temporary), arrays, told)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with atomic_writer(path, sync=True) as file:
+            mx.save_safetensors(file, arrays, told)
     except _UNUSABLE as error:
         _log.warning("the prompt cache was not saved to %s: %s", path, error)
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         return
     _log.info("the KV of %d sequences was saved to %s", len(prompts), path)
 
@@ -107,7 +99,7 @@ def load(
     path: Path, prompts: PrefixCache, identity: str, empty: Callable[[], KVStore | None]
 ) -> None:
     """Take in what was saved; a file that cannot be used costs a log line."""
-    _remove_leftovers(path)
+    remove_leftovers(path.parent, path.name)
     if not path.exists():
         return
     try:
@@ -163,12 +155,3 @@ def _checksum(arrays: dict[str, mx.array]) -> str:
         content: Any = mx.view(arrays[name], mx.uint8)
         found = zlib.crc32(memoryview(content), found)
     return f"{found:08x}"
-
-
-def _remove_leftovers(path: Path) -> None:
-    """What a process left that was killed while it wrote."""
-    with contextlib.suppress(OSError):
-        for left in path.parent.glob(f"{path.name}.*{_TEMPORARY}"):
-            number = left.name.removeprefix(f"{path.name}.").removesuffix(_TEMPORARY)
-            if number.isdigit() and not psutil.pid_exists(int(number)):
-                left.unlink()

@@ -32,6 +32,7 @@ from services.mlx.loader import LoadedModel, compute_unit
 from services.mlx.rope import use_tables
 from services.mlx.traced_forward import TracedForward, trace_if_faster
 from services.runtime.inbox import Work
+from services.runtime.sequence_table import SequenceTable
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.pipelined_step import PipelinedStep
 from services.verifier.sequence import TargetSequence
@@ -55,7 +56,7 @@ class Verifier:
         if compute_unit() == "cpu":
             use_tables(self._model)
         self._external: ExternalPrefill | None = None
-        self._sequences: dict[int, TargetSequence] = {}
+        self._sequences: SequenceTable[TargetSequence] = SequenceTable()
         self._bucketed = compute_unit() == "cuda"
         if self._bucketed:
             fuse_linears(self._model)
@@ -264,10 +265,7 @@ class Verifier:
 
     def _validate(self, message: Verify) -> TargetSequence:
         """The sequence, if it can be verified as asked."""
-        sequence = self._sequences.get(message.sequence)
-        chain = message.chain
-        if sequence is None:
-            raise ProtocolError(f"sequence {message.sequence} is not open")
+        sequence, chain = self._sequences[message.sequence], message.chain
         if message.position != sequence.length:
             raise ProtocolError(
                 f"the chain starts at position {message.position} "

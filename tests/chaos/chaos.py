@@ -184,7 +184,7 @@ def _left(seen: dict[int, float], folder: Path) -> list[str]:
             if same and process.status() != psutil.STATUS_ZOMBIE:
                 left.append(f"process {pid}: {' '.join(process.cmdline())}")
     written = (cache_dir() / "learned").glob("*.tmp")
-    return left + [str(file) for file in written if file.stem.rpartition(".")[2] in map(str, seen)]
+    return left + [str(file) for file in written if file.stem.split(".")[-2] in map(str, seen)]
 
 
 def _print(summary: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """One run of `ssd convert`: convert, compare, and only then put the folder in its place."""
 
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -17,11 +16,11 @@ from protocol.jobs.convert import (
 )
 from protocol.jobs.distill import TokenPrompt
 from protocol.messages import Tokens
+from protocol.process.files import atomic_folder, remove_leftovers
 from services.coreml.convert.convert import convert
 from services.coreml.costs import measure
 from services.coreml.manifest import FILE_NAME, write_manifest
 from services.coreml.model import open_model
-from services.coreml.stale import remove_stale
 
 _CALLS = 5
 
@@ -39,46 +38,39 @@ def produce(settings: ConvertSettings) -> None:
         ModelError: the model cannot be converted, or `out` is a folder of something else.
         ParityError: the package disagrees with the model; nothing is written.
     """
-    out, partial = Path(settings.out), settings.partial
+    out = Path(settings.out)
     if out.exists() and not (out / FILE_NAME).is_file():
         raise UsageError(f"{str(out)!r} exists and is not a converted model; name another --out")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    # What a killed conversion to the same place left behind.
-    remove_stale(partial.parent, f"{partial.name.rpartition('-')[0]}-")
-    try:
-        _produce(settings, partial)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(out.parent, out.name)
+    with atomic_folder(out) as folder:
+        found = _produce(settings, folder)
+        if not found.passed:
+            say(found)
+            raise _below_threshold(settings, found)
+    say(found)
 
 
-def _produce(settings: ConvertSettings, partial: Path) -> None:
+def _produce(settings: ConvertSettings, folder: Path) -> ConvertResult:
     started = time.perf_counter()
-    manifest = convert(settings, partial, lambda what, done: say(ConvertProgress(what, done)))
+    manifest = convert(settings, folder, lambda what, done: say(ConvertProgress(what, done)))
     seconds = time.perf_counter() - started
-    size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()) / 1e6
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6
     found = ConvertResult(out=settings.out, seconds=seconds, megabytes=size, passed=True)
     if settings.tokens and settings.prompts:
-        found = _compare(settings, partial, found)
+        found = _compare(settings, folder, found)
     parity = msgspec.to_builtins(found)
-    write_manifest(partial, msgspec.structs.replace(manifest, parity=parity))
-    if found.passed:
-        _install(partial, Path(settings.out))
-    say(found)
-    if not found.passed and found.agreement is not None:
-        least = min(one.greedy for one in (found.agreement, *found.routes.values()))
-        raise ParityError(
-            f"the package agrees with {settings.model!r} on {least:.3f} of the "
-            f"tokens, below --threshold {settings.threshold:g}; nothing was written"
-        )
+    write_manifest(folder, msgspec.structs.replace(manifest, parity=parity))
+    return found
 
 
-def _install(partial: Path, out: Path) -> None:
-    """Put the folder in its place; what was there goes only when the new one is complete."""
-    old = out.with_name(f"{partial.name}-old")
-    if out.exists():
-        out.rename(old)
-    partial.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+def _below_threshold(settings: ConvertSettings, found: ConvertResult) -> ParityError:
+    compared = [one for one in (found.agreement, *found.routes.values()) if one is not None]
+    least = min(one.greedy for one in compared)
+    return ParityError(
+        f"the package agrees with {settings.model!r} on {least:.3f} of the "
+        f"tokens, below --threshold {settings.threshold:g}; nothing was written"
+    )
 
 
 def _compare(settings: ConvertSettings, folder: Path, found: ConvertResult) -> ConvertResult:

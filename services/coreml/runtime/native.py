@@ -5,10 +5,7 @@ call has a limit (`watchdog.py`).
 """
 
 import logging
-import os
 import platform
-import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,22 +17,19 @@ from coremltools.models.compute_plan import MLComputePlan
 from coremltools.models.utils import compile_model
 
 from protocol.errors import ModelError
+from protocol.process.files import PUBLIC, remove_leftovers, temporary_folder, write_atomically
 from protocol.settings import ComputeUnits
 from services.coreml.functions import PackageFunction
 from services.coreml.manifest import Manifest
 from services.coreml.runtime.blob import Array
 from services.coreml.runtime.placement import Placement, joint_unit, placement_of
 from services.coreml.runtime.watchdog import within
-from services.coreml.stale import remove_stale
 
 _log = logging.getLogger(__name__)
 
 _LOAD_S = 600.0
 """The first load compiles for the Neural Engine, which takes minutes for a large model."""
 _CALL_S = 20.0
-
-_SCRATCH = ".partial-"
-"""Then the process that writes there."""
 
 _UNITS: dict[str, Any] = {
     "cpu_and_ne": ct.ComputeUnit.CPU_AND_NE,
@@ -113,18 +107,15 @@ def _compile(folder: Path, file: str) -> Path:
     if place.exists():
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
-    # The watchdog ends a process that hangs, and then nobody removes its scratch.
-    remove_stale(place.parent, _SCRATCH)
-    prefix = f"{_SCRATCH}{os.getpid()}-"
-    scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=place.parent))
-    try:
-        with within(_LOAD_S):
-            made = compile_model(str(folder / file), str(scratch / place.name))
+    # The watchdog ends a process that hangs, which leaves its scratch.
+    remove_leftovers(place.parent)
+    with temporary_folder(place) as scratch:
+        try:
+            with within(_LOAD_S):
+                made = compile_model(str(folder / file), str(scratch / place.name))
+        except RuntimeError as error:
+            raise ModelError(f"CoreML cannot compile {str(folder / file)!r}: {error}") from error
         _put(Path(made), place)
-    except RuntimeError as error:
-        raise ModelError(f"CoreML cannot compile {str(folder / file)!r}: {error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return place
 
 
@@ -154,9 +145,7 @@ def _placements(
         )
         for function in manifest.functions
     }
-    written = kept.with_name(f"{_SCRATCH}{os.getpid()}-{kept.name}")
-    written.write_bytes(msgspec.json.encode(found))
-    written.replace(kept)  # whole, since another process may be reading it
+    write_atomically(kept, msgspec.json.encode(found), mode=PUBLIC)
     return found
 
 

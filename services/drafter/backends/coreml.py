@@ -19,7 +19,6 @@ import numpy as np
 from protocol.decoding.logits_processor import LogitsProcessor
 from protocol.decoding.sampling_params import drafter_sampling
 from protocol.decoding.tokens import common_prefix_length
-from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
 from services.coreml.model import ConvertedModel, Feed, chain_feed
 from services.coreml.runtime.executor import State
@@ -31,6 +30,7 @@ from services.drafter.backends.base import (
     RoundOptions,
     TreeLayer,
 )
+from services.runtime.sequence_table import SequenceTable, check_rewind
 from services.sampling.candidates import Top, best_bonuses, draft_tokens, process_candidates
 
 MAX_DRAFT_TOKENS = 64
@@ -66,7 +66,7 @@ class CoremlBackend:
         self._model = model
         self._branches = manifest.function("tree").tokens
         self._chunk = manifest.function("prefill").tokens
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: SequenceTable[_Sequence] = SequenceTable()
         self.identity = BackendIdentity(
             backend="coreml",
             model=str(model.folder),
@@ -93,9 +93,8 @@ class CoremlBackend:
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
         """Note the committed tokens; they are fed with the next chain."""
-        known = self._known(sequence)
-        if base > len(known.committed):
-            raise ProtocolError(f"cannot rewind {len(known.committed)} tokens to {base}")
+        known = self._sequences[sequence]
+        check_rewind(len(known.committed), base)
         known.committed[base:] = tokens
 
     def prepare(
@@ -110,7 +109,7 @@ class CoremlBackend:
 
         A sequence that has outgrown the state is not drafted for any more.
         """
-        known = self._known(sequence)
+        known = self._sequences[sequence]
         if not self._extend(known, known.committed + chain, rows=len(chain)):
             return
         roots = self._fork(known, chain, fan_out, turn)
@@ -137,7 +136,7 @@ class CoremlBackend:
         self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken]:
         """One continuation on the trunk, one token per call."""
-        known = self._known(sequence)
+        known = self._sequences[sequence]
         tail = [pending]
         for _ in range(count):
             if not self._extend(known, known.committed + tail, rows=1):
@@ -152,11 +151,6 @@ class CoremlBackend:
         self._sequences.pop(sequence, None)
 
     # ------------------------------------------------------------ the trunk
-
-    def _known(self, sequence: int) -> _Sequence:
-        if sequence not in self._sequences:
-            raise ProtocolError(f"sequence {sequence} is not open")
-        return self._sequences[sequence]
 
     def _calls(self, start: int, stop: int, rows: int) -> list[Call]:
         """The calls that feed positions [start, stop), the last `rows` with their candidates."""

@@ -30,6 +30,7 @@ from services.drafter.backends.base import (
 )
 from services.drafter.relay.process import DrafterProcess
 from services.drafter.server.line_protocol import MAX_DRAFT_TOKENS, Lines, read_tokens
+from services.runtime.sequence_table import check_rewind
 
 _CONFIDENCE = 0.5
 """The protocol has none; the orchestrator learns what this one is worth."""
@@ -84,8 +85,7 @@ class LineBackend:
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
         """Note the committed tokens; they are sent when a draft is asked for."""
         self._check_owner(sequence)
-        if base > len(self._committed):
-            raise ProtocolError(f"cannot rewind {len(self._committed)} tokens to {base}")
+        check_rewind(len(self._committed), base)
         self._committed[base:] = tokens
 
     def prepare(

@@ -29,7 +29,6 @@ import numpy as np
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.decoding.sampling_params import drafter_sampling, is_greedy
 from protocol.decoding.tokens import common_prefix_length
-from protocol.errors import ProtocolError
 from protocol.messages import Sampling, Tokens
 from services.batching.chunked_prefill import ChunkSizer
 from services.batching.forward import Batcher, most_rows
@@ -49,6 +48,7 @@ from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import compute_unit, load
 from services.mlx.rope import allow_branches, use_tables
+from services.runtime.sequence_table import SequenceTable, check_rewind
 from services.sampling.candidates import draft_tokens
 from services.sampling.device import best_of
 
@@ -85,7 +85,7 @@ class MlxBackend:
         shares = supports_packing(self._model, self._windows, bucketed=self._bucketed)
         self._batcher = Batcher(self._model, most_rows() if shares else 0)
         self._on_gpu = compute_unit() != "cpu"
-        self._sequences: dict[int, Trunk] = {}
+        self._sequences: SequenceTable[Trunk] = SequenceTable()
         self.identity = BackendIdentity(
             backend="mlx",
             model=str(folder),
@@ -125,9 +125,8 @@ class MlxBackend:
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
         """Note the committed tokens; what the trunk or the tree holds of them is kept."""
-        known = self._known(sequence)
-        if base > known.committed:
-            raise ProtocolError(f"cannot rewind {known.committed} tokens to {base}")
+        known = self._sequences[sequence]
+        check_rewind(known.committed, base)
         for _ in self._feed(known, base, tokens, rows=0):
             pass  # it cannot wait for company
         known.committed = base + len(tokens)
@@ -141,7 +140,7 @@ class MlxBackend:
         turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         """Fork every row of the chain, then grow all branches depth by depth."""
-        known = self._known(sequence)
+        known = self._sequences[sequence]
         width = self._width(known.sampling, max(fan_out, default=0) + 1)
         yield from self._feed(known, known.committed, chain, rows=len(chain), width=width)
         known.cut(known.committed + len(chain))
@@ -161,7 +160,7 @@ class MlxBackend:
         self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
         """One continuation on the trunk, one token per forward."""
-        known = self._known(sequence)
+        known = self._sequences[sequence]
         width = self._width(known.sampling, 1)
         tail = [pending]
         for _ in range(count):
@@ -179,11 +178,6 @@ class MlxBackend:
             self._prompts.keep(CachedPrefix(known.tokens, known.store))
 
     # ------------------------------------------------------------ the trunk
-
-    def _known(self, sequence: int) -> Trunk:
-        if sequence not in self._sequences:
-            raise ProtocolError(f"sequence {sequence} is not open")
-        return self._sequences[sequence]
 
     @staticmethod
     def _width(sampling: Sampling, wanted: int) -> int:

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from protocol.decoding.logits_processor import LogitsProcessor
 from protocol.decoding.prompt_lookup import find_continuation, find_successors
-from protocol.errors import ProtocolError
 from protocol.messages import END_OF_BRANCH, LogitsOptions, Sampling, Tokens
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
@@ -24,6 +23,7 @@ from services.drafter.backends.base import (
     RoundOptions,
     TreeLayer,
 )
+from services.runtime.sequence_table import SequenceTable, check_rewind
 
 MAX_DRAFT_TOKENS = 64
 
@@ -49,7 +49,7 @@ class NgramBackend:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: SequenceTable[_Sequence] = SequenceTable()
         self.identity = BackendIdentity(
             backend="ngram",
             model="",
@@ -77,9 +77,8 @@ class NgramBackend:
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
         """Rewind to `base` and append."""
-        known = self._known(sequence)
-        if base > len(known.tokens):
-            raise ProtocolError(f"cannot rewind {len(known.tokens)} tokens to {base}")
+        known = self._sequences[sequence]
+        check_rewind(len(known.tokens), base)
         known.tokens[base:] = tokens
         if known.processor is not None:
             known.processor.rewind(base)
@@ -95,7 +94,7 @@ class NgramBackend:
     ) -> Generator[TreeLayer]:
         """One branch per distinct continuation found after each prefix of the chain."""
         del turn  # nothing is drawn
-        known = self._known(sequence)
+        known = self._sequences[sequence]
         outcomes: list[Outcome] = []
         drafts: list[Tokens] = []
         confidences: list[float] = []
@@ -124,7 +123,7 @@ class NgramBackend:
     ) -> Generator[DraftedToken]:
         """The continuation of the latest similar place."""
         del turn
-        known = self._known(sequence)
+        known = self._sequences[sequence]
         possible = partial(known.count_allowed, [pending])
         draft, confidence = find_continuation([*known.tokens, pending], count, possible)
         for token in draft:
@@ -133,8 +132,3 @@ class NgramBackend:
     def close(self, sequence: int) -> None:
         """Forget the tokens."""
         self._sequences.pop(sequence, None)
-
-    def _known(self, sequence: int) -> _Sequence:
-        if sequence not in self._sequences:
-            raise ProtocolError(f"sequence {sequence} is not open")
-        return self._sequences[sequence]

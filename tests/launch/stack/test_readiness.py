@@ -11,7 +11,7 @@ from launch.terminal import console
 from protocol.client.client import Client
 from protocol.errors import DeadlineExceeded, RuntimeFailure
 from protocol.messages import ProcessStatus
-from protocol.transport.channel import ipc_address
+from protocol.transport.address import ipc_address
 
 
 def test_long_loading_is_said(

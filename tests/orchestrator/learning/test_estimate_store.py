@@ -424,10 +424,10 @@ def test_a_full_disk_leaves_no_part_of_a_file(
 
 def test_what_the_dead_left_is_removed(tmp_path: Path) -> None:
     """A process that was killed while it wrote: its file goes, that of a living one stays."""
-    (tmp_path / "aa.99999999.tmp").touch()
-    (tmp_path / f"bb.{os.getpid()}.tmp").touch()
+    (tmp_path / ".aa.99999999.x.tmp").touch()
+    (tmp_path / f".bb.{os.getpid()}.x.tmp").touch()
     met(tmp_path, pair())
-    assert [tmp_path / f"bb.{os.getpid()}.tmp"] == list(tmp_path.iterdir())
+    assert [tmp_path / f".bb.{os.getpid()}.x.tmp"] == list(tmp_path.iterdir())
 
 
 @pytest.mark.processes

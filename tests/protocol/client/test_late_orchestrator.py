@@ -9,7 +9,8 @@ from orchestrator.telemetry.recorder import Recorder
 from protocol.client.client import Client
 from protocol.client.request_session import RequestSession
 from protocol.messages import Finished, Generate, Status, StatusRequest, ToOrchestrator
-from protocol.transport.channel import Hub, ipc_address
+from protocol.transport.address import ipc_address
+from protocol.transport.channel import Hub
 from protocol.transport.codec import Decoder
 
 PATIENCE_S = 60.0

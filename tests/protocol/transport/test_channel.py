@@ -17,7 +17,8 @@ from protocol.messages import (
     ToService,
     Welcome,
 )
-from protocol.transport.channel import Channel, Deadline, Hub, Poller, ipc_address
+from protocol.transport.address import ipc_address
+from protocol.transport.channel import Channel, Deadline, Hub, Poller
 from protocol.transport.codec import Decoder, encode
 
 PATIENCE_S = 60.0

@@ -275,7 +275,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
         told = type(settings)(**{**values, "lifeline": lifeline.child_end})
         with JsonWorker("conversion", "services.coreml", told) as process:
             assert next(process.events(ConvertEvent))
-            assert list(tmp_path.glob(".made.partial-*"))
+            assert list(tmp_path.glob(".made.*.tmp"))
     assert list(tmp_path.iterdir()) == []
 
 

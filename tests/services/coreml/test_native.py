@@ -168,10 +168,10 @@ def test_a_killed_compilations_scratch_goes(devices: Devices, folder: Path) -> N
     dead.wait()
     cache = native._cache(folder)
     for process in (dead.pid, os.getppid()):
-        (cache / f".partial-{process}-x").mkdir(parents=True)
+        (cache / f".model.{process}.x.tmp").mkdir(parents=True)
     executor(folder)
-    scratch = {path.name for path in cache.glob(".partial-*")}
-    assert scratch == {f".partial-{os.getppid()}-x"}
+    scratch = {path.name for path in cache.glob(".*.tmp")}
+    assert scratch == {f".model.{os.getppid()}.x.tmp"}
     assert devices.asked["compile"] == 1
 
 

@@ -33,7 +33,8 @@ from protocol.messages import (
     Verify,
     Welcome,
 )
-from protocol.transport.channel import Channel, Hub, ipc_address
+from protocol.transport.address import ipc_address
+from protocol.transport.channel import Channel, Hub
 from protocol.transport.codec import Decoder
 from services.runtime.inbox import Work
 from services.runtime.loop import Identity, serve

@@ -109,8 +109,8 @@ def test_another_models_file_is_not_used(
 
 def test_what_a_killed_process_left_goes(folder: Path, file: Path) -> None:
     """But not what a living one writes just now."""
-    dead = file.with_name(f"{file.name}.{2**30}.new.safetensors")
-    living = file.with_name(f"{file.name}.1.new.safetensors")
+    dead = file.with_name(f".{file.name}.{2**30}.x.tmp")
+    living = file.with_name(f".{file.name}.1.x.tmp")
     for path in (dead, living):
         path.write_bytes(b"half")
     Kept(folder).read(file)

@@ -24,6 +24,7 @@ from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import DraftedToken, TreeLayer
 from services.drafter.backends.mlx import MAX_DRAFT_TOKENS, MlxBackend
 from services.kv.prefix_cache import PrefixCache
+from services.runtime.sequence_table import SequenceTable
 from tests.support.reference import SAMPLINGS, Reference, said, tiny_folder
 from tests.support.tiny_models import DRAFTERS, FAMILIES, RECURRENT, write_tiny_model
 
@@ -417,7 +418,7 @@ def nothing_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other test's KV serves a prompt of the llama backend."""
     backend = setup_of("llama").backend
     monkeypatch.setattr(backend, "_prompts", PrefixCache(0, 0))
-    monkeypatch.setattr(backend, "_sequences", {})
+    monkeypatch.setattr(backend, "_sequences", SequenceTable())
 
 
 @pytest.fixture

@@ -1,0 +1,29 @@
+"""Where a socket listens: paths of Unix sockets, and hosts."""
+
+import ipaddress
+
+from protocol.errors import RuntimeFailure
+
+IPC = "ipc://"
+_LONGEST_PATH = 103
+"""`sun_path` holds 104 bytes on macOS, 108 on Linux."""
+
+
+def ipc_address(path: str) -> str:
+    """The zmq address of a Unix socket path; raises RuntimeFailure if the path is too long."""
+    if len(path.encode()) > _LONGEST_PATH:
+        raise RuntimeFailure(
+            f"the socket path {path!r} is longer than {_LONGEST_PATH} bytes; "
+            "set SSD_RUN_DIR to a short one"
+        )
+    return f"{IPC}{path}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, by name or number and without a port, is this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

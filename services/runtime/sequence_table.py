@@ -1,0 +1,20 @@
+"""The sequences that a service has open, by the orchestrator's number."""
+
+from typing import TypeVar
+
+from protocol.errors import ProtocolError
+
+S = TypeVar("S")
+
+
+class SequenceTable(dict[int, S]):
+    """A map in which a missing sequence is an error of whoever asked for it."""
+
+    def __missing__(self, sequence: int) -> S:
+        raise ProtocolError(f"sequence {sequence} is not open")
+
+
+def check_rewind(length: int, base: int) -> None:
+    """Raises ProtocolError if `length` tokens cannot be cut to the first `base`."""
+    if base > length:
+        raise ProtocolError(f"cannot rewind {length} tokens to {base}")
