@@ -18,7 +18,7 @@ _FIFTH = 5
 def _hang_once(folder: Path) -> None:
     from services.verifier.acceptance import AcceptanceRule  # noqa: PLC0415  # MLX comes after the BLAS
 
-    honest, calls = AcceptanceRule.judge, [0]
+    honest, calls = AcceptanceRule.accept, [0]
 
     def judged(*arguments: Any) -> Any:
         calls[0] += 1
@@ -28,7 +28,7 @@ def _hang_once(folder: Path) -> None:
                 time.sleep(1e9)
         return honest(*arguments)
 
-    AcceptanceRule.judge = judged  # type: ignore[method-assign]  # that is the fault
+    AcceptanceRule.accept = judged  # type: ignore[method-assign]  # that is the fault
 
 
 def run(settings: VerifierSettings) -> None:
