@@ -39,7 +39,7 @@ def cli() -> None:
     """Lossless, faster local LLM decoding: speculative speculative decoding."""
 
 
-for _verb in (
+for _module in (
     launch,
     mac_check,
     generate,
@@ -59,7 +59,7 @@ for _verb in (
     top,
     completion,
 ):
-    cli.add_command(_verb.command)
+    cli.add_command(_module.command)
 help_text.complete(cli)
 
 

@@ -37,7 +37,7 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
     ],
     "doctor": [
         ("ssd doctor", "this machine and the default pair"),
-        ("ssd doctor --model MODEL --draft-model SMALLER --json", "a pair of yours"),
+        ("ssd doctor --model MODEL --draft-model SMALLER --json", "your own pair"),
     ],
     "draft-server": [
         ("ssd draft-server --stdio", "messages of the protocol"),
@@ -62,7 +62,7 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
     "keys trust": [("ssd keys trust studio KEY", "KEY is what `ssd keys show` says there")],
     "launch": [
         ("ssd launch", "the default pair; `ssd generate` attaches to it"),
-        ("ssd launch --model MODEL --draft-model SMALLER --http", "a pair of yours, with HTTP"),
+        ("ssd launch --model MODEL --draft-model SMALLER --http", "your own pair, with HTTP"),
     ],
     "load": [("ssd load --streams 1,4 --requests 8", "one request at a time, and four")],
     "logs": [("ssd logs", "of the running stack")],

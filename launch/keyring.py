@@ -147,7 +147,7 @@ def _folder() -> Path:
     own = psutil.Process().uids().real
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != own or info.st_mode & 0o077:
         raise UsageError(
-            f"the folder of keys {str(folder)!r} must be a folder of yours with mode 0700; "
-            "move it away or set SSD_KEYS_DIR"
+            f"the folder of keys {str(folder)!r} must be your own and private: "
+            f"`chmod 700 {folder}`, or set SSD_KEYS_DIR"
         )
     return folder

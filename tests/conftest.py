@@ -14,7 +14,7 @@ from services.mlx.blas import load_blas
 load_blas(threads=1)
 
 # No test knows what an earlier one learned, nor leaves anything behind.
-os.environ["SSD_MEMORY"] = "false"
+os.environ["SSD_LEARNED_ESTIMATES"] = "false"
 
 # The same examples in every run: a failure is a fact about the code, not about the day.
 settings.register_profile(

@@ -58,12 +58,12 @@ class Server:
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
 
-    def await_ready(self, longest_s: float, waiting: Callable[[str], None]) -> None:
+    def await_ready(self, longest_s: float, on_wait: Callable[[str], None]) -> None:
         """Wait until it is there and has a model.
 
         Args:
             longest_s: how long to wait.
-            waiting: is told what is waited for, if it is not there at once.
+            on_wait: called once with the reason, if it is not ready at once.
 
         Raises:
             RuntimeFailure: it did not come.
@@ -75,7 +75,7 @@ class Server:
                     f"{self._host} was not ready within {longest_s:g} s (--wait): {reason}"
                 )
             if not said:
-                waiting(f"waiting for {self._host}: {reason}")
+                on_wait(f"waiting for {self._host}: {reason}")
             said = True
             time.sleep(min(_TICK_S, deadline.remaining))
 

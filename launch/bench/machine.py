@@ -12,7 +12,7 @@ import psutil
 from launch.bench.result import Hardware
 
 _LIBRARIES = ("mlx-ssd", "mlx", "mlx-lm", "mkl", "numpy", "pyzmq", "coremltools")
-_PATIENCE_S = 10.0
+_TIMEOUT_S = 10.0
 
 
 def hardware(units: dict[str, str]) -> Hardware:
@@ -56,7 +56,7 @@ def _run_tool(*command: str) -> list[str]:
         return []
     try:
         done = subprocess.run([tool, *command[1:]], capture_output=True, text=True,
-                              timeout=_PATIENCE_S, check=False)  # fmt: skip
+                              timeout=_TIMEOUT_S, check=False)  # fmt: skip
     except subprocess.TimeoutExpired:
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]

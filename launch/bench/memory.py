@@ -7,7 +7,7 @@ import threading
 import psutil
 
 _EVERY_S = 0.05
-_PATIENCE_S = 10.0
+_TIMEOUT_S = 10.0
 
 
 class MemoryWatch:
@@ -57,7 +57,7 @@ class MemoryWatch:
             return {}
         query = [self._smi, "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
         try:
-            done = subprocess.run(query, capture_output=True, text=True, timeout=_PATIENCE_S,
+            done = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S,
                                   check=False)  # fmt: skip
         except subprocess.TimeoutExpired:
             return {}

@@ -20,9 +20,9 @@ _ANSWERS = 4
 _TOKENS = 64
 _SIMULATED_TOKENS = 600
 _BISECTIONS = 6
-_LOOKAHEADS = (1, 2, 3, 4, 6)
+_DRAFT_LENGTHS = (1, 2, 3, 4, 6)
 _BUDGETS = (8, 16, 32)
-_LOOKAHEAD = 4
+_NUM_DRAFT_TOKENS = 4
 """Of the sampled answers: fixed, so that acceptance at every position is seen."""
 _CLOSE = 1.02
 """A mode that is not this much faster than a simpler one is not worth its processes."""
@@ -36,7 +36,7 @@ def sample(client: Client, prompts: list[Prompt]) -> list[Statistics]:
             request=client.number(),
             messages=[ChatMessage("user", prompt.prompt)],
             max_tokens=_TOKENS,
-            num_draft_tokens=_LOOKAHEAD,
+            num_draft_tokens=_NUM_DRAFT_TOKENS,
         )
         found += [m.statistics for m in client.generate(request) if isinstance(m, Finished)]
     return found
@@ -49,7 +49,7 @@ def profile(
     progress: Callable[[str], None],
 ) -> Profile:
     """The figures, and what the simulator makes of them."""
-    offered = sum(s.rounds * rate for s in answers for rate in _reach_rates(s))
+    offered = sum(s.rounds * rate for s in answers for rate in _rates_of_reaching(s))
     accepted = sum(s.accepted for s in answers)
     alpha = min(0.99, accepted / offered) if offered else 0.0
     idle = [s.phase_ms["idle_hit"] for s in answers if "idle_hit" in s.phase_ms]
@@ -78,7 +78,7 @@ def profile(
 
 def _contention(verify_ms: dict[str, float], answers: list[Statistics]) -> float:
     """How much slower a verification is beside a drafter at work than alone."""
-    name = str(_LOOKAHEAD + 1)
+    name = str(_NUM_DRAFT_TOKENS + 1)
     beside = [s.phase_ms[f"verify_{name}"] for s in answers if f"verify_{name}" in s.phase_ms]
     if not beside or name not in verify_ms:
         return 0.0
@@ -92,12 +92,15 @@ def _calibrate(device: Device, alpha: float, answers: list[Statistics]) -> Scena
     low, high = 0.02, 0.98
 
     def scenario(first: float, tokens: int) -> Scenario:
-        laws = AcceptanceModel(alpha=alpha, first=first)
-        return Scenario(name="this machine and pair", device=device, acceptance=laws, tokens=tokens)
+        model = AcceptanceModel(alpha=alpha, first=first)
+        return Scenario(
+            name="this machine and pair", device=device, acceptance=model, tokens=tokens
+        )
 
+    strategy = Strategy(num_draft_tokens=_NUM_DRAFT_TOKENS)
     for _ in range(_BISECTIONS if looked_up else 0):
         middle = (low + high) / 2
-        run = simulate(scenario(middle, _SIMULATED_TOKENS), Strategy(num_draft_tokens=_LOOKAHEAD))
+        run = simulate(scenario(middle, _SIMULATED_TOKENS), strategy)
         if run.statistics.hit_rate < found / looked_up:
             low = middle
         else:
@@ -107,7 +110,7 @@ def _calibrate(device: Device, alpha: float, answers: list[Statistics]) -> Scena
 
 
 def _predict(scenario: Scenario, progress: Callable[[str], None]) -> Prediction:
-    found = compare(scenario, fixed_pairs(_LOOKAHEADS, _BUDGETS), progress=progress)
+    found = compare(scenario, fixed_pairs(_DRAFT_LENGTHS, _BUDGETS), progress=progress)
     best = found.best_fixed or found.adaptive
     strategy = best.strategy
     fixed = f"ssd:k={strategy.num_draft_tokens}:b={strategy.branches}"
@@ -134,6 +137,6 @@ def _curve(points: dict[str, float]) -> str:
     return ",".join(f"{count}:{ms:.4f}" for count, ms in points.items())
 
 
-def _reach_rates(s: Statistics) -> list[float]:
+def _rates_of_reaching(s: Statistics) -> list[float]:
     """Share of the rounds in which each position was looked at: those before it stood."""
     return [1.0, *s.per_position][: len(s.per_position)]

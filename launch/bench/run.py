@@ -60,7 +60,7 @@ class Measured(NamedTuple):
 
 
 def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFile:
-    """Measure; `progress` is given the number of steps and returns what is told each.
+    """Measure; `progress` takes the number of steps and returns what is called at each.
 
     Raises:
         SsdError: a process failed. Whether the runs were lossless is in the result.

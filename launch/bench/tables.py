@@ -92,7 +92,9 @@ def profile(found: Profile) -> Table:
         cells = "  ".join(f"{mode} {speed:.1f}" for mode, speed in p.tok_s.items())
         table.add_row("predicted tok/s", cells)
         knobs = (
-            f", lookahead {p.num_draft_tokens}, fan-out {p.branches}" if p.num_draft_tokens else ""
+            f", {p.num_draft_tokens} draft tokens, {p.branches} branches"
+            if p.num_draft_tokens
+            else ""
         )
         table.add_row("predicted best", f"{p.best_mode}{knobs}: {p.speedup_vs_ar:.2f} x ar")
     return table

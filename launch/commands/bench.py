@@ -16,13 +16,14 @@ from launch.bench.runs import require_lossless, verdict
 from launch.bench.variant import NAMES, default_modes, parse_all, require_draft_model
 from launch.models.pair import pair_of
 from launch.prompts import chosen_prompts
+from launch.settings.flags import Command
 from launch.settings.options import sampling_options, settings_of, stack_options, take_sampling
 from launch.terminal import console
 from protocol.errors import UsageError
 from protocol.messages import Sampling
 
 
-@click.command("bench")
+@click.command("bench", cls=Command)
 @stack_options()
 @sampling_options()
 @click.option("--temps", help="Several temperatures, as in 0,0.7, in place of --temp.")

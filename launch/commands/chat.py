@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from launch.settings.flags import Command
 from launch.settings.options import sampling_options, settings_of, stack_options, take_sampling
 from launch.stack.run_dir import DEFAULT_NAME
 from launch.stack.session import session
@@ -12,7 +13,7 @@ from launch.terminal.chat import Chat
 from protocol.messages import Generate
 
 
-@click.command("chat")
+@click.command("chat", cls=Command)
 @stack_options()
 @sampling_options()
 @click.option("--system-prompt", default="", help="Put before the conversation.")

@@ -8,6 +8,7 @@ import msgspec
 from rich.table import Table
 
 from launch.doctor import Report, examine
+from launch.settings.flags import Command
 from launch.settings.options import settings_of, stack_options
 from launch.terminal import console
 from protocol.errors import RuntimeFailure
@@ -15,7 +16,7 @@ from protocol.errors import RuntimeFailure
 _MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "problem": "[red]no[/red]"}
 
 
-@click.command("doctor")
+@click.command("doctor", cls=Command)
 @stack_options()
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object.")
 def command(*, as_json: bool, **stack: Any) -> None:

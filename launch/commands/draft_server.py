@@ -8,6 +8,7 @@ import click
 from launch.keyring import check_address, own_keys, public_key
 from launch.models.pair import drafter_folder
 from launch.settings.machine import compute_threads
+from launch.workers.worker import module_command
 from protocol.errors import UsageError
 from protocol.jobs.draft_server import DraftServerSettings
 from protocol.settings import OWN_BACKENDS, BackendName, encode_settings
@@ -66,11 +67,5 @@ def command(
         prefill_step_size=prefill_step_size,
     )
     # In our place: the host's pipes, signals and waits then concern the server itself.
-    arguments = [
-        sys.executable,
-        "-P",
-        "-m",
-        "services.drafter.server.main",
-        encode_settings(settings),
-    ]
-    os.execv(sys.executable, arguments)  # noqa: S606  # no shell is wanted
+    command = [*module_command("services.drafter.server.main"), encode_settings(settings)]
+    os.execv(sys.executable, command)  # noqa: S606  # no shell is wanted

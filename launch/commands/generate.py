@@ -1,11 +1,13 @@
 """`ssd generate`: answers on a stack that runs, or on a private one."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
 from launch.prompts import Prompt, read_prompts
+from launch.settings.flags import Command, Option
 from launch.settings.options import (
     sampling_options,
     settings_of,
@@ -17,50 +19,66 @@ from launch.stack.run_dir import DEFAULT_NAME
 from launch.stack.session import session
 from launch.terminal import console, generate
 from protocol.errors import UsageError
-from protocol.messages import FanOutPolicy, Generate
+from protocol.messages import FanOutPolicy, Generate, Mode
+
+_prompt = partial(click.option, cls=Option, group="Prompt")
+_answer = partial(click.option, cls=Option, group="Answer")
+_speculation = partial(click.option, cls=Option, group="Speculation")
 
 
-@click.command("generate")
+@click.command("generate", cls=Command)
 @click.argument("text", required=False)
-@stack_options()
+@_prompt("-p", "--prompt", help="The prompt; - reads standard input.")
+@_prompt("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="JSONL: id, prompt.")
+@_prompt("--system-prompt", default="", help="Put before the prompt.")
+@_prompt(
+    "-m",
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Most tokens of an answer.",
+)
+@_prompt("--stop", multiple=True, help="End before this text; may be repeated.")
 @sampling_options()
-@click.option("-p", "--prompt", help="The prompt; - reads standard input.")
-@click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: id, prompt.")
-@click.option("--system-prompt", default="", help="Put before the prompt.")
-@click.option("-m", "--max-tokens", type=click.IntRange(min=1), default=256, show_default=True)
-@click.option("--stop", multiple=True, help="End before this text; may be repeated.")
-@click.option("--mode", type=click.Choice(["ar", "sd", "ssd"]), default="ssd", show_default=True)
-@click.option(
+@_answer("--stats", is_flag=True, help="Print statistics after each answer.")
+@_answer("--explain", is_flag=True, help="Say what was chosen and why.")
+@_answer("--show-draft", is_flag=True, help="Colour tokens by where they came from.")
+@_answer("--json", "as_json", is_flag=True, help="One JSON object per prompt.")
+@_answer(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    metavar="FILE",
+    help="Write who did what when, as JSON for Perfetto or chrome://tracing.",
+)
+@_answer(
+    "--name", default=DEFAULT_NAME, show_default=True, help="Attach to this stack if it is running."
+)
+@_answer("-v", "--verbose", is_flag=True, help="Show the processes as they start.")
+@_speculation("--mode", type=click.Choice(get_args(Mode)), default="ssd", show_default=True)
+@_speculation(
     "--num-draft-tokens",
     type=click.IntRange(0, 64),
     default=0,
-    help="Draft tokens per round; 0 leaves it to the orchestrator.",
+    show_default=True,
+    help="Draft tokens per round; 0 leaves it to the planner.",
 )
-@click.option(
-    "--fan-out",
+@_speculation(
+    "--branches",
     type=click.IntRange(0, 256),
     default=0,
-    help="Branches prepared per round; 0 leaves it to the orchestrator.",
+    show_default=True,
+    help="Branches prepared per round; 0 leaves it to the planner.",
 )
-@click.option("--name", default=DEFAULT_NAME, help="Attach to this stack if it is running.")
-@click.option(
+@_speculation(
     "--fan-out-policy",
     type=click.Choice(get_args(FanOutPolicy)),
     default="online",
     show_default=True,
     help="Share branches out by what was learned, by Theorem 12, or evenly.",
 )
-@click.option("--explain", is_flag=True, help="Say what was chosen and why.")
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path, dir_okay=False, writable=True),
-    help="Write who did what when, as JSON for Perfetto or chrome://tracing.",
-)
-@click.option("--stats", is_flag=True, help="Print statistics after each answer.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per prompt.")
-@click.option("--show-draft", is_flag=True, help="Colour tokens by where they came from.")
-@click.option("-v", "--verbose", is_flag=True, help="Show the processes as they start.")
-def command(**options: Any) -> None:  # fmt: skip
+@stack_options()
+def command(**options: Any) -> None:
     """Answer a prompt: on the running stack, or on a private one."""
     prompts = _prompts(options.pop("text"), options.pop("prompt"), options.pop("prompts"))
     report = console.process_line if options.pop("verbose") else console.long_waits
@@ -91,7 +109,7 @@ def _answer_options(options: dict[str, Any]) -> generate.Options:
         stop=list(options.pop("stop")),
         mode=options.pop("mode"),
         num_draft_tokens=options.pop("num_draft_tokens"),
-        branches=options.pop("fan_out"),
+        branches=options.pop("branches"),
         fan_out_policy=options.pop("fan_out_policy"),
         trace=options["trace"] is not None,
         choose_saguaro=choose_saguaro,

@@ -5,13 +5,14 @@ from typing import Any
 import click
 
 from launch.models.pair import pair_of
+from launch.settings.flags import Command
 from launch.settings.options import http_options, settings_of, stack_options
 from launch.stack.run_dir import DEFAULT_NAME, RunDir
 from launch.stack.supervisor import Supervisor
 from launch.terminal import console
 
 
-@click.command("launch")
+@click.command("launch", cls=Command)
 @stack_options()
 @http_options()
 @click.option("--http", is_flag=True, default=None, help="Answer HTTP too, as `ssd serve` does.")

@@ -11,6 +11,7 @@ from launch.bench import load
 from launch.bench.http_load import Server
 from launch.models.pair import pair_of
 from launch.prompts import chosen_prompts
+from launch.settings.flags import Command
 from launch.settings.options import sampling_options, settings_of, stack_options, take_sampling
 from launch.stack.session import private_stack
 from launch.terminal import console
@@ -27,7 +28,7 @@ _WITH_URL = frozenset(
 )  # fmt: skip
 
 
-@click.command("load")
+@click.command("load", cls=Command)
 @stack_options()
 @sampling_options()
 @click.option(

@@ -1,4 +1,4 @@
-"""`ssd logs`: what the processes of a running stack have to say."""
+"""`ssd logs`: the logs of a running stack."""
 
 import json
 import time

@@ -30,7 +30,7 @@ from protocol.messages import ChatMessage, Finished, Generate, Mode, Sampling
 
 _UNITS = ("cpu_and_ne", "cpu_only", "cpu_and_gpu")
 _PROMPT = "Explain in a few sentences how a bicycle stays upright while it is moving."
-_LOOKAHEAD, _FAN_OUT = 4, 8
+_NUM_DRAFT_TOKENS, _BRANCHES = 4, 8
 """Fixed, so that something is drafted even where the planner would rather not."""
 
 _ONLY_ON_A_MAC = (
@@ -193,7 +193,7 @@ def _answers(settings: StackSettings, max_tokens: int) -> Iterator[Answer]:
         client = Client(supervisor.run_dir.clients_address)
         with contextlib.closing(client):
             ways: tuple[tuple[Mode, int], ...] = (
-                ("ar", 0), ("sd", _LOOKAHEAD), ("ssd", _LOOKAHEAD), ("ssd", 0),
+                ("ar", 0), ("sd", _NUM_DRAFT_TOKENS), ("ssd", _NUM_DRAFT_TOKENS), ("ssd", 0),
             )  # fmt: skip
             for mode, num_draft_tokens in ways:
                 tokens, finished = _ask(client, mode, num_draft_tokens, sampling, max_tokens)
@@ -211,7 +211,7 @@ def _ask(
         max_tokens=max_tokens,
         mode=mode,
         num_draft_tokens=num_draft_tokens,
-        branches=_FAN_OUT if mode == "ssd" and num_draft_tokens else 0,
+        branches=_BRANCHES if mode == "ssd" and num_draft_tokens else 0,
     )
     tokens: list[int] = []
     for message in client.generate(request):

@@ -5,11 +5,12 @@ from typing import Any
 import click
 
 from launch.commands import launch
+from launch.settings.flags import Command
 from launch.settings.options import http_options, stack_options
 from launch.stack.run_dir import DEFAULT_NAME
 
 
-@click.command("serve")
+@click.command("serve", cls=Command)
 @stack_options()
 @http_options()
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")

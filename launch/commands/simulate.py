@@ -6,6 +6,7 @@ from typing import Any, get_args
 import click
 
 from launch.bench import simulate as simulation
+from launch.settings.flags import Command
 from launch.terminal import console
 from orchestrator.simulation.run import simulate
 from orchestrator.simulation.scenario import Scenario, Strategy
@@ -15,7 +16,7 @@ from protocol.messages import FanOutPolicy
 UNIT = click.FloatRange(0, 1)
 
 
-@click.command("simulate")
+@click.command("simulate", cls=Command)
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 @click.option("--preset", type=click.Choice(simulation.presets()), help="A device we describe.")
 @click.option("--t-verify", help="T_v(m) in ms: 49 for any m, or 1:49,2:54,4:62,6:79.")
@@ -37,7 +38,7 @@ UNIT = click.FloatRange(0, 1)
 @click.option("--tokens", "-m", type=click.IntRange(min=2), help="Length of the answer.")
 @click.option("--seed", type=click.IntRange(min=0))
 @click.option("--num-draft-tokens", type=click.IntRange(1, 64), help="Also try this K, fixed.")
-@click.option("--fan-out", type=click.IntRange(1, 256), help="Also try this B, fixed.")
+@click.option("--branches", type=click.IntRange(1, 256), help="Also try this B, fixed.")
 @click.option(
     "--fan-out-policy",
     type=click.Choice(get_args(FanOutPolicy)),
@@ -63,7 +64,7 @@ def _take_strategy(options: dict[str, Any]) -> Strategy:
     """Take the strategy out of the options."""
     return Strategy(
         num_draft_tokens=options.pop("num_draft_tokens") or 0,
-        branches=options.pop("fan_out") or 0,
+        branches=options.pop("branches") or 0,
         fan_out_policy=options.pop("fan_out_policy"),
     )
 

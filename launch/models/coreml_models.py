@@ -19,7 +19,7 @@ _HALF = 2
 
 
 def beside(folder: Path) -> Path:
-    """Where `ssd convert` puts the converted form of a model unless it is told otherwise."""
+    """Where `ssd convert` puts the converted form of a model by default."""
     return folder.with_name(f"{folder.name}-coreml")
 
 

@@ -40,7 +40,7 @@ def require_default(folder: Path) -> Path:
     return folder
 
 
-def bundled_drafter() -> Path:
+def drafter_weights() -> Path:
     """The default drafter's weights, as they come with this project (without embeddings)."""
     return Path(str(importlib.resources.files("launch.models"))) / "default_drafter"
 
@@ -61,7 +61,7 @@ def add_default(report: Callable[[str], None]) -> None:
             report("converting them")
             produce(target, "services.tools.gguf", str(gguf))
     report(f"target: {target}")
-    produce(drafter, "services.tools.build_drafter", str(bundled_drafter()), str(target))
+    produce(drafter, "services.tools.build_drafter", str(drafter_weights()), str(target))
     report(f"drafter: {drafter}")
 
 

@@ -48,7 +48,7 @@ def download(name: str) -> Path:
     except errors.GatedRepoError as error:
         raise ModelError(
             f"{name!r} is given only to those who accept its terms: do so on its page on the hub, "
-            "then set HF_TOKEN to a token of yours"
+            "then set HF_TOKEN to your token"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(

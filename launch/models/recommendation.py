@@ -12,7 +12,7 @@ Purpose = Literal["try", "small", "chat", "code", "maths"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
 _FILE = "pairs.toml"
-_LOOKAHEAD = 4
+_NUM_DRAFT_TOKENS = 4
 _KV_AND_WORKING_SPACE = 1.2
 """Weights times this: KV of a few thousand tokens, buffers, two processes."""
 _SHARE = 0.75
@@ -95,7 +95,7 @@ def _estimate(entry: _Entry, memory_bytes: int) -> Recommendation:
         memory_bytes=needed,
         fits=needed <= _SHARE * memory_bytes,
         assumed_acceptance=entry.acceptance,
-        expected_tokens_per_round=tokens_per_round(entry.acceptance, _LOOKAHEAD),
+        expected_tokens_per_round=tokens_per_round(entry.acceptance, _NUM_DRAFT_TOKENS),
         measured=entry.measured,
         note=entry.note,
     )

@@ -1,4 +1,4 @@
-"""Flags that several verbs share: what a stack is made of, and how tokens are drawn."""
+"""Flags that several commands share: what a stack is made of, and how tokens are drawn."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any, TypeVar, get_args
 import click
 import msgspec
 
+from launch.settings.flags import Option
 from launch.settings.settings import StackSettings, stack_settings
 from launch.terminal.generate import new_seed
 from protocol.decoding.grammar import check_grammar, json_grammar
@@ -15,7 +16,9 @@ from protocol.errors import UsageError
 from protocol.messages import Acceptance, LogitsOptions, Sampling
 from protocol.settings import BACKENDS, COMPUTE_UNITS, PREFILLS, LogLevel
 
-_DEVICE = "Where the {} computes: cpu, gpu, or cuda:N. MLX's default device if left out."
+_DEFAULTS = StackSettings()
+_MIB = 1024**2
+_DEVICE = "Where the {} computes: cpu, gpu or cuda:N. Left out: MLX's default."
 _EMULATE = (
     "For measurements: add layers to the target that cost what a target of this size "
     "costs (4x, 8B, 16GB) and change no token."
@@ -23,15 +26,6 @@ _EMULATE = (
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=msgspec.Struct)
-
-
-def _apply(decorators: list[Callable[[F], F]]) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
-
-    return decorate
 
 
 def settings_of(**flags: Any) -> StackSettings:
@@ -62,70 +56,114 @@ def settings_from_flags(values: dict[str, Any], kind: type[S]) -> S:
         raise UsageError(str(error).replace("$.", "--").replace("_", "-")) from error
 
 
+def _group(name: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> Callable[[F], F]:
+    """These options, which `--help` lists under `name`."""
+
+    def decorate(function: F) -> F:
+        for flags, attributes in reversed(options):
+            function = click.option(*flags, cls=Option, group=name, **attributes)(function)
+        return function
+
+    return decorate
+
+
+def _flag(*flags: str, **attributes: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return flags, attributes
+
+
+def _setting(
+    flag: str, help_text: str, values: Any = None, **attributes: Any
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """A setting of a stack: the help shows its default, which the settings supply."""
+    name = flag.split("/", maxsplit=1)[0].removeprefix("--").replace("-", "_")
+    shown = _format_default(getattr(_DEFAULTS, name))
+    return (flag,), {"help": help_text + shown, "type": values, "default": None, **attributes}
+
+
+def _format_default(value: object) -> str:
+    match value:
+        case "" | False:
+            return ""
+        case True:
+            return "  [default: on]"
+        case int() if value >= _MIB and value % _MIB == 0:
+            return f"  [default: {value}, {value // _MIB} MiB]"
+    return f"  [default: {value}]"
+
+
 def stack_options() -> Callable[[F], F]:
-    """What the stack is made of."""
-    return _apply(
-        [
-            click.option("--model", help="Target: model folder or hub name."),
-            click.option("--draft-model", help="Drafter: model folder or hub name."),
-            click.option("--draft-backend", type=click.Choice(["auto", *BACKENDS])),
-            click.option("--compute-units", type=click.Choice(COMPUTE_UNITS),
-                         help="Where a converted model runs; reference: slow, on any machine."),
-            click.option("--draft-command", help="Drafter: a program that speaks our protocol."),
-            click.option("--draft-lines", is_flag=True, default=None,
-                         help="The draft command speaks the line protocol."),
-            click.option("--draft-server", metavar="ADDRESS",
-                         help="Drafter: on another machine, tcp://HOST:PORT."),
-            click.option("--draft-server-key", metavar="KEY",
-                         help="Its public key, or the name under which you trust it."),
-            click.option("--key", metavar="NAME", help="Which of your keys it is shown."),
-            click.option("--prefill", type=click.Choice(PREFILLS),
-                         help="Prompts through the target's CoreML form: where faster, or always."),
-            click.option("--log-level", type=click.Choice(get_args(LogLevel)),
-                         help="Of all processes; see `ssd logs`."),
-            click.option("--prefill-step-size", type=click.IntRange(min=1)),
-            click.option("--memory/--no-memory", default=None,
-                         help="Begin with what the planner learned in earlier runs, or anew."),
-            click.option("--decode-concurrency", type=click.IntRange(min=1),
-                         help="Requests decoded at the same time; others wait in line."),
-            click.option("--max-waiting", type=click.IntRange(min=0),
-                         help="Requests in line before more are refused; 0: any number."),
-            click.option("--prompt-cache-size", type=click.IntRange(min=0),
-                         help="Finished requests whose KV is kept for the next turn."),
-            click.option("--prompt-cache-bytes", type=click.IntRange(min=0),
-                         help="Most memory for them, per model."),
-            click.option("--prompt-cache-file", metavar="FILE",
-                         help="Save the target's at the end, and begin with them next time."),
-            click.option("--kv-bytes", type=click.IntRange(min=0),
-                         help="Most memory for the KV of open requests; 0: half of what is free."),
-            click.option("--target-device", metavar="DEVICE", help=_DEVICE.format("target")),
-            click.option("--draft-device", metavar="DEVICE", help=_DEVICE.format("drafter")),
-            click.option("--emulate-target-cost", metavar="SIZE", help=_EMULATE),
-        ]
+    """What a stack is made of."""
+    return _all_of(_model_options(), _process_options())
+
+
+def _all_of(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+def _model_options() -> Callable[[F], F]:
+    return _group(
+        "Models",
+        _setting("--model", "Target: a model folder or hub name. Left out: the default pair's."),
+        _setting("--draft-model", "Drafter: a model folder or hub name."),
+        _setting("--draft-backend", "What drafts; auto: a model where there is one, else ngram.",
+                 click.Choice(["auto", *BACKENDS])),
+        _setting("--draft-command", "Drafter: a program that speaks our protocol."),
+        _setting("--draft-lines", "The draft command speaks the line protocol.", is_flag=True),
+        _setting("--draft-server", "Drafter: on another machine.", metavar="tcp://HOST:PORT"),
+        _setting("--draft-server-key", "The server's public key, or its name in `ssd keys`.",
+                 metavar="KEY"),
+        _setting("--key", "Which of your own keys the server is shown.", metavar="NAME"),
+        _setting("--compute-units", "Where a converted model runs.", click.Choice(COMPUTE_UNITS)),
+        _setting("--prefill", "Who computes prompts: MLX, or the target's CoreML form.",
+                 click.Choice(PREFILLS)),
+    )  # fmt: skip
+
+
+def _process_options() -> Callable[[F], F]:
+    count, positive = click.IntRange(min=0), click.IntRange(min=1)
+    return _group(
+        "Processes",
+        _setting("--target-device", _DEVICE.format("target"), metavar="DEVICE"),
+        _setting("--draft-device", _DEVICE.format("drafter"), metavar="DEVICE"),
+        _setting("--decode-concurrency", "Requests decoded at once; others wait.", positive),
+        _setting("--max-waiting", "Waiting requests before more are refused; 0: any number.",
+                 count),
+        _setting("--prefill-step-size", "Prompt tokens computed in one pass.", positive),
+        _setting("--prompt-cache-size", "Finished requests whose KV is kept.", count),
+        _setting("--prompt-cache-bytes", "Most memory for that KV, per model.", count),
+        _setting("--prompt-cache-file", "Keep the target's over restarts, in this file.",
+                 metavar="FILE"),
+        _setting("--kv-bytes", "Most memory for the KV of open requests; 0: half of what is free.",
+                 count),
+        _setting("--learned-estimates/--no-learned-estimates",
+                 "Start the planner from the estimates of earlier runs, or from nothing."),
+        _setting("--log-level", "Of all processes; see `ssd logs`.",
+                 click.Choice(get_args(LogLevel))),
+        _setting("--emulate-target-cost", _EMULATE, metavar="SIZE"),
     )  # fmt: skip
 
 
 def http_options() -> Callable[[F], F]:
     """Where and for whom the gateway answers."""
-    d = StackSettings()
-    return _apply(
-        [
-            click.option("--host", help=f"Address to listen on.  [default: {d.host}]"),
-            click.option("--port", type=click.IntRange(0, 65535),
-                         help=f"0 takes a free one.  [default: {d.port}]"),
-            click.option("--api-key", help="What clients must know. Others can read arguments: "
-                         "better set SSD_API_KEY."),
-            click.option("--allowed-origins", help="Web pages that may use it from a browser, "
-                         "separated by commas; * is all."),
-            click.option("--max-body-bytes", type=click.IntRange(min=1),
-                         help=f"Largest request.  [default: {d.max_body_bytes}]"),
-            click.option("--rate-limit", type=click.IntRange(min=0),
-                         help="Requests a minute from one address; 0 is any number."),
-            click.option("--max-prompt-tokens", type=click.IntRange(min=0),
-                         help="Longest prompt; 0 is what the context holds."),
-            click.option("--preset", type=click.Choice(PRESETS),
-                         help="What requests get that do not say otherwise."),
-        ]
+    return _group(
+        "HTTP",
+        _setting("--host", "Address to listen on."),
+        _setting("--port", "0 takes a free one.", click.IntRange(0, 65535)),
+        _setting("--api-key", "What clients must know. Other users can read arguments: "
+                 "better set SSD_API_KEY."),
+        _setting("--allowed-origins", "Web pages that may use it from a browser, "
+                 "separated by commas; * is all."),
+        _setting("--max-body-bytes", "Largest request.", click.IntRange(min=1)),
+        _setting("--rate-limit", "Requests a minute from one address; 0: any number.",
+                 click.IntRange(min=0)),
+        _setting("--max-prompt-tokens", "Longest prompt; 0: what the context holds.",
+                 click.IntRange(min=0)),
+        _setting("--preset", "Sampling of requests that do not set it.", click.Choice(PRESETS)),
     )  # fmt: skip
 
 
@@ -133,36 +171,40 @@ def sampling_options() -> Callable[[F], F]:
     """How tokens are drawn; `take_sampling` reads them."""
     d = Sampling()
     below, share = click.FloatRange(0, 1, max_open=True), click.FloatRange(0, 1, min_open=True)
-    return _apply(
-        [
-            click.option("--temp", "--temperature", type=click.FloatRange(0, 100),
-                         help=f"0 is greedy.  [default: {d.temperature:g}]"),
-            click.option("--top-p", type=share),
-            click.option("--top-k", type=click.IntRange(min=0)),
-            click.option("--min-p", type=below),
-            click.option("--preset", type=click.Choice(PRESETS), default="default",
-                         show_default=True, help="A start; the flags above win."),
-            click.option("--repetition-penalty", type=click.FloatRange(0, 10, min_open=True),
-                         help="Against tokens of prompt and answer; above 1."),
-            click.option("--presence-penalty", type=click.FloatRange(-2, 2),
-                         help="Against tokens of the answer."),
-            click.option("--frequency-penalty", type=click.FloatRange(-2, 2),
-                         help="Against tokens of the answer, each time they occur."),
-            click.option("--json-schema", type=click.Path(path_type=Path),
-                         help="The answer will be JSON that follows the schema in this file."),
-            click.option("--seed", type=click.IntRange(0, 2**63 - 1),
-                         help="Same seed, same answer; drawn and reported if left out."),
-            click.option("--acceptance", type=click.Choice(get_args(Acceptance)),
-                         default=d.acceptance, show_default=True,
-                         help="coupled: the tokens of plain decoding; rejection: their law."),
-            click.option("--draft-temp", type=click.FloatRange(0, 100),
-                         help="The drafter's own temperature; no answer's law depends on it."),
-            click.option("--draft-top-p", type=share, help="The drafter's own top-p."),
-            click.option("--saguaro-c", type=_Weight(), default=d.saguaro, show_default=True,
-                         help="Rejection: the draft's weight for tokens prepared for; 1 is off, "
-                              "auto tries a few and prefers the fastest."),
-        ]
-    )  # fmt: skip
+    return _all_of(_group(
+        "Sampling",
+        _flag("--temp", "--temperature", type=click.FloatRange(0, 100),
+              help=f"0 is greedy.  [default: {d.temperature:g}]"),
+        _flag("--top-p", type=share, help="Only the most likely tokens that together have this "
+              f"probability.  [default: {d.top_p:g}]"),
+        _flag("--top-k", type=click.IntRange(min=0),
+              help=f"Only this many most likely tokens; 0: all.  [default: {d.top_k}]"),
+        _flag("--min-p", type=below, help="Only tokens at least this likely relative to the most "
+              f"likely one.  [default: {d.min_p:g}]"),
+        _flag("--preset", type=click.Choice(PRESETS), default="default", show_default=True,
+              help="A starting point; the flags above override it."),
+        _flag("--seed", type=click.IntRange(0, 2**63 - 1),
+              help="Same seed, same answer.  [default: drawn, and reported]"),
+        _flag("--repetition-penalty", type=click.FloatRange(0, 10, min_open=True),
+              help="Against tokens of prompt and answer; above 1.  [default: 1]"),
+        _flag("--presence-penalty", type=click.FloatRange(-2, 2),
+              help="Against tokens of the answer.  [default: 0]"),
+        _flag("--frequency-penalty", type=click.FloatRange(-2, 2),
+              help="Against tokens of the answer, each time they occur.  [default: 0]"),
+        _flag("--json-schema", type=click.Path(path_type=Path), metavar="FILE",
+              help="The answer is JSON that follows the schema in this file."),
+    ), _group(
+        "Speculation",
+        _flag("--acceptance", type=click.Choice(get_args(Acceptance)),
+              default=d.acceptance, show_default=True,
+              help="coupled: the tokens of plain decoding; rejection: their distribution."),
+        _flag("--draft-temp", type=click.FloatRange(0, 100),
+              help="The drafter's own temperature; the answer's distribution stays the same."),
+        _flag("--draft-top-p", type=share, help="The drafter's own top-p."),
+        _flag("--saguaro-c", type=_Weight(), default=d.saguaro, show_default=True,
+              help="Rejection: the draft's weight for tokens prepared for; 1 is off, "
+                   "auto tries a few and prefers the fastest."),
+    ))  # fmt: skip
 
 
 class _Weight(click.FloatRange):

@@ -1,9 +1,10 @@
 """Settings of a stack: flag > environment (`SSD_*`) > `ssd.toml` > default.
 
-This is the only module that reads the environment. Unknown keys are errors everywhere.
+Unknown keys are errors everywhere. What a child process has a default for, has it from there.
 """
 
 import os
+import sys
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +14,15 @@ import msgspec
 from protocol.decoding.sampling_params import PresetName
 from protocol.errors import UsageError
 from protocol.jobs.cost_emulation import parse_size
-from protocol.settings import ComputeUnits, Device, LogLevel, Prefill
+from protocol.settings import (
+    ComputeUnits,
+    Device,
+    GatewaySettings,
+    LogLevel,
+    OrchestratorSettings,
+    Prefill,
+    VerifierSettings,
+)
 
 BackendChoice = Literal["auto", "mlx", "coreml", "ngram", "stdio", "remote"]
 
@@ -21,6 +30,13 @@ CONFIG_FILE = "ssd.toml"
 _PREFIX = "SSD_"
 # Environment variables with our prefix that are not settings of a stack.
 _OTHER_VARIABLES = frozenset({"SSD_RUN_DIR", "SSD_CACHE_DIR", "SSD_KEYS_DIR"})
+_RENAMED = {"memory": "learned_estimates"}
+"""Former names of settings, which this version still takes."""
+
+
+def _default(kind: type[msgspec.Struct], name: str) -> Any:
+    """The default that a child process has for a setting."""
+    return next(field.default for field in msgspec.structs.fields(kind) if field.name == name)
 
 
 class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -45,18 +61,26 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Backend remote: its public key, or the name under which it is trusted (`ssd keys`)."""
     key: str = "default"
     """Backend remote: which of our own keys we show it."""
-    prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = 512
-    decode_concurrency: Annotated[int, msgspec.Meta(ge=1)] = 4
+    prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = _default(
+        VerifierSettings, "prefill_step_size"
+    )
+    decode_concurrency: Annotated[int, msgspec.Meta(ge=1)] = _default(
+        OrchestratorSettings, "concurrency"
+    )
     """Requests decoded at the same time; others wait in line."""
-    max_waiting: Annotated[int, msgspec.Meta(ge=0)] = 64
+    max_waiting: Annotated[int, msgspec.Meta(ge=0)] = _default(OrchestratorSettings, "max_waiting")
     """Requests in line, beyond which more are refused; 0 means any number."""
-    prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = 10
+    prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = _default(
+        VerifierSettings, "prompt_cache_size"
+    )
     """Finished sequences whose KV each model keeps, for others with the same beginning."""
-    prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = 2 * 1024**3
+    prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = _default(
+        VerifierSettings, "prompt_cache_bytes"
+    )
     """Most memory that each model may use for them."""
     prompt_cache_file: str = ""
     """Where the target's are saved at the end and read at the start; empty: nowhere."""
-    kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = _default(VerifierSettings, "kv_bytes")
     """Most memory for the target's KV of open requests; 0 is half of what is free."""
     prefill: Prefill = "mlx"
     """Who computes prompts: the target itself, or its converted form where that is faster."""
@@ -64,7 +88,9 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     draft_device: Device = ""
     emulate_target_cost: str = ""
     """For measurements: let the target cost what one of this size costs."""
-    max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = _default(
+        OrchestratorSettings, "max_prompt_tokens"
+    )
     """Longest prompt that is taken; 0 means whatever the context holds."""
     http: bool = False
     """Whether a gateway answers HTTP."""
@@ -76,21 +102,29 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """What HTTP clients must know; empty lets everybody in who can reach the address."""
     allowed_origins: str = ""
     """Web pages that may use the gateway from a browser, separated by commas; * is all."""
-    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4 * 1024**2
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = _default(GatewaySettings, "max_body_bytes")
     """Largest HTTP request."""
-    rate_limit: Annotated[int, msgspec.Meta(ge=0)] = 0
+    rate_limit: Annotated[int, msgspec.Meta(ge=0)] = _default(GatewaySettings, "rate_limit")
     """HTTP requests for answers that an address may make in a minute; 0 is any number."""
     preset: PresetName = "default"
     """What HTTP requests get that do not say otherwise."""
-    memory: bool = True
-    """Whether the planner begins with what it learned in earlier runs."""
-    draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
-    verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
-    start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0
+    learned_estimates: bool = True
+    """Whether the planner starts from the estimates of earlier runs, and keeps its own."""
+    draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = _default(
+        OrchestratorSettings, "draft_timeout_s"
+    )
+    verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = _default(
+        OrchestratorSettings, "verify_timeout_s"
+    )
+    start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = _default(
+        OrchestratorSettings, "first_timeout_s"
+    )
     """Longest wait for all processes to be ready."""
     log_level: LogLevel = "info"
     """What all processes write to their logs (`ssd logs`)."""
-    hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 20.0
+    hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = _default(
+        OrchestratorSettings, "hang_timeout_s"
+    )
     """Silence after which a process hangs and is replaced; more if its calls take longer."""
     restarts: Annotated[int, msgspec.Meta(ge=0)] = 5
     """How often a service may be restarted within `restart_window_s`."""
@@ -103,11 +137,19 @@ def stack_settings(flags: dict[str, Any]) -> StackSettings:
     Raises:
         UsageError: a key is unknown or a value has the wrong type, naming where it stands.
     """
-    merged = {**_from_file(Path(CONFIG_FILE)), **_from_environment(), **flags}
+    given = _take_former_names(flags, "the settings")
+    merged = {**_from_file(Path(CONFIG_FILE)), **_from_environment(), **given}
     settings = _convert(merged, "the settings")
     if settings.emulate_target_cost:
         parse_size(settings.emulate_target_cost)
     return settings
+
+
+def _take_former_names(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """The values under the names that settings have now; says so on stderr."""
+    for name in values.keys() & _RENAMED.keys():
+        sys.stderr.write(f"{source}: {name!r} is now called {_RENAMED[name]!r}\n")
+    return {_RENAMED.get(name, name): value for name, value in values.items()}
 
 
 def _convert(values: dict[str, Any], source: str) -> StackSettings:
@@ -124,6 +166,7 @@ def _from_file(path: Path) -> dict[str, Any]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
+    values = _take_former_names(values, str(path))
     _convert(values, str(path))
     return values
 
@@ -134,5 +177,6 @@ def _from_environment() -> dict[str, Any]:
         for name, value in os.environ.items()
         if name.startswith(_PREFIX) and name not in _OTHER_VARIABLES
     }
+    values = _take_former_names(values, "the environment (SSD_*)")
     _convert(values, "the environment (SSD_*)")
     return values

@@ -3,12 +3,12 @@
 import contextlib
 import os
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Collection
 from pathlib import Path
 
 from launch.settings.machine import child_environment
+from launch.workers.worker import module_command
 from protocol.process.child import find_error
 from protocol.settings import ChildSettings, ServiceSettings, encode_settings
 
@@ -26,9 +26,8 @@ class Child:
         self.role = role
         self.log = log
         self._killed_because = ""
-        self._farewell_s = settings.shutdown_timeout_s
-        # -P: a folder named `services` in the user's working directory must not shadow ours.
-        command = [sys.executable, "-P", "-m", module, encode_settings(settings)]
+        self._shutdown_s = settings.shutdown_timeout_s
+        command = [*module_command(module), encode_settings(settings)]
         device = settings.device if isinstance(settings, ServiceSettings) else ""
         with log.open("ab") as output:
             self._log_start = output.tell()  # before it are the words of others
@@ -78,7 +77,7 @@ class Child:
     def end(self) -> None:
         """Wait for the end, then force it, and reap."""
         try:
-            self.process.wait(self._farewell_s)
+            self.process.wait(self._shutdown_s)
         except subprocess.TimeoutExpired:
             self._kill()
 

@@ -35,14 +35,14 @@ def await_ready(
         ModelError, UsageError: a child could not start, with its reason.
         RuntimeFailure: a child died, or was not ready in time.
     """
-    deadline, quiet = Deadline(timeout_s), Deadline(_REPORT_EVERY_S)
-    optional_deadline = Deadline(_OPTIONAL_TIMEOUT_S)
+    deadline, optional_deadline = Deadline(timeout_s), Deadline(_OPTIONAL_TIMEOUT_S)
+    quiet = Deadline(_REPORT_EVERY_S)
     needed = [child for role, child in children.items() if role not in optional]
     missing = {"verifier", "drafter"}
     with contextlib.closing(Client(address)) as client:
         for _ in _looks(needed, deadline, missing):
             status = ask_status(client)
-            for role in {s.role for s in status.services} & missing if status else set():
+            for role in missing & {s.role for s in status.services} if status else set():
                 missing.remove(role)
                 report(role, "running", "")
             if not missing or (
@@ -51,16 +51,20 @@ def await_ready(
                 break
             if quiet.passed:
                 quiet = Deadline(_REPORT_EVERY_S)
+                note = f"still loading, {timeout_s - deadline.remaining:.0f} s so far"
                 for late in sorted(missing):
-                    loaded_s = timeout_s - deadline.remaining
-                    report(late, "starting", f"still loading, {loaded_s:.0f} s so far")
+                    report(late, "starting", note)
     report("orchestrator", "running", "")
     if listener is not None:
-        for _ in _looks(needed, deadline, {"gateway"}):
-            if listener.answers(timeout_s=1.0):
-                break
+        _await_gateway(listener, needed, deadline)
         report("gateway", "running", f"at {listener.url}")
     return missing
+
+
+def _await_gateway(listener: HttpListener, needed: list[Child], deadline: Deadline) -> None:
+    for _ in _looks(needed, deadline, {"gateway"}):
+        if listener.answers(timeout_s=1.0):
+            return
 
 
 def await_drafter(

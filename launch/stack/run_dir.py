@@ -24,7 +24,7 @@ _CLOCK_SLACK_S = 2.0  # a correction of the system clock moves creation times a 
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What a running stack says of itself."""
+    """What `stack.json` holds about a running stack."""
 
     pid: int
     """Of the supervisor."""
@@ -153,8 +153,8 @@ def check_private(base: Path) -> None:
     info = base.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != _own_uid() or info.st_mode & 0o077:
         raise RuntimeFailure(
-            f"the run folder {str(base)!r} must be a folder of yours with mode 0700; "
-            "remove it or set SSD_RUN_DIR"
+            f"the run folder {str(base)!r} must be your own and private: "
+            f"`chmod 700 {base}`, or set SSD_RUN_DIR"
         )
     for folder in base.resolve().parents:
         above = folder.stat()

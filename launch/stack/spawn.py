@@ -38,7 +38,7 @@ def start_orchestrator(
         verify_timeout_s=settings.verify_timeout_s,
         hang_timeout_s=settings.hang_timeout_s,
         first_timeout_s=settings.start_timeout_s,
-        learned_dir=str(cache_dir() / "learned") if settings.memory else "",
+        learned_dir=str(cache_dir() / "learned") if settings.learned_estimates else "",
         # All that times depend on, besides the models.
         machine=f"{machine_name()} {settings.target_device} {settings.draft_device} "
         f"{settings.emulate_target_cost}",

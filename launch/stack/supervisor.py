@@ -259,19 +259,23 @@ class Supervisor:
                 ended=lambda: self._stopping.is_set() or self.failure is not None,
             )
         except (SsdError, OSError) as error:
-            new, self._children["drafter"] = self._children["drafter"], old
             self._pair = old_pair
-            if new is not old:
-                new.ask_to_end()
-                new.end()
-                down = ServiceDown(role="drafter", pid=new.pid, reason=str(error), final=False)
-                post.client.report_service_down(down)  # it may have taken the old one's place
+            self._restore_drafter(old, str(error), post.client)
             raise
         self._lost.pop("drafter", None)
         self._starting.discard("drafter")
         old.ask_to_end()
         old.end()
         self._report_state("drafter", "running")
+
+    def _restore_drafter(self, old: Child, reason: str, client: Client) -> None:
+        """Go back to the drafter before a swap that failed."""
+        new, self._children["drafter"] = self._children["drafter"], old
+        if new is not old:
+            new.ask_to_end()
+            new.end()
+            down = ServiceDown(role="drafter", pid=new.pid, reason=reason, final=False)
+            client.report_service_down(down)  # it may have taken the old one's place
 
     # ------------------------------------------------------------ status and stop
 

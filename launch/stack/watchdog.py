@@ -1,7 +1,7 @@
 """Which child must be ended because it will do nothing more by itself, and why.
 
-Four cases: the system holds it (SIGSTOP), the orchestrator condemned it (it hangs in a
-call, or talks nonsense), it never became ready, or it is the orchestrator and is silent.
+Four cases: the system holds it (SIGSTOP), the orchestrator marked it (it hangs in a call, or
+sends invalid messages), it never became ready, or it is the orchestrator and does not answer.
 """
 
 import time
@@ -56,7 +56,7 @@ class Watchdog(Closeable):
         self._watch(self._loading, {k for k, c in living.items() if c.role in starting})
         self._watch(self._answering, {k for k, c in living.items() if c.role == "orchestrator"})
         self._watch(self._stopped, {k for k, c in living.items() if _is_stopped(c)})
-        found = self._marked(living.values())
+        found = self._find_marked(living.values())
         for detector, what in (
             (self._loading, f"was not ready within {self._start_timeout_s:g} s (start_timeout_s)"),
             (self._answering, "hangs: it does not answer any more"),
@@ -75,9 +75,9 @@ class Watchdog(Closeable):
             self._asked = now
             self._client.request_status()
 
-    def _marked(self, living: Iterable[Child]) -> dict[str, str]:
-        condemned = self.status.marked_for_kill if self.status is not None else {}
-        return {c.role: condemned[c.pid] for c in living if c.pid in condemned}
+    def _find_marked(self, living: Iterable[Child]) -> dict[str, str]:
+        marked = self.status.marked_for_kill if self.status is not None else {}
+        return {c.role: marked[c.pid] for c in living if c.pid in marked}
 
     def _watch(self, detector: HangDetector, keys: set[bytes]) -> None:
         """Begin and end with these; who stays goes on being counted."""

@@ -86,11 +86,11 @@ def format_plan(choice: PlannerState) -> str:
         speeds.append(f"speculating {choice.speculative_tok_s:.1f} tok/s")
     if choice.plain_tok_s:
         speeds.append(f"plain {choice.plain_tok_s:.1f} tok/s")
-    measured = f"; of late: {', '.join(speeds)}" if speeds else ""
+    measured = f"; recently {', '.join(speeds)}" if speeds else ""
     if not choice.speculating:
         return f"plain decoding{measured}"
     width = f", {choice.branches} branches" if choice.branches else ""
-    return f"speculates, lookahead up to {choice.num_draft_tokens}{width}{measured}"
+    return f"speculates, up to {choice.num_draft_tokens} draft tokens{width}{measured}"
 
 
 def _sequences(status: Status) -> RenderableType:

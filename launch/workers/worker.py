@@ -50,7 +50,7 @@ class JsonWorker(Closeable):
         # A file, not a pipe: nobody reads along, and a full pipe would stop the process.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
         self._process = subprocess.Popen(
-            [*_command(module), encode_settings(settings)],
+            [*module_command(module), encode_settings(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -162,7 +162,7 @@ def run_module(name: str, module: str, *arguments: str, timeout_s: float | None 
         DeadlineExceeded: it did not end in time.
         SsdError: the error that it died of.
     """
-    command = [*_command(module), *arguments]
+    command = [*module_command(module), *arguments]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=timeout_s
@@ -191,6 +191,7 @@ def error_of(name: str, code: int | None, output: str) -> SsdError:
     return RuntimeFailure(": ".join([f"the {name} ended with {ending}", *last]))
 
 
-def _command(module: str) -> list[str]:
+def module_command(module: str) -> list[str]:
+    """How one of our modules is run; its arguments follow."""
     # -P: a folder named `services` in the user's working directory must not shadow ours.
     return [sys.executable, "-P", "-m", module]

@@ -125,7 +125,7 @@ def running(settings: StackSettings, *, memory: bool = False) -> Iterator[Runnin
     """A private stack with a client; without a `memory` it knows nothing of earlier ones."""
     lines: list[ProcessStatus] = []
     with private_stack(
-        msgspec.structs.replace(settings, memory=memory), lines.append
+        msgspec.structs.replace(settings, learned_estimates=memory), lines.append
     ) as supervisor:
         client = Client(supervisor.run_dir.clients_address)
         with contextlib.closing(client):

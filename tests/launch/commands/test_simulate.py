@@ -65,7 +65,7 @@ def test_something_must_be_given() -> None:
 
 def test_a_table_for_people() -> None:
     """Says that it is a simulation; has the plain row, the adaptive one and the one asked for."""
-    done = ssd_simulate("--preset", "m4-ane", "--num-draft-tokens", "3", "--fan-out", "8")
+    done = ssd_simulate("--preset", "m4-ane", "--num-draft-tokens", "3", "--branches", "8")
     assert done.exit_code == 0, done.output
     assert HEADLINE in done.output
     for label in ("ar (plain)", "sd adaptive", "ssd adaptive", "ssd K=3 B=8"):

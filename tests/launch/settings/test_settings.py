@@ -66,8 +66,15 @@ def test_flags_win_over_environment_over_file_over_default(
     "flags",
     [
         [],
-        ["--no-memory"],
-        ["--memory", "--draft-lines", "--draft-command", "python -m mine", "--max-waiting", "0"],
+        ["--no-learned-estimates"],
+        [
+            "--learned-estimates",
+            "--draft-lines",
+            "--draft-command",
+            "python -m mine",
+            "--max-waiting",
+            "0",
+        ],
     ],
     ids=" ".join,
 )
@@ -100,7 +107,7 @@ def test_every_setting_has_its_variable(
     words = {
         "draft_backend": "ngram",
         "draft_lines": "True",
-        "memory": "False",
+        "learned_estimates": "False",
         "http": "True",
         "compute_units": "all",
         "log_level": "debug",

@@ -18,23 +18,24 @@ def test_long_loading_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A model that loads for long is named again and again; the wait has an end."""
-    monkeypatch.setattr(readiness, "_SAY_EVERY_S", 0.1)
-    said: list[tuple[str, str]] = []
+    monkeypatch.setattr(readiness, "_REPORT_EVERY_S", 0.1)
+    said: list[tuple[str, str, str]] = []
     with pytest.raises(DeadlineExceeded, match="drafter and verifier did not become ready"):
         readiness.await_ready(
             ipc_address(str(tmp_path / "s")),
             {},
             1.0,
-            tell=lambda role, state: said.append((role, state)),
+            report=lambda role, state, note: said.append((role, state, note)),
             listener=None,
             optional=frozenset(),
         )
-    assert [role for role, _ in said[:2]] == ["drafter", "verifier"]
-    assert said[0][1].startswith("still loading, ")
-    for state in ("starting", said[0][1]):
+    assert [line[:2] for line in said[:2]] == [("drafter", "starting"), ("verifier", "starting")]
+    assert said[0][2].startswith("still loading, ")
+    for note in ("", said[0][2]):
         status = ProcessStatus(
-            role="verifier", pid=7, backend="mlx", model="m", state=state, restarts=0
-        )
+            role="verifier", pid=7, backend="mlx", model="m", state="starting", note=note,
+            restarts=0,
+        )  # fmt: skip
         console.long_waits(status)
     assert capsys.readouterr().err.count("verifier") == 1
 

@@ -98,7 +98,7 @@ def test_everything_is_on_the_page(width: int) -> None:
         ["acceptance ", "0.80 (240 of 300)"],
         ["cache hits", "0.75 (90 of 120)"],
         ["rounds", "160, 8 of them plain"],
-        ["planner", "speculates, lookahead up to 6, 16 branches"],
+        ["planner", "speculates, up to 6 draft tokens, 16 branches"],
         ["52.0 tok/s", "plain 40.3"],
         ["ssd 6 x 16", "verify", "1 m 01 s", "30", "12", "99", "51.2", "0.61", "0.87"],
     ):
@@ -142,7 +142,7 @@ def test_words_and_units() -> None:
     assert [sparkline([]), sparkline([0.0, 0.0]), sparkline([1.0, 8.0])] == ["", "", "▂█"]
     assert format_plan(PlannerState()) == "plain decoding"
     assert format_plan(PlannerState(mode="sd", speculating=True, num_draft_tokens=3)) == (
-        "speculates, lookahead up to 3"
+        "speculates, up to 3 draft tokens"
     )
 
 
