@@ -253,6 +253,12 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     """The drafter's head keeps this many tokens, the most frequent ones; 0 keeps all."""
     mlp: _Count = 0
     """Hidden columns that each MLP keeps, those of largest norm; 0 keeps all."""
+    init_drafter: str = ""
+    """Folder of a drafter of this shape to start from, instead of the target's layers."""
+    reads_target: bool = False
+    """Whether the drafter is given the target's hidden states of committed tokens."""
+    tapped_layers: list[_Count] = []
+    """Layers of the target whose output it reads; empty: five, evenly spread."""
 
     objective: Objective = "tv"
     """Loss of the last `finish` of the budget; before it, soft cross-entropy."""

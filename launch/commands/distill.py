@@ -59,6 +59,9 @@ def _numbers(kind: type) -> Any:
 @click.option("--init-layers", callback=_numbers(int), help="Layers of the target to start from.")
 @_option("--head-size", "Tokens that the drafter can propose; 0: all.")
 @_option("--mlp", "Hidden columns that each MLP keeps; 0: all.")
+@click.option("--init-drafter", help="Drafter to start from, instead of layers of the target.")
+@click.option("--reads-target", is_flag=True, help="Give it the target's hidden states.")
+@click.option("--tapped-layers", callback=_numbers(int), help="Layers of the target to read.")
 @_option("--objective", "Loss of the last part of training.", click.Choice(OBJECTIVES))
 @_option("--finish", "Share of the training that has this loss; before: cross-entropy.")
 @_option("--loss-temperature", "Temperature of both laws in the loss.")
@@ -97,6 +100,8 @@ def _settings_of(options: dict[str, Any], target: Path) -> dict[str, Any]:
         raise UsageError("give either --out, to train, or --evaluate, to judge a drafter")
     options["texts"] = [str(Path(run).expanduser().resolve()) for run in options["texts"]]
     options["compiled"] = not options.pop("no_compile")
+    if options["init_drafter"] is not None:
+        options["init_drafter"] = str(resolve(options["init_drafter"]))
     values = {key: value for key, value in options.items() if value is not None}
     folder = resolve(evaluate) if evaluate is not None else out.expanduser().resolve()
     return values | {

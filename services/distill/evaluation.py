@@ -8,14 +8,18 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.sampler import Ids
+from services.distill.context import ContextCache, context_caches, context_of, even_blocks
 from services.distill.data import Batches, Texts
 from services.distill.generation import Integers
 from services.distill.logits import TargetDistribution, logits_at
 from services.distill.objective import overlap
+from services.mlx.target_reader import TargetReader
 
 WIDTHS = (1, 2, 3, 4, 8, 16)
 """Fan-outs F at which hits are counted."""
 TEMPERATURES = (0.7, 1.0)
+BLOCK = 8
+"""Tokens of a block (`context`) on which a drafter that reads the target is judged."""
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -49,6 +53,9 @@ class Figures(msgspec.Struct, frozen=True):
     """F -> the target's best token is among the drafter's best F, on greedy positions."""
     hits_after_rejection: dict[str, float]
     """The same where the drafter's best was wrong, and is left out."""
+    by_lag: list[float] = []
+    """Of a drafter that reads the target: greedy agreement with the last known state one token
+    back, two tokens back and so on."""
 
 
 class _Row(NamedTuple):
@@ -62,6 +69,8 @@ class _Row(NamedTuple):
     """[count, temperatures]"""
     row: Integers
     """Which text."""
+    lag: Integers
+    """Tokens since the last state that the drafter was given; 0 if it reads none."""
 
 
 class DeployedDrafter(NamedTuple):
@@ -69,6 +78,9 @@ class DeployedDrafter(NamedTuple):
 
     module: Any
     head_ids: Ids | None
+    layers: tuple[int, ...] = ()
+    """Of the target, that it reads."""
+    reader: TargetReader | None = None
 
 
 def evaluate(
@@ -83,20 +95,34 @@ def evaluate(
     """
     batches = Batches(texts, min(batch, len(texts.rows)))
     head = None if drafter.head_ids is None else mx.array(drafter.head_ids)
-    distribution = TargetDistribution(target, vocabulary, head)
+    distribution = TargetDistribution(target, vocabulary, head, drafter.layers)
     measured = []
     for number in range(batches.passes):
         one = batches.in_order(number)
         tokens, positions = mx.array(one.tokens), mx.array(one.positions)
-        p_logits = distribution.logits(tokens, positions)
-        q_logits = logits_at(drafter.module, tokens, positions)
+        p_logits, features = distribution.logits_and_features(tokens, positions)
+        caches, lags = _context(drafter, features, number)
+        q_logits = logits_at(drafter.module, tokens, positions, caches)
         q_logits = q_logits[:, : vocabulary if head is None else None]
         rank, overlaps, coupled = _compare(distribution, p_logits, q_logits, head, number)
         real = one.weights > 0
         rows = one.rows[one.positions // tokens.shape[1]]
-        measured.append(_Row(rank[real], overlaps[real], coupled[real], rows[real]))
+        lag = np.zeros_like(one.positions) if lags is None else lags.reshape(-1)[one.positions]
+        measured.append(_Row(rank[real], overlaps[real], coupled[real], rows[real], lag[real]))
+    distribution.close()
     whole = _Row(*(np.concatenate(parts) for parts in zip(*measured, strict=True)))
     return _figures(whole, texts)
+
+
+def _context(
+    drafter: DeployedDrafter, features: mx.array | None, number: int
+) -> tuple[list[ContextCache] | None, Integers | None]:
+    """What a reading drafter is given at every token of batch `number`, and how late."""
+    if drafter.reader is None or features is None:
+        return None, None
+    blocks = even_blocks(features.shape[0], features.shape[1], BLOCK, number % BLOCK)
+    context = context_of(features, blocks)
+    return context_caches(drafter.module, drafter.reader, context), blocks.lags
 
 
 def _compare(
@@ -156,7 +182,13 @@ def _figures(measured: _Row, texts: Texts) -> Figures:
         hits_after_rejection={
             str(width): _share((wrong > 0) & (wrong <= width + 1)) for width in WIDTHS
         },
+        by_lag=_by_lag(rank, measured.lag[greedy]),
     )
+
+
+def _by_lag(rank: Ids, lags: Integers) -> list[float]:
+    longest = int(lags.max(initial=0))
+    return [_share(rank[lags == lag] == 1) for lag in range(1, longest + 1)]
 
 
 def _share(flags: Flags) -> float:

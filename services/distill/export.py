@@ -8,7 +8,7 @@ that is already there.
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import msgspec
@@ -17,8 +17,10 @@ from mlx.utils import tree_flatten
 from protocol.decoding.sampler import Ids
 from protocol.errors import RuntimeFailure
 from services.distill.logits import Weights
+from services.distill.student import split_weights
 from services.mlx.lm_head import FILE_NAME
 from services.mlx.loader import LoadedModel
+from services.mlx.target_reader import ReaderDescription, save_reader
 
 CARRIED = "carried"
 
@@ -32,20 +34,23 @@ _TOKENIZER_FILES = (
 )
 
 
-def export(
-    out: Path,
-    target: LoadedModel,
-    weights: Weights,
-    *,
-    config: dict[str, Any],
-    head_ids: Ids | None,
-) -> None:
+class Trained(NamedTuple):
+    """A drafter whose training is done."""
+
+    weights: Weights
+    """The trained parameters."""
+    config: dict[str, Any]
+    """Its `config.json`."""
+    head_ids: Ids | None
+    description: ReaderDescription | None
+    """What it reads of the target."""
+
+
+def export(out: Path, target: LoadedModel, drafter: Trained) -> None:
     """Write the drafter to `out` and, without the embedding, to `out/carried`.
 
     Args:
         target: the target, dense.
-        weights: the trained parameters.
-        config: the drafter's `config.json`.
     """
     original: dict[str, Any] = json.loads((target.folder / "config.json").read_text("utf-8"))
     named = original.get("torch_dtype", original.get("dtype"))
@@ -55,8 +60,14 @@ def export(
     carried = out / CARRIED
     try:
         carried.mkdir(parents=True, exist_ok=True)
-        _write(out, {**weights, **shared}, config, head_ids, half)
-        _write(carried, weights, config, head_ids, mx.float16)
+        weights, reading = split_weights(drafter.weights)
+        for folder, arrays, dtype in (
+            (out, {**weights, **shared}, half),
+            (carried, weights, mx.float16),
+        ):
+            if drafter.description is not None:
+                save_reader(folder, drafter.description, reading, dtype)
+            _write(folder, arrays, drafter.config, drafter.head_ids, dtype)
         for name in _TOKENIZER_FILES:
             if (target.folder / name).is_file():
                 shutil.copyfile(target.folder / name, out / name)

@@ -4,11 +4,13 @@ Most of a small drafter's cost is its head, and most positions of a batch are no
 from, so the head sees only those that are.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from protocol.errors import ModelError
+from services.mlx.taps import Taps
 
 Weights = dict[str, mx.array]
 """Parameters by their path in the model."""
@@ -50,7 +52,7 @@ def check_layout(model: Any) -> None:
         raise ModelError(f"models of type {kind!r} cannot be distilled: no model.layers in them")
 
 
-def logits_at(model: Any, tokens: mx.array, positions: mx.array) -> mx.array:
+def logits_at(model: Any, tokens: mx.array, positions: mx.array, cache: Any = None) -> mx.array:
     """What an mlx-lm model predicts after some of the tokens.
 
     Whatever a family does around its head (soft-capping, scaling) is the model's own code.
@@ -58,6 +60,7 @@ def logits_at(model: Any, tokens: mx.array, positions: mx.array) -> mx.array:
     Args:
         tokens: [rows, length].
         positions: [count] flat indices into rows * length.
+        cache: what the model takes for one; by default none.
 
     Returns:
         [count, head] float32 logits.
@@ -65,7 +68,7 @@ def logits_at(model: Any, tokens: mx.array, positions: mx.array) -> mx.array:
     body = model.model
     model.model = _At(body, positions)
     try:
-        logits: mx.array = model(tokens)
+        logits: mx.array = model(tokens, cache=cache)
     finally:
         model.model = body
     return logits[0].astype(mx.float32)
@@ -74,14 +77,33 @@ def logits_at(model: Any, tokens: mx.array, positions: mx.array) -> mx.array:
 class TargetDistribution:
     """The target's distribution over the tokens that the drafter knows."""
 
-    def __init__(self, model: Any, vocabulary: int, head_ids: mx.array | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        vocabulary: int,
+        head_ids: mx.array | None,
+        layers: Sequence[int] = (),
+    ) -> None:
         self._model = model
+        self._taps = Taps(model, layers) if layers else None
         self._vocabulary = vocabulary
         self._head_ids = head_ids
 
     def logits(self, tokens: mx.array, positions: mx.array) -> mx.array:
         """[count, vocabulary] float32."""
         return logits_at(self._model, tokens, positions)[:, : self._vocabulary]
+
+    def logits_and_features(
+        self, tokens: mx.array, positions: mx.array
+    ) -> tuple[mx.array, mx.array | None]:
+        """`logits`, and [rows, length, features] of the tapped layers, if any are."""
+        logits = self.logits(tokens, positions)
+        return logits, None if self._taps is None else self._taps.features()
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        if self._taps is not None:
+            self._taps.remove()
 
     def probabilities(self, logits: mx.array, temperature: float) -> mx.array:
         """[count, head] probabilities; a trimmed head's do not sum to 1, and should not."""

@@ -17,7 +17,7 @@ from services.distill import card, checkpoint
 from services.distill.corpus import Corpus, chat_of, read_prompts
 from services.distill.data import Batches, RowInfo, Shards, Texts, join_texts, split_texts
 from services.distill.evaluation import DeployedDrafter, Figures, evaluate
-from services.distill.export import export
+from services.distill.export import Trained, export
 from services.distill.generation import ANSWER, USER, Rows, generate
 from services.distill.logits import TargetDistribution, check_layout
 from services.distill.run_control import RunControl
@@ -30,11 +30,14 @@ from services.distill.student import (
     frequent_ids,
     new_student,
     read_config,
+    spread_layers,
+    start_from,
 )
 from services.distill.training import Budget, Trainer
 from services.kv.cache import windows_of
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import LoadedModel, compute_unit, load, to_dense
+from services.mlx.target_reader import ReaderDescription, load_reader
 
 # A Mac's GPU shares its memory with everything else; a CUDA card's is its own.
 _ROWS = {"cpu": 8, "metal": 64, "cuda": 1024}
@@ -48,6 +51,18 @@ class _Plan(NamedTuple):
     layers: list[int]
     config: dict[str, Any]
     dtype: mx.Dtype
+    description: ReaderDescription | None
+    """What it reads of the target."""
+
+    @property
+    def tapped(self) -> list[int]:
+        """Layers of the target that it reads."""
+        return [] if self.description is None else self.description.layers
+
+    @property
+    def features(self) -> int:
+        """Width of what it reads."""
+        return 0 if self.description is None else len(self.tapped) * self.description.target_width
 
 
 def distill(settings: DistillSettings, control: RunControl) -> None:
@@ -75,16 +90,22 @@ def _distill(settings: DistillSettings, control: RunControl, folder: RunFolder) 
     texts = join_texts([source.read() for source in sources])
     learned, held = split_texts(texts, settings.held_out, len(settings.temperatures))
     head_ids = _head_ids(settings, learned, target.vocabulary.size)
-    student = new_student(target.module, plan.config, plan.layers, head_ids, plan.dtype)
-    trainer = _trainer(settings, student, target, learned, held)
+    student = new_student(
+        target.module, plan.config, plan.layers, head_ids, plan.dtype, features=plan.features
+    )
+    if settings.init_drafter:
+        start_from(student, Path(settings.init_drafter))
+    trainer = _trainer(settings, plan, student, target, (learned, held))
     state = trainer.run(
         state or trainer.start(), control, lambda reached: checkpoint.save(folder.path, reached)
     )
+    trainer.close()
     if Budget(settings.steps, 60 * settings.minutes).share(state.position) < 1:
         control.say(DistillFinished(out=settings.out, complete=False))
         return
     control.say(DistillNote("training is done; writing and judging the drafter"))
-    export(folder.path, target, state.weights, config=plan.config, head_ids=head_ids)
+    drafter = Trained(state.weights, plan.config, head_ids, plan.description)
+    export(folder.path, target, drafter)
     figures = _judge(settings, target, folder.path, held)
     costs = measure(target, folder.path, [int(token) for token in held.tokens[0]])
     seconds = sum(info.seconds for source in sources for info in source.infos())
@@ -144,7 +165,21 @@ def _target(settings: DistillSettings) -> LoadedModel:
 def _plan(settings: DistillSettings) -> _Plan:
     config = read_config(Path(settings.target))
     chosen = chosen_layers(config["num_hidden_layers"], settings.layers, settings.init_layers)
-    return _Plan(chosen, drafter_config(config, chosen, settings.mlp), _dtype(settings))
+    return _Plan(
+        chosen,
+        drafter_config(config, chosen, settings.mlp),
+        _dtype(settings),
+        _description(settings, config),
+    )
+
+
+def _description(settings: DistillSettings, config: dict[str, Any]) -> ReaderDescription | None:
+    if not settings.reads_target:
+        return None
+    if settings.on_policy:
+        raise UsageError("--on-policy cannot be had with --reads-target")
+    total: int = config["num_hidden_layers"]
+    return ReaderDescription(settings.tapped_layers or spread_layers(total), config["hidden_size"])
 
 
 def _head_ids(settings: DistillSettings, texts: Texts, vocabulary: int) -> Ids | None:
@@ -169,14 +204,19 @@ def _estimate_bytes(settings: DistillSettings, target: Any, plan: _Plan) -> int:
 
 
 def _trainer(
-    settings: DistillSettings, student: Student, target: LoadedModel, learned: Texts, held: Texts
+    settings: DistillSettings,
+    plan: _Plan,
+    student: Student,
+    target: LoadedModel,
+    texts: tuple[Texts, Texts],
 ) -> Trainer:
+    learned, held = texts
     head = None if student.head_ids is None else mx.array(student.head_ids)
     batch = _training_batch(settings)
     return Trainer(
         settings,
         student,
-        TargetDistribution(target.module, target.vocabulary.size, head),
+        TargetDistribution(target.module, target.vocabulary.size, head, plan.tapped),
         batches=Batches(learned, batch, user_weight=settings.user_weight, seed=settings.seed),
         validation=Batches(held, min(batch, len(held.rows))),
     )
@@ -226,6 +266,9 @@ def _judge(settings: DistillSettings, target: LoadedModel, folder: Path, texts: 
     check_layout(drafter.module)
     head_ids = trim_head(drafter.module, folder)
     deployed = DeployedDrafter(drafter.module, head_ids)
+    reading = load_reader(folder, drafter.module, drafter.module.model.norm.weight.dtype)
+    if reading is not None:
+        deployed = deployed._replace(layers=tuple(reading[0].layers), reader=reading[1])
     size = target.vocabulary.size
     return evaluate(target.module, deployed, size, texts, _training_batch(settings))
 

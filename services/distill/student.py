@@ -15,11 +15,21 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from protocol.decoding.sampler import Ids
 from protocol.errors import ModelError, UsageError
+from services.distill.context import Context, context_caches
 from services.distill.logits import Weights, logits_at
 from services.mlx.lm_head import keep_rows
+from services.mlx.loader import load
+from services.mlx.target_reader import (
+    TargetReader,
+    flat_parameters,
+    load_reader,
+    update_parameters,
+)
 
 _LAYER = "model.layers."
 _FROZEN = ("embed", "lm_head")
+_READER = "reader."
+_PROJECTIONS = ("k_proj", "v_proj")
 _NOT_BY_LAYER = ("architectures", "eos_token_id")
 _INTO_MLP = ("gate_proj.weight", "up_proj.weight", "gate_proj.bias", "up_proj.bias")
 _OUT_OF_MLP = "down_proj.weight"
@@ -39,6 +49,11 @@ def chosen_layers(total: int, count: int, given: list[int]) -> list[int]:
         raise UsageError(f"the target has {total} layers; the drafter cannot have {count}")
     first = (count + 1) // 2
     return [*range(first), *range(total - (count - first), total)]
+
+
+def spread_layers(total: int) -> list[int]:
+    """Five layers of the target to read, from the second to the last but one."""
+    return sorted({round(1 + place * max(0, total - 3) / 4) for place in range(5)})
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -72,8 +87,12 @@ def drafter_config(target: dict[str, Any], chosen: list[int], mlp: int) -> dict[
 class Student:
     """The drafter in training."""
 
-    def __init__(self, module: Any, head_ids: Ids | None, dtype: mx.Dtype) -> None:
+    def __init__(
+        self, module: Any, head_ids: Ids | None, dtype: mx.Dtype, features: int = 0
+    ) -> None:
         self.module = module
+        self.reader = TargetReader(features, module) if features else None
+        """Reads the target's states, of this width."""
         self.head_ids = head_ids
         """What the columns of the logits stand for; None if untrimmed."""
         self._dtype = dtype
@@ -86,13 +105,48 @@ class Student:
             if not any(part in name for part in _FROZEN)
         }
         """The trainable parameters, in full precision."""
+        if self.reader is not None:
+            for name, array in _new_reader(self.reader, self.weights).items():
+                self.weights[_READER + name] = array
         mx.eval(self.weights, module.parameters())
 
-    def logits(self, weights: Weights, tokens: mx.array, positions: mx.array) -> mx.array:
+    def logits(
+        self,
+        weights: Weights,
+        tokens: mx.array,
+        positions: mx.array,
+        context: Context | None = None,
+    ) -> mx.array:
         """[count, head] float32 with these weights, computed in the student's precision."""
-        cast = [(name, array.astype(self._dtype)) for name, array in weights.items()]
-        self.module.update(tree_unflatten(cast))
-        return logits_at(self.module, tokens, positions)
+        cast = {name: array.astype(self._dtype) for name, array in weights.items()}
+        own, reading = split_weights(cast)
+        self.module.update(tree_unflatten(list(own.items())))
+        if self.reader is None or context is None:
+            return logits_at(self.module, tokens, positions)
+        update_parameters(self.reader, reading)
+        features = context.features.astype(self._dtype)
+        caches = context_caches(self.module, self.reader, context._replace(features=features))
+        return logits_at(self.module, tokens, positions, caches)
+
+
+def split_weights(weights: Weights) -> tuple[Weights, Weights]:
+    """Those of the model, and those of its reader by their names in it."""
+    own = {name: array for name, array in weights.items() if not name.startswith(_READER)}
+    reading = {n.removeprefix(_READER): a for n, a in weights.items() if n.startswith(_READER)}
+    return own, reading
+
+
+def _new_reader(reader: TargetReader, weights: Weights) -> Weights:
+    """A reader's first weights: keys and values as the layer makes them of its own input."""
+    first = {name: array.astype(mx.float32) for name, array in flat_parameters(reader).items()}
+    for name in first:
+        part, _, rest = name.partition(".")
+        layer, _, leaf = rest.partition(".")
+        if part in _PROJECTIONS:
+            given = weights[f"{_LAYER}{layer}.self_attn.{part}.{leaf}"]
+            scale = weights.get(f"{_LAYER}{layer}.input_layernorm.weight")
+            first[name] = given if scale is None else given * scale[None]
+    return first
 
 
 def new_student(
@@ -101,8 +155,10 @@ def new_student(
     chosen: list[int],
     head_ids: Ids | None,
     dtype: mx.Dtype,
+    *,
+    features: int = 0,
 ) -> Student:
-    """A drafter made of layers of `target`, a dense mlx-lm model.
+    """A drafter made of layers of `target`, a dense mlx-lm model; it reads so many features.
 
     Raises:
         ModelError: the family does not allow these layers.
@@ -124,7 +180,26 @@ def new_student(
     wanted: Any = dict(tree_flatten(module.parameters()))
     _check_shapes(wanted, inherited)
     module.update(tree_unflatten([(name, inherited[name].astype(dtype)) for name in wanted]))
-    return Student(module, head_ids, dtype)
+    return Student(module, head_ids, dtype, features)
+
+
+def start_from(student: Student, folder: Path) -> None:
+    """Give the student the weights of the drafter in `folder`, as far as it has them.
+
+    Raises:
+        ModelError: a weight is missing there, or has another shape.
+    """
+    module = load(folder).module
+    given = flat_parameters(module)
+    reader = load_reader(folder, module, mx.float32)
+    if reader is not None:
+        given |= {_READER + n: array for n, array in flat_parameters(reader[1]).items()}
+    for name, array in student.weights.items():
+        if name.startswith(_READER) and name not in given:
+            continue
+        if name not in given or given[name].shape != array.shape:
+            raise ModelError(f"the drafter {str(folder)!r} has another shape at {name}")
+        student.weights[name] = given[name].astype(mx.float32)
 
 
 def _check_shapes(wanted: Weights, inherited: Weights) -> None:

@@ -17,6 +17,7 @@ from protocol.errors import RuntimeFailure
 from protocol.jobs.distill import DistillProgress
 from protocol.settings import DistillSettings, Objective
 from services.distill.checkpoint import Checkpoint, LogEntry, Moments, Position
+from services.distill.context import Blocks, Context, context_of, random_blocks
 from services.distill.data import Batch, Batches
 from services.distill.logits import TargetDistribution, Weights, begin, number
 from services.distill.objective import LOSSES, acceptance_bound
@@ -39,6 +40,8 @@ class DeviceBatch(NamedTuple):
     tokens: mx.array
     positions: mx.array
     importance: mx.array
+    context: Context | None = None
+    """What a drafter that reads the target is given."""
 
 
 class _Updated(NamedTuple):
@@ -129,6 +132,10 @@ class Trainer:
         save(done)
         return done
 
+    def close(self) -> None:
+        """Leave the target as it was."""
+        self._distribution.close()
+
     # ------------------------------------------------------------ one step
 
     def _objective(self, spent: float) -> Objective:
@@ -142,7 +149,11 @@ class Trainer:
         if self._settings.on_policy:
             tokens = self._guess(weights, inputs, self._choose_replaced(batch, step))
             inputs = inputs._replace(tokens=tokens)
-        p = self._p(inputs)
+        p, features = self._p(inputs)
+        if features is not None:
+            chance = np.random.default_rng([self._settings.seed, 5, step])
+            blocks = random_blocks(*self._batches.shape, chance)
+            inputs = inputs._replace(context=context_of(features, blocks))
         if objective not in self._steps:
             self._steps[objective] = self._compile(self._updating(objective))
         rate = mx.array(learning_rate(self._settings, spent))
@@ -154,9 +165,10 @@ class Trainer:
         fusing = self._settings.compiled and compute_unit() != "cpu"
         return mx.compile(function) if fusing else function
 
-    def _target_probabilities(self, inputs: DeviceBatch) -> mx.array:
-        logits = self._distribution.logits(inputs.tokens, inputs.positions)
-        return self._distribution.probabilities(logits, self._settings.loss_temperature)
+    def _target_probabilities(self, inputs: DeviceBatch) -> tuple[mx.array, mx.array | None]:
+        distribution = self._distribution
+        logits, features = distribution.logits_and_features(inputs.tokens, inputs.positions)
+        return distribution.probabilities(logits, self._settings.loss_temperature), features
 
     def _updating(self, objective: Objective) -> Callable[..., _Updated]:
         """The step of one objective: gradient, clipping, AdamW."""
@@ -164,7 +176,8 @@ class Trainer:
         settings = self._settings
 
         def mean_loss(weights: Weights, p: mx.array, inputs: DeviceBatch) -> mx.array:
-            logits = self._student.logits(weights, inputs.tokens, inputs.positions)
+            tokens, positions = inputs.tokens, inputs.positions
+            logits = self._student.logits(weights, tokens, positions, inputs.context)
             each = loss(p, logits / settings.loss_temperature)
             return _mean(each, inputs.importance)
 
@@ -196,7 +209,7 @@ class Trainer:
 
     def _guess_tokens(self, weights: Weights, inputs: DeviceBatch, chosen: mx.array) -> mx.array:
         """The tokens with the drafter's best guess after the chosen positions."""
-        tokens, positions, _ = inputs
+        tokens, positions = inputs.tokens, inputs.positions
         columns = mx.argmax(self._student.logits(weights, tokens, positions), axis=-1)
         guess = self._distribution.ids_of(columns)
         flat = tokens.reshape(-1)
@@ -208,10 +221,18 @@ class Trainer:
     # ------------------------------------------------------------ looking
 
     def _measure_acceptance(self, weights: Weights, inputs: DeviceBatch) -> mx.array:
-        tokens, positions, importance = inputs
-        p = self._distribution.probabilities(self._distribution.logits(tokens, positions), 1.0)
-        q = mx.softmax(self._student.logits(weights, tokens, positions), axis=-1)
+        tokens, positions, importance, _ = inputs
+        logits, features = self._distribution.logits_and_features(tokens, positions)
+        p = self._distribution.probabilities(logits, 1.0)
+        context = None
+        if features is not None:
+            context = context_of(features, self._validation_blocks(*tokens.shape))
+        q = mx.softmax(self._student.logits(weights, tokens, positions, context), axis=-1)
         return _mean(acceptance_bound(p, q), importance)
+
+    def _validation_blocks(self, rows: int, length: int) -> Blocks:
+        """The same every time."""
+        return random_blocks(rows, length, np.random.default_rng([self._settings.seed, 6]))
 
     def _with_log_entry(
         self, weights: Weights, position: Position, losses: list[float], objective: Objective

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from protocol.errors import ModelError
+from services.mlx.target_reader import WEIGHTS
 
 _EMBEDDING = "model.embed_tokens"
 _SHARED = (_EMBEDDING, "lm_head")
@@ -29,6 +30,8 @@ def assemble(carried: Path, target: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in carried.glob("*.json"):
         shutil.copyfile(file, folder / file.name)
+    if (carried / WEIGHTS).is_file():
+        shutil.copyfile(carried / WEIGHTS, folder / WEIGHTS)
     for name in _TOKENIZER_FILES:
         try:
             shutil.copyfile(target / name, folder / name)

@@ -1,0 +1,146 @@
+"""Hidden states of some layers of an mlx-lm model, caught while the model runs.
+
+mlx-lm has no hooks. A tapped layer is given a subclass of its own class whose call also keeps
+what it returns; parameters, names and attributes stay as they are. That what a layer returns
+is the whole state of the model at that point is not taken for granted: `prove` puts caught
+states into a run over other tokens, which must then end in the first run's logits.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from protocol.errors import ModelError
+
+_TOLERANCE = 0.02
+"""Relative difference of the logits in the proof; half precision rounds coarsely."""
+_EPS = 1e-6
+_CLASSES: dict[type, type] = {}
+
+
+class _Tap:
+    """What one layer returned last, or what it is to return instead of computing."""
+
+    def __init__(self) -> None:
+        self.caught: mx.array | None = None
+        self.instead: mx.array | None = None
+
+
+def _tapped_class(plain: type) -> type:
+    """The subclass whose calls go through the layer's tap."""
+    if plain not in _CLASSES:
+
+        def call(self: Any, *arguments: Any, **named: Any) -> Any:
+            tap: _Tap = self.tap
+            result = plain.__call__(self, *arguments, **named)
+            if tap.instead is not None:
+                return tap.instead
+            tap.caught = result
+            return result
+
+        _CLASSES[plain] = type(f"Tapped{plain.__name__}", (plain,), {"__call__": call})
+    return _CLASSES[plain]
+
+
+class Taps:
+    """The taps of one model.
+
+    Args:
+        model: an mlx-lm model with its decoder in `model.model.layers`.
+        layers: numbers of the layers whose output is wanted, from 0.
+
+    Raises:
+        ModelError: there are no such layers, or what they return is not the model's state.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[int]) -> None:
+        self.layers = list(layers)
+        decoder: Any = getattr(getattr(model, "model", None), "layers", None)
+        if decoder is None:
+            kind = getattr(model, "model_type", type(model).__name__)
+            raise ModelError(f"models of type {kind!r} cannot be read: no model.layers in them")
+        if not layers or min(layers) < 0 or max(layers) >= len(decoder):
+            raise ModelError(
+                f"the layers {self.layers} cannot be read: the target has layers "
+                f"0 to {len(decoder) - 1}"
+            )
+        self._tapped = [decoder[number] for number in layers]
+        if any(hasattr(layer, "tap") for layer in self._tapped):
+            raise ModelError(f"some of the layers {self.layers} are read already")
+        self._taps = [_Tap() for _ in layers]
+        self._classes = [type(layer) for layer in self._tapped]
+        for layer, plain, tap in zip(self._tapped, self._classes, self._taps, strict=True):
+            layer.tap = tap
+            layer.__class__ = _tapped_class(plain)
+        try:
+            prove(model, self._taps)
+        except ModelError:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Give the layers their own class back."""
+        for layer, plain in zip(self._tapped, self._classes, strict=True):
+            layer.__class__ = plain
+            del layer.tap
+
+    def take(self) -> list[mx.array]:
+        """Per layer [rows, tokens, width], of the last run; forgotten here.
+
+        Raises:
+            RuntimeError: the model has not run since the last time.
+        """
+        states = [tap.caught for tap in self._taps]
+        for tap in self._taps:
+            tap.caught = None
+        found = [state for state in states if state is not None]
+        if len(found) < len(states):
+            raise RuntimeError("a tapped layer was not run")
+        return found
+
+    def features(self) -> mx.array:
+        """`take`, each state divided by its root mean square, side by side."""
+        return join_states(self.take())
+
+
+def join_states(states: Sequence[mx.array]) -> mx.array:
+    """[..., layers * width] of states [..., width] whose scale differs by orders of magnitude."""
+    return mx.concatenate([_normalise(state) for state in states], axis=-1)
+
+
+def _normalise(state: mx.array) -> mx.array:
+    wide = state.astype(mx.float32)
+    mean = mx.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * mx.rsqrt(mean + _EPS)).astype(state.dtype)
+
+
+def prove(model: Any, taps: Sequence[_Tap]) -> None:
+    """Raise ModelError unless each tapped layer's output is the model's whole state."""
+    first, second = mx.array([[1, 2, 3, 4, 5]]), mx.array([[5, 3, 4, 1, 2]])
+    expected = _run(model, first)
+    states = [tap.caught for tap in taps]
+    for tap in taps:
+        tap.caught = None
+    for number, (tap, state) in enumerate(zip(taps, states, strict=True)):
+        if not isinstance(state, mx.array) or state.ndim != 3:
+            raise ModelError(f"tap {number} of the target caught no [1, tokens, width] state")
+        tap.instead = state
+        try:
+            found = _run(model, second)
+        finally:
+            tap.instead = None
+        distance = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+        if not distance < _TOLERANCE:
+            raise ModelError(
+                f"what tap {number} of the target caught is not the model's whole state: with it, "
+                f"the logits differ by {distance:.2g} of their size"
+            )
+    for tap in taps:
+        tap.caught = None
+
+
+def _run(model: Any, tokens: mx.array) -> Any:
+    logits: mx.array = model(tokens)
+    return np.array(logits.astype(mx.float32))

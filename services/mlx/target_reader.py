@@ -1,0 +1,146 @@
+"""The part of a drafter that reads the target: keys and values made of the target's states.
+
+For a token that is committed the drafter need not compute anything itself: a projection of
+the target's own hidden states (`services.mlx.taps`) gives its keys and values in every layer.
+Two files beside the drafter's own weights, which stay an ordinary model:
+`reads_target.json` (`ReaderDescription`) and `reads_target.safetensors`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import msgspec
+from mlx.utils import tree_flatten, tree_unflatten
+
+from protocol.errors import ModelError
+
+DESCRIPTION = "reads_target.json"
+WEIGHTS = "reads_target.safetensors"
+
+
+class ReaderDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a drafter reads."""
+
+    layers: list[int]
+    """Whose output, from 0."""
+    target_width: int
+    window: int = 4096
+    """Positions that are of use to it."""
+
+
+class TargetReader(nn.Module):
+    """From the target's states to keys and values of every layer of a drafter.
+
+    Args:
+        features: width of the target's states, all tapped layers side by side.
+        model: the drafter.
+    """
+
+    def __init__(self, features: int, model: Any) -> None:
+        super().__init__()
+        attentions = [attention_of(layer) for layer in model.model.layers]
+        width = model.model.norm.weight.shape[0]
+        self.fc = nn.Linear(features, width, bias=False)
+        self.norm = nn.RMSNorm(width)
+        self.k_proj = [nn.Linear(width, _outputs(a.k_proj), bias=False) for a in attentions]
+        self.v_proj = [nn.Linear(width, _outputs(a.v_proj), bias=False) for a in attentions]
+
+    def rows(
+        self, model: Any, features: mx.array, offset: int, *, projected: bool = False
+    ) -> list[tuple[mx.array, mx.array]]:
+        """Per layer keys, rotated, and values: [rows, heads, tokens, size].
+
+        Args:
+            model: the drafter.
+            features: [rows, tokens, features], or what `fc` makes of them if `projected`.
+            offset: position of the first token.
+        """
+        context = self.norm(features if projected else self.fc(features))
+        found = []
+        for layer, to_keys, to_values in zip(
+            model.model.layers, self.k_proj, self.v_proj, strict=True
+        ):
+            attention = attention_of(layer)
+            heads: int = attention.n_kv_heads
+            keys, values = _by_head(to_keys(context), heads), _by_head(to_values(context), heads)
+            if hasattr(attention, "k_norm"):
+                keys = attention.k_norm(keys)
+            found.append((attention.rope(keys, offset=offset), values))
+        return found
+
+
+def _by_head(x: mx.array, heads: int) -> mx.array:
+    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+
+
+def _outputs(linear: Any) -> int:
+    count: int = linear.weight.shape[0]
+    return count
+
+
+def attention_of(layer: Any) -> Any:
+    """A layer's attention; raises ModelError if it is not of the usual kind."""
+    attention = getattr(layer, "self_attn", None)
+    if any(not hasattr(attention, name) for name in ("k_proj", "v_proj", "rope", "n_kv_heads")):
+        raise ModelError(
+            f"a layer of type {type(layer).__name__} cannot be given keys and values of the "
+            "target's: it has no k_proj, v_proj and rope of its own"
+        )
+    return attention
+
+
+def read_description(folder: Path) -> ReaderDescription | None:
+    """What the drafter in `folder` reads; None if it does not.
+
+    Raises:
+        ModelError: the description is broken.
+    """
+    path = folder / DESCRIPTION
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ReaderDescription)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelError(f"{str(path)!r} does not say what the drafter reads: {error}") from error
+
+
+def load_reader(folder: Path, model: Any, dtype: mx.Dtype) -> tuple[ReaderDescription, Any] | None:
+    """The reader of the drafter in `folder`, a `TargetReader`; None if it reads nothing.
+
+    Raises:
+        ModelError: a file is broken, or does not fit the drafter.
+    """
+    description = read_description(folder)
+    if description is None:
+        return None
+    reader = TargetReader(len(description.layers) * description.target_width, model)
+    path = folder / WEIGHTS
+    try:
+        loaded: Any = mx.load(str(path))
+        reader.load_weights([(name, array.astype(dtype)) for name, array in loaded.items()])
+        mx.eval(reader.parameters())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{str(path)!r} does not fit the drafter: {error}") from error
+    return description, reader
+
+
+def save_reader(
+    folder: Path, description: ReaderDescription, weights: dict[str, mx.array], dtype: mx.Dtype
+) -> None:
+    """Write both files; the description, whose presence makes a reader, is written last."""
+    arrays = {name: array.astype(dtype) for name, array in weights.items()}
+    mx.save_safetensors(str(folder / WEIGHTS), arrays, {"format": "mlx"})
+    (folder / DESCRIPTION).write_bytes(msgspec.json.encode(description))
+
+
+def flat_parameters(module: nn.Module) -> dict[str, mx.array]:
+    """A module's parameters by their path."""
+    flat: Any = tree_flatten(module.parameters())
+    return dict(flat)
+
+
+def update_parameters(module: nn.Module, weights: dict[str, mx.array]) -> None:
+    """Put these in place, by their path."""
+    module.update(tree_unflatten(list(weights.items())))

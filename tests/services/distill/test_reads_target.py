@@ -1,0 +1,100 @@
+"""A drafter that reads the target: what it is given in training, and what it makes of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from services.distill.context import (
+    LONGEST,
+    SHORTEST,
+    Blocks,
+    context_caches,
+    context_of,
+    cut,
+    even_blocks,
+    random_blocks,
+)
+from services.distill.phases import distill
+from services.distill.student import spread_layers
+from services.mlx.loader import load
+from services.mlx.target_reader import TargetReader, load_reader
+from tests.services.distill.test_training import Quiet, settings_for
+from tests.support.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("t"), "llama")
+
+
+def test_blocks_are_as_long_as_a_round() -> None:
+    """Lags count from 1 to at most the longest block; some sequences have no states at all."""
+    blocks = random_blocks(200, 64, np.random.default_rng(0))
+    unread = blocks.read_from == 64
+    assert 5 < unread.sum() < 40
+    assert (blocks.starts[unread] == 0).all()
+    whole = blocks.lags[blocks.read_from == 0]
+    assert whole.min() == 1
+    assert SHORTEST <= whole[:, LONGEST:].max() <= LONGEST
+
+
+def test_a_token_sees_states_before_its_block_and_tokens_in_it() -> None:
+    """With blocks of 3, token 4 sees states 0 to 2 and tokens 3 and 4."""
+    blocks = even_blocks(1, 6, 3, 0)
+    visible = np.array(context_of(mx.zeros((1, 6, 4)), blocks).visible)[0, 0]
+    assert np.flatnonzero(visible[4]).tolist() == [0, 1, 2, 6 + 3, 6 + 4]
+    late = cut(np.array([[3]]), np.array([[0]]), np.array([2]), 6)
+    visible = np.array(context_of(mx.zeros((1, 6, 4)), late).visible)[0, 0]
+    assert np.flatnonzero(visible[5]).tolist() == [2, 6, 7, 6 + 3, 6 + 4, 6 + 5]
+    assert np.flatnonzero(visible[1]).tolist() == [6, 7]
+
+
+def test_without_states_it_is_the_plain_drafter(target: Path) -> None:
+    """Blocks that show no states leave the logits of an ordinary causal pass."""
+    module = load(target).module
+    reader = TargetReader(8, module)
+    tokens = mx.array([[5, 9, 200, 31, 7]])
+    blocks = Blocks(np.zeros((1, 5), np.int32), np.array([5], np.int32))
+    context = context_of(mx.random.normal((1, 5, 8)), blocks)
+    found = module(tokens, cache=context_caches(module, reader, context))
+    np.testing.assert_allclose(np.array(found), np.array(module(tokens)), atol=1e-4)
+
+
+def test_training_teaches_it_to_read(target: Path, tmp_path: Path) -> None:
+    """The loss falls, the reader's own weights move, and the figures count lags."""
+    settings = settings_for(target, tmp_path / "out", reads_target=True, layers=1)
+    control = Quiet()
+    distill(settings, control)
+    figures: Any = control.finished.figures["figures"]
+    assert len(figures["by_lag"]) == 8
+    report = json.loads((tmp_path / "out" / "distill.json").read_text())
+    log = [entry for entry in report["log"] if entry["objective"] == "ce"]
+    assert log[-1]["loss"] < log[0]["loss"]
+    drafter = load(tmp_path / "out")
+    found = load_reader(tmp_path / "out", drafter.module, mx.float32)
+    assert found is not None
+    description, reader = found
+    assert description.layers == spread_layers(3)
+    layer = drafter.module.model.layers[0]
+    own = layer.self_attn.k_proj.weight * layer.input_layernorm.weight
+    assert float(mx.abs(reader.k_proj[0].weight - own).max()) > 1e-3
+
+
+def test_a_drafter_can_be_trained_further(target: Path, tmp_path: Path) -> None:
+    """`init_drafter` starts from a drafter's own weights: no step leaves them as they were."""
+    first = settings_for(target, tmp_path / "a", reads_target=True, layers=2, steps=3)
+    distill(first, Quiet())
+    again = settings_for(
+        target, tmp_path / "b", reads_target=True, layers=2, steps=1, learning_rate=1e-12,
+        init_drafter=str(tmp_path / "a"),
+    )  # fmt: skip
+    distill(again, Quiet())
+    for name in ("model.safetensors", "reads_target.safetensors"):
+        one: Any = mx.load(str(tmp_path / "a" / name))
+        other: Any = mx.load(str(tmp_path / "b" / name))
+        for key, array in one.items():
+            np.testing.assert_allclose(np.array(other[key]), np.array(array), atol=1e-3)
