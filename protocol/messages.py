@@ -33,7 +33,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class LogitsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a request does to logits before a token is drawn; `shaping.py` says how."""
+    """What a request does to logits before a token is drawn, in `logits_processor.py`."""
 
     logit_bias: tuple[tuple[Token, float], ...] = ()
     """Added to the logits of these tokens."""
@@ -52,10 +52,10 @@ class LogitsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How tokens are drawn from a law; temperature 0 is greedy. `sampling.py` says what fits.
+    """How tokens are drawn; temperature 0 is greedy. `sampling_params.py` checks combinations.
 
-    Under the coupled rule (`law.py`) the output is a function of (model, prompt, Sampling)
-    alone; under the rejection rule (`rejection.py`) its law is.
+    Under the coupled rule (`sampler.py`) the output is a function of (model, prompt, Sampling)
+    alone; under the rejection rule (`rejection.py`) its distribution is.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 0.0
@@ -65,7 +65,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     acceptance: Acceptance = "coupled"
     draft_temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] | None = None
-    """The drafter's own; None is the target's. It changes what is proposed, no law."""
+    """The drafter's own; None is the target's. It changes what is proposed, not what is said."""
     draft_top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
     """The drafter's own; None is the target's."""
     saguaro: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
@@ -77,7 +77,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DraftDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The law that a draft token was drawn from (q): tokens, and the probability of each.
+    """The distribution that a draft token was drawn from (q): tokens and their probabilities.
 
     Without tokens: the draft token was not drawn but named (all probability is its own).
     """
@@ -92,7 +92,7 @@ class DraftDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
-    """Service -> orchestrator: the first word on a connection. Answer: Welcome or Refusal."""
+    """Service -> orchestrator: the first message on a connection. Answer: Welcome or Rejected."""
 
     protocol: int
     role: Role
@@ -125,7 +125,7 @@ RejectedKind = Literal["invalid", "busy", "unavailable"]
 
 
 class Rejected(Message, frozen=True, tag="rejected"):
-    """Orchestrator -> service or client: no, and the sentence that says why."""
+    """Orchestrator -> service or client: the message is refused, for this reason."""
 
     reason: str
     kind: RejectedKind = "invalid"
@@ -138,9 +138,9 @@ class Stop(Message, frozen=True, tag="stop"):
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Service -> orchestrator: the thread that does the work has just come by. Answer: Alive.
+    """Service -> orchestrator: the working thread is alive. Answer: Heartbeat.
 
-    Said when nothing else was said for a second. `sequence` is what is being worked on, 0
+    Sent when nothing else was sent for a second. `sequence` is what is being worked on, 0
     while the service waits for work; the orchestrator's answer repeats it.
     """
 
@@ -148,9 +148,9 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class Identify(Message, frozen=True, tag="identify"):
-    """Orchestrator -> service: I do not know you (any more); say Hello. Answer: Hello.
+    """Orchestrator -> service: you are unknown here (a restart?); say Hello. Answer: Hello.
 
-    What was open is forgotten on both sides, as after a restart of the orchestrator.
+    Open sequences are forgotten on both sides.
     """
 
 
@@ -254,7 +254,7 @@ class Prepare(Message, frozen=True, tag="prepare", kw_only=True):
     `tokens` are the committed tokens from position `base` on, so that a drafter can first
     rewind to `base`; the pending token chain[0] follows them. `fan_out[k]` outcomes are
     wanted for acceptance length k, each up to `depth` tokens deep. Answer: a stream of
-    DraftTree, one per depth, until done or until newer news arrives.
+    DraftTree, one per depth, until done or until a newer message arrives.
     """
 
     sequence: int
@@ -289,7 +289,7 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
     """Drafter -> orchestrator: one depth of every branch prepared in `round`.
 
     Depth 1 carries `outcomes`, a pair (accepted, bonus token) per branch, which later depths
-    leave empty; `tokens[b]` is the depth-th draft token of branch b, or ENDED. `last` says
+    leave empty; `tokens[b]` is the depth-th draft token of branch b, or END_OF_BRANCH. `last` says
     that no deeper message of this round follows.
     """
 
@@ -344,7 +344,7 @@ FanOutPolicy = Literal["online", "geometric", "uniform"]
 
 
 class Generate(Message, frozen=True, tag="generate", kw_only=True):
-    """Client -> orchestrator: answer this. Answers: Text (many), then Finished; or Refusal.
+    """Client -> orchestrator: answer this. Answers: Text (many), then Finished; or Rejected.
 
     Exactly one of `messages` (rendered by the chat template), `text` (as it is) and `tokens`
     is given.
@@ -357,7 +357,7 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     tools: list[dict[str, Any]] = []
     """Functions that the model may call, as its chat template shows them."""
     template_options: dict[str, Any] = {}
-    """What else the chat template is told, such as enable_thinking."""
+    """Further variables of the chat template, such as enable_thinking."""
     sampling: Sampling = Sampling()
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 256
     stop: Annotated[list[str], msgspec.Meta(max_length=MAX_ITEMS)] = []
@@ -368,7 +368,7 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """Branches prepared per round (B); 0 leaves it to the orchestrator."""
     fan_out_policy: FanOutPolicy = "online"
     trace: bool = False
-    """Whether `DistillFinished` is to hold the timeline."""
+    """Whether `Finished` is to hold the timeline."""
     answer_tokens: Tokens = []
     """What the answer begins with: the client has these tokens already."""
     answer_start: str = ""
@@ -532,7 +532,7 @@ class Finished(Message, frozen=True, tag="finished", kw_only=True):
 
 
 class StatusRequest(Message, frozen=True, tag="status?"):
-    """Client or supervisor -> orchestrator: who is there? Answer: Status."""
+    """Client or supervisor -> orchestrator: report your state. Answer: Status."""
 
     request: int = 0
     """One of the client's own requests, to learn whether it is still served; 0 asks for none."""
@@ -552,7 +552,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     emulated_cost: str = ""
     """As in `Hello`."""
     silent_s: float = 0.0
-    """Since its working thread last came by, in time during which the orchestrator was awake."""
+    """Since the last sign of life of its working thread, while the orchestrator was awake."""
 
 
 class WindowStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -617,7 +617,7 @@ class SequenceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class Status(Message, frozen=True, tag="status", kw_only=True):
-    """Orchestrator -> client: itself, and the services that have shaken hands."""
+    """Orchestrator -> client: its state, and the services that completed the handshake."""
 
     pid: int
     model: str
@@ -625,9 +625,9 @@ class Status(Message, frozen=True, tag="status", kw_only=True):
     active: int
     waiting: int
     refused: dict[Role, str] = {}
-    """Why the last service of a role was turned away, until one is welcomed."""
+    """Why the last service of a role was refused, until one is welcomed."""
     marked_for_kill: dict[int, str] = {}
-    """Processes that hang or talk nonsense, by pid, and why: the supervisor ends them."""
+    """Processes that hang or send invalid messages, by pid, and why: the supervisor kills them."""
     dropped: int = 0
     """Messages, ever, to services and clients that were gone or did not read."""
     request: int = 0
@@ -659,11 +659,11 @@ ToOrchestrator = Generate | Cancel | StatusRequest | ServiceDown
 FromOrchestrator = Text | Finished | Rejected | Status
 
 
-# ---------------------------------------------------------------- supervisor's control door
+# ---------------------------------------------------------------- supervisor's control socket
 
 
 class SwapDrafter(Message, frozen=True, tag="swap", kw_only=True):
-    """CLI -> supervisor: replace the drafter of the running stack. Answer: Done or Refusal."""
+    """CLI -> supervisor: replace the drafter of the running stack. Answer: Done or Rejected."""
 
     backend: str
     model: str = ""
@@ -678,7 +678,7 @@ class SwapDrafter(Message, frozen=True, tag="swap", kw_only=True):
 
 
 class StackRequest(Message, frozen=True, tag="stack?"):
-    """CLI -> supervisor: what is running? Answer: Stack."""
+    """CLI -> supervisor: list your processes. Answer: Stack."""
 
 
 ProcessState = Literal["starting", "running", "died", "lost"]
@@ -697,7 +697,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     note: str = ""
     """More about the state, for people: why it died, where it listens, how long it loads."""
     device: str = ""
-    """Where it was told to compute; empty is MLX's own choice."""
+    """The device it was started for; empty is MLX's own choice."""
     emulated_cost: str = ""
     """Size of the target whose cost is emulated; empty for none."""
 

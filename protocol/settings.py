@@ -1,4 +1,4 @@
-"""What the supervisor tells each child at its start: frozen, typed, unknown keys rejected.
+"""The settings that each child is started with: frozen, typed, unknown keys rejected.
 
 A child gets its settings as one JSON argument. Defaults live here and nowhere else; the
 command line reads them from here (`launch/settings/settings.py`).
@@ -14,6 +14,18 @@ from protocol.errors import UsageError
 from protocol.messages import Sampling
 from protocol.process.logs import LogLevel as LogLevel  # noqa: PLC0414  # a setting like the others
 from protocol.process.orphans import kill_children
+
+# Defaults of settings that several processes and the command line share.
+PREFILL_STEP_SIZE = 512
+PROMPT_CACHE_SIZE = 10
+PROMPT_CACHE_BYTES = 2 * 1024**3
+DECODE_CONCURRENCY = 4
+MAX_WAITING = 64
+MAX_BODY_BYTES = 4 * 1024**2
+DRAFT_TIMEOUT_S = 5.0
+VERIFY_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 180.0
+HANG_TIMEOUT_S = 20.0
 
 BackendName = Literal["mlx", "coreml", "ngram", "stdio", "remote"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
@@ -38,7 +50,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class ChildSettings(Settings, frozen=True, kw_only=True):
-    """What every child is told."""
+    """Settings of every child."""
 
     lifeline: int
     """File descriptor that reaches end of file when the supervisor is gone."""
@@ -71,10 +83,10 @@ class ServiceSettings(ChildSettings, frozen=True, kw_only=True):
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Threads of the BLAS on Linux."""
     device: Device = ""
-    prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = 512
-    prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = 10
+    prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = PREFILL_STEP_SIZE
+    prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = PROMPT_CACHE_SIZE
     """Sequences whose KV is kept after their end, for others with the same beginning."""
-    prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = 2 * 1024**3
+    prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = PROMPT_CACHE_BYTES
     """Most memory for them."""
 
 
@@ -116,9 +128,9 @@ class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Backend remote: its public key."""
     key_file: str = ""
     """Backend remote: our own keys; a file, since arguments can be read by everybody."""
-    ready_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0
+    ready_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = START_TIMEOUT_S
     """stdio and remote: longest wait for the drafter to be ready, or to prefill."""
-    answer_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    answer_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = DRAFT_TIMEOUT_S
     """stdio and remote: longest wait for a draft that the target waits for; then it has hung."""
 
 
@@ -141,20 +153,20 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     """Private folder of this stack's sockets and logs."""
     model: str
     """Folder of the target model, for its tokenizer and chat template."""
-    concurrency: Annotated[int, msgspec.Meta(ge=1)] = 4
+    concurrency: Annotated[int, msgspec.Meta(ge=1)] = DECODE_CONCURRENCY
     """Requests decoded at the same time; others wait in line."""
-    max_waiting: Annotated[int, msgspec.Meta(ge=0)] = 64
+    max_waiting: Annotated[int, msgspec.Meta(ge=0)] = MAX_WAITING
     """Requests in line, beyond which more are refused; 0 means any number."""
     max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Longest prompt that is taken; 0 means whatever the context holds."""
-    draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
-    """Longest wait for a draft while the target idles; usually much shorter (`patience.py`)."""
-    verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = DRAFT_TIMEOUT_S
+    """Longest wait for a draft while the target idles; usually much shorter (`timeouts.py`)."""
+    verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = VERIFY_TIMEOUT_S
     """Longest wait for the verifier's answer, prefill included, before the request fails.
     A service that works on and says so (a long prefill) is given more."""
-    hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 20.0
-    """Silence after which a service hangs; more if its calls take longer (`vigil.py`)."""
-    first_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0
+    hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = HANG_TIMEOUT_S
+    """Silence after which a service hangs; more if its calls take longer (`hang_detector.py`)."""
+    first_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = START_TIMEOUT_S
     """The same until a service has done its first work, which may compile and load."""
     learned_dir: str = ""  # what the planner learned earlier; empty: it keeps nothing
     machine: str = ""  # chip and cores, for which what was learned holds
@@ -181,7 +193,7 @@ class GatewaySettings(ChildSettings, frozen=True, kw_only=True):
     """File with the API key, since arguments can be read by everybody; empty: no key."""
     allowed_origins: list[str] = []
     """Web pages that may use this server from a browser."""
-    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4 * 1024**2
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = MAX_BODY_BYTES
     rate_limit: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Requests for answers that an address may make in a minute; 0 is any number."""
     model: str = ""

@@ -1,4 +1,4 @@
-/* The smallest drafter: the line protocol of docs/DRAFT_SERVER.md, in C.
+/* The smallest drafter: the line protocol of docs/guide/draft-server.md, in C.
  *
  * It drafts what followed the last time the context's last two tokens were said.
  *     cc -O2 -o line_drafter line_drafter.c

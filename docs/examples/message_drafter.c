@@ -1,4 +1,4 @@
-/* A drafter in C that speaks the messages of docs/DRAFT_SERVER.md, msgpack by hand.
+/* A drafter in C that speaks the messages of docs/guide/draft-server.md, msgpack by hand.
  *
  * It drafts what followed the last time two tokens were said: one branch per acceptance
  * length, one sequence (the newest).

@@ -84,7 +84,7 @@ class AsyncClient(Closeable):
             Busy: too many requests wait already.
             RuntimeFailure: the request failed, or the orchestrator is gone.
         """
-        dialogue = RequestSession(request)
+        session = RequestSession(request)
         line = _Connection(self._context, self._address)
         done = False
         try:
@@ -92,8 +92,8 @@ class AsyncClient(Closeable):
             while not done:
                 message = await line.receive(SILENCE_S)
                 if message is None:
-                    line.send(dialogue.on_silence())
-                elif isinstance(event := dialogue.take(message), Generate):
+                    line.send(session.on_silence())
+                elif isinstance(event := session.take(message), Generate):
                     line.send(event)
                 elif event is not None:
                     done = isinstance(event, Finished)

@@ -89,36 +89,36 @@ class Client:
         self.status()  # raises if nobody is there
         self._channel.await_news(0.0)  # what is new is new from now on
         waiting = deque(requests)
-        talks: dict[int, RequestSession] = {}
+        sessions: dict[int, RequestSession] = {}
         try:
-            while waiting or talks:
-                while waiting and len(talks) < at_once:
+            while waiting or sessions:
+                while waiting and len(sessions) < at_once:
                     request = waiting.popleft()
-                    talks[request.request] = RequestSession(request)
+                    sessions[request.request] = RequestSession(request)
                     self._channel.send(request)
-                for number, event in self._next(talks):
+                for number, event in self._next(sessions):
                     if isinstance(event, Finished):
-                        del talks[number]
+                        del sessions[number]
                     yield number, event
         finally:
-            for number in talks:
+            for number in sessions:
                 self._channel.send(Cancel(request=number))
 
-    def _next(self, talks: dict[int, RequestSession]) -> list[tuple[int, Text | Finished]]:
+    def _next(self, sessions: dict[int, RequestSession]) -> list[tuple[int, Text | Finished]]:
         """What the next message says to these requests; nothing after a silence.
 
         Whether they are still served is also asked when the connection is a new one.
         """
         if not self._channel.await_news(SILENCE_S):
-            for talk in talks.values():
-                self._channel.send(talk.on_silence())
+            for session in sessions.values():
+                self._channel.send(session.on_silence())
             return []
         message = self._channel.receive(0.0, "answer")
-        heard = [(number, talk.take(message)) for number, talk in talks.items()]
-        for _, event in heard:
+        events = [(number, session.take(message)) for number, session in sessions.items()]
+        for _, event in events:
             if isinstance(event, Generate):
                 self._channel.send(event)
-        return [(n, event) for n, event in heard if isinstance(event, Text | Finished)]
+        return [(n, event) for n, event in events if isinstance(event, Text | Finished)]
 
     def report_service_down(self, message: ServiceDown) -> None:
         """The supervisor's note that a process ended."""

@@ -20,7 +20,7 @@ from protocol.messages import (
 SILENCE_S = 1.0
 """After this long without a word, the client asks whether its request is still there."""
 
-_PATIENCE = 30
+_MAX_UNANSWERED = 30
 """Questions in a row without an answer, after which the orchestrator is taken for dead."""
 
 _ERRORS: dict[RejectedKind, type[SsdError]] = {
@@ -108,7 +108,7 @@ class RequestSession:
         Raises:
             RuntimeFailure: it was asked often enough.
         """
-        if self._unanswered >= _PATIENCE:
+        if self._unanswered >= _MAX_UNANSWERED:
             raise RuntimeFailure("the orchestrator does not answer any more")
         self._unanswered += 1
         self._questions += 1

@@ -96,12 +96,12 @@ class Grammar:
         known = next((i for i, t in enumerate(tokens) if t >= self._size), len(tokens))
         return int(self._matcher.validate_tokens(list(tokens[:known])))
 
-    def back(self, count: int) -> None:
+    def rollback(self, count: int) -> None:
         """Forget the last `count` tokens."""
         if count and not self._matcher.rollback(count):
             raise ProtocolError(f"the grammar cannot go back by {count} tokens")
 
-    def allowed(self) -> Allowed:
+    def compute_mask(self) -> Allowed:
         """[vocabulary] whether each token may come next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():

@@ -33,9 +33,9 @@ class BannedTokens:
 
     def count_allowed(self, tokens: Tokens) -> int:
         """How many of these tokens stand before the first that is ruled out."""
-        return next(self._ruled_out(tokens), len(tokens))
+        return next(self._iter_banned(tokens), len(tokens))
 
-    def _ruled_out(self, tokens: Tokens) -> Iterator[int]:
+    def _iter_banned(self, tokens: Tokens) -> Iterator[int]:
         for index, token in enumerate(tokens):
             if token in self._banned or (self._only and token not in self._only):
                 yield index
@@ -91,7 +91,7 @@ class LogitsProcessor:
         self._seen.subtract(dropped)
         self._said.subtract(answered)
         if self._grammar:
-            self._grammar.back(max(0, len(answered) - self._stray))
+            self._grammar.rollback(max(0, len(answered) - self._stray))
         self._stray = max(0, self._stray - len(answered))
 
     def branch(self, length: int) -> "LogitsProcessor":
@@ -129,7 +129,7 @@ class LogitsProcessor:
         if self._penalises:
             self._penalise(row)
         if self._grammar and not self._stray:
-            self._forbid(row, self._grammar.allowed())
+            self._forbid(row, self._grammar.compute_mask())
         return row
 
     @property

@@ -7,7 +7,7 @@ q. So the drafter draws from a distribution over few tokens, and sends exactly t
 that was not drawn but named has all of q.
 
 Randomness is a function of (seed, stream, position), and of the round for drafts; the three
-streams are independent (`noise.uniform`). Why the output follows p, by induction over the
+streams are independent (`gumbel.uniform`). Why the output follows p, by induction over the
 positions: let G be everything that happened before a position's token is committed.
 
 * A position is committed once, by the accept and bonus numbers of that position, and by no

@@ -1,9 +1,10 @@
 """How a token is drawn from logits: the coupled rule, on the host, exactly.
 
 The target's token is `argmax(log p / T + g)` over the tokens that the filters keep, with the
-Gumbel noise `g` of `noise.py`: an exact sample of the filtered distribution, and a pure function of
-(logits, position, Sampling). Greedy is temperature 0. A drafter uses the same noise on its
-own logits, so that its proposal tends to be the same token (docs/architecture.md, "Acceptance").
+Gumbel noise `g` of `gumbel.py`: an exact sample of the filtered distribution, and a pure
+function of (logits, position, Sampling). Greedy is temperature 0. A drafter uses the same noise
+on its own logits, so that it tends to propose the same token (docs/architecture.md,
+"Acceptance").
 
 Filters see the distribution at temperature 1 and the temperature comes last, as in mlx-lm and
 llama.cpp. Each keeps a prefix of the tokens in falling order of probability, so together
@@ -111,8 +112,8 @@ def filter_tokens(row: Floats, sampling: Sampling) -> Ids:
     the logits alone.
     """
     top = row.max()
-    reach = _NEAR + log(row.size)
-    near = np.flatnonzero(row >= top - np.float32(reach))
+    distance = _NEAR + log(row.size)
+    near = np.flatnonzero(row >= top - np.float32(distance))
     total = float(np.exp(row - top).sum(dtype=np.float64))
     if _needs_more(row, near, top, total, sampling):
         near = np.arange(row.size)

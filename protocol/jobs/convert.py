@@ -1,4 +1,4 @@
-"""What a conversion to CoreML is told, and what it says: one JSON object a line on stdout."""
+"""Settings of a conversion to CoreML, and its events: one JSON object a line on stdout."""
 
 from pathlib import Path
 from typing import Annotated, Literal, get_args

@@ -1,4 +1,4 @@
-"""What a probe of a machine is told, and what it finds: one JSON object on stdout."""
+"""Settings of a measurement of CoreML, and its result: one JSON object on stdout."""
 
 from typing import Annotated, Literal
 

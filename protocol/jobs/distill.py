@@ -1,7 +1,4 @@
-"""What a distillation is given as prompts, and what it says while it runs.
-
-The process writes one JSON object a line on stdout; the door draws them.
-"""
+"""Prompts of a distillation, and its events: one JSON object a line on stdout."""
 
 import msgspec
 

@@ -1,10 +1,18 @@
-"""What a draft server is told at its start (`docs/guide/draft-server.md`)."""
+"""Settings of a draft server."""
 
 from typing import Annotated
 
 import msgspec
 
-from protocol.settings import BackendName, ComputeUnits, Device, Settings
+from protocol.settings import (
+    PREFILL_STEP_SIZE,
+    PROMPT_CACHE_BYTES,
+    PROMPT_CACHE_SIZE,
+    BackendName,
+    ComputeUnits,
+    Device,
+    Settings,
+)
 
 
 class DraftServerSettings(Settings, frozen=True, kw_only=True):
@@ -24,10 +32,10 @@ class DraftServerSettings(Settings, frozen=True, kw_only=True):
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Threads of the BLAS on Linux."""
     device: Device = ""
-    prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = 512
-    prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = 10
+    prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = PREFILL_STEP_SIZE
+    prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = PROMPT_CACHE_SIZE
     """As `ServiceSettings`."""
     compute_units: ComputeUnits = "auto"
     """Of the coreml backend."""
-    prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = 2 * 1024**3
+    prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = PROMPT_CACHE_BYTES
     """As `ServiceSettings`."""

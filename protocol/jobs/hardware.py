@@ -1,4 +1,4 @@
-"""What a process that may import MLX says of the machine, for `ssd doctor`."""
+"""What MLX and CoreML find on this machine, for `ssd doctor`."""
 
 import msgspec
 

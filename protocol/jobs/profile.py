@@ -1,6 +1,6 @@
-"""What `ssd bench --profile` and `--overlap` ask a gauge process, one JSON object a line.
+"""Requests of `ssd bench --profile` and `--overlap` to a profiler, one JSON object a line.
 
-A gauge loads one model, the target or the drafter, as its service does, and times it.
+A profiler loads one model, the target or the drafter, as its service does, and times it.
 """
 
 from typing import Annotated, Literal
@@ -14,7 +14,7 @@ ProfiledRole = Literal["verifier", "drafter"]
 
 
 class ProfilerSettings(ReferenceSettings, frozen=True, kw_only=True):
-    """What a gauge is told at its start."""
+    """Settings of one profiler."""
 
     part: ProfiledRole
     cores: list[int] = msgspec.field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What `ssd bench` asks the reference process, one JSON object a line, and what it answers."""
+"""Requests of `ssd bench` to the reference process and its results, one JSON object a line."""
 
 import msgspec
 

@@ -96,17 +96,17 @@ def exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def watch_lifeline(descriptor: int, farewell: Callable[[], None]) -> None:
+def watch_lifeline(descriptor: int, on_orphaned: Callable[[], None]) -> None:
     """End this process as soon as the supervisor is gone, whatever the main thread is doing.
 
     The supervisor holds the other end of the pipe and never writes; end of file means that
-    it has died, however it died. `farewell` runs before the end.
+    it has died, however it died. `on_orphaned` runs before the end.
     """
 
     def wait() -> None:
         os.read(descriptor, 1)
         try:
-            farewell()
+            on_orphaned()
         finally:
             os._exit(0)
 

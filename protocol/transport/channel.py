@@ -68,7 +68,9 @@ class _Endpoint(Closeable):
         except UsageError:
             self._context.destroy()
             raise
-        self._judge = secure(self._socket, self._context, lock) if lock is not None else None
+        self._authenticator = (
+            secure(self._socket, self._context, lock) if lock is not None else None
+        )
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -81,9 +83,9 @@ class _Endpoint(Closeable):
 
     def close(self) -> None:
         """Close the socket and its context; safe to call twice."""
-        if self._judge is not None:
-            self._judge.stop()
-            self._judge = None
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
         self._socket.close()
         self._context.term()
 
@@ -231,10 +233,10 @@ class Hub(_Endpoint, Generic[Inbound]):
         return ProtocolError(f"expected one frame, got {1 + len(rest)}")
 
 
-def _at(address: str, reach: Callable[[str], object]) -> None:
+def _at(address: str, attach: Callable[[str], object]) -> None:
     """Bind or connect; raises UsageError if a network address cannot be used."""
     try:
-        reach(address)
+        attach(address)
     except zmq.ZMQError as error:
         if address.startswith(IPC):
             raise

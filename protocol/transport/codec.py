@@ -1,4 +1,4 @@
-"""Messages to bytes and back: msgpack on the wire, msgspec for the types.
+"""Messages to bytes and back: msgpack on the wire, written and read by msgspec.
 
 Decoding is strict and bounded: size, nesting, types, ranges, unknown fields and the lengths
 of lists are checked while the bytes are read, a length before room is made for it. Every
@@ -7,7 +7,6 @@ failure is a ProtocolError that says what was wrong.
 
 from typing import Any, Generic, TypeVar, get_args
 
-import msgpack
 import msgspec
 
 from protocol.errors import ProtocolError
@@ -17,11 +16,12 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
 M = TypeVar("M", bound=Message)
 
+_ENCODER = msgspec.msgpack.Encoder()
+
 
 def encode(message: Message) -> bytes:
     """The msgpack map of a message, its tag under `type`."""
-    packed: Any = msgpack.packb(msgspec.to_builtins(message), use_bin_type=True)
-    return bytes(packed)
+    return _ENCODER.encode(message)
 
 
 class Decoder(Generic[M]):

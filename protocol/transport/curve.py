@@ -110,14 +110,14 @@ def secure(
     if isinstance(lock, ClientLock):
         socket.curve_serverkey = lock.server.encode()
         return None
-    judge = ThreadAuthenticator(context)
-    judge.start()
-    judge.configure_curve_callback(_DOMAIN, lock)
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(_DOMAIN, lock)
     socket.curve_server = True
     socket.zap_domain = _DOMAIN.encode()
     # Without this, zmq lets everybody in if the judge's thread is not there.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    return judge
+    return authenticator
 
 
 def monitor(socket: zmq.Socket[bytes]) -> Monitor:

@@ -1,7 +1,8 @@
 """Messages in a stream of bytes: msgpack values, one after the other, are their own frames.
 
-Only the ends of values are looked for here; what is inside is `codec.py`'s matter, so that a
-hostile stream cannot make us build anything before its size and types are checked.
+Only the ends of values are looked for here, by the msgpack package, whose unpacker can skip a
+value that has not arrived as a whole; msgspec reads whole messages only. What is inside is left
+to `codec.py`, so that a hostile stream makes us build nothing before sizes and types are checked.
 """
 
 import msgpack

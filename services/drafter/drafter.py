@@ -45,7 +45,7 @@ class Drafter:
         return 0.0
 
     def handle(self, message: Work) -> Generator[FromService | None]:
-        """Answer one message (see `agenda.Service`)."""
+        """Answer one message (see `work_queue.Service`)."""
         match message:
             case OpenSequence():
                 self._open.add(message.sequence)
@@ -73,9 +73,9 @@ class Drafter:
     def _prepare(self, message: Prepare) -> Generator[FromService | None]:
         started = time.perf_counter()
         self._backend.commit(message.sequence, message.base, message.tokens)
-        turn = RoundOptions(message.round, message.held_back)
+        options = RoundOptions(message.round, message.held_back)
         layers = self._backend.prepare(
-            message.sequence, message.chain, message.fan_out, message.depth, turn
+            message.sequence, message.chain, message.fan_out, message.depth, options
         )
         depth = 0
         for layer in layers:
@@ -101,9 +101,11 @@ class Drafter:
         started = time.perf_counter()
         self._backend.commit(message.sequence, message.base, message.tokens)
         outcome = (message.accepted, message.pending)
-        turn = RoundOptions(message.round, message.held_back)
+        options = RoundOptions(message.round, message.held_back)
         depth = 0
-        for drafted in self._backend.draft(message.sequence, message.pending, message.count, turn):
+        for drafted in self._backend.draft(
+            message.sequence, message.pending, message.count, options
+        ):
             if drafted is None:
                 yield None
                 continue

@@ -22,8 +22,8 @@ from services.runtime.loop import Identity, serve
 def run(settings: DrafterSettings) -> None:
     """Start the backend and serve the orchestrator until told to stop."""
     if settings.backend == "remote":
-        with TcpPeer(settings) as far:
-            relay(settings, far)
+        with TcpPeer(settings) as peer:
+            relay(settings, peer)
         return
     if settings.backend != "stdio":
         _serve(settings, create_backend(settings))

@@ -51,7 +51,7 @@ class SlidingContextBackend:
         self._windows[sequence] = window
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
-        """Rewind to `base` and append; the backend is told what it can hold."""
+        """Rewind to `base` and append; the backend gets what its context holds."""
         window = self._windows[sequence]
         check_rewind(len(window.tokens), base)
         window.tokens[base:] = tokens
@@ -67,25 +67,25 @@ class SlidingContextBackend:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         """Branches on the window; none if not even a chain fits the context."""
         window = self._windows[sequence]
         if not self._roomy(len(chain) + depth):
             return
         yield from self._make_room(sequence, window, len(chain) + depth)
-        shifted = turn._replace(shift=window.first)
+        shifted = options._replace(shift=window.first)
         yield from self._backend.prepare(sequence, chain, fan_out, depth, shifted)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
         """A draft on the window."""
         window = self._windows[sequence]
         if not self._roomy(1 + count):
             return
         yield from self._make_room(sequence, window, 1 + count)
-        shifted = turn._replace(shift=window.first)
+        shifted = options._replace(shift=window.first)
         yield from self._backend.draft(sequence, pending, count, shifted)
 
     def close(self, sequence: int) -> None:

@@ -25,7 +25,7 @@ from protocol.jobs.profile import (
 )
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
 from protocol.process.child import pin_to_cores
-from protocol.settings import decode_settings
+from protocol.settings import PREFILL_STEP_SIZE, decode_settings
 from services.mlx.blas import load_blas
 
 _REPEATS = 7
@@ -54,7 +54,7 @@ class Profiler:
         model = load(Path(self._settings.model))
         if self._settings.emulated_cost:
             emulate(model.module, parse_size(self._settings.emulated_cost))
-        verifier = Verifier(model, prefill_step_size=512)
+        verifier = Verifier(model, prefill_step_size=PREFILL_STEP_SIZE)
 
         def open_context(context: Tokens) -> Timer:
             for _ in verifier.handle(OpenSequence(sequence=0, tokens=context, sampling=Sampling())):
@@ -80,7 +80,7 @@ class Profiler:
     def _drafter(self) -> Callable[[Tokens], Timer]:
         from services.drafter.backends.mlx import MlxBackend  # noqa: PLC0415
 
-        backend = MlxBackend(Path(self._settings.model), 512)
+        backend = MlxBackend(Path(self._settings.model), PREFILL_STEP_SIZE)
 
         def open_context(context: Tokens) -> Timer:
             backend.close(0)

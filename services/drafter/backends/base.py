@@ -7,7 +7,7 @@ verifies every token.
 
 One promise matters: a draft token is a function of the tokens before it, unless it was drawn
 at random; then the distribution that it was drawn from comes with it, exactly, and what was drawn
-does not decide what is offered (`protocol.decoding.rejection`, `candidates.drafted`).
+does not decide what is offered (`protocol.decoding.rejection`, `candidates.draft_tokens`).
 
 Life of a sequence: `open` with the committed tokens; then, per round, `commit` brings it up
 to date and one of `prepare` or `draft` is asked for; `close` ends it. Methods raise on
@@ -59,7 +59,7 @@ class TreeLayer:
     outcomes: list[Outcome]
     """The branches, in an order that all layers of one tree share."""
     tokens: list[int]
-    """The draft token of each branch at this depth, or `messages.ENDED`."""
+    """The draft token of each branch at this depth, or `messages.END_OF_BRANCH`."""
     confidences: list[float]
     """How sure the backend is of each of these tokens, 0 to 1; a rough guess will do, since
     the orchestrator learns how often tokens of a given confidence are accepted."""
@@ -68,7 +68,7 @@ class TreeLayer:
 
 
 class BackendIdentity(NamedTuple):
-    """What a backend says of itself in the handshake; see `messages.Hello`."""
+    """A backend's part of the handshake; see `messages.Hello`."""
 
     backend: str
     model: str
@@ -105,7 +105,7 @@ class DraftBackend(Protocol):
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         """Branches for the outcomes of verifying `chain`, one depth at a time.
 
@@ -118,7 +118,7 @@ class DraftBackend(Protocol):
         ...
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
         """Up to `count` draft tokens after the pending token, one at a time."""
         ...

@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 
 class CoremlBackend:
-    """See `interface.DraftBackend`."""
+    """See `base.DraftBackend`."""
 
     def __init__(self, model: ConvertedModel) -> None:
         """Draft with a converted model; raises ModelError if it lacks a function."""
@@ -103,7 +103,7 @@ class CoremlBackend:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer]:
         """Fork every row of the chain, then grow all branches depth by depth.
 
@@ -112,28 +112,30 @@ class CoremlBackend:
         known = self._sequences[sequence]
         if not self._extend(known, known.committed + chain, rows=len(chain)):
             return
-        roots = self._fork(known, chain, fan_out, turn)
+        roots = self._fork(known, chain, fan_out, options)
         tokens = [root.bonus for root in roots]
         grown_from = len(known.committed)
-        processors = _branched(known.processor, [grown_from + root.accepted + 1 for root in roots])
+        processors = _branch_processors(
+            known.processor, [grown_from + root.accepted + 1 for root in roots]
+        )
         for level in range(depth if roots else 0):
             if self._window(known, level, len(roots)) + self._rows(len(roots)) > self._model.slots:
                 return
             tops = self._grow(known, grown_from, roots, tokens, level)
             tops = [
-                self._shaped(processor, [token], [top])[0]
+                self._process_tops(processor, [token], [top])[0]
                 for processor, token, top in zip(processors, tokens, tops, strict=True)
             ]
             found = []
             for root, top in zip(roots, tops, strict=True):
                 position = grown_from + root.accepted + level + 2
-                found += draft_tokens(top, [position], known.sampling, turn)
+                found += draft_tokens(top, [position], known.sampling, options)
             tokens = [draft.token for draft in found]
             distributions = [draft.distribution for draft in found if draft.distribution.tokens]
             yield TreeLayer(roots, tokens, [draft.confidence for draft in found], distributions)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken]:
         """One continuation on the trunk, one token per call."""
         known = self._sequences[sequence]
@@ -142,7 +144,7 @@ class CoremlBackend:
             if not self._extend(known, known.committed + tail, rows=1):
                 return
             position = len(known.committed) + len(tail)
-            [found] = draft_tokens(known.tops[position - 1], [position], known.sampling, turn)
+            [found] = draft_tokens(known.tops[position - 1], [position], known.sampling, options)
             yield found
             tail.append(found.token)
 
@@ -192,9 +194,9 @@ class CoremlBackend:
             call.function, chain_feed(tokens, start, self._model.slots), known.state
         )
         known.fed += tokens
-        known.tops.update(enumerate(self._shaped(known.processor, tokens, tops), start))
+        known.tops.update(enumerate(self._process_tops(known.processor, tokens, tops), start))
 
-    def _shaped(
+    def _process_tops(
         self, processor: LogitsProcessor | None, tokens: Tokens, tops: list[Top]
     ) -> list[Top]:
         return process_candidates(processor, tokens, tops, self.identity.vocabulary_size)
@@ -202,13 +204,13 @@ class CoremlBackend:
     # ------------------------------------------------------------ the tree
 
     def _fork(
-        self, known: _Sequence, chain: Tokens, fan_out: list[int], turn: RoundOptions
+        self, known: _Sequence, chain: Tokens, fan_out: list[int], options: RoundOptions
     ) -> list[Outcome]:
         """The outcomes to prepare for: the best bonus tokens at each acceptance length."""
         roots: list[Outcome] = []
         for accepted, wanted in enumerate(fan_out[: len(chain)]):
             position = len(known.committed) + accepted
-            best = best_bonuses(known.tops[position], position + 1 + turn.shift, known.sampling)
+            best = best_bonuses(known.tops[position], position + 1 + options.shift, known.sampling)
             rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
             bonuses = [int(token) for token in best[: wanted + 1] if token != rejected]
             roots += [Outcome(accepted, bonus) for bonus in bonuses[:wanted]]
@@ -247,7 +249,9 @@ class CoremlBackend:
         return tops
 
 
-def _branched(trunk: LogitsProcessor | None, lengths: list[int]) -> list[LogitsProcessor | None]:
+def _branch_processors(
+    trunk: LogitsProcessor | None, lengths: list[int]
+) -> list[LogitsProcessor | None]:
     """A processor for each branch, after so many of the trunk's tokens."""
     return [None if trunk is None else trunk.branch(length) for length in lengths]
 

@@ -18,32 +18,9 @@ def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBack
     """
     match settings.backend:
         case "mlx":
-            load_blas(settings.threads)
-            # MLX must be imported after the BLAS is in place, and only where it computes.
-            from services.drafter.backends.mlx import MlxBackend  # noqa: PLC0415
-            from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
-            from services.mlx.device import bind  # noqa: PLC0415
-            from services.runtime.warmup import warm_drafter  # noqa: PLC0415
-
-            unit = bind(settings.device)
-            prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
-            folder, step = Path(settings.model), settings.prefill_step_size
-            backend = MlxBackend(folder, step, unit, prompts)
-            if unit != "cpu":
-                warm_drafter(backend)
-            return backend
+            return _create_mlx(settings)
         case "coreml":
-            from services.coreml.runtime.executor import limit_threads  # noqa: PLC0415
-
-            limit_threads(settings.threads)
-            from services.coreml.costs import warm  # noqa: PLC0415
-            from services.coreml.model import open_model  # noqa: PLC0415
-            from services.drafter.backends.coreml import CoremlBackend  # noqa: PLC0415
-
-            model = open_model(Path(settings.model), settings.compute_units)
-            coreml = CoremlBackend(model)
-            warm(model)
-            return coreml
+            return _create_coreml(settings)
         case "ngram":
             from services.drafter.backends.ngram import NgramBackend  # noqa: PLC0415
 
@@ -51,4 +28,34 @@ def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBack
         case "stdio":
             raise UsageError("the stdio backend runs another program, which cannot be itself")
         case "remote":
-            raise UsageError("the remote backend drafts elsewhere, which cannot be here")
+            raise UsageError("the remote backend drafts on another machine, not on this one")
+
+
+def _create_mlx(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
+    load_blas(settings.threads)
+    # MLX must be imported after the BLAS is in place, and only where it computes.
+    from services.drafter.backends.mlx import MlxBackend  # noqa: PLC0415
+    from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
+    from services.mlx.device import bind  # noqa: PLC0415
+    from services.runtime.warmup import warm_drafter  # noqa: PLC0415
+
+    unit = bind(settings.device)
+    prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
+    backend = MlxBackend(Path(settings.model), settings.prefill_step_size, unit, prompts)
+    if unit != "cpu":
+        warm_drafter(backend)
+    return backend
+
+
+def _create_coreml(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
+    from services.coreml.runtime.executor import limit_threads  # noqa: PLC0415
+
+    limit_threads(settings.threads)
+    from services.coreml.costs import warm  # noqa: PLC0415
+    from services.coreml.model import open_model  # noqa: PLC0415
+    from services.drafter.backends.coreml import CoremlBackend  # noqa: PLC0415
+
+    model = open_model(Path(settings.model), settings.compute_units)
+    backend = CoremlBackend(model)
+    warm(model)
+    return backend

@@ -37,7 +37,7 @@ _CONFIDENCE = 0.5
 
 
 class LineBackend:
-    """See `interface.DraftBackend`.
+    """See `base.DraftBackend`.
 
     Raises:
         ModelError: the program does not do what the protocol says.
@@ -94,10 +94,10 @@ class LineBackend:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         """The one outcome that its continuation names, and the rest as that branch."""
-        del turn
+        del options
         continuation = yield from self._after(sequence, chain[0], len(chain) + depth)
         draft = chain[1:]
         agreed = 0
@@ -110,10 +110,10 @@ class LineBackend:
             yield TreeLayer(outcome, [token], [_CONFIDENCE])
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
         """Its continuation of the pending token."""
-        del turn
+        del options
         continuation = yield from self._after(sequence, pending, count)
         for token in continuation[:count]:
             yield DraftedToken(token, _CONFIDENCE)

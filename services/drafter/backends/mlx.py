@@ -60,7 +60,7 @@ Under the rejection rule, the tokens of the distribution that a draft token is d
 
 
 class MlxBackend:
-    """See `interface.DraftBackend`."""
+    """See `base.DraftBackend`."""
 
     def __init__(
         self,
@@ -137,27 +137,27 @@ class MlxBackend:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         """Fork every row of the chain, then grow all branches depth by depth."""
         known = self._sequences[sequence]
         width = self._width(known.sampling, max(fan_out, default=0) + 1)
         yield from self._feed(known, known.committed, chain, rows=len(chain), width=width)
         known.cut(known.committed + len(chain))
-        roots = known.fork(chain, fan_out, turn.shift)
+        roots = known.fork(chain, fan_out, options.shift)
         if not roots:
             return
         branches = {root: index for index, root in enumerate(roots)}
         tree = known.tree = Tree(known.committed, branches, [], [], [])
         tokens = [root.bonus for root in roots]
         for _ in range(depth):
-            grown = yield from self._grow(known, tree, roots, tokens, turn)
+            grown = yield from self._grow(known, tree, roots, tokens, options)
             tokens = [draft.token for draft in grown]
             distributions = [draft.distribution for draft in grown if draft.distribution.tokens]
             yield TreeLayer(roots, tokens, [draft.confidence for draft in grown], distributions)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
         """One continuation on the trunk, one token per forward."""
         known = self._sequences[sequence]
@@ -167,7 +167,7 @@ class MlxBackend:
             yield from self._feed(known, known.committed, tail, rows=1, width=width)
             position = known.committed + len(tail)
             known.cut(position)
-            [found] = draft_tokens(known.tops[position - 1], [position], known.sampling, turn)
+            [found] = draft_tokens(known.tops[position - 1], [position], known.sampling, options)
             yield found
             tail = [*tail, found.token]
 
@@ -257,7 +257,7 @@ class MlxBackend:
     # ------------------------------------------------------------ the tree
 
     def _grow(
-        self, known: Trunk, tree: Tree, roots: list[Outcome], tokens: Tokens, turn: RoundOptions
+        self, known: Trunk, tree: Tree, roots: list[Outcome], tokens: Tokens, options: RoundOptions
     ) -> Generator[None, None, list[DraftedToken]]:
         """Feed one token per branch; returns the next token of each."""
         depth, count = len(tree.fed), len(roots)
@@ -279,7 +279,7 @@ class MlxBackend:
         tree.slots.append(start)
         tree.logits.append(rows)
         top = best_of(rows, self._width(known.sampling, 1), self._head_ids)
-        return draft_tokens(top, [int(p) + 1 for p in positions], known.sampling, turn)
+        return draft_tokens(top, [int(p) + 1 for p in positions], known.sampling, options)
 
     # ------------------------------------------------------------ the head
 

@@ -41,7 +41,7 @@ class _Sequence:
 
 
 class NgramBackend:
-    """See `interface.DraftBackend`.
+    """See `base.DraftBackend`.
 
     Args:
         folder: the target's, for grammars, which need its tokenizer; None: they are not heeded.
@@ -90,10 +90,10 @@ class NgramBackend:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer]:
         """One branch per distinct continuation found after each prefix of the chain."""
-        del turn  # nothing is drawn
+        del options  # nothing is drawn
         known = self._sequences[sequence]
         outcomes: list[Outcome] = []
         drafts: list[Tokens] = []
@@ -119,10 +119,10 @@ class NgramBackend:
             yield TreeLayer(outcomes, tokens, confidences)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken]:
         """The continuation of the latest similar place."""
-        del turn
+        del options
         known = self._sequences[sequence]
         possible = partial(known.count_allowed, [pending])
         draft, confidence = find_continuation([*known.tokens, pending], count, possible)

@@ -1,4 +1,4 @@
-"""What drafts outside of this process, as the relay (`bridge.py`) sees it."""
+"""A drafter outside of this process, as the relay sees it."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ from protocol.transport.channel import Poller
 
 
 class DrafterPeer(Protocol):
-    """A drafter elsewhere, and the way to it."""
+    """A drafter in another program or on another machine, and the connection to it."""
 
     backend: str
     """As the orchestrator knows it."""

@@ -28,7 +28,7 @@ from protocol.messages import (
 @dataclass
 class _Sequence:
     opened: float
-    asked: float
+    asked_at: float
     """When the last question was sent, or answered in part."""
     round: int = 0
     """The newest that was asked about."""
@@ -41,7 +41,7 @@ class _Sequence:
 
     def ask(self, message: Prepare | DraftNow, now: float) -> None:
         """The next question."""
-        self.round, self.asked = message.round, now
+        self.round, self.asked_at = message.round, now
         self.drafting = isinstance(message, DraftNow)
         if self.drafting and self.owed is None:
             self.owed, self.owed_round = now, message.round
@@ -72,11 +72,11 @@ class PendingReplies:
         """The open ones."""
         return list(self._open)
 
-    def asked(self, message: ToService, now: float) -> None:
+    def note_request(self, message: ToService, now: float) -> None:
         """Note what is sent to the program."""
         match message:
             case OpenSequence(sequence=number):
-                self._open[number] = _Sequence(opened=now, asked=now)
+                self._open[number] = _Sequence(opened=now, asked_at=now)
             case CloseSequence(sequence=number):
                 self._open.pop(number, None)
             case Prepare() | DraftNow():
@@ -85,7 +85,7 @@ class PendingReplies:
             case _:
                 pass  # of no sequence
 
-    def answered(self, message: FromDrafter, now: float) -> FromDrafter | None:
+    def filter_reply(self, message: FromDrafter, now: float) -> FromDrafter | None:
         """What to pass on of a message from the program; None if nobody wants it.
 
         Raises:
@@ -124,8 +124,8 @@ class PendingReplies:
                 known.pay(now)
                 if not current:
                     return None
-                message = _timed(message, 1e3 * (now - known.asked))
-        self._news = known.asked = now
+                message = _clamp_draft_ms(message, 1e3 * (now - known.asked_at))
+        self._news = known.asked_at = now
         return message
 
     def overdue(self, now: float) -> str | None:
@@ -141,7 +141,7 @@ class PendingReplies:
         return None
 
 
-def _timed(tree: DraftTree, worked_ms: float) -> DraftTree:
+def _clamp_draft_ms(tree: DraftTree, worked_ms: float) -> DraftTree:
     """The tree with a time that can be: the planner learns from it for all requests."""
     if 0.0 <= tree.draft_ms <= worked_ms:
         return tree

@@ -24,7 +24,7 @@ from protocol.transport.channel import Deadline
 
 _log = logging.getLogger(__name__)
 
-_FAREWELL_S = 0.4
+_SHUTDOWN_S = 0.4
 """How long the program may take after the end of its input, and again after SIGTERM."""
 _TICK_S = 0.01
 
@@ -106,7 +106,7 @@ class DrafterProcess(Closeable):
         return f"the draft command {self.name!r} {end}{said}"
 
     def _ends(self) -> bool:
-        deadline = Deadline(_FAREWELL_S)
+        deadline = Deadline(_SHUTDOWN_S)
         while self.running and not deadline.passed:
             time.sleep(_TICK_S)
         return not self.running
@@ -155,7 +155,7 @@ class LogReader:
 
     def join(self) -> None:
         """Wait for the rest; what still holds the other end does not keep us."""
-        self._thread.join(_FAREWELL_S)
+        self._thread.join(_SHUTDOWN_S)
 
     def _run(self) -> None:
         descriptor = self._pipe.fileno()

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _TICK_S = 0.2
 
 
-def relay(settings: DrafterSettings, far: DrafterPeer) -> None:
+def relay(settings: DrafterSettings, peer: DrafterPeer) -> None:
     """Relay until the orchestrator says stop.
 
     Raises:
@@ -49,25 +49,25 @@ def relay(settings: DrafterSettings, far: DrafterPeer) -> None:
         RuntimeFailure: the drafter ended, hung, was lost, or said something it must not.
     """
     try:
-        _Relay(settings, far).run()
+        _Relay(settings, peer).run()
     except StreamEnded as error:
-        raise RuntimeFailure(far.last_words(str(error))) from error
+        raise RuntimeFailure(peer.last_words(str(error))) from error
     except (ProtocolError, DeadlineExceeded) as error:
-        raise RuntimeFailure(f"{far.name}: {error}") from error
+        raise RuntimeFailure(f"{peer.name}: {error}") from error
 
 
-def _identity(hello: FromDrafter, far: DrafterPeer) -> Identity:
-    """What the drafter says of itself, as this process says it to the orchestrator."""
+def _identity(hello: FromDrafter, peer: DrafterPeer) -> Identity:
+    """The drafter's identity, as this process passes it on to the orchestrator."""
     if not isinstance(hello, Hello) or hello.role != "drafter":
         raise ProtocolError("its first message must be a drafter's Hello")
     if hello.protocol != PROTOCOL_VERSION:
         raise ModelError(
-            f"{far.name} speaks protocol version {hello.protocol}, not {PROTOCOL_VERSION}"
+            f"{peer.name} speaks protocol version {hello.protocol}, not {PROTOCOL_VERSION}"
         )
     return Identity(
         role="drafter",
-        backend=far.backend,
-        model=hello.model or far.name,
+        backend=peer.backend,
+        model=hello.model or peer.name,
         tokenizer_fingerprint=hello.tokenizer_fingerprint,
         vocabulary_size=hello.vocabulary_size,
         context_length=hello.context_length,
@@ -79,61 +79,61 @@ def _identity(hello: FromDrafter, far: DrafterPeer) -> Identity:
 class _Relay:
     """One drafter's connection to the orchestrator."""
 
-    def __init__(self, settings: DrafterSettings, far: DrafterPeer) -> None:
+    def __init__(self, settings: DrafterSettings, peer: DrafterPeer) -> None:
         self._settings = settings
-        self._far = far
-        self._dues = PendingReplies(settings.ready_timeout_s, settings.answer_timeout_s)
+        self._peer = peer
+        self._pending = PendingReplies(settings.ready_timeout_s, settings.answer_timeout_s)
 
     def run(self) -> None:
         """Introduce the drafter, then relay; errors as for `relay`."""
-        hello = self._far.receive(self._settings.ready_timeout_s, "Hello (start_timeout_s)")
-        identity = _identity(hello, self._far)
-        _log.info("%s drafts: %s %s", self._far.name, identity.backend, identity.model)
+        hello = self._peer.receive(self._settings.ready_timeout_s, "Hello (start_timeout_s)")
+        identity = _identity(hello, self._peer)
+        _log.info("%s drafts: %s %s", self._peer.name, identity.backend, identity.model)
         channel: Channel[ToService] = Channel(self._settings.address, Decoder(ToDrafter))
         with channel:
             if not self._introduce(channel, identity):
                 return
-            self._far.post(Welcome())
+            self._peer.post(Welcome())
             try:
                 while not self._relay(channel):
                     self._forget()
                     if not self._introduce(channel, identity):
                         return
             finally:
-                if self._dues.stale:
-                    _log.info("dropped %d messages of rounds that were over", self._dues.stale)
+                if self._pending.stale:
+                    _log.info("dropped %d messages of rounds that were over", self._pending.stale)
 
     def _introduce(self, channel: Channel[ToService], identity: Identity) -> bool:
-        """False if told to stop; the drafter is told, too."""
+        """Whether the orchestrator welcomed us; False if it said stop, which the drafter learns."""
         try:
             welcome = shake_hands(channel, identity)
         except ModelError as error:
-            self._far.post(Rejected(str(error)))
-            self._far.flush()
+            self._peer.post(Rejected(str(error)))
+            self._peer.flush()
             raise
         if not welcome:
-            self._far.post(Stop())
-            self._far.flush()
+            self._peer.post(Stop())
+            self._peer.flush()
         return welcome
 
     def _forget(self) -> None:
         """There is another orchestrator, to which what is open here means nothing."""
-        for number in self._dues.sequences:
+        for number in self._pending.sequences:
             self._to_drafter(CloseSequence(sequence=number), time.monotonic())
 
     def _relay(self, channel: Channel[ToService]) -> bool:
         """Relay until told to stop (True), or until the orchestrator is another one (False)."""
-        pulse = HeartbeatTimer(channel)
+        heartbeat = HeartbeatTimer(channel)
         poller = Poller([channel])
         while True:
-            self._far.watch(poller)
-            waiting = channel.ready(0.0) or self._far.ready(0.0)
+            self._peer.watch(poller)
+            waiting = channel.ready(0.0) or self._peer.ready(0.0)
             poller.wait(0.0 if waiting else _TICK_S)
             now = time.monotonic()
             # News first: it may make what the drafter says next worthless.
             while channel.ready(0.0):
                 message = channel.receive(0.0, "message")
-                pulse.on_receive()
+                heartbeat.on_receive()
                 match message:
                     case Heartbeat() | Welcome():
                         pass  # the answer to our own beat, or to a Hello that was said twice
@@ -141,24 +141,24 @@ class _Relay:
                         return False
                     case Stop():
                         self._to_drafter(message, now)
-                        self._far.flush()
+                        self._peer.flush()
                         return True
                     case _:
                         self._to_drafter(message, now)
-            self._far.flush()
-            if self._far.ready(0.0):
-                self._from_drafter(self._far.receive(0.0, "message"), channel, now)
-            if overdue := self._dues.overdue(now):
+            self._peer.flush()
+            if self._peer.ready(0.0):
+                self._from_drafter(self._peer.receive(0.0, "message"), channel, now)
+            if overdue := self._pending.overdue(now):
                 raise DeadlineExceeded(overdue)
-            pulse.beat()
+            heartbeat.beat()
 
     def _from_drafter(self, message: FromDrafter, channel: Channel[ToService], now: float) -> None:
         if isinstance(message, Heartbeat):
             self._to_drafter(message, now)  # answered as by an orchestrator
-        answer = self._dues.answered(message, now)
+        answer = self._pending.filter_reply(message, now)
         if answer is not None:
             channel.send(answer)
 
     def _to_drafter(self, message: ToService, now: float) -> None:
-        self._dues.asked(message, now)
-        self._far.post(message)
+        self._pending.note_request(message, now)
+        self._peer.post(message)

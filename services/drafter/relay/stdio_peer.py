@@ -1,4 +1,4 @@
-"""A program on pipes as the far end of a relay."""
+"""A program on pipes, as a relay's peer."""
 
 from protocol.errors import ProtocolError
 from protocol.messages import FromDrafter, ToService
@@ -9,7 +9,7 @@ from services.drafter.relay.process import DrafterProcess
 
 
 class StdioPeer:
-    """See `far_end.FarEnd`."""
+    """See `peer.DrafterPeer`."""
 
     backend = "stdio"
 

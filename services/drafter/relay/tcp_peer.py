@@ -1,7 +1,7 @@
-"""A draft server on another machine as the far end of a relay: messages over CURVE.
+"""A draft server on another machine, as a relay's peer: messages over CURVE.
 
-A lost connection is not mended here: this process ends, and its successor begins anew with a
-server that has forgotten everything, too.
+A lost connection is not repaired here: this process ends, and its successor starts afresh with a
+server that has forgotten everything as well.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ _LOOK_S = 0.2
 
 
 class TcpPeer(Closeable):
-    """See `far_end.FarEnd`; raises UsageError if keys or address are not usable."""
+    """See `peer.DrafterPeer`; raises UsageError if keys or address are not usable."""
 
     backend = "remote"
 

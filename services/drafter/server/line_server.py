@@ -24,7 +24,7 @@ class LineServer:
     def __init__(self, backend: DraftBackend) -> None:
         self._backend = backend
         self._context: Tokens = []
-        self._told = 0
+        self._committed = 0
         """How many of them the backend knows as committed."""
         self._reset()
 
@@ -67,17 +67,17 @@ class LineServer:
 
     def _reset(self) -> None:
         self._backend.close(_CONTEXT)
-        self._context, self._told = [], 0
+        self._context, self._committed = [], 0
         for _ in self._backend.open(_CONTEXT, [], Sampling()):
             pass
 
     def _draft(self, token: int, count: int) -> str:
-        if objection := self._objection(token, count):
-            return f"ERROR {objection}"
+        if error := self._find_error(token, count):
+            return f"ERROR {error}"
         started = time.perf_counter()
         try:
-            self._backend.commit(_CONTEXT, self._told, self._context[self._told :])
-            self._told = len(self._context)
+            self._backend.commit(_CONTEXT, self._committed, self._context[self._committed :])
+            self._committed = len(self._context)
             self._context.append(token)
             found = self._backend.draft(_CONTEXT, token, count)
             drafts = [one.token for one in found if one is not None]
@@ -88,7 +88,7 @@ class LineServer:
             return f"ERROR {type(error).__name__}; the context was reset"
         return tokens_line(drafts, 1e3 * (time.perf_counter() - started))
 
-    def _objection(self, token: int, count: int) -> str:
+    def _find_error(self, token: int, count: int) -> str:
         identity = self._backend.identity
         if token >= (identity.vocabulary_size or 2**31):
             return f"token {token} is not in the vocabulary"

@@ -1,7 +1,7 @@
 """Where hosts come to a listening draft server: one at a time, over CURVE.
 
-It is the `Connection` of a service. A host says Introduce; from then on it is the one that is
-served until it says stop, vanishes, or falls silent. Others are told to come again later.
+It is the `Connection` of a service. A host says Identify; from then on it is the one that is
+served until it says stop, vanishes, or stays silent for too long. Others are refused.
 """
 
 import logging
@@ -18,10 +18,10 @@ from protocol.transport.curve import KeyPair, ServerLock
 _log = logging.getLogger(__name__)
 
 _SILENCE_S = 5.0
-"""A host answers our beat every second; after so long without a word it is given up."""
-_BUSY = "it drafts for somebody else; start another draft server, or try again later"
+"""A host answers a heartbeat every second; after this long without a message it is dropped."""
+_BUSY = "this draft server is serving another host; start another one, or try again later"
 _FIRST_S = 60.0
-"""But first it has to be welcomed by an orchestrator, which may be about to start."""
+"""Before its first message it waits for an orchestrator, which may be about to start."""
 _LOOK_S = 1.0
 
 
@@ -42,7 +42,7 @@ class HostListener(Closeable):
         self._newcomer: bytes | None = None
         """Who came when the host turned out to be gone."""
         self._heard = 0.0
-        self._patience_s = _FIRST_S
+        self._timeout_s = _FIRST_S
         self._next: ToService | ProtocolError | None = None
 
     @property
@@ -61,7 +61,7 @@ class HostListener(Closeable):
         if self._host is not None:
             self._hub.send(self._host, Rejected(reason))
         self._host, self._next = self._newcomer, None
-        self._newcomer, self._heard, self._patience_s = None, self._clock(), _FIRST_S
+        self._newcomer, self._heard, self._timeout_s = None, self._clock(), _FIRST_S
 
     def send(self, message: FromService) -> None:
         """Queue a message to the host; raises StreamEnded if it is gone."""
@@ -82,8 +82,8 @@ class HostListener(Closeable):
                 break
         if self._newcomer is not None:
             raise StreamEnded("the host has gone")
-        if self._next is None and self._clock() - self._heard > self._patience_s:
-            raise StreamEnded(f"the host has been silent for {self._patience_s:g} s")
+        if self._next is None and self._clock() - self._heard > self._timeout_s:
+            raise StreamEnded(f"the host has been silent for {self._timeout_s:g} s")
         return self._next is not None
 
     def await_news(self, timeout_s: float) -> bool:
@@ -111,10 +111,10 @@ class HostListener(Closeable):
             return
         peer, message = received
         if peer == self._host:
-            self._heard, self._patience_s = self._clock(), _SILENCE_S
+            self._heard, self._timeout_s = self._clock(), _SILENCE_S
             self._next = message
         elif isinstance(message, Identify) and self._host is None:
-            self._host, self._heard, self._patience_s = peer, self._clock(), _FIRST_S
+            self._host, self._heard, self._timeout_s = peer, self._clock(), _FIRST_S
         elif isinstance(message, Identify) and not self._hub.send(self._host or b"", Heartbeat()):
             self._newcomer = peer
         elif isinstance(message, Identify):

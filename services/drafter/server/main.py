@@ -1,7 +1,7 @@
 """`python -m services.drafter.server.main SETTINGS`: a drafter on stdin and stdout, or listening.
 
 `docs/guide/draft-server.md` defines the protocols. The end of standard input is a clean exit; a
-listening server serves one host after another until it is told to stop.
+listening server serves one host after another until it gets SIGTERM or SIGINT.
 """
 
 import contextlib
@@ -69,19 +69,19 @@ def _listen(settings: DraftServerSettings, backend: DraftBackend) -> None:
     """Serve whoever comes and is trusted, one at a time; none of them can end it."""
     keys = read_keys(Path(settings.key_file))
     identity, drafter = Identity(role="drafter", **backend.identity._asdict()), Drafter(backend)
-    with HostListener(settings.listen, keys, settings.trusted) as reception:
-        _log.info("listening at %s with the key %s", reception.address, keys.public)
+    with HostListener(settings.listen, keys, settings.trusted) as listener:
+        _log.info("listening at %s with the key %s", listener.address, keys.public)
         while True:
-            reception.await_host()
+            listener.await_host()
             reason = "the host said stop"
             _log.info("a host has come")
             try:
-                serve(reception, identity, drafter)
+                serve(listener, identity, drafter)
             except (StreamEnded, DeadlineExceeded, ProtocolError, ModelError) as error:
                 reason = str(error)
             _log.info("done with this host: %s", reason)
             drafter.forget()
-            reception.dismiss(reason)
+            listener.dismiss(reason)
 
 
 def _serve_messages(backend: DraftBackend, pipes: Pipes) -> None:

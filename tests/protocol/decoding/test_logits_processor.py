@@ -193,4 +193,4 @@ def test_a_grammar_has_a_largest_size() -> None:
 def test_schemas_are_grammars() -> None:
     """A schema that the library knows is fine."""
     check_grammar(json_grammar({"type": "object", "properties": {"n": {"type": "integer"}}}))
-    assert Grammar.start(json_grammar({"type": "boolean"}), FOLDER, [EOS]).allowed().any()
+    assert Grammar.start(json_grammar({"type": "boolean"}), FOLDER, [EOS]).compute_mask().any()

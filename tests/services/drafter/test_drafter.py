@@ -69,9 +69,9 @@ class FakeBackend:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer]:
-        self.turns.append(turn)
+        self.turns.append(options)
         self.asked.append(("prepare", sequence, chain, fan_out, depth))
         for depth_ in range(min(depth, self._layers)):
             self.asked.append(("layer",))
@@ -79,9 +79,9 @@ class FakeBackend:
             yield TreeLayer(ROOTS, [10 + depth_, END_OF_BRANCH], [0.5, 0.0], distributions)
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken]:
-        self.turns.append(turn)
+        self.turns.append(options)
         self.asked.append(("draft", sequence, pending, count))
         for at in range(min(count, self._drafts)):
             yield DraftedToken(20 + at, 0.25, self._distribution)

@@ -60,22 +60,22 @@ class Narrow:
         chain: Tokens,
         fan_out: list[int],
         depth: int,
-        turn: RoundOptions = DEFAULT_ROUND_OPTIONS,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         del fan_out
         assert len(self.held[sequence]) + len(chain) + depth <= CONTEXT
-        self.turns.append(turn)
+        self.turns.append(options)
         for _ in range(depth):
-            yield TreeLayer([Outcome(0, 1)], [len(self.held[sequence]) + turn.shift], [0.5])
+            yield TreeLayer([Outcome(0, 1)], [len(self.held[sequence]) + options.shift], [0.5])
 
     def draft(
-        self, sequence: int, pending: int, count: int, turn: RoundOptions = DEFAULT_ROUND_OPTIONS
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
         del pending
         assert len(self.held[sequence]) + 1 + count <= CONTEXT
-        self.turns.append(turn)
+        self.turns.append(options)
         for _ in range(count):
-            yield DraftedToken(len(self.held[sequence]) + turn.shift, 0.5)
+            yield DraftedToken(len(self.held[sequence]) + options.shift, 0.5)
 
     def close(self, sequence: int) -> None:
         self.held.pop(sequence, None)

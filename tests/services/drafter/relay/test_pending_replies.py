@@ -52,65 +52,65 @@ def tree(number: int, *, sequence: int = 1, ms: float = 1.0, last: bool = False)
 def opened() -> PendingReplies:
     """The books of a program that has opened sequence 1 at second 1."""
     dues = PendingReplies(PREFILL_S, DRAFT_S)
-    dues.asked(OPEN, 0.0)
-    assert dues.answered(PREFILLED, 1.0) == PREFILLED
+    dues.note_request(OPEN, 0.0)
+    assert dues.filter_reply(PREFILLED, 1.0) == PREFILLED
     return dues
 
 
 def test_a_prefill_may_take_long_but_not_for_ever() -> None:
     """An opened sequence is owed Prefilled, whatever else was asked meanwhile."""
     dues = PendingReplies(PREFILL_S, DRAFT_S)
-    dues.asked(OPEN, 0.0)
-    dues.asked(draft(1), 1.0)
+    dues.note_request(OPEN, 0.0)
+    dues.note_request(draft(1), 1.0)
     assert dues.overdue(PREFILL_S - 1.0) is None
     assert "start_timeout_s" in str(dues.overdue(PREFILL_S + 2.0))
 
 
 def test_a_draft_that_the_target_waits_for_is_owed(opened: PendingReplies) -> None:
     """Silence after DraftNow is a hang; each tree starts the wait anew; the last one ends it."""
-    opened.asked(draft(1), 10.0)
+    opened.note_request(draft(1), 10.0)
     assert opened.overdue(14.0) is None
     assert "draft_timeout_s" in str(opened.overdue(15.5))
-    opened.answered(tree(1), 15.0)
+    opened.filter_reply(tree(1), 15.0)
     assert opened.overdue(19.5) is None
     assert opened.overdue(20.5) is not None
-    opened.answered(tree(1, last=True), 20.0)
+    opened.filter_reply(tree(1, last=True), 20.0)
     assert opened.overdue(1e6) is None
 
 
 def test_newer_questions_do_not_put_off_the_deadline(opened: PendingReplies) -> None:
     """Who lets the target wait in vain has until the first deadline, whatever is asked next."""
-    opened.asked(draft(1), 10.0)
-    opened.asked(prepare(2), 12.0)
-    opened.asked(draft(3), 14.0)
+    opened.note_request(draft(1), 10.0)
+    opened.note_request(prepare(2), 12.0)
+    opened.note_request(draft(3), 14.0)
     assert opened.overdue(14.9) is None
     assert opened.overdue(15.1) is not None
 
 
 def test_a_tree_pays_the_debt(opened: PendingReplies) -> None:
     """A program that answers the next question is alive."""
-    opened.asked(draft(1), 10.0)
-    opened.asked(prepare(2), 12.0)
-    opened.answered(tree(2), 13.0)
+    opened.note_request(draft(1), 10.0)
+    opened.note_request(prepare(2), 12.0)
+    opened.filter_reply(tree(2), 13.0)
     assert opened.overdue(1e6) is None
 
 
 def test_a_closed_sequence_is_owed_nothing(opened: PendingReplies) -> None:
     """Nobody waits for a draft of a request that is over; and what is prepared is a gift."""
-    opened.asked(draft(1), 10.0)
-    opened.asked(CloseSequence(sequence=1), 11.0)
-    opened.asked(OPEN, 12.0)
-    opened.answered(PREFILLED, 13.0)
-    opened.asked(prepare(4), 14.0)
+    opened.note_request(draft(1), 10.0)
+    opened.note_request(CloseSequence(sequence=1), 11.0)
+    opened.note_request(OPEN, 12.0)
+    opened.filter_reply(PREFILLED, 13.0)
+    opened.note_request(prepare(4), 14.0)
     assert opened.overdue(1e6) is None
 
 
 def test_worthless_messages_do_not_put_off_the_deadline(opened: PendingReplies) -> None:
     """Who answers only what nobody asked has hung."""
-    opened.asked(draft(2), 10.0)
+    opened.note_request(draft(2), 10.0)
     for second in range(11, 16):
-        assert opened.answered(tree(1), float(second)) is None
-        assert opened.answered(tree(2, sequence=7), float(second)) is None
+        assert opened.filter_reply(tree(1), float(second)) is None
+        assert opened.filter_reply(tree(2, sequence=7), float(second)) is None
     assert opened.overdue(15.5) is not None
     assert opened.stale == 10
 
@@ -118,16 +118,16 @@ def test_worthless_messages_do_not_put_off_the_deadline(opened: PendingReplies) 
 @pytest.mark.parametrize("sign", [Heartbeat(), tree(1, last=True)], ids=["alive", "late tree"])
 def test_a_late_program_does_not_hang(opened: PendingReplies, sign: Heartbeat | DraftTree) -> None:
     """A sign of life, or the draft itself after its time, pays the debt and goes no further."""
-    opened.asked(draft(1), 10.0)
-    opened.asked(prepare(2), 12.0)
-    assert opened.answered(sign, 13.0) is None
+    opened.note_request(draft(1), 10.0)
+    opened.note_request(prepare(2), 12.0)
+    assert opened.filter_reply(sign, 13.0) is None
     assert opened.overdue(1e6) is None
 
 
 def test_signs_of_life_do_not_replace_the_draft(opened: PendingReplies) -> None:
     """While the target waits, a sign of life only begins the wait anew."""
-    opened.asked(draft(1), 10.0)
-    opened.answered(Heartbeat(), 14.0)
+    opened.note_request(draft(1), 10.0)
+    opened.filter_reply(Heartbeat(), 14.0)
     assert opened.overdue(18.0) is None
     assert opened.overdue(19.5) is not None
 
@@ -139,25 +139,25 @@ def test_other_rounds_and_sequences_go_no_further(
     opened: PendingReplies, late: DraftTree | Prefilled
 ) -> None:
     """Only the newest round of an open sequence is passed on."""
-    opened.asked(prepare(2), 2.0)
-    assert opened.answered(late, 3.0) is None
-    assert opened.answered(tree(2), 3.0) == tree(2)
+    opened.note_request(prepare(2), 2.0)
+    assert opened.filter_reply(late, 3.0) is None
+    assert opened.filter_reply(tree(2), 3.0) == tree(2)
 
 
 def test_a_failed_sequence_is_closed(opened: PendingReplies) -> None:
     """Failed is passed on once, and nothing more of that sequence."""
     failed = Failed(sequence=1, error="no")
-    opened.asked(draft(1), 10.0)
-    assert failed == opened.answered(failed, 11.0)
+    opened.note_request(draft(1), 10.0)
+    assert failed == opened.filter_reply(failed, 11.0)
     assert opened.overdue(1e6) is None
-    assert opened.answered(tree(1), 12.0) is None
+    assert opened.filter_reply(tree(1), 12.0) is None
 
 
 @pytest.mark.parametrize("lie", [math.nan, math.inf, -1.0, 1e9])
 def test_times_that_cannot_be_are_replaced(opened: PendingReplies, lie: float) -> None:
     """The planner never sees a time longer than the wait, negative, or no number."""
-    opened.asked(prepare(2), 2.0)
-    answer = opened.answered(tree(2, ms=lie), 2.5)
+    opened.note_request(prepare(2), 2.0)
+    answer = opened.filter_reply(tree(2, ms=lie), 2.5)
     assert isinstance(answer, DraftTree)
     assert answer.draft_ms == 500.0
 
@@ -177,4 +177,4 @@ def test_a_second_hello_is_an_error(opened: PendingReplies) -> None:
         max_draft_tokens=1,
     )
     with pytest.raises(ProtocolError, match="second Hello"):
-        opened.answered(hello, 1.0)
+        opened.filter_reply(hello, 1.0)
