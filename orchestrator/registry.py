@@ -31,6 +31,7 @@ class Peer:
             compute_unit=self.hello.compute_unit,
             context_length=self.hello.context_length,
             emulated_cost=self.hello.emulated_cost,
+            ranks=self.hello.ranks,
         )
 
 

@@ -91,6 +91,21 @@ class DraftDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 # ---------------------------------------------------------------- handshake, all services
 
 
+class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One process of a verifier that is a group of ranks."""
+
+    rank: int
+    host: str
+    pid: int
+    """On its own machine."""
+    weight_bytes: int
+    """Of its part of the model."""
+    latency_ms: float
+    """Of a small array to the next rank; measured when the group was formed."""
+    mbytes_per_s: float
+    """Of a large array to the next rank."""
+
+
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """Service -> orchestrator: the first message on a connection. Answer: Welcome or Rejected."""
 
@@ -114,6 +129,8 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """Verifier: what was added to its model so that it costs more (measurements); else empty."""
     started_ns: int = 0
     """When its process began, by the machine's monotonic clock; 0 means unknown."""
+    ranks: list[RankStatus] = []
+    """Verifier: the processes that the model is spread over; empty for a single one."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -550,6 +567,8 @@ class ServiceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     compute_unit: str
     context_length: int
     emulated_cost: str = ""
+    """As in `Hello`."""
+    ranks: list[RankStatus] = []
     """As in `Hello`."""
     silent_s: float = 0.0
     """Since the last sign of life of its working thread, while the orchestrator was awake."""

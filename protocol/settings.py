@@ -45,6 +45,11 @@ Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]
 """Where a process computes: cpu, gpu, cuda:N (one GPU of several), or empty for MLX's choice."""
 
 
+RankBackend = Literal["ring", "jaccl", "jaccl-ring", "nccl"]
+"""How the ranks of a group exchange arrays: the backends of `mx.distributed`."""
+RANK_BACKENDS: tuple[RankBackend, ...] = get_args(RankBackend)
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of all: immutable, strict."""
 
@@ -90,6 +95,44 @@ class ServiceSettings(ChildSettings, frozen=True, kw_only=True):
     """Most memory for them."""
 
 
+class RankHost(Settings, frozen=True, kw_only=True):
+    """Where one rank of a group runs."""
+
+    name: str = "127.0.0.1"
+    """What ssh calls it."""
+    is_local: bool = True
+    """Whether it is this machine, where no ssh is needed."""
+    ips: list[str] = []
+    """Its addresses on the network that the ranks exchange arrays over."""
+    rdma: list[str | list[str] | None] = []
+    """jaccl: its RDMA device towards each rank; null towards itself."""
+    environment: dict[str, str] = {}
+    """Variables for this rank alone."""
+    cores: list[int] = []
+    """Linux, this machine: the cores that the rank is pinned to; empty leaves it free."""
+
+
+class RankGroupSettings(Settings, frozen=True, kw_only=True):
+    """A model that is spread over several processes, the ranks of `mx.distributed`."""
+
+    hosts: Annotated[list[RankHost], msgspec.Meta(min_length=2)]
+    """One per rank; the first one is this process."""
+    backend: RankBackend = "ring"
+    split: list[Annotated[int, msgspec.Meta(ge=1)]] = []
+    """Pipelined: layers per rank. Empty: tensor-parallel, or an even pipeline if the model has
+    only that."""
+    python: str = ""
+    """The interpreter on other machines; empty: the path of this one's."""
+    environment: dict[str, str] = {}
+    """Variables for all ranks."""
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 32323
+    """First port on other machines; on this one the ring takes free ones."""
+    start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    """Longest wait for a host's first word."""
+    silence_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    """Silence after which a rank is lost, and the group ends."""
+
+
 class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     """One verifier process."""
 
@@ -105,6 +148,8 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     """Size of the target whose cost is emulated; empty for none."""
     prompt_cache_file: str = ""
     """Where the KV of sequences that are over outlives the process; empty: nowhere."""
+    ranks: RankGroupSettings | None = None
+    """The group whose rank 0 this process is; None: the whole model is here."""
 
     @property
     def shutdown_timeout_s(self) -> float:

@@ -13,7 +13,17 @@ FORMER_NAMES = {
 }
 """Former name of a flag -> its name; this version still takes the former one."""
 
-ORDER = ("Prompt", "Sampling", "Answer", "HTTP", "Models", "Processes", "Speculation", "Options")
+ORDER = (
+    "Prompt",
+    "Sampling",
+    "Answer",
+    "HTTP",
+    "Models",
+    "Processes",
+    "Ranks",
+    "Speculation",
+    "Options",
+)
 """How groups follow each other; `Options` is what belongs to none."""
 
 

@@ -14,7 +14,7 @@ from protocol.decoding.grammar import check_grammar, json_grammar
 from protocol.decoding.sampling_params import PRESETS, check_sampling, get_preset
 from protocol.errors import UsageError
 from protocol.messages import Acceptance, LogitsOptions, Sampling
-from protocol.settings import BACKENDS, COMPUTE_UNITS, PREFILLS, LogLevel
+from protocol.settings import BACKENDS, COMPUTE_UNITS, PREFILLS, RANK_BACKENDS, LogLevel
 
 _DEFAULTS = StackSettings()
 _MIB = 1024**2
@@ -93,7 +93,7 @@ def _format_default(value: object) -> str:
 
 def stack_options() -> Callable[[F], F]:
     """What a stack is made of."""
-    return _all_of(_model_options(), _process_options())
+    return _all_of(_model_options(), _process_options(), _rank_options())
 
 
 def _all_of(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -121,6 +121,21 @@ def _model_options() -> Callable[[F], F]:
         _setting("--compute-units", "Where a converted model runs.", click.Choice(COMPUTE_UNITS)),
         _setting("--prefill", "Who computes prompts: MLX, or the target's CoreML form.",
                  click.Choice(PREFILLS)),
+    )  # fmt: skip
+
+
+def _rank_options() -> Callable[[F], F]:
+    return _group(
+        "Ranks",
+        _setting("--target-ranks", "Spread the target over processes of this machine.",
+                 click.IntRange(min=1)),
+        _setting("--hosts", "Spread it over machines: a hosts file of mlx.launch.",
+                 metavar="FILE"),
+        _setting("--backend", "How the ranks exchange arrays. Left out: nccl on CUDA, else ring.",
+                 click.Choice(RANK_BACKENDS)),
+        _setting("--split", "Pipeline the layers: how many per rank.", metavar="N,N,..."),
+        _setting("--rank-python", "Python on the other machines. Left out: the same path as here.",
+                 metavar="PATH"),
     )  # fmt: skip
 
 

@@ -86,6 +86,18 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Who computes prompts: the target itself, or its converted form where that is faster."""
     target_device: Device = ""
     draft_device: Device = ""
+    target_ranks: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Processes on this machine that the target is spread over."""
+    hosts: str = ""
+    """Machines that it is spread over: a file in the format of `mlx.launch`."""
+    backend: str = ""
+    """How the ranks exchange arrays; empty: as the hosts file says, else nccl or ring."""
+    split: str = ""
+    """Pipelined: layers per rank, as in 20,12."""
+    rank_python: str = ""
+    """The interpreter on the other machines; empty: the same path as here."""
+    rank_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    """Silence after which a rank is lost and the group is started again."""
     emulate_target_cost: str = ""
     """For measurements: let the target cost what one of this size costs."""
     max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = _default(

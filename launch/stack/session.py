@@ -55,7 +55,12 @@ def _fits(run_dir: RunDir, settings: StackSettings) -> bool:
         return False
     if settings.target_device or settings.draft_device or settings.emulate_target_cost:
         return False
-    if settings.prefill != "mlx" or settings.compute_units != "auto":
+    if (
+        settings.target_ranks != 1
+        or settings.hosts
+        or settings.prefill != "mlx"
+        or settings.compute_units != "auto"
+    ):
         return False
     if settings.model and running.model != str(resolve(settings.model)):
         return False

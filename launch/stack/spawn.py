@@ -6,6 +6,7 @@ from launch.models.coreml_models import require_converted
 from launch.models.pair import Pair
 from launch.settings.machine import machine_name, share_cores
 from launch.settings.paths import cache_dir
+from launch.settings.ranks import describe_ranks, rank_group
 from launch.settings.settings import StackSettings
 from launch.stack.child import Child
 from launch.stack.http_listener import HttpListener, write_key
@@ -41,7 +42,7 @@ def start_orchestrator(
         learned_dir=str(cache_dir() / "learned") if settings.learned_estimates else "",
         # All that times depend on, besides the models.
         machine=f"{machine_name()} {settings.target_device} {settings.draft_device} "
-        f"{settings.emulate_target_cost}",
+        f"{settings.emulate_target_cost} {describe_ranks(rank_group(settings))}".strip(),
     )
     return Child("orchestrator", "orchestrator.main", told, run_dir.log("orchestrator"))
 
@@ -49,6 +50,8 @@ def start_orchestrator(
 def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int) -> Child:
     """Start a verifier."""
     cores = share_cores(pair.backend).verifier
+    ranks = rank_group(settings, cores)
+    cores = ranks.hosts[0].cores if ranks else cores
     told = VerifierSettings(
         lifeline=lifeline,
         log_level=settings.log_level,
@@ -66,6 +69,7 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         prefill_model=_prefill_model(settings, pair),
         compute_units=settings.compute_units,
         emulated_cost=settings.emulate_target_cost,
+        ranks=ranks,
     )
     return Child("verifier", "services.verifier.main", told, run_dir.log("verifier"))
 

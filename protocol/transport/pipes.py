@@ -7,7 +7,7 @@ shares it; what poll() calls ready takes `select.PIPE_BUF` bytes without blockin
 
 import os
 import select
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure, StreamEnded
 from protocol.messages import Message
@@ -20,6 +20,26 @@ Inbound = TypeVar("Inbound", bound=Message)
 READ_BYTES = 1 << 16
 _WRITE_S = 30.0
 """A peer that reads nothing for so long has hung."""
+
+
+class Pipes(NamedTuple):
+    """The descriptors that the process which started us talks to us by."""
+
+    reading: int
+    writing: int
+
+
+def take_pipes() -> Pipes:
+    """Keep standard input and output for the protocol alone.
+
+    What a library prints goes to standard error from now on, and nothing else reads the input.
+    """
+    pipes = Pipes(os.dup(0), os.dup(1))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return pipes
 
 
 class PipeChannel(Generic[Inbound]):

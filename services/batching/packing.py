@@ -48,6 +48,11 @@ class PackedCache:
         self.offset = offset
         """[tokens] RoPE position of each token of the row."""
 
+    @property
+    def stores(self) -> list[KVStore]:
+        """The sequences of the row, in its order."""
+        return [store for cache in self._caches for store in cache.stores]
+
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
     ) -> PackedKV:

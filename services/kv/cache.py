@@ -52,6 +52,11 @@ class SlotCache:
         self.values: mx.array | None = None
 
     @property
+    def stores(self) -> list["KVStore"]:
+        """The one sequence whose layer this is (see `PackedCache.stores`)."""
+        return [self._store]
+
+    @property
     def offset(self) -> int | mx.array:
         """What mlx-lm passes to RoPE: a position, or an array of them."""
         return self._store.frame.offset
@@ -155,13 +160,18 @@ class KVStore:
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot fork {length} of {self.length} tokens")
-        new = KVStore([cache.window for cache in self.caches], bucketed=self._bucketed)
+        new = self._empty(length)
         slots = round_to_bucket(length)
         for own, cache in zip(self.caches, new.caches, strict=True):
             if slots and own.keys is not None and own.values is not None:
                 cache.keys, cache.values = own.keys[..., :slots, :], own.values[..., :slots, :]
         new.length = length
         return new
+
+    def _empty(self, fork_length: int) -> "KVStore":
+        """A store for a fork of so many tokens."""
+        del fork_length
+        return KVStore([cache.window for cache in self.caches], bucketed=self._bucketed)
 
     def rows(self, length: int) -> list[tuple[mx.array, mx.array]]:
         """Keys and values of the first `length` tokens, [1, heads, length, size] per layer."""

@@ -1,6 +1,7 @@
 """Loading any mlx-lm model folder for this project: dtype, identity, context length."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +33,12 @@ def compute_unit() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def load(folder: Path) -> LoadedModel:
+def load(folder: Path, shard: Callable[[Any], None] | None = None) -> LoadedModel:
     """Load the model in `folder`.
 
     On a CPU the weights become float32, because MLX's quantised and half-precision kernels
-    are slow there; elsewhere they stay in the checkpoint's own format.
+    are slow there; elsewhere they stay in the checkpoint's own format. `shard` is called before
+    any weight is read, to leave only a part of the model.
 
     Raises:
         ModelError: the folder is missing, broken, of an unknown architecture, or too large.
@@ -47,7 +49,7 @@ def load(folder: Path) -> LoadedModel:
         raise ModelError(f"the model folder {str(folder)!r} has no config.json")
     _refuse_code(folder)
     vocabulary = read_vocabulary(folder)
-    module, config = _load(folder)
+    module, config = _load(folder, shard)
     return LoadedModel(module, folder, vocabulary, _context_length(config, folder))
 
 
@@ -67,12 +69,14 @@ def _refuse_code(folder: Path) -> None:
         )
 
 
-def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
+def _load(folder: Path, shard: Callable[[Any], None] | None) -> tuple[Any, dict[str, Any]]:
     on_cpu = compute_unit() == "cpu"
     try:
         module, config = load_model(folder, lazy=True)
         if on_cpu:
             to_dense(module, mx.float32)
+        if shard is not None:
+            shard(module)
         _check_memory(module, folder)
         mx.eval(module.parameters())
     except ModelError:

@@ -23,6 +23,7 @@ from protocol.messages import (
     Hello,
     Identify,
     Prefilled,
+    RankStatus,
     Rejected,
     Role,
     Stop,
@@ -52,6 +53,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     max_draft_tokens: int
     kv_tokens: int = 0
     emulated_cost: str = ""
+    ranks: list[RankStatus] = []
 
 
 def serve(channel: Connection, identity: Identity, service: Service) -> None:

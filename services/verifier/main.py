@@ -23,38 +23,37 @@ def run(settings: VerifierSettings) -> None:
     # MLX must be imported after the BLAS is in place.
     from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
     from services.mlx.cost_emulation import emulate  # noqa: PLC0415
-    from services.mlx.device import bind  # noqa: PLC0415
-    from services.mlx.loader import load  # noqa: PLC0415
+    from services.ranks.target import open_target  # noqa: PLC0415
     from services.runtime.warmup import warm_verifier  # noqa: PLC0415
     from services.verifier.prefix_cache_file import persist_prefixes  # noqa: PLC0415
     from services.verifier.verifier import Verifier  # noqa: PLC0415
 
-    unit = bind(settings.device)
-    model = load(Path(settings.model))
-    size = settings.emulated_cost
-    emulated = emulate(model.module, parse_size(size)) if size else ""
-    prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
-    verifier = Verifier(model, settings.prefill_step_size, prompts)
-    if unit != "cpu":
-        warm_verifier(verifier)
-    if settings.prefill != "mlx":
-        _attach_coreml_prefill(verifier, settings, model.folder)
-    identity = Identity(
-        role="verifier",
-        backend="mlx",
-        model=settings.model,
-        tokenizer_fingerprint=model.vocabulary.fingerprint,
-        vocabulary_size=model.vocabulary.size,
-        context_length=model.context_length,
-        compute_unit=unit,
-        max_draft_tokens=verifier.max_draft_tokens,
-        kv_tokens=verifier.kv_tokens(settings.kv_bytes),
-        emulated_cost=emulated,
-    )
-    channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))
-    how = f"{settings.prefill} {emulated}"
-    with channel, persist_prefixes(settings.prompt_cache_file, prompts, verifier, model, how):
-        serve(channel, identity, verifier)
+    with open_target(settings) as (model, target, unit, ranks):
+        size = settings.emulated_cost
+        emulated = emulate(model.module, parse_size(size)) if size else ""
+        prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
+        verifier = Verifier(model, settings.prefill_step_size, prompts, target)
+        if unit != "cpu":
+            warm_verifier(verifier)
+        if settings.prefill != "mlx":
+            _attach_coreml_prefill(verifier, settings, model.folder)
+        identity = Identity(
+            role="verifier",
+            backend="mlx",
+            model=settings.model,
+            tokenizer_fingerprint=model.vocabulary.fingerprint,
+            vocabulary_size=model.vocabulary.size,
+            context_length=model.context_length,
+            compute_unit=unit,
+            max_draft_tokens=verifier.max_draft_tokens,
+            kv_tokens=ranks.kv_tokens if ranks else verifier.kv_tokens(settings.kv_bytes),
+            emulated_cost=emulated,
+            ranks=ranks.status if ranks else [],
+        )
+        channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))
+        how = f"{settings.prefill} {emulated}"
+        with channel, persist_prefixes(settings.prompt_cache_file, prompts, verifier, model, how):
+            serve(channel, identity, verifier)
 
 
 def _attach_coreml_prefill(verifier: "Verifier", settings: VerifierSettings, target: Path) -> None:

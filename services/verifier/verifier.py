@@ -10,7 +10,7 @@ from collections.abc import Generator
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from protocol.errors import ModelError, ProtocolError, RuntimeFailure
+from protocol.errors import ProtocolError, RuntimeFailure
 from protocol.messages import (
     CloseSequence,
     FromService,
@@ -23,19 +23,16 @@ from protocol.messages import (
 from services.batching.chunked_prefill import ChunkedPrefill
 from services.batching.external_prefill import ExternalPrefill, PrefillSource
 from services.batching.forward import Batcher, ForwardPass, most_rows
-from services.batching.packing import supports_packing
 from services.kv.budget import kv_tokens
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
-from services.mlx.fused_linear import fuse_linears
-from services.mlx.loader import LoadedModel, compute_unit
-from services.mlx.rope import use_tables
-from services.mlx.traced_forward import TracedForward, trace_if_faster
+from services.mlx.loader import LoadedModel
 from services.runtime.inbox import Work
 from services.runtime.sequence_table import SequenceTable
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.pipelined_step import PipelinedStep
 from services.verifier.sequence import TargetSequence
+from services.verifier.target_model import TargetModel, prepare
 
 MAX_DRAFT_TOKENS = 64
 
@@ -48,38 +45,29 @@ class Verifier:
     """Verifies chains; invariant: after each round the KV holds exactly the committed tokens."""
 
     def __init__(
-        self, model: LoadedModel, prefill_step_size: int, prompts: PrefixCache | None = None
+        self,
+        model: LoadedModel,
+        prefill_step_size: int,
+        prompts: PrefixCache | None = None,
+        target: TargetModel | None = None,
     ) -> None:
         self._model = model.module
+        self._target = target if target is not None else prepare(model.module)
+        self._windows = self._target.windows
         self._prompts = prompts if prompts is not None else PrefixCache()
         self._folder = model.folder
-        if compute_unit() == "cpu":
-            use_tables(self._model)
         self._external: ExternalPrefill | None = None
         self._sequences: SequenceTable[TargetSequence] = SequenceTable()
-        self._bucketed = compute_unit() == "cuda"
-        if self._bucketed:
-            fuse_linears(self._model)
-        try:
-            self._windows: list[int | None] | None = windows_of(self._model)
-        except ModelError:
-            self._windows = None
-        shares = self._windows is not None and supports_packing(
-            self._model, self._windows, bucketed=self._bucketed
+        shares = self._target.shares_passes
+        self._batcher = Batcher(
+            self._target.verify, most_rows() if shares else 0, self._target.traced
         )
-        self._batcher = Batcher(self._model, most_rows() if shares else 0, self._trace())
-        self._chunked_prefill = ChunkedPrefill(self._model, prefill_step_size, shares=shares)
+        self._chunked_prefill = ChunkedPrefill(
+            self._target.prefill, prefill_step_size, shares=shares
+        )
         self._last_pass = ForwardPass(0, 0)
-        # On a CPU the pass and this process would want the same cores.
-        self.pipelines = compute_unit() != "cpu"
+        self.pipelines = self._target.pipelines
         self._idle_since = time.perf_counter()
-
-    def _trace(self) -> TracedForward | None:
-        """A traced forward, on a GPU that would wait for this process to build its passes."""
-        windows = self._windows
-        if compute_unit() == "cpu" or windows is None or any(w is not None for w in windows):
-            return None
-        return trace_if_faster(self._model, lambda: KVStore(windows, bucketed=self._bucketed))
 
     def use_external_prefill(self, other: PrefillSource, *, whenever_it_fits: bool) -> None:
         """Let another device compute prompts: where it is faster, or all that it takes."""
@@ -139,7 +127,7 @@ class Verifier:
 
     def empty_store(self) -> KVStore | None:
         """A store for this model's KV; None if its state cannot be rewound."""
-        return None if self._windows is None else KVStore(self._windows, bucketed=self._bucketed)
+        return None if self._windows is None else self._target.empty_store()
 
     def _keep(self, sequence: TargetSequence) -> None:
         if sequence.store is not None:
@@ -150,21 +138,21 @@ class Verifier:
         judge = AcceptanceRule(message, self._folder)
         if self._windows is None:
             return TargetSequence(make_prompt_cache(self._model), None, judge, [])
-        store = self._fork(self._windows, message.tokens)
+        store = self._fork(message.tokens)
         if self._chunked_prefill.is_coming(message.tokens, store.length):
             while self._chunked_prefill.is_coming(message.tokens, store.length):
                 yield
-            store = self._fork(self._windows, message.tokens)
+            store = self._fork(message.tokens)
         tokens = message.tokens[: store.length]
         return TargetSequence(list(store.caches), store, judge, tokens)
 
-    def _fork(self, windows: list[int | None], tokens: Tokens) -> KVStore:
+    def _fork(self, tokens: Tokens) -> KVStore:
         """The KV of the longest beginning of these tokens that is held anywhere."""
         running = [
             CachedPrefix(s.tokens, s.store) for s in self._sequences.values() if s.store is not None
         ]
         store = self._prompts.fork(tokens, running)
-        return store if store is not None else KVStore(windows, bucketed=self._bucketed)
+        return store if store is not None else self._target.empty_store()
 
     def _open(self, message: OpenSequence) -> Generator[FromService | None]:
         started = time.perf_counter()

@@ -6,10 +6,8 @@ listening server serves one host after another until it gets SIGTERM or SIGINT.
 
 import contextlib
 import logging
-import os
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from protocol.errors import DeadlineExceeded, ModelError, ProtocolError, StreamEnded
 from protocol.jobs.draft_server import DraftServerSettings
@@ -18,7 +16,7 @@ from protocol.process.child import read_argument, run_reporting_errors
 from protocol.settings import decode_settings
 from protocol.transport.codec import Decoder
 from protocol.transport.curve import read_keys
-from protocol.transport.pipes import PipeChannel
+from protocol.transport.pipes import PipeChannel, Pipes, take_pipes
 from services.drafter.backends.base import DraftBackend
 from services.drafter.backends.factory import create_backend
 from services.drafter.drafter import Drafter
@@ -27,26 +25,6 @@ from services.drafter.server.listener import HostListener
 from services.runtime.loop import Identity, serve
 
 _log = logging.getLogger(__name__)
-
-
-class Pipes(NamedTuple):
-    """The descriptors that the host talks to us by."""
-
-    reading: int
-    writing: int
-
-
-def take_pipes() -> Pipes:
-    """Keep standard input and output for the protocol alone.
-
-    What a library prints goes to standard error from now on, and nothing else reads the input.
-    """
-    pipes = Pipes(os.dup(0), os.dup(1))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return pipes
 
 
 def run(settings: DraftServerSettings, pipes: Pipes) -> None:

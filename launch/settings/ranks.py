@@ -1,0 +1,162 @@
+"""Over which machines and processes the target is spread: `--target-ranks`, `--hosts`, `--split`.
+
+The hosts file has the format of `mlx.launch`, which `mlx.distributed_config` writes.
+"""
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from launch.settings.machine import child_environment
+from launch.settings.settings import StackSettings
+from protocol.errors import UsageError
+from protocol.settings import RANK_BACKENDS, RankBackend, RankGroupSettings, RankHost
+
+_LOCAL = frozenset({"127.0.0.1", "localhost"})
+_CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
+_MLX_VARIABLES = ("MLX_ENABLE_CACHE_THRASHING_CHECK", "MLX_CUDA_GRAPH_CACHE_SIZE")
+_GPU_VARIABLES = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES")
+
+
+class _Host(msgspec.Struct, frozen=True):
+    """An entry of the file; others may know more keys than we do."""
+
+    # Not what ssh would take for an option.
+    ssh: Annotated[str, msgspec.Meta(pattern=r"^[^-\s]\S*$")]
+    ips: list[str] = []
+    rdma: list[str | list[str] | None] = []
+
+
+class _HostsFile(msgspec.Struct, frozen=True):
+    hosts: list[_Host]
+    backend: str = ""
+    envs: list[str] = []
+
+
+def rank_group(settings: StackSettings, cores: Sequence[int] = ()) -> RankGroupSettings | None:
+    """The group of ranks that the settings ask for; None if the target is one process.
+
+    The ranks on this machine share the `cores`, which are left free if there are too few: ranks
+    wait for each other, and two on one core would do so twice per layer.
+
+    Raises:
+        UsageError: the settings contradict each other, or the file cannot be used.
+    """
+    split = _read_split(settings.split)
+    if settings.hosts:
+        if settings.target_ranks != 1:
+            raise UsageError("--hosts names one host per rank; leave out --target-ranks")
+        file = _read_hosts(Path(settings.hosts).expanduser())
+    elif settings.target_ranks > 1:
+        file = _HostsFile([_Host("127.0.0.1") for _ in range(settings.target_ranks)])
+    elif split or settings.backend:
+        raise UsageError("--split and --backend need --target-ranks or --hosts")
+    else:
+        return None
+    if split and len(split) != len(file.hosts):
+        raise UsageError(f"--split has {len(split)} numbers for {len(file.hosts)} ranks")
+    backend = _backend(settings.backend or file.backend)
+    return RankGroupSettings(
+        hosts=_share_cores(_hosts(file, backend), cores),
+        backend=backend,
+        split=split,
+        python=settings.rank_python,
+        environment={**_mlx_variables(), **_variables(file.envs)},
+        silence_timeout_s=settings.rank_timeout_s,
+    )
+
+
+def _read_split(text: str) -> list[int]:
+    try:
+        split = [int(part) for part in text.split(",")] if text else []
+    except ValueError:
+        split = [0]
+    if any(layers < 1 for layers in split):
+        raise UsageError(f"--split takes layers per rank, as in 20,12; not {text!r}")
+    return split
+
+
+def _read_hosts(path: Path) -> _HostsFile:
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+        keyed = content if isinstance(content, dict) else {"hosts": content}
+        file = msgspec.convert(keyed, _HostsFile)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"the hosts file {str(path)!r} cannot be used: {error}") from error
+    if len(file.hosts) < 2:
+        raise UsageError(f"the hosts file {str(path)!r} names fewer than two hosts")
+    return file
+
+
+def _backend(name: str) -> RankBackend:
+    if not name:
+        return "nccl" if any(map(_is_installed, _CUDA_PACKAGES)) else "ring"
+    for backend in RANK_BACKENDS:
+        if name == backend:
+            return backend
+    raise UsageError(f"there is no backend {name!r}; choose one of {', '.join(RANK_BACKENDS)}")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _hosts(file: _HostsFile, backend: RankBackend) -> list[RankHost]:
+    """The ranks; the first one is here, whatever the file calls this machine."""
+    hosts, local = [], 0
+    for rank, host in enumerate(file.hosts):
+        is_local = rank == 0 or host.ssh in _LOCAL
+        own: dict[str, str] = {}
+        if is_local and backend == "nccl":
+            environment = child_environment(f"cuda:{local}")
+            own = {name: environment[name] for name in _GPU_VARIABLES}
+        local += is_local
+        hosts.append(
+            RankHost(
+                name=host.ssh, is_local=is_local, ips=host.ips, rdma=host.rdma, environment=own
+            )
+        )
+    return hosts
+
+
+def _share_cores(hosts: list[RankHost], cores: Sequence[int]) -> list[RankHost]:
+    local = [rank for rank, host in enumerate(hosts) if host.is_local]
+    if len(cores) < len(local):
+        return hosts
+    shares = {rank: list(cores[place :: len(local)]) for place, rank in enumerate(local)}
+    return [
+        msgspec.structs.replace(host, cores=shares.get(rank, [])) for rank, host in enumerate(hosts)
+    ]
+
+
+def _mlx_variables() -> dict[str, str]:
+    """What our own children get of the environment, for those on other machines."""
+    environment = child_environment("")
+    return {name: environment[name] for name in _MLX_VARIABLES}
+
+
+def _variables(lines: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for line in lines:
+        name, separator, value = line.partition("=")
+        if not separator or not name.isidentifier():
+            raise UsageError(f"the hosts file has {line!r} among its envs, not NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def describe_ranks(group: RankGroupSettings | None) -> str:
+    """What times depend on, as part of a machine's description; empty without ranks."""
+    if group is None:
+        return ""
+    kinds: dict[str, Any] = {"ranks": len(group.hosts), "over": group.backend}
+    if group.split:
+        kinds["split"] = group.split
+    return " ".join(f"{name} {value}" for name, value in kinds.items())

@@ -1,0 +1,1 @@
+"""A target larger than one machine: a group of processes, each with a part of the model."""

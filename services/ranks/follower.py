@@ -1,0 +1,139 @@
+"""A follower: loads its part of the model and repeats rank 0's passes until rank 0 ends."""
+
+import os
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+
+from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure, StreamEnded
+from protocol.messages import Message
+from protocol.process.child import ERROR_PREFIX, pin_to_cores
+from protocol.process.logs import configure_logging
+from protocol.transport.codec import Decoder
+from protocol.transport.pipes import PipeChannel, Pipes
+from services.mlx.blas import load_blas
+from services.ranks.build import build_of
+from services.ranks.environment import Variables
+from services.ranks.messages import (
+    Beat,
+    Begin,
+    End,
+    Join,
+    Joined,
+    Loaded,
+    Pass,
+    ToFollower,
+)
+from services.ranks.watch import BEAT_S
+
+_JOIN_S = 60.0
+_BEGIN_S = 600.0
+
+
+class LeaderChannel:
+    """The way to rank 0. From `watch` on a thread reads it and beats, also during a collective.
+
+    Without rank 0 this process has no purpose, so its end is ours, whatever hangs here.
+    """
+
+    def __init__(self, pipes: Pipes) -> None:
+        self._pipe: PipeChannel[ToFollower] = PipeChannel(*pipes, Decoder(ToFollower))
+        self._sending = threading.Lock()
+        self._inbox: queue.Queue[ToFollower] = queue.Queue()
+
+    def send(self, message: Message) -> None:
+        """Queue a message; errors as for `PipeChannel.send`."""
+        with self._sending:
+            self._pipe.send(message)
+
+    def first(self) -> Join:
+        """The first message; errors as for `PipeChannel.receive`."""
+        message = self._pipe.receive(_JOIN_S, "first message of rank 0")
+        if not isinstance(message, Join):
+            raise ProtocolError(f"rank 0 sent {type(message).__name__} before Join")
+        return message
+
+    def watch(self, silence_s: float) -> None:
+        """Read in a thread from now on, and end this process when rank 0 has ended."""
+        threading.Thread(target=self._read, args=(silence_s,), name="rank 0", daemon=True).start()
+
+    def receive(self, timeout_s: float | None = None) -> ToFollower:
+        """The next message but beats; None waits as long as rank 0 lives."""
+        try:
+            return self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            raise DeadlineExceeded(f"rank 0 did not go on within {timeout_s} s") from None
+
+    def _read(self, silence_s: float) -> None:
+        heard, beaten = time.monotonic(), 0.0
+        begun = False
+        try:
+            while True:
+                if self._pipe.ready(BEAT_S / 2):
+                    message = self._pipe.receive(0.0, "message")
+                    heard = time.monotonic()
+                    # Until then rank 0 waits for the slowest host, and does not beat.
+                    begun = begun or not isinstance(message, Join | Begin)
+                    if not isinstance(message, Beat):
+                        self._inbox.put(message)
+                now = time.monotonic()
+                if now - beaten >= BEAT_S:
+                    beaten = now
+                    self.send(Beat())
+                if begun and now - heard > silence_s:
+                    _leave(f"rank 0 has been silent for {silence_s:g} s")
+        except StreamEnded:
+            os._exit(0)
+        except RuntimeFailure as error:
+            _leave(str(error))
+
+
+def _leave(reason: str) -> None:
+    sys.stderr.write(f"{ERROR_PREFIX}{reason}\n")
+    sys.stderr.flush()
+    os._exit(RuntimeFailure.exit_code)
+
+
+def follow(leader: LeaderChannel) -> None:
+    """Do as rank 0 does until it says end.
+
+    Raises:
+        SsdError: this rank cannot take part, or a pass failed here.
+    """
+    join = leader.first()
+    configure_logging(f"rank {join.rank}", join.log_level)
+    pin_to_cores(join.cores)
+    load_blas(join.threads or os.cpu_count() or 1)
+    leader.send(Joined(pid=os.getpid(), build=build_of(join.model)))
+    leader.watch(join.silence_timeout_s)
+    if isinstance(leader.receive(_BEGIN_S), Begin):
+        _serve(join, leader)
+
+
+def _serve(join: Join, leader: LeaderChannel) -> None:
+    # MLX reads its environment when it is first used, and must be imported after the BLAS.
+    from services.ranks.sharding import join_group  # noqa: PLC0415
+
+    variables = Variables(join.environment, join.files)
+    group = join_group(join.backend, variables, join.device)
+    if join.model:
+        from services.ranks.mirror import StoreTwins  # noqa: PLC0415
+        from services.ranks.sharding import load_part  # noqa: PLC0415
+
+        part = load_part(Path(join.model), group, join.split, join.kv_bytes)
+        leader.send(Loaded(facts=part.facts))
+        twins = StoreTwins(part.windows, bucketed=part.target.bucketed)
+        while True:
+            message = leader.receive()
+            if isinstance(message, End):
+                return
+            if not isinstance(message, Pass):
+                raise ProtocolError(f"rank 0 sent {type(message).__name__} among passes")
+            twins.repeat(part.loaded.module, message)
+    else:
+        from services.ranks.sharding import bare_facts  # noqa: PLC0415
+
+        leader.send(Loaded(facts=bare_facts(group)))
+        leader.receive()

@@ -1,0 +1,66 @@
+"""How fast the way from each rank to the next one is."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+
+_SMALL_ROUNDS, _LARGE_ROUNDS = 15, 3
+_LARGE_BYTES = 1 << 21
+
+
+def measure_link(group: mx.distributed.Group) -> tuple[float, float]:
+    """Latency in ms (half of there and back) and MB/s to the next rank; all ranks take part.
+
+    One pair after the other: each rank is asked and answered by its neighbour while the rest
+    wait.
+    """
+    found = (0.0, 0.0)
+    for first in range(group.size()):
+        second = (first + 1) % group.size()
+        if group.rank() == first:
+            found = _ask(group, second)
+        elif group.rank() == second:
+            _answer(group, first)
+        mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group, stream=mx.cpu))
+    return found
+
+
+def _ask(group: mx.distributed.Group, peer: int) -> tuple[float, float]:
+    small, large = mx.zeros(1), mx.zeros(_LARGE_BYTES // 4)
+
+    def once(array: mx.array) -> float:
+        started = time.perf_counter()
+        _send(group, array, peer)
+        _receive(group, array, peer)
+        return time.perf_counter() - started
+
+    latency_s = _median_s(once, small, _SMALL_ROUNDS) / 2
+    transfer_s = max(_median_s(once, large, _LARGE_ROUNDS) / 2 - latency_s, 1e-9)
+    return 1e3 * latency_s, _LARGE_BYTES / transfer_s / 1e6
+
+
+def _answer(group: mx.distributed.Group, peer: int) -> None:
+    for array, rounds in (
+        (mx.zeros(1), _SMALL_ROUNDS),
+        (mx.zeros(_LARGE_BYTES // 4), _LARGE_ROUNDS),
+    ):
+        for _ in range(rounds):
+            _receive(group, array, peer)
+            _send(group, array, peer)
+
+
+def _median_s(once: Callable[[mx.array], float], array: mx.array, rounds: int) -> float:
+    mx.eval(array)
+    return median(once(array) for _ in range(rounds))
+
+
+def _send(group: mx.distributed.Group, array: mx.array, peer: int) -> None:
+    mx.eval(mx.distributed.send(array, peer, group=group))
+
+
+def _receive(group: mx.distributed.Group, array: mx.array, peer: int) -> None:
+    received: Any = mx.distributed.recv_like(array, peer, group=group)
+    mx.eval(received)

@@ -1,0 +1,79 @@
+"""The verifier's target, wherever it is: in this process, or spread over a group of ranks."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from protocol.errors import UsageError
+from protocol.settings import RankGroupSettings, VerifierSettings
+from services.mlx.device import bind
+from services.mlx.loader import LoadedModel, load
+from services.ranks.group import RankGroup
+from services.ranks.mirror import MirroredModel, MirroredStore, StoreLog
+from services.ranks.sharding import join_group, load_part
+from services.verifier.target_model import TargetModel
+
+
+class OpenTarget(NamedTuple):
+    """A target that is ready to verify."""
+
+    model: LoadedModel
+    """With ranks: only rank 0's part."""
+    target: TargetModel | None
+    """None: the whole model is here, and the verifier prepares it."""
+    compute_unit: str
+    ranks: RankGroup | None
+
+
+@contextlib.contextmanager
+def open_target(settings: VerifierSettings) -> Iterator[OpenTarget]:
+    """Load the target; with ranks, end these afterwards.
+
+    Raises:
+        UsageError, ModelError: it cannot be loaded as the settings say.
+        RuntimeFailure: a rank was lost meanwhile.
+    """
+    if settings.ranks is None:
+        unit = bind(settings.device)
+        yield OpenTarget(load(Path(settings.model)), None, unit, None)
+        return
+    with _spread(settings, settings.ranks) as spread:
+        yield spread
+
+
+@contextlib.contextmanager
+def _spread(settings: VerifierSettings, ranks: RankGroupSettings) -> Iterator[OpenTarget]:
+    _refuse_what_needs_the_whole_model(settings)
+    with RankGroup(settings, ranks) as group:
+        group.begin()
+        communicator = join_group(ranks.backend, group.variables[0], group.device)
+        part = load_part(Path(settings.model), communicator, ranks.split, settings.kv_bytes)
+        group.complete(part.facts)
+        target = _mirrored(part.loaded, part.target, group)
+        yield OpenTarget(part.loaded, target, part.facts.compute_unit, group)
+
+
+def _mirrored(model: LoadedModel, own: TargetModel, group: RankGroup) -> TargetModel:
+    """Rank 0's part, whose passes the followers repeat."""
+    log = StoreLog()
+    windows = own.windows or []
+    return dataclasses.replace(
+        own,
+        verify=MirroredModel(model.module, log, group, logits=True),
+        prefill=MirroredModel(model.module, log, group, logits=False),
+        # Followers would have to know a token that rank 0 has not read.
+        pipelines=False,
+        empty_store=lambda: MirroredStore(windows, log, bucketed=own.bucketed),
+    )
+
+
+def _refuse_what_needs_the_whole_model(settings: VerifierSettings) -> None:
+    for given, flag in (
+        (settings.prefill != "mlx", "--prefill"),
+        (settings.prompt_cache_file, "--prompt-cache-file"),
+        (settings.emulated_cost, "--emulate-target-cost"),
+    ):
+        if given:
+            raise UsageError(f"{flag} needs the whole model in one process, not ranks of it")
