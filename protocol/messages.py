@@ -354,6 +354,8 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """What the assistant called: {type, id, function: {name, arguments}}, arguments as a map."""
     tool_call_id: str = ""
     """Which call this tool's message answers."""
+    reasoning_content: str = ""
+    """What the assistant thought before it answered; templates decide what to do with it."""
 
 
 FanOutPolicy = Literal["online", "geometric", "uniform"]

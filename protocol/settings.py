@@ -239,6 +239,8 @@ class GatewaySettings(ChildSettings, frozen=True, kw_only=True):
     allowed_origins: list[str] = []
     """Web pages that may use this server from a browser."""
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = MAX_BODY_BYTES
+    strict: bool = False
+    """Whether requests with fields that the gateway does not know are refused."""
     rate_limit: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Requests for answers that an address may make in a minute; 0 is any number."""
     model: str = ""

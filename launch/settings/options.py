@@ -174,6 +174,7 @@ def http_options() -> Callable[[F], F]:
         _setting("--allowed-origins", "Web pages that may use it from a browser, "
                  "separated by commas; * is all."),
         _setting("--max-body-bytes", "Largest request.", click.IntRange(min=1)),
+        _setting("--strict", "Refuse requests with fields that are not known here.", is_flag=True),
         _setting("--rate-limit", "Requests a minute from one address; 0: any number.",
                  click.IntRange(min=0)),
         _setting("--max-prompt-tokens", "Longest prompt; 0: what the context holds.",

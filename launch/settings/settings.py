@@ -116,6 +116,8 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Web pages that may use the gateway from a browser, separated by commas; * is all."""
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = _default(GatewaySettings, "max_body_bytes")
     """Largest HTTP request."""
+    strict: bool = _default(GatewaySettings, "strict")
+    """Whether HTTP requests with fields that are not known here are refused."""
     rate_limit: Annotated[int, msgspec.Meta(ge=0)] = _default(GatewaySettings, "rate_limit")
     """HTTP requests for answers that an address may make in a minute; 0 is any number."""
     preset: PresetName = "default"

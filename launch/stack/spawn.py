@@ -127,6 +127,7 @@ def start_gateway(
         key_file=write_key(run_dir.path, settings.api_key),
         allowed_origins=[o for o in settings.allowed_origins.replace(",", " ").split() if o],
         max_body_bytes=settings.max_body_bytes,
+        strict=settings.strict,
         rate_limit=settings.rate_limit,
         model=pair.model,
         sampling=Sampling(**get_preset(settings.preset)),

@@ -2,9 +2,8 @@
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +18,28 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from protocol.client.async_client import AsyncClient
-from protocol.decoding.grammar import check_grammar
 from protocol.errors import SsdError
-from protocol.messages import Finished, Generate, Status, Text
+from protocol.messages import Finished, Status, Text
 from protocol.settings import GatewaySettings
-from services.gateway import parse
-from services.gateway.auth import Guard, read_body
-from services.gateway.errors import ApiError, to_api_error, unsupported
+from services.gateway.auth import Guard
+from services.gateway.body import read_body, to_header
+from services.gateway.dialects.base import Reply, merge
+from services.gateway.dialects.chat import parse_chat
+from services.gateway.dialects.chat_reply import ChatReply
+from services.gateway.dialects.completions import TextReply, parse_completion
+from services.gateway.errors import ApiError, ClientLeft, to_api_error
+from services.gateway.generation import generate
+from services.gateway.grammar_check import GrammarChecker
 from services.gateway.metrics import Metrics
-from services.gateway.responses import (
-    ChatReply,
-    Choice,
-    CompletionReply,
-    Reply,
-    expand_choices,
-    merge,
-)
-from services.gateway.schema import UNSET, ChatRequest, CompletionRequest
-from services.gateway.stream import ClientLeft, EventStream, wait_for_disconnect, watch_events
-from services.gateway.tool_format import ToolFormat, find_tool_format
-from services.gateway.transcript import Transcript
+from services.gateway.stream import EventStream, wait_for_disconnect, watch_events
+from services.gateway.task import Choice, Task, TaskPlanner
+from services.gateway.template import ModelText
 from services.gateway.web import render_page
-
-_log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 5.0
 _STATUS_S = 5.0
+
+MakeReply = Callable[[list[Choice], Status], Reply]
 
 
 class Gateway:
@@ -55,15 +50,21 @@ class Gateway:
         self._client = client
         self._metrics = Metrics()
         self._started = int(time.time())
-        self._tool_format = (
-            find_tool_format(Path(settings.model)) if settings.model else ToolFormat()
-        )
+        self._planner = TaskPlanner(ModelText(Path(settings.model) if settings.model else None))
+        self._grammars = GrammarChecker(settings.model)
 
     def app(self, key: str) -> ASGIApp:
         """The application, for strangers and friends."""
         settings = self._settings
-        limit = settings.rate_limit
-        middleware = [Middleware(Guard, key=key, hosts=settings.hosts, rate_limit=limit)]
+        middleware = [
+            Middleware(
+                Guard,
+                key=key,
+                hosts=settings.hosts,
+                origins=settings.allowed_origins,
+                rate_limit=settings.rate_limit,
+            )
+        ]
         if settings.allowed_origins:
             # Outermost, so that a page may also read why it was refused.
             cors = Middleware(
@@ -71,22 +72,14 @@ class Gateway:
                 allow_origins=settings.allowed_origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
+                expose_headers=[_IGNORED],
             )
             middleware.insert(0, cors)
         return Starlette(
-            routes=[
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/completions", self._completions, methods=["POST"]),
-                Route("/v1/models", self._models, methods=["GET"]),
-                Route("/v1/models/{name:path}", self._model, methods=["GET"]),
-                Route("/", self._page, methods=["GET"]),
-                Route("/recent", self._recent, methods=["GET"]),
-                Route("/health", self._health, methods=["GET"]),
-                Route("/metrics", self._show_metrics, methods=["GET"]),
-            ],
+            routes=self._routes(),
             middleware=middleware,
             exception_handlers={
-                ApiError: _on_fault,
+                ApiError: _on_api_error,
                 SsdError: _on_error,
                 HTTPException: _on_http,
                 ClientLeft: _on_departure,
@@ -94,102 +87,120 @@ class Gateway:
             },
         )
 
+    def _routes(self) -> list[Route]:
+        return [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            *(Route(path, _refuse_api, methods=["GET", "POST"]) for path in _REFUSED),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/", self._page, methods=["GET"]),
+            Route("/recent", self._recent, methods=["GET"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/metrics", self._show_metrics, methods=["GET"]),
+        ]
+
     # ------------------------------------------------------------ answers
 
     async def _chat(self, request: Request) -> Response:
         body = await read_body(request, self._settings.max_body_bytes)
-        asked = parse.decode_request(body, ChatRequest)
-        return await self._answer(request, asked, parse.parse_chat(asked, self._settings.sampling))
+        settings = self._settings
+        task, options = parse_chat(body, settings.sampling, strict=settings.strict)
+
+        def make_reply(choices: list[Choice], status: Status) -> Reply:
+            return ChatReply(
+                choices=choices,
+                status=status,
+                model=settings.names[0],
+                include_usage=options.include_usage,
+                include_origins=options.include_origins,
+            )
+
+        return await self._answer(request, task, make_reply)
 
     async def _completions(self, request: Request) -> Response:
         body = await read_body(request, self._settings.max_body_bytes)
-        asked = parse.decode_request(body, CompletionRequest)
-        generate = parse.parse_completion(asked, self._settings.sampling)
-        return await self._answer(request, asked, generate)
+        settings = self._settings
+        task, options = parse_completion(body, settings.sampling, strict=settings.strict)
 
-    async def _answer(
-        self, request: Request, asked: ChatRequest | CompletionRequest, generate: Generate
-    ) -> Response:
-        if (
-            generate.sampling.logits_options is not None
-            and generate.sampling.logits_options.grammar
-        ):
-            # A large schema may take a while, and others are being answered.
-            await asyncio.to_thread(check_grammar, generate.sampling.logits_options.grammar)
+        def make_reply(choices: list[Choice], status: Status) -> Reply:
+            return TextReply(
+                choices=choices,
+                status=status,
+                model=settings.names[0],
+                prompts=options.prompts,
+                include_usage=options.include_usage,
+                include_origins=options.include_origins,
+                echoes=options.echoes,
+            )
+
+        return await self._answer(request, task, make_reply)
+
+    async def _answer(self, request: Request, task: Task, make_reply: MakeReply) -> Response:
+        choices = self._planner.plan(task)
+        options = choices[0].request.sampling.logits_options
+        if options is not None and options.grammar:
+            await self._grammars.check(options.grammar)
         status = await self._client.status(_STATUS_S)
-        self._check_models(asked, status)
-        options = asked.stream_options
-        if options and not asked.stream:
-            raise unsupported("stream_options", "only with stream")
-        kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
-        choices = [
-            Choice(index, one, self._transcript(asked))
-            for index, one in enumerate(expand_choices(generate, asked.n or 1))
-        ]
-        reply = kind(
-            choices=choices,
-            status=status,
-            model=self._settings.names[0],
-            include_usage=bool(options and options.include_usage),
-            include_origins=bool(options and options.include_origins),
-        )
-        events = merge([self._client.generate(one.request) for one in choices])
-        if not asked.stream:
-            return await self._whole(request, events, reply)
-        stream = EventStream(events, reply, self._metrics, _KEEP_ALIVE_S)
+        self._check_models(task, status)
+        reply = make_reply(choices, status)
+        headers = {_IGNORED: to_header(task.unknown)} if task.unknown else {}
+        events = merge([generate(self._client, choice) for choice in choices])
+        if not task.stream:
+            return await self._whole(request, events, reply, headers)
+        stream = EventStream(events, reply, self._metrics, silence_s=_KEEP_ALIVE_S, headers=headers)
         await stream.begin(request.receive)
         return stream
 
-    def _transcript(self, asked: ChatRequest | CompletionRequest) -> Transcript:
-        # A call that a grammar constrains has the grammar's marks, not the model's.
-        form = ToolFormat() if parse.requires_call(asked) else self._tool_format
-        return Transcript(parse.list_functions(asked), form)
-
     async def _whole(
-        self, request: Request, events: AsyncGenerator[tuple[int, Text | Finished]], reply: Reply
+        self,
+        request: Request,
+        events: AsyncGenerator[tuple[int, Text | Finished]],
+        reply: Reply,
+        headers: dict[str, str],
     ) -> Response:
         gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
         try:
-            async with contextlib.aclosing(
-                watch_events(events, gone, _KEEP_ALIVE_S)
-            ) as heard_events:
-                async for said in heard_events:
-                    if said is not None:
-                        self._take(reply.choices[said[0]], said[1])
+            async with contextlib.aclosing(watch_events(events, gone, _KEEP_ALIVE_S)) as watched:
+                async for numbered in watched:
+                    if numbered is not None:
+                        self._take(reply.choices[numbered[0]], numbered[1])
         except (SsdError, ClientLeft) as error:
-            self._metrics.failed("cancelled" if isinstance(error, ClientLeft) else "error")
+            self._metrics.count_failure("cancelled" if isinstance(error, ClientLeft) else "error")
             raise
         finally:
             gone.cancel()
-        return JSONResponse(reply.whole())
+        for choice in reply.choices:
+            choice.transcript.end(cut_off=choice.is_cut_off)
+        return JSONResponse(reply.whole(), headers=headers)
 
     def _take(self, choice: Choice, event: Text | Finished) -> None:
         if isinstance(event, Text):
             choice.transcript.push(event)
             return
         choice.finished = event
-        self._metrics.finished(event, choice.transcript.tokens, choice.request.mode)
+        self._metrics.count_answer(event, choice.transcript.tokens, choice.request.mode)
         if event.reason == "cancelled":
             raise ApiError(503, "the request was cancelled", code="cancelled")
 
-    def _check_models(self, asked: ChatRequest | CompletionRequest, status: Status) -> None:
-        """This server has one pair; whoever wants another must hear of it."""
+    def _check_models(self, task: Task, status: Status) -> None:
+        """This server has one pair; a client that wants another is not left in the dark."""
         names = self._settings.names
-        if asked.model is not None and asked.model not in names:
+        if task.model is not None and task.model not in names:
             raise ApiError(
                 404,
-                f"there is no model {asked.model!r} here, only {names[0]!r}",
+                f"there is no model {task.model!r} here, only {names[0]!r}",
                 code="model_not_found",
                 param="model",
             )
-        if asked.draft_model is UNSET or asked.draft_model is None:
+        if task.drafter is None:
             return
         drafter = next((s for s in status.services if s.role == "drafter"), None)
         here = {drafter.model, _last(drafter.model), drafter.backend} - {""} if drafter else set()
-        if asked.draft_model not in here:
+        if task.drafter not in here:
             raise ApiError(
                 404,
-                f"the drafter {asked.draft_model!r} is not running here; running: "
+                f"the drafter {task.drafter!r} is not running here; running: "
                 f"{', '.join(sorted(here)) or 'none'}",
                 code="model_not_found",
                 param="draft_model",
@@ -199,7 +210,17 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         del request
-        return JSONResponse({"object": "list", "data": [self._card(self._settings.names[0])]})
+        card = self._card(self._settings.names[0])
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [card],
+                # As Anthropic's clients read it.
+                "has_more": False,
+                "first_id": card["id"],
+                "last_id": card["id"],
+            }
+        )
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -208,7 +229,15 @@ class Gateway:
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "local"}
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "local",
+            "type": "model",
+            "display_name": name,
+            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started)),
+        }
 
     async def _health(self, request: Request) -> Response:
         status = await self._client.status(_STATUS_S)
@@ -231,24 +260,37 @@ class Gateway:
 
     async def _show_metrics(self, request: Request) -> Response:
         del request
-        render_page = self._metrics.page(await self._client.status(_STATUS_S))
-        return Response(render_page, media_type="text/plain; version=0.0.4; charset=utf-8")
+        page = self._metrics.page(await self._client.status(_STATUS_S))
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+_IGNORED = "X-Ignored-Fields"
+
+_REFUSED = {
+    "/v1/embeddings": "embeddings are not computed here: the models served only generate text",
+    "/v1/batches": "there are no batches: send the requests themselves, several at once",
+    "/v1/files": "there are no files: send texts in the requests themselves",
+    "/v1/messages/batches": "there are no batches: send the requests themselves, several at once",
+}
+
+
+async def _refuse_api(request: Request) -> Response:
+    """An API that clients may look for."""
+    raise ApiError(404, _REFUSED[request.url.path], code="unknown_url")
 
 
 def _last(path: str) -> str:
     return path.rstrip("/").rsplit("/", 1)[-1]
 
 
-async def _on_fault(request: Request, error: Exception) -> Response:
-    del request
-    assert isinstance(error, ApiError)  # noqa: S101  # registered for Fault alone
-    return error.response()
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)  # noqa: S101  # registered for it alone
+    return error.response(request.url.path)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    del request
     assert isinstance(error, SsdError)  # noqa: S101  # registered for SsdError alone
-    return to_api_error(error).response()
+    return to_api_error(error).response(request.url.path)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
@@ -257,13 +299,14 @@ async def _on_http(request: Request, error: Exception) -> Response:
     what = f"{request.method} {request.url.path}"
     known = error.status_code in (404, 405)
     message = f"there is no {what} here" if known else error.detail
-    return ApiError(error.status_code, message, code="unknown_url" if known else None).response()
+    answer = ApiError(error.status_code, message, code="unknown_url" if known else None)
+    return answer.response(request.url.path)
 
 
 async def _on_surprise(request: Request, error: Exception) -> Response:
-    """A defect of ours; the server logs its story."""
-    del request
-    return ApiError(500, f"internal error: {type(error).__name__}", code="internal").response()
+    """A defect of ours; the server logs the traceback."""
+    defect = ApiError(500, f"internal error: {type(error).__name__}", code="internal")
+    return defect.response(request.url.path)
 
 
 async def _on_departure(request: Request, error: Exception) -> Response:

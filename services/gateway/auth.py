@@ -1,6 +1,5 @@
 """Who may ask, from where, and how much they may send."""
 
-import asyncio
 import hashlib
 import hmac
 import math
@@ -8,15 +7,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.transport.address import is_loopback
 from services.gateway.errors import ApiError
-from services.gateway.stream import ClientLeft
-
-_BODY_S = 30.0
-"""Longest wait for a body to arrive."""
 
 _OPEN_PATHS = frozenset({"/", "/health"})
 """They need no key, and tell nothing that is secret to those without one."""
@@ -55,14 +50,22 @@ class Guard:
     """Refuses strangers before anything of a request is looked at.
 
     With an API key, the key decides. Without one the server listens on loopback only, and the
-    browser is the danger: a web page may talk to loopback by a name of its own that it lets
-    point there. So the host must then be one that means this machine.
+    browser is the danger: any web page may send requests to loopback. So the page's origin must
+    be allowed; and because a page may have its own name point to loopback, the host that the
+    request is addressed to must mean this machine.
     """
 
     def __init__(
-        self, app: ASGIApp, *, key: str, hosts: Sequence[str], rate_limit: int = 0
+        self,
+        app: ASGIApp,
+        *,
+        key: str,
+        hosts: Sequence[str],
+        origins: Sequence[str] = (),
+        rate_limit: int = 0,
     ) -> None:
         self._app = app
+        self._origins = {origin.lower().rstrip("/") for origin in origins}
         self._key = _digest(key.encode()) if key else b""
         self._hosts = {host.lower() for host in hosts}
         self._rate = RateLimit(rate_limit)
@@ -72,12 +75,14 @@ class Guard:
         if scope["type"] == "http":
             request = Request(scope)
             if fault := self._refuse(request) or self._check_rate(request):
-                await fault.response()(scope, receive, send)
+                await fault.response(request.url.path)(scope, receive, send)
                 return
             request.state.trusted = not self._key or self._knows_key(request)
         await self._app(scope, receive, send)
 
     def _refuse(self, request: Request) -> ApiError | None:
+        if error := self._refuse_origin(request):
+            return error
         if self._key:
             if request.method == "OPTIONS" or request.url.path in _OPEN_PATHS:
                 return None
@@ -86,6 +91,21 @@ class Guard:
         if host in self._hosts or is_loopback(host):
             return None
         return ApiError(403, f"this server does not answer to the name {host!r}", code="wrong_host")
+
+    def _refuse_origin(self, request: Request) -> ApiError | None:
+        """What a browser sends for a page of another origin; other programs send no origin."""
+        origin = request.headers.get("origin", "").lower().rstrip("/")
+        if "*" in self._origins or origin in self._origins:
+            return None
+        host = request.headers.get("host", "").lower()
+        embedded = (
+            request.headers.get("sec-fetch-site") == "cross-site"
+            and request.headers.get("sec-fetch-mode") != "navigate"
+        )
+        if (origin.partition("://")[2] == host and host) or (not origin and not embedded):
+            return None
+        reason = f"pages of {origin or 'other sites'} may not use this server (allowed_origins)"
+        return ApiError(403, reason, code="wrong_origin")
 
     def _check_rate(self, request: Request) -> ApiError | None:
         """Whoever asks for too many answers in a minute; looking around is free."""
@@ -102,6 +122,8 @@ class Guard:
 
     def _knows_key(self, request: Request) -> bool:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if "x-api-key" in request.headers:  # as Anthropic's clients send it
+            scheme, given = "bearer", request.headers["x-api-key"]
         # Digests have one length, so that comparing them says nothing about the key's.
         right = hmac.compare_digest(_digest(given.strip().encode()), self._key)
         return scheme.lower() == "bearer" and right
@@ -121,37 +143,3 @@ def _name_of(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
-
-
-async def read_body(request: Request, at_most: int) -> bytes:
-    """The JSON body of a request.
-
-    Raises:
-        Fault: it is too large, too slow, or said not to be JSON. A page of another origin can
-            send other types without asking first, so they are not taken.
-        ClientLeft: the client went away before all of it had come.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, "send the body as application/json", code="unsupported_media_type")
-    announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > at_most:
-        raise _too_large(at_most)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > at_most:
-                    raise _too_large(at_most)
-    except TimeoutError as error:
-        reason = f"the body did not arrive within {_BODY_S:g} s"
-        raise ApiError(408, reason, code="request_timeout") from error
-    except ClientDisconnect as error:
-        raise ClientLeft from error
-    return bytes(body)
-
-
-def _too_large(limit: int) -> ApiError:
-    message = f"the body is larger than {limit} bytes (max_body_bytes)"
-    return ApiError(413, message, code="request_too_large")

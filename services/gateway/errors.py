@@ -1,10 +1,18 @@
-"""What goes wrong, as OpenAI's error object, whose shape every client library knows."""
+"""What goes wrong, in the error object of the API that was asked."""
 
+import re
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 from protocol.errors import Busy, DeadlineExceeded, ServiceLost, SsdError, UsageError
+
+ANTHROPIC_PATH = "/v1/messages"
+"""Below it errors have Anthropic's shape, elsewhere OpenAI's."""
+
+
+class ClientLeft(Exception):
+    """The client closed its connection."""
 
 
 class ApiError(Exception):
@@ -18,6 +26,7 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: int = 1,
+        anthropic_message: str = "",
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -26,27 +35,35 @@ class ApiError(Exception):
         self.param = param
         self._retry_after_s = retry_after_s
         """Of a refusal for now, status 429."""
+        self._anthropic_message = anthropic_message or message
+        """The sentence on which Anthropic's clients act, where that differs."""
 
     def body(self) -> dict[str, Any]:
-        """The error object."""
+        """OpenAI's error object."""
         return {
             "error": {
                 "message": self.message,
-                "type": _TYPES.get(self.status, "invalid_request_error"),
+                "type": _OPENAI_TYPES.get(self.status, "invalid_request_error"),
                 "param": self.param,
                 "code": self.code,
             }
         }
 
-    def response(self) -> JSONResponse:
-        """The error object with its status."""
+    def anthropic_body(self) -> dict[str, Any]:
+        """Anthropic's error object."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self._anthropic_message}}
+
+    def response(self, path: str) -> JSONResponse:
+        """The error object with its status, for a request of this path."""
         headers = dict(_HEADERS.get(self.status, {}))
         if self.status == 429:
             headers["Retry-After"] = str(self._retry_after_s)
-        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+        body = self.anthropic_body() if path.startswith(ANTHROPIC_PATH) else self.body()
+        return JSONResponse(body, status_code=self.status, headers=headers)
 
 
-_TYPES = {
+_OPENAI_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
@@ -54,10 +71,22 @@ _TYPES = {
     503: "server_error",
 }
 
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
 _NAMED = ("logit_bias",)
 """Fields that the orchestrator's sentences begin with."""
 
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}}
+
+_TOO_LONG = re.compile(r"the prompt has (?P<tokens>\d+) tokens\D+(?P<limit>\d+)")
 
 
 def unsupported(param: str, why: str) -> ApiError:
@@ -65,19 +94,34 @@ def unsupported(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param!r}: {why}", code="unsupported_value", param=param)
 
 
-def _refused(why: str) -> ApiError:
-    """A request that the orchestrator would not have, by its sentence."""
-    too_long = "context holds" in why or "max_prompt_tokens" in why
-    code = "context_length_exceeded" if too_long else "invalid_value"
+def invalid(param: str, why: str) -> ApiError:
+    """A field whose value makes no sense."""
+    return ApiError(400, f"{param!r}: {why}", code="invalid_value", param=param)
+
+
+def _refuse(why: str) -> ApiError:
+    """A request that the orchestrator refused, by its sentence.
+
+    Clients shorten a conversation by themselves ("compact") on one code and two phrases.
+    """
+    if size := _TOO_LONG.search(why):
+        tokens, limit = size["tokens"], size["limit"]
+        return ApiError(
+            400,
+            f"This model's maximum context length is {limit} tokens, but {why}",
+            code="context_length_exceeded",
+            param="messages",
+            anthropic_message=f"prompt is too long: {tokens} tokens > {limit} maximum",
+        )
     param = next((field for field in _NAMED if why.startswith(f"{field}:")), None)
-    return ApiError(400, why, code=code, param=param)
+    return ApiError(400, why, code="invalid_value", param=param)
 
 
 def to_api_error(error: SsdError) -> ApiError:
     """What a failure of the stack is over HTTP."""
     match error:
         case UsageError():
-            return _refused(str(error))
+            return _refuse(str(error))
         case Busy():
             return ApiError(429, str(error), code="server_busy")
         case ServiceLost() | DeadlineExceeded():

@@ -101,11 +101,11 @@ class Metrics:
         self._lookahead = Gauge("ssd_lookahead", "Longest draft it would verify.", registry=r)
         self._fan_out = Gauge("ssd_fan_out", "Branches it would prepare.", registry=r)
 
-    def failed(self, reason: str) -> None:
+    def count_failure(self, reason: str) -> None:
         """A request ended without an answer."""
         self._requests.labels(reason).inc()
 
-    def finished(self, finished: Finished, tokens: int, mode: Mode) -> None:
+    def count_answer(self, finished: Finished, tokens: int, mode: Mode) -> None:
         """A request was answered with so many tokens."""
         s = finished.statistics
         self.recent.append(

@@ -1,31 +1,20 @@
-"""Server-sent events: one answer, chunk by chunk."""
+"""Server-sent events: one answer, chunk by chunk, while the client listens."""
 
 import asyncio
 import contextlib
-import json
-import logging
-from collections.abc import AsyncGenerator, Iterator
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Mapping
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import SsdError
 from protocol.messages import Finished, Text
-from services.gateway.errors import to_api_error
+from services.gateway.dialects.base import Reply
+from services.gateway.errors import ClientLeft, to_api_error
 from services.gateway.metrics import Metrics
-from services.gateway.responses import Reply
 
 T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
-
-_KEEP_ALIVE = b": keep-alive\n\n"
-_DONE = b"data: [DONE]\n\n"
-
-
-class ClientLeft(Exception):
-    """The client closed its connection."""
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
@@ -76,11 +65,13 @@ class EventStream(Response):
         events: AsyncGenerator[tuple[int, Text | Finished]],
         reply: Reply,
         metrics: Metrics,
+        *,
         silence_s: float,
+        headers: Mapping[str, str],
     ) -> None:
         super().__init__(
             media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers},
         )
         del self.headers["content-length"]  # nobody knows it yet
         self._source = events
@@ -104,7 +95,7 @@ class EventStream(Response):
             self._first = await anext(self._events)
         except BaseException as error:
             self._gone.cancel()
-            self._metrics.failed("cancelled" if isinstance(error, ClientLeft) else "error")
+            self._metrics.count_failure("cancelled" if isinstance(error, ClientLeft) else "error")
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,15 +108,15 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientLeft:
-            self._metrics.failed("cancelled")
+            self._metrics.count_failure("cancelled")
         finally:
             if self._gone is not None:
                 self._gone.cancel()
 
     async def _chunks(self) -> AsyncGenerator[bytes]:
         assert self._events is not None  # noqa: S101  # `begin` was called
-        for body in self._reply.opening():
-            yield _event(body)
+        for chunk in self._reply.start():
+            yield chunk
         try:
             for chunk in self._render(self._first):
                 yield chunk
@@ -133,29 +124,20 @@ class EventStream(Response):
                 async for event in events:
                     for chunk in self._render(event):
                         yield chunk
-            for body in self._reply.counts():
-                yield _event(body)
+            ending = self._reply.end()
         except SsdError as error:
-            self._metrics.failed("error")
-            yield _event(to_api_error(error).body())
-        yield _DONE
+            self._metrics.count_failure("error")
+            ending = self._reply.fail(to_api_error(error))
+        for chunk in ending:
+            yield chunk
 
-    def _render(self, said: tuple[int, Text | Finished] | None) -> Iterator[bytes]:
-        if said is None:
-            yield _KEEP_ALIVE
-            return
-        choice, event = self._reply.choices[said[0]], said[1]
-        match event:
-            case Text():
-                piece = choice.transcript.push(event)
-                if self._reply.shows(piece):
-                    yield _event(self._reply.chunk(choice, piece))
-            case Finished():
-                choice.finished = event
-                self._metrics.finished(event, choice.transcript.tokens, choice.request.mode)
-                for body in self._reply.closing(choice):
-                    yield _event(body)
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+    def _render(self, numbered: tuple[int, Text | Finished] | None) -> list[bytes]:
+        if numbered is None:
+            return [self._reply.keep_alive]
+        choice, event = self._reply.choices[numbered[0]], numbered[1]
+        if isinstance(event, Text):
+            return self._reply.add(choice, choice.transcript.push(event))
+        choice.finished = event
+        self._metrics.count_answer(event, choice.transcript.tokens, choice.request.mode)
+        rest = choice.transcript.end(cut_off=choice.is_cut_off)
+        return self._reply.finish(choice, rest)

@@ -1,61 +1,191 @@
-"""An answer as it comes in: what each message of the orchestrator adds to it."""
+"""An answer as it comes in: thoughts, text and calls of tools."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from protocol.messages import Logprobs, Text
-from services.gateway.schema import ToolFunction
-from services.gateway.tool_format import ToolFormat
-from services.gateway.tools import ParsedCall, ToolReader
+from services.gateway.reasoning import Thought, ThoughtFormat, ThoughtReader, find_thought_format
+from services.gateway.template import ModelText
+from services.gateway.tools.calls import ParsedCall, ToolFunction
+from services.gateway.tools.formats import ToolFormat, find_tool_format
+from services.gateway.tools.harmony import HarmonyReader
+from services.gateway.tools.reader import ToolReader
+
+Part = Thought | str | ParsedCall
+"""A piece of a thought, a piece of the answer's text, or a call of a tool."""
+
+
+class AnswerReader(Protocol):
+    """Splits an answer's text, which comes in pieces, into its parts."""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what came last is within a thought."""
+        ...
+
+    def push(self, text: str) -> Sequence[Part]:
+        """The parts that are certain, in order."""
+        ...
+
+    def end(self, *, cut_off: bool = False) -> Sequence[Part]:
+        """What was held back, once no more text comes; `cut_off`: by a limit."""
+        ...
+
+
+class PartsReader:
+    """Thoughts first, then calls in what remains."""
+
+    def __init__(self, thoughts: ThoughtReader | None, tools: ToolReader | None) -> None:
+        self._thoughts = thoughts
+        self._tools = tools
+
+    @property
+    def is_thinking(self) -> bool:
+        """See `AnswerReader`."""
+        return self._thoughts is not None and self._thoughts.is_thinking
+
+    def push(self, text: str) -> Sequence[Part]:
+        """See `AnswerReader`."""
+        return self._read_calls(self._thoughts.push(text) if self._thoughts else [text])
+
+    def end(self, *, cut_off: bool = False) -> Sequence[Part]:
+        """See `AnswerReader`."""
+        parts = self._read_calls(self._thoughts.end()) if self._thoughts else []
+        return [*parts, *(self._tools.end(cut_off=cut_off) if self._tools else [])]
+
+    def _read_calls(self, pieces: Sequence[Thought | str]) -> list[Part]:
+        parts: list[Part] = []
+        for piece in pieces:
+            if isinstance(piece, Thought) or self._tools is None:
+                parts.append(piece)
+            else:
+                parts += self._tools.push(piece)
+        return [part for part in parts if part]
+
+
+class AnswerFormat(NamedTuple):
+    """How a model writes thoughts and calls."""
+
+    tools: ToolFormat = ToolFormat()
+    thoughts: ThoughtFormat | None = None
+    harmony: bool = False
+    special_marks: bool = False
+    """Whether marks are special tokens, which are not text unless that is asked for."""
+
+    def reader(self, functions: Sequence[ToolFunction], *, opened: bool = False) -> AnswerReader:
+        """A reader for one answer.
+
+        Args:
+            functions: those that may be called.
+            opened: the prompt ends within a thought.
+        """
+        if self.harmony:
+            return HarmonyReader()
+        thoughts = ThoughtReader(self.thoughts, opened=opened) if self.thoughts else None
+        return PartsReader(thoughts, ToolReader(functions, self.tools) if functions else None)
+
+
+def find_answer_format(text: ModelText) -> AnswerFormat:
+    """The format of a model."""
+    if "<|channel|>" in text.template and "<|message|>" in text.template:
+        return AnswerFormat(harmony=True, special_marks=True)
+    tools, thoughts = find_tool_format(text), find_thought_format(text)
+    marks = (tools.start, tools.end, *((thoughts.start, thoughts.end) if thoughts else ()))
+    special = [token for token, hidden in text.added_tokens.items() if hidden]
+    hidden = any(token in mark for token in special for mark in marks)
+    return AnswerFormat(tools, thoughts, special_marks=hidden)
 
 
 @dataclass(frozen=True)
 class Piece:
     """What one message adds."""
 
-    content: str = ""
-    calls: list[ParsedCall] = field(default_factory=list)
+    parts: Sequence[Part] = ()
     first_call: int = 0
     """How many calls came before these."""
     logprobs: list[Logprobs] = field(default_factory=list)
     origins: list[tuple[str, str]] = field(default_factory=list)
     """Where each token came from, and the text that became certain with it."""
 
+    @property
+    def content(self) -> str:
+        """The answer's text in it."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def reasoning(self) -> str:
+        """The thoughts in it."""
+        return "".join(part.text for part in self.parts if isinstance(part, Thought))
+
+    @property
+    def calls(self) -> list[ParsedCall]:
+        """The calls in it."""
+        return [part for part in self.parts if isinstance(part, ParsedCall)]
+
 
 class Transcript:
-    """One answer; `functions` are the tools that it may call, `form` is how it writes calls."""
+    """One answer."""
 
-    def __init__(
-        self, functions: Sequence[ToolFunction] = (), form: ToolFormat | None = None
-    ) -> None:
-        self._reader = ToolReader(functions, form) if functions else None
-        self.content = ""
+    def __init__(self, reader: AnswerReader, *, one_call: bool = False) -> None:
+        """`one_call`: only the first call is taken; the client wants no more."""
+        self._reader = reader
+        self._one_call = one_call
+        self.parts: list[Part] = []
+        """Neighbouring pieces of one kind are joined."""
         self.calls: list[ParsedCall] = []
         self.logprobs: list[Logprobs] = []
         self.tokens = 0
+        self.reasoning_tokens = 0
+
+    @property
+    def content(self) -> str:
+        """The answer's text so far."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def reasoning(self) -> str:
+        """The thoughts so far."""
+        return "".join(part.text for part in self.parts if isinstance(part, Thought))
 
     def push(self, text: Text) -> Piece:
         """Take in newly emitted text."""
+        parts: list[Part] = []
+        for number, piece in enumerate(text.pieces):
+            thinking = self._reader.is_thinking
+            parts += self._reader.push(piece)
+            # Text that was held back until the end belongs to no token.
+            if number < len(text.tokens):
+                self.reasoning_tokens += thinking or self._reader.is_thinking
         self.tokens += len(text.tokens)
         self.logprobs += text.logprobs
-        content, calls = self._reader.push(text.text) if self._reader else (text.text, [])
-        # Text that was held back until the end belongs to no token.
-        origins = list(zip(text.origins, text.pieces, strict=False)) if text.origins else []
-        return self._add(content, calls, text.logprobs, [(str(o), piece) for o, piece in origins])
+        origins = [(str(o), piece) for o, piece in zip(text.origins, text.pieces, strict=False)]
+        return self._add(parts, text.logprobs, origins)
 
-    def end(self) -> Piece:
-        """What was held back until it was clear that it is no call."""
-        content, calls = self._reader.end() if self._reader else ("", [])
-        return self._add(content, calls, [], [])
+    def end(self, *, cut_off: bool = False) -> Piece:
+        """What was held back until it was clear what it is; `cut_off`: by a limit."""
+        return self._add(self._reader.end(cut_off=cut_off), [], [])
 
     def _add(
-        self,
-        content: str,
-        calls: list[ParsedCall],
-        logprobs: list[Logprobs],
-        origins: list[tuple[str, str]],
+        self, parts: Sequence[Part], logprobs: list[Logprobs], origins: list[tuple[str, str]]
     ) -> Piece:
-        piece = Piece(content, calls, len(self.calls), logprobs, origins)
-        self.content += content
-        self.calls += calls
-        return piece
+        first_call = len(self.calls)
+        taken: list[Part] = []
+        for part in parts:
+            if isinstance(part, ParsedCall):
+                if self._one_call and self.calls:
+                    continue
+                self.calls.append(part)
+            taken.append(part)
+        for part in taken:
+            self._join(part)
+        return Piece(taken, first_call, logprobs, origins)
+
+    def _join(self, part: Part) -> None:
+        last = self.parts[-1] if self.parts else None
+        if isinstance(part, str) and isinstance(last, str):
+            self.parts[-1] = last + part
+        elif isinstance(part, Thought) and isinstance(last, Thought):
+            self.parts[-1] = Thought(last.text + part.text)
+        else:
+            self.parts.append(part)

@@ -13,9 +13,11 @@ from protocol.errors import ModelError, ProtocolError, UsageError
 from protocol.messages import Sampling
 from protocol.settings import VerifierSettings, decode_settings
 from protocol.transport.codec import encode
+from services.gateway.dialects.chat import parse_chat
+from services.gateway.dialects.completions import parse_completion
 from services.gateway.errors import ApiError
-from services.gateway.parse import decode_request, parse_chat, parse_completion
-from services.gateway.schema import ChatRequest, CompletionRequest
+from services.gateway.task import TaskPlanner
+from services.gateway.template import ModelText
 from services.mlx.loader import load
 from tests.protocol.transport.test_codec import DECODERS, MEMBERS, example, pack
 from tests.support.reference import tiny_folder
@@ -101,18 +103,19 @@ BODIES = (
 )
 
 
+PLANNER = TaskPlanner(ModelText())
+
+
 @settings(max_examples=300)
 @given(st.sampled_from(BODIES).flatmap(damaged))
 def test_damaged_http_bodies(body: bytes) -> None:
     """A damaged HTTP body is refused with a status and a sentence, or it can be asked."""
-    readers: list[tuple[Any, Any]] = [
-        (ChatRequest, parse_chat),
-        (CompletionRequest, parse_completion),
-    ]
-    for kind, ask in readers:
+    parsers: list[Any] = [parse_chat, parse_completion]
+    for parse in parsers:
         try:
-            request = ask(decode_request(body, kind), Sampling())
-            DECODERS["ToOrchestrator"].decode(encode(request))
+            task, _ = parse(body, Sampling())
+            for choice in PLANNER.plan(task):
+                DECODERS["ToOrchestrator"].decode(encode(choice.request))
         except ApiError as fault:
             assert 400 <= fault.status < 500  # noqa: PT017  # most are refused, some are valid
         except (UsageError, ProtocolError):

@@ -26,9 +26,11 @@ with atheris.instrument_imports(  # pyright: ignore[reportAttributeAccessIssue]
     from protocol.transport.codec import Decoder, encode
     from protocol.transport.framing import FrameReader
     from services.drafter.server import line_protocol
-    from services.gateway import parse
-    from services.gateway import schema as fields
+    from services.gateway.dialects.chat import ChatRequest, parse_chat
+    from services.gateway.dialects.completions import CompletionRequest, parse_completion
     from services.gateway.errors import ApiError
+    from services.gateway.task import TaskPlanner
+    from services.gateway.template import ModelText
     from services.mlx import loader
     from services.tools import gguf
 
@@ -46,6 +48,7 @@ _WORDS = [
 ]
 Part_co = TypeVar("Part_co", covariant=True)
 FOLDER = Path(tempfile.mkdtemp(prefix="ssd-fuzz-"))
+PLANNER = TaskPlanner(ModelText())
 DECODERS = [
     Decoder(getattr(messages, name))
     for name in ("FromService", "ToVerifier", "ToDrafter", "ToOrchestrator", "FromOrchestrator")
@@ -89,24 +92,19 @@ def _read(cutter: Cutter[Part_co], read: Callable[[Part_co], object], data: byte
 
 def http(data: bytes) -> None:
     """A body is refused with a fault that names the field, or it can be asked."""
-    sampling = messages.Sampling()
-    for asked in (
-        lambda: parse.parse_chat(parse.decode_request(data, fields.ChatRequest), sampling),
-        lambda: parse.parse_completion(
-            parse.decode_request(data, fields.CompletionRequest), sampling
-        ),
-    ):
+    for parse in (parse_chat, parse_completion):
         with contextlib.suppress(ApiError, UsageError, ProtocolError):
-            encode(asked())
+            for choice in PLANNER.plan(parse(data, messages.Sampling())[0]):
+                encode(choice.request)
 
 
 def asked(data: bytes) -> None:
     """The same with bodies that are JSON, and mostly of our fields: what is behind the decoder."""
     source = atheris.FuzzedDataProvider(data)  # pyright: ignore[reportAttributeAccessIssue]
-    kind = source.PickValueInList([fields.ChatRequest, fields.CompletionRequest])
+    kind = source.PickValueInList([ChatRequest, CompletionRequest])
     names = [*kind.__struct_fields__, "nonsense"]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "prompt": "a"}
-    del body["prompt" if kind is fields.ChatRequest else "messages"]
+    del body["prompt" if kind is ChatRequest else "messages"]
     for _ in range(source.ConsumeIntInRange(0, 6)):
         name, value = source.PickValueInList(names), _value(source, 4)
         fits = name in _SHAPED and source.ConsumeBool()

@@ -109,6 +109,7 @@ def test_every_setting_has_its_variable(
         "draft_lines": "True",
         "learned_estimates": "False",
         "http": "True",
+        "strict": "True",
         "compute_units": "all",
         "log_level": "debug",
         "prefill": "coreml",

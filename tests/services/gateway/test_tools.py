@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.schema import ToolFunction
-from services.gateway.tool_format import ToolFormat, find_tool_format
-from services.gateway.tools import ToolReader
+from services.gateway.template import ModelText
+from services.gateway.tools.calls import ParsedCall, ToolFunction
+from services.gateway.tools.formats import ToolFormat, find_tool_format
+from services.gateway.tools.reader import Found, ToolReader
 
 FUNCTIONS = [
     ToolFunction(
@@ -52,6 +53,13 @@ CASES: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
 }
 
 
+def split(results: list[list[Found]]) -> tuple[str, list[ParsedCall]]:
+    """All text, and all calls."""
+    parts = [part for some in results for part in some]
+    text = "".join(part for part in parts if isinstance(part, str))
+    return text, [part for part in parts if isinstance(part, ParsedCall)]
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @given(data=st.data())
 def test_calls_are_read(case: tuple[str, str, list[tuple[str, Any]]], data: st.DataObject) -> None:
@@ -61,8 +69,8 @@ def test_calls_are_read(case: tuple[str, str, list[tuple[str, Any]]], data: st.D
     reader = ToolReader(FUNCTIONS)
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     results = [*[reader.push(piece) for piece in pieces], reader.end()]
-    assert "".join(said for said, _ in results) == content
-    found = [call for _, some in results for call in some]
+    said, found = split(results)
+    assert said == content
     assert [(call.name, json.loads(call.arguments)) for call in found] == calls
     assert len({call.id for call in found}) == len(found)
 
@@ -110,32 +118,36 @@ def test_formats_of_other_makers_are_read(
 ) -> None:
     """By mlx-lm's parsers, whichever the chat template asks for, however the text is cut."""
     template, text, content, calls = case
-    form = find_tool_format(model_folder(tmp_path, f"{{{{ '{template}' }}}}"))
+    form = find_tool_format(ModelText(model_folder(tmp_path, f"{{{{ '{template}' }}}}")))
     for size in (1, 3, 1000):
         reader = ToolReader(FUNCTIONS, form)
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         results = [*[reader.push(piece) for piece in pieces], reader.end()]
-        assert "".join(said for said, _ in results) == content
-        found = [call for _, some in results for call in some]
+        said, found = split(results)
+        assert said == content
         assert [(call.name, json.loads(call.arguments)) for call in found] == calls
 
 
 def test_the_model_may_name_its_parser(tmp_path: Path) -> None:
     """What it names wins; a name that nobody knows does not, nor does a broken file."""
     folder = model_folder(tmp_path, "[TOOL_CALLS]", tool_parser_type="function_gemma")
-    assert find_tool_format(folder).start == "<start_function_call>"
+    assert find_tool_format(ModelText(folder)).start == "<start_function_call>"
     folder = model_folder(tmp_path, "[TOOL_CALLS]", tool_parser_type="nobody's")
-    assert (find_tool_format(folder).start, find_tool_format(folder).end) == ("[TOOL_CALLS]", "")
+    assert (find_tool_format(ModelText(folder)).start, find_tool_format(ModelText(folder)).end) == (
+        "[TOOL_CALLS]",
+        "",
+    )
     (tmp_path / "tokenizer_config.json").write_text("{", encoding="utf-8")
-    assert find_tool_format(folder) == ToolFormat()
+    assert find_tool_format(ModelText(folder)) == ToolFormat()
 
 
 def test_parsers_come_without_mlx(tmp_path: Path) -> None:
     """The gateway's process does not load what it does not compute with."""
     program = (
         "import sys; from pathlib import Path; import services.gateway.app;"
-        "from services.gateway.tool_format import find_tool_format as f;"
-        "assert f(Path(sys.argv[1])).parse;"
+        "from services.gateway.tools.formats import find_tool_format as f;"
+        "from services.gateway.template import ModelText as M;"
+        "assert f(M(Path(sys.argv[1]))).parse;"
         "assert not {'mlx', 'mlx_lm', 'transformers'} & set(sys.modules)"
     )
     folder = model_folder(tmp_path, "[TOOL_CALLS]")

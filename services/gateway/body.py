@@ -1,0 +1,185 @@
+"""From the bytes of a request to its typed fields, within bounds.
+
+Clients send fields that this server does not know (`store`, `metadata`, those of other
+servers). They are left out and named in the answer's header and once in the log; with
+`strict` they are refused.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+import msgspec.inspect as types
+from starlette.requests import ClientDisconnect, Request
+
+from services.gateway.errors import ApiError, ClientLeft
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_BODY_S = 30.0
+"""Longest wait for a body to arrive."""
+MAX_DEPTH = 64
+"""Nesting of what a request may hold freely: schemas, template options."""
+MAX_NODES = 50_000
+"""Values in it."""
+_MOST_NAMES = 32
+"""Unknown fields that are named."""
+
+_PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+
+
+async def read_body(request: Request, at_most: int) -> bytes:
+    """The JSON body of a request.
+
+    Raises:
+        ApiError: it is too large, too slow, or not announced as JSON. A web page of another
+            origin can send other content types without asking first, so they are refused.
+        ClientLeft: the client went away before all of it had come.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "send the body as application/json", code="unsupported_media_type")
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > at_most:
+        raise _too_large(at_most)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > at_most:
+                    raise _too_large(at_most)
+    except TimeoutError as error:
+        reason = f"the body did not arrive within {_BODY_S:g} s"
+        raise ApiError(408, reason, code="request_timeout") from error
+    except ClientDisconnect as error:
+        raise ClientLeft from error
+    return bytes(body)
+
+
+def _too_large(limit: int) -> ApiError:
+    message = f"the body is larger than {limit} bytes (max_body_bytes)"
+    return ApiError(413, message, code="request_too_large")
+
+
+def decode_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T, list[str]]:
+    """The request in a body, and the names of fields that were left out.
+
+    Raises:
+        ApiError: naming the field that is wrong, or unknown if `strict`.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=kind)
+        unknown = _list_once(find_unknown(msgspec.json.decode(body), kind))
+    except msgspec.ValidationError as error:
+        raise to_field_error(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+    if unknown and strict:
+        message = f"unrecognised field {unknown[0]!r}: this server is strict and ignores none"
+        raise ApiError(400, message, code="unknown_parameter", param=unknown[0])
+    for name in unknown:
+        _log_unknown(name)
+    return fields, unknown
+
+
+def _list_once(names: Iterable[str]) -> list[str]:
+    found: dict[str, None] = {}
+    for name in names:
+        found[_NOT_PLAIN.sub("_", name)[:64]] = None
+        if len(found) >= _MOST_NAMES:
+            break
+    return list(found)
+
+
+_logged: set[str] = set()
+
+
+def _log_unknown(name: str) -> None:
+    """Once per process and name; names come from clients, so there is an end to it."""
+    if name not in _logged and len(_logged) < 1000:
+        _logged.add(name)
+        _log.info("requests have the field %r, which is ignored", name)
+
+
+def to_field_error(error: msgspec.ValidationError) -> ApiError:
+    """The error of a field that does not fit, with its path."""
+    sentence = str(error)
+    place = _PLACE.search(sentence)
+    path = place["path"] if place else ""
+    return ApiError(400, sentence, code="invalid_value", param=path or None)
+
+
+def check_free_form(value: Any, where: str) -> None:
+    """Bound a value that may hold anything; raises ApiError."""
+    level: list[Any] = [value]
+    nodes = 0
+    for _ in range(MAX_DEPTH):
+        level = [child for one in level for child in _children(one)]
+        nodes += len(level)
+        if not level:
+            return
+        if nodes > MAX_NODES:
+            reason = f"{where} holds more than {MAX_NODES} values"
+            raise ApiError(400, reason, code="invalid_value", param=where)
+    reason = f"{where} is nested more than {MAX_DEPTH} deep"
+    raise ApiError(400, reason, code="invalid_value", param=where)
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def find_unknown(value: Any, kind: Any) -> Iterator[str]:
+    """Paths of the fields in a decoded JSON value that its type does not have."""
+    yield from _walk(value, _inspect(kind), "")
+
+
+@cache
+def _inspect(kind: Any) -> types.Type:
+    return types.type_info(kind)
+
+
+def _walk(value: Any, kind: types.Type, path: str) -> Iterator[str]:
+    match kind:
+        case types.UnionType(types=options):
+            chosen = _choose(value, options)
+            if chosen is not None:
+                yield from _walk(value, chosen, path)
+        case types.StructType(fields=fields) if isinstance(value, dict):
+            known = {field.encode_name: field.type for field in fields}
+            for name, content in value.items():
+                place = f"{path}.{name}" if path else name
+                if name in known:
+                    yield from _walk(content, known[name], place)
+                elif content is not None:
+                    yield place
+        case types.ListType(item_type=item) if isinstance(value, list):
+            if isinstance(item, types.StructType | types.UnionType):
+                for content in value:
+                    yield from _walk(content, item, f"{path}[]")
+        case _:
+            return
+
+
+def _choose(value: Any, options: Iterable[types.Type]) -> types.Type | None:
+    """The option that a value of JSON is an instance of, if that can have fields."""
+    if isinstance(value, dict):
+        return next((o for o in options if isinstance(o, types.StructType)), None)
+    if isinstance(value, list):
+        return next((o for o in options if isinstance(o, types.ListType)), None)
+    return None
+
+
+def to_header(names: Iterable[str]) -> str:
+    """Names of fields as the value of a header."""
+    return ", ".join(_list_once(names))

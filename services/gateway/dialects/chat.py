@@ -1,0 +1,291 @@
+"""POST /v1/chat/completions: OpenAI's, with the extensions that local servers share."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from protocol.messages import ChatMessage, Sampling
+from services.gateway.body import decode_body
+from services.gateway.dialects.openai import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ContentPart,
+    Count,
+    Fields,
+    FunctionName,
+    SamplingFields,
+    Stop,
+    choose_functions,
+    describe_call,
+    join_text,
+    list_stops,
+    normalise_effort,
+    read_drafting,
+    read_sampling,
+    system_first,
+)
+from services.gateway.errors import ApiError, invalid, unsupported
+from services.gateway.task import PromptInput, Task, Thinking
+from services.gateway.tools.calls import ToolFunction
+
+
+class CalledFunction(Fields, frozen=True, kw_only=True):
+    """What the assistant called."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class EarlierCall(Fields, frozen=True, kw_only=True):
+    """One call in an assistant's message of an earlier turn."""
+
+    id: str = ""
+    type: str = "function"
+    function: CalledFunction | None = None
+
+
+class Turn(Fields, frozen=True, kw_only=True):
+    """One message."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[EarlierCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+
+class FunctionFields(Fields, frozen=True, kw_only=True):
+    """What a function is."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields, frozen=True, kw_only=True):
+    """A tool; only functions can be called here."""
+
+    type: str
+    function: FunctionFields | None = None
+
+
+class NamedFunction(Fields, frozen=True, kw_only=True):
+    """A function by its name."""
+
+    name: str
+
+
+class ToolReference(Fields, frozen=True, kw_only=True):
+    """One of the tools that may be called."""
+
+    type: str = "function"
+    function: NamedFunction | None = None
+
+
+class AllowedTools(Fields, frozen=True, kw_only=True):
+    """Those of the tools that may be called now."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[ToolReference], msgspec.Meta(max_length=MAX_TOOLS)] = msgspec.field(
+        default_factory=list
+    )
+
+
+class ToolChoice(Fields, frozen=True, kw_only=True):
+    """The one tool that must be called, or those that may be."""
+
+    type: str
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class JsonSchema(Fields, frozen=True, kw_only=True):
+    """A schema that the answer must follow."""
+
+    name: str = ""
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields, frozen=True, kw_only=True):
+    """What the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StreamOptions(Fields, frozen=True, kw_only=True):
+    """What a stream carries besides text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    include_origins: bool = False
+    """Extension: per chunk, where each token came from and the piece of text it completed."""
+
+
+class ThinkingFields(Fields, frozen=True, kw_only=True):
+    """Some servers' way to turn thinking on and off."""
+
+    type: str = ""
+    budget_tokens: int | None = None
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    """The fields of a request."""
+
+    messages: Annotated[list[Turn], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    stream_options: StreamOptions | None = None
+    stop: Stop | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=16)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Count | None = None
+    thinking: ThinkingFields | None = None
+    continue_final_message: bool | None = None
+    """Whether the last message, an assistant's, is the beginning of the answer."""
+
+
+class ChatOptions(Fields, frozen=True, kw_only=True):
+    """What the reply needs to know of a request."""
+
+    include_usage: bool = False
+    include_origins: bool = False
+
+
+def parse_chat(
+    body: bytes, defaults: Sampling, *, strict: bool = False
+) -> tuple[Task, ChatOptions]:
+    """The task in a body; raises ApiError for what cannot be honoured."""
+    request, unknown = decode_body(body, ChatRequest, strict=strict)
+    if request.stream_options and not request.stream:
+        raise unsupported("stream_options", "only with stream")
+    functions, must_call = _choose_tools(request, unknown)
+    task = Task(
+        prompts=[_read_prompt(request)],
+        model=request.model,
+        sampling=read_sampling(request, defaults, logprobs=_read_logprobs(request)),
+        max_tokens=read_max_tokens(request.max_completion_tokens, request.max_tokens),
+        stop=list_stops(request.stop),
+        choices=request.n or 1,
+        functions=functions,
+        must_call=must_call,
+        one_call=request.parallel_tool_calls is False,
+        schema=_read_schema(request.response_format),
+        thinking=_read_thinking(request),
+        template_options=request.chat_template_kwargs or {},
+        stream=bool(request.stream),
+        unknown=unknown,
+        **read_drafting(request),
+    )
+    options = request.stream_options or StreamOptions()
+    return task, ChatOptions(
+        include_usage=options.include_usage, include_origins=options.include_origins
+    )
+
+
+def read_max_tokens(new: int | None, old: int | None) -> int | None:
+    """OpenAI's name of today comes before the one that it had; -1 is no limit."""
+    limit = old if new is None else new
+    if limit == 0:
+        raise invalid("max_tokens", "at least 1 (or -1 for no limit)")
+    return None if limit is None or limit < 0 else limit
+
+
+def _read_prompt(request: ChatRequest) -> PromptInput:
+    messages = [_read_turn(index, turn) for index, turn in enumerate(request.messages)]
+    answer_start = ""
+    if request.continue_final_message and messages[-1].role == "assistant":
+        answer_start = messages.pop().content
+        if not messages:
+            raise invalid("messages", "there is nothing before the message to be continued")
+    return PromptInput(messages=system_first(messages), answer_start=answer_start)
+
+
+def _read_turn(index: int, turn: Turn) -> ChatMessage:
+    where = f"messages[{index}].content"
+    role = {"developer": "system", "function": "tool"}.get(turn.role, turn.role)
+    content = join_text(turn.content, where)
+    calls = [call for call in turn.tool_calls or [] if call.function is not None]
+    if turn.content is None and not calls and turn.role != "assistant":
+        raise ApiError(400, f"message {index} has no content", code="invalid_value", param=where)
+    return ChatMessage(
+        role,
+        content or turn.refusal or "",
+        name=turn.name or "",
+        tool_calls=[
+            describe_call(call.id, call.function.name, call.function.arguments)
+            for call in calls
+            if call.function is not None
+        ],
+        tool_call_id=turn.tool_call_id or "",
+        reasoning_content=turn.reasoning_content or "",
+    )
+
+
+def _choose_tools(request: ChatRequest, unknown: list[str]) -> tuple[list[ToolFunction], bool]:
+    """The functions that may be called, and whether one of them must be."""
+    functions: list[ToolFunction] = []
+    for tool in request.tools or []:
+        if tool.function is None:
+            unknown.append(f"tools[].{tool.type}"[:64])
+            continue
+        functions.append(
+            ToolFunction(
+                name=tool.function.name,
+                description=tool.function.description or "",
+                parameters=tool.function.parameters,
+            )
+        )
+    match request.tool_choice:
+        case "none":
+            return [], False
+        case "required":
+            return functions, True
+        case ToolChoice(allowed_tools=AllowedTools(mode=mode, tools=tools)):
+            names = [tool.function.name for tool in tools if tool.function]
+            return choose_functions(functions, names, "tool_choice"), mode == "required"
+        case ToolChoice(function=NamedFunction(name=name)):
+            return choose_functions(functions, [name], "tool_choice"), True
+        case ToolChoice(type=kind):
+            raise unsupported("tool_choice", f"the type {kind!r} is not known here")
+        case _:
+            return functions, False
+
+
+def _read_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"type": "object"}
+    if wanted.json_schema is None or wanted.json_schema.schema is None:
+        raise unsupported("response_format", "json_schema is missing")
+    return wanted.json_schema.schema
+
+
+def _read_thinking(request: ChatRequest) -> Thinking:
+    enabled, budget = request.enable_thinking, request.thinking_budget
+    if request.thinking is not None:
+        enabled = request.thinking.type != "disabled"
+        budget = budget or request.thinking.budget_tokens
+    return Thinking(
+        enabled=enabled, effort=normalise_effort(request.reasoning_effort), budget=budget
+    )
+
+
+def _read_logprobs(request: ChatRequest) -> int | None:
+    if not request.logprobs and request.top_logprobs:
+        raise unsupported("top_logprobs", "ask for logprobs too")
+    return (request.top_logprobs or 0) if request.logprobs else None

@@ -1,0 +1,168 @@
+"""Answers to POST /v1/chat/completions, and what text completions share with them."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.messages import Logprobs, ShownToken
+from services.gateway.dialects.base import Reply, encode_event
+from services.gateway.dialects.openai import count_usage, report_speculation, report_timings
+from services.gateway.errors import ApiError
+from services.gateway.task import Choice
+from services.gateway.tools.calls import ParsedCall
+from services.gateway.transcript import Piece
+
+_REASONS = {"stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class CompletionsReply(Reply):
+    """What chats and texts share: choices side by side, chunks, usage."""
+
+    prompts: int = 1
+    include_usage: bool = False
+    include_origins: bool = False
+
+    prefix = ""
+    whole_kind = ""
+    chunk_kind = ""
+
+    def whole(self) -> dict[str, Any]:
+        """See `Reply`."""
+        entries = [self._entry(choice) for choice in self.choices]
+        body = {**self._envelope(self.whole_kind, entries), "usage": self._usage()}
+        if len(self.choices) == 1:
+            return {**body, **self._figures(self.choices[0])}
+        for entry, choice in zip(entries, self.choices, strict=True):
+            entry.update(self._figures(choice))
+        return body
+
+    def add(self, choice: Choice, piece: Piece) -> list[bytes]:
+        """See `Reply`."""
+        shows = piece.parts or piece.logprobs or (self.include_origins and piece.origins)
+        if not shows:
+            return []
+        body = self._chunk(choice.index, self._delta(choice, piece), None)
+        if self.include_origins:
+            body["ssd"] = {"origins": piece.origins}
+        return [encode_event(body)]
+
+    def finish(self, choice: Choice, rest: Piece) -> list[bytes]:
+        """See `Reply`."""
+        last = self._chunk(choice.index, self._delta(choice, None), finish_reason(choice))
+        return [*self.add(choice, rest), encode_event({**last, **self._figures(choice)})]
+
+    def end(self) -> list[bytes]:
+        """See `Reply`."""
+        if not self.include_usage:
+            return [DONE]
+        counts = {**self._envelope(self.chunk_kind, []), "usage": self._usage()}
+        return [encode_event(counts), DONE]
+
+    def fail(self, error: ApiError) -> list[bytes]:
+        """See `Reply`."""
+        return [encode_event(error.body()), DONE]
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"{self.prefix}{self.name}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        choice = {"index": index, **delta, "finish_reason": reason}
+        body = self._envelope(self.chunk_kind, [choice])
+        return {**body, "usage": None} if self.include_usage else body
+
+    def _figures(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "timings": report_timings(choice.end, choice.transcript.tokens, self.status),
+            "ssd": report_speculation(choice.end, choice.request),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        return count_usage(self.choices, prompts=self.prompts)
+
+    @property
+    def _wants_logprobs(self) -> bool:
+        return self.choices[0].request.sampling.logprobs is not None
+
+    @abstractmethod
+    def _entry(self, choice: Choice) -> dict[str, Any]:
+        """A choice of a whole answer."""
+
+    @abstractmethod
+    def _delta(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
+        """What a chunk's choice holds besides its index and reason; None is the last chunk."""
+
+
+def finish_reason(choice: Choice) -> str:
+    """Why an answer ended, in OpenAI's words."""
+    called = choice.transcript.calls and choice.end.reason == "stop"
+    return "tool_calls" if called else _REASONS[choice.end.reason]
+
+
+class ChatReply(CompletionsReply):
+    """To POST /v1/chat/completions."""
+
+    prefix = "chatcmpl-"
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def start(self) -> list[bytes]:
+        """See `Reply`."""
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return [encode_event(self._chunk(choice.index, delta, None)) for choice in self.choices]
+
+    def _entry(self, choice: Choice) -> dict[str, Any]:
+        transcript = choice.transcript
+        content: str | None = transcript.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if transcript.reasoning:
+            message["reasoning_content"] = transcript.reasoning
+        if transcript.calls:
+            message["content"] = transcript.content.strip() or None
+            message["tool_calls"] = [describe_call(call) for call in transcript.calls]
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(transcript.logprobs),
+            "finish_reason": finish_reason(choice),
+        }
+
+    def _delta(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
+        del choice
+        if piece is None:
+            return {"delta": {}, "logprobs": None}
+        delta: dict[str, Any] = {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        if piece.content:
+            delta["content"] = piece.content
+        if piece.calls:
+            numbered = enumerate(piece.calls, start=piece.first_call)
+            delta["tool_calls"] = [{"index": i, **describe_call(call)} for i, call in numbered]
+        return {"delta": delta, "logprobs": self._logprobs(piece.logprobs)}
+
+    def _logprobs(self, entries: list[Logprobs]) -> dict[str, Any] | None:
+        if not self._wants_logprobs:
+            return None
+        content = [
+            {**_show(entry.chosen), "top_logprobs": [_show(token) for token in entry.best]}
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+
+def describe_call(call: ParsedCall) -> dict[str, Any]:
+    """A call as OpenAI's chat API has it."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _show(token: ShownToken) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": token.data}

@@ -1,0 +1,165 @@
+"""POST /v1/completions: texts to be continued, as OpenAI had it."""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Annotated, Any
+
+import msgspec
+
+from protocol.messages import Logprobs, Sampling
+from services.gateway.body import decode_body
+from services.gateway.dialects.base import encode_event
+from services.gateway.dialects.chat import StreamOptions, read_max_tokens
+from services.gateway.dialects.chat_reply import CompletionsReply, finish_reason
+from services.gateway.dialects.openai import (
+    Fields,
+    SamplingFields,
+    Stop,
+    list_stops,
+    read_drafting,
+    read_sampling,
+)
+from services.gateway.errors import invalid, unsupported
+from services.gateway.task import MAX_ANSWERS, Choice, PromptInput, Task
+from services.gateway.transcript import Piece
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """The fields of a request."""
+
+    prompt: str | list[Any]
+    """A text, the tokens of one, or several of either."""
+    suffix: str | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stop | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=16)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
+
+
+class CompletionOptions(Fields, frozen=True, kw_only=True):
+    """What the reply needs to know of a request."""
+
+    prompts: int = 1
+    include_usage: bool = False
+    include_origins: bool = False
+    echoes: list[str] = msgspec.field(default_factory=list)
+    """What goes before each choice's text."""
+
+
+def parse_completion(
+    body: bytes, defaults: Sampling, *, strict: bool = False
+) -> tuple[Task, CompletionOptions]:
+    """The task in a body; raises ApiError for what cannot be honoured."""
+    request, unknown = decode_body(body, CompletionRequest, strict=strict)
+    if request.stream_options and not request.stream:
+        raise unsupported("stream_options", "only with stream")
+    if request.suffix:
+        raise unsupported("suffix", "filling in is not supported; continue the text before it")
+    if (request.best_of or 1) > (request.n or 1):
+        raise unsupported("best_of", "choices are not ranked here; ask for n of them")
+    prompts = _read_prompts(request.prompt)
+    choices = request.n or 1
+    if len(prompts) * choices > MAX_ANSWERS:
+        raise invalid("prompt", f"more than {MAX_ANSWERS} answers to one request")
+    limit = read_max_tokens(request.max_completion_tokens, request.max_tokens)
+    task = Task(
+        prompts=prompts,
+        model=request.model,
+        sampling=read_sampling(request, defaults, logprobs=request.logprobs),
+        max_tokens=limit,
+        stop=list_stops(request.stop),
+        choices=choices,
+        stream=bool(request.stream),
+        unknown=unknown,
+        **read_drafting(request),
+    )
+    return task, _read_options(request, prompts, choices)
+
+
+def _read_options(
+    request: CompletionRequest, prompts: list[PromptInput], choices: int
+) -> CompletionOptions:
+    if request.echo and request.logprobs is not None:
+        raise unsupported("echo", "log-probabilities of the prompt are not computed here")
+    if request.echo and not all(prompt.text for prompt in prompts):
+        raise unsupported("echo", "only for prompts given as text")
+    echoed = prompts if request.echo else []
+    options = request.stream_options or StreamOptions()
+    return CompletionOptions(
+        prompts=len(prompts),
+        include_usage=options.include_usage,
+        include_origins=options.include_origins,
+        echoes=[prompt.text for prompt in echoed for _ in range(choices)],
+    )
+
+
+def _read_prompts(prompt: str | list[Any]) -> list[PromptInput]:
+    """The text, tokens, texts, or lists of tokens."""
+    if isinstance(prompt, str):
+        several: list[Any] = [prompt]
+    else:
+        several = prompt if not all(type(part) is int for part in prompt) else [prompt]
+    if not several or not all(several):
+        raise invalid("prompt", "it is empty")
+    return [_read_prompt(one) for one in several]
+
+
+def _read_prompt(prompt: Any) -> PromptInput:
+    if isinstance(prompt, str):
+        return PromptInput(text=prompt)
+    tokens = prompt if isinstance(prompt, list) else []
+    if not tokens or not all(type(part) is int and 0 <= part < 2**31 for part in tokens):
+        raise invalid("prompt", "a text or a list of token ids, or several of either")
+    return PromptInput(tokens=tokens)
+
+
+@dataclass
+class TextReply(CompletionsReply):
+    """To POST /v1/completions."""
+
+    echoes: list[str] = field(default_factory=list)
+
+    prefix = "cmpl-"
+    whole_kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def start(self) -> list[bytes]:
+        """See `Reply`."""
+        pairs = enumerate(self.echoes)
+        return [
+            encode_event(self._chunk(index, {"text": text, "logprobs": None}, None))
+            for index, text in pairs
+        ]
+
+    def _entry(self, choice: Choice) -> dict[str, Any]:
+        before = self.echoes[choice.index] if self.echoes else ""
+        return {
+            "index": choice.index,
+            "text": before + choice.transcript.content,
+            "logprobs": self._logprobs(choice.transcript.logprobs, 0),
+            "finish_reason": finish_reason(choice),
+        }
+
+    def _delta(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
+        if piece is None:
+            return {"text": "", "logprobs": None}
+        known = choice.transcript.logprobs
+        before = known[: len(known) - len(piece.logprobs)]
+        offset = sum(len(entry.chosen.text) for entry in before)
+        return {"text": piece.content, "logprobs": self._logprobs(piece.logprobs, offset)}
+
+    def _logprobs(self, entries: list[Logprobs], offset: int) -> dict[str, Any] | None:
+        """`offset`: characters of the answer before these."""
+        if not self._wants_logprobs:
+            return None
+        ends = accumulate((len(entry.chosen.text) for entry in entries), initial=offset)
+        return {
+            "tokens": [entry.chosen.text for entry in entries],
+            "token_logprobs": [entry.chosen.logprob for entry in entries],
+            "top_logprobs": [{t.text: t.logprob for t in entry.best} for entry in entries],
+            "text_offset": list(ends)[:-1],
+        }

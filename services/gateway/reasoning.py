@@ -1,0 +1,138 @@
+"""Thoughts apart from the answer, for the model families that mark them.
+
+Marks and their families: <think> (Qwen, DeepSeek, GLM, MiniMax, SmolLM and others), [THINK]
+(Magistral), <seed:think>, <longcat_think>, <|think:start|>, Gemma 4's thought channel, Kimi K3's
+sections. gpt-oss has channels of its own (`tools/harmony.py`).
+"""
+
+from typing import Literal, NamedTuple
+
+from protocol.messages import Text
+from services.gateway.template import ModelText
+from services.gateway.tools.reader import overlap
+
+
+class ThoughtFormat(NamedTuple):
+    """The marks of a thought."""
+
+    start: str
+    end: str
+    anywhere: bool = False
+    """Whether thoughts may begin later than at the answer's start; its mark occurs in no text."""
+
+
+_FORMATS = (
+    ThoughtFormat("<think>", "</think>"),
+    ThoughtFormat("<longcat_think>", "</longcat_think>"),
+    ThoughtFormat("<|think:start|>", "<|think:end|>", anywhere=True),
+    ThoughtFormat("[THINK]", "[/THINK]"),
+    ThoughtFormat("<seed:think>", "</seed:think>"),
+    ThoughtFormat("<|channel>thought", "<channel|>", anywhere=True),
+    ThoughtFormat("<|open|>think<|sep|>", "<|close|>think<|sep|>", anywhere=True),
+)
+
+
+def find_thought_format(text: ModelText) -> ThoughtFormat | None:
+    """The format of a model; None if it does not mark thoughts."""
+    for form in _FORMATS:
+        if form.end in text.template or {form.start, form.end} <= text.added_tokens.keys():
+            return form
+    return None
+
+
+class Thought(NamedTuple):
+    """A piece of a thought."""
+
+    text: str
+
+
+class ThoughtReader:
+    """Splits a text that comes in pieces into thoughts and answer.
+
+    Blanks between a mark and the text beside it belong to neither.
+    """
+
+    def __init__(self, form: ThoughtFormat, *, opened: bool = False) -> None:
+        """`opened`: the prompt ends within a thought."""
+        self._form = form
+        self._held = ""
+        self._state: Literal["start", "thought", "answer"] = "thought" if opened else "start"
+        """start: a thought may begin here."""
+        self._trim = opened
+        """Whether blanks are dropped from what comes next."""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what came last is within a thought."""
+        return self._state == "thought"
+
+    def push(self, text: str) -> list[Thought | str]:
+        """What is certain of thought and answer, in order."""
+        self._held += text
+        found: list[Thought | str] = []
+        while True:
+            state = self._state
+            piece = self._read_thought() if state == "thought" else self._read_answer()
+            if piece:
+                found.append(Thought(piece) if state == "thought" else piece)
+            if state == self._state:
+                return found
+
+    def end(self) -> list[Thought | str]:
+        """What was held back; a thought that was cut off stays a thought."""
+        held, self._held = self._held, ""
+        if self._state != "thought":
+            return [held] if held and not (self._trim and not held.strip()) else []
+        return [Thought(held.rstrip())] if held.strip() else []
+
+    def _read_thought(self) -> str:
+        if self._trim:
+            self._held = self._held.lstrip()
+        thought, mark, rest = self._held.partition(self._form.end)
+        if mark:
+            self._held, self._trim = rest, True
+            self._state = "start" if self._form.anywhere else "answer"
+            return thought.rstrip()
+        certain = len(self._held) - overlap(self._held, self._form.end)
+        return self._take(len(self._held[:certain].rstrip()))
+
+    def _read_answer(self) -> str:
+        if self._trim:
+            self._held = self._held.lstrip()
+        if self._state == "start":
+            found = self._held.find(self._form.start)
+            if found >= 0 and (self._form.anywhere or not self._held[:found].strip()):
+                before = self._take(found)
+                self._held = self._held.removeprefix(self._form.start)
+                self._state, self._trim = "thought", True
+                return before if before.strip() else ""
+            if self._form.anywhere:
+                return self._take(len(self._held) - overlap(self._held, self._form.start))
+            if self._form.start.startswith(self._held.lstrip()):
+                return ""  # it may still become the mark
+            self._state = "answer"
+        return self._take(len(self._held))
+
+    def _take(self, count: int) -> str:
+        """The first characters of what was held."""
+        text, self._held = self._held[:count], self._held[count:]
+        self._trim = self._trim and not text
+        return text
+
+
+class ThoughtLimit:
+    """Watches an answer until its first thought has used up its tokens."""
+
+    def __init__(self, form: ThoughtFormat, tokens: int, *, opened: bool) -> None:
+        """See `ThoughtReader`; `tokens` is the budget."""
+        self._reader = ThoughtReader(form, opened=opened)
+        self._left = tokens
+        self.end = f"\n{form.end}\n\n"
+        """What ends the thought."""
+
+    def is_reached(self, text: Text) -> bool:
+        """Take in newly emitted text; whether the thought must end now."""
+        for piece in text.pieces:
+            self._reader.push(piece)
+            self._left -= self._reader.is_thinking
+        return self._reader.is_thinking and self._left <= 0

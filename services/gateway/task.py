@@ -1,0 +1,269 @@
+"""A request for an answer, whichever API it came through, and what the orchestrator is asked."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import msgspec
+from msgspec.structs import replace
+
+from protocol.decoding.grammar import json_grammar
+from protocol.decoding.sampling_params import check_sampling
+from protocol.errors import RuntimeFailure
+from protocol.messages import ChatMessage, Finished, Generate, LogitsOptions, Sampling, Tokens
+from services.gateway.body import check_free_form, to_field_error
+from services.gateway.errors import invalid, unsupported
+from services.gateway.reasoning import ThoughtLimit
+from services.gateway.template import ModelText
+from services.gateway.tools.calls import ToolFunction, call_grammar, close_objects
+from services.gateway.tools.generic import describe_tools
+from services.gateway.transcript import AnswerFormat, Transcript, find_answer_format
+
+UNLIMITED = 2**31 - 1
+"""Tokens of an answer that may grow until the context is full."""
+MAX_ANSWERS = 128
+"""Most answers to one request: prompts times choices."""
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptInput:
+    """One of: a conversation, a text to be continued, its tokens."""
+
+    messages: list[ChatMessage] = field(default_factory=list)
+    answer_start: str = ""
+    """What the answer to the conversation begins with; the client has it already."""
+    text: str = ""
+    tokens: Tokens = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thinking:
+    """What the client wants of the model's thoughts; None leaves it to the model."""
+
+    enabled: bool | None = None
+    effort: Effort | None = None
+    budget: int | None = None
+    """Most tokens of a thought."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a client asks for."""
+
+    prompts: Sequence[PromptInput]
+    model: str | None = None
+    sampling: Sampling
+    """Without grammar."""
+    max_tokens: int | None = None
+    stop: list[str] = field(default_factory=list)
+    choices: int = 1
+    """Answers to each prompt."""
+    functions: Sequence[ToolFunction] = ()
+    must_call: bool = False
+    one_call: bool = False
+    schema: dict[str, Any] | None = None
+    """What the answer must follow, if it must be JSON."""
+    thinking: Thinking = Thinking()
+    template_options: dict[str, Any] = field(default_factory=dict)
+    plain: bool = False
+    """Whether to decode without drafts."""
+    drafter: str | None = None
+    """The drafter that must be running."""
+    num_draft_tokens: int = 0
+    choose_saguaro: bool = False
+    stream: bool = False
+    unknown: list[str] = field(default_factory=list)
+    """Fields that were left out."""
+
+
+@dataclass
+class Choice:
+    """One of the answers, as far as it has come."""
+
+    index: int
+    request: Generate
+    transcript: Transcript
+    thought_limit: ThoughtLimit | None = None
+    finished: Finished | None = None
+
+    @property
+    def end(self) -> Finished:
+        """How it ended; raises RuntimeFailure before that."""
+        if self.finished is None:
+            raise RuntimeFailure("the answer ended without its last message")
+        return self.finished
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a limit ended it, rather than the model."""
+        return self.end.reason in ("length", "context")
+
+
+class TaskPlanner:
+    """Turns tasks into requests to the orchestrator, for one model."""
+
+    def __init__(self, text: ModelText) -> None:
+        self._text = text
+        self._format = find_answer_format(text)
+
+    def plan(self, task: Task) -> list[Choice]:
+        """The requests that a task takes, prompt by prompt; each choice has a seed of its own.
+
+        Raises:
+            ApiError: it cannot be honoured.
+        """
+        grammar = _make_grammar(task)
+        options = self._template_options(task, constrained=bool(grammar))
+        opened = bool(task.prompts[0].messages) and self._opens_thought(options)
+        sampling = _add_grammar(task.sampling, grammar)
+        check_sampling(sampling)
+        requests = [
+            self._request(
+                task,
+                prompt,
+                replace(sampling, seed=(sampling.seed + offset) % 2**63),
+                options,
+                self._answer_start(prompt, closes=opened and bool(grammar)),
+            )
+            for prompt in task.prompts
+            for offset in range(task.choices)
+        ]
+        form = AnswerFormat() if grammar else self._format
+        return [
+            Choice(
+                index,
+                request,
+                Transcript(
+                    form.reader(task.functions, opened=opened and not request.answer_start),
+                    one_call=task.one_call,
+                ),
+                self._limit_thought(task, form, opened=opened),
+            )
+            for index, request in enumerate(requests)
+        ]
+
+    def _opens_thought(self, options: dict[str, Any]) -> bool:
+        """Whether prompts end within a thought."""
+        thoughts = self._format.thoughts
+        if thoughts is None:
+            return False
+        ending = self._text.prompt_end(options)
+        return ending.rfind(thoughts.start) > ending.rfind(thoughts.end)
+
+    def _answer_start(self, prompt: PromptInput, *, closes: bool) -> str:
+        """What the answer begins with; `closes`: a grammar follows, within which nobody thinks."""
+        thoughts = self._format.thoughts
+        end = f"{thoughts.end}\n\n" if thoughts and closes else ""
+        return end + prompt.answer_start if prompt.messages else ""
+
+    @staticmethod
+    def _limit_thought(task: Task, form: AnswerFormat, *, opened: bool) -> ThoughtLimit | None:
+        budget = task.thinking.budget
+        if form.thoughts is None or budget is None:
+            return None
+        return ThoughtLimit(form.thoughts, budget, opened=opened)
+
+    def _request(
+        self,
+        task: Task,
+        prompt: PromptInput,
+        sampling: Sampling,
+        options: dict[str, Any],
+        answer_start: str,
+    ) -> Generate:
+        messages, tools = prompt.messages, [f.describe() for f in task.functions]
+        if messages and not self._text.knows_tools:
+            messages, tools = describe_tools(messages, task.functions), []
+        try:
+            return Generate(
+                request=1,
+                messages=messages,
+                text=prompt.text,
+                tokens=prompt.tokens,
+                tools=tools,
+                template_options=options,
+                answer_start=answer_start,
+                special_text=self._format.special_marks,
+                sampling=sampling,
+                max_tokens=min(task.max_tokens or UNLIMITED, UNLIMITED),
+                stop=task.stop,
+                mode="ar" if task.plain else "ssd",
+                num_draft_tokens=task.num_draft_tokens,
+                choose_saguaro=task.choose_saguaro,
+            )
+        except msgspec.ValidationError as error:
+            raise to_field_error(error) from error
+
+    def _template_options(self, task: Task, *, constrained: bool) -> dict[str, Any]:
+        """What the chat template is told about thinking, where it knows of that."""
+        check_free_form(task.template_options, "chat_template_kwargs")
+        options = dict(task.template_options)
+        thinking = task.thinking
+        enabled = False if constrained else thinking.enabled
+        if thinking.effort in ("none", "minimal") and enabled is None:
+            enabled = False
+        template = self._text.template
+        if thinking.effort and "reasoning_effort" in template:
+            # gpt-oss knows three efforts.
+            known = thinking.effort if thinking.effort in ("low", "medium") else "high"
+            low = thinking.effort in ("none", "minimal")
+            options.setdefault("reasoning_effort", "low" if low else known)
+        if enabled is not None:
+            name = "enable_thinking" if "enable_thinking" in template else "thinking"
+            options.setdefault(name, enabled)
+        return options
+
+
+def _make_grammar(task: Task) -> str:
+    """What the answer must be: a call, JSON that follows a schema, or anything ("")."""
+    for function in task.functions:
+        check_free_form(function.parameters, f"the parameters of {function.name!r}")
+    if task.must_call:
+        if not task.functions:
+            raise unsupported("tool_choice", "there are no tools to call")
+        return call_grammar(task.functions, several=False)
+    if task.schema is None:
+        return ""
+    check_free_form(task.schema, "the schema")
+    schema = {key: value for key, value in task.schema.items() if key != "x-guidance"}
+    return json_grammar(close_objects(schema))
+
+
+def _add_grammar(sampling: Sampling, grammar: str) -> Sampling:
+    if not grammar:
+        return sampling
+    return replace(
+        sampling,
+        logits_options=replace(sampling.logits_options or LogitsOptions(), grammar=grammar),
+    )
+
+
+def make_sampling(
+    defaults: Sampling,
+    *,
+    seed: int | None,
+    bias: dict[str, float] | None = None,
+    penalties: dict[str, float | None] | None = None,
+    **given: Any,
+) -> Sampling:
+    """The defaults with what a request says; None is the same as not given."""
+    if bias and not all(token.isdecimal() and int(token) < 2**31 for token in bias):
+        raise invalid("logit_bias", "keys are token ids")
+    asked: dict[str, Any] = {
+        n: value for n, value in (penalties or {}).items() if value is not None
+    }
+    options = LogitsOptions(
+        logit_bias=tuple(sorted((int(t), value) for t, value in (bias or {}).items() if value)),
+        **asked,
+    )
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(
+        defaults,
+        seed=secrets.randbits(31) if seed is None else seed % 2**63,
+        logits_options=options if options != LogitsOptions() else None,
+        **chosen,
+    )

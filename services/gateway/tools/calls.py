@@ -1,0 +1,143 @@
+"""Functions that a model may call, a call of one, and the grammar of an answer that must call."""
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from protocol.decoding.grammar import json_rule
+
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+"""The marks of a call that a grammar forces, and of models that know no others."""
+
+
+class ToolFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    """JSON schema of its arguments; None: whatever object the model writes."""
+    freeform: bool = False
+    """Whether the client wants one plain text (argument `input`) instead of JSON."""
+
+    def describe(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": parameters,
+        }
+        return {"type": "function", "function": function}
+
+
+class ParsedCall(NamedTuple):
+    """A call that the model wrote."""
+
+    name: str
+    arguments: str
+    """JSON, unless the answer was cut off within it."""
+    id: str
+    complete: bool = True
+    """False: the answer ended within the call."""
+
+    @property
+    def value(self) -> dict[str, Any]:
+        """The arguments as an object; of a cut-off call, those that can be made out."""
+        text = self.arguments if self.complete else complete_json(self.arguments)
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+def new_call_id() -> str:
+    """Nine letters and digits: Mistral's templates take no others."""
+    return secrets.token_hex(5)[:9]
+
+
+def call_grammar(functions: Sequence[ToolFunction], *, several: bool = False) -> str:
+    """The grammar of an answer that must call one of these, or several in a row."""
+    kinds = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function.name},
+                "arguments": close_objects(function.parameters or {"type": "object"}),
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    rule = json_rule({"anyOf": kinds})
+    more = f' ("\\n{CALL_START}\\n" call "\\n{CALL_END}")*' if several else ""
+    return f'start: "{CALL_START}\\n" call "\\n{CALL_END}"{more}\ncall: {rule}'
+
+
+def close_objects(schema: Any) -> Any:
+    """The schema with objects that hold only the properties it names.
+
+    A model that may invent further ones goes on until its tokens are spent. Objects that say
+    something about further properties themselves, or name none, stay as they are.
+    """
+    if isinstance(schema, list):
+        return [close_objects(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        key: _close_named(value) if key in _NAMED else close_objects(value)
+        for key, value in schema.items()
+        if key not in _LITERAL
+    }
+    closed.update({key: schema[key] for key in _LITERAL if key in schema})
+    if schema.get("properties") and not _OPENING & schema.keys():
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _close_named(schemas: Any) -> Any:
+    """A map of names to schemas."""
+    if not isinstance(schemas, dict):
+        return schemas
+    return {name: close_objects(schema) for name, schema in schemas.items()}
+
+
+_NAMED = {"properties", "$defs", "definitions", "patternProperties"}
+"""Keywords whose keys are names, not keywords."""
+_LITERAL = {"const", "enum", "default", "examples", "allOf"}
+"""Keywords whose values are data, or that only hold together (allOf)."""
+_OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "$ref"}
+
+
+def complete_json(text: str) -> str:
+    """A JSON text that breaks off, with what is open in it closed."""
+    closers: list[str] = []
+    in_string = escaped = False
+    for character in text:
+        if in_string:
+            in_string = escaped or character != '"'
+            escaped = character == "\\" and not escaped
+        elif character == '"':
+            in_string = True
+        elif character in "[{":
+            closers.append("]" if character == "[" else "}")
+        elif character in "]}" and closers:
+            closers.pop()
+    if in_string:
+        text = (text[:-1] if escaped else text) + '"'
+    tail = "".join(reversed(closers))
+    candidates = (text, text.rstrip().rstrip(","), text.rstrip().rstrip(":") + ":null")
+    return next((c + tail for c in candidates if _is_json(c + tail)), "{}")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,163 @@
+"""Takes calls of tools out of a text that comes in pieces.
+
+A call stands between the marks of the model's `ToolFormat`. Between <tool_call> and
+</tool_call> it is JSON (Hermes, Qwen) or XML (Qwen-Coder); other marks have mlx-lm's parsers.
+Or the whole answer is one JSON object that names a tool (Llama 3). What looks like a call but
+cannot be read as one stays text: nothing that the model wrote is lost.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from services.gateway.tools.calls import ParsedCall, ToolFunction, new_call_id
+from services.gateway.tools.formats import Parser, ToolFormat
+
+_log = logging.getLogger(__name__)
+
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_WHOLE_JSON = ("{", "<|python_tag|>")
+"""How an answer begins that may be one call and nothing else."""
+_JSON_NAME = re.compile(r'"name"\s*:\s*"([^"]+)"')
+_JSON_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*')
+
+Found = str | ParsedCall
+"""A piece of text, or a call."""
+
+
+class ToolReader:
+    """One answer's text, split into text and calls."""
+
+    def __init__(self, functions: Sequence[ToolFunction], form: ToolFormat | None = None) -> None:
+        self._functions = {function.name: function for function in functions}
+        self._tools = [function.describe() for function in functions]
+        self._form = form or ToolFormat()
+        self._held = ""
+        self._inside = False
+        self._begun = False
+        """Whether the answer's first visible characters are known."""
+        self._whole = False
+        """Whether the answer may be one JSON object."""
+
+    def push(self, text: str) -> list[Found]:
+        """The text that certainly belongs to no call, and the calls that are complete."""
+        self._held += text
+        if not self._begun and not self._begin():
+            return []
+        if self._whole:
+            return []
+        found: list[Found] = []
+        while mark := self._form.end if self._inside else self._form.start:
+            before, separator, after = self._held.partition(mark)
+            if not separator:
+                break
+            self._held = after
+            if self._inside:
+                found += self._parse(before) or [self._form.start + before + mark]
+            elif before:
+                found.append(before)
+            self._inside = not self._inside
+        if not self._inside:
+            certain = len(self._held) - overlap(self._held, self._form.start)
+            if certain:
+                found.append(self._held[:certain])
+            self._held = self._held[certain:]
+        return found
+
+    def end(self, *, cut_off: bool = False) -> list[Found]:
+        """What was held back, once no more text comes; `cut_off`: by a limit, not by the model."""
+        held, self._held = self._held, ""
+        if not self._inside and not self._whole:
+            return [held] if held else []
+        # A stop token may stand for the end mark.
+        if calls := self._parse(held, whole=not self._inside):
+            return list(calls)
+        if cut_off and (call := self._read_partial(held)):
+            return [call]
+        return [(self._form.start if self._inside else "") + held]
+
+    def _begin(self) -> bool:
+        """Decide whether the answer may be one JSON object; False while that is open."""
+        start = self._held.lstrip()
+        if not start or any(mark.startswith(start) and mark != start for mark in _WHOLE_JSON):
+            return False
+        self._begun = True
+        self._whole = start.startswith(_WHOLE_JSON)
+        return True
+
+    def _parse(self, text: str, *, whole: bool = False) -> list[ParsedCall]:
+        """The calls in this text; none unless all of it is calls of known tools."""
+        if whole:
+            text = text.lstrip().removeprefix("<|python_tag|>")
+        if self._form.parse is not None and not whole:
+            start = self._form.start if self._form.has_inner_name else ""
+            found = self._run_parser(self._form.parse, start + text)
+        elif text.lstrip().startswith("{"):
+            found = _read_json(text)
+        else:
+            found = self._read_xml(text)
+        if not all(name in self._functions for name, _ in found):
+            return []
+        return [_make_call(name, arguments) for name, arguments in found]
+
+    def _run_parser(self, parse: Parser, text: str) -> list[tuple[str, Any]]:
+        try:
+            parsed = parse(text, self._tools)
+            calls = parsed if isinstance(parsed, list) else [parsed]
+            return [(str(call["name"]), call.get("arguments") or {}) for call in calls]
+        # The parsers raise whatever a broken call leads them into, often with its text, which
+        # does not belong into a log.
+        except Exception as error:  # noqa: BLE001
+            _log.info("a call of a tool cannot be read (%s)", type(error).__name__)
+            return []
+
+    def _read_xml(self, text: str) -> list[tuple[str, Any]]:
+        function = _FUNCTION.search(text)
+        if function is None:
+            return []
+        name, body = function[1].strip(), function[2]
+        known = self._functions.get(name)
+        schema = (known.parameters or {}).get("properties", {}) if known else {}
+        pairs = ((found[1].strip(), found[2]) for found in _PARAMETER.finditer(body))
+        return [(name, {key: _read_value(text, schema.get(key, {})) for key, text in pairs})]
+
+    def _read_partial(self, text: str) -> ParsedCall | None:
+        """The call in JSON that a limit cut off, if its name is there."""
+        name = _JSON_NAME.search(text)
+        if name is None or name[1] not in self._functions:
+            return None
+        arguments = _JSON_ARGUMENTS.search(text)
+        partial = text[arguments.end() :].rstrip() if arguments else ""
+        return ParsedCall(name[1], partial, new_call_id(), complete=False)
+
+
+def _read_json(text: str) -> list[tuple[str, Any]]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    arguments = value.get("arguments", value.get("parameters", {}))
+    return [(str(value.get("name")), arguments)]
+
+
+def _make_call(name: str, arguments: Any) -> ParsedCall:
+    return ParsedCall(name, json.dumps(arguments, ensure_ascii=False), new_call_id())
+
+
+def _read_value(text: str, schema: Any) -> Any:
+    """XML has only text; the schema says what it stands for."""
+    if isinstance(schema, dict) and schema.get("type") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest ending of `text` that begins the mark without completing it."""
+    lengths = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((n for n in lengths if mark.startswith(text[-n:])), 0)
