@@ -1,14 +1,16 @@
-# make demo: set everything up and answer a prompt on the real default pair.
+# make demo: set everything up and show what speculation gains, in a minute.
 # make test: set everything up and run the tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Errors only: warnings about the index or about pip itself help nobody here.
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 "$(BIN)/python" -m pip install --quiet --quiet
 EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
 
 .PHONY: demo test check audit bench tree chaos soak clean
 
 demo: $(VENV)/.pair
-	"$(BIN)/ssd" generate "Explain in three sentences why the sky is blue." --max-tokens 128 --stats
+	@"$(BIN)/ssd" demo $(FLAGS)
 
 # Two at a time: most tests wait for processes; those of a file stay together.
 test: $(VENV)/.pair
@@ -35,14 +37,15 @@ bench: $(VENV)/.pair
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	$(PYTHON) -m venv $(VENV)
-	"$(BIN)/python" -m pip install --quiet --upgrade pip
-	"$(BIN)/python" -m pip install --quiet --editable ".[$(EXTRAS)]"
-	touch $@
+	@echo "installing the packages into $(VENV)"
+	@$(PIP) --upgrade pip
+	@$(PIP) --editable ".[$(EXTRAS)]"
+	@touch $@
 
 # The default pair: real weights, converted once per machine.
 $(VENV)/.pair: $(VENV)/.installed $(wildcard launch/models/default_drafter/*)
-	"$(BIN)/ssd" models add default
-	touch $@
+	@"$(BIN)/ssd" models add default
+	@touch $@
 
 # Faults against a running stack under load; a long load. FLAGS="--help" shows what can be set.
 chaos soak: $(VENV)/.pair

@@ -45,7 +45,7 @@ class Finding(msgspec.Struct, frozen=True):
     text: str
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """All that was found."""
 
     platform: str
@@ -63,14 +63,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return not any(finding.level == "problem" for finding in self.findings)
 
 
-def examine(settings: StackSettings) -> Report:
+def examine(settings: StackSettings) -> DoctorReport:
     """Look at everything; only what cannot be asked at all is an exception.
 
     Raises:
         RuntimeFailure: MLX itself does not start.
     """
     survey, memory = ask_hardware(), psutil.virtual_memory()
-    return Report(
+    return DoctorReport(
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=len(_cores()),
         memory_bytes=memory.total,

@@ -11,7 +11,7 @@ _SCREEN = 78
 
 _EXAMPLES: dict[str, list[tuple[str, str]]] = {
     "": [
-        ("ssd models add default", "once: a small pair of models"),
+        ("ssd demo", "what it gains here, in a minute"),
         ('ssd generate "Why is the sky blue?" --stats', "an answer, and what it cost"),
         ("ssd serve", "OpenAI-compatible HTTP"),
         ("ssd top", "watch it work"),
@@ -31,6 +31,10 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("ssd completion fish > ~/.config/fish/completions/ssd.fish", "once"),
     ],
     "convert": [("ssd convert --model MODEL --target LARGER", "a drafter for CoreML")],
+    "demo": [
+        ("ssd demo", "three prompts, twice each"),
+        ("ssd demo --stats", "and what each answer cost"),
+    ],
     "distill": [
         ("ssd distill --target MODEL --out my-drafter --minutes 20", "train one"),
         ("ssd distill --evaluate my-drafter --target MODEL --prompts FILE.jsonl", "judge it"),

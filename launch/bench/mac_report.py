@@ -17,7 +17,7 @@ _PATH = re.compile(r"(?<![\w.])(?:~?(?:/[^\s/'\"]+)+|~)/")
 """Folders before a name: the file is made to be shown to others."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One answer of a stack."""
 
     mode: str
@@ -32,7 +32,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     same_as_plain: bool
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class MacReport(msgspec.Struct, frozen=True, kw_only=True):
     """The file that a user can attach to a report."""
 
     format: int = 1
@@ -45,7 +45,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     probes: list[ProbeResult] = []
     overlap: dict[str, list[ProbeResult]] = {}
     """"alone": draft and target loop one after the other; "together": at the same time."""
-    answers: list[Answer] = []
+    answers: list[MeasuredAnswer] = []
     stack: str = ""
     """Of `answers`: target and drafter."""
     answers_failed: str = ""
@@ -53,9 +53,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     not_measured: list[str] = []
 
 
-def without_paths(report: Report) -> Report:
+def without_paths(report: MacReport) -> MacReport:
     """The same with bare names in place of paths: they may hold people's names."""
-    return msgspec.convert(_bare(json.loads(msgspec.json.encode(report))), Report)
+    return msgspec.convert(_bare(json.loads(msgspec.json.encode(report))), MacReport)
 
 
 def _bare(value: Any) -> Any:
@@ -70,7 +70,7 @@ def _bare(value: Any) -> Any:
     return value
 
 
-def lines(report: Report) -> Iterator[str]:
+def lines(report: MacReport) -> Iterator[str]:
     """The same for people."""
     yield f"{report.model} on {report.machine['system']}, {report.date}"
     for found in report.probes:
@@ -92,7 +92,7 @@ def lines(report: Report) -> Iterator[str]:
         yield f"not measured here: {what}"
 
 
-def _format_drafts(answer: Answer) -> str:
+def _format_drafts(answer: MeasuredAnswer) -> str:
     if answer.mode != "ar" and not answer.drafted:
         return "nothing drafted in time"
     return f"{answer.accepted} of {answer.drafted} accepted"

@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from launch.bench.result import BenchFile, ModeSummary, Profile, Run
+from launch.bench.result import BenchFile, BenchRun, ModeSummary, Profile
 from protocol.messages import TraceEvent
 
 # Text stays text, so that it can be searched and read aloud; ids do not change from run to run.
@@ -126,7 +126,7 @@ def costs(found: Profile) -> str:
     return _svg(9.5, 3.0, draw, panels=2)
 
 
-def timeline(run: Run) -> str:
+def timeline(run: BenchRun) -> str:
     """Who worked when, in the first rounds of one answer."""
     work = run.timeline
     verified = [slice_ for slice_ in work if slice_.name == "verify"][1 : _ROUNDS_SHOWN + 1]

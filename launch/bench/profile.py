@@ -8,7 +8,7 @@ with these figures (`orchestrator/simulation`), adaptive and for a grid of fixed
 from collections.abc import Callable
 from statistics import median
 
-from launch.bench.result import Prediction, Profile
+from launch.bench.result import Profile, SpeedPrediction
 from launch.prompts import Prompt
 from orchestrator.simulation.run import simulate
 from orchestrator.simulation.scenario import AcceptanceModel, Device, Scenario, Strategy
@@ -109,7 +109,7 @@ def _calibrate(device: Device, alpha: float, answers: list[Statistics]) -> Scena
     return scenario(first, _SIMULATED_TOKENS)
 
 
-def _predict(scenario: Scenario, progress: Callable[[str], None]) -> Prediction:
+def _predict(scenario: Scenario, progress: Callable[[str], None]) -> SpeedPrediction:
     found = compare(scenario, fixed_pairs(_DRAFT_LENGTHS, _BUDGETS), progress=progress)
     best = found.best_fixed or found.adaptive
     strategy = best.strategy
@@ -124,7 +124,7 @@ def _predict(scenario: Scenario, progress: Callable[[str], None]) -> Prediction:
     for mode in ("sd", "ssd"):
         if speeds[mode] > _CLOSE * speeds[chosen]:
             chosen = mode
-    return Prediction(
+    return SpeedPrediction(
         best_mode=chosen,
         num_draft_tokens=strategy.num_draft_tokens if chosen == "ssd" else 0,
         branches=strategy.branches if chosen == "ssd" else 0,

@@ -46,7 +46,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     """One answer."""
 
     prompt_id: PromptId
@@ -159,7 +159,7 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the shorter work that the longer one hid: 1 all, 0 none."""
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+class SpeedPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """What the simulator expects of this machine and pair."""
 
     best_mode: str
@@ -182,7 +182,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     contention: float
     """How much slower a verification is while the drafter works: .1 is a tenth."""
     acceptance_rate: float
-    prediction: Prediction | None = None
+    prediction: SpeedPrediction | None = None
 
 
 class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,7 +195,7 @@ class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
     config: Config
     cold_start: dict[str, float] = {}
     """Seconds: until the stack was ready, and its first token after that."""
-    runs: list[Run]
+    runs: list[BenchRun]
     summary: dict[str, ModeSummary]
     """Mode (`mode@T` where there are several temperatures) -> figures over all prompts."""
     categories: dict[str, dict[str, ModeSummary]] = {}

@@ -3,9 +3,10 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from launch.bench.memory import MemoryWatch
-from launch.bench.result import Checks, Divergence, Run
+from launch.bench.result import BenchRun, Checks, Divergence
 from launch.bench.variant import Variant
 from launch.prompts import Prompt
 from launch.workers.reference import ReferenceWorker
@@ -29,6 +30,8 @@ _TRACED = "ssd"
 _SLICES_KEPT = 400
 """Of an answer's timeline; some dozens of rounds."""
 
+_COUNTS = ("rounds", "drafted", "accepted", "per_position", "cache_hits", "cache_misses")
+
 Progress = Callable[[str], None]
 _Answered = tuple[Tokens, float, float, Statistics | None, list[TraceEvent]]
 """Tokens, ttft_ms, decode_s, and what only our own stack tells."""
@@ -48,7 +51,7 @@ class Bench:
     """One per temperature."""
     max_tokens: int
     repeats: int = 1
-    runs: list[Run] = field(default_factory=list)
+    runs: list[BenchRun] = field(default_factory=list)
     divergences: list[Divergence] = field(default_factory=list)
     compared: int = 0
 
@@ -72,7 +75,7 @@ class Bench:
     ) -> None:
         """One prompt in all modes; their order rotates, so that none is always the first."""
         turn %= len(self.variants)
-        done: dict[str, Run] = {}
+        done: dict[str, BenchRun] = {}
         for variant in (*self.variants[turn:], *self.variants[:turn]):
             progress(f"{prompt.id} {variant.label}")
             run = self._answer(prompt, variant, sampling, self.max_tokens, repeat)
@@ -86,15 +89,14 @@ class Bench:
 
     def _answer(
         self, prompt: Prompt, variant: Variant, sampling: Sampling, max_tokens: int, repeat: int
-    ) -> Run:
+    ) -> BenchRun:
         messages = [ChatMessage("user", prompt.prompt)]
         prompt_tokens = self.tokenizer.encode(messages)
         ask = self._reference if variant.is_reference else self._ours
         tokens, ttft_ms, decode_s, statistics, timeline = ask(
             prompt_tokens, variant, sampling, max_tokens
         )
-        counts = statistics or _NOTHING
-        return Run(
+        return BenchRun(
             prompt_id=prompt.id,
             category=prompt.category,
             mode=variant.label,
@@ -106,16 +108,11 @@ class Bench:
             decode_tps=(len(tokens) - 1) / decode_s if decode_s else 0.0,
             decode_s=decode_s,
             peak_memory_gb=self.memory.peaks_gb(),
-            rounds=counts.rounds,
-            drafted=counts.drafted,
-            accepted=counts.accepted,
-            per_position=counts.per_position,
-            cache_hits=counts.cache_hits,
-            cache_misses=counts.cache_misses,
             output_sha256=digest(tokens),
             statistics=statistics,
             timeline=timeline,
             emitted=tokens,
+            **_counts(statistics),
         )
 
     def _reference(
@@ -150,7 +147,7 @@ class Bench:
 
     # ------------------------------------------------------------ the same tokens
 
-    def _compare(self, prompt: Prompt, sampling: Sampling, plain: Run, run: Run) -> None:
+    def _compare(self, prompt: Prompt, sampling: Sampling, plain: BenchRun, run: BenchRun) -> None:
         """Every mode of ours must give the tokens of plain decoding; a tie is measured."""
         self.compared += 1
         if run.emitted == plain.emitted:
@@ -186,10 +183,11 @@ class Bench:
         )
 
 
-_NOTHING = Run(
-    prompt_id="", category="", mode="", repeat=0, temperature=0.0, prompt_tokens=0, tokens=0,
-    ttft_ms=0.0, decode_tps=0.0, decode_s=0.0, output_sha256="",
-)  # fmt: skip
+def _counts(statistics: Statistics | None) -> dict[str, Any]:
+    """What a run repeats of its statistics; mlx-lm has none."""
+    if statistics is None:
+        return {}
+    return {name: getattr(statistics, name) for name in _COUNTS}
 
 
 def comparable(variant: Variant, sampling: Sampling) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median, quantiles
 from typing import Any
 
-from launch.bench.result import Interval, ModeSummary, Run
+from launch.bench.result import BenchRun, Interval, ModeSummary
 from orchestrator.simulation.bound import Rounds, bound_tok_s
 from protocol.messages import Statistics
 
@@ -16,7 +16,7 @@ _FEWEST = 3
 """Prompts below which an interval would say nothing."""
 
 
-def keys(runs: Iterable[Run]) -> dict[str, tuple[str, float]]:
+def keys(runs: Iterable[BenchRun]) -> dict[str, tuple[str, float]]:
     """Name in the summary -> (mode, temperature), in the order of the runs."""
     pairs = list(dict.fromkeys((run.mode, run.temperature) for run in runs))
     several = len({temperature for _, temperature in pairs}) > 1
@@ -26,7 +26,7 @@ def keys(runs: Iterable[Run]) -> dict[str, tuple[str, float]]:
     }
 
 
-def summary(runs: Sequence[Run]) -> dict[str, ModeSummary]:
+def summary(runs: Sequence[BenchRun]) -> dict[str, ModeSummary]:
     """Per mode and temperature, over all these runs."""
     return {
         key: summarise(
@@ -37,7 +37,7 @@ def summary(runs: Sequence[Run]) -> dict[str, ModeSummary]:
     }
 
 
-def categories(runs: Sequence[Run]) -> dict[str, dict[str, ModeSummary]]:
+def categories(runs: Sequence[BenchRun]) -> dict[str, dict[str, ModeSummary]]:
     """The same per category; empty if there is only one."""
     names = list(dict.fromkeys(run.category for run in runs))
     if len(names) < 2:
@@ -45,7 +45,7 @@ def categories(runs: Sequence[Run]) -> dict[str, dict[str, ModeSummary]]:
     return {name: summary([run for run in runs if run.category == name]) for name in names}
 
 
-def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> ModeSummary:
+def summarise(runs: Sequence[BenchRun], plain: Sequence[BenchRun]) -> ModeSummary:
     """The figures of one mode; `stdout` are the runs of plain decoding, possibly the same."""
     speeds = [run.decode_tps for run in runs]
     low, _, high = quantiles(speeds, n=4) if len(speeds) > 1 else (speeds[0],) * 3
@@ -64,13 +64,13 @@ def summarise(runs: Sequence[Run], plain: Sequence[Run]) -> ModeSummary:
     )
 
 
-def _ratios(runs: Sequence[Run], plain: Sequence[Run]) -> list[float]:
+def _ratios(runs: Sequence[BenchRun], plain: Sequence[BenchRun]) -> list[float]:
     """Per prompt, the speed over that of plain decoding; medians over repeats."""
     base, mine = _by_prompt(plain), _by_prompt(runs)
     return [mine[prompt] / base[prompt] for prompt in mine if base.get(prompt)]
 
 
-def _by_prompt(runs: Sequence[Run]) -> dict[object, float]:
+def _by_prompt(runs: Sequence[BenchRun]) -> dict[object, float]:
     prompts = dict.fromkeys(run.prompt_id for run in runs)
     return {
         prompt: median(run.decode_tps for run in runs if run.prompt_id == prompt)
@@ -86,7 +86,7 @@ def bootstrap(values: Sequence[float]) -> Interval:
     return Interval(medians[round(0.025 * _RESAMPLES)], medians[round(0.975 * _RESAMPLES) - 1])
 
 
-def _speculation(runs: Sequence[Run], told: Sequence[Statistics]) -> dict[str, Any]:
+def _speculation(runs: Sequence[BenchRun], told: Sequence[Statistics]) -> dict[str, Any]:
     """What only speculation has; counts are pooled over all runs."""
     drafted, accepted = sum(s.drafted for s in told), sum(s.accepted for s in told)
     rounds = sum(s.rounds for s in told)

@@ -7,7 +7,7 @@ import click
 import msgspec
 from rich.table import Table
 
-from launch.doctor import Report, examine
+from launch.doctor import DoctorReport, examine
 from launch.settings.flags import Command
 from launch.settings.options import settings_of, stack_options
 from launch.terminal import console
@@ -35,7 +35,7 @@ def command(*, as_json: bool, **stack: Any) -> None:
         console.stdout().print("ready; `ssd bench --profile` measures what speculation gains here")
 
 
-def _table(report: Report) -> Table:
+def _table(report: DoctorReport) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     gigabytes = report.memory_bytes / 1e9, report.free_bytes / 1e9
     machine = "{}, {} cores, {:.1f} GB of memory, {:.1f} free".format(

@@ -12,7 +12,7 @@ import click
 import msgspec
 import psutil
 
-from launch.bench.mac_report import TEMPERATURE, Answer, Report, lines, without_paths
+from launch.bench.mac_report import TEMPERATURE, MacReport, MeasuredAnswer, lines, without_paths
 from launch.doctor import versions
 from launch.models.coreml_models import find_converted, read_facts, require_converted
 from launch.models.default_pair import default_drafter
@@ -80,7 +80,7 @@ def command(model: str | None, target: str | None, out: Path, **options: Any) ->
         console.stdout().print(f"written to {out}", markup=False)
 
 
-def _measure(folder: Path, target: Path, options: dict[str, Any]) -> Report:
+def _measure(folder: Path, target: Path, options: dict[str, Any]) -> MacReport:
     with contextlib.closing(Lifeline()) as lifeline:
         common: dict[str, Any] = {"lifeline": lifeline, "model": str(folder)}
         own = find_converted(target)
@@ -90,14 +90,14 @@ def _measure(folder: Path, target: Path, options: dict[str, Any]) -> Report:
     # A target of any size drafts for itself on a device alone.
     drafter = (own if _on_mac() else None) or folder
     settings = StackSettings(model=str(target), draft_backend="coreml", draft_model=str(drafter))
-    answers: list[Answer] = []
+    answers: list[MeasuredAnswer] = []
     failed = ""
     try:
         for answer in _answers(settings, options["max_tokens"]):
             answers.append(answer)
     except SsdError as error:  # what was measured before is worth its file
         failed = str(error)
-    return Report(
+    return MacReport(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         machine=_machine(),
         versions=versions(),
@@ -184,7 +184,7 @@ def _overlap(common: dict[str, Any], target: str, seconds: float) -> dict[str, l
         return {"alone": alone, "together": [worker.measure() for worker in both]}
 
 
-def _answers(settings: StackSettings, max_tokens: int) -> Iterator[Answer]:
+def _answers(settings: StackSettings, max_tokens: int) -> Iterator[MeasuredAnswer]:
     """Plain and speculative, at a temperature, on the stack that would be used."""
     console.stderr().print(f"measuring: answers at temperature {TEMPERATURE}")
     sampling = Sampling(temperature=TEMPERATURE, seed=1)
@@ -223,9 +223,9 @@ def _ask(
 
 def _answer(
     mode: str, num_draft_tokens: int, tokens: list[int], finished: Finished, *, same: bool
-) -> Answer:
+) -> MeasuredAnswer:
     statistics = finished.statistics
-    return Answer(
+    return MeasuredAnswer(
         mode=mode,
         num_draft_tokens=num_draft_tokens,
         tokens=len(tokens),

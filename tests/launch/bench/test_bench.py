@@ -10,7 +10,7 @@ import jsonschema
 import msgspec
 import pytest
 
-from launch.bench.result import BenchFile, Run
+from launch.bench.result import BenchFile, BenchRun
 from launch.bench.runs import comparable
 from launch.bench.summary import bootstrap, categories, summary
 from launch.bench.variant import parse, parse_all
@@ -83,7 +83,7 @@ def test_modes_that_make_no_sense(text: str) -> None:
 # ---------------------------------------------------------------- figures
 
 
-def run(prompt: int, mode: str, tps: float, **more: Any) -> Run:
+def run(prompt: int, mode: str, tps: float, **more: Any) -> BenchRun:
     values: dict[str, Any] = {
         "prompt_id": prompt,
         "category": "chat" if prompt < 3 else "code",
@@ -97,7 +97,7 @@ def run(prompt: int, mode: str, tps: float, **more: Any) -> Run:
         "decode_s": 10.0 / tps,
         "output_sha256": "0",
     }
-    return Run(**(values | more))
+    return BenchRun(**(values | more))
 
 
 def test_speeds_are_medians_and_ratios_are_by_prompt() -> None:

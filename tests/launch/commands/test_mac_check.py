@@ -118,7 +118,7 @@ def test_prompts_are_timed_both_ways() -> None:
     assert not found.failed
     assert [one.tokens for one in found.prefills] == [64, SLOTS]
     assert all(one.mlx_ms > 0 and one.coreml_ms > 0 for one in found.prefills)
-    report = mac_report.Report(
+    report = mac_report.MacReport(
         date="", machine={"system": "here"}, versions={}, model="m", package={}, probes=[found]
     )
     _, *said = mac_report.lines(report)
@@ -142,8 +142,10 @@ def test_an_answer_without_drafts_says_so() -> None:
         "tokens": 9, "tok_s": 1.0, "accepted": 0, "drafted": 0, "cache_hits": 0,
         "cache_misses": 0, "same_as_plain": True,
     }  # fmt: skip
-    answers = [mac_report.Answer(mode=m, num_draft_tokens=0, **common) for m in ("ar", "sd")]
-    report = mac_report.Report(
+    answers = [
+        mac_report.MeasuredAnswer(mode=m, num_draft_tokens=0, **common) for m in ("ar", "sd")
+    ]
+    report = mac_report.MacReport(
         date="", machine={"system": "here"}, versions={}, model="m", package={}, answers=answers
     )
     _, plain, drafting = mac_report.lines(report)
@@ -157,7 +159,7 @@ def test_failures_are_told_without_paths(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("HOME", home)
     text = f"'{home}/models/a-coreml' is no model; /opt/me/x.py failed, 3/4 done"
     found = ProbeResult(kind="functions", compute_units="cpu_and_ne", failed=text)
-    report = mac_report.Report(
+    report = mac_report.MacReport(
         date="", machine={}, versions={}, model="m", package={"parity": {"out": f"{home}/b"}},
         probes=[found], overlap={"alone": [found]}, answers_failed="'~/me/c' died",
     )  # fmt: skip

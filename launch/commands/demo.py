@@ -1,0 +1,57 @@
+"""`ssd demo`: what speculation gains here, in a minute."""
+
+import contextlib
+from typing import Any
+
+import click
+
+from launch.models.default_pair import add_default
+from launch.prompts import Prompt, own_prompts, read_prompts
+from launch.settings.flags import Command
+from launch.settings.options import settings_of, stack_options
+from launch.stack.session import private_stack
+from launch.terminal import console
+from launch.terminal.demo import Demo
+from protocol.client.client import Client
+
+
+@click.command("demo", cls=Command)
+@click.option(
+    "-m", "--max-tokens", type=click.IntRange(min=8), default=96, show_default=True,
+    help="Most tokens of an answer.",
+)  # fmt: skip
+@click.option("--stats", is_flag=True, help="Print statistics after each answer.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the processes as they start.")
+@stack_options()
+def command(*, max_tokens: int, stats: bool, verbose: bool, **stack: Any) -> None:
+    """Answer three prompts plainly and speculatively, and compare speed and tokens.
+
+    The prompts are prose, code and a sum. The default pair is set up first if need be.
+    """
+    if stack["prompt_cache_size"] is None:
+        stack["prompt_cache_size"] = 0  # each prompt comes twice
+    settings = settings_of(**stack)
+    if not settings.model:
+        add_default(_silent)
+    report = console.process_line if verbose else console.long_waits
+    with (
+        console.stderr().status("loading the models") as status,
+        private_stack(settings, report) as supervisor,
+        contextlib.closing(Client(supervisor.run_dir.clients_address)) as client,
+    ):
+        status.stop()
+        Demo(client, max_tokens, statistics=stats).run(_one_of_each_kind())
+
+
+def _one_of_each_kind() -> list[Prompt]:
+    """The first of our own prompts in each category."""
+    first: dict[str, Prompt] = {}
+    for prompt in read_prompts(own_prompts()):
+        first.setdefault(prompt.category, prompt)
+    return list(first.values())
+
+
+def _silent(sentence: str) -> None:
+    """Only what takes long is said."""
+    if sentence.startswith("fetching"):
+        console.stderr().print(sentence, markup=False)

@@ -1,0 +1,82 @@
+"""`ssd demo`: what it counts, what it shows, and how it ends."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.terminal.demo import DemoAnswer, DemoResult, summarise
+from tests.launch.terminal.test_explain import statistics
+from tests.support.stack import leftovers
+from tests.support.terminal import terminal
+from tests.support.tiny_models import write_endless_model
+
+TIMEOUT_S = 120.0
+
+
+def answer(tokens: list[int], decode_s: float) -> DemoAnswer:
+    return DemoAnswer(tokens, statistics(tok_s=10 / decode_s, decode_s=decode_s))
+
+
+def test_times_as_fast_is_over_all_prompts() -> None:
+    """Both times are sums, so a long answer counts more than a short one."""
+    prose = DemoResult("prose", answer([1, 2, 3], 6.0), answer([1, 2, 3], 2.0))
+    code = DemoResult("code", answer([4, 5], 2.0), answer([4, 5], 2.0))
+    assert summarise([prose, code]) == [
+        "2.00 times as fast as plain decoding: 4.0 s instead of 8.0 s (prose 3.00, code 1.00).",
+        "Every token is the same: 5 of 5.",
+    ]
+
+
+@pytest.mark.parametrize("other", [[1, 9, 3], [1]])
+def test_a_difference_is_told(other: list[int]) -> None:
+    """Another token, or an answer that ends early."""
+    result = DemoResult("code", answer([1, 2, 3], 1.0), answer(other, 2.0))
+    faster, same = summarise([result])
+    assert faster.startswith("0.50 times as fast")
+    assert same.startswith("1 of 1 answers differ (code from token 1)")
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    """The demo with a tiny pair whose drafts are all accepted."""
+    target, draft = (write_endless_model(tmp_path / name, "llama", seed=1) for name in "td")
+    pair = ["--model", str(target), "--draft-model", str(draft)]
+    return [sys.executable, "-m", "launch.cli", "demo", *pair, "-m", "24"]
+
+
+@pytest.mark.processes
+def test_without_a_terminal(command: list[str], run_dir: Path) -> None:
+    """Three prompts, two answers each, no colours, and two lines at the end."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^\[\d/3\]", done.stdout, re.MULTILINE) == ["[1/3]", "[2/3]", "[3/3]"]
+    assert done.stdout.count("24 tokens, ") == 6
+    assert "\x1b" not in done.stdout
+    *_, faster, same = done.stdout.splitlines()
+    assert re.fullmatch(r"\d+\.\d\d times as fast as plain decoding: .* s instead of .*", faster)
+    assert same == "Every token is the same: 72 of 72."
+    assert leftovers(run_dir) == []
+
+
+@pytest.mark.processes
+def test_on_a_terminal_drafted_tokens_are_coloured(command: list[str]) -> None:
+    """Green, yellow or cyan: drafted in time, drafted late, or looked up."""
+    with terminal(command) as screen:
+        seen = screen.wait_for("coloured tokens were drafted", "times as fast as plain decoding")
+        assert re.search(r"\x1b\[3[236]m", seen)
+        assert screen.end() == 0
+
+
+@pytest.mark.processes
+def test_ctrl_c_leaves_nothing(command: list[str], run_dir: Path) -> None:
+    """In the middle of an answer: no traceback, no process, no folder."""
+    with terminal([*command[:-1], "100000"]) as screen:
+        screen.wait_for("plain decoding:")
+        screen.process.send_signal(signal.SIGINT)
+        assert screen.end() == 128 + signal.SIGINT
+        assert "Traceback" not in screen.seen
+    assert leftovers(run_dir) == []
