@@ -24,7 +24,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the prompts file {str(path)!r} cannot be read: {error}") from error
+        raise UsageError(f"cannot read the prompts file {str(path)!r}: {error}") from error
     prompts = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -37,7 +37,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             raise UsageError(f"{str(path)!r}, line {number}: the prompt is empty")
         prompts.append(prompt)
     if not prompts:
-        raise UsageError(f"the prompts file {str(path)!r} has no prompts")
+        raise UsageError(f"the prompts file {str(path)!r} is empty")
     return prompts
 
 

@@ -382,7 +382,7 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     stop: Annotated[list[str], msgspec.Meta(max_length=MAX_ITEMS)] = []
     mode: Mode = "ssd"
     num_draft_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
-    """Draft tokens per round; 0 leaves it to the orchestrator."""
+    """Draft tokens per round; 0: the planner decides."""
     branches: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     """Branches prepared per round (B); 0 leaves it to the orchestrator."""
     fan_out_policy: FanOutPolicy = "online"

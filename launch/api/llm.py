@@ -209,8 +209,8 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Iterable[Prompt]:
         return [messages]
     if messages:
         raise UsageError(
-            "the prompts are texts and messages mixed: a conversation is a list of messages, "
-            "several are a list of such lists"
+            "the prompts mix strings and messages: a conversation is a list of messages, "
+            "several conversations are a list of such lists"
         )
     return [one for one in prompts if not isinstance(one, Mapping)]
 

@@ -37,9 +37,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     mode: Mode = "ssd"
     num_draft_tokens: int = 0
-    """Draft tokens per round; 0 leaves it to the orchestrator."""
+    """Draft tokens per round; 0: the planner decides."""
     acceptance: Acceptance = "coupled"
-    """coupled: the tokens of plain decoding; rejection: their law."""
+    """coupled: the tokens of plain decoding; rejection: their distribution."""
     draft_temp: float | None = None
     """The drafter's own temperature; None is the target's."""
     draft_top_p: float | None = None

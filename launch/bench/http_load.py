@@ -48,7 +48,7 @@ class Server:
         except ValueError:  # a port that is no number
             usable = False
         if not usable:
-            raise UsageError(f"--url {url!r} is no address such as http://127.0.0.1:8080")
+            raise UsageError(f"--url {url!r} is not an address such as http://127.0.0.1:8080")
         self._connect: Callable[..., http.client.HTTPConnection] = _PATHS[parts.scheme]
         self._host = parts.netloc
         self._base = parts.path.rstrip("/").removesuffix("/v1")
@@ -108,7 +108,7 @@ class Server:
                     first = first or time.perf_counter()
                     pieces.append(piece)
         if not tokens:
-            raise RuntimeFailure(f"{self._host} did not count the tokens of its answer")
+            raise RuntimeFailure(f"{self._host} sent no usage with its answer")
         ttft = (first or time.perf_counter()) - asked
         return LoadAnswer(number, "".join(pieces), tokens, ttft)
 
@@ -130,9 +130,7 @@ class Server:
                     yield chunk
             except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
                 reason = f"{type(error).__name__}: {error}"
-                raise RuntimeFailure(
-                    f"{self._host} does not answer as it should: {reason}"
-                ) from error
+                raise RuntimeFailure(f"{self._host} cannot be used: {reason}") from error
 
 
 def events(response: http.client.HTTPResponse) -> Iterator[bytes]:

@@ -91,7 +91,7 @@ def parse(text: str) -> Variant:
             _refuse_knobs(text, values)
         values.setdefault("num_draft_tokens", REFERENCES[mode])
     elif mode != "ssd" and set(values) & {"branches", "policy", "saguaro"}:
-        raise UsageError(f"{text!r}: only ssd has branches to fan out")
+        raise UsageError(f"{text!r}: only ssd prepares branches")
     elif mode == "ar":
         _refuse_knobs(text, values)
     return Variant(label=text.strip(), mode=mode, **values)
@@ -99,7 +99,7 @@ def parse(text: str) -> Variant:
 
 def _refuse_knobs(text: str, values: dict[str, Any]) -> None:
     if values:
-        raise UsageError(f"{text!r}: this mode has no such knob")
+        raise UsageError(f"{text!r}: this mode does not take that knob")
 
 
 def _knob(knob: str, text: str) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def parse_all(text: str) -> tuple[Variant, ...]:
     variants = tuple(parse(part) for part in text.split(","))
     labels = [variant.label for variant in variants]
     if len(set(labels)) < len(labels):
-        raise UsageError(f"a mode is named twice in {text!r}")
+        raise UsageError(f"{text!r} names a mode twice")
     return variants
 
 

@@ -26,13 +26,18 @@ from protocol.messages import Sampling
 @click.command("bench", cls=Command)
 @stack_options()
 @sampling_options()
-@click.option("--temps", help="Several temperatures, as in 0,0.7, in place of --temp.")
+@click.option("--temps", help="Several temperatures (0,0.7) instead of --temp.")
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path),
-    help="JSONL file: id, prompt, category; our own ten if left out.",
+    help="JSONL file: id, prompt, category; else ten built-in ones.",
 )
-@click.option("--limit", type=click.IntRange(min=0), default=0, help="Use so many, evenly.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Use only N of them, evenly spread; 0: all.",
+)
 @click.option("-m", "--max-tokens", type=click.IntRange(min=2), default=128, show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option(
@@ -41,12 +46,14 @@ from protocol.messages import Sampling
     help="Knobs may be fixed, as in ssd:k=4:b=16, ssd:uniform, ssd:rejection, "
     "ssd:drafter=MODEL, mlx-lm-draft:k=5.",
 )
-@click.option("--profile", is_flag=True, help="Only predict what to gain, in half a minute.")
-@click.option("--overlap", is_flag=True, help="Only measure whether both models run at once.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything.")
+@click.option("--profile", is_flag=True, help="Only predict the gain here, in half a minute.")
+@click.option("--overlap", is_flag=True, help="Only measure whether both models can run at once.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="Write all figures as JSON."
+)
 @click.option("--report", type=click.Path(path_type=Path), help="Write a page with plots.")
 def command(**options: Any) -> None:  # fmt: skip
-    """Measure modes side by side, interleaved, and check that none changes a token.
+    """Compare modes side by side and check that none changes a token.
 
     With --report also the profile and the overlap.
     """
@@ -82,7 +89,9 @@ def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
     alone = {name: options.pop(name) for name in ("profile", "overlap")}
     sampling = take_sampling(options)
     if sampling.logits_options is not None:
-        raise UsageError("penalties and schemas cannot be benched: mlx-lm has not the same")
+        raise UsageError(
+            "penalties and schemas cannot be benchmarked, since mlx-lm's differ; leave them out"
+        )
     samplings = _samplings(options.pop("temps"), sampling)
     for variant in variants:
         for sampling in samplings:

@@ -16,20 +16,20 @@ from protocol.messages import Generate
 @click.command("chat", cls=Command)
 @stack_options()
 @sampling_options()
-@click.option("--system-prompt", default="", help="Put before the conversation.")
+@click.option("--system-prompt", default="", help="System prompt.")
 @click.option("-m", "--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True)
 @click.option("--mode", type=click.Choice(["ar", "sd", "ssd"]), default="ssd", show_default=True)
 @click.option(
     "--num-draft-tokens",
     type=click.IntRange(0, 64),
     default=0,
-    help="Draft tokens per round; 0 leaves it to the orchestrator.",
+    help="Draft tokens per round; 0: the planner decides.",
 )
-@click.option("--show-draft", is_flag=True, help="Colour tokens by where they came from.")
+@click.option("--show-draft", is_flag=True, help="Colour tokens by origin.")
 @click.option("--name", default=DEFAULT_NAME, help="Attach to this stack if it is running.")
-@click.option("-v", "--verbose", is_flag=True, help="Show the processes as they start.")
+@click.option("-v", "--verbose", is_flag=True, help="Show processes as they start.")
 def command(**options: Any) -> None:
-    """Talk with the model; h shows the keys, Ctrl-C stops an answer, q quits."""
+    """Chat with the model: h for help, Ctrl-C stops an answer, q quits."""
     template = Generate(
         request=0,
         sampling=take_sampling(options),

@@ -15,7 +15,7 @@ _VARIABLE = "_SSD_COMPLETE"
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def command(context: click.Context, shell: str) -> None:
-    """Print what makes a shell complete verbs and flags."""
+    """Print a shell completion script."""
     kind = get_completion_class(shell)
     if kind is None:
         raise UsageError(f"there is no completion for {shell!r}")

@@ -34,9 +34,11 @@ _option = options_of(ConvertSettings)
 
 
 @click.command("convert")
-@click.option("--model", required=True, help="Model folder or hub name (Llama type).")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder; left out: MODEL-coreml.")
-@click.option("--target", help="The target that it is to draft for: measures acceptance.")
+@click.option("--model", required=True, help="Llama-type model: folder or hub name.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Output folder.  [default: MODEL-coreml]"
+)
+@click.option("--target", help="Target to draft for; also measures acceptance.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: prompt, category.")
 @_option("--context", "Tokens that fit, drafts included.")
 @_option("--branches", "Parallel branches of tree decoding.")
@@ -48,10 +50,12 @@ _option = options_of(ConvertSettings)
 @_option("--compute-units", "Where the comparison runs.", click.Choice(COMPUTE_UNITS))
 @_option("--tokens", "Tokens per prompt that are compared; 0: no comparison.")
 @_option("--threshold", "Least share of equal best tokens; below: exit code 6, no folder.")
-@click.option("--all-routes", is_flag=True, help="Compare token by token, too, and list all.")
+@click.option(
+    "--all-routes", is_flag=True, help="Compare every function separately and list all differences."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(model: str, out: Path | None, target: str | None, **options: Any) -> None:
-    """Convert a model to CoreML, and compare the package with it."""
+    """Convert a model to CoreML and compare the result with it."""
     folder = resolve(model)
     place = beside(folder) if out is None else out.expanduser().resolve()
     as_json, prompts = options.pop("as_json"), options.pop("prompts")

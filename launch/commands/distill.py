@@ -41,11 +41,11 @@ def _numbers(kind: type) -> Any:
 
 
 @click.command("distill")
-@click.option("--target", required=True, help="Target: model folder or hub name.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the run and the drafter.")
-@click.option("--evaluate", help="Judge this drafter instead of training one.")
+@click.option("--target", required=True, help="Target model: folder or hub name.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the run and the drafter.")
+@click.option("--evaluate", help="Evaluate this drafter instead of training one.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: prompt, category.")
-@click.option("--texts", multiple=True, help="Learn from the texts of this run; may be repeated.")
+@click.option("--texts", multiple=True, help="Reuse the texts of this run (repeatable).")
 @_option("--minutes", "Training time, over all resumptions.")
 @_option("--steps", "Training steps instead of time.")
 @_option("--session-minutes", "Stop this call, resumable, after so long.")
@@ -54,7 +54,9 @@ def _numbers(kind: type) -> Any:
 @_option("--data-batch", "Sequences generated together; 0: 1024 on CUDA, 64 on Metal, 8 on a CPU.")
 @_option("--length", "Tokens of a sequence, prompt included.")
 @_option("--user-tokens", "Longest invented prompt.")
-@click.option("--temperatures", callback=_numbers(float), help="Of the answers: 0,0.3,0.7,1.")
+@click.option(
+    "--temperatures", callback=_numbers(float), help="Temperatures of the answers: 0,0.3,0.7,1."
+)
 @_option("--layers", "Layers of the drafter.")
 @click.option("--init-layers", callback=_numbers(int), help="Layers of the target to start from.")
 @_option("--head-size", "Tokens that the drafter can propose; 0: all.")
@@ -74,7 +76,7 @@ def _numbers(kind: type) -> Any:
 @click.option("--no-compile", is_flag=True, help="Do not let MLX fuse the training step.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(**options: Any) -> None:
-    """Train a drafter for a target, or judge one; the same command resumes a run."""
+    """Train a drafter for a target, or evaluate one; repeat the command to resume."""
     target = resolve(options.pop("target"))
     as_json, prompts = options.pop("as_json"), options.pop("prompts")
     values = _settings_of(options, target)

@@ -18,9 +18,9 @@ _MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "problem":
 
 @click.command("doctor", cls=Command)
 @stack_options()
-@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 def command(*, as_json: bool, **stack: Any) -> None:
-    """Look at this machine, its libraries and the pair: does it all fit together?
+    """Check this machine, its libraries and the pair.
 
     Starts no stack. The exit code is 4 if something stands in the way.
     """

@@ -16,18 +16,22 @@ from protocol.settings import OWN_BACKENDS, BackendName, encode_settings
 
 @click.command("draft-server")
 @click.option("--stdio", is_flag=True, help="Serve standard input and output.")
-@click.option("--lines", is_flag=True, help="The line protocol: READY, DRAFT, TOKENS.")
-@click.option("--listen", default="", metavar="ADDRESS", help="Serve a machine: tcp://HOST:PORT.")
+@click.option("--lines", is_flag=True, help="Speak the line protocol.")
+@click.option(
+    "--listen", default="", metavar="ADDRESS", help="Serve other machines on tcp://HOST:PORT."
+)
 @click.option(
     "--trust",
     multiple=True,
     metavar="KEY",
-    help="Who may connect: a public key, or its name in `ssd keys`; repeatable.",
+    help="Key that may connect, or its name in `ssd keys`; repeatable.",
 )
-@click.option("--key", default="default", show_default=True, help="Which of your keys it shows.")
+@click.option("--key", default="default", show_default=True, help="Which of your own keys to use.")
 @click.option("--backend", type=click.Choice(OWN_BACKENDS), default="mlx", show_default=True)
-@click.option("--model", default="", help="Model folder or hub name; else the default drafter.")
-@click.option("--threads", type=click.IntRange(min=1), help="Of the BLAS; else one per core.")
+@click.option(
+    "--model", default="", help="Draft model: folder or hub name; else the default drafter."
+)
+@click.option("--threads", type=click.IntRange(min=1), help="BLAS threads; else one per core.")
 @click.option(
     "--prefill-step-size",
     type=click.IntRange(min=1),
@@ -46,16 +50,16 @@ def command(
     threads: int | None,
     prefill_step_size: int,
 ) -> None:
-    """Draft for another program over standard input and output, or for another machine.
+    """Draft for another program or another machine.
 
-    What is spoken there is described in docs/guide/draft-server.md; logs go to standard error.
+    The protocols are in docs/guide/draft-server.md; logs go to standard error.
     """
     if stdio == bool(listen):
         raise UsageError("a draft server needs either --stdio or --listen")
     if listen and lines:
         raise UsageError("the line protocol is for --stdio")
     if bool(listen) != bool(trust):
-        raise UsageError("--listen needs --trust, and no other way does: who may connect?")
+        raise UsageError("--listen and --trust go together: --trust names who may connect")
     settings = DraftServerSettings(
         backend=backend,
         model=drafter_folder(backend, model),

@@ -12,20 +12,20 @@ from protocol.transport.curve import read_keys
 
 @click.group("keys")
 def command() -> None:
-    """Keys for drafters on other machines: make, show and pin them."""
+    """Make, show and trust keys for drafters on other machines."""
 
 
 @command.command("new")
 @click.argument("name", default=DEFAULT_KEY)
 def new(name: str) -> None:
-    """Make a pair of keys; the secret half stays in its file."""
+    """Make a key pair; the secret half stays in its file."""
     console.write(f"{keyring.make_keys(name)}\n")
 
 
 @command.command("show")
 @click.argument("name", default=DEFAULT_KEY)
 def show_key(name: str) -> None:
-    """Print the public half of your keys, which the other machine must trust."""
+    """Print your public key, which the other machine must trust."""
     console.write(f"{read_keys(keyring.own_keys(name)).public}\n")
 
 
@@ -33,21 +33,21 @@ def show_key(name: str) -> None:
 @click.argument("name")
 @click.argument("key")
 def trust(name: str, key: str) -> None:
-    """Pin the public key of another machine under a name."""
+    """Trust another machine's public key under a name."""
     keyring.trust(name, key)
 
 
 @command.command("forget")
 @click.argument("name")
 def forget(name: str) -> None:
-    """Trust this machine no longer."""
+    """Stop trusting a machine."""
     keyring.forget(name)
 
 
 @command.command("list")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_keys(*, as_json: bool) -> None:
-    """List your keys and those that you trust, without secrets."""
+    """List your keys and those you trust, without secrets."""
     own, trusted = keyring.list_own_keys(), keyring.list_trusted_keys()
     if as_json:
         console.write(json.dumps({"own": own, "trusted": trusted}) + "\n")

@@ -15,7 +15,7 @@ from launch.terminal import console
 @click.command("launch", cls=Command)
 @stack_options()
 @http_options()
-@click.option("--http", is_flag=True, default=None, help="Answer HTTP too, as `ssd serve` does.")
+@click.option("--http", is_flag=True, default=None, help="Also serve HTTP, as `ssd serve` does.")
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
 def command(name: str, **options: Any) -> None:
     """Start a stack and keep it running until Ctrl-C."""

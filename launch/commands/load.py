@@ -34,26 +34,30 @@ _WITH_URL = frozenset(
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path),
-    help="JSONL file: id, prompt; our own ten if left out.",
+    help="JSONL file: id, prompt; else ten built-in ones.",
 )
 @click.option("--requests", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("-m", "--max-tokens", type=click.IntRange(min=2), default=64, show_default=True)
-@click.option("--streams", default="1,2,4,8", show_default=True, help="Requests in flight.")
+@click.option(
+    "--streams", default="1,2,4,8", show_default=True, help="Numbers of requests in flight."
+)
 @click.option("--modes", help="ar,sd,ssd,mlx-lm; with --url: server,ar.  [default: ar,ssd,mlx-lm]")
-@click.option("--url", help="Ask the OpenAI-compatible server there, whoever wrote it.")
-@click.option("--served-model", default="", help="With --url: what it calls its model.")
+@click.option("--url", help="Send the requests to this OpenAI-compatible server.")
+@click.option("--served-model", default="", help="With --url: the server's model name.")
 @click.option("--server-key", default="", envvar="SSD_API_KEY", help="With --url: its API key.")
 @click.option(
     "--wait",
     type=click.FloatRange(min=0),
     default=60.0,
     show_default=True,
-    help="With --url: longest wait for a server that is starting, in seconds.",
+    help="With --url: longest wait for the server to start, in seconds.",
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all answers.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="Write all answers as JSON."
+)
 @click.pass_context
 def command(context: click.Context, /, **options: Any) -> None:
-    """Measure throughput with several requests at once, and that none changes a token.
+    """Measure throughput with several requests in flight and check their tokens.
 
     With --url the requests go to a running server over HTTP: `server` leaves the way of
     decoding to it, `ar` asks ours for plain decoding. It should not remember prompts
@@ -88,7 +92,7 @@ def _refuse_others(context: click.Context) -> None:
     """What stack and sampling are is the server's business: flags for them would do nothing."""
     for name in context.params.keys() - _WITH_URL:
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            raise UsageError(f"--{name.replace('_', '-')} means nothing with --url")
+            raise UsageError(f"--{name.replace('_', '-')} has no effect with --url; leave it out")
 
 
 def _of_server(
@@ -132,9 +136,9 @@ def _numbers(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise UsageError(f"--streams {text!r} is no list of numbers such as 1,2,4,8") from error
+        raise UsageError(f"--streams {text!r} is not a list of numbers such as 1,2,4,8") from error
     if min(numbers) < 1:
-        raise UsageError("--streams: there must be at least one request in flight")
+        raise UsageError("--streams: at least one request must be in flight")
     return numbers
 
 

@@ -71,15 +71,15 @@ def _reaches_level(line: str, level: str) -> bool:
 
 @click.command("logs")
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
-@click.option("--role", multiple=True, help="Only this process; repeatable.")
-@click.option("--level", type=click.Choice(_LEVELS), default="debug", help="This and above.")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the stack ends.")
-@click.option("--json", "as_json", is_flag=True, help="The lines as they were written.")
+@click.option("--role", multiple=True, help="Only this process (repeatable).")
+@click.option("--level", type=click.Choice(_LEVELS), default="debug", help="This level and above.")
+@click.option("-f", "--follow", is_flag=True, help="Follow until the stack ends.")
+@click.option("--json", "as_json", is_flag=True, help="Print the lines as they were written.")
 def command(*, name: str, role: tuple[str, ...], level: str, follow: bool, as_json: bool) -> None:
-    """Show the logs of a running stack, in the order of time."""
+    """Show the logs of a running stack, ordered by time."""
     run_dir = RunDir(name)
     if run_dir.running() is None:
-        raise UsageError(f"no stack named {name!r} is running; its logs went with it")
+        raise UsageError(f"no stack named {name!r} is running; logs are removed with their stack")
     files: dict[Path, LogFile] = {}
     while True:
         for path in run_dir.path.glob("*.log"):

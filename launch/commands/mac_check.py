@@ -48,28 +48,28 @@ _PREFILL_LOOPS = 12
 
 
 @click.command("mac-check")
-@click.option("--model", help="A converted draft model, or one with its conversion beside it.")
-@click.option("--target", help="Target: model folder or hub name.")
+@click.option("--model", help="Converted draft model, or a model with its conversion beside it.")
+@click.option("--target", help="Target model: folder or hub name.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("ssd-mac-check.json"),
-              show_default=True, help="The file to write.")  # fmt: skip
+              show_default=True, help="File to write.")  # fmt: skip
 @click.option("--calls", type=click.IntRange(min=1), default=50, show_default=True)
 @click.option("--soak", type=click.IntRange(min=0), default=1000, show_default=True,
-              help="Calls of the long run; 0: none.")  # fmt: skip
+              help="Calls in the long run; 0: none.")  # fmt: skip
 @click.option(
     "--seconds",
     type=float,
     default=5.0,
     show_default=True,
-    help="Of each loop; measuring prompts takes up to 12 times as long.",
+    help="Duration of each loop; prefill takes up to 12 times as long.",
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(model: str | None, target: str | None, out: Path, **options: Any) -> None:
-    """Measure what CoreML does on this machine; on others, what can be measured there."""
+    """Measure CoreML on this Mac; elsewhere, what can be measured without one."""
     folder = require_converted(resolve(model) if model else default_drafter())
     pair = pair_of(StackSettings(model=target or "", draft_backend="ngram"))
     if not out.parent.is_dir():
-        raise UsageError(f"--out {str(out)!r}: there is no such folder")
+        raise UsageError(f"--out {str(out)!r}: its folder does not exist")
     report = without_paths(_measure(folder, Path(pair.model), options))
     out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     if options["as_json"]:

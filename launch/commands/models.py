@@ -13,12 +13,12 @@ from launch.models.recommendation import PURPOSES, Purpose, Recommendation, reco
 from launch.terminal import console
 from launch.terminal.dashboard import format_bytes
 
-_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 @click.group("models")
 def command() -> None:
-    """Models on this machine, and pairs worth having."""
+    """List, fetch, inspect and recommend models."""
 
 
 @command.command("add")
@@ -35,7 +35,7 @@ def add(pair: str) -> None:
 @command.command("list")
 @_JSON
 def list_(*, as_json: bool) -> None:
-    """Show the models here, and which pairs they make.
+    """List models on this machine and the pairs they make.
 
     It looks into the caches of ssd (~/.cache/ssd) and of Hugging Face (HF_HOME). A pair
     shares its tokenizer, and its drafter has at most half of the target's parameters.
@@ -60,7 +60,7 @@ def list_(*, as_json: bool) -> None:
 @click.argument("model")
 @_JSON
 def inspect(model: str, *, as_json: bool) -> None:
-    """Say what a model is, and what it takes.
+    """Show a model's architecture and the memory it needs.
 
     Architecture, parameters, context, vocabulary, quantisation, memory. MODEL is a
     folder, or a name that `ssd models list` shows. Only the heads of its files are read.
@@ -92,16 +92,16 @@ def pull(name: str, *, as_json: bool) -> None:
 
 
 @command.command("recommend")
-@click.option("--purpose", type=click.Choice(PURPOSES), help="Only pairs for this.")
+@click.option("--purpose", type=click.Choice(PURPOSES), help="Only pairs for this purpose.")
 @click.option(
     "--memory",
     type=click.FloatRange(min=0, min_open=True),
     metavar="GB",
-    help="Memory to plan for; this machine's if left out.",
+    help="Memory in GB; else this machine's.",
 )
 @_JSON
 def recommend_(purpose: Purpose | None, memory: float | None, *, as_json: bool) -> None:
-    """Name pairs worth trying, by memory and purpose.
+    """Recommend pairs by memory and purpose.
 
     Expectations are assumptions, not measurements of this project: a rate at which drafts
     are accepted, and the tokens per round that follow from it with 4 draft tokens, which

@@ -18,23 +18,29 @@ UNIT = click.FloatRange(0, 1)
 
 @click.command("simulate", cls=Command)
 @click.argument("file", required=False, type=click.Path(path_type=Path))
-@click.option("--preset", type=click.Choice(simulation.presets()), help="A device we describe.")
-@click.option("--t-verify", help="T_v(m) in ms: 49 for any m, or 1:49,2:54,4:62,6:79.")
-@click.option("--t-draft", help="T_d(B) of one tree step over B branches in ms, likewise.")
-@click.option("--alpha", type=UNIT, help="Rate at which draft tokens are accepted.")
-@click.option("--r", type=float, help="Exponent of the misses after a rejection.")
-@click.option("--first", type=UNIT, help="Hit rate after a rejection with one candidate.")
-@click.option("--r-all", type=float, help="As --r, where all was accepted.")
-@click.option("--first-all", type=UNIT, help="As --first, where all was accepted.")
-@click.option("--burst", type=UNIT, help="How uneven the text is; 0 is not at all.")
-@click.option("--stretch", type=float, help="Mean tokens of an easy or hard stretch.")
-@click.option("--insight", type=UNIT, help="What the drafter knows of its own success.")
-@click.option("--ipc", type=float, help="Milliseconds per message.")
 @click.option(
-    "--contention", type=float, help="How much slower T_v is beside drafting; .1: a tenth."
+    "--preset",
+    type=click.Choice(simulation.presets()),
+    help="A device that comes with a description.",
 )
-@click.option("--jitter", type=UNIT, help="Spread of every time.")
-@click.option("--whole-tree", is_flag=True, default=None, help="Wait for trees, as the paper does.")
+@click.option("--t-verify", help="T_v(m) in ms: 49 for any m, or 1:49,2:54,4:62,6:79.")
+@click.option("--t-draft", help="T_d(B) of a tree step over B branches in ms, likewise.")
+@click.option("--alpha", type=UNIT, help="Acceptance rate of draft tokens.")
+@click.option("--r", type=float, help="After a rejection, F candidates miss with (1 - first) F^-r.")
+@click.option("--first", type=UNIT, help="After a rejection, hit rate with one candidate.")
+@click.option("--r-all", type=float, help="As --r, after full acceptance.")
+@click.option("--first-all", type=UNIT, help="As --first, after full acceptance.")
+@click.option("--burst", type=UNIT, help="How uneven the text is; 0: not at all.")
+@click.option("--stretch", type=float, help="Mean length of an easy or hard passage.")
+@click.option(
+    "--insight", type=UNIT, help="Share of acceptance that the drafter's confidence explains."
+)
+@click.option("--ipc", type=float, help="Milliseconds per message.")
+@click.option("--contention", type=float, help="Slowdown of T_v beside drafting; 0.1: a tenth.")
+@click.option("--jitter", type=UNIT, help="Spread of every duration.")
+@click.option(
+    "--whole-tree", is_flag=True, default=None, help="Wait for whole trees, as in the paper."
+)
 @click.option("--tokens", "-m", type=click.IntRange(min=2), help="Length of the answer.")
 @click.option("--seed", type=click.IntRange(min=0))
 @click.option("--num-draft-tokens", type=click.IntRange(1, 64), help="Also try this K, fixed.")
@@ -45,10 +51,10 @@ UNIT = click.FloatRange(0, 1)
     default="online",
     show_default=True,
 )
-@click.option("--sweep", is_flag=True, help="Also try all fixed K and B of a grid.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--sweep", is_flag=True, help="Also try a grid of fixed K and B.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(file: Path | None, preset: str | None, **options: Any) -> None:
-    """Simulate decoding on a device that is only described: by flags, a TOML file or a preset.
+    """Simulate decoding on a device described by flags, a TOML file or a preset.
 
     The decisions are made by the code that decides in `ssd generate`; times and tokens come
     from models.

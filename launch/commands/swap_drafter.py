@@ -14,11 +14,13 @@ from protocol.settings import BACKENDS
 
 @click.command("swap-drafter")
 @click.option("--backend", type=click.Choice(BACKENDS), required=True)
-@click.option("--draft-model", default="", help="Model folder or hub name, for mlx and coreml.")
-@click.option("--draft-command", default="", help="Program that drafts, for stdio.")
-@click.option("--draft-lines", is_flag=True, help="It speaks the line protocol.")
-@click.option("--draft-server", default="", help="Where it listens, tcp://HOST:PORT, for remote.")
-@click.option("--draft-server-key", default="", help="Its public key, or its name in `ssd keys`.")
+@click.option("--draft-model", default="", help="For mlx and coreml: model folder or hub name.")
+@click.option("--draft-command", default="", help="For stdio: the program that drafts.")
+@click.option("--draft-lines", is_flag=True, help="For stdio: it speaks the line protocol.")
+@click.option("--draft-server", default="", help="For remote: where it listens, tcp://HOST:PORT.")
+@click.option(
+    "--draft-server-key", default="", help="For remote: its public key, or its name in `ssd keys`."
+)
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
 def command(
     *,
@@ -30,7 +32,7 @@ def command(
     draft_server_key: str,
     name: str,
 ) -> None:
-    """Exchange the drafter of a running stack; requests go on."""
+    """Replace the drafter of a running stack; requests go on."""
     timeout_s = stack_settings({}).start_timeout_s
     swap = SwapDrafter(
         backend=backend,

@@ -24,12 +24,14 @@ _REMEMBERED = 40
     type=click.FloatRange(min=0.1),
     default=1.0,
     show_default=True,
-    help="Seconds between two looks.",
+    help="Seconds between two frames.",
 )
-@click.option("--once", is_flag=True, help="Look once and end; so does a pipe instead of a screen.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a look.")
+@click.option(
+    "--once", is_flag=True, help="Print one frame and exit, as when the output is a pipe."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per frame.")
 def command(name: str, interval: float, *, once: bool, as_json: bool) -> None:
-    """Watch a running stack, live.
+    """Watch a running stack.
 
     Processes, requests, speed, and what the planner chose. Speed, acceptance and hits are
     those of the last ten seconds. q or Ctrl-C ends it.

@@ -74,8 +74,8 @@ def read(reference: str) -> Model:
         found = next((model for model in list_models() if model.name == reference), None)
     if found is None:
         raise UsageError(
-            f"there is no model {reference!r} on this machine; `ssd models list` shows those that "
-            "there are, `ssd models pull OWNER/NAME` fetches one from the hub"
+            f"no model {reference!r} on this machine; `ssd models list` shows what is here, "
+            "`ssd models pull OWNER/NAME` downloads from the hub"
         )
     if found.problem:
         raise ModelError(found.problem)

@@ -69,7 +69,7 @@ def conversion_in(folder: Path) -> Conversion:
         told = f", best token equal on {agreed['greedy']:.3f} of those compared" if agreed else ""
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
-            f"{str(folder / _MANIFEST)!r} is not as it should be ({error!r})"
+            f"{str(folder / _MANIFEST)!r} has unexpected content ({error!r})"
         ) from error
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Conversion(text + told, size, state)

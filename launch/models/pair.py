@@ -53,25 +53,29 @@ class Pair:
         names: dict[str, BackendName] = {known: known for known in BACKENDS}
         name = names.get(backend)
         if name is None:
-            raise UsageError(
-                f"there is no drafter backend {backend!r}; known: {', '.join(BACKENDS)}"
-            )
+            raise UsageError(f"unknown drafter backend {backend!r}; known: {', '.join(BACKENDS)}")
         if (name == "remote") != (server is not None):
-            raise UsageError("the remote backend, and no other, needs a draft server")
+            raise UsageError(
+                "the remote backend needs --draft-server, and no other backend takes it"
+            )
         if server is not None:
             if model or command or lines:
-                raise UsageError("a draft server has its model: name none, and no draft command")
+                raise UsageError(
+                    "a draft server has its own model: leave out --draft-model and --draft-command"
+                )
             return Pair(self.model, "", "remote", server=server)
         if name == "stdio":
             if model:
-                raise UsageError("name the draft model in the draft command")
+                raise UsageError(
+                    "the stdio backend takes no --draft-model; name the model in --draft-command"
+                )
             if not command:
-                raise UsageError("the stdio backend needs a draft command (--draft-command)")
+                raise UsageError("the stdio backend needs --draft-command")
             return Pair(self.model, "", name, tuple(command), lines)
         if command or lines:
-            raise UsageError(f"a draft command is for the stdio backend, not for {name}")
+            raise UsageError(f"--draft-command is for the stdio backend, not for {name}")
         if name != "ngram" and not model and self.model != str(default_target()):
-            raise UsageError("name a draft model that shares the target's tokenizer")
+            raise UsageError("give --draft-model: a model with the target's tokenizer")
         return Pair(self.model, drafter_folder(name, model), name)
 
 
@@ -87,7 +91,7 @@ def pair_of(settings: StackSettings) -> Pair:
     if backend == "auto":
         backend = _automatic(settings, target)
     if backend != "mlx" and settings.draft_device not in {"", "cpu"}:
-        raise UsageError(f"the {backend} backend has no use for the device {settings.draft_device}")
+        raise UsageError(f"the {backend} backend does not use MLX; leave out --draft-device")
     return Pair(str(target), "", "ngram").with_drafter(
         backend,
         settings.draft_model,
@@ -106,7 +110,7 @@ def drafter_folder(backend: BackendName, model: str) -> str:
     """
     if backend == "ngram":
         if model:
-            raise UsageError("the ngram backend needs no draft model")
+            raise UsageError("the ngram backend takes no --draft-model")
         return ""
     folder = resolve(model) if model else require_default(default_drafter())
     return str(require_converted(folder) if backend == "coreml" else folder)
@@ -117,12 +121,12 @@ def command_of(text: str) -> tuple[str, ...]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"the draft command {text!r} cannot be read: {error}") from error
+        raise UsageError(f"cannot parse --draft-command {text!r}: {error}") from error
     if not words:
         return ()
     found = shutil.which(words[0])
     if found is None:
-        raise UsageError(f"there is no program {words[0]!r} to run as a draft command")
+        raise UsageError(f"--draft-command: no program {words[0]!r}")
     return (str(Path(found).absolute()), *words[1:])
 
 

@@ -47,7 +47,7 @@ def weights_of(folder: Path) -> Weights:
         layers, context = int(text["num_hidden_layers"]), text.get("max_position_embeddings") or 0
         parameters = sum(_elements(name, tensors, config) for name in tensors)
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise ModelError(f"{str(folder)!r} is no readable model folder: {error!r}") from error
+        raise ModelError(f"cannot read the model folder {str(folder)!r}: {error!r}") from error
     if not files:
         raise ModelError(f"the model folder {str(folder)!r} has no safetensors file")
     stored = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in tensors.values())

@@ -33,7 +33,7 @@ def child_environment(device: Device) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = [str(index)] if visible is None else visible.split(",")[index : index + 1]
     if not shown:
-        raise UsageError(f"there is no {device}: CUDA_VISIBLE_DEVICES is {visible!r}")
+        raise UsageError(f"no device {device}: CUDA_VISIBLE_DEVICES is {visible!r}")
     # By bus, as nvidia-smi counts, not by speed, as CUDA does if left alone.
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **own}
     return {**order, "CUDA_VISIBLE_DEVICES": shown[0]}

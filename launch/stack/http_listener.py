@@ -26,7 +26,7 @@ class HttpListener(Closeable):
         self._socket: socket.socket | None = None
         if not settings.api_key and not is_loopback(host):
             raise UsageError(
-                f"{host!r} can be reached by others: give an API key (SSD_API_KEY), "
+                f"{host!r} can be reached by others: set an API key (SSD_API_KEY), "
                 "or listen on 127.0.0.1"
             )
         try:

@@ -22,7 +22,7 @@ def write_trace(path: Path, slices: Iterable[TraceEvent]) -> None:
     try:
         path.write_text(json.dumps({"traceEvents": list(_events(slices))}), encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"the trace cannot be written to {str(path)!r}: {error}") from error
+        raise UsageError(f"cannot write the trace to {str(path)!r}: {error}") from error
 
 
 def _events(slices: Iterable[TraceEvent]) -> Iterator[dict[str, Any]]:

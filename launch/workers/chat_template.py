@@ -34,7 +34,7 @@ def form_of(tokenizer: TargetTokenizer) -> Form:
         if tokenizer.bos_id is None:
             raise UsageError(
                 "the target has neither a chat template nor a beginning-of-text token; "
-                "give prompts of your own with --prompts"
+                "give your own prompts with --prompts"
             )
         return Form([tokenizer.bos_id], [])
     probes = [tokenizer.encode([ChatMessage("user", probe)]) for probe in _PROBES]
@@ -44,7 +44,7 @@ def form_of(tokenizer: TargetTokenizer) -> Form:
     if not opening or not turn:
         raise UsageError(
             "the target's chat template does not frame the user's words; "
-            "give prompts of your own with --prompts"
+            "give your own prompts with --prompts"
         )
     return Form(opening, turn)
 

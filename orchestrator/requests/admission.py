@@ -104,7 +104,7 @@ def _saguaro(request: Generate, estimates: CostModel) -> tuple[Sampling, float |
     if not request.choose_saguaro:
         return request.sampling, None
     if request.sampling.acceptance != "rejection":
-        raise UsageError("C of Saguaro sampling is a matter of the rejection rule; ask for that")
+        raise UsageError("--saguaro-c auto needs --acceptance rejection")
     if not uses_rejection(request.sampling) or is_greedy(drafter_sampling(request.sampling)):
         return request.sampling, None  # nothing is drawn
     weight = estimates.saguaro.choose()

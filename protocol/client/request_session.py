@@ -109,7 +109,7 @@ class RequestSession:
             RuntimeFailure: it was asked often enough.
         """
         if self._unanswered >= _MAX_UNANSWERED:
-            raise RuntimeFailure("the orchestrator does not answer any more")
+            raise RuntimeFailure("the orchestrator no longer answers")
         self._unanswered += 1
         self._questions += 1
         return StatusRequest(request=self._request.request, question=self._questions)

@@ -34,7 +34,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def layers(self) -> int:
-        """How many."""
+        """Number of faults."""
         return self.stop - self.first
 
 

@@ -64,7 +64,7 @@ def _refuse_code(folder: Path) -> None:
         raise ModelError(f"config.json in {str(folder)!r} is not JSON: {error}") from error
     if "model_file" in config:
         raise ModelError(
-            f"the model {str(folder)!r} wants to run code of its own "
+            f"the model {str(folder)!r} needs to run its own code "
             f"({str(config['model_file'])[:100]!r}); such models are not loaded"
         )
 
@@ -149,7 +149,7 @@ def _context_length(config: dict[str, Any], folder: Path) -> int:
     length = text.get("max_position_embeddings") or 0
     if not isinstance(length, int) or length < 0:
         raise ModelError(
-            f"config.json in {str(folder)!r} has {length!r} as max_position_embeddings, "
-            "which is no number of tokens"
+            f"config.json in {str(folder)!r} has max_position_embeddings {length!r}, "
+            "which is not a number of tokens"
         )
     return length

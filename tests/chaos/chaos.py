@@ -34,7 +34,9 @@ _HANG_S = 3.0
 @click.command("chaos")
 @stack_options()
 @click.option("--faults", type=click.IntRange(min=1), default=100, show_default=True)
-@click.option("--seconds", type=click.FloatRange(min=1), default=3600.0, help="Stop after so long.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=1), default=3600.0, help="Duration in seconds."
+)
 @click.option("--clients", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--http", is_flag=True, help="As many clients more over HTTP, and its faults.")
 @click.option("--seed", type=int, default=1, show_default=True)

@@ -179,10 +179,10 @@ def test_restarts_have_a_budget(target: str) -> None:
     ("changes", "kind", "words"),
     [
         ({"draft_command": "/no/such/drafter --fast"}, UsageError, "/no/such/drafter"),
-        ({"draft_command": "'unclosed"}, UsageError, "cannot be read"),
-        ({"draft_backend": "stdio"}, UsageError, "needs a draft command"),
+        ({"draft_command": "'unclosed"}, UsageError, "cannot parse"),
+        ({"draft_backend": "stdio"}, UsageError, "needs --draft-command"),
         ({"draft_command": "cat", "draft_backend": "ngram"}, UsageError, "stdio backend"),
-        ({"draft_command": "cat", "draft_model": "x"}, UsageError, "in the draft command"),
+        ({"draft_command": "cat", "draft_model": "x"}, UsageError, "in --draft-command"),
         ({"draft_command": "true"}, RuntimeFailure, "'true' ended with exit code 0"),
         ({"draft_command": "yes"}, RuntimeFailure, "no message that is valid"),
         (

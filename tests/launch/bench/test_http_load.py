@@ -84,8 +84,8 @@ def test_plain_decoding_can_be_asked_for(url: str) -> None:
     [
         ("full", "answered 429"),
         ("broken", "the model is gone"),
-        ("uncounted", "did not count"),
-        ("cut", "did not count"),
+        ("uncounted", "sent no usage"),
+        ("cut", "sent no usage"),
     ],
 )
 def test_what_goes_wrong_is_said(url: str, prompt: str, reason: str) -> None:
@@ -112,7 +112,7 @@ def test_nobody_there_is_said() -> None:
     with pytest.raises(RuntimeFailure, match=r"127\.0\.0\.1:1 "):
         Server("http://127.0.0.1:1").load("server", ["x"], 4, 1)
     for wrong in ("http://host:abc", "http://", "host"):
-        with pytest.raises(UsageError, match="is no address"):
+        with pytest.raises(UsageError, match="is not an address"):
             Server(wrong)
     with pytest.raises(UsageError, match="ftp"):
         Server("ftp://127.0.0.1")

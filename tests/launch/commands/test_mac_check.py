@@ -175,7 +175,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(tmp_path
     options = ["--model", converted_folder("llama"), "--target", source_folder("llama")]
     told = [*map(str, options), "--out", str(tmp_path / "no" / "file.json")]
     done = CliRunner().invoke(mac_check.command, told)
-    assert "there is no such folder" in str(done.exception)
+    assert "its folder does not exist" in str(done.exception)
     assert "measuring" not in done.output
 
 

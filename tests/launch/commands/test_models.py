@@ -85,7 +85,7 @@ def test_half_a_model_does_not_hide_the_others(caches: Path, tiny: Path) -> None
     (caches / "ssd" / "models" / "mute" / "tokenizer.json").unlink()
     found = {m["name"]: m["problem"] for m in said("list")["models"]}
     assert found["whole"] == ""
-    assert "no readable model folder" in found["broken"]
+    assert "cannot read the model folder" in found["broken"]
     assert "no tokenizer.json" in found["mute"]
     assert "no tokenizer.json" in ssd("list").stderr
 

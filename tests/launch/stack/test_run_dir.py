@@ -61,7 +61,7 @@ def test_bases_that_are_no_folder_are_refused(base: Path, kind: str) -> None:
         base.symlink_to(elsewhere)
     else:
         base.write_text("", encoding="utf-8")
-    with pytest.raises(RuntimeFailure, match="must be a folder of yours"):
+    with pytest.raises(RuntimeFailure, match="must belong to you"):
         RunDir("x").create()
     assert list(elsewhere.iterdir()) == []
 
@@ -198,7 +198,7 @@ def test_a_folder_that_others_can_exchange_is_refused(
     above.mkdir()
     above.chmod(0o777)
     monkeypatch.setenv("SSD_RUN_DIR", str(above / "b"))
-    with pytest.raises(RuntimeFailure, match="can exchange the run folder"):
+    with pytest.raises(RuntimeFailure, match="can replace the run folder"):
         RunDir("x").create()
     above.chmod(0o1777)
     RunDir("x").create()

@@ -120,7 +120,7 @@ def test_silence_has_an_end() -> None:
     dialogue.take(status(1, serving=True))
     for _ in range(30):
         dialogue.on_silence()
-    with pytest.raises(RuntimeFailure, match="does not answer"):
+    with pytest.raises(RuntimeFailure, match="no longer answers"):
         dialogue.on_silence()
 
 

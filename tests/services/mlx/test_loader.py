@@ -72,7 +72,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "no architecture": (edit_config(model_type=None), "cannot load the model"),
     "no hidden size": (edit_config(hidden_size=None), "hidden_size"),
     "sizes that do not fit": (edit_config(hidden_size=48), "cannot load the model"),
-    "code of its own": (edit_config(model_file="evil.py"), "wants to run code of its own"),
+    "code of its own": (edit_config(model_file="evil.py"), "needs to run its own code"),
     "context is a word": (edit_config(max_position_embeddings="long"), "config.json|cannot load"),
     "context is negative": (edit_config(max_position_embeddings=-5), "config.json|cannot load"),
     "no weights": (remove("model.safetensors"), "No safetensors found"),
