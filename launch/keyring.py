@@ -39,12 +39,12 @@ def remote_server_of(address: str, key: str, own: str) -> RemoteServer | None:
     """
     if not address:
         if key:
-            raise UsageError("the key of a draft server needs its address, too (--draft-server)")
+            raise UsageError("--draft-server-key needs --draft-server")
         return None
     if not key:
         raise UsageError(
             f"the draft server {address} needs its public key (--draft-server-key): "
-            "`ssd keys show` says it there; nothing is sent in clear"
+            "`ssd keys show` prints it there; nothing is sent unencrypted"
         )
     return RemoteServer(check_address(address), public_key(key), own_keys(own))
 
@@ -52,7 +52,7 @@ def remote_server_of(address: str, key: str, own: str) -> RemoteServer | None:
 def check_address(address: str) -> str:
     """The address, if it is one of TCP; raises UsageError if not."""
     if not re.fullmatch(r"tcp://\S+:\d{1,5}", address):
-        raise UsageError(f"{address!r} is no address of a draft server; write tcp://HOST:PORT")
+        raise UsageError(f"{address!r} is not the address of a draft server; write tcp://HOST:PORT")
     return address
 
 
@@ -63,7 +63,7 @@ def make_keys(name: str) -> str:
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError as error:
-        raise UsageError(f"there are keys named {name!r} already: {str(file)!r}") from error
+        raise UsageError(f"a key named {name!r} exists already: {str(file)!r}") from error
     with os.fdopen(descriptor, "wb") as out:
         out.write(msgspec.json.encode(pair))
     return pair.public
@@ -73,7 +73,7 @@ def own_keys(name: str) -> Path:
     """File of our keys of this name; raises UsageError if they cannot be used."""
     file = _file(_folder(), name)
     if not file.exists():
-        raise UsageError(f"there are no keys named {name!r}; make them with `ssd keys new {name}`")
+        raise UsageError(f"no key named {name!r}; make one with `ssd keys new {name}`")
     read_keys(file)
     return file
 
@@ -88,7 +88,7 @@ def trust(name: str, key: str) -> None:
     file = _pin(name)
     check_key(key)
     if file.exists() and file.read_text(encoding="ascii") != key:
-        raise UsageError(f"{name!r} has another key already; `ssd keys forget {name}` first")
+        raise UsageError(f"{name!r} is trusted with another key; `ssd keys forget {name}` first")
     file.write_text(key, encoding="ascii")
 
 
@@ -97,7 +97,7 @@ def forget(name: str) -> None:
     try:
         _pin(name).unlink()
     except FileNotFoundError as error:
-        raise UsageError(f"no key is trusted under the name {name!r}") from error
+        raise UsageError(f"no trusted key named {name!r}") from error
 
 
 def list_trusted_keys() -> dict[str, str]:
@@ -116,8 +116,7 @@ def public_key(text: str) -> str:
         known = list_trusted_keys()
         if text not in known:
             raise UsageError(
-                f"no key is trusted under the name {text!r}; "
-                f"pin it with `ssd keys trust {text} KEY`"
+                f"no trusted key named {text!r}; add it with `ssd keys trust {text} KEY`"
             )
         return known[text]
     return check_key(text)
@@ -133,7 +132,7 @@ def _pin(name: str) -> Path:
 
 def _check_name(name: str) -> str:
     if not re.fullmatch(r"\w[\w.-]{0,38}", name):
-        raise UsageError(f"{name!r} cannot name a key; use letters, digits, . - and _")
+        raise UsageError(f"key name {name!r}: use letters, digits, . - and _")
     return name
 
 

@@ -30,31 +30,31 @@ _speculation = partial(click.option, cls=Option, group="Speculation")
 @click.argument("text", required=False)
 @_prompt("-p", "--prompt", help="The prompt; - reads standard input.")
 @_prompt("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="JSONL: id, prompt.")
-@_prompt("--system-prompt", default="", help="Put before the prompt.")
+@_prompt("--system-prompt", default="", help="System prompt.")
 @_prompt(
     "-m",
     "--max-tokens",
     type=click.IntRange(min=1),
     default=256,
     show_default=True,
-    help="Most tokens of an answer.",
+    help="Longest answer in tokens.",
 )
-@_prompt("--stop", multiple=True, help="End before this text; may be repeated.")
+@_prompt("--stop", multiple=True, help="End before this text (repeatable).")
 @sampling_options()
 @_answer("--stats", is_flag=True, help="Print statistics after each answer.")
-@_answer("--explain", is_flag=True, help="Say what was chosen and why.")
-@_answer("--show-draft", is_flag=True, help="Colour tokens by where they came from.")
+@_answer("--explain", is_flag=True, help="Explain what was chosen and why.")
+@_answer("--show-draft", is_flag=True, help="Colour tokens by origin.")
 @_answer("--json", "as_json", is_flag=True, help="One JSON object per prompt.")
 @_answer(
     "--trace",
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
     metavar="FILE",
-    help="Write who did what when, as JSON for Perfetto or chrome://tracing.",
+    help="Write a trace for Perfetto or chrome://tracing.",
 )
 @_answer(
     "--name", default=DEFAULT_NAME, show_default=True, help="Attach to this stack if it is running."
 )
-@_answer("-v", "--verbose", is_flag=True, help="Show the processes as they start.")
+@_answer("-v", "--verbose", is_flag=True, help="Show processes as they start.")
 @_speculation("--mode", type=click.Choice(get_args(Mode)), default="ssd", show_default=True)
 @_speculation(
     "--num-draft-tokens",
@@ -75,11 +75,11 @@ _speculation = partial(click.option, cls=Option, group="Speculation")
     type=click.Choice(get_args(FanOutPolicy)),
     default="online",
     show_default=True,
-    help="Share branches out by what was learned, by Theorem 12, or evenly.",
+    help="Share branches out by learned hit rates, by Theorem 12, or evenly.",
 )
 @stack_options()
 def command(**options: Any) -> None:
-    """Answer a prompt: on the running stack, or on a private one."""
+    """Answer a prompt, on a running stack or a private one."""
     prompts = _prompts(options.pop("text"), options.pop("prompt"), options.pop("prompts"))
     report = console.process_line if options.pop("verbose") else console.long_waits
     name = options.pop("name")
@@ -92,7 +92,7 @@ def command(**options: Any) -> None:
 def _prompts(text: str | None, prompt: str | None, file: Path | None) -> list[Prompt]:
     given = [source for source in (text, prompt, file) if source is not None]
     if len(given) != 1:
-        raise UsageError("give exactly one of a prompt, --prompt and --prompts")
+        raise UsageError("give exactly one of PROMPT, --prompt and --prompts")
     if file is not None:
         return read_prompts(file)
     return [Prompt(generate.read_prompt(str(given[0])))]

@@ -20,9 +20,11 @@ def resolve(reference: str) -> Path:
     if folder.is_dir() or ("/" not in reference and own.is_dir()):
         return (folder if folder.is_dir() else own).resolve()
     if folder.exists():
-        raise ModelError(f"{reference!r} is a file; a model is a folder in mlx-lm's format")
+        raise ModelError(f"{reference!r} is a file; give a folder in mlx-lm's format")
     if reference.startswith((".", "/", "~")) or reference.count("/") != 1:
-        raise ModelError(f"there is no model folder at {reference!r}")
+        raise ModelError(
+            f"no model folder at {reference!r}; give a folder or a hub name (OWNER/NAME)"
+        )
     return download(reference)
 
 
@@ -37,14 +39,14 @@ def download(name: str) -> Path:
         RuntimeFailure: the hub cannot be reached, or the download broke off.
     """
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise UsageError(f"{name!r} is no model on the hub; its name looks like OWNER/NAME")
+        raise UsageError(f"{name!r} is not a hub name; those look like OWNER/NAME")
     # Heavy, and needed only here.
     from huggingface_hub import constants, errors, snapshot_download  # noqa: PLC0415
 
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
     except errors.HFValidationError as error:
-        raise UsageError(f"{name!r} cannot name a model: {_first_line(error)}") from error
+        raise UsageError(f"{name!r} is not a valid model name: {_first_line(error)}") from error
     except errors.GatedRepoError as error:
         raise ModelError(
             f"{name!r} is given only to those who accept its terms: do so on its page on the hub, "
@@ -58,11 +60,11 @@ def download(name: str) -> Path:
     except Exception as error:
         if constants.HF_HUB_OFFLINE:
             raise RuntimeFailure(
-                f"{name!r} is not in the cache, and HF_HUB_OFFLINE forbids to fetch it"
+                f"{name!r} is not in the cache, and HF_HUB_OFFLINE forbids downloading it"
             ) from error
         raise RuntimeFailure(
-            f"{name!r} cannot be fetched; is the hub reachable from here? "
-            f"The same command goes on where this one ended. ({_first_line(error)})"
+            f"cannot download {name!r}; is the hub reachable from here? "
+            f"Repeating the command resumes the download. ({_first_line(error)})"
         ) from error
 
 

@@ -18,10 +18,10 @@ from protocol.settings import BACKENDS, COMPUTE_UNITS, PREFILLS, RANK_BACKENDS, 
 
 _DEFAULTS = StackSettings()
 _MIB = 1024**2
-_DEVICE = "Where the {} computes: cpu, gpu or cuda:N. Left out: MLX's default."
+_DEVICE = "Device of the {}: cpu, gpu or cuda:N. Left out: MLX's default."
 _EMULATE = (
-    "For measurements: add layers to the target that cost what a target of this size "
-    "costs (4x, 8B, 16GB) and change no token."
+    "For measurements: make the target cost what one of this size costs (4x, 8B, 16GB), "
+    "without changing its output."
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -108,17 +108,17 @@ def _all_of(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 def _model_options() -> Callable[[F], F]:
     return _group(
         "Models",
-        _setting("--model", "Target: a model folder or hub name. Left out: the default pair's."),
-        _setting("--draft-model", "Drafter: a model folder or hub name."),
+        _setting("--model", "Target model: folder or hub name. Left out: the default pair's."),
+        _setting("--draft-model", "Draft model: folder or hub name."),
         _setting("--draft-backend", "What drafts; auto: a model where there is one, else ngram.",
                  click.Choice(["auto", *BACKENDS])),
-        _setting("--draft-command", "Drafter: a program that speaks our protocol."),
+        _setting("--draft-command", "Program that drafts, on its stdin and stdout."),
         _setting("--draft-lines", "The draft command speaks the line protocol.", is_flag=True),
-        _setting("--draft-server", "Drafter: on another machine.", metavar="tcp://HOST:PORT"),
+        _setting("--draft-server", "Draft server on another machine.", metavar="tcp://HOST:PORT"),
         _setting("--draft-server-key", "The server's public key, or its name in `ssd keys`.",
                  metavar="KEY"),
-        _setting("--key", "Which of your own keys the server is shown.", metavar="NAME"),
-        _setting("--compute-units", "Where a converted model runs.", click.Choice(COMPUTE_UNITS)),
+        _setting("--key", "Which of your own keys to use with it.", metavar="NAME"),
+        _setting("--compute-units", "Where a CoreML model runs.", click.Choice(COMPUTE_UNITS)),
         _setting("--prefill", "Who computes prompts: MLX, or the target's CoreML form.",
                  click.Choice(PREFILLS)),
     )  # fmt: skip
@@ -145,19 +145,19 @@ def _process_options() -> Callable[[F], F]:
         "Processes",
         _setting("--target-device", _DEVICE.format("target"), metavar="DEVICE"),
         _setting("--draft-device", _DEVICE.format("drafter"), metavar="DEVICE"),
-        _setting("--decode-concurrency", "Requests decoded at once; others wait.", positive),
-        _setting("--max-waiting", "Waiting requests before more are refused; 0: any number.",
+        _setting("--decode-concurrency", "Requests decoded at once; others are queued.", positive),
+        _setting("--max-waiting", "Queued requests before more are refused; 0: any number.",
                  count),
-        _setting("--prefill-step-size", "Prompt tokens computed in one pass.", positive),
-        _setting("--prompt-cache-size", "Finished requests whose KV is kept.", count),
-        _setting("--prompt-cache-bytes", "Most memory for that KV, per model.", count),
-        _setting("--prompt-cache-file", "Keep the target's over restarts, in this file.",
+        _setting("--prefill-step-size", "Most prompt tokens per prefill chunk.", positive),
+        _setting("--prompt-cache-size", "Finished sequences kept as prefix cache.", count),
+        _setting("--prompt-cache-bytes", "Most memory for the prefix cache, per model.", count),
+        _setting("--prompt-cache-file", "Keep the target's prefix cache here over restarts.",
                  metavar="FILE"),
-        _setting("--kv-bytes", "Most memory for the KV of open requests; 0: half of what is free.",
+        _setting("--kv-bytes", "Most memory for running requests' KV; 0: half of what is free.",
                  count),
         _setting("--learned-estimates/--no-learned-estimates",
                  "Start the planner from the estimates of earlier runs, or from nothing."),
-        _setting("--log-level", "Of all processes; see `ssd logs`.",
+        _setting("--log-level", "Log level of all processes (see `ssd logs`).",
                  click.Choice(get_args(LogLevel))),
         _setting("--emulate-target-cost", _EMULATE, metavar="SIZE"),
     )  # fmt: skip
@@ -169,8 +169,8 @@ def http_options() -> Callable[[F], F]:
         "HTTP",
         _setting("--host", "Address to listen on."),
         _setting("--port", "0 takes a free one.", click.IntRange(0, 65535)),
-        _setting("--api-key", "What clients must know. Other users can read arguments: "
-                 "better set SSD_API_KEY."),
+        _setting("--api-key", "Key that clients must send. Other users can see arguments: "
+                 "prefer SSD_API_KEY."),
         _setting("--allowed-origins", "Web pages that may use it from a browser, "
                  "separated by commas; * is all."),
         _setting("--max-body-bytes", "Largest request.", click.IntRange(min=1)),
@@ -202,11 +202,11 @@ def sampling_options() -> Callable[[F], F]:
         _flag("--seed", type=click.IntRange(0, 2**63 - 1),
               help="Same seed, same answer.  [default: drawn, and reported]"),
         _flag("--repetition-penalty", type=click.FloatRange(0, 10, min_open=True),
-              help="Against tokens of prompt and answer; above 1.  [default: 1]"),
+              help="Penalise tokens of prompt and answer; 1 is off.  [default: 1]"),
         _flag("--presence-penalty", type=click.FloatRange(-2, 2),
-              help="Against tokens of the answer.  [default: 0]"),
+              help="Penalise tokens of the answer once; 0 is off.  [default: 0]"),
         _flag("--frequency-penalty", type=click.FloatRange(-2, 2),
-              help="Against tokens of the answer, each time they occur.  [default: 0]"),
+              help="Penalise tokens of the answer per occurrence; 0 is off.  [default: 0]"),
         _flag("--json-schema", type=click.Path(path_type=Path), metavar="FILE",
               help="The answer is JSON that follows the schema in this file."),
     ), _group(
@@ -215,8 +215,8 @@ def sampling_options() -> Callable[[F], F]:
               default=d.acceptance, show_default=True,
               help="coupled: the tokens of plain decoding; rejection: their distribution."),
         _flag("--draft-temp", type=click.FloatRange(0, 100),
-              help="The drafter's own temperature; the answer's distribution stays the same."),
-        _flag("--draft-top-p", type=share, help="The drafter's own top-p."),
+              help="Temperature of the drafter; changes speed only."),
+        _flag("--draft-top-p", type=share, help="Top-p of the drafter; changes speed only."),
         _flag("--saguaro-c", type=_Weight(), default=d.saguaro, show_default=True,
               help="Rejection: the draft's weight for tokens prepared for; 1 is off, "
                    "auto tries a few and prefers the fastest."),
@@ -284,4 +284,4 @@ def _read_schema(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
-        raise UsageError(f"{str(path)!r} holds no JSON schema: {error}") from error
+        raise UsageError(f"{str(path)!r} is not a JSON schema: {error}") from error

@@ -39,7 +39,7 @@ class RunDir:
 
     def __init__(self, name: str) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise UsageError(f"{name!r} cannot name a stack; use letters, digits, - and _")
+            raise UsageError(f"--name {name!r}: use letters, digits, - and _")
         self.path = run_base() / name
 
     @property
@@ -161,8 +161,8 @@ def check_private(base: Path) -> None:
         open_to_all = above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX
         if open_to_all or above.st_uid not in (0, _own_uid()):
             raise RuntimeFailure(
-                f"other users can exchange the run folder {str(base)!r}, because {str(folder)!r} "
-                "is theirs or they may write to it; set SSD_RUN_DIR to a folder below your home"
+                f"other users can replace the run folder {str(base)!r}, because they own or can "
+                f"write to {str(folder)!r}; set SSD_RUN_DIR to a folder in your home"
             )
 
 

@@ -61,7 +61,7 @@ def test_bases_that_are_no_folder_are_refused(base: Path, kind: str) -> None:
         base.symlink_to(elsewhere)
     else:
         base.write_text("", encoding="utf-8")
-    with pytest.raises(RuntimeFailure, match="must belong to you"):
+    with pytest.raises(RuntimeFailure, match="must be a folder of yours"):
         RunDir("x").create()
     assert list(elsewhere.iterdir()) == []
 
