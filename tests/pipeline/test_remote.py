@@ -308,5 +308,5 @@ def test_a_ring_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UsageError, match="others may read"):
         keyring.own_keys("default")
     folder.chmod(0o755)
-    with pytest.raises(UsageError, match="mode 0700"):
+    with pytest.raises(UsageError, match="chmod 700"):
         keyring.list_own_keys()
