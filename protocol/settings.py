@@ -15,17 +15,12 @@ from protocol.messages import Sampling
 from protocol.process.logs import LogLevel as LogLevel  # noqa: PLC0414  # a setting like the others
 from protocol.process.orphans import kill_children
 
-# Defaults of settings that several processes and the command line share.
+# Defaults that several kinds of settings share.
 PREFILL_STEP_SIZE = 512
 PROMPT_CACHE_SIZE = 10
 PROMPT_CACHE_BYTES = 2 * 1024**3
-DECODE_CONCURRENCY = 4
-MAX_WAITING = 64
-MAX_BODY_BYTES = 4 * 1024**2
 DRAFT_TIMEOUT_S = 5.0
-VERIFY_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 180.0
-HANG_TIMEOUT_S = 20.0
 
 BackendName = Literal["mlx", "coreml", "ngram", "stdio", "remote"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
@@ -198,18 +193,18 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     """Private folder of this stack's sockets and logs."""
     model: str
     """Folder of the target model, for its tokenizer and chat template."""
-    concurrency: Annotated[int, msgspec.Meta(ge=1)] = DECODE_CONCURRENCY
+    concurrency: Annotated[int, msgspec.Meta(ge=1)] = 4
     """Requests decoded at the same time; others wait in line."""
-    max_waiting: Annotated[int, msgspec.Meta(ge=0)] = MAX_WAITING
+    max_waiting: Annotated[int, msgspec.Meta(ge=0)] = 64
     """Requests in line, beyond which more are refused; 0 means any number."""
     max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Longest prompt that is taken; 0 means whatever the context holds."""
     draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = DRAFT_TIMEOUT_S
     """Longest wait for a draft while the target idles; usually much shorter (`timeouts.py`)."""
-    verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = VERIFY_TIMEOUT_S
+    verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     """Longest wait for the verifier's answer, prefill included, before the request fails.
     A service that works on and says so (a long prefill) is given more."""
-    hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = HANG_TIMEOUT_S
+    hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 20.0
     """Silence after which a service hangs; more if its calls take longer (`hang_detector.py`)."""
     first_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = START_TIMEOUT_S
     """The same until a service has done its first work, which may compile and load."""
@@ -238,7 +233,7 @@ class GatewaySettings(ChildSettings, frozen=True, kw_only=True):
     """File with the API key, since arguments can be read by everybody; empty: no key."""
     allowed_origins: list[str] = []
     """Web pages that may use this server from a browser."""
-    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = MAX_BODY_BYTES
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4 * 1024**2
     strict: bool = False
     """Whether requests with fields that the gateway does not know are refused."""
     rate_limit: Annotated[int, msgspec.Meta(ge=0)] = 0

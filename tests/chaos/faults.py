@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import msgspec
 import psutil
 
 from launch.stack.control import ask_supervisor
@@ -28,8 +27,8 @@ from protocol.messages import (
 )
 from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
-from tests.chaos.hostile import BEHAVIOURS, Orders
 from tests.chaos.http_client import malformed, never_reads
+from tests.support import hostile_drafter
 
 _REPLY_S = 10.0
 _HOSTILE_S = 0.4
@@ -81,15 +80,11 @@ def _paused(role: str) -> Callable[[Victim], None]:
 
 def _hostile(behaviour: str) -> Callable[[Victim], None]:
     def inject(victim: Victim) -> None:
-        orders = Orders(
-            address=victim.run_dir.services_address,
-            behaviour=behaviour,
-            seed=victim.dice.randrange(2**31),
-            seconds=_HOSTILE_S,
-        )
-        argument = msgspec.json.encode(orders).decode()
+        address = victim.run_dir.services_address
+        seed = victim.dice.randrange(2**31)
+        program = [sys.executable, "-P", hostile_drafter.__file__]
         subprocess.run(
-            [sys.executable, "-P", "-m", "tests.chaos.hostile", argument],
+            [*program, behaviour, address, str(seed), str(_HOSTILE_S)],
             check=False,
             timeout=60,
             stderr=subprocess.DEVNULL,
@@ -203,7 +198,10 @@ def known(victim: Victim) -> list[Fault]:
         )
     ]
     faults += [Fault(f"SIGSTOP and SIGCONT {role}", _paused(role)) for role in victim.roles]
-    faults += [Fault(f"drafter {behaviour}", _hostile(behaviour)) for behaviour in BEHAVIOURS]
+    faults += [
+        Fault(f"drafter {behaviour}", _hostile(behaviour))
+        for behaviour in hostile_drafter.BY_SOCKET
+    ]
     faults += [
         Fault("socket of services deleted", _unlinked("services.sock")),
         Fault("socket of clients deleted", _unlinked("clients.sock")),
