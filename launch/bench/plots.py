@@ -17,19 +17,30 @@ _COLOURS = (
     "#9aa5b1", "#e0a030", "#2a7f62", "#3f6fb5", "#9b59b6", "#c0504d", "#17becf", "#8c6d31",
     "#e377c2", "#7fb3a0", "#5c6b73", "#bcbd22",
 )  # fmt: skip
-_HIT, _MISS, _PLAIN, _DRAFT = "#2a7f62", "#e0a030", "#9aa5b1", "#3f6fb5"
+_HIT, _MISS, _PLAIN = "#2a7f62", "#e0a030", "#9aa5b1"
+DRAFT = "#3f6fb5"
 _LOOKUP = "#b86fb0"
 _ROUNDS_SHOWN = 14
 
 
-def _svg(width: float, height: float, draw: Callable[[Any], None], panels: int = 1) -> str:
+def draw_svg(
+    width: float,
+    height: float,
+    draw: Callable[[Any], None],
+    panels: int = 1,
+    background: str = "none",
+) -> str:
+    """A plot as SVG, `width` x `height` inches; `draw` is given its axes."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(1, panels)
     for panel in axes if panels > 1 else [axes]:
+        panel.set_facecolor("none")
         panel.spines[["top", "right"]].set_visible(False)
     draw(axes)
     text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    figure.savefig(
+        text, format="svg", facecolor=background, metadata={"Date": None, "Creator": None}
+    )
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
@@ -67,7 +78,7 @@ def _speeds(result: BenchFile, temperature: str) -> str:
             axes.axhline(1.0, color="#444", linewidth=0.8, linestyle="--")
         axes.legend(ncols=4, frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1))
 
-    return _svg(9.5, 4.2, draw)
+    return draw_svg(9.5, 4.2, draw)
 
 
 def _bar(axes: Any, place: tuple[float, float], s: ModeSummary | None, colour: str) -> None:
@@ -106,7 +117,7 @@ def guesses(result: BenchFile) -> str:
         right.set(xlabel="candidates prepared (F)", ylabel="outcome was among them", ylim=(0, 1))
         left.legend(frameon=False, fontsize=9)
 
-    return _svg(9.5, 3.4, draw, panels=2)
+    return draw_svg(9.5, 3.4, draw, panels=2)
 
 
 def costs(found: Profile) -> str:
@@ -115,7 +126,7 @@ def costs(found: Profile) -> str:
     def draw(axes: Any) -> None:
         pairs = (
             (axes[0], found.verify_ms, "tokens verified at once (m)", "target, ms", _HIT),
-            (axes[1], found.draft_ms, "branches drafted at once (B)", "drafter, ms", _DRAFT),
+            (axes[1], found.draft_ms, "branches drafted at once (B)", "drafter, ms", DRAFT),
         )
         for panel, curve, across, up, colour in pairs:
             counts = [int(count) for count in curve]
@@ -123,7 +134,7 @@ def costs(found: Profile) -> str:
             panel.set(xlabel=across, ylabel=up)
             panel.set_ylim(bottom=0)
 
-    return _svg(9.5, 3.0, draw, panels=2)
+    return draw_svg(9.5, 3.0, draw, panels=2)
 
 
 def timeline(run: BenchRun) -> str:
@@ -138,13 +149,13 @@ def timeline(run: BenchRun) -> str:
     def draw(axes: Any) -> None:
         for slice_ in verified:
             left, width = (slice_.start_us - start) / 1e3, slice_.duration_us / 1e3
-            axes.barh(1, width, 0.6, left, color=_origin(slice_), edgecolor="w")
+            axes.barh(1, width, 0.6, left, color=origin_colour(slice_), edgecolor="w")
             shown = f"{slice_.details['accepted']}/{int(slice_.details['m']) - 1}"
             middle = left + width / 2
             axes.text(middle, 1, shown, ha="center", va="center", fontsize=8, color="w")
         for slice_ in drafted:
             left, width = (slice_.start_us - start) / 1e3, slice_.duration_us / 1e3
-            axes.barh(0, width, 0.6, left, color=_DRAFT, edgecolor="w")
+            axes.barh(0, width, 0.6, left, color=DRAFT, edgecolor="w")
         axes.set_yticks([0, 1], ["drafter", "target"])
         axes.set_xlabel("milliseconds")
         keys = {
@@ -153,14 +164,15 @@ def timeline(run: BenchRun) -> str:
             "looked up": _LOOKUP,
             "without a draft": _PLAIN,
         }
-        for name, colour in {**keys, "one depth of the tree": _DRAFT}.items():
+        for name, colour in {**keys, "one depth of the tree": DRAFT}.items():
             axes.barh(1, 0, color=colour, label=name)
         axes.legend(ncols=4, frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1))
 
-    return _svg(9.5, 2.4, draw)
+    return draw_svg(9.5, 2.4, draw)
 
 
-def _origin(verified: TraceEvent) -> str:
+def origin_colour(verified: TraceEvent) -> str:
+    """Of a verification, by where its chain came from."""
     colours = {"hit": _HIT, "miss": _MISS, "lookup": _LOOKUP}
     return colours.get(str(verified.details["chain"]), _PLAIN)
 
@@ -179,7 +191,7 @@ def predictions(result: BenchFile) -> str:
         return ""
 
     def draw(axes: Any) -> None:
-        for side, name, colour in ((0, "predicted", "#b8c4d6"), (1, "measured", _DRAFT)):
+        for side, name, colour in ((0, "predicted", "#b8c4d6"), (1, "measured", DRAFT)):
             heights = [pair[side] for pair in both.values()]
             places = [i + 0.36 * side for i in range(len(both))]
             axes.bar(places, heights, 0.34, color=colour, label=name)
@@ -189,4 +201,4 @@ def predictions(result: BenchFile) -> str:
         axes.set_ylabel("tokens per second")
         axes.legend(frameon=False, fontsize=9, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
 
-    return _svg(6.0, 3.0, draw)
+    return draw_svg(6.0, 3.0, draw)
