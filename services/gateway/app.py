@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -18,16 +19,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from protocol.client.async_client import AsyncClient
-from protocol.errors import SsdError
+from protocol.errors import SsdError, UsageError
 from protocol.messages import Finished, Status, Text
 from protocol.settings import GatewaySettings
 from services.gateway.auth import Guard
 from services.gateway.body import read_body, to_header
-from services.gateway.dialects.base import Reply, merge
-from services.gateway.dialects.chat import parse_chat
-from services.gateway.dialects.chat_reply import ChatReply
-from services.gateway.dialects.completions import TextReply, parse_completion
-from services.gateway.errors import ApiError, ClientLeft, to_api_error
+from services.gateway.dialects.base import Reader, Reading, Reply, merge
+from services.gateway.dialects.chat_reply import read_chat
+from services.gateway.dialects.completions import read_completion
+from services.gateway.dialects.messages import parse_count
+from services.gateway.dialects.messages_reply import read_messages
+from services.gateway.errors import ApiError, ClientLeft, find_prompt_length, to_api_error
 from services.gateway.generation import generate
 from services.gateway.grammar_check import GrammarChecker
 from services.gateway.metrics import Metrics
@@ -39,7 +41,11 @@ from services.gateway.web import render_page
 _KEEP_ALIVE_S = 5.0
 _STATUS_S = 5.0
 
-MakeReply = Callable[[list[Choice], Status], Reply]
+_APIS: tuple[tuple[str, Reader], ...] = (
+    ("/v1/chat/completions", read_chat),
+    ("/v1/completions", read_completion),
+    ("/v1/messages", read_messages),
+)
 
 
 class Gateway:
@@ -89,8 +95,8 @@ class Gateway:
 
     def _routes(self) -> list[Route]:
         return [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._completions, methods=["POST"]),
+            *(Route(path, self._answer_with(read), methods=["POST"]) for path, read in _APIS),
+            Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
             *(Route(path, _refuse_api, methods=["GET", "POST"]) for path in _REFUSED),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
@@ -102,48 +108,41 @@ class Gateway:
 
     # ------------------------------------------------------------ answers
 
-    async def _chat(self, request: Request) -> Response:
+    def _answer_with(self, read: Reader) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint of an API."""
+
+        async def answer(request: Request) -> Response:
+            body = await read_body(request, self._settings.max_body_bytes)
+            return await self._answer(request, read(body, self._settings))
+
+        return answer
+
+    async def _count_tokens(self, request: Request) -> Response:
+        """Anthropic's API to count a prompt's tokens."""
         body = await read_body(request, self._settings.max_body_bytes)
-        settings = self._settings
-        task, options = parse_chat(body, settings.sampling, strict=settings.strict)
+        task = parse_count(body, strict=self._settings.strict)
+        question = replace(self._planner.plan(task)[0].request, count_only=True)
+        status = await self._client.status(_STATUS_S)
+        self._check_models(task, status)
+        try:
+            async with contextlib.aclosing(self._client.generate(question)) as events:
+                counts = [e.prompt_tokens async for e in events if isinstance(e, Finished)]
+        except UsageError as error:
+            # A prompt that is too long is counted too.
+            counts = [count] if (count := find_prompt_length(str(error))) else []
+            if not counts:
+                raise
+        return JSONResponse({"input_tokens": counts[0]})
 
-        def make_reply(choices: list[Choice], status: Status) -> Reply:
-            return ChatReply(
-                choices=choices,
-                status=status,
-                model=settings.names[0],
-                include_usage=options.include_usage,
-                include_origins=options.include_origins,
-            )
-
-        return await self._answer(request, task, make_reply)
-
-    async def _completions(self, request: Request) -> Response:
-        body = await read_body(request, self._settings.max_body_bytes)
-        settings = self._settings
-        task, options = parse_completion(body, settings.sampling, strict=settings.strict)
-
-        def make_reply(choices: list[Choice], status: Status) -> Reply:
-            return TextReply(
-                choices=choices,
-                status=status,
-                model=settings.names[0],
-                prompts=options.prompts,
-                include_usage=options.include_usage,
-                include_origins=options.include_origins,
-                echoes=options.echoes,
-            )
-
-        return await self._answer(request, task, make_reply)
-
-    async def _answer(self, request: Request, task: Task, make_reply: MakeReply) -> Response:
+    async def _answer(self, request: Request, reading: Reading) -> Response:
+        task = reading.task
         choices = self._planner.plan(task)
         options = choices[0].request.sampling.logits_options
         if options is not None and options.grammar:
             await self._grammars.check(options.grammar)
         status = await self._client.status(_STATUS_S)
         self._check_models(task, status)
-        reply = make_reply(choices, status)
+        reply = reading.make_reply(choices, status, self._settings.names[0])
         headers = {_IGNORED: to_header(task.unknown)} if task.unknown else {}
         events = merge([generate(self._client, choice) for choice in choices])
         if not task.stream:

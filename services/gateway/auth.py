@@ -111,7 +111,7 @@ class Guard:
         """Whoever asks for too many answers in a minute; looking around is free."""
         if request.method != "POST":
             return None
-        # There is one key, so clients are told apart by where they are.
+        # There is one key, so clients are distinguished by their addresses.
         client = request.client.host if request.client else ""
         wait_s = self._rate.wait_s(client, time.monotonic())
         if not wait_s:

@@ -89,7 +89,13 @@ _HEADERS = {401: {"WWW-Authenticate": "Bearer"}}
 _TOO_LONG = re.compile(r"the prompt has (?P<tokens>\d+) tokens\D+(?P<limit>\d+)")
 
 
-def unsupported(param: str, why: str) -> ApiError:
+def find_prompt_length(why: str) -> int | None:
+    """The tokens of a prompt that the orchestrator refused for its length, by its sentence."""
+    size = _TOO_LONG.search(why)
+    return int(size["tokens"]) if size else None
+
+
+def refuse_value(param: str, why: str) -> ApiError:
     """A known field with a value that this server cannot honour."""
     return ApiError(400, f"{param!r}: {why}", code="unsupported_value", param=param)
 

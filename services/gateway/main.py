@@ -13,7 +13,7 @@ from protocol.settings import GatewaySettings
 from services.gateway.app import Gateway
 
 _KEEP_ALIVE_S = 30
-_FAREWELL_S = 1
+_SHUTDOWN_S = 1
 """Answers in flight are cut after this long, because the stack ends too."""
 
 
@@ -28,7 +28,7 @@ def run(settings: GatewaySettings) -> None:
             access_log=settings.log_level == "debug",
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_FAREWELL_S,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
         )
         with socket.socket(fileno=settings.listener) as listener:
             uvicorn.Server(config).run(sockets=[listener])

@@ -98,7 +98,9 @@ class Metrics:
         self._speculating = Gauge(
             "ssd_speculating", "Whether the planner speculates (1) or not (0).", registry=r
         )
-        self._lookahead = Gauge("ssd_lookahead", "Longest draft it would verify.", registry=r)
+        self._num_draft_tokens = Gauge(
+            "ssd_lookahead", "Longest draft it would verify.", registry=r
+        )
         self._fan_out = Gauge("ssd_fan_out", "Branches it would prepare.", registry=r)
 
     def count_failure(self, reason: str) -> None:
@@ -144,6 +146,6 @@ class Metrics:
         self._waiting.set(status.waiting)
         self._dropped.set(status.dropped)
         self._speculating.set(status.planner.speculating)
-        self._lookahead.set(status.planner.num_draft_tokens)
+        self._num_draft_tokens.set(status.planner.num_draft_tokens)
         self._fan_out.set(status.planner.branches)
         return generate_latest(self._registry)

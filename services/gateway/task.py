@@ -13,7 +13,7 @@ from protocol.decoding.sampling_params import check_sampling
 from protocol.errors import RuntimeFailure
 from protocol.messages import ChatMessage, Finished, Generate, LogitsOptions, Sampling, Tokens
 from services.gateway.body import check_free_form, to_field_error
-from services.gateway.errors import invalid, unsupported
+from services.gateway.errors import invalid, refuse_value
 from services.gateway.reasoning import ThoughtLimit
 from services.gateway.template import ModelText
 from services.gateway.tools.calls import ToolFunction, call_grammar, close_objects
@@ -199,7 +199,7 @@ class TaskPlanner:
             raise to_field_error(error) from error
 
     def _template_options(self, task: Task, *, constrained: bool) -> dict[str, Any]:
-        """What the chat template is told about thinking, where it knows of that."""
+        """The variables of the chat template, those about thinking included."""
         check_free_form(task.template_options, "chat_template_kwargs")
         options = dict(task.template_options)
         thinking = task.thinking
@@ -224,7 +224,7 @@ def _make_grammar(task: Task) -> str:
         check_free_form(function.parameters, f"the parameters of {function.name!r}")
     if task.must_call:
         if not task.functions:
-            raise unsupported("tool_choice", "there are no tools to call")
+            raise refuse_value("tool_choice", "there are no tools to call")
         return call_grammar(task.functions, several=False)
     if task.schema is None:
         return ""

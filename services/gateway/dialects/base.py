@@ -5,17 +5,29 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from protocol.messages import Status
+from protocol.settings import GatewaySettings
 from services.gateway.errors import ApiError
-from services.gateway.task import Choice
+from services.gateway.task import Choice, Task
 from services.gateway.transcript import Piece
 
 T = TypeVar("T")
 KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Reading(NamedTuple):
+    """A request that was read: what is asked for, and who words the answer."""
+
+    task: Task
+    make_reply: "Callable[[list[Choice], Status, str], Reply]"
+    """From the answers, the stack's status and the model's name."""
+
+
+Reader = Callable[[bytes, GatewaySettings], Reading]
 
 
 def encode_event(body: dict[str, Any], name: str = "") -> bytes:

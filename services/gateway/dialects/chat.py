@@ -24,7 +24,7 @@ from services.gateway.dialects.openai import (
     read_sampling,
     system_first,
 )
-from services.gateway.errors import ApiError, invalid, unsupported
+from services.gateway.errors import ApiError, invalid, refuse_value
 from services.gateway.task import PromptInput, Task, Thinking
 from services.gateway.tools.calls import ToolFunction
 
@@ -171,7 +171,7 @@ def parse_chat(
     """The task in a body; raises ApiError for what cannot be honoured."""
     request, unknown = decode_body(body, ChatRequest, strict=strict)
     if request.stream_options and not request.stream:
-        raise unsupported("stream_options", "only with stream")
+        raise refuse_value("stream_options", "only with stream")
     functions, must_call = _choose_tools(request, unknown)
     task = Task(
         prompts=[_read_prompt(request)],
@@ -260,7 +260,7 @@ def _choose_tools(request: ChatRequest, unknown: list[str]) -> tuple[list[ToolFu
         case ToolChoice(function=NamedFunction(name=name)):
             return choose_functions(functions, [name], "tool_choice"), True
         case ToolChoice(type=kind):
-            raise unsupported("tool_choice", f"the type {kind!r} is not known here")
+            raise refuse_value("tool_choice", f"the type {kind!r} is not known here")
         case _:
             return functions, False
 
@@ -271,7 +271,7 @@ def _read_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
     if wanted.type == "json_object":
         return {"type": "object"}
     if wanted.json_schema is None or wanted.json_schema.schema is None:
-        raise unsupported("response_format", "json_schema is missing")
+        raise refuse_value("response_format", "json_schema is missing")
     return wanted.json_schema.schema
 
 
@@ -287,5 +287,5 @@ def _read_thinking(request: ChatRequest) -> Thinking:
 
 def _read_logprobs(request: ChatRequest) -> int | None:
     if not request.logprobs and request.top_logprobs:
-        raise unsupported("top_logprobs", "ask for logprobs too")
+        raise refuse_value("top_logprobs", "ask for logprobs too")
     return (request.top_logprobs or 0) if request.logprobs else None

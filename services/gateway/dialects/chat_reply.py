@@ -4,8 +4,10 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.messages import Logprobs, ShownToken
-from services.gateway.dialects.base import Reply, encode_event
+from protocol.messages import Logprobs, ShownToken, Status
+from protocol.settings import GatewaySettings
+from services.gateway.dialects.base import Reading, Reply, encode_event
+from services.gateway.dialects.chat import parse_chat
 from services.gateway.dialects.openai import count_usage, report_speculation, report_timings
 from services.gateway.errors import ApiError
 from services.gateway.task import Choice
@@ -156,6 +158,22 @@ class ChatReply(CompletionsReply):
             for entry in entries
         ]
         return {"content": content, "refusal": None}
+
+
+def read_chat(body: bytes, settings: GatewaySettings) -> Reading:
+    """A request to this API; raises ApiError for what cannot be honoured."""
+    task, options = parse_chat(body, settings.sampling, strict=settings.strict)
+
+    def make_reply(choices: list[Choice], status: Status, model: str) -> Reply:
+        return ChatReply(
+            choices=choices,
+            status=status,
+            model=model,
+            include_usage=options.include_usage,
+            include_origins=options.include_origins,
+        )
+
+    return Reading(task, make_reply)
 
 
 def describe_call(call: ParsedCall) -> dict[str, Any]:

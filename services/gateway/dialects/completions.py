@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from protocol.messages import Logprobs, Sampling
+from protocol.messages import Logprobs, Sampling, Status
+from protocol.settings import GatewaySettings
 from services.gateway.body import decode_body
-from services.gateway.dialects.base import encode_event
+from services.gateway.dialects.base import Reading, Reply, encode_event
 from services.gateway.dialects.chat import StreamOptions, read_max_tokens
 from services.gateway.dialects.chat_reply import CompletionsReply, finish_reason
 from services.gateway.dialects.openai import (
@@ -19,7 +20,7 @@ from services.gateway.dialects.openai import (
     read_drafting,
     read_sampling,
 )
-from services.gateway.errors import invalid, unsupported
+from services.gateway.errors import invalid, refuse_value
 from services.gateway.task import MAX_ANSWERS, Choice, PromptInput, Task
 from services.gateway.transcript import Piece
 
@@ -56,11 +57,11 @@ def parse_completion(
     """The task in a body; raises ApiError for what cannot be honoured."""
     request, unknown = decode_body(body, CompletionRequest, strict=strict)
     if request.stream_options and not request.stream:
-        raise unsupported("stream_options", "only with stream")
+        raise refuse_value("stream_options", "only with stream")
     if request.suffix:
-        raise unsupported("suffix", "filling in is not supported; continue the text before it")
+        raise refuse_value("suffix", "filling in is not supported; continue the text before it")
     if (request.best_of or 1) > (request.n or 1):
-        raise unsupported("best_of", "choices are not ranked here; ask for n of them")
+        raise refuse_value("best_of", "choices are not ranked here; ask for n of them")
     prompts = _read_prompts(request.prompt)
     choices = request.n or 1
     if len(prompts) * choices > MAX_ANSWERS:
@@ -84,9 +85,9 @@ def _read_options(
     request: CompletionRequest, prompts: list[PromptInput], choices: int
 ) -> CompletionOptions:
     if request.echo and request.logprobs is not None:
-        raise unsupported("echo", "log-probabilities of the prompt are not computed here")
+        raise refuse_value("echo", "log-probabilities of the prompt are not computed here")
     if request.echo and not all(prompt.text for prompt in prompts):
-        raise unsupported("echo", "only for prompts given as text")
+        raise refuse_value("echo", "only for prompts given as text")
     echoed = prompts if request.echo else []
     options = request.stream_options or StreamOptions()
     return CompletionOptions(
@@ -163,3 +164,21 @@ class TextReply(CompletionsReply):
             "top_logprobs": [{t.text: t.logprob for t in entry.best} for entry in entries],
             "text_offset": list(ends)[:-1],
         }
+
+
+def read_completion(body: bytes, settings: GatewaySettings) -> Reading:
+    """A request to this API; raises ApiError for what cannot be honoured."""
+    task, options = parse_completion(body, settings.sampling, strict=settings.strict)
+
+    def make_reply(choices: list[Choice], status: Status, model: str) -> Reply:
+        return TextReply(
+            choices=choices,
+            status=status,
+            model=model,
+            prompts=options.prompts,
+            include_usage=options.include_usage,
+            include_origins=options.include_origins,
+            echoes=options.echoes,
+        )
+
+    return Reading(task, make_reply)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from protocol.messages import Acceptance, ChatMessage, Finished, Generate, Sampling, Status
-from services.gateway.errors import invalid, unsupported
+from services.gateway.errors import invalid, refuse_value
 from services.gateway.task import EFFORTS, Choice, Effort, make_sampling
 from services.gateway.tools.calls import ToolFunction, complete_json
 
@@ -127,7 +127,7 @@ def choose_functions(
     """Those of these names; raises ApiError for a name that is none of them."""
     known = {function.name: function for function in functions}
     if missing := [name for name in names if name not in known]:
-        raise unsupported(param, f"there is no tool {missing[0]!r}")
+        raise refuse_value(param, f"there is no tool {missing[0]!r}")
     return [known[name] for name in names]
 
 
