@@ -1,10 +1,10 @@
-"""Who hangs: how long each service has been silent, and how long it may be.
+"""Detects services that hang: how long each has been silent, and how long it may be.
 
-A service's working thread says something at least once a second, except within one
+A service's working thread sends something at least once a second, except within one
 indivisible call: a verification, a chunk of a prefill. How long such a call takes depends
 on the model and the machine, so the limit follows the slowest one seen; the first call may
 also compile kernels and read weights. Time during which this process itself did not run
-(stopped, swapped out) counts for nobody. Pure: told what happened and when.
+(stopped, swapped out) does not count. Pure: every time is an argument.
 """
 
 from dataclasses import dataclass
@@ -13,57 +13,57 @@ _SLOWER = 4.0
 """A call may take this many times as long as the slowest before it."""
 
 _LONGEST_STEP_S = 1.0
-"""More than this between two looks means that we were not awake ourselves."""
+"""More than this between two updates means that this process was not awake itself."""
 
 
 @dataclass
 class _Watched:
     silent_s: float = 0.0
     slowest_s: float = 0.0
-    worked: bool = False
+    has_worked: bool = False
 
 
 class HangDetector:
-    """Watches over services, by their address."""
+    """Watches services by their address."""
 
     def __init__(self, hang_timeout_s: float, first_timeout_s: float) -> None:
         self._hang_timeout_s = hang_timeout_s
         self._first_timeout_s = max(first_timeout_s, hang_timeout_s)
         self._watched: dict[bytes, _Watched] = {}
-        self._looked: float | None = None
+        self._updated_at: float | None = None
 
-    def begin(self, address: bytes) -> None:
-        """A service has shaken hands."""
+    def watch(self, address: bytes) -> None:
+        """Start to watch a service, from now on."""
         self._watched[address] = _Watched()
 
-    def end(self, address: bytes) -> None:
-        """It is not watched any more."""
+    def forget(self, address: bytes) -> None:
+        """Stop watching it."""
         self._watched.pop(address, None)
 
-    def heard(self, address: bytes, *, worked: bool) -> None:
-        """It said something; `worked`: this was the result of work, not a mere sign of life."""
+    def on_message(self, address: bytes, *, is_result: bool) -> None:
+        """It sent something: the result of work, or a mere heartbeat."""
         watched = self._watched.get(address)
         if watched is not None:
             watched.slowest_s = max(watched.slowest_s, watched.silent_s)
             watched.silent_s = 0.0
-            watched.worked = watched.worked or worked
+            watched.has_worked = watched.has_worked or is_result
 
     def silent_s(self, address: bytes) -> float:
-        """Seconds since its last word."""
+        """Seconds since its last message."""
         watched = self._watched.get(address)
         return watched.silent_s if watched is not None else 0.0
 
     def limit_s(self, address: bytes) -> float:
         """How long it may be silent."""
         watched = self._watched[address]
-        if not watched.worked:
+        if not watched.has_worked:
             return self._first_timeout_s
         return min(self._first_timeout_s, max(self._hang_timeout_s, _SLOWER * watched.slowest_s))
 
-    def look(self, now: float) -> list[bytes]:
-        """Let time pass; those who have been silent for too long."""
-        step = 0.0 if self._looked is None else min(now - self._looked, _LONGEST_STEP_S)
-        self._looked = now
+    def update(self, now: float) -> list[bytes]:
+        """Let time pass; returns those that have been silent for too long."""
+        step = 0.0 if self._updated_at is None else min(now - self._updated_at, _LONGEST_STEP_S)
+        self._updated_at = now
         for watched in self._watched.values():
             watched.silent_s += step
         return [a for a, watched in self._watched.items() if watched.silent_s > self.limit_s(a)]

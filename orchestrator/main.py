@@ -17,7 +17,7 @@ from protocol.transport.codec import Decoder
 
 
 def run(settings: OrchestratorSettings) -> None:
-    """Bind the sockets and conduct until the process is ended."""
+    """Bind the sockets and serve until the process is told to end."""
     folder = Path(settings.model)
     services: Hub[FromService] = Hub(settings.services_address, Decoder(FromService))
     clients: Hub[ToOrchestrator] = Hub(settings.clients_address, Decoder(ToOrchestrator))
@@ -36,11 +36,11 @@ def run(settings: OrchestratorSettings) -> None:
         try:
             orchestrator.run()
         finally:
-            orchestrator.memory.save()
+            orchestrator.estimates.save()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Being told to end is the ordinary end; a second word changes nothing."""
+    """SIGTERM is the ordinary end; a second one changes nothing."""
     del frame
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(0)

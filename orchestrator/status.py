@@ -1,66 +1,129 @@
-"""What whoever asks is told of the requests in hand, of late, and of the plans for them."""
+"""The answer to `StatusRequest`: services, requests, the last seconds, and the planner."""
 
 from itertools import islice
 
-import msgspec
-
 from orchestrator.learning.cost_model import CostModel
+from orchestrator.registry import Peer, Registry
 from orchestrator.requests.queue import RequestQueue
 from orchestrator.requests.request import Request
-from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
+from orchestrator.sequence.sequence import Phase
 from orchestrator.telemetry.recorder import ratio
-from protocol.messages import PlannerState, SequenceState, SequenceStatus, Status
+from protocol.messages import (
+    PlannerState,
+    SequenceState,
+    SequenceStatus,
+    ServiceStatus,
+    Status,
+    StatusRequest,
+)
 
-_MOST = 64
-"""Sequences that are told of one by one."""
+_MOST_SEQUENCES = 64
+"""Sequences that are described one by one."""
+_MISSING = {
+    "verifier": "there is no verifier at the moment: requests wait",
+    "drafter": "there is no drafter at the moment: the target decodes plainly",
+}
 
 
-def overview(status: Status, requests: RequestQueue, estimates: CostModel, now: float) -> Status:
-    """The status, with what the orchestrator knows of its requests."""
-    return msgspec.structs.replace(
-        status,
-        window=requests.recent(now),
-        planner=choice_of(Planner("ssd", estimates)),
-        sequences=[_seen(answer, now) for answer in islice(requests.running.values(), _MOST)],
-    )
+class StatusReporter:
+    """Describes a running orchestrator."""
+
+    def __init__(
+        self,
+        pid: int,
+        model: str,
+        *,
+        registry: Registry,
+        requests: RequestQueue,
+        estimates: CostModel,
+    ) -> None:
+        self._pid = pid
+        self._model = model
+        self._registry = registry
+        self._requests = requests
+        self._estimates = estimates
+
+    def report(self, question: StatusRequest, *, serving: bool, dropped: int, now: float) -> Status:
+        """The answer to this question.
+
+        Args:
+            question: what was asked.
+            serving: whether the client's request is answered or waits.
+            dropped: messages that could not be delivered, ever.
+            now: seconds of the monotonic clock.
+        """
+        registry, requests = self._registry, self._requests
+        active, waiting = requests.counts
+        running = islice(requests.running.values(), _MOST_SEQUENCES)
+        return Status(
+            request=question.request,
+            question=question.question,
+            serving=serving,
+            dropped=dropped,
+            pid=self._pid,
+            model=self._model,
+            services=[self._describe_service(peer) for peer in registry.peers.values()],
+            active=active,
+            waiting=waiting,
+            refused=registry.rejected,
+            marked_for_kill=registry.marked_for_kill,
+            degraded=[text for role, text in _MISSING.items() if role not in registry.peers],
+            window=requests.recent(now),
+            planner=describe_planner(Planner("ssd", self._estimates)),
+            sequences=[_describe_request(request, now) for request in running],
+        )
+
+    def _describe_service(self, peer: Peer) -> ServiceStatus:
+        hello = peer.hello
+        return ServiceStatus(
+            silent_s=self._registry.hang_detector.silent_s(peer.address),
+            role=hello.role,
+            pid=hello.pid,
+            backend=hello.backend,
+            model=hello.model,
+            compute_unit=hello.compute_unit,
+            context_length=hello.context_length,
+            emulated_cost=hello.emulated_cost,
+            ranks=hello.ranks,
+        )
 
 
-def choice_of(plan: Planner) -> PlannerState:
-    """What this plan would do in the next round."""
-    pace = plan.estimates.pace(plan.mode)
-    speculating = plan.speculates
-    longest = plan.sequential if plan.mode == "sd" else plan.depth
+def describe_planner(planner: Planner) -> PlannerState:
+    """What this planner would do in the next round."""
+    switch = planner.estimates.switch(planner.mode)
+    speculating = planner.should_speculate
+    longest = planner.sequential_length if planner.mode == "sd" else planner.depth
     return PlannerState(
-        mode=plan.mode,
+        mode=planner.mode,
         speculating=speculating,
         num_draft_tokens=longest if speculating else 0,
-        branches=plan.branches if speculating and plan.mode == "ssd" else 0,
-        speculative_tok_s=pace.speculative_tok_s if pace is not None else 0.0,
-        plain_tok_s=plan.plain_tok_s,
+        branches=planner.branches if speculating and planner.mode == "ssd" else 0,
+        speculative_tok_s=switch.speculative_tok_s if switch is not None else 0.0,
+        plain_tok_s=planner.plain_tok_s,
     )
 
 
-def _seen(answer: Request, now: float) -> SequenceStatus:
-    sequence, done = answer.sequence, answer.sequence.recorder
+def _describe_request(request: Request, now: float) -> SequenceStatus:
+    sequence, recorder = request.sequence, request.sequence.recorder
     return SequenceStatus(
         sequence=sequence.number,
-        state=_state(answer),
-        age_s=now - done.received_at,
-        prompt_tokens=answer.prompt_tokens,
-        cached_tokens=answer.cached_tokens or 0,
-        tokens=done.emitted,
-        tok_s=done.tok_s,
-        acceptance_rate=ratio(done.accepted, done.drafted),
-        hit_rate=ratio(done.hits, done.hits + done.misses),
-        planner=choice_of(sequence.plan),
+        state=_state_of(request),
+        age_s=now - recorder.received_at,
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=request.cached_tokens or 0,
+        tokens=recorder.emitted,
+        tok_s=recorder.tok_s,
+        acceptance_rate=ratio(recorder.accepted, recorder.drafted),
+        hit_rate=ratio(recorder.hits, recorder.hits + recorder.misses),
+        planner=describe_planner(sequence.planner),
     )
 
 
-def _state(answer: Request) -> SequenceState:
-    match answer.sequence.phase:
+def _state_of(request: Request) -> SequenceState:
+    match request.sequence.phase:
         case Phase.VERIFYING:
-            return "verify" if answer.cached_tokens is not None else "prefill"
+            return "verify" if request.cached_tokens is not None else "prefill"
         case Phase.DRAFTING:
             return "draft"
         case Phase.STRANDED | Phase.FINISHED:

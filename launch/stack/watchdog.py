@@ -62,7 +62,7 @@ class Watchdog(Closeable):
             (self._answering, "hangs: it does not answer any more"),
             (self._stopped, f"was stopped for more than {_STOPPED_S:g} s"),
         ):
-            for key in detector.look(now):
+            for key in detector.update(now):
                 found[living[key].role] = f"the {living[key].role} {what}"
         return found
 
@@ -70,7 +70,7 @@ class Watchdog(Closeable):
         status = self._client.poll_status()
         if status is not None:
             self.status = status
-            self._answering.heard(str(status.pid).encode(), worked=True)
+            self._answering.on_message(str(status.pid).encode(), is_result=True)
         if now - self._asked >= _ASK_S:
             self._asked = now
             self._client.request_status()
@@ -83,9 +83,9 @@ class Watchdog(Closeable):
         """Begin and end with these; who stays goes on being counted."""
         seen = self._seen[detector]
         for key in keys - seen:
-            detector.begin(key)
+            detector.watch(key)
         for key in seen - keys:
-            detector.end(key)
+            detector.forget(key)
         self._seen[detector] = keys
 
     def close(self) -> None:

@@ -1,20 +1,20 @@
-"""Several requests at the target: what they share, and what their shared passes teach.
+"""Several requests in one batch: what their shared passes cost and bring.
 
-In a crowd a pass takes the chains of all requests that wait. Its time is the time of all of
-them, a further draft token costs only what it adds to the pass, and whether speculation pays
-is another question for each size of the crowd. Pure.
+A pass verifies the chains of all requests that wait. Its time is that of all of them, a
+further draft token costs only what it adds to the pass, and whether speculation pays is
+measured for each size of the batch separately. Pure.
 """
 
 from collections.abc import Mapping
 from math import sqrt
 from typing import Generic, Protocol, TypeVar
 
+from orchestrator.learning.averages import smooth
 from orchestrator.learning.snapshot import Trial
 from orchestrator.learning.speculation_switch import SpeculationSwitch
 from protocol.messages import Mode
 
-_SMOOTHING = 0.1
-_PLACES = {f"{mode} {size}" for mode in ("sd", "ssd") for size in range(1, 17)}
+_KEYS = {f"{mode} {size}" for mode in ("sd", "ssd") for size in range(1, 17)}
 _TRIAL = 6
 """Passes of speculation before plain decoding is measured: each of them has many rounds."""
 
@@ -52,47 +52,47 @@ class BatchEstimates:
     def __init__(self) -> None:
         self.streams = 1
         """How many there are now."""
-        self._company = 0.0
-        self._paces: dict[str, SpeculationSwitch] = {}
-        """By mode and size, as they are remembered."""
+        self._other_tokens = 0.0
+        self._switches: dict[str, SpeculationSwitch] = {}
+        """By mode and size class, as in the snapshot."""
 
     @property
     def scale(self) -> float:
-        """The tokens of a pass are judged in units of this: they then scatter as one request's."""
+        """The unit for the tokens of a pass, so that they scatter as one request's do."""
         return sqrt(self.streams)
 
     @property
-    def company(self) -> int:
-        """Tokens of others that a pass usually has; 0 for who is alone."""
-        return round(self._company) if self.streams > 1 else 0
+    def other_tokens(self) -> int:
+        """Tokens of other requests that a pass usually has; 0 for a request that is alone."""
+        return round(self._other_tokens) if self.streams > 1 else 0
 
-    def meet(self, part: PassStats) -> None:
+    def observe(self, part: PassStats) -> None:
         """One request's part in a pass."""
         if self.streams > 1:
-            self._company += _SMOOTHING * (part.rows - part.tokens - self._company)
+            self._other_tokens = smooth(self._other_tokens, part.rows - part.tokens)
 
-    def pace(self, mode: Mode, alone: dict[Mode, SpeculationSwitch]) -> SpeculationSwitch | None:
-        """Whether speculation pays in a crowd of this size; None for plain decoding."""
+    def switch(self, mode: Mode, alone: dict[Mode, SpeculationSwitch]) -> SpeculationSwitch | None:
+        """Whether speculation pays in a batch of this size; None for plain decoding."""
         if self.streams == 1 or mode == "ar":
             return alone.get(mode)
         # Sizes 2, 3-4, 5-8, ... are alike enough.
         size = (self.streams - 1).bit_length()
-        return self._paces.setdefault(f"{mode} {size}", SpeculationSwitch(_left=_TRIAL))
+        return self._switches.setdefault(f"{mode} {size}", SpeculationSwitch.for_batch(_TRIAL))
 
-    def memory(self) -> dict[str, Trial]:
-        """How each mode has fared in crowds of each size, for another run."""
-        return {place: pace.memory() for place, pace in self._paces.items()}
+    def save(self) -> dict[str, Trial]:
+        """How each mode has fared in batches of each size, for a snapshot."""
+        return {key: switch.save() for key, switch in self._switches.items()}
 
-    def recall(self, remembered: Mapping[str, Trial]) -> None:
-        """Forget how crowds fared, then begin with what was known."""
-        self._paces = {}
-        for place in _PLACES & remembered.keys():
-            self._paces[place] = SpeculationSwitch(_left=_TRIAL)
-            self._paces[place].recall(remembered[place])
+    def restore(self, saved: Mapping[str, Trial]) -> None:
+        """Forget how batches fared, then start from a snapshot."""
+        self._switches = {}
+        for key in _KEYS & saved.keys():
+            self._switches[key] = SpeculationSwitch.for_batch(_TRIAL)
+            self._switches[key].restore(saved[key])
 
 
 class Passes(Generic[P]):
-    """Puts the parts of each pass together."""
+    """Puts the parts of each pass together, as the outcomes of its requests arrive."""
 
     def __init__(self) -> None:
         self._parts: list[P] = []
@@ -109,5 +109,5 @@ class Passes(Generic[P]):
 
 
 def _key(part: PassStats) -> tuple[float, int, int]:
-    """Parts of one pass were told the same time."""
+    """Parts of one pass carry the same time."""
     return part.verify_ms, part.sequences, part.rows

@@ -1,18 +1,15 @@
-"""What a drafter's confidence is worth, learned."""
+"""At what rate draft tokens are accepted, by the drafter's confidence in them."""
 
 from collections.abc import Sequence
 
+from orchestrator.learning.averages import DiscountedRatio, restore_shares, save_shares
 from orchestrator.learning.snapshot import Shares
 
 _BINS = 10
 _PRIOR = 8.0
 """Samples that the assumption "confidence is acceptance" counts for, per bin."""
-
 _FADE = 0.99
-"""Old samples fade, so that the rate follows the text."""
-
 _RECALLED = 24.0
-"""Most samples that a remembered bin counts for."""
 
 
 class Calibration:
@@ -20,29 +17,24 @@ class Calibration:
 
     def __init__(self) -> None:
         centres = [(index + 0.5) / _BINS for index in range(_BINS)]
-        self._accepted = [_PRIOR * centre for centre in centres]
-        self._offered = [_PRIOR] * _BINS
+        self._accepted = [DiscountedRatio(_PRIOR * centre, _PRIOR) for centre in centres]
 
     def rate(self, confidence: float) -> float:
         """Probability that a token of this confidence is accepted, given that it is reached."""
-        index = _bin(confidence)
-        return self._accepted[index] / self._offered[index]
+        return self._accepted[_bin(confidence)].value
 
     def observe(self, confidences: Sequence[float], accepted: int) -> None:
         """Of a chain's draft tokens the first `accepted` stood; the next one fell."""
         for index, confidence in enumerate(confidences[: accepted + 1]):
-            place = _bin(confidence)
-            self._accepted[place] = _FADE * self._accepted[place] + float(index < accepted)
-            self._offered[place] = _FADE * self._offered[place] + 1.0
+            self._accepted[_bin(confidence)].observe(float(index < accepted), fade=_FADE)
 
-    def memory(self) -> Shares:
-        """For another run."""
-        return Shares(found=list(self._accepted), tried=list(self._offered))
+    def save(self) -> Shares:
+        """For a snapshot."""
+        return save_shares(self._accepted)
 
-    def recall(self, remembered: Shares) -> None:
-        """Begin with what was known."""
-        if remembered.fits(_BINS):
-            self._accepted, self._offered = remembered.weighing(_RECALLED)
+    def restore(self, saved: Shares) -> None:
+        """Start from a snapshot."""
+        self._accepted = restore_shares(saved, _BINS, _RECALLED) or self._accepted
 
 
 def _bin(confidence: float) -> int:

@@ -1,4 +1,4 @@
-"""What the orchestrator learns while it works: verification cost, and how drafts fare.
+"""What the planner knows: how long passes take, and how drafts fare.
 
 Shared by all requests of a stack. Pure: fed with events, asked for numbers.
 """
@@ -8,46 +8,54 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Protocol, TypeVar
 
-from orchestrator.learning.backup_rate import BackupRate
+from orchestrator.learning.averages import DiscountedRatio, Ema, restore_shares, save_shares
 from orchestrator.learning.batch_estimates import BatchEstimates, Passes
 from orchestrator.learning.calibration import Calibration
-from orchestrator.learning.ema import Ema
-from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION, acceptance_law, hit_chances
+from orchestrator.learning.fan_out import (
+    AFTER_ALL,
+    AFTER_REJECTION,
+    acceptance_distribution,
+    hit_chances,
+)
 from orchestrator.learning.hit_curve import HitCurve
+from orchestrator.learning.latency import StepLatency, VerifyLatency
 from orchestrator.learning.saguaro import SaguaroChoice
 from orchestrator.learning.snapshot import EstimateSnapshot
 from orchestrator.learning.speculation_switch import SpeculationSwitch
-from orchestrator.learning.step_cost import StepCost
-from orchestrator.learning.tree_width import WIDTHS, TreeWidth, between, worth_of_depths
-from orchestrator.learning.verify_cost import VerifyCost
+from orchestrator.learning.tree_width import WIDTHS, TreeWidth, gains_by_depth, interpolate
 from protocol.messages import Mode, Origin
 
 ORIGINS: tuple[Origin, ...] = ("target", "hit", "miss", "lookup")
 
-Remembered_contra = TypeVar("Remembered_contra", contravariant=True)
-Remembered = TypeVar("Remembered")
+Saved_contra = TypeVar("Saved_contra", contravariant=True)
+Saved = TypeVar("Saved")
 
 _UNSEEN_RATE = 0.5
 """Assumed acceptance rate of a draft token."""
+_UNSEEN_BACKUP_RATE = 0.85
+"""The same of a backup's tokens where no tree was seen: optimistic, so that it is tried."""
+_BACKUP_PRIOR = 6.0
+"""Samples that the assumed rate of backups counts for beside those seen."""
+_BACKUP_FADE = 0.99
+"""Per round, with or without a backup: an unlucky trial must not decide for ever."""
+_BACKUP_RECALLED = 12.0
 
-_REACH, _RELAX = 2.0, 0.05
+_ASSUMED_LENGTH, _SHRINK = 2.0, 0.05
 """Assumed longest draft that is worth verifying, and by how much it shrinks per round unused."""
+_LONGEST = 64.0
+"""The longest such draft that is believed if restored."""
 
 _SHORTEST_MS = 1e-3
 """A clock may be too coarse to see a tree step."""
 
-_HOPED = 0.85
-_LONGEST_REACH = 64.0
-"""Longest reach that is believed if remembered."""
-
 
 @dataclass(frozen=True)
 class RoundObservation:
-    """What one round taught."""
+    """What one round showed."""
 
     mode: Mode
     by_hand: bool
-    """Whether the lookahead was fixed: then its speed is not the planner's doing."""
+    """Whether the draft length was fixed: then its speed is not the planner's doing."""
     speculating: bool
     """Whether a drafter worked for it, or beside it."""
     origin: Origin
@@ -68,7 +76,7 @@ class RoundObservation:
     """How many requests shared the pass."""
     all_tokens: int = 0
     """Tokens of all their chains; 0 stands for this chain's own."""
-    untried: tuple[float, bool] | None = None
+    unverified_lookup: tuple[float, bool] | None = None
     """Confidence of the first token of a lookup that was not verified, and whether it was right."""
 
     @property
@@ -83,12 +91,12 @@ class RoundObservation:
 
 
 class CostModel:
-    """Everything that is learned, for the planner."""
+    """Everything that is measured for the planner."""
 
     def __init__(self) -> None:
-        self.verify_cost = VerifyCost()
+        self.verify_latency = VerifyLatency()
         """While a drafter works beside the target, which may slow it down."""
-        self.plain_cost = VerifyCost()
+        self.plain_latency = VerifyLatency()
         self.calibrations: dict[Origin, Calibration] = {origin: Calibration() for origin in ORIGINS}
         self.after_rejection: dict[Origin, HitCurve] = {
             origin: HitCurve(AFTER_REJECTION) for origin in ORIGINS
@@ -101,174 +109,182 @@ class CostModel:
         """T_d(B): one depth of all branches."""
         self.backup_ms = Ema()
         """Per token drafted while the target waited."""
-        self._backups = BackupRate()
-        self.step_cost = StepCost()
+        self._backups = DiscountedRatio()
+        """Tokens of backups: accepted of offered."""
+        self.step_latency = StepLatency()
         """T_d(B) by the number of branches."""
-        self.width = TreeWidth()
-        self.reach = _REACH
-        """Longest draft that was verified of late."""
-        self.paces: dict[Mode, SpeculationSwitch] = {
+        self.tree_width = TreeWidth()
+        self.draft_length = _ASSUMED_LENGTH
+        """Longest draft that was verified recently."""
+        self.switches: dict[Mode, SpeculationSwitch] = {
             "sd": SpeculationSwitch(),
             "ssd": SpeculationSwitch(),
         }
         """Of a request that is alone."""
         self.saguaro = SaguaroChoice()
-        self.crowd = BatchEstimates()
+        self.batch = BatchEstimates()
         self._passes: Passes[RoundObservation] = Passes()
 
-    def pace(self, mode: Mode) -> SpeculationSwitch | None:
+    def switch(self, mode: Mode) -> SpeculationSwitch | None:
         """Whether speculation pays now; None for plain decoding."""
-        return self.crowd.pace(mode, self.paces)
+        return self.batch.switch(mode, self.switches)
 
-    def new_text(self, mode: Mode) -> None:
+    def on_new_text(self, mode: Mode) -> None:
         """A request of this mode is about to start."""
-        if (pace := self.paces.get(mode)) is not None:
-            pace.new_text()
+        if (switch := self.switches.get(mode)) is not None:
+            switch.on_new_text()
 
     @property
     def draft_token_ms(self) -> float:
         """What a token costs that is drafted while the target waits."""
-        return self.backup_ms.value or self.step_cost.of(1)
+        return self.backup_ms.value or self.step_latency.of(1)
 
     @property
     def backup_rate(self) -> float:
         """Rate at which the tokens of a backup are accepted; that of hits until it is known."""
-        # Without trees there are no hits to go by: hope, and see.
-        alike = self.acceptance["hit"].value if self.step_cost.known else _HOPED
-        return self._backups.given(alike)
+        known = self.step_latency.is_known  # without trees there are no hits to go by
+        assumed = self.acceptance["hit"].value if known else _UNSEEN_BACKUP_RATE
+        return self._backups.with_prior(assumed, _BACKUP_PRIOR)
 
-    def observe_round(self, lesson: RoundObservation) -> None:
+    # ------------------------------------------------------------ events
+
+    def observe_round(self, seen: RoundObservation) -> None:
         """Take in one round."""
-        self.reach = max(len(lesson.confidences), self.reach - _RELAX)
-        cost = self.verify_cost if lesson.speculating else self.plain_cost
-        cost.observe(lesson.rows, lesson.verify_ms)
-        self.crowd.meet(lesson)
-        self.calibrations[lesson.origin].observe(lesson.confidences, lesson.accepted)
-        if lesson.untried is not None:
-            confidence, right = lesson.untried
-            self.calibrations["lookup"].observe([confidence], int(right))
-        self._backups.fade()
-        if lesson.origin == "miss":
-            self._backups.observe(len(lesson.confidences), lesson.accepted)
-        for index in range(min(lesson.accepted + 1, len(lesson.confidences))):
-            self.acceptance[lesson.origin].observe(float(index < lesson.accepted))
-        if lesson.prepared:
-            rejected = lesson.accepted < len(lesson.confidences)
+        self.draft_length = max(len(seen.confidences), self.draft_length - _SHRINK)
+        latency = self.verify_latency if seen.speculating else self.plain_latency
+        latency.observe(seen.rows, seen.verify_ms)
+        self.batch.observe(seen)
+        self._observe_acceptance(seen)
+        if seen.prepared:
+            rejected = seen.accepted < len(seen.confidences)
             curves = self.after_rejection if rejected else self.after_all
-            curves[lesson.origin].observe(lesson.rank, lesson.prepared)
-        if lesson.idle_ms is not None:
-            self.idle_ms[lesson.origin].observe(lesson.idle_ms)
-            if lesson.tried_saguaro is not None and lesson.speculating:
-                time_ms = lesson.idle_ms + lesson.verify_ms
-                self.saguaro.observe(lesson.tried_saguaro, lesson.accepted + 1, time_ms)
-        if shared := self._passes.complete(lesson):
-            self._judge(shared)
+            curves[seen.origin].observe(seen.rank, seen.prepared)
+        if seen.idle_ms is not None:
+            self.idle_ms[seen.origin].observe(seen.idle_ms)
+            if seen.tried_saguaro is not None and seen.speculating:
+                time_ms = seen.idle_ms + seen.verify_ms
+                self.saguaro.observe(seen.tried_saguaro, seen.accepted + 1, time_ms)
+        if shared := self._passes.complete(seen):
+            self._observe_pass(shared)
 
-    def _judge(self, shared: Sequence[RoundObservation]) -> None:
-        """Tell the pace what a pass has brought."""
+    def _observe_acceptance(self, seen: RoundObservation) -> None:
+        self.calibrations[seen.origin].observe(seen.confidences, seen.accepted)
+        if seen.unverified_lookup is not None:
+            confidence, right = seen.unverified_lookup
+            self.calibrations["lookup"].observe([confidence], int(right))
+        compared = min(seen.accepted + 1, len(seen.confidences))
+        backed_up = seen.origin == "miss"
+        self._backups.observe(
+            seen.accepted if backed_up else 0, compared if backed_up else 0, fade=_BACKUP_FADE
+        )
+        for index in range(compared):
+            self.acceptance[seen.origin].observe(float(index < seen.accepted))
+
+    def _observe_pass(self, shared: Sequence[RoundObservation]) -> None:
+        """Feed the switch with what a pass brought, if that says anything about it."""
         mode = shared[0].mode
-        pace = self.pace(mode)
+        switch = self.switch(mode)
         idle_ms = next((part.idle_ms for part in shared if part.idle_ms is not None), None)
-        if pace is None or idle_ms is None:
+        if switch is None or idle_ms is None:
             return
-        # A round without a drafter, or begun before the pace changed, says nothing about it.
+        # A round without a drafter, or begun before the switch changed, does not count.
         if any(
-            part.by_hand or part.mode != mode or part.speculating != pace.speculating
+            part.by_hand or part.mode != mode or part.speculating != switch.speculating
             for part in shared
         ):
             return
-        # Nor does a lookup, which there is with and without a drafter. In a crowd that
-        # speculates nearly every pass may have one, and the pace must not go blind.
-        crowded = pace.speculating and len(shared) > 1
-        if not crowded and any(part.origin == "lookup" for part in shared):
+        # Nor does a lookup, which there is with and without a drafter. In a batch that
+        # speculates nearly every pass may have one, and the switch must not go blind.
+        batched = switch.speculating and len(shared) > 1
+        if not batched and any(part.origin == "lookup" for part in shared):
             return
-        tokens = sum(part.accepted + 1 for part in shared) / self.crowd.scale
+        tokens = sum(part.accepted + 1 for part in shared) / self.batch.scale
         drafted = [part.accepted for part in shared if part.origin != "lookup"]
-        pace.observe(tokens, idle_ms + shared[0].verify_ms, sum(drafted), len(drafted))
-        alone = len(shared) == self.crowd.streams == 1
-        if alone and mode == "ssd" and pace.speculating and self.step_cost.known:
-            self.width.consider(self._gains_by_width(shared[0], pace.speculative_tok_s / 1e3))
+        switch.observe(tokens, idle_ms + shared[0].verify_ms, sum(drafted), len(drafted))
+        alone = len(shared) == self.batch.streams == 1
+        if alone and mode == "ssd" and switch.speculating and self.step_latency.is_known:
+            self.tree_width.observe(self._gains_by_width(shared[0], switch.speculative_tok_s / 1e3))
 
-    def drew(self, depth: int, branches: int, milliseconds: float) -> None:
-        """The drafter took so long for one depth of a tree."""
-        if self.crowd.streams == 1:  # in a crowd a step is for the branches of all
-            self.step_cost.observe(depth, branches, milliseconds)
+    def observe_step(self, depth: int, branches: int, milliseconds: float) -> None:
+        """The drafter took this long for one depth of a tree."""
+        if self.batch.streams == 1:  # in a batch a step is for the branches of all
+            self.step_latency.observe(depth, branches, milliseconds)
         if depth > 1:  # the first depth also takes in the chain
             self.tree_step_ms.observe(milliseconds)
 
-    def _gains_by_width(self, lesson: RoundObservation, speed: float) -> list[float]:
+    def _gains_by_width(self, seen: RoundObservation, speed: float) -> list[float]:
         """What preparing beside this round gains by each of WIDTHS: hits, times their depth."""
-        rates = [self.calibrations[lesson.origin].rate(c) for c in lesson.confidences]
+        rates = [self.calibrations[seen.origin].rate(c) for c in seen.confidences]
         hits = hit_chances(
-            acceptance_law(rates),
+            acceptance_distribution(rates),
             WIDTHS[-1],
-            self.after_rejection[lesson.origin],
-            self.after_all[lesson.origin],
+            self.after_rejection[seen.origin],
+            self.after_all[seen.origin],
         )
-        deepest = ceil(self.reach) + 2
-        costs = [self.verify_cost.of(drafted + 1) for drafted in range(deepest + 1)]
-        worth = worth_of_depths(self.acceptance["hit"].value, speed, costs)
-        time_ms = lesson.verify_ms + self.idle_ms["hit"].value - self.step_cost.chain_ms
-        steps = [max(_SHORTEST_MS, self.step_cost.of(branches)) for branches in WIDTHS]
-        depths = [between(worth, time_ms / step) for step in steps]
+        deepest = ceil(self.draft_length) + 2
+        costs = [self.verify_latency.of(drafted + 1) for drafted in range(deepest + 1)]
+        gains = gains_by_depth(self.acceptance["hit"].value, speed, costs)
+        time_ms = seen.verify_ms + self.idle_ms["hit"].value - self.step_latency.chain_ms
+        steps = [max(_SHORTEST_MS, self.step_latency.of(branches)) for branches in WIDTHS]
+        depths = [interpolate(gains, time_ms / step) for step in steps]
         return [hits[b] * depth for b, depth in zip(WIDTHS, depths, strict=True)]
 
-    def memory(self) -> EstimateSnapshot:
-        """What is worth remembering for another run."""
+    # ------------------------------------------------------------ between two runs
+
+    def save(self) -> EstimateSnapshot:
+        """What is worth keeping for another run."""
         return EstimateSnapshot(
-            verify_cost=self.verify_cost.memory(),
-            plain_cost=self.plain_cost.memory(),
-            calibrations={origin: one.memory() for origin, one in self.calibrations.items()},
-            after_rejection={origin: one.memory() for origin, one in self.after_rejection.items()},
-            after_all={origin: one.memory() for origin, one in self.after_all.items()},
-            idle_ms={origin: one.memory() for origin, one in self.idle_ms.items()},
-            acceptance={origin: one.memory() for origin, one in self.acceptance.items()},
-            tree_step_ms=self.tree_step_ms.memory(),
-            backup_ms=self.backup_ms.memory(),
-            reach=self.reach,
-            trials={mode: pace.memory() for mode, pace in self.paces.items()},
-            step_cost=self.step_cost.memory(),
-            width=self.width.memory(),
-            backups=self._backups.memory(),
-            crowd_trials=self.crowd.memory(),
-            saguaro=self.saguaro.memory(),
+            verify_latency=self.verify_latency.save(),
+            plain_latency=self.plain_latency.save(),
+            calibrations={origin: one.save() for origin, one in self.calibrations.items()},
+            after_rejection={origin: one.save() for origin, one in self.after_rejection.items()},
+            after_all={origin: one.save() for origin, one in self.after_all.items()},
+            idle_ms={origin: one.save() for origin, one in self.idle_ms.items()},
+            acceptance={origin: one.save() for origin, one in self.acceptance.items()},
+            tree_step_ms=self.tree_step_ms.save(),
+            backup_ms=self.backup_ms.save(),
+            draft_length=self.draft_length,
+            trials={mode: switch.save() for mode, switch in self.switches.items()},
+            step_latency=self.step_latency.save(),
+            tree_width=self.tree_width.save(),
+            backups=save_shares([self._backups]) if self._backups.whole > 0.0 else None,
+            batch_trials=self.batch.save(),
+            saguaro=self.saguaro.save(),
         )
 
-    def begin(self, remembered: EstimateSnapshot | None) -> None:
-        """Forget all, then begin with what was remembered, which counts for little."""
-        # In place: the plans of running requests hold this object.
-        fresh = {name: value for name, value in vars(CostModel()).items() if name != "crowd"}
+    def restart(self, saved: EstimateSnapshot | None) -> None:
+        """Forget everything, then start from a snapshot, which counts for little."""
+        # In place: the planners of running requests hold this object.
+        fresh = {name: value for name, value in vars(CostModel()).items() if name != "batch"}
         vars(self).update(fresh)
-        self.crowd.recall(remembered.crowd_trials if remembered is not None else {})
-        if remembered is None:
+        self.batch.restore(saved.batch_trials if saved is not None else {})
+        if saved is None:
             return
-        self.verify_cost.recall(remembered.verify_cost)
-        self.plain_cost.recall(remembered.plain_cost)
-        self.tree_step_ms.recall(remembered.tree_step_ms)
-        self.backup_ms.recall(remembered.backup_ms)
-        self.reach = min(remembered.reach, _LONGEST_REACH)
-        _recall(self.calibrations, remembered.calibrations)
-        _recall(self.after_rejection, remembered.after_rejection)
-        _recall(self.after_all, remembered.after_all)
-        _recall(self.idle_ms, remembered.idle_ms)
-        _recall(self.acceptance, remembered.acceptance)
-        _recall(self.paces, remembered.trials)
-        self.saguaro.recall(remembered.saguaro)
-        if remembered.step_cost is not None:
-            self.step_cost.recall(remembered.step_cost)
-        if remembered.width is not None:
-            self.width.recall(remembered.width)
-        if remembered.backups is not None:
-            self._backups.recall(remembered.backups)
+        self.verify_latency.restore(saved.verify_latency)
+        self.plain_latency.restore(saved.plain_latency)
+        self.tree_step_ms.restore(saved.tree_step_ms)
+        self.backup_ms.restore(saved.backup_ms)
+        self.draft_length = min(saved.draft_length, _LONGEST)
+        _restore(self.calibrations, saved.calibrations)
+        _restore(self.after_rejection, saved.after_rejection)
+        _restore(self.after_all, saved.after_all)
+        _restore(self.idle_ms, saved.idle_ms)
+        _restore(self.acceptance, saved.acceptance)
+        _restore(self.switches, saved.trials)
+        self.saguaro.restore(saved.saguaro)
+        self.step_latency.restore(saved.step_latency)
+        if saved.tree_width is not None:
+            self.tree_width.restore(saved.tree_width)
+        if saved.backups is not None:
+            backups = restore_shares(saved.backups, 1, _BACKUP_RECALLED)
+            self._backups = backups[0] if backups else self._backups
 
 
-class _Learner(Protocol[Remembered_contra]):
-    def recall(self, remembered: Remembered_contra) -> None: ...
+class _Estimator(Protocol[Saved_contra]):
+    def restore(self, saved: Saved_contra) -> None: ...
 
 
-def _recall(
-    learners: Mapping[Any, _Learner[Remembered]], remembered: Mapping[Any, Remembered]
-) -> None:
-    for key, learner in learners.items():
-        if key in remembered:
-            learner.recall(remembered[key])
+def _restore(estimators: Mapping[Any, _Estimator[Saved]], saved: Mapping[Any, Saved]) -> None:
+    for key, estimator in estimators.items():
+        if key in saved:
+            estimator.restore(saved[key])

@@ -1,7 +1,7 @@
-"""The planner's memory across runs: one JSON file per (target, drafter, machine).
+"""What the planner measured, kept across runs: one JSON file per (target, drafter, machine).
 
-A memory is a help, never a need: a file that is missing, broken or of another version is
-noted in the log and ignored, and one that cannot be written is noted too.
+It helps but is never needed: a file that is missing, broken or of another version is logged
+and ignored, and so is one that cannot be written.
 """
 
 import hashlib
@@ -23,22 +23,22 @@ _EVERY_S = 60.0
 
 
 class EstimateStore:
-    """Keeps what is learned of the pair that works; without a folder it keeps nothing.
+    """The estimates for the current pair of models; without a folder they are not kept.
 
     Args:
-        folder: where the files are; empty switches the memory off.
+        folder: where the files are; empty keeps nothing.
         machine: name of the chip and its cores, as measured times depend on them.
     """
 
     def __init__(self, folder: str, machine: str) -> None:
-        self.estimates = CostModel()
+        self.cost_model = CostModel()
         self._folder = Path(folder) if folder else None
         self._machine = machine
         self._path: Path | None = None
         self._saved_at = 0.0
 
-    def meet(self, peers: Mapping[Role, Peer]) -> None:
-        """These services are there: recall what is known of the pair, if it is another one."""
+    def load_for(self, peers: Mapping[Role, Peer]) -> None:
+        """Start from the file of the pair that these services are, if it is another pair."""
         verifier, drafter = peers.get("verifier"), peers.get("drafter")
         if self._folder is None or verifier is None or drafter is None:
             return
@@ -47,23 +47,23 @@ class EstimateStore:
             self.save()
             self._path = path
             remove_leftovers(self._folder)
-            self.estimates.begin(_read(path))
+            self.cost_model.restart(_read(path))
 
-    def keep(self, now: float) -> None:
-        """Save now and then; `now` in seconds of a monotonic clock. Call when there is time."""
+    def save_if_due(self, now: float) -> None:
+        """Save once a minute; `now` in seconds of a monotonic clock."""
         if self._path is not None and now - self._saved_at > _EVERY_S:
             self._saved_at = now
             self.save()
 
     def save(self) -> None:
-        """Write what is known of the current pair, as a whole or not at all."""
+        """Write what was measured for the current pair, as a whole or not at all."""
         if self._path is None:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, msgspec.json.encode(self.estimates.memory()))
+            write_atomically(self._path, msgspec.json.encode(self.cost_model.save()))
         except OSError as error:
-            _log.warning("what was learned cannot be kept in %s: %s", self._path, error)
+            _log.warning("cannot save what the planner measured to %s: %s", self._path, error)
 
 
 def _read(path: Path) -> EstimateSnapshot | None:
@@ -72,16 +72,16 @@ def _read(path: Path) -> EstimateSnapshot | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
-        _log.warning("ignored what was learned in %s: %s", path, error)
+        _log.warning("ignored the planner's measurements in %s: %s", path, error)
         return None
 
 
 def _fingerprint(verifier: Hello, drafter: Hello, machine: str) -> str:
-    """Names a pair on a machine: models, backends, compute units, chip and cores."""
-    told = [machine]
+    """A name for a pair on a machine: models, backends, compute units, chip and cores."""
+    parts = [machine]
     for hello in (verifier, drafter):
-        told += [hello.backend, hello.compute_unit, hello.model, *_weights(Path(hello.model))]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
+        parts += [hello.backend, hello.compute_unit, hello.model, *_weights(Path(hello.model))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def _weights(folder: Path) -> list[str]:

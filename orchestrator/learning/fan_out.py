@@ -1,7 +1,7 @@
 """How many bonus-token candidates to prepare at each acceptance length (Theorem 12).
 
-Misses follow a power law, 1 - h(F) = a F^-r. Maximising sum_k P(k) h(F_k) under
-sum_k F_k = B gives, for P(k) = alpha^k (1 - alpha), P(K) = alpha^K and one law for all k, a
+Misses follow a power law, 1 - h(F) = a F^-r, the miss curve. Maximising sum_k P(k) h(F_k) under
+sum_k F_k = B gives, for P(k) = alpha^k (1 - alpha), P(K) = alpha^K and one curve for all k, a
 geometric series with a wider last term (`geometric`). In general, each branch goes where it
 gains most (`allocate`), which is optimal because h is concave.
 """
@@ -39,9 +39,9 @@ def geometric(alpha: float, r: float, budget: int, num_draft_tokens: int) -> lis
 
     Args:
         alpha: acceptance rate of a draft token, in (0, 1).
-        r: exponent of the miss law, positive.
+        r: exponent of the miss curve, positive.
         budget: B, the number of branches.
-        lookahead: K, the draft tokens of the chain under verification.
+        num_draft_tokens: K, the draft tokens of the chain under verification.
     """
     beta = alpha ** (1.0 / (1.0 + r))
     last = (1.0 - alpha) ** (-1.0 / (1.0 + r))
@@ -50,14 +50,14 @@ def geometric(alpha: float, r: float, budget: int, num_draft_tokens: int) -> lis
     return [budget * weight / total for weight in weights]
 
 
-def acceptance_law(rates: Sequence[float]) -> list[float]:
+def acceptance_distribution(rates: Sequence[float]) -> list[float]:
     """P(k) for k = 0..K, given the acceptance probability of each draft token in turn."""
-    law: list[float] = []
+    chances: list[float] = []
     reached = 1.0
     for rate in rates:
-        law.append(reached * (1.0 - rate))
+        chances.append(reached * (1.0 - rate))
         reached *= rate
-    return [*law, reached]
+    return [*chances, reached]
 
 
 def uniform(budget: int, num_draft_tokens: int) -> list[int]:
@@ -66,8 +66,8 @@ def uniform(budget: int, num_draft_tokens: int) -> list[int]:
     return [each + int(k < rest) for k in range(num_draft_tokens + 1)]
 
 
-def rounded(counts: Sequence[float]) -> list[int]:
-    """Whole numbers with the same sum, each within one: the largest remainders are rounded up."""
+def round_shares(counts: Sequence[float]) -> list[int]:
+    """Round to whole numbers with the same sum: the largest remainders are rounded up."""
     whole = [int(count) for count in counts]
     rest = round(sum(counts)) - sum(whole)
     by_remainder = sorted(range(len(counts)), key=lambda k: whole[k] - counts[k])
@@ -77,7 +77,7 @@ def rounded(counts: Sequence[float]) -> list[int]:
 
 
 class Curve(Protocol):
-    """h(F), assumed or learned."""
+    """h(F), assumed or measured."""
 
     def hit(self, candidates: int) -> float:
         """Probability that the bonus token is among the first `candidates`."""
@@ -85,7 +85,7 @@ class Curve(Protocol):
 
 
 def allocate(
-    law: Sequence[float],
+    chances: Sequence[float],
     budget: int,
     rejection: Curve = AFTER_REJECTION,
     full: Curve = AFTER_ALL,
@@ -93,33 +93,37 @@ def allocate(
     """F_0..F_K as integers: each of `budget` branches where P(k) (h(F+1) - h(F)) is largest.
 
     Args:
-        law: P(k) for k = 0..K.
+        chances: P(k) for k = 0..K.
         budget: B, the number of branches.
         rejection: h where a draft token was rejected, k < K.
         full: h where all were accepted, k = K.
     """
-    fan_out = [0] * len(law)
-    for position, _ in islice(_best_first(law, rejection, full), budget):
+    fan_out = [0] * len(chances)
+    for position, _ in islice(_rank_branches(chances, rejection, full), budget):
         fan_out[position] += 1
     return fan_out
 
 
-def hit_chances(law: Sequence[float], largest: int, rejection: Curve, full: Curve) -> list[float]:
+def hit_chances(
+    chances: Sequence[float], largest: int, rejection: Curve, full: Curve
+) -> list[float]:
     """Probability of a hit with 0, 1, ... `largest` branches, each where it gains most."""
-    gains = (gain for _, gain in islice(_best_first(law, rejection, full), largest))
+    gains = (gain for _, gain in islice(_rank_branches(chances, rejection, full), largest))
     return list(accumulate(gains, initial=0.0))
 
 
-def _best_first(law: Sequence[float], rejection: Curve, full: Curve) -> Iterator[tuple[int, float]]:
+def _rank_branches(
+    chances: Sequence[float], rejection: Curve, full: Curve
+) -> Iterator[tuple[int, float]]:
     """The acceptance length where the next branch gains most, and that gain, without end."""
-    curves = [rejection] * (len(law) - 1) + [full]
-    counts = [1] * len(law)
+    curves = [rejection] * (len(chances) - 1) + [full]
+    counts = [1] * len(chances)
     hits = [curve.hit(1) for curve in curves]
-    gains = [chance * hit for chance, hit in zip(law, hits, strict=True)]
+    gains = [chance * hit for chance, hit in zip(chances, hits, strict=True)]
     while True:
         best = gains.index(max(gains))
         yield best, gains[best]
         counts[best] += 1
         hit = curves[best].hit(counts[best])
-        gains[best] = law[best] * (hit - hits[best])
+        gains[best] = chances[best] * (hit - hits[best])
         hits[best] = hit

@@ -1,43 +1,44 @@
-"""Whether drafts are good for anything at all: Wald's sequential test on what is accepted.
+"""Whether drafts are accepted at all: Wald's sequential test on the accepted tokens.
 
-That nothing is accepted is known after some rounds, however little a round loses by it and
-however noisy the clock is. The test weighs two Poisson laws of the accepted tokens of a
-round: a drafter that knows something, and one that knows nothing. It only ever ends a
-trial; whether a drafter that knows something pays is for the clock to say (`pace`).
+That nothing is accepted is known after a few rounds, however little a round loses by it and
+however noisy the clock is. The test weighs two Poisson distributions of the accepted tokens
+of a round against each other: that of a drafter with some knowledge of the text, and that of
+one with none. It only ever ends a trial; whether a drafter with some knowledge pays is
+decided by the clock (`speculation_switch`).
 """
 
 from dataclasses import dataclass
 from math import log
 
-_KNOWING, _KNOWING_NOTHING = 0.2, 0.01
+_USEFUL, _USELESS = 0.2, 0.01
 """Accepted tokens per round."""
 _FIRST, _AGAIN = 2.7, 1.5
-"""Evidence that is needed, as the logarithm of a likelihood ratio: 15 to 1 the first time;
-less once the drafter is known for it."""
+"""Evidence that is required, as the logarithm of a likelihood ratio: 15 to 1 the first time;
+less for a drafter that has failed before."""
 
 
 @dataclass
 class FutilityTest:
     """Fed with the rounds of a trial."""
 
-    _needed: float = _FIRST
+    _required: float = _FIRST
     _evidence: float = 0.0
-    """For knowing nothing; below 0 for knowing something, which is kept."""
+    """That the drafter is useless; below 0 that it is useful, which is kept."""
 
     def observe(self, accepted: int, chains: int) -> None:
-        """A pass with so many chains accepted so many draft tokens."""
-        against = log(_KNOWING / _KNOWING_NOTHING) * accepted
-        self._evidence += (_KNOWING - _KNOWING_NOTHING) * chains - against
+        """A pass with `chains` chains accepted `accepted` draft tokens."""
+        against = log(_USEFUL / _USELESS) * accepted
+        self._evidence += (_USEFUL - _USELESS) * chains - against
 
     @property
-    def settled(self) -> bool:
-        """Whether the drafter knows nothing."""
-        return self._evidence >= self._needed
+    def is_futile(self) -> bool:
+        """Whether the drafter is useless."""
+        return self._evidence >= self._required
 
-    def confirmed(self) -> "FutilityTest":
-        """For the next trial of a drafter that did not pay."""
+    def for_next_trial(self) -> "FutilityTest":
+        """The test of the next trial, after one that did not pay."""
         return FutilityTest(_AGAIN)
 
-    def forgotten(self) -> "FutilityTest":
-        """For a drafter that has just been ahead of plain decoding."""
+    def after_gain(self) -> "FutilityTest":
+        """The test of a drafter that has just been ahead of plain decoding."""
         return FutilityTest(_evidence=min(0.0, self._evidence))

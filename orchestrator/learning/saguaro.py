@@ -21,10 +21,10 @@ _FADE = 0.998
 """Old rounds fade, so that the choice follows the text."""
 
 _RECALLED = 30.0
-"""Most rounds that a remembered choice counts for."""
+"""Most rounds that a restored choice counts for."""
 
 _CURIOSITY = 1.0
-"""How many standard errors of a speed are given for benefit of the doubt."""
+"""How many standard errors are added to a speed before it is compared."""
 
 
 @dataclass
@@ -49,16 +49,16 @@ class _Arm:
 
 
 class SaguaroChoice:
-    """Learns from rounds which C is fastest."""
+    """Measures which C is fastest."""
 
     def __init__(self) -> None:
         self._arms = {weight: _Arm() for weight in CHOICES}
 
     def choose(self) -> float:
         """C for the next request."""
-        return max(CHOICES, key=self._hope)
+        return max(CHOICES, key=self._upper_bound)
 
-    def _hope(self, weight: float) -> float:
+    def _upper_bound(self, weight: float) -> float:
         arm = self._arms[weight]
         if arm.rounds == 0.0 or arm.milliseconds == 0.0:
             return inf  # the first untried one
@@ -80,8 +80,8 @@ class SaguaroChoice:
         arm.squares += tokens**2
         arm.milliseconds += milliseconds
 
-    def memory(self) -> dict[str, Arm]:
-        """For another run."""
+    def save(self) -> dict[str, Arm]:
+        """For a snapshot."""
         return {
             str(weight): Arm(
                 rounds=arm.rounds,
@@ -93,10 +93,10 @@ class SaguaroChoice:
             if arm.rounds > 0.0
         }
 
-    def recall(self, remembered: Mapping[str, Arm]) -> None:
-        """Begin with the speeds that were known; they count for little."""
+    def restore(self, saved: Mapping[str, Arm]) -> None:
+        """Start from a snapshot."""
         for weight in CHOICES:
-            arm = remembered.get(str(weight))
+            arm = saved.get(str(weight))
             if arm is None or arm.rounds <= 0.0 or arm.tokens <= 0.0:
                 continue
             kept = min(1.0, _RECALLED / arm.rounds)

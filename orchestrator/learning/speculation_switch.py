@@ -4,13 +4,14 @@ Speculation goes on until it has lost a few tokens' time against plain decoding,
 its best moment (Page's cumulative sum test): a gain survives unlucky stretches of text, and
 a loss is ended after a bounded cost. Plain decoding is measured in a few rounds of its own,
 since verifications run faster while no drafter works beside them, and again before an old
-measurement ends speculation. After each pause follows a trial with less patience; trials
-that fail become rarer, and a new text gets one early. A drafter of which nothing is accepted
-is known sooner, without any clock (`doubt`).
+measurement ends speculation. The trial after a pause may lose less than the one before;
+trials that fail become rarer, and a new text gets one early. A drafter of which nothing is
+accepted is recognised sooner, without any clock (`futility_test`).
 """
 
 from dataclasses import dataclass, field
 
+from orchestrator.learning.averages import DiscountedRatio
 from orchestrator.learning.futility_test import FutilityTest
 from orchestrator.learning.snapshot import Rate, Trial
 
@@ -19,8 +20,8 @@ _TRIAL = 24
 _BASELINE = 4
 """Plain rounds that measure plain decoding."""
 _SETTLING = 2
-"""Rounds after a change that say nothing: the drafter ends its step, or has no tree yet."""
-_PATIENCE, _LEAST_PATIENCE = 6.0, 3.0
+"""Rounds after a change that are not counted: the drafter ends its step, or has no tree yet."""
+_TOLERANCE, _LEAST_TOLERANCE = 6.0, 3.0
 """What speculation may lose before it pauses, in tokens of plain decoding. Acceptance scatters
 by about one token a round: with two, half of all good trials ended by bad luck."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 512
@@ -34,78 +35,56 @@ _CLOSE = 1.15
 _FADE = 0.98
 _OLD_BASELINE = 0.25
 """What an earlier baseline weighs beside a new one."""
-
 _RECALLED = 8.0
-"""Most tokens that a remembered speed counts for."""
-
-
-@dataclass
-class _Speed:
-    tokens: float = 0.0
-    milliseconds: float = 0.0
-
-    def observe(self, tokens: float, milliseconds: float, fade: float = _FADE) -> None:
-        self.tokens = fade * self.tokens + tokens
-        self.milliseconds = fade * self.milliseconds + milliseconds
-
-    @property
-    def per_second(self) -> float:
-        return 1e3 * self.tokens / self.milliseconds if self.milliseconds > 0.0 else 0.0
-
-    def memory(self) -> Rate:
-        return Rate(tokens=self.tokens, milliseconds=self.milliseconds)
-
-    @staticmethod
-    def recalled(rate: Rate) -> "_Speed":
-        weight = min(1.0, _RECALLED / rate.tokens) if rate.tokens else 0.0
-        return _Speed(rate.tokens, rate.milliseconds).faded(weight)
-
-    def faded(self, weight: float) -> "_Speed":
-        return _Speed(weight * self.tokens, weight * self.milliseconds)
+"""Most tokens that a restored speed counts for."""
 
 
 @dataclass
 class SpeculationSwitch:
-    """Decides round by round; fed with what each round brought."""
+    """Decides round by round; fed with what each round brought. Speeds are tokens over ms."""
 
     speculating: bool = True
     """Whether the next round is to be speculative."""
-    _speculative: _Speed = field(default_factory=_Speed)
-    _plain: _Speed = field(default_factory=_Speed)
-    _since_best: _Speed = field(default_factory=_Speed)
+    _speculative: DiscountedRatio = field(default_factory=DiscountedRatio)
+    _plain: DiscountedRatio = field(default_factory=DiscountedRatio)
+    _since_best: DiscountedRatio = field(default_factory=DiscountedRatio)
     """What speculation brought since it was last ahead of plain decoding."""
     _left: int = _TRIAL
     """Rounds until plain decoding is measured, or until the next trial."""
     _settling: int = _SETTLING
-    pausing: bool = False
+    is_paused: bool = False
     """Whether plain decoding goes on because it is faster, not to be measured."""
     _pause: int = _SHORTEST_PAUSE
-    _patience: float = _PATIENCE
-    _doubt: FutilityTest = field(default_factory=FutilityTest)
+    _tolerance: float = _TOLERANCE
+    _futility: FutilityTest = field(default_factory=FutilityTest)
     _since_change: int = 0
     _since_baseline: int = 0
+
+    @classmethod
+    def for_batch(cls, trial: int) -> "SpeculationSwitch":
+        """One whose first trial has `trial` passes, each with the rounds of several requests."""
+        return cls(_left=trial)
 
     @property
     def speculative_tok_s(self) -> float:
         """Tokens per second of recent speculative rounds; 0 if there were none."""
-        return self._speculative.per_second
+        return 1e3 * self._speculative.value
 
     @property
     def plain_tok_s(self) -> float:
         """Tokens per second of recent plain rounds; 0 if there were none."""
-        return self._plain.per_second
+        return 1e3 * self._plain.value
 
     @property
-    def lost(self) -> float:
+    def loss(self) -> float:
         """What speculation has lost since its best moment, in tokens of plain decoding."""
-        since = self._since_best
-        return since.milliseconds * self.plain_tok_s / 1e3 - since.tokens
+        return self._since_best.whole * self._plain.value - self._since_best.part
 
     def observe(self, tokens: float, milliseconds: float, accepted: int, chains: int = 1) -> None:
         """A pass in the current way emitted `tokens` tokens in this time.
 
         Args:
-            tokens: in whatever unit this pace is told of, which may be tokens of a crowd.
+            tokens: in one unit throughout, see `BatchEstimates.scale`.
             milliseconds: of the pass, and of the wait before it.
             accepted: tokens of the drafter that it accepted.
             chains: requests in it whose chain came from the drafter, or could have.
@@ -117,87 +96,96 @@ class SpeculationSwitch:
             return
         self._left -= 1
         if self.speculating:
-            self._speculative.observe(tokens, milliseconds)
-            self._since_best.observe(tokens, milliseconds, fade=1.0)
-            self._doubt.observe(accepted, chains)
-            self._judge()
+            self._speculative.observe(tokens, milliseconds, fade=_FADE)
+            self._since_best.observe(tokens, milliseconds)
+            self._futility.observe(accepted, chains)
+            self._judge_speculation()
         else:
-            self._plain.observe(tokens, milliseconds)
+            self._plain.observe(tokens, milliseconds, fade=_FADE)
             if self._left <= 0:
-                self._end_of_plain()
+                self._end_plain()
 
-    def new_text(self) -> None:
+    def on_new_text(self) -> None:
         """Another request: how drafts fare on its text is not known from the last one's."""
-        if self.pausing:
+        if self.is_paused:
             self._left = min(self._left, self._pause // _EARLIER)
 
-    def _judge(self) -> None:
-        """Another speculative round is known."""
+    def _judge_speculation(self) -> None:
+        """Another speculative round was counted."""
         known = self.plain_tok_s > 0.0
-        if known and self.lost <= 0.0:
-            self._since_best, self._doubt = _Speed(), self._doubt.forgotten()
+        if known and self.loss <= 0.0:
+            self._since_best, self._futility = DiscountedRatio(), self._futility.after_gain()
             if self._since_change > _TRIAL:
-                self._pause, self._patience = _SHORTEST_PAUSE, _PATIENCE
-        if self._doubt.settled:
-            self._rest()
+                self._pause, self._tolerance = _SHORTEST_PAUSE, _TOLERANCE
+        if self._futility.is_futile:
+            self._start_pause()
             return
         if not known:
             if self._left <= 0:
                 self._measure_plain()
             return
-        old = _FRESH if self.lost > self._patience else _STALE
+        old = _FRESH if self.loss > self._tolerance else _STALE
         close = self.speculative_tok_s < _CLOSE * self.plain_tok_s
         if close and self._since_baseline > old:
             self._measure_plain()
-        elif self.lost > self._patience:
-            self._rest()
+        elif self.loss > self._tolerance:
+            self._start_pause()
 
-    def _end_of_plain(self) -> None:
+    def _end_plain(self) -> None:
         """A baseline or a pause is over."""
         self._since_baseline = 0
-        if self.pausing:
+        if self.is_paused:
             # Text changes: a new trial counts, not how the last one went.
-            self._speculative, self._since_best = _Speed(), _Speed()
+            self._speculative, self._since_best = DiscountedRatio(), DiscountedRatio()
             self._change(speculating=True, rounds=_TRIAL)
-        elif self.lost > self._patience:
-            self._rest()
+        elif self.loss > self._tolerance:
+            self._start_pause()
         else:
             self._change(speculating=True, rounds=_TRIAL)
 
     def _measure_plain(self) -> None:
-        self._plain = self._plain.faded(_OLD_BASELINE)
+        self._plain = self._plain.scale(_OLD_BASELINE)
         self._change(speculating=False, rounds=_BASELINE)
 
-    def _rest(self) -> None:
+    def _start_pause(self) -> None:
         self._change(speculating=False, rounds=self._pause)
-        self.pausing = True
+        self.is_paused = True
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._patience = max(0.5 * self._patience, _LEAST_PATIENCE)
-        self._doubt = self._doubt.confirmed()
+        self._tolerance = max(0.5 * self._tolerance, _LEAST_TOLERANCE)
+        self._futility = self._futility.for_next_trial()
 
     def _change(self, *, speculating: bool, rounds: int) -> None:
         self._settling = _SETTLING if speculating != self.speculating else 0
         self._left = rounds
         self._since_change = 0
         self.speculating = speculating
-        self.pausing = False
+        self.is_paused = False
 
-    def memory(self) -> Trial:
-        """For another run."""
+    def save(self) -> Trial:
+        """For a snapshot."""
         return Trial(
-            speculative=self._speculative.memory(),
-            plain=self._plain.memory(),
-            pausing=self.pausing,
-            patience=self._patience,
+            speculative=_save_speed(self._speculative),
+            plain=_save_speed(self._plain),
+            pausing=self.is_paused,
+            tolerance=self._tolerance,
         )
 
-    def recall(self, remembered: Trial) -> None:
-        """Begin with what was known; where speculation did not pay, with a short pause."""
-        self._speculative = _Speed.recalled(remembered.speculative)
-        self._plain = _Speed.recalled(remembered.plain)
-        self._patience = min(max(remembered.patience, _LEAST_PATIENCE), _PATIENCE)
+    def restore(self, saved: Trial) -> None:
+        """Start from a snapshot; where speculation did not pay, with a short pause."""
+        self._speculative = _restore_speed(saved.speculative)
+        self._plain = _restore_speed(saved.plain)
+        self._tolerance = min(max(saved.tolerance, _LEAST_TOLERANCE), _TOLERANCE)
         # Whether the machine still is as it was has to be seen before it ends speculation.
         self._since_baseline = _FRESH
-        if remembered.pausing:
+        if saved.pausing:
             self._change(speculating=False, rounds=_SHORTEST_PAUSE)
-            self.pausing = True
+            self.is_paused = True
+
+
+def _save_speed(speed: DiscountedRatio) -> Rate:
+    return Rate(tokens=speed.part, milliseconds=speed.whole)
+
+
+def _restore_speed(rate: Rate) -> DiscountedRatio:
+    weight = min(1.0, _RECALLED / rate.tokens) if rate.tokens else 0.0
+    return DiscountedRatio(rate.tokens, rate.milliseconds).scale(weight)

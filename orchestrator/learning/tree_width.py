@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from orchestrator.learning.averages import smooth
 from orchestrator.learning.snapshot import Widths
 
 WIDTHS = (4, 8, 16, 32)
@@ -9,15 +10,13 @@ WIDTHS = (4, 8, 16, 32)
 
 _FIRST = 2
 _EXPLORE = 16
-"""Every so many rounds a neighbouring width is tried, so that its cost is known."""
-_SMOOTHING = 0.1
-"""Weight of a new round."""
+"""Once in this many rounds a neighbouring width is tried, so that its cost is known."""
 _BETTER = 1.02
-"""A width is left for one that promises so much more."""
+"""A width is left for one that promises at least this much more."""
 
 
 class TreeWidth:
-    """The width in use; fed with what each would have been worth."""
+    """The width in use; fed with what each width would have gained."""
 
     def __init__(self) -> None:
         self._gains = [0.0] * len(WIDTHS)
@@ -33,26 +32,26 @@ class TreeWidth:
             index = min(len(WIDTHS) - 1, index + 1) if wider else max(0, index - 1)
         return WIDTHS[index]
 
-    def consider(self, gains: Sequence[float]) -> None:
+    def observe(self, gains: Sequence[float]) -> None:
         """What a round would have gained by each of WIDTHS, in tokens."""
         self._rounds += 1
         pairs = zip(self._gains, gains, strict=True)
-        self._gains = [mean + _SMOOTHING * (gain - mean) for mean, gain in pairs]
+        self._gains = [smooth(mean, gain) for mean, gain in pairs]
         best = self._gains.index(max(self._gains))
         if self._gains[best] > _BETTER * self._gains[self._chosen]:
             self._chosen = best
 
-    def memory(self) -> Widths:
-        """For another run."""
+    def save(self) -> Widths:
+        """For a snapshot."""
         return Widths(gains=list(self._gains), chosen=self._chosen)
 
-    def recall(self, remembered: Widths) -> None:
-        """Begin with the width that was best."""
-        if len(remembered.gains) == len(WIDTHS) > remembered.chosen:
-            self._gains, self._chosen = list(remembered.gains), remembered.chosen
+    def restore(self, saved: Widths) -> None:
+        """Start from a snapshot: with the width that was best."""
+        if len(saved.gains) == len(WIDTHS) > saved.chosen:
+            self._gains, self._chosen = list(saved.gains), saved.chosen
 
 
-def worth_of_depths(alpha: float, speed: float, verify_ms: Sequence[float]) -> list[float]:
+def gains_by_depth(alpha: float, speed: float, verify_ms: Sequence[float]) -> list[float]:
     """What a hit with a draft of 0, 1, ... tokens gains over one without, in tokens.
 
     Args:
@@ -60,15 +59,15 @@ def worth_of_depths(alpha: float, speed: float, verify_ms: Sequence[float]) -> l
         speed: tokens per millisecond that time could bring instead.
         verify_ms: T_v(1), T_v(2), ...
     """
-    worth, best, tokens = [0.0], 0.0, 0.0
+    gains, best, tokens = [0.0], 0.0, 0.0
     for drafted in range(1, len(verify_ms)):
         tokens += alpha**drafted
         best = max(best, tokens - speed * (verify_ms[drafted] - verify_ms[0]))
-        worth.append(best)
-    return worth
+        gains.append(best)
+    return gains
 
 
-def between(values: Sequence[float], place: float) -> float:
+def interpolate(values: Sequence[float], place: float) -> float:
     """A value at a place between two of them, or at the nearer end."""
     place = min(max(place, 0.0), len(values) - 1.0)
     left = min(int(place), len(values) - 2)

@@ -1,6 +1,7 @@
-"""From a client's request to a sequence that can be decoded, or a sentence why not."""
+"""From a client's message to a request that can be decoded, or a sentence why not."""
 
 import logging
+from itertools import count
 
 from msgspec.structs import replace
 
@@ -21,112 +22,118 @@ from protocol.decoding.sampling_params import (
 )
 from protocol.errors import UsageError
 from protocol.messages import Generate, Sampling, Tokens
-from protocol.process.logs import about
 
 _log = logging.getLogger(__name__)
 
 
-def admit(
-    request: Generate,
-    *,
-    peer: bytes,
-    number: int,
-    tokenizer: TargetTokenizer,
-    vocabulary_size: int,
-    context_length: int,
-    max_prompt_tokens: int = 0,
-    estimates: CostModel,
-    now: float,
-) -> Request:
-    """The answer to be, under the sequence number `number`; `context_length` 0 is unlimited.
+class Admission:
+    """Turns messages into requests and numbers their sequences."""
 
-    Raises:
-        UsageError: the prompt is empty, too long, or not of this vocabulary, or the sampling
-            parameters contradict each other.
-    """
-    check_sampling(request.sampling)
-    sampling, tried = _saguaro(request, estimates)
-    prompt = _prompt(request, tokenizer)
-    if 0 < max_prompt_tokens < len(prompt):
-        raise UsageError(
-            f"the prompt has {len(prompt)} tokens, more than this stack takes: "
-            f"{max_prompt_tokens} (max_prompt_tokens)"
+    def __init__(
+        self,
+        tokenizer: TargetTokenizer,
+        vocabulary_size: int,
+        estimates: CostModel,
+        *,
+        max_prompt_tokens: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary_size = vocabulary_size
+        self._estimates = estimates
+        self._max_prompt_tokens = max_prompt_tokens
+        self._numbers = count(1)
+
+    def admit(self, peer: bytes, message: Generate, *, context_length: int, now: float) -> Request:
+        """A request that waits for its turn; `context_length` 0 is unlimited.
+
+        Raises:
+            UsageError: the prompt is empty, too long, or not of this vocabulary, or the
+                sampling parameters contradict each other.
+        """
+        check_sampling(message.sampling)
+        sampling, tried = self._choose_saguaro(message)
+        prompt = self._encode(message)
+        self._check_prompt(prompt, context_length)
+        self._estimates.on_new_text(message.mode)
+        sequence = Sequence(
+            number=next(self._numbers),
+            prompt=prompt,
+            sampling=self._complete(sampling, len(prompt)),
+            limits=Limits(
+                message.max_tokens, self._tokenizer.stop_ids, context_length, self._vocabulary_size
+            ),
+            planner=self._create_planner(message, sampling, tried),
+            recorder=Recorder(now, timeline=Timeline() if message.trace else None),
         )
-    _check_prompt(prompt, context_length, vocabulary_size)
-    estimates.new_text(request.mode)
-    sequence = Sequence(
-        number=number,
-        prompt=prompt,
-        sampling=_shaped(sampling, len(prompt), tokenizer, vocabulary_size),
-        limits=Limits(request.max_tokens, tokenizer.stop_ids, context_length, vocabulary_size),
-        plan=Planner(
-            request.mode,
-            estimates,
-            request.num_draft_tokens,
-            request.branches,
-            request.fan_out_policy,
+        marks = bool(message.tools) or message.special_text
+        text = StoppableText(self._tokenizer.stream(marks=marks), message.stop)
+        most = len(prompt) + message.max_tokens
+        most_tokens = min(most, context_length) if context_length else most
+        request = Request(peer, message.request, sequence, text, len(prompt), most_tokens)
+        _log.info("request of %d tokens, mode %s", len(prompt), message.mode, extra=request.ids)
+        return request
+
+    def _create_planner(
+        self, message: Generate, sampling: Sampling, tried_saguaro: float | None
+    ) -> Planner:
+        return Planner(
+            message.mode,
+            self._estimates,
+            message.num_draft_tokens,
+            message.branches,
+            message.fan_out_policy,
             sampled=uses_rejection(sampling),
-            tried_saguaro=tried,
-        ),
-        recorder=Recorder(
-            now,
-            timeline=Timeline() if request.trace else None,
-        ),
-    )
-    ids = about(request=request.request, sequence=number)
-    _log.info("request of %d tokens, mode %s", len(prompt), request.mode, extra=ids)
-    text = StoppableText(
-        tokenizer.stream(marks=bool(request.tools) or request.special_text), request.stop
-    )
-    most_tokens = len(prompt) + request.max_tokens
-    if context_length:
-        most_tokens = min(most_tokens, context_length)
-    return Request(peer, request.request, sequence, text, len(prompt), most_tokens)
-
-
-def _shaped(
-    sampling: Sampling, prompt_length: int, tokenizer: TargetTokenizer, vocabulary_size: int
-) -> Sampling:
-    """With what the models need to know of this request to shape its logits."""
-    shape = sampling.logits_options
-    if shape is None:
-        return sampling
-    largest = max((token for token, _ in shape.logit_bias), default=0)
-    if largest >= vocabulary_size:
-        raise UsageError(f"logit_bias: token {largest} is not in the vocabulary")
-    stop_ids = tuple(sorted(tokenizer.stop_ids))
-    shape = replace(shape, answer_from=prompt_length, stop_ids=stop_ids)
-    return replace(sampling, logits_options=shape)
-
-
-def _saguaro(request: Generate, estimates: CostModel) -> tuple[Sampling, float | None]:
-    """The sampling with its C chosen, if that was left to us, and the choice."""
-    if not request.choose_saguaro:
-        return request.sampling, None
-    if request.sampling.acceptance != "rejection":
-        raise UsageError("--saguaro-c auto needs --acceptance rejection")
-    if not uses_rejection(request.sampling) or is_greedy(drafter_sampling(request.sampling)):
-        return request.sampling, None  # nothing is drawn
-    weight = estimates.saguaro.choose()
-    return replace(request.sampling, saguaro=weight), weight
-
-
-def _prompt(request: Generate, tokenizer: TargetTokenizer) -> Tokens:
-    if request.tokens:
-        return request.tokens
-    if request.text:
-        return tokenizer.encode_text(request.text)
-    prompt = tokenizer.encode(request.messages, request.tools, request.template_options)
-    return prompt + request.answer_tokens + tokenizer.encode_part(request.answer_start)
-
-
-def _check_prompt(prompt: Tokens, context_length: int, vocabulary_size: int) -> None:
-    if not prompt:
-        raise UsageError("the prompt is empty")
-    if context_length and len(prompt) >= context_length:
-        raise UsageError(
-            f"the prompt has {len(prompt)} tokens, but the model's context holds "
-            f"{context_length}; shorten it"
+            tried_saguaro=tried_saguaro,
         )
-    if max(prompt) >= vocabulary_size:
-        raise UsageError(f"token {max(prompt)} is not in the vocabulary of {vocabulary_size}")
+
+    def _complete(self, sampling: Sampling, prompt_length: int) -> Sampling:
+        """With what the models need to know of this request to process its logits."""
+        options = sampling.logits_options
+        if options is None:
+            return sampling
+        largest = max((token for token, _ in options.logit_bias), default=0)
+        if largest >= self._vocabulary_size:
+            raise UsageError(f"logit_bias: token {largest} is not in the vocabulary")
+        stop_ids = tuple(sorted(self._tokenizer.stop_ids))
+        return replace(
+            sampling,
+            logits_options=replace(options, answer_from=prompt_length, stop_ids=stop_ids),
+        )
+
+    def _choose_saguaro(self, message: Generate) -> tuple[Sampling, float | None]:
+        """The sampling with its C chosen, if the client left that open, and the choice."""
+        if not message.choose_saguaro:
+            return message.sampling, None
+        if message.sampling.acceptance != "rejection":
+            raise UsageError("--saguaro-c auto needs --acceptance rejection")
+        if not uses_rejection(message.sampling) or is_greedy(drafter_sampling(message.sampling)):
+            return message.sampling, None  # nothing is drawn
+        weight = self._estimates.saguaro.choose()
+        return replace(message.sampling, saguaro=weight), weight
+
+    def _encode(self, message: Generate) -> Tokens:
+        if message.tokens:
+            return message.tokens
+        if message.text:
+            return self._tokenizer.encode_text(message.text)
+        prompt = self._tokenizer.encode(message.messages, message.tools, message.template_options)
+        return prompt + message.answer_tokens + self._tokenizer.encode_part(message.answer_start)
+
+    def _check_prompt(self, prompt: Tokens, context_length: int) -> None:
+        limit = self._max_prompt_tokens
+        if 0 < limit < len(prompt):
+            raise UsageError(
+                f"the prompt has {len(prompt)} tokens, more than this stack takes: "
+                f"{limit} (max_prompt_tokens)"
+            )
+        if not prompt:
+            raise UsageError("the prompt is empty")
+        if context_length and len(prompt) >= context_length:
+            raise UsageError(
+                f"the prompt has {len(prompt)} tokens, but the model's context holds "
+                f"{context_length}; shorten it"
+            )
+        if max(prompt) >= self._vocabulary_size:
+            raise UsageError(
+                f"token {max(prompt)} is not in the vocabulary of {self._vocabulary_size}"
+            )

@@ -1,15 +1,17 @@
-"""The client's side of a request: who asked, the text so far, and what goes back to them."""
+"""One request between its client and its sequence: who asked, the text so far, the answer."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from orchestrator.sequence.phase import Phase
+from orchestrator.registry import context_of
+from orchestrator.sequence.actions import Action
 from orchestrator.sequence.sequence import Sequence
 from orchestrator.text.stop_strings import StoppableText
 from protocol.messages import (
     Finished,
     FinishReason,
+    Hello,
     Origin,
     Prefilled,
     Role,
@@ -24,10 +26,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Request:
-    """One request between a client and its sequence."""
+    """What a client asked for, while it is answered or waits."""
 
     peer: bytes
-    request: int
+    number: int
+    """The client's own number of it."""
     sequence: Sequence
     text: StoppableText
     prompt_tokens: int
@@ -39,85 +42,100 @@ class Request:
     """Outcome of the verification in flight -> the encoded `Verify` that it leads to."""
     deadline: float | None = None
     """When to stop waiting for the service that the sequence waits for."""
-    stopped: bool = field(default=False)
+    is_stopped: bool = False
     """A stop string is complete; what the round in flight adds is not part of the answer."""
-    unheard: bool = field(default=False)
-    """Something did not reach the client, who will ask again."""
+    is_unreachable: bool = False
+    """A message did not reach the client, who will ask again."""
 
-    def push(
+    # ------------------------------------------------------------ services
+
+    def on_service_up(self, hello: Hello) -> list[Action]:
+        """It meets a service for the first time."""
+        if hello.role == "drafter":
+            return self.sequence.on_drafter_up(hello.context_length)
+        self.sequence.recorder.emulated_cost = hello.emulated_cost
+        actions = self.sequence.limit_context(context_of(hello))
+        return actions + self.sequence.on_verifier_up(hello.max_draft_tokens)
+
+    def on_service_replaced(self, hello: Hello) -> list[Action]:
+        """A service takes the place of another while the request runs."""
+        if hello.role == "verifier":
+            self.sequence.recorder.verifier_restarts += int(self.sequence.round > 0)
+            return self.on_service_up(hello)
+        self.sequence.recorder.drafter_restarts += 1
+        actions = self.sequence.on_drafter_lost("drafter_swapped")
+        return actions + self.on_service_up(hello)
+
+    def on_service_lost(self, role: Role) -> list[Action]:
+        """A service is gone."""
+        if role == "drafter":
+            return self.sequence.on_drafter_lost("drafter_died")
+        self.sequence.on_verifier_lost()
+        self.deadline = None
+        return []
+
+    def on_prefilled(self, message: Prefilled, role: Role, now: float) -> None:
+        """A service has computed the tokens so far; again after each restart."""
+        self.sequence.recorder.add_prefill(role, message, now)
+        if role == "verifier" and self.cached_tokens is None:
+            self.cached_tokens = min(message.cached, self.prompt_tokens)
+
+    # ------------------------------------------------------------ the client
+
+    def add_tokens(
         self, tokens: Tokens, origins: list[Origin], logprobs: Iterable[TokenLogprobs] = ()
     ) -> Text:
         """The message for newly emitted tokens, cut after the one that completes a stop string."""
-        ids = about(request=self.request, sequence=self.sequence.number, round=self.sequence.round)
-        _log.debug("%d tokens", len(tokens), extra=ids)
+        _log.debug("%d tokens", len(tokens), extra=self.ids)
         pieces: list[str] = []
         for token in tokens:
             pushed = self.text.push(token)
             pieces.append(pushed.text)
             if pushed.stopped:
-                self.stopped = True
+                self.is_stopped = True
                 break
         used = len(pieces)
         drafted = sum(origin != "target" for origin in origins[used:])
         self.sequence.recorder.retract(len(tokens) - used, drafted)
         pairs = zip(tokens[:used], logprobs, strict=False)
         return Text(
-            request=self.request,
+            request=self.number,
             tokens=tokens[:used],
             origins=origins[:used],
             pieces=pieces,
-            logprobs=[self.text.shown(token, entry) for token, entry in pairs],
+            logprobs=[self.text.describe(token, entry) for token, entry in pairs],
         )
 
-    def expect(self, verify_wait_s: float, draft_wait_s: float, now: float) -> None:
-        """Set the deadline of whatever the sequence now waits for."""
-        match self.sequence.phase:
-            case Phase.VERIFYING:
-                self.deadline = now + verify_wait_s
-                if self.sequence.recorder.verifying_since is None:
-                    self.sequence.recorder.verifying_since = now
-            case Phase.DRAFTING:
-                self.deadline = now + draft_wait_s
-            case Phase.STRANDED | Phase.FINISHED:
-                self.deadline = None
-
-    def prefilled(self, message: Prefilled, role: Role, now: float) -> None:
-        """A service has taken in the tokens so far; again after each restart."""
-        self.sequence.recorder.prefilled(role, message, now)
-        if role == "verifier" and self.cached_tokens is None:
-            self.cached_tokens = min(message.cached, self.prompt_tokens)
-
-    def farewell(self, reason: FinishReason, error: str) -> Iterator[Text | Finished]:
-        """Text that was held back until the end, and the last message.
+    def last_messages(self, reason: FinishReason, error: str) -> list[Text | Finished]:
+        """Text that was held back until the end, and the end itself.
 
         Nothing for a client that missed something: to it, an end would look like a whole answer.
         """
-        finished = self._finished(reason, error)
-        if self.unheard:
-            return
-        rest = "" if self.stopped else self.text.flush()
-        if rest:
-            yield Text(request=self.request, tokens=[], origins=[], pieces=[rest])
-        yield finished
+        if self.is_stopped and reason in ("length", "context"):
+            reason = "stop"  # the stop string is complete before the last token
+        _log.info("request ends: %s %s", reason, error, extra=self.ids)
+        if self.is_unreachable:
+            return []
+        rest = "" if self.is_stopped else self.text.flush()
+        held = [Text(request=self.number, tokens=[], origins=[], pieces=[rest])] if rest else []
+        return [*held, self._finished(reason, error)]
 
     def _finished(self, reason: FinishReason, error: str) -> Finished:
-        ids = about(request=self.request, sequence=self.sequence.number, round=self.sequence.round)
-        _log.info("request ends: %s %s", reason, error, extra=ids)
-        timeline = self.sequence.recorder.timeline
+        recorder = self.sequence.recorder
         return Finished(
-            request=self.request,
+            request=self.number,
             reason=reason,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens or 0,
-            statistics=self.sequence.recorder.summary(),
-            stop_string=self.text.stop_string,
-            histograms=self.sequence.recorder.histograms(),
+            statistics=recorder.summarise(),
+            histograms=recorder.histograms(),
             error=error,
-            timeline=timeline.slices if timeline is not None else [],
+            stop_string=self.text.stop_string,
+            timeline=recorder.timeline.events if recorder.timeline is not None else [],
         )
 
-
-def time_left(answers: Iterable[Request], at_most: float, now: float) -> float:
-    """Seconds until the first deadline among these, between 0 and `at_most`."""
-    deadlines = [answer.deadline for answer in answers if answer.deadline is not None]
-    return max(0.0, min([at_most, *(deadline - now for deadline in deadlines)]))
+    @property
+    def ids(self) -> dict[str, dict[str, int | str]]:
+        """What its log entries carry."""
+        sequence = self.sequence
+        return about(request=self.number, sequence=sequence.number, round=sequence.round)

@@ -1,45 +1,76 @@
-"""Until when each request waits for what it waits for, and what happens then."""
+"""How long each request waits for a service, and what happens then. Pure; times in seconds.
 
-from collections.abc import Iterable, Iterator
+The wait for a verification ends the request. The wait for a draft only ends the waiting: it
+lasts while a draft is likely to come and not much longer, and begins anew with each depth
+that arrives. A drafter that has failed to deliver is given hardly any time until it sends
+something again.
+"""
+
+from collections.abc import Iterable
 
 from orchestrator.learning.cost_model import CostModel
-from orchestrator.requests.patience import DraftTimeout
 from orchestrator.requests.request import Request
 from orchestrator.sequence.actions import Action
-from orchestrator.sequence.phase import Phase
-from protocol.settings import OrchestratorSettings
+from orchestrator.sequence.sequence import Phase
+
+_SHORTEST_DRAFT_WAIT_S = 0.5
+_USUAL_TIMES = 10.0
+"""The longest wait for a draft, as a multiple of the usual time per depth."""
+_SUSPECT_WAIT_S = 0.02
+"""The wait for a drafter that did not deliver the last time."""
 
 
 class Timeouts:
-    """Sets and checks the deadlines of all answers."""
+    """Sets and checks the deadlines of all requests."""
 
-    def __init__(self, settings: OrchestratorSettings, estimates: CostModel) -> None:
-        self._settings = settings
+    def __init__(
+        self, estimates: CostModel, *, draft_timeout_s: float, verify_timeout_s: float
+    ) -> None:
         self._estimates = estimates
-        self._patience = DraftTimeout(settings.draft_timeout_s)
+        self._draft_timeout_s = draft_timeout_s
+        self._verify_timeout_s = verify_timeout_s
+        self._drafter_is_suspect = False
 
-    def expect(self, answer: Request, now: float) -> None:
-        """Set the deadline of whatever the answer now waits for."""
-        wait_s = self._patience.wait_s(self._estimates.draft_token_ms)
-        answer.expect(self._settings.verify_timeout_s, wait_s, now)
+    @property
+    def draft_wait_s(self) -> float:
+        """Longest wait for the next depth of a draft, given how long one usually takes."""
+        usual_s = self._estimates.draft_token_ms / 1e3
+        likely_s = max(_SHORTEST_DRAFT_WAIT_S, _USUAL_TIMES * usual_s)
+        return min(self._draft_timeout_s, _SUSPECT_WAIT_S if self._drafter_is_suspect else likely_s)
 
-    def draft_came(self, answer: Request | None, now: float) -> None:
+    def start(self, request: Request, now: float) -> None:
+        """Set the deadline of whatever the request now waits for."""
+        match request.sequence.phase:
+            case Phase.VERIFYING:
+                request.deadline = now + self._verify_timeout_s
+                if request.sequence.recorder.verifying_since is None:
+                    request.sequence.recorder.verifying_since = now
+            case Phase.DRAFTING:
+                request.deadline = now + self.draft_wait_s
+            case Phase.STRANDED | Phase.FINISHED:
+                request.deadline = None
+
+    def on_draft(self, request: Request | None, now: float) -> None:
         """The drafter delivered a depth; the next one may take as long again."""
-        self._patience.came()
-        if answer is not None and answer.sequence.phase is Phase.DRAFTING:
-            self.expect(answer, now)
+        self._drafter_is_suspect = False
+        if request is not None and request.sequence.phase is Phase.DRAFTING:
+            self.start(request, now)
 
-    def passed(
-        self, answers: Iterable[Request], now: float
-    ) -> Iterator[tuple[Request, Iterable[Action]]]:
-        """The answers that have waited for too long, and what to do."""
-        for answer in list(answers):
-            if answer.deadline is None or now < answer.deadline:
-                continue
-            if answer.sequence.phase is Phase.DRAFTING:
-                self._patience.late()
-                yield answer, answer.sequence.draft_is_late()
-            else:
-                limit = self._settings.verify_timeout_s
-                reason = f"the verifier did not answer within {limit:g} s (verify_timeout_s)"
-                yield answer, answer.sequence.finish("error", reason)
+    def expire(self, requests: Iterable[Request], now: float) -> list[tuple[Request, list[Action]]]:
+        """The requests that have waited for too long, and what to do about each."""
+        late = [r for r in requests if r.deadline is not None and now >= r.deadline]
+        return [(request, self._give_up(request)) for request in late]
+
+    def _give_up(self, request: Request) -> list[Action]:
+        if request.sequence.phase is Phase.DRAFTING:
+            self._drafter_is_suspect = True
+            return request.sequence.on_draft_late()
+        limit = self._verify_timeout_s
+        reason = f"the verifier did not answer within {limit:g} s (verify_timeout_s)"
+        return request.sequence.finish("error", reason)
+
+
+def seconds_left(requests: Iterable[Request], at_most: float, now: float) -> float:
+    """Until the first deadline among these, between 0 and `at_most`."""
+    deadlines = [request.deadline for request in requests if request.deadline is not None]
+    return max(0.0, min([at_most, *(deadline - now for deadline in deadlines)]))

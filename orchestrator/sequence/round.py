@@ -26,32 +26,34 @@ class Round:
     chain: Tokens = field(default_factory=list)
     draft: Draft = field(default_factory=Draft)
     """The draft tokens of the chain."""
+    rest: Draft = field(default_factory=Draft)
+    """What the draft has beyond them."""
     origin: Origin = "target"
     """Where the chain came from."""
     speculating: bool = False
     """Whether a drafter works beside the verification, or drafted for it."""
     cache: SpeculationCache = field(default_factory=SpeculationCache)
-    ahead: dict[tuple[int, int], NextRound] = field(default_factory=dict)
+    next_rounds: dict[tuple[int, int], NextRound] = field(default_factory=dict)
     """The rounds that the prepared outcomes lead to."""
-    untried: Draft = field(default_factory=Draft)
-    """What lookup would have offered; it is learned from without being verified."""
+    unverified_lookup: Draft = field(default_factory=Draft)
+    """A prompt lookup that was not worth verifying; whether it was right is observed."""
 
     def forget(self) -> None:
-        """What was prepared is worthless."""
+        """Drop what was prepared: the drafter is gone."""
         self.cache = SpeculationCache()
-        self.ahead = {}
+        self.next_rounds = {}
 
-    def lesson(
-        self, outcome: VerificationOutcome, plan: Planner, *, first: bool
+    def observe(
+        self, outcome: VerificationOutcome, planner: Planner, *, first: bool
     ) -> RoundObservation:
-        """What it taught; before the `first` of a request the verifier had nothing to do."""
+        """What the round showed; before the `first` of a request the verifier was idle."""
         rank, prepared = self.cache.rank(outcome.accepted, outcome.bonus)
-        untried = self.untried
-        right = len(untried) > 0 and untried.tokens[0] == outcome.bonus
+        lookup = self.unverified_lookup
+        right = len(lookup) > 0 and lookup.tokens[0] == outcome.bonus
         return RoundObservation(
-            mode=plan.mode,
-            by_hand=plan.num_draft_tokens > 0,
-            tried_saguaro=plan.tried_saguaro,
+            mode=planner.mode,
+            by_hand=planner.num_draft_tokens > 0,
+            tried_saguaro=planner.tried_saguaro,
             speculating=self.speculating,
             origin=self.origin,
             confidences=self.draft.confidences,
@@ -62,5 +64,5 @@ class Round:
             idle_ms=None if first else outcome.idle_ms,
             sequences=outcome.sequences,
             all_tokens=outcome.rows,
-            untried=(untried.confidences[0], right) if len(untried) else None,
+            unverified_lookup=(lookup.confidences[0], right) if len(lookup) else None,
         )

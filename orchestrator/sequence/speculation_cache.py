@@ -16,39 +16,39 @@ class Draft:
     confidences: list[float] = field(default_factory=list)
     distributions: list[DraftDistribution] = field(default_factory=list)
 
-    def add(self, token: int, confidence: float, law: DraftDistribution = _NOT_DRAWN) -> None:
+    def add(self, token: int, confidence: float, drawn: DraftDistribution = _NOT_DRAWN) -> None:
         """One token more; a confidence that is no probability counts as none.
 
         Whether a drawn token is offered must not depend on the draw
-        (`protocol.decoding.rejection`),
-        so the confidence in it is a function of its law.
+        (`protocol.decoding.rejection`), so
+        the confidence in it is a function of its distribution.
         """
-        confidence = max(law.probabilities, default=confidence)
+        confidence = max(drawn.probabilities, default=confidence)
         self.tokens.append(token)
         self.confidences.append(confidence if 0.0 <= confidence <= 1.0 else 0.0)
-        self.distributions.append(law)
+        self.distributions.append(drawn)
 
     def grow(self, tree: DraftTree, branch: int) -> bool:
         """Take a branch's token of this depth; False if there is none that can be used."""
         if len(self) != tree.depth - 1 or branch >= min(len(tree.tokens), len(tree.confidences)):
             return False
         token = tree.tokens[branch]
-        law = tree.distributions[branch] if branch < len(tree.distributions) else _NOT_DRAWN
-        if token == END_OF_BRANCH or not is_valid_distribution(law, token):
+        drawn = tree.distributions[branch] if branch < len(tree.distributions) else _NOT_DRAWN
+        if token == END_OF_BRANCH or not is_valid_distribution(drawn, token):
             return False
-        self.add(token, tree.confidences[branch], law)
+        self.add(token, tree.confidences[branch], drawn)
         return True
 
     @property
     def drawn_from(self) -> list[DraftDistribution]:
-        """The laws as they are sent; empty if no token was drawn."""
-        return self.distributions if any(law.tokens for law in self.distributions) else []
+        """The distributions as they are sent; empty if no token was drawn."""
+        return self.distributions if any(one.tokens for one in self.distributions) else []
 
     @property
     def largest(self) -> Tokens:
         """Per draft token, the largest that might have been drawn in its place."""
         pairs = zip(self.tokens, self.distributions, strict=True)
-        return [max(law.tokens, default=token) for token, law in pairs]
+        return [max(one.tokens, default=token) for token, one in pairs]
 
     def first(self, count: int) -> "Draft":
         """Its beginning."""
@@ -79,11 +79,11 @@ class SpeculationCache:
         self._inherited = Draft()
 
     def inherit(self, verified: int, rest: Draft) -> bool:
-        """Keep what of a draft was not verified, behind its `verify_draft` first tokens.
+        """Keep what of a draft was not verified, behind its `verified` first tokens.
 
         If all of those are accepted and the bonus token is the first of the rest, the others
         are a draft. Under the rejection rule too: the bonus token was drawn without regard to
-        the rest, the others were drawn from their own laws behind that very token, with
+        the rest, the others were drawn from their own distributions behind that very token, with
         numbers used for nothing else, and it depends on no draw of theirs whether they are
         kept or offered.
 
@@ -123,8 +123,8 @@ class SpeculationCache:
             return self._inherited
         return prepared
 
-    def grown(self) -> list[tuple[int, int]]:
-        """The outcomes whose drafts became longer last."""
+    def latest_outcomes(self) -> list[tuple[int, int]]:
+        """The outcomes whose drafts the last depth made longer."""
         if not self._order:
             return [self._heir] if self._heir is not None else []
         return [

@@ -16,9 +16,8 @@ from orchestrator.sequence.actions import (
     ToVerifier,
 )
 from orchestrator.sequence.limits import Limits
-from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.sequence import Sequence
+from orchestrator.sequence.sequence import Phase, Sequence
 from orchestrator.simulation.bound import Rounds, bound_tok_s
 from orchestrator.simulation.event_queue import EventQueue
 from orchestrator.simulation.models import DrafterModel, Noise, VerifierModel
@@ -84,13 +83,13 @@ class _Answer:
             agenda, device, script, noise, drafter=self._drafter, send=self._verified
         )
         self._recorder = Recorder(0.0)
-        estimates.new_text(strategy.mode)
+        estimates.on_new_text(strategy.mode)
         self._sequence = Sequence(
             number=1,
             prompt=[script.token(0)],
             sampling=Sampling(),
             limits=Limits(scenario.tokens, frozenset(), 0),
-            plan=Planner(
+            planner=Planner(
                 strategy.mode,
                 estimates,
                 strategy.num_draft_tokens,
@@ -102,13 +101,13 @@ class _Answer:
         self._books = _Books()
 
     def decode(self) -> Run:
-        self._act(self._sequence.verifier_up(_LONGEST_DRAFT))
+        self._act(self._sequence.on_verifier_up(_LONGEST_DRAFT))
         if self._strategy.mode != "ar":
-            self._act(self._sequence.drafter_up(0))
+            self._act(self._sequence.on_drafter_up(0))
         while self._sequence.phase is not Phase.FINISHED:
             if not self._agenda.step():
                 raise RuntimeFailure("the simulation stands still: nobody has anything to do")
-        statistics = self._recorder.summary()
+        statistics = self._recorder.summarise()
         books, waits = self._books, self._recorder.phases.get("draft_wait", [])
         return Run(
             strategy=self._strategy,
@@ -130,14 +129,15 @@ class _Answer:
             rounds = self._books.hit if hit else self._books.other
             rounds.add(outcome.accepted + 1, outcome.verify_ms)
         self._recorder.verifying_since = None
-        self._act(self._sequence.outcome(outcome, self._now_s))
+        self._act(self._sequence.decide(outcome, self._now_s))
+        self._act(self._sequence.record(self._now_s))
 
     def _drew(self, tree: DraftTree) -> None:
         self._agenda.after(self._ipc, partial(self._tree, tree))
 
     def _tree(self, tree: DraftTree) -> None:
-        self._recorder.drew(tree, self._now_s)
-        self._act(self._sequence.tree(tree, self._now_s))
+        self._recorder.add_tree(tree, self._now_s)
+        self._act(self._sequence.on_tree(tree, self._now_s))
 
     # ------------------------------------------------------------ what the sequence wants
 

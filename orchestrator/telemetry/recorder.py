@@ -1,4 +1,4 @@
-"""Counts of one request, defined once (docs/guide/statistics.md)."""
+"""Counts and times of one request, defined once (docs/guide/statistics.md)."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -50,13 +50,13 @@ class Recorder:
     by_origin: dict[Origin, RoundStats] = field(default_factory=dict)
     ranks: Counter[int] = field(default_factory=Counter)
     timeline: Timeline | None = None
-    """Who did what when, if somebody asked for it."""
+    """What each process did and when, if the client asked for it."""
     _predicted_tokens: float = 0.0
     _predicted_s: float = 0.0
     _last_accepted: int = 0
 
-    def emit(self, tokens: int, now: float) -> None:
-        """`tokens` tokens were emitted."""
+    def count_emitted(self, tokens: int, now: float) -> None:
+        """Count tokens that became part of the answer."""
         if tokens == 0:
             return
         if self.first_token_at is None:
@@ -64,34 +64,36 @@ class Recorder:
         self.last_token_at = now
         self.emitted += tokens
 
-    def timed(self, outcome: VerificationOutcome, tokens: int, origin: Origin, now: float) -> None:
-        """The times of a verification of `tokens` tokens; its chain came from `origin`."""
+    def add_times(
+        self, outcome: VerificationOutcome, tokens: int, origin: Origin, now: float
+    ) -> None:
+        """Add the times of a verification of `tokens` tokens; its chain came from `origin`."""
         if outcome.sequences == 1 and outcome.rows:
             tokens = outcome.rows  # what a grammar rules out was not looked at
         if self.timeline is not None:
-            self.timeline.verified(outcome, tokens, origin, now)
-        self.phase("verify", outcome.verify_ms)
-        self.phase(f"verify_{tokens}", outcome.verify_ms)
+            self.timeline.add_verification(outcome, tokens, origin, now)
+        self.add_time("verify", outcome.verify_ms)
+        self.add_time(f"verify_{tokens}", outcome.verify_ms)
         if self.rounds:  # before the first round the verifier had nothing to do
-            self.phase("idle_hit" if origin == "hit" else "idle_other", outcome.idle_ms)
+            self.add_time("idle_hit" if origin == "hit" else "idle_other", outcome.idle_ms)
 
-    def learned(self, lesson: RoundObservation) -> None:
-        """What a round taught that ended just now."""
+    def add_round(self, seen: RoundObservation) -> None:
+        """Add a round that has just ended."""
         if not self.rounds:
-            return  # it brought the first token, which is not part of the decoding
-        old = self.by_origin.get(lesson.origin, RoundStats())
-        self.by_origin[lesson.origin] = RoundStats(
+            return  # it brought the first token, which does not count as decoding
+        old = self.by_origin.get(seen.origin, RoundStats())
+        self.by_origin[seen.origin] = RoundStats(
             rounds=old.rounds + 1,
-            tokens=old.tokens + lesson.accepted + 1,
-            verify_ms=old.verify_ms + lesson.verify_ms,
-            cache_lookups=old.cache_lookups + (lesson.mode == "ssd" and lesson.speculating),
-            cache_hits=old.cache_hits + (lesson.rank is not None),
+            tokens=old.tokens + seen.accepted + 1,
+            verify_ms=old.verify_ms + seen.verify_ms,
+            cache_lookups=old.cache_lookups + (seen.mode == "ssd" and seen.speculating),
+            cache_hits=old.cache_hits + (seen.rank is not None),
         )
-        if lesson.rank is not None:
-            self.ranks[lesson.rank] += 1
+        if seen.rank is not None:
+            self.ranks[seen.rank] += 1
 
-    def verified(self, drafted: int, accepted: int) -> None:
-        """A verification was offered `drafted` tokens and `accepted` of them were emitted."""
+    def count_verified(self, drafted: int, accepted: int) -> None:
+        """Count a verification of `drafted` draft tokens, `accepted` of which were emitted."""
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -99,57 +101,57 @@ class Recorder:
         self.accepted_at.update(range(accepted))
         self._last_accepted = accepted
 
-    def predicted(self, tokens: float, milliseconds: float) -> None:
-        """What was expected of a round before it began."""
+    def count_predicted(self, tokens: float, milliseconds: float) -> None:
+        """Count what was predicted of a round as it began."""
         self._predicted_tokens += tokens
         self._predicted_s += milliseconds / 1e3
 
     def retract(self, tokens: int, drafted: int) -> None:
-        """The last `tokens` tokens, `drafted` of them draft tokens, were cut by a stop string."""
+        """Take back the last `tokens` tokens, `drafted` of them drafted: a stop string cut them."""
         self.emitted -= tokens
         self.accepted -= drafted
         self.accepted_at.subtract(range(self._last_accepted - drafted, self._last_accepted))
 
-    def phase(self, name: str, milliseconds: float) -> None:
-        """One sample of a phase."""
+    def add_time(self, name: str, milliseconds: float) -> None:
+        """Add one sample of a phase."""
         self.phases.setdefault(name, []).append(milliseconds)
 
-    def prefilled(self, role: Role, message: Prefilled, now: float) -> None:
-        """A service has taken in the prompt."""
-        self.phase(f"prefill_{role}", message.prefill_ms)
+    def add_prefill(self, role: Role, message: Prefilled, now: float) -> None:
+        """Add a service's prefill of the prompt."""
+        self.add_time(f"prefill_{role}", message.prefill_ms)
         if self.timeline is not None:
-            self.timeline.prefilled(role, message, now)
+            self.timeline.add_prefill(role, message, now)
 
-    def dispatched(self, woke: float, now: float) -> None:
-        """From an outcome's arrival to the next verification's departure, after a hit."""
-        self.phase("dispatch", 1e3 * (now - woke))
+    def add_dispatch(self, woke: float, now: float) -> None:
+        """Add the time from an outcome's arrival to the next `Verify`, after a hit."""
+        self.add_time("dispatch", 1e3 * (now - woke))
         if self.timeline is not None:
             self.timeline.add("orchestrator", "dispatch", woke, now)
 
-    def waited(self, since: float, now: float) -> None:
-        """The target waited for a draft."""
-        self.phase("draft_wait", 1e3 * (now - since))
+    def add_wait(self, since: float, now: float) -> None:
+        """Add a time in which the target waited for a draft."""
+        self.add_time("draft_wait", 1e3 * (now - since))
         if self.timeline is not None:
             self.timeline.add("orchestrator", "draft wait", since, now)
 
-    def drew(self, tree: DraftTree, now: float) -> None:
-        """The drafter worked until `now`; what fell into a verification was hidden by it."""
-        self.phase(f"draft_{tree.depth}", tree.draft_ms)
+    def add_tree(self, tree: DraftTree, now: float) -> None:
+        """Add one depth of drafting that ended now; what fell into a verification was hidden."""
+        self.add_time(f"draft_{tree.depth}", tree.draft_ms)
         if self.timeline is not None:
-            self.timeline.drafted(tree, now)
+            self.timeline.add_draft(tree, now)
         started = now - tree.draft_ms / 1e3
         self.drafting_s += now - started
         if self.verifying_since is not None:
             self.overlapped_s += max(0.0, now - max(started, self.verifying_since))
 
     def histograms(self) -> dict[str, TimingHistogram]:
-        """How the times of each phase are spread."""
-        found = {}
+        """How the times of each phase are distributed."""
+        histograms = {}
         for name, values in self.phases.items():
             classes = Counter(bisect_left(HISTOGRAM_BOUNDS_MS, value) for value in values)
             counts = [classes[index] for index in range(len(HISTOGRAM_BOUNDS_MS) + 1)]
-            found[name] = TimingHistogram(counts, sum(values))
-        return found
+            histograms[name] = TimingHistogram(counts, sum(values))
+        return histograms
 
     @property
     def decode_s(self) -> float:
@@ -163,7 +165,7 @@ class Recorder:
         """Decoded tokens per second, without the first."""
         return ratio(max(0, self.emitted - 1), self.decode_s)
 
-    def summary(self) -> Statistics:
+    def summarise(self) -> Statistics:
         """The request's statistics so far."""
         first = self.first_token_at
         positions = range(max(self.offered_at, default=-1) + 1)

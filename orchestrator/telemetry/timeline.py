@@ -1,8 +1,8 @@
-"""Who did what when, for one request: the slices of a trace (`ssd generate --trace`).
+"""What each process did and when, for one request: the events of `ssd generate --trace`.
 
 Every process reads the same clock: Python's `time.monotonic` is CLOCK_MONOTONIC on Linux and
 mach_absolute_time on macOS, which count for the whole machine. A service on another machine
-has another clock; its slices end when their message arrived.
+has another clock; its events end when their message arrived.
 """
 
 from protocol.messages import DraftTree, Prefilled, Role, TraceEvent, Track, VerificationOutcome
@@ -12,20 +12,22 @@ _SAME_CLOCK_S = 1.0
 
 
 class Timeline:
-    """Collects slices; times are seconds of the monotonic clock."""
+    """Collects events; times are seconds of the monotonic clock."""
 
     def __init__(self) -> None:
-        self.slices: list[TraceEvent] = []
+        self.events: list[TraceEvent] = []
 
-    def prefilled(self, role: Role, message: Prefilled, now: float) -> None:
-        """A service has taken in the prompt."""
-        ended = _ended(message.at_ns, now)
+    def add_prefill(self, role: Role, message: Prefilled, now: float) -> None:
+        """A service computed the prompt."""
+        ended = _end_of(message.at_ns, now)
         details = {"tokens": message.length, "cached": message.cached}
         self.add(role, "prefill", ended - message.prefill_ms / 1e3, ended, details)
 
-    def verified(self, outcome: VerificationOutcome, tokens: int, origin: str, now: float) -> None:
+    def add_verification(
+        self, outcome: VerificationOutcome, tokens: int, origin: str, now: float
+    ) -> None:
         """The verifier checked a chain of `tokens` tokens."""
-        ended = _ended(outcome.at_ns, now)
+        ended = _end_of(outcome.at_ns, now)
         details: dict[str, int | str] = {
             "round": outcome.round,
             "m": tokens,
@@ -34,9 +36,9 @@ class Timeline:
         }
         self.add("verifier", "verify", ended - outcome.verify_ms / 1e3, ended, details)
 
-    def drafted(self, tree: DraftTree, now: float) -> None:
+    def add_draft(self, tree: DraftTree, now: float) -> None:
         """The drafter finished one depth."""
-        ended = _ended(tree.at_ns, now)
+        ended = _end_of(tree.at_ns, now)
         details = {"round": tree.round, "depth": tree.depth, "branches": len(tree.tokens)}
         self.add("drafter", f"depth {tree.depth}", ended - tree.draft_ms / 1e3, ended, details)
 
@@ -44,22 +46,22 @@ class Timeline:
         self,
         track: Track,
         name: str,
-        begun: float,
+        started: float,
         ended: float,
         details: dict[str, int] | dict[str, int | str] | None = None,
     ) -> None:
-        """Something was done from `begun` to `ended`."""
-        self.slices.append(
+        """Add what a process did from `started` to `ended`."""
+        self.events.append(
             TraceEvent(
                 track=track,
                 name=name,
-                start_us=1e6 * begun,
-                duration_us=max(0.0, 1e6 * (ended - begun)),
+                start_us=1e6 * started,
+                duration_us=max(0.0, 1e6 * (ended - started)),
                 details={**(details or {})},
             )
         )
 
 
-def _ended(at_ns: int, now: float) -> float:
+def _end_of(at_ns: int, now: float) -> float:
     at = at_ns / 1e9
     return at if abs(at - now) < _SAME_CLOCK_S else now

@@ -1,7 +1,7 @@
-"""What all requests did of late: a running window over counts that are kept anyway.
+"""What all requests did in the last seconds: a window over counts that are kept anyway.
 
 Costs an addition and a comparison per wake-up of the orchestrator, and a sum over the running
-requests twice a second. Pure: the clock's readings are given.
+requests twice a second. Pure: every time is an argument.
 """
 
 from collections import deque

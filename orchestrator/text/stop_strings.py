@@ -38,9 +38,9 @@ class StoppableText:
         text, self._held = self._held[:cut], self._held[cut:]
         return Pushed(text, stopped=False)
 
-    def shown(self, token: int, logprobs: TokenLogprobs) -> Logprobs:
-        """A token and its rivals as clients see them."""
-        show = self._stream.shown
+    def describe(self, token: int, logprobs: TokenLogprobs) -> Logprobs:
+        """A token and the likeliest ones in its place, as clients see them."""
+        show = self._stream.describe
         return Logprobs(show(token, logprobs.own), [show(t, value) for t, value in logprobs.best])
 
     def flush(self) -> str:

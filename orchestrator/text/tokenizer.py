@@ -36,7 +36,7 @@ class TargetTokenizer:
             raise ModelError(f"{str(path)!r} is not a tokenizer description: {error}") from error
         self._config = _read_json(folder / "tokenizer_config.json")
         source = _template_source(folder, self._config)
-        self._template = _compiled(source, folder) if source else None
+        self._template = _compile(source, folder) if source else None
         self._knows_tools = "tools" in source
         self.stop_ids = self._stop_ids(folder)
 
@@ -126,7 +126,7 @@ class TextStream:
             return ""
         return self._stream.step(self._tokenizer, token) or ""
 
-    def shown(self, token: int, logprob: float) -> ShownToken:
+    def describe(self, token: int, logprob: float) -> ShownToken:
         """A token by itself."""
         data = token_bytes(self._tokenizer.id_to_token(token) or "", byte_level=self._byte_level)
         return ShownToken(data.decode(errors="replace"), list(data), logprob)
@@ -162,7 +162,7 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str:
     return source if isinstance(source, str) else ""
 
 
-def _compiled(source: str, folder: Path) -> jinja2.Template:
+def _compile(source: str, folder: Path) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )

@@ -10,16 +10,16 @@ A, B = b"a", b"b"
 def watching(*, worked: bool = True) -> HangDetector:
     """A vigil over one service, with 10 s for a hang and 100 s for the first work."""
     vigil = HangDetector(10.0, 100.0)
-    vigil.begin(A)
-    vigil.heard(A, worked=worked)
-    vigil.look(0.0)
+    vigil.watch(A)
+    vigil.on_message(A, is_result=worked)
+    vigil.update(0.0)
     return vigil
 
 
 def silence(vigil: HangDetector, seconds: int, start: int = 0) -> int | None:
     """Let seconds pass one by one; the first one at which A hangs."""
     for second in range(start + 1, start + seconds + 1):
-        if vigil.look(float(second)):
+        if vigil.update(float(second)):
             return second - start
     return None
 
@@ -38,7 +38,7 @@ def test_signs_of_life_end_the_silence() -> None:
     """Whatever is heard starts the count again."""
     vigil = watching()
     assert silence(vigil, 9) is None
-    vigil.heard(A, worked=False)
+    vigil.on_message(A, is_result=False)
     assert silence(vigil, 9, start=9) is None
 
 
@@ -46,7 +46,7 @@ def test_slow_calls_are_allowed_for() -> None:
     """Where a call took 9 s, another may take four times as long, but not for ever."""
     vigil = watching()
     silence(vigil, 9)
-    vigil.heard(A, worked=True)
+    vigil.on_message(A, is_result=True)
     assert silence(vigil, 60, start=9) == 37
 
 
@@ -54,25 +54,25 @@ def test_the_allowance_is_bounded() -> None:
     """However slow a call was, no silence is longer than that of the first work."""
     vigil = watching(worked=False)
     silence(vigil, 90)
-    vigil.heard(A, worked=True)
+    vigil.on_message(A, is_result=True)
     assert silence(vigil, 200, start=90) == 101
 
 
 def test_time_in_which_we_slept_counts_for_nobody() -> None:
     """After an hour in which we did not run, one second has passed."""
     vigil = watching()
-    assert vigil.look(3600.0) == []
+    assert vigil.update(3600.0) == []
     assert vigil.silent_s(A) == 1.0
 
 
 def test_each_is_judged_alone() -> None:
     """The silence of one is not the other's."""
     vigil = watching()
-    vigil.begin(B)
-    vigil.heard(B, worked=True)
+    vigil.watch(B)
+    vigil.on_message(B, is_result=True)
     for second in range(1, 12):
-        vigil.heard(B, worked=False)
-        hanging = vigil.look(float(second))
+        vigil.on_message(B, is_result=False)
+        hanging = vigil.update(float(second))
     assert hanging == [A]
 
 
@@ -80,7 +80,7 @@ def test_each_is_judged_alone() -> None:
 def test_who_is_not_watched_does_not_hang(address: bytes) -> None:
     """After its end, or if it never began, nothing is said about a service."""
     vigil = watching()
-    vigil.end(A)
-    vigil.heard(address, worked=True)
+    vigil.forget(A)
+    vigil.on_message(address, is_result=True)
     assert silence(vigil, 60) is None
     assert vigil.silent_s(address) == 0.0

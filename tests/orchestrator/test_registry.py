@@ -90,29 +90,33 @@ def test_a_drafter_needs_no_model() -> None:
 
 def test_peers_are_found_by_address() -> None:
     """A message is attributed to the current service of its address, and to no other."""
-    registry = Registry(HangDetector(20.0, 180.0), 1, "large")
+    registry = Registry(HangDetector(20.0, 180.0))
     drafter, verifier = Peer(b"d", DRAFTER), Peer(b"v", VERIFIER)
-    assert registry.adopt(drafter) is None
-    assert registry.adopt(verifier) is None
-    assert [drafter, verifier, None] == [registry.at(b"d"), registry.at(b"v"), registry.at(b"x")]
+    assert registry.add(drafter) is None
+    assert registry.add(verifier) is None
+    assert [drafter, verifier, None] == [
+        registry.find(b"d"),
+        registry.find(b"v"),
+        registry.find(b"x"),
+    ]
 
 
 def test_a_newcomer_replaces_the_service_of_its_role() -> None:
     """Adopting returns the service that was replaced, which is unknown from then on."""
-    registry = Registry(HangDetector(20.0, 180.0), 1, "large")
+    registry = Registry(HangDetector(20.0, 180.0))
     old, new = Peer(b"old", DRAFTER), Peer(b"new", changed(DRAFTER, pid=9))
-    registry.adopt(old)
-    assert old is registry.adopt(new)
-    assert registry.at(b"old") is None
-    assert new is registry.at(b"new")
+    registry.add(old)
+    assert old is registry.add(new)
+    assert registry.find(b"old") is None
+    assert new is registry.find(b"new")
 
 
 def test_a_welcome_ends_the_refusal_of_its_role() -> None:
     """Why a candidate was refused is remembered until one of its role is welcomed."""
-    registry = Registry(HangDetector(20.0, 180.0), 1, "large")
-    registry.refused.update(drafter="no", verifier="never")
-    registry.adopt(Peer(b"d", DRAFTER))
-    assert registry.refused == {"verifier": "never"}
+    registry = Registry(HangDetector(20.0, 180.0))
+    registry.rejected.update(drafter="no", verifier="never")
+    registry.add(Peer(b"d", DRAFTER))
+    assert registry.rejected == {"verifier": "never"}
 
 
 @pytest.mark.parametrize(
@@ -121,22 +125,7 @@ def test_a_welcome_ends_the_refusal_of_its_role() -> None:
 )
 def test_only_the_current_service_can_die(role: Role, pid: int, expected: bool) -> None:  # noqa: FBT001
     """News of the death of a service that was replaced does not drop its successor."""
-    registry = Registry(HangDetector(20.0, 180.0), 1, "large")
-    registry.adopt(Peer(b"d", DRAFTER))
-    assert expected is registry.drop(role, pid)
-    assert expected is (registry.at(b"d") is None)
-
-
-def test_status_tells_what_the_service_said() -> None:
-    """Clients are told role, process, backend, model, device and context of a service."""
-    status = Peer(b"d", DRAFTER).status(silent_s=0.5)
-    assert msgspec.structs.asdict(status) == {
-        "role": "drafter",
-        "pid": 7,
-        "backend": "mlx",
-        "model": "/models/small",
-        "compute_unit": "cpu",
-        "context_length": 2048,
-        "emulated_cost": "",
-        "silent_s": 0.5,
-    }
+    registry = Registry(HangDetector(20.0, 180.0))
+    registry.add(Peer(b"d", DRAFTER))
+    assert expected is registry.remove(role, pid)
+    assert expected is (registry.find(b"d") is None)

@@ -514,12 +514,12 @@ def test_a_request_that_comes_again_is_answered_once(house: House) -> None:
 
 def test_a_new_request_is_a_new_text(house: House) -> None:
     """While the drafter rests, a request that arrives makes its next trial come sooner."""
-    pace = house._orchestrator.memory.estimates.paces["ssd"]
+    pace = house._orchestrator.estimates.cost_model.switches["ssd"]
     while pace.speculating:
         pace.observe(1, 10.0, accepted=0)
     before = pace._left
     house.client(ask(1))
-    assert pace.pausing
+    assert pace.is_paused
     assert pace._left < before
 
 
@@ -586,8 +586,8 @@ def test_an_answer_with_a_gap_has_no_end(house: House) -> None:
     assert not house.told(b"c", Status)[-1].serving
 
 
-def test_a_drafter_that_talks_nonsense_is_left(house: House) -> None:
-    """What cannot be decoded condemns its sender, and the request goes on plainly at once."""
+def test_a_drafter_that_sends_invalid_messages_is_left(house: House) -> None:
+    """What cannot be decoded marks its sender, and the request goes on plainly at once."""
     house.client(ask(max_tokens=3, mode="sd"))
     house.verified(0, 5)
     house.drafting(float("nan"))
@@ -597,7 +597,7 @@ def test_a_drafter_that_talks_nonsense_is_left(house: House) -> None:
     house.client(StatusRequest())
     status = house.told(b"c", Status)[-1]
     assert list(status.marked_for_kill) == [12]
-    assert "sent nonsense" in status.marked_for_kill[12]
+    assert "invalid message" in status.marked_for_kill[12]
     assert [service.role for service in status.services] == ["verifier"]
     assert status.degraded == ["there is no drafter at the moment: the target decodes plainly"]
 

@@ -245,7 +245,7 @@ class Stack:
         self.past: list[DraftTree] = []
         self.past_outcomes: list[VerificationOutcome] = []
         self.actions: list[Action] = []
-        self.foreseen: dict[tuple[int, int], Verify] = {}
+        self.precomputed: dict[tuple[int, int], Verify] = {}
         self.now = 0.0
         self.estimates = estimates or CostModel()
         self.sequence = Sequence(
@@ -253,7 +253,7 @@ class Stack:
             prompt=prompt,
             sampling=sampling or Sampling(),
             limits=limits,
-            plan=Planner(mode, self.estimates, num_draft_tokens, budget),
+            planner=Planner(mode, self.estimates, num_draft_tokens, budget),
             recorder=Recorder(0.0),
         )
 
@@ -272,7 +272,7 @@ class Stack:
                     self.drafter.receive(message)
                     self._check_drafter(message)
                 case PrecomputeVerify(accepted, bonus, verify):
-                    self.foreseen[accepted, bonus] = verify
+                    self.precomputed[accepted, bonus] = verify
                 case Emit(tokens, origins):
                     assert len(tokens) == len(origins)
 
@@ -305,12 +305,12 @@ class Stack:
 
     def verifier_comes(self) -> None:
         self.verifier = FakeVerifier(self.target, self._max_draft)
-        self.do(self.sequence.verifier_up(self._max_draft))
+        self.do(self.sequence.on_verifier_up(self._max_draft))
 
     def verifier_dies(self) -> None:
         """It is gone, and the orchestrator knows."""
         self.verifier = None
-        self.sequence.verifier_down()
+        self.sequence.on_verifier_lost()
 
     def verifier_vanishes(self) -> None:
         """It is gone, and nobody has noticed yet."""
@@ -318,16 +318,16 @@ class Stack:
 
     def drafter_comes(self) -> None:
         """A new one shakes hands; the pipeline first takes leave of the old one."""
-        self.do(self.sequence.drafter_down("drafter_swapped"))
+        self.do(self.sequence.on_drafter_lost("drafter_swapped"))
         self.drafter = FakeDrafter(
             self.target, self._skill, self._drafter_context, self.random, self._draft_ms
         )
-        self.do(self.sequence.drafter_up(self._drafter_context))
+        self.do(self.sequence.on_drafter_up(self._drafter_context))
 
     def drafter_dies(self) -> None:
         """It is gone, and the orchestrator knows; what it sent may still be on its way."""
         self.drafter = None
-        self.do(self.sequence.drafter_down("drafter_died"))
+        self.do(self.sequence.on_drafter_lost("drafter_died"))
 
     def drafter_vanishes(self) -> None:
         """It is gone, and nobody has noticed yet."""
@@ -343,11 +343,11 @@ class Stack:
 
     def tree_arrives(self) -> None:
         if self.wire:
-            self.do(self.sequence.tree(self.wire.pop(0), self.now))
+            self.do(self.sequence.on_tree(self.wire.pop(0), self.now))
 
     def tree_overtakes(self) -> None:
         if self.wire:
-            self.do(self.sequence.tree(self.wire.pop(), self.now))
+            self.do(self.sequence.on_tree(self.wire.pop(), self.now))
 
     def tree_is_lost(self) -> None:
         if self.wire:
@@ -355,7 +355,7 @@ class Stack:
 
     def tree_comes_again(self) -> None:
         if self.past:
-            self.do(self.sequence.tree(self.random.choice(self.past), self.now))
+            self.do(self.sequence.on_tree(self.random.choice(self.past), self.now))
 
     def outcome_arrives(self) -> bool:
         """The verification ends; False if there is none."""
@@ -374,15 +374,16 @@ class Stack:
     def _outcome(self, outcome: VerificationOutcome) -> None:
         """What was foreseen of this outcome must be the first thing that happens."""
         expected = None
-        if self.sequence.foreseen(outcome):
-            expected = self.foreseen[outcome.accepted, outcome.bonus]
+        if self.sequence.is_precomputed(outcome):
+            expected = self.precomputed[outcome.accepted, outcome.bonus]
         before = len(self.actions)
-        self.do(self.sequence.outcome(outcome, self.now))
+        self.do(self.sequence.decide(outcome, self.now))
+        self.do(self.sequence.record(self.now))
         if expected is not None:
             assert ToVerifier(expected) == self.actions[before]
 
     def patience_ends(self) -> None:
-        self.do(self.sequence.draft_is_late())
+        self.do(self.sequence.on_draft_late())
 
     # ------------------------------------------------------------ whole runs
 

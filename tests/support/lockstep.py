@@ -10,9 +10,8 @@ import msgspec
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.limits import Limits
-from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.sequence import Action, Sequence, ToDrafter, ToVerifier
+from orchestrator.sequence.sequence import Action, Phase, Sequence, ToDrafter, ToVerifier
 from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import (
     DraftTree,
@@ -49,11 +48,11 @@ class Lockstep:
             prompt=prompt,
             sampling=sampling,
             limits=limits,
-            plan=Planner("ssd", CostModel(), num_draft_tokens),
+            planner=Planner("ssd", CostModel(), num_draft_tokens),
             recorder=Recorder(0.0),
         )
-        self._do(self.sequence.drafter_up(0))
-        self._do(self.sequence.verifier_up(64))
+        self._do(self.sequence.on_drafter_up(0))
+        self._do(self.sequence.on_verifier_up(64))
 
     def run(self) -> Statistics:
         """To the end of the answer: the drafter does all it can, then the target verifies."""
@@ -61,13 +60,13 @@ class Lockstep:
             while self._to_drafter:
                 self._draft(self._to_drafter.popleft())
             self._verify(self._to_verifier.popleft())
-        return self.sequence.recorder.summary()
+        return self.sequence.recorder.summarise()
 
     def _draft(self, message: Work) -> None:
         for answer in said(self._drafter.handle(message)):
             if isinstance(answer, DraftTree):
                 tree = msgspec.structs.replace(answer, draft_ms=_DRAFT_MS)
-                self._do(self.sequence.tree(tree, self._now))
+                self._do(self.sequence.on_tree(tree, self._now))
             else:
                 assert isinstance(answer, Prefilled)
 
@@ -79,7 +78,8 @@ class Lockstep:
         assert isinstance(answer, VerificationOutcome)
         self._now += _VERIFY_MS / 1e3
         outcome = msgspec.structs.replace(answer, verify_ms=_VERIFY_MS, idle_ms=0.0)
-        self._do(self.sequence.outcome(outcome, self._now))
+        self._do(self.sequence.decide(outcome, self._now))
+        self._do(self.sequence.record(self._now))
 
     def _do(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -15,11 +15,11 @@ import numpy as np
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.limits import Limits
-from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import (
     Action,
     Emit,
+    Phase,
     PrecomputeVerify,
     Sequence,
     ToDrafter,
@@ -188,13 +188,13 @@ class Answering:
         estimates = CostModel()
         # Costs at which it depends on the drafter's confidence what is worth verifying.
         for tokens in range(1, 7):
-            estimates.verify_cost.observe(tokens, 10.0 + 5.0 * (tokens - 1))
+            estimates.verify_latency.observe(tokens, 10.0 + 5.0 * (tokens - 1))
         self.sequence = Sequence(
             number=1,
             prompt=list(setting.prompt),
             sampling=self._sampling,
             limits=Limits(64, frozenset(), 0, SIZE),
-            plan=Planner(
+            planner=Planner(
                 setting.mode,
                 estimates,
                 setting.num_draft_tokens,
@@ -205,9 +205,9 @@ class Answering:
         )
 
     def run(self, length: int) -> tuple[int, ...]:
-        self._do(self.sequence.verifier_up(64))
+        self._do(self.sequence.on_verifier_up(64))
         if self._setting.drafter:
-            self._do(self.sequence.drafter_up(0))
+            self._do(self.sequence.on_drafter_up(0))
         while len(self.answer) < length:
             if self._random.random() < self._setting.deaths:
                 self._somebody_dies()
@@ -238,9 +238,9 @@ class Answering:
         if isinstance(tree, DraftTree):
             if self._setting.hostile:
                 tree = spoilt(tree, self._random)
-            self._do(self.sequence.tree(tree, 0.0))
+            self._do(self.sequence.on_tree(tree, 0.0))
         elif self.sequence.phase is Phase.DRAFTING:
-            self._do(self.sequence.draft_is_late())
+            self._do(self.sequence.on_draft_late())
         else:
             self._verification_ends()
 
@@ -264,7 +264,7 @@ class Answering:
         self._kv += verify.chain[: accepted + 1]
         cost = 10.0 + 5.0 * len(draft)
         self._do(
-            self.sequence.outcome(
+            self.sequence.decide(
                 VerificationOutcome(
                     sequence=1,
                     round=verify.round,
@@ -276,14 +276,15 @@ class Answering:
                 0.0,
             )
         )
+        self._do(self.sequence.record(0.0))
 
     def _somebody_dies(self) -> None:
         if self._random.random() < 0.5:
             self._work = iter(())
-            self._do(self.sequence.drafter_down("drafter_died"))
+            self._do(self.sequence.on_drafter_lost("drafter_died"))
             if self._setting.drafter:
-                self._do(self.sequence.drafter_up(0))
+                self._do(self.sequence.on_drafter_up(0))
         else:  # what it has decided dies with it
             self._verify = None
-            self.sequence.verifier_down()
-            self._do(self.sequence.verifier_up(64))
+            self.sequence.on_verifier_lost()
+            self._do(self.sequence.on_verifier_up(64))

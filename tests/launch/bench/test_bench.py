@@ -135,7 +135,7 @@ def test_the_interval_is_repeatable_and_narrows() -> None:
 
 
 def statistics(**values: Any) -> Statistics:
-    return msgspec.structs.replace(Recorder(0.0).summary(), **values)
+    return msgspec.structs.replace(Recorder(0.0).summarise(), **values)
 
 
 def test_hits_and_the_bound_are_pooled() -> None:

@@ -15,7 +15,7 @@ from protocol.messages import RoundStats, Statistics
 
 
 def statistics(**values: Any) -> Statistics:
-    return msgspec.structs.replace(Recorder(0.0).summary(), **values)
+    return msgspec.structs.replace(Recorder(0.0).summarise(), **values)
 
 
 SPECULATIVE = statistics(

@@ -38,8 +38,8 @@ def tree(at_ns: int) -> DraftTree:
 def test_a_slice_ends_when_its_process_says(at_s: float, ended: float) -> None:
     """Unless its clock is unknown, or evidently another machine's: then when the message came."""
     timeline = Timeline()
-    timeline.drafted(tree(round(at_s * 1e9)), now=100.0)
-    [found] = timeline.slices
+    timeline.add_draft(tree(round(at_s * 1e9)), now=100.0)
+    [found] = timeline.events
     assert (found.track, found.name) == ("drafter", "depth 2")
     assert found.details == {"round": 3, "depth": 2, "branches": 3}
     assert found.start_us == pytest.approx(1e6 * (ended - 0.02))
@@ -52,8 +52,8 @@ def test_a_verification_tells_its_outcome() -> None:
     outcome = VerificationOutcome(
         sequence=1, round=3, accepted=2, bonus=9, verify_ms=40.0, idle_ms=1.0
     )
-    timeline.verified(outcome, 4, "hit", now=1.0)
-    [found] = timeline.slices
+    timeline.add_verification(outcome, 4, "hit", now=1.0)
+    [found] = timeline.events
     assert found.details == {"round": 3, "m": 4, "accepted": 2, "chain": "hit"}
 
 

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.learning.averages import Ema
 from orchestrator.learning.calibration import Calibration
 from orchestrator.learning.cost_model import CostModel, RoundObservation
-from orchestrator.learning.ema import Ema
-from orchestrator.learning.verify_cost import VerifyCost
+from orchestrator.learning.latency import VerifyLatency
 from orchestrator.sequence.planner import Planner
 from protocol.messages import Mode
 
 CONFIDENCES = st.lists(st.floats(0.0, 1.0), max_size=8)
 
 
-def cost_of(**milliseconds: float) -> VerifyCost:
-    cost = VerifyCost()
+def cost_of(**milliseconds: float) -> VerifyLatency:
+    cost = VerifyLatency()
     for tokens, value in milliseconds.items():
         cost.observe(int(tokens.removeprefix("m")), value)
     return cost
@@ -25,7 +25,7 @@ def cost_of(**milliseconds: float) -> VerifyCost:
 
 def test_unmeasured_costs_grow_with_the_tokens() -> None:
     """Before any measurement, more tokens cost more, but less than in proportion."""
-    cost = VerifyCost()
+    cost = VerifyLatency()
     assert cost.of(1) < cost.of(2) < cost.of(8) < 8 * cost.of(1)
 
 
@@ -38,7 +38,7 @@ def test_measured_costs_are_told() -> None:
 @pytest.mark.parametrize("tokens", [2, 4])
 def test_costs_are_extrapolated(tokens: int) -> None:
     """Beyond what was measured, costs keep the assumed shape at the measured scale."""
-    assumed = VerifyCost()
+    assumed = VerifyLatency()
     scale = 12.0 / assumed.of(3)
     assert scale * assumed.of(tokens) == pytest.approx(cost_of(m3=12.0).of(tokens))
 
@@ -90,8 +90,8 @@ def test_rates_are_probabilities(confidences: list[float], accepted: int, asked:
     assert 0.0 <= calibration.rate(asked) <= 1.0
 
 
-def plan(mode: Mode = "ssd", *, num_draft_tokens: int = 0, budget: int = 0) -> Planner:
-    return Planner(mode, CostModel(), num_draft_tokens, budget)
+def plan(mode: Mode = "ssd", *, num_draft_tokens: int = 0, fixed_branches: int = 0) -> Planner:
+    return Planner(mode, CostModel(), num_draft_tokens, fixed_branches)
 
 
 @given(CONFIDENCES, st.integers(1, 6))
@@ -101,21 +101,21 @@ def test_a_lookahead_that_was_asked_for_is_kept(
     """With a lookahead given, that many tokens are verified whatever their confidence."""
     fixed = plan(num_draft_tokens=num_draft_tokens)
     assert fixed.depth == num_draft_tokens
-    assert min(num_draft_tokens, len(confidences)) == fixed.length(confidences, "hit")
+    assert min(num_draft_tokens, len(confidences)) == fixed.verify_length(confidences, "hit")
 
 
 @given(CONFIDENCES)
 def test_a_chosen_length_is_one_of_the_draft(confidences: list[float]) -> None:
     """The planner takes a beginning of the draft, possibly none of it."""
-    assert 0 <= plan().length(confidences, "hit") <= len(confidences)
+    assert 0 <= plan().verify_length(confidences, "hit") <= len(confidences)
 
 
 def test_sure_tokens_are_verified_and_doubtful_ones_are_not() -> None:
     """A draft is cut where its tokens are no longer worth their verification."""
-    assert plan().length([0.99, 0.99, 0.99], "hit") == 3
-    assert plan().length([0.99, 0.99, 0.01], "hit") == 2
-    assert plan().length([0.01, 0.99], "hit") == 0
-    assert plan().length([], "hit") == 0
+    assert plan().verify_length([0.99, 0.99, 0.99], "hit") == 3
+    assert plan().verify_length([0.99, 0.99, 0.01], "hit") == 2
+    assert plan().verify_length([0.01, 0.99], "hit") == 0
+    assert plan().verify_length([], "hit") == 0
 
 
 @given(CONFIDENCES, st.lists(st.floats(1.0, 100.0), min_size=9, max_size=9))
@@ -123,7 +123,7 @@ def test_the_chosen_length_is_the_best(confidences: list[float], costs: list[flo
     """No other beginning of the draft is worth more: tokens less time at the speed of late."""
     estimates = CostModel()
     for tokens, milliseconds in enumerate(costs, start=1):
-        estimates.verify_cost.observe(tokens, milliseconds)
+        estimates.verify_latency.observe(tokens, milliseconds)
 
     def worth(count: int) -> float:
         expected, reached = 1.0, 1.0
@@ -133,7 +133,7 @@ def test_the_chosen_length_is_the_best(confidences: list[float], costs: list[flo
         return expected - costs[count] / costs[0]
 
     best = max(worth(count) for count in range(len(confidences) + 1))
-    assert worth(Planner("ssd", estimates).length(confidences, "hit")) == pytest.approx(best)
+    assert worth(Planner("ssd", estimates).verify_length(confidences, "hit")) == pytest.approx(best)
 
 
 @settings(max_examples=200)
@@ -152,13 +152,15 @@ def test_what_was_drawn_does_not_decide_its_own_use(
     """
     estimates = CostModel()
     for tokens in range(1, 10):
-        estimates.verify_cost.observe(tokens, 10.0 + sum(steps[:tokens]))
+        estimates.verify_latency.observe(tokens, 10.0 + sum(steps[:tokens]))
     sampled = Planner("ssd", estimates, sampled=True)
     count = min(len(confidences), len(others))
     first, other = confidences[:count], [*confidences[:shared], *others[shared:]][:count]
-    assert min(shared, sampled.length(first, "hit")) == min(shared, sampled.length(other, "hit"))
+    assert min(shared, sampled.verify_length(first, "hit")) == min(
+        shared, sampled.verify_length(other, "hit")
+    )
     # While the target waits, drafting ends at the first token that is not worth it.
-    lengths = [sampled.length(first[:size], "hit") for size in range(count + 1)]
+    lengths = [sampled.verify_length(first[:size], "hit") for size in range(count + 1)]
     ends = next((size for size, length in enumerate(lengths) if length < size), count + 1)
     assert all(length == size for size, length in enumerate(lengths[:ends]))
     assert ends > count or lengths[ends] == ends - 1
@@ -168,21 +170,27 @@ def test_the_next_token_has_no_say_in_this_ones_use() -> None:
     """Where the fastest length would take the first token for the second's sake, or leave it."""
     estimates = CostModel()
     for tokens, milliseconds in enumerate([10.0, 15.0, 15.5], start=1):
-        estimates.verify_cost.observe(tokens, milliseconds)
+        estimates.verify_latency.observe(tokens, milliseconds)
     fastest, sampled = Planner("ssd", estimates), Planner("ssd", estimates, sampled=True)
-    assert [fastest.length([0.4, 0.99], "hit"), fastest.length([0.4, 0.01], "hit")] == [2, 0]
-    assert [sampled.length([0.4, 0.99], "hit"), sampled.length([0.4, 0.01], "hit")] == [2, 1]
+    assert [
+        fastest.verify_length([0.4, 0.99], "hit"),
+        fastest.verify_length([0.4, 0.01], "hit"),
+    ] == [2, 0]
+    assert [
+        sampled.verify_length([0.4, 0.99], "hit"),
+        sampled.verify_length([0.4, 0.01], "hit"),
+    ] == [2, 1]
 
 
 def test_sampled_drafts_go_on_where_going_on_pays() -> None:
     """A step in the cost does not end a draft whose tokens are all sure."""
     estimates = CostModel()
     for tokens, milliseconds in enumerate([10.0, 21.0, 22.0, 23.0, 24.0], start=1):
-        estimates.verify_cost.observe(tokens, milliseconds)
+        estimates.verify_latency.observe(tokens, milliseconds)
     sampled = Planner("ssd", estimates, sampled=True)
-    assert sampled.length([0.99] * 4, "hit") == 4
-    assert sampled.length([0.99], "hit") == 0
-    assert sampled.length([0.01, 0.99, 0.99, 0.99], "hit") == 0
+    assert sampled.verify_length([0.99] * 4, "hit") == 4
+    assert sampled.verify_length([0.99], "hit") == 0
+    assert sampled.verify_length([0.01, 0.99, 0.99, 0.99], "hit") == 0
 
 
 @pytest.mark.parametrize(
@@ -192,13 +200,13 @@ def test_saguaro_holds_back_what_a_row_can_expect(
     num_draft_tokens: int, budget: int, expected: int
 ) -> None:
     """F is the branches that each acceptance length gets on average, at least one."""
-    assert expected == plan(num_draft_tokens=num_draft_tokens, budget=budget).held_back
+    assert expected == plan(num_draft_tokens=num_draft_tokens, fixed_branches=budget).held_back
 
 
 @given(CONFIDENCES, st.integers(0, 64))
 def test_fan_out_fits_the_chain(confidences: list[float], budget: int) -> None:
     """There is one count per acceptance length, and they sum to the budget or its default."""
-    counts = plan(budget=budget).fan_out(confidences, "hit")
+    counts = plan(fixed_branches=budget).fan_out(confidences, "hit")
     assert len(counts) == len(confidences) + 1
     assert sum(counts) == (budget or sum(plan().fan_out([], "hit")))
 
@@ -226,8 +234,8 @@ def test_a_fixed_lookahead_says_nothing_about_the_planner() -> None:
         estimates = CostModel()
         for _ in range(10):
             estimates.observe_round(lesson(by_hand=by_hand))
-        assert estimates.paces["ssd"].speculative_tok_s == (0.0 if by_hand else 20.0)
-        assert estimates.verify_cost.of(2) == 40.0
+        assert estimates.switches["ssd"].speculative_tok_s == (0.0 if by_hand else 20.0)
+        assert estimates.verify_latency.of(2) == 40.0
 
 
 def test_a_mean_counts_its_first_samples_in_full() -> None:
@@ -266,25 +274,25 @@ def shared(streams: int, accepted: int, verify_ms: float, **changes: Any) -> lis
 def test_a_shared_pass_counts_once() -> None:
     """Four requests that gain 2 tokens each in 100 ms: 80 tokens per second, judged as 40."""
     estimates = CostModel()
-    estimates.crowd.streams = 4
+    estimates.batch.streams = 4
     for _ in range(12):
         for part in shared(4, 1, 100.0):
             estimates.observe_round(part)
-    pace = estimates.pace("ssd")
+    pace = estimates.switch("ssd")
     assert pace is not None
-    assert pace.speculative_tok_s * estimates.crowd.scale == pytest.approx(80.0)
-    assert Planner("ssd", estimates)._speed == pytest.approx(0.08)
-    assert estimates.paces["ssd"].speculative_tok_s == 0.0
-    assert estimates.verify_cost.of(8) == pytest.approx(100.0)
-    assert estimates.crowd.company == 6
-    estimates.crowd.streams = 1
-    assert estimates.crowd.company == 0
+    assert pace.speculative_tok_s * estimates.batch.scale == pytest.approx(80.0)
+    assert Planner("ssd", estimates).throughput == pytest.approx(0.08)
+    assert estimates.switches["ssd"].speculative_tok_s == 0.0
+    assert estimates.verify_latency.of(8) == pytest.approx(100.0)
+    assert estimates.batch.other_tokens == 6
+    estimates.batch.streams = 1
+    assert estimates.batch.other_tokens == 0
 
 
 def test_what_is_looked_up_does_not_speak_for_the_drafter() -> None:
     """Repetition brings tokens, the drafter none: it rests, and plain decoding is kept apart."""
     estimates = CostModel()
-    pace = estimates.paces["ssd"]
+    pace = estimates.switches["ssd"]
     for _ in range(40):
         estimates.observe_round(
             lesson(
@@ -296,31 +304,31 @@ def test_what_is_looked_up_does_not_speak_for_the_drafter() -> None:
         )
         origin = "miss" if pace.speculating else "target"
         estimates.observe_round(lesson(speculating=pace.speculating, origin=origin))
-    assert pace.pausing
+    assert pace.is_paused
     assert pace.plain_tok_s == pytest.approx(20.0)
 
 
 def test_in_a_crowd_lookups_leave_the_pace_its_sight() -> None:
     """Nearly every pass may have one: the others' drafts are still judged, by what they bring."""
     estimates = CostModel()
-    estimates.crowd.streams = 4
-    pace = estimates.pace("ssd")
+    estimates.batch.streams = 4
+    pace = estimates.switch("ssd")
     assert pace is not None
     for _ in range(12):
         drafted, found = shared(4, 0, 100.0), shared(4, 1, 100.0, origin="lookup")
         for part in [*drafted[:3], found[0]]:
             estimates.observe_round(part)
-    assert pace.speculative_tok_s * estimates.crowd.scale == pytest.approx(50.0)
-    assert pace.pausing
+    assert pace.speculative_tok_s * estimates.batch.scale == pytest.approx(50.0)
+    assert pace.is_paused
 
 
 def test_half_a_pass_says_nothing() -> None:
     """A pass whose other part was cancelled is not taken for a whole one."""
     estimates = CostModel()
-    estimates.crowd.streams = 2
+    estimates.batch.streams = 2
     for number in range(40):
         estimates.observe_round(shared(2, 1, 100.0 + number)[0])
-    pace = estimates.pace("ssd")
+    pace = estimates.switch("ssd")
     assert pace is not None
     assert pace.speculative_tok_s == 0.0
 
@@ -329,29 +337,29 @@ def test_in_company_nobody_waits_for_a_draft() -> None:
     """Alone a backup draft may pay; in a shared pass the others would leave without us."""
     estimates = CostModel()
     estimates.backup_ms.observe(1.0)
-    estimates.verify_cost.observe(1, 50.0)
+    estimates.verify_latency.observe(1, 50.0)
     plan = Planner("ssd", estimates)
-    assert plan.backup() > 0
-    estimates.crowd.streams = 4
+    assert plan.backup_length() > 0
+    estimates.batch.streams = 4
     for _ in range(20):
         for part in shared(4, 1, 100.0):
             estimates.observe_round(part)
-    assert plan.backup() == 0
-    assert Planner("ssd", estimates, num_draft_tokens=3).backup() == 3
+    assert plan.backup_length() == 0
+    assert Planner("ssd", estimates, num_draft_tokens=3).backup_length() == 3
 
 
 def test_in_company_fewer_tokens_are_worth_verifying() -> None:
     """Where a further row costs what it adds to a wide pass, doubtful drafts are left out."""
     estimates = CostModel()
     for rows in range(1, 17):
-        estimates.verify_cost.observe(rows, 40.0 + 8.0 * rows)
-        estimates.plain_cost.observe(rows, 40.0 + 8.0 * rows)
-    alone = Planner("ssd", estimates).length([0.45, 0.45, 0.45, 0.45], "hit")
-    estimates.crowd.streams = 8
+        estimates.verify_latency.observe(rows, 40.0 + 8.0 * rows)
+        estimates.plain_latency.observe(rows, 40.0 + 8.0 * rows)
+    alone = Planner("ssd", estimates).verify_length([0.45, 0.45, 0.45, 0.45], "hit")
+    estimates.batch.streams = 8
     for _ in range(20):
         for part in shared(8, 0, 104.0, confidences=[], prepared=0, rank=None):
             estimates.observe_round(part)
-    crowded = Planner("ssd", estimates).length([0.45, 0.45, 0.45, 0.45], "hit")
+    crowded = Planner("ssd", estimates).verify_length([0.45, 0.45, 0.45, 0.45], "hit")
     assert alone > crowded
 
 
@@ -361,7 +369,7 @@ def test_branches_are_shared_out() -> None:
     plan = Planner("ssd", estimates)
     counts = []
     for streams in (1, 2, 4, 8, 64):
-        estimates.crowd.streams = streams
+        estimates.batch.streams = streams
         counts.append(plan.branches)
     assert counts == [16, 8, 4, 2, 2]
-    assert Planner("ssd", estimates, budget=12).branches == 12
+    assert Planner("ssd", estimates, fixed_branches=12).branches == 12

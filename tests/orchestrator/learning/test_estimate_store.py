@@ -11,16 +11,15 @@ import msgspec
 import pytest
 
 from launch.settings.settings import StackSettings
-from orchestrator.learning.backup_rate import BackupRate
+from orchestrator.learning.averages import Ema
 from orchestrator.learning.cost_model import ORIGINS, CostModel, RoundObservation
-from orchestrator.learning.ema import Ema
 from orchestrator.learning.estimate_store import EstimateStore
 from orchestrator.learning.fan_out import AFTER_ALL
 from orchestrator.learning.hit_curve import HitCurve
+from orchestrator.learning.latency import VerifyLatency
 from orchestrator.learning.saguaro import CHOICES
 from orchestrator.learning.snapshot import EstimateSnapshot
 from orchestrator.learning.speculation_switch import SpeculationSwitch
-from orchestrator.learning.verify_cost import VerifyCost
 from orchestrator.registry import Peer
 from orchestrator.sequence.planner import Planner
 from protocol.messages import PROTOCOL_VERSION, Hello, Mode, Role
@@ -35,9 +34,9 @@ def taught(rounds: int = 300, *, gain: bool = True, seed: int = 1) -> CostModel:
     estimates, random = CostModel(), Random(seed)  # noqa: S311  # no secret depends on it
     for _ in range(rounds):
         plan = Planner("ssd", estimates)
-        speculating = plan.speculates
-        estimates.drew(1, 8, 9.0)
-        estimates.drew(2, random.choice([4, 8, 16]), 5.0 + random.random())
+        speculating = plan.should_speculate
+        estimates.observe_step(1, 8, 9.0)
+        estimates.observe_step(2, random.choice([4, 8, 16]), 5.0 + random.random())
         estimates.saguaro.observe(random.choice(CHOICES), 2, 30.0)
         estimates.observe_round(
             RoundObservation(
@@ -59,79 +58,88 @@ def taught(rounds: int = 300, *, gain: bool = True, seed: int = 1) -> CostModel:
 def again(estimates: CostModel) -> CostModel:
     """The estimates of the next run."""
     copy = CostModel()
-    copy.begin(msgspec.json.decode(msgspec.json.encode(estimates.memory()), type=EstimateSnapshot))
+    copy.restart(msgspec.json.decode(msgspec.json.encode(estimates.save()), type=EstimateSnapshot))
     return copy
 
 
 def opinions(estimates: CostModel) -> list[float]:
     """What a planner would ask."""
-    found = [estimates.verify_cost.of(m) for m in range(1, 6)]
-    found += [estimates.plain_cost.of(1), estimates.draft_token_ms, estimates.tree_step_ms.value]
-    found.append(estimates.reach)
-    found += [estimates.step_cost.of(b) for b in (1, 8, 32)]
-    found += [estimates.step_cost.chain_ms, estimates.width.memory().chosen]
-    found += [arm.tokens / arm.milliseconds for arm in estimates.saguaro.memory().values()]
-    estimates.crowd.streams = 4
+    found = [estimates.verify_latency.of(m) for m in range(1, 6)]
+    found += [estimates.plain_latency.of(1), estimates.draft_token_ms, estimates.tree_step_ms.value]
+    found.append(estimates.draft_length)
+    found += [estimates.step_latency.of(b) for b in (1, 8, 32)]
+    found += [estimates.step_latency.chain_ms, estimates.tree_width.save().chosen]
+    found += [arm.tokens / arm.milliseconds for arm in estimates.saguaro.save().values()]
+    estimates.batch.streams = 4
     for mode in MODES:
-        crowd = estimates.pace(mode)
+        crowd = estimates.switch(mode)
         assert crowd is not None
         found += [crowd.speculative_tok_s, crowd.plain_tok_s, crowd.speculating]
-    estimates.crowd.streams = 1
+    estimates.batch.streams = 1
     for origin in ORIGINS:
         found += [estimates.calibrations[origin].rate(c / 10) for c in range(11)]
         found += [estimates.after_rejection[origin].hit(f) for f in range(8)]
         found += [estimates.after_all[origin].hit(f) for f in range(8)]
         found += [estimates.idle_ms[origin].value, estimates.acceptance[origin].value]
-    for pace in estimates.paces.values():
+    for pace in estimates.switches.values():
         found += [pace.speculative_tok_s, pace.plain_tok_s]
     return found
 
 
 def test_how_backups_fared_is_remembered_a_little() -> None:
     """A rate far from what is assumed moves towards it, and counts for few samples."""
-    rate, today = BackupRate(), BackupRate()
-    for _ in range(100):
-        rate.observe(4, 4)
-    learned = rate.memory()
-    assert learned is not None
-    today.recall(learned)
-    assert 0.7 < today.given(0.2) < rate.given(0.2)
-    assert BackupRate().memory() is None
     estimates = CostModel()
-    estimates._backups = rate
-    assert again(estimates).backup_rate > CostModel().backup_rate
+    assert estimates.save().backups is None
+    estimates.observe_step(1, 8, 9.0)  # what is assumed is the rate of hits
+    before = estimates.backup_rate
+    for _ in range(100):
+        estimates.observe_round(
+            RoundObservation(
+                mode="ssd",
+                by_hand=False,
+                speculating=True,
+                origin="miss",
+                confidences=[0.9] * 4,
+                accepted=4,
+                prepared=0,
+                rank=None,
+                verify_ms=30.0,
+                idle_ms=1.0,
+            )
+        )
+    assert before < again(estimates).backup_rate < estimates.backup_rate
 
 
 def test_what_fared_in_crowds_is_remembered() -> None:
     """Four requests whose drafts fell begin the next run plainly; one alone does not."""
     estimates = CostModel()
-    estimates.crowd.streams = 4
+    estimates.batch.streams = 4
     for _ in range(60):
-        pace = estimates.pace("ssd")
+        pace = estimates.switch("ssd")
         assert pace is not None
         pace.observe(2.0, 60.0 if pace.speculating else 40.0, accepted=0, chains=4)
     later = again(estimates)
-    later.crowd.streams = 4
-    in_crowd, alone = later.pace("ssd"), later.paces["ssd"]
+    later.batch.streams = 4
+    in_crowd, alone = later.switch("ssd"), later.switches["ssd"]
     assert in_crowd is not None
     assert not in_crowd.speculating
     assert in_crowd.plain_tok_s == pytest.approx(50.0)
     assert alone.speculating
-    later.begin(None)
-    forgotten = later.pace("ssd")
+    later.restart(None)
+    forgotten = later.switch("ssd")
     assert forgotten is not None
     assert forgotten.speculating
 
 
 def test_old_files_are_understood() -> None:
     """A file of before, without the newer parts, is a memory still."""
-    told = msgspec.to_builtins(taught().memory())
-    for newer in ("step_cost", "width", "backups", "crowd_trials", "saguaro"):
+    told = msgspec.to_builtins(taught().save())
+    for newer in ("step_latency", "tree_width", "backups", "batch_trials", "saguaro"):
         del told[newer]
     fresh = CostModel()
-    fresh.begin(msgspec.convert(told, EstimateSnapshot))
-    assert not fresh.step_cost.known
-    assert fresh.verify_cost.of(2) == pytest.approx(30.0)
+    fresh.restart(msgspec.convert(told, EstimateSnapshot))
+    assert not fresh.step_latency.is_known
+    assert fresh.verify_latency.of(2) == pytest.approx(30.0)
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
@@ -146,28 +154,28 @@ def test_to_begin_without_a_memory_is_to_know_nothing() -> None:
     """Another pair does not inherit what was learned of the one before."""
     estimates = taught()
     assert opinions(estimates) != opinions(CostModel())
-    estimates.begin(None)
+    estimates.restart(None)
     assert opinions(CostModel()) == opinions(estimates)
 
 
 def test_remembered_costs_keep_their_shape_at_todays_speed() -> None:
     """One measurement on a machine that is now half as fast corrects all lengths."""
-    cost, today = VerifyCost(), VerifyCost()
+    cost, today = VerifyLatency(), VerifyLatency()
     for tokens, milliseconds in [(1, 10.0), (2, 11.0), (5, 40.0)]:
         cost.observe(tokens, milliseconds)
-    today.recall(cost.memory())
+    today.restore(cost.save())
     assert [today.of(m) for m in (1, 2, 5)] == [10.0, 11.0, 40.0]
     today.observe(2, 22.0)
     assert pytest.approx([today.of(m) for m in (1, 2, 5)]) == [20.0, 22.0, 80.0]
-    assert today.memory() == pytest.approx({1: 20.0, 2: 22.0, 5: 80.0})
+    assert today.save() == pytest.approx({1: 20.0, 2: 22.0, 5: 80.0})
 
 
 def test_what_was_measured_elsewhere_does_not_scale_the_memory() -> None:
     """Where today's and the remembered lengths have none in common, only today's count."""
-    today = VerifyCost()
-    today.recall({5: 40.0})
+    today = VerifyLatency()
+    today.restore({5: 40.0})
     today.observe(1, 10.0)
-    fresh = VerifyCost()
+    fresh = VerifyLatency()
     fresh.observe(1, 10.0)
     assert fresh.of(5) == today.of(5)
 
@@ -177,7 +185,7 @@ def test_a_remembered_mean_yields_to_a_few_samples() -> None:
     mean, today = Ema(), Ema()
     for _ in range(1000):
         mean.observe(100.0)
-    today.recall(mean.memory())
+    today.restore(mean.save())
     for _ in range(5):
         today.observe(0.0)
     assert today.value < 50.0
@@ -188,7 +196,7 @@ def test_remembered_curves_yield_to_a_text() -> None:
     curve, today = HitCurve(AFTER_ALL), HitCurve(AFTER_ALL)
     for _ in range(1000):
         curve.observe(0, 4)
-    today.recall(curve.memory())
+    today.restore(curve.save())
     assert today.hit(1) > 0.95
     for _ in range(30):
         today.observe(None, 4)
@@ -198,14 +206,14 @@ def test_remembered_curves_yield_to_a_text() -> None:
 def test_a_loss_is_remembered_for_a_short_pause() -> None:
     """Where speculation did not pay, the next run begins plainly, and tries again soon."""
     losing = taught(200, gain=False)
-    assert not losing.paces["ssd"].speculating
-    pace = again(losing).paces["ssd"]
+    assert not losing.switches["ssd"].speculating
+    pace = again(losing).switches["ssd"]
     rounds = 0
     while not pace.speculating:
         pace.observe(1, 20.0, accepted=0)
         rounds += 1
     assert 10 < rounds < 64
-    assert again(taught(gain=True)).paces["ssd"].speculating
+    assert again(taught(gain=True)).switches["ssd"].speculating
 
 
 def test_a_remembered_baseline_is_measured_anew_before_it_ends_speculation() -> None:
@@ -213,7 +221,7 @@ def test_a_remembered_baseline_is_measured_anew_before_it_ends_speculation() -> 
     pace, today = SpeculationSwitch(), SpeculationSwitch()
     for _ in range(200):
         pace.observe(2 if pace.speculating else 1, 25.0 if pace.speculating else 20.0, accepted=1)
-    today.recall(pace.memory())
+    today.restore(pace.save())
     paused = 0
     for _ in range(200):
         today.observe(
@@ -252,14 +260,14 @@ def pair(model: str = "large", **changes: Any) -> dict[Role, Peer]:
 
 def met(folder: Path, peers: dict[Role, Peer], machine: str = "chip") -> EstimateStore:
     memory = EstimateStore(str(folder), machine)
-    memory.meet(peers)
+    memory.load_for(peers)
     return memory
 
 
 def remembered(folder: Path) -> float:
     """Leaves a memory of the default pair; returns T_v(1)."""
     memory = met(folder, pair())
-    memory.estimates.verify_cost.observe(1, 77.0)
+    memory.cost_model.verify_latency.observe(1, 77.0)
     memory.save()
     return 77.0
 
@@ -267,7 +275,7 @@ def remembered(folder: Path) -> float:
 def test_a_pair_finds_its_own_memory(tmp_path: Path) -> None:
     """The same pair on the same machine begins with what was learned; no other does."""
     expected = remembered(tmp_path / "learned")
-    assert expected == met(tmp_path / "learned", pair()).estimates.verify_cost.of(1)
+    assert expected == met(tmp_path / "learned", pair()).cost_model.verify_latency.of(1)
     others = [
         met(tmp_path / "learned", pair(model="other")),
         met(tmp_path / "learned", pair(backend="ngram")),
@@ -275,7 +283,9 @@ def test_a_pair_finds_its_own_memory(tmp_path: Path) -> None:
         met(tmp_path / "learned", pair(), machine="other chip"),
         met(tmp_path / "elsewhere", pair()),
     ]
-    assert [VerifyCost().of(1)] * 5 == [other.estimates.verify_cost.of(1) for other in others]
+    assert [VerifyLatency().of(1)] * 5 == [
+        other.cost_model.verify_latency.of(1) for other in others
+    ]
 
 
 def test_new_weights_are_another_model(tmp_path: Path) -> None:
@@ -284,19 +294,19 @@ def test_new_weights_are_another_model(tmp_path: Path) -> None:
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"old")
     memory = met(tmp_path, pair(model=str(model)))
-    memory.estimates.verify_cost.observe(1, 77.0)
+    memory.cost_model.verify_latency.observe(1, 77.0)
     memory.save()
-    assert met(tmp_path, pair(model=str(model))).estimates.verify_cost.of(1) == 77.0
+    assert met(tmp_path, pair(model=str(model))).cost_model.verify_latency.of(1) == 77.0
     (model / "model.safetensors").write_bytes(b"newer")
-    assert met(tmp_path, pair(model=str(model))).estimates.verify_cost.of(1) != 77.0
+    assert met(tmp_path, pair(model=str(model))).cost_model.verify_latency.of(1) != 77.0
 
 
 def test_half_a_pair_has_no_memory(tmp_path: Path) -> None:
     """Before both services are there, nothing is read or written."""
     memory = EstimateStore(str(tmp_path), "chip")
-    memory.meet({"verifier": hello("verifier", "large")})
+    memory.load_for({"verifier": hello("verifier", "large")})
     memory.save()
-    memory.keep(1e9)
+    memory.save_if_due(1e9)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -306,43 +316,43 @@ def test_without_a_folder_there_is_no_memory(
     """Switched off, it writes nothing and forgets nothing when a drafter is exchanged."""
     monkeypatch.chdir(tmp_path)
     memory = EstimateStore("", "chip")
-    memory.meet(pair())
-    memory.estimates.verify_cost.observe(1, 77.0)
-    memory.meet(pair(backend="ngram"))
+    memory.load_for(pair())
+    memory.cost_model.verify_latency.observe(1, 77.0)
+    memory.load_for(pair(backend="ngram"))
     memory.save()
-    assert memory.estimates.verify_cost.of(1) == 77.0
+    assert memory.cost_model.verify_latency.of(1) == 77.0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_exchanged_drafter_has_a_memory_of_its_own(tmp_path: Path) -> None:
     """A swap saves what was learned of the old pair, and begins anew with the new one."""
     memory = met(tmp_path, pair())
-    memory.estimates.verify_cost.observe(1, 77.0)
-    held = memory.estimates
-    memory.meet(pair(backend="ngram"))
-    assert held.verify_cost.of(1) == VerifyCost().of(1)
-    memory.meet(pair())
-    assert held.verify_cost.of(1) == 77.0
+    memory.cost_model.verify_latency.observe(1, 77.0)
+    held = memory.cost_model
+    memory.load_for(pair(backend="ngram"))
+    assert held.verify_latency.of(1) == VerifyLatency().of(1)
+    memory.load_for(pair())
+    assert held.verify_latency.of(1) == 77.0
 
 
 def test_a_restarted_drafter_changes_nothing(tmp_path: Path) -> None:
     """The same drafter in a new process is the same pair."""
     memory = met(tmp_path, pair())
-    memory.estimates.verify_cost.observe(1, 77.0)
-    memory.meet(pair(pid=2))
-    assert memory.estimates.verify_cost.of(1) == 77.0
+    memory.cost_model.verify_latency.observe(1, 77.0)
+    memory.load_for(pair(pid=2))
+    assert memory.cost_model.verify_latency.of(1) == 77.0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_it_is_saved_now_and_then(tmp_path: Path) -> None:
     """Once a minute, not at every call."""
     memory = met(tmp_path, pair())
-    memory.keep(100.0)
+    memory.save_if_due(100.0)
     [file] = tmp_path.iterdir()
     file.unlink()
-    memory.keep(130.0)
+    memory.save_if_due(130.0)
     assert list(tmp_path.iterdir()) == []
-    memory.keep(161.0)
+    memory.save_if_due(161.0)
     assert [file] == list(tmp_path.iterdir())
 
 
@@ -367,27 +377,27 @@ def test_a_broken_memory_is_ignored(
     if kind == "a key too many":
         content["new"] = 1
     if kind == "a negative time":
-        content["verify_cost"]["1"] = -1.0
+        content["verify_latency"]["1"] = -1.0
     spoilt = kind in ("a key too many", "a negative time")
     file.write_bytes(msgspec.json.encode(content) if spoilt else BROKEN[kind])
     with caplog.at_level(logging.WARNING):
         memory = met(tmp_path, pair())
     assert str(file) in caplog.text
-    assert memory.estimates.verify_cost.of(1) == VerifyCost().of(1)
-    memory.estimates.verify_cost.observe(1, 55.0)
+    assert memory.cost_model.verify_latency.of(1) == VerifyLatency().of(1)
+    memory.cost_model.verify_latency.observe(1, 55.0)
     memory.save()
-    assert met(tmp_path, pair()).estimates.verify_cost.of(1) == 55.0
+    assert met(tmp_path, pair()).cost_model.verify_latency.of(1) == 55.0
 
 
 def test_tables_of_another_size_are_ignored() -> None:
     """A memory whose tables have other places than ours leaves ours as they are."""
-    learned = msgspec.to_builtins(taught().memory())
+    learned = msgspec.to_builtins(taught().save())
     for table in ("calibrations", "after_rejection", "after_all"):
         for shares in learned[table].values():
-            shares["found"].pop()
-            shares["tried"].pop()
+            shares["parts"].pop()
+            shares["wholes"].pop()
     estimates = CostModel()
-    estimates.begin(msgspec.convert(learned, EstimateSnapshot, strict=False))
+    estimates.restart(msgspec.convert(learned, EstimateSnapshot, strict=False))
     for origin in ORIGINS:
         assert estimates.calibrations[origin].rate(0.55) == pytest.approx(0.55)
         assert estimates.after_all[origin].hit(3) == HitCurve(AFTER_ALL).hit(3)
@@ -401,7 +411,7 @@ def test_a_folder_that_cannot_be_written_is_no_failure(
     memory = met(tmp_path / "learned", pair())
     with caplog.at_level(logging.WARNING):
         memory.save()
-    assert "cannot be kept" in caplog.text
+    assert "cannot save" in caplog.text
 
 
 def test_a_full_disk_leaves_no_part_of_a_file(

@@ -10,10 +10,10 @@ from orchestrator.learning.fan_out import (
     AFTER_ALL,
     AFTER_REJECTION,
     MissCurve,
-    acceptance_law,
+    acceptance_distribution,
     allocate,
     geometric,
-    rounded,
+    round_shares,
     uniform,
 )
 
@@ -75,7 +75,7 @@ def test_geometric_cannot_be_improved(
 @given(RATES)
 def test_acceptance_lengths_have_a_law(rates: list[float]) -> None:
     """P(0..K) is a law: K + 1 chances, none negative, that sum to one."""
-    law = acceptance_law(rates)
+    law = acceptance_distribution(rates)
     assert len(law) == len(rates) + 1
     assert min(law) >= 0.0
     assert sum(law) == pytest.approx(1.0)
@@ -85,13 +85,13 @@ def test_acceptance_lengths_have_a_law(rates: list[float]) -> None:
 def test_equal_rates_give_the_geometric_law(alpha: float, num_draft_tokens: int) -> None:
     """With one rate for all tokens, P(k) = alpha^k (1 - alpha) and P(K) = alpha^K."""
     expected = [alpha**k * (1 - alpha) for k in range(num_draft_tokens)] + [alpha**num_draft_tokens]
-    assert expected == pytest.approx(acceptance_law([alpha] * num_draft_tokens))
+    assert expected == pytest.approx(acceptance_distribution([alpha] * num_draft_tokens))
 
 
 def test_the_acceptance_law_is_that_of_a_chain() -> None:
     """A token counts only if all before it were accepted."""
-    assert pytest.approx(acceptance_law([0.5, 0.2, 1.0])) == [0.5, 0.4, 0.0, 0.1]
-    assert acceptance_law([]) == [1.0]
+    assert pytest.approx(acceptance_distribution([0.5, 0.2, 1.0])) == [0.5, 0.4, 0.0, 0.1]
+    assert acceptance_distribution([]) == [1.0]
 
 
 MEASURED = [
@@ -119,7 +119,7 @@ def test_miss_laws_are_concave(law: MissCurve) -> None:
 @given(RATES, st.integers(0, 80))
 def test_allocation_spends_the_budget(rates: list[float], budget: int) -> None:
     """Whole numbers: K + 1 of them, none negative, that sum to B."""
-    counts = allocate(acceptance_law(rates), budget)
+    counts = allocate(acceptance_distribution(rates), budget)
     assert len(counts) == len(rates) + 1
     assert sum(counts) == budget
     assert min(counts) >= 0
@@ -128,7 +128,7 @@ def test_allocation_spends_the_budget(rates: list[float], budget: int) -> None:
 @given(ALPHAS, st.integers(0, 80), st.integers(0, 10))
 def test_allocation_falls_before_the_last(alpha: float, budget: int, num_draft_tokens: int) -> None:
     """With one rate for all tokens, a later rejection never gets more than an earlier one."""
-    counts = allocate(acceptance_law([alpha] * num_draft_tokens), budget)[:-1]
+    counts = allocate(acceptance_distribution([alpha] * num_draft_tokens), budget)[:-1]
     assert sorted(counts, reverse=True) == counts
 
 
@@ -136,7 +136,7 @@ def test_allocation_falls_before_the_last(alpha: float, budget: int, num_draft_t
 @pytest.mark.parametrize("budget", [1, 4, 7])
 def test_allocation_is_the_best(rates: list[float], budget: int) -> None:
     """No other way to spend a small budget hits more often under the miss laws."""
-    law = acceptance_law(rates)
+    law = acceptance_distribution(rates)
     laws = [AFTER_REJECTION] * len(rates) + [AFTER_ALL]
 
     def hits(counts: tuple[int, ...]) -> float:
@@ -150,7 +150,7 @@ def test_allocation_is_the_best(rates: list[float], budget: int) -> None:
 @given(RATES, st.integers(0, 40))
 def test_more_budget_never_narrows(rates: list[float], budget: int) -> None:
     """One more branch widens exactly one acceptance length by one."""
-    law = acceptance_law(rates)
+    law = acceptance_distribution(rates)
     before, after = allocate(law, budget), allocate(law, budget + 1)
     expected = [0] * len(rates) + [1]
     assert expected == sorted(b - a for a, b in zip(before, after, strict=True))
@@ -172,6 +172,6 @@ def test_rounding_keeps_the_budget(
 ) -> None:
     """Whole numbers near the closed form's, with its sum."""
     exact = geometric(alpha, r, budget, num_draft_tokens)
-    counts = rounded(exact)
+    counts = round_shares(exact)
     assert sum(counts) == budget
     assert all(abs(a - b) < 1.0 for a, b in zip(counts, exact, strict=True))

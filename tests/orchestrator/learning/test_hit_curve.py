@@ -58,5 +58,5 @@ def test_asking_changes_nothing() -> None:
     assert [silent.hit(count) for count in range(40)] == told
     later = HitCurve(AFTER_REJECTION)
     later.hit(40)
-    later.recall(silent.memory())
+    later.restore(silent.save())
     assert later.hit(4) == pytest.approx(told[4])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.saguaro import CHOICES, SaguaroChoice
-from orchestrator.requests.admission import admit
+from orchestrator.requests.admission import Admission
 from orchestrator.sequence.actions import ToDrafter
 from orchestrator.sequence.sequence import Sequence
 from protocol.errors import UsageError
@@ -92,21 +92,13 @@ class Letters:
 
 def admitted(estimates: CostModel, request: Generate) -> Sequence:
     tokenizer: Any = Letters()
-    return admit(
-        request,
-        peer=b"",
-        number=1,
-        tokenizer=tokenizer,
-        vocabulary_size=10,
-        context_length=0,
-        estimates=estimates,
-        now=0.0,
-    ).sequence
+    admission = Admission(tokenizer, 10, estimates)
+    return admission.admit(b"", request, context_length=0, now=0.0).sequence
 
 
 def opened(sequence: Sequence) -> Sampling:
     """The sampling that the drafter is told."""
-    [message] = [a.message for a in sequence.drafter_up(0) if isinstance(a, ToDrafter)]
+    [message] = [a.message for a in sequence.on_drafter_up(0) if isinstance(a, ToDrafter)]
     assert isinstance(message, OpenSequence)
     return message.sampling
 
@@ -122,8 +114,10 @@ def test_requests_that_leave_it_open_try_the_choices() -> None:
         sequence = admitted(estimates, request)
         told.append(opened(sequence).saguaro)
         for number in (1, 2, 3):
-            list(sequence.verifier_up(8) if number == 1 else ())
-            list(sequence.outcome(outcome(number), float(number)))
+            if number == 1:
+                sequence.on_verifier_up(8)
+            sequence.decide(outcome(number), float(number))
+            sequence.record(float(number))
     assert list(CHOICES) == told
     fixed = msgspec.structs.replace(REJECTION, saguaro=0.3)
     assert opened(admitted(estimates, Generate(request=1, tokens=[1], sampling=fixed))) == fixed

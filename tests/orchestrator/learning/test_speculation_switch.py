@@ -116,7 +116,7 @@ def test_a_new_text_is_tried_early() -> None:
     for _ in range(8):
         while pace.speculating:
             pace.observe(1, 60.0, accepted=1)
-        pace.new_text()
+        pace.on_new_text()
         waits.append(0)
         while not pace.speculating:
             pace.observe(1, 50.0, accepted=1)

@@ -6,15 +6,15 @@ from hypothesis import strategies as st
 
 from orchestrator.learning.cost_model import CostModel, RoundObservation
 from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION, allocate, hit_chances
-from orchestrator.learning.step_cost import StepCost
-from orchestrator.learning.tree_width import WIDTHS, TreeWidth, between, worth_of_depths
+from orchestrator.learning.latency import StepLatency
+from orchestrator.learning.tree_width import WIDTHS, TreeWidth, gains_by_depth, interpolate
 from orchestrator.sequence.planner import Planner
 from protocol.messages import Origin
 
 
 def test_a_step_is_a_line_in_its_branches() -> None:
     """Two widths are enough to know every other, and what the chain adds to the first depth."""
-    cost = StepCost()
+    cost = StepLatency()
     for _ in range(40):
         for branches in (8, 16):
             cost.observe(2, branches, 4.0 + 0.5 * branches)
@@ -26,11 +26,11 @@ def test_a_step_is_a_line_in_its_branches() -> None:
 
 def test_first_depths_alone_tell_something() -> None:
     """Where no tree ever got a second depth, half of the first is taken for the step."""
-    cost = StepCost()
-    assert not cost.known
+    cost = StepLatency()
+    assert not cost.is_known
     assert cost.of(8) == 0.0
     cost.observe(1, 16, 20.0)
-    assert cost.known
+    assert cost.is_known
     assert cost.of(16) + cost.chain_ms == pytest.approx(20.0)
     assert cost.of(4) < cost.of(16) < cost.of(32)
 
@@ -38,7 +38,7 @@ def test_first_depths_alone_tell_something() -> None:
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 64), st.floats(0.0, 1e6)), max_size=60))
 def test_any_steps_are_survived(steps: list[tuple[int, int, float]]) -> None:
     """No time is negative, whatever was measured."""
-    cost = StepCost()
+    cost = StepLatency()
     for depth, branches, milliseconds in steps:
         cost.observe(depth, branches, milliseconds)
         assert cost.chain_ms >= 0.0
@@ -61,12 +61,12 @@ def test_chances_are_those_of_the_allocation(law: list[float], budget: int) -> N
 
 def test_depth_is_worth_its_accepted_tokens() -> None:
     """As many as pay; what does not pay is not verified, and costs nothing."""
-    flat = worth_of_depths(0.5, 0.1, [10.0, 10.0, 10.0])
+    flat = gains_by_depth(0.5, 0.1, [10.0, 10.0, 10.0])
     assert flat == pytest.approx([0.0, 0.5, 0.75])
-    steep = worth_of_depths(0.5, 0.1, [10.0, 11.0, 20.0])
+    steep = gains_by_depth(0.5, 0.1, [10.0, 11.0, 20.0])
     assert steep == pytest.approx([0.0, 0.4, 0.4])
     places = [-1.0, 0.0, 0.5, 1.0, 1.5, 9.0]
-    assert [between([0.0, 4.0, 6.0], at) for at in places] == [0.0, 0.0, 2.0, 4.0, 5.0, 6.0]
+    assert [interpolate([0.0, 4.0, 6.0], at) for at in places] == [0.0, 0.0, 2.0, 4.0, 5.0, 6.0]
 
 
 def test_the_width_that_gains_most_is_used() -> None:
@@ -74,15 +74,15 @@ def test_the_width_that_gains_most_is_used() -> None:
     width = TreeWidth()
     used = [width.branches]
     for gains in [(1.0, 0.5, 0.4, 0.3)] * 60:
-        width.consider(gains)
+        width.observe(gains)
         used.append(width.branches)
     assert used[0] == 16
     assert used[30:].count(4) >= 28
     assert set(used[30:]) <= {4, 8}
     for _ in range(99):
-        width.consider((1.0, 1.01, 0.0, 0.0))
+        width.observe((1.0, 1.01, 0.0, 0.0))
     assert width.branches in {4, 8}
-    width.consider((1.0, 1.01, 0.0, 0.0))
+    width.observe((1.0, 1.01, 0.0, 0.0))
     assert width.branches == 4
 
 
@@ -93,7 +93,7 @@ def _taught(step_ms: float, slope: float) -> int:
     for _ in range(100):
         branches = plan.branches
         for depth in (1, 2):
-            estimates.drew(depth, branches, step_ms + slope * branches)
+            estimates.observe_step(depth, branches, step_ms + slope * branches)
         estimates.observe_round(_lesson("hit", 2, prepared=4, rank=1))
     return plan.branches
 
@@ -129,7 +129,7 @@ def test_one_bad_backup_is_no_verdict() -> None:
     """The rate of backups begins with that of hits, and goes back to it when not tried."""
     estimates = CostModel()
     assert estimates.backup_rate > 0.8  # nothing is known: hope
-    estimates.drew(1, 16, 5.0)
+    estimates.observe_step(1, 16, 5.0)
     for _ in range(30):
         estimates.observe_round(_lesson("hit", 3))
     before = estimates.backup_rate

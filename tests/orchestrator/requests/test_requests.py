@@ -153,5 +153,5 @@ def test_an_empty_line() -> None:
     """Nobody is there, nobody starts, nobody is found."""
     requests = RequestQueue(1, 1)
     assert list(requests) == list(requests.start(0)) == []
-    assert requests.of(b"c", 1) is None
+    assert requests.find(b"c", 1) is None
     assert not requests.full

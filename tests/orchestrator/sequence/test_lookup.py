@@ -8,8 +8,8 @@ from launch.terminal.explain import explanation
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.actions import ToVerifier
 from orchestrator.sequence.limits import Limits
-from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
+from orchestrator.sequence.sequence import Phase
 from protocol.decoding.logits_processor import BannedTokens
 from protocol.decoding.prompt_lookup import CONFIDENCE, find_continuation
 from protocol.messages import LogitsOptions, Sampling, Verify
@@ -95,7 +95,7 @@ def test_without_a_drafter_what_was_said_before_is_verified() -> None:
     assert recorder.rounds < 40
     assert recorder.fallbacks["lookup"] == recorder.by_origin["lookup"].rounds > 3
     assert alone.origins.count("lookup") == recorder.accepted > 20
-    assert "looked up in prompt and answer" in explanation("ssd", recorder.summary())
+    assert "looked up in prompt and answer" in explanation("ssd", recorder.summarise())
 
 
 def test_a_banned_token_is_not_looked_up() -> None:
@@ -132,20 +132,20 @@ def test_a_draft_that_is_waited_for_must_be_better_than_what_was_found() -> None
     """What is looked up costs no wait: unless it is unlikely, the target goes on with it."""
     estimates = CostModel()
     for tokens in range(1, 9):
-        estimates.verify_cost.observe(tokens, 8.0 + 2.0 * tokens)
-    estimates.drew(1, 8, 1.0)
+        estimates.verify_latency.observe(tokens, 8.0 + 2.0 * tokens)
+    estimates.observe_step(1, 8, 1.0)
     estimates.backup_ms.observe(1.0)
     estimates.acceptance["hit"].observe(0.6)
     plan = Planner("ssd", estimates)
-    assert plan.backup() > 0
-    assert plan.backup([CONFIDENCE[4]] * 4) == 0
-    assert plan.backup([0.05] * 4) == plan.backup()
+    assert plan.backup_length() > 0
+    assert plan.backup_length([CONFIDENCE[4]] * 4) == 0
+    assert plan.backup_length([0.05] * 4) == plan.backup_length()
 
 
 def test_while_the_drafter_rests_lookup_goes_on() -> None:
     """What did not pay is left out; what costs nothing is not."""
     estimates = CostModel()
-    pace = estimates.paces["ssd"]
+    pace = estimates.switches["ssd"]
     while pace.speculating:
         pace.observe(1, 10.0, accepted=0)
     beside = Stack(mode="ssd", target=Periodic(0), prompt=[1], limits=ENDLESS, estimates=estimates)
@@ -165,10 +165,10 @@ def test_a_lookup_that_was_not_verified_teaches_too() -> None:
     """The outcome tells for nothing whether its first token was right."""
     estimates = CostModel()
     for tokens in range(1, 9):
-        estimates.plain_cost.observe(tokens, 10.0 * tokens)
-        estimates.verify_cost.observe(tokens, 10.0 * tokens)
+        estimates.plain_latency.observe(tokens, 10.0 * tokens)
+        estimates.verify_latency.observe(tokens, 10.0 * tokens)
     plan = Planner("ssd", estimates)
-    assert plan.looked_up([0.75] * 4, alone=True) == 0  # a token costs a token
+    assert plan.lookup_length([0.75] * 4, alone=True) == 0  # a token costs a token
     dear = Stack(mode="ssd", target=Periodic(0), prompt=[1], limits=ENDLESS, estimates=estimates)
     dear.verifier_comes()
     before = estimates.calibrations["lookup"].rate(0.75)
@@ -182,9 +182,9 @@ def test_each_length_of_a_match_is_judged_by_what_came_of_it(rate: float, used: 
     """Where matches of two tokens mislead, those of four may still be used, and the reverse."""
     estimates = CostModel()
     for tokens in range(1, 9):
-        estimates.verify_cost.observe(tokens, 20.0 + 4.0 * tokens)
+        estimates.verify_latency.observe(tokens, 20.0 + 4.0 * tokens)
     for _ in range(60):
         estimates.calibrations["lookup"].observe([CONFIDENCE[2]], round(rate))
     plan = Planner("ssd", estimates)
-    assert (plan.looked_up([CONFIDENCE[2]] * 3) > 0) == used
-    assert plan.looked_up([CONFIDENCE[4]] * 3) > 0
+    assert (plan.lookup_length([CONFIDENCE[2]] * 3) > 0) == used
+    assert plan.lookup_length([CONFIDENCE[4]] * 3) > 0

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.learning.cost_model import CostModel
-from orchestrator.learning.fan_out import AFTER_REJECTION, geometric, rounded
+from orchestrator.learning.fan_out import AFTER_REJECTION, geometric, round_shares
 from orchestrator.sequence.planner import Planner
 from protocol.messages import FanOutPolicy, Origin
 
@@ -14,11 +14,11 @@ def taught(alpha: float = 0.5, token_ms: float = 0.0) -> CostModel:
     """Verifying m tokens takes 8 + 2 m ms; draft tokens are accepted at `alpha`."""
     estimates = CostModel()
     for tokens in range(1, 12):
-        estimates.verify_cost.observe(tokens, 8.0 + 2.0 * tokens)
+        estimates.verify_latency.observe(tokens, 8.0 + 2.0 * tokens)
     estimates.acceptance["hit"].observe(alpha)
     if token_ms:
         for depth in (1, 2, 3):
-            estimates.drew(depth, 8, token_ms)
+            estimates.observe_step(depth, 8, token_ms)
         estimates.backup_ms.observe(token_ms)
     return estimates
 
@@ -40,12 +40,12 @@ def test_the_target_waits_as_long_as_that_pays(
     alpha: float, token_ms: float, expected: int
 ) -> None:
     """Each further token of a backup is worth its verification and the wait for it."""
-    assert expected == Planner("ssd", taught(alpha, token_ms)).backup()
+    assert expected == Planner("ssd", taught(alpha, token_ms)).backup_length()
 
 
 def test_the_target_does_not_wait_for_what_nobody_has_timed() -> None:
     """Before any drafting was measured, a miss is followed by plain decoding of one token."""
-    assert Planner("ssd", taught(0.9)).backup() == 0
+    assert Planner("ssd", taught(0.9)).backup_length() == 0
 
 
 @given(st.integers(1, 8), st.floats(0.0, 1.0), st.floats(0.0, 100.0))
@@ -53,22 +53,25 @@ def test_a_lookahead_is_kept_after_a_miss(
     num_draft_tokens: int, alpha: float, token_ms: float
 ) -> None:
     """With a lookahead fixed by hand the target always waits for that many tokens."""
-    assert num_draft_tokens == Planner("ssd", taught(alpha, token_ms), num_draft_tokens).backup()
+    assert (
+        num_draft_tokens
+        == Planner("ssd", taught(alpha, token_ms), num_draft_tokens).backup_length()
+    )
 
 
 @pytest.mark.parametrize("origin", ["target", "hit", "miss"])
 @pytest.mark.parametrize(("draft", "expected"), [(0, [16]), (2, [6, 5, 5]), (3, [4, 4, 4, 4])])
 def test_uniform_fan_out_is_even(origin: Origin, draft: int, expected: list[int]) -> None:
     """Whatever was learned, and whatever the drafter is sure of."""
-    plan = Planner("ssd", taught(), budget=16, policy="uniform")
+    plan = Planner("ssd", taught(), fixed_branches=16, policy="uniform")
     assert expected == plan.fan_out([0.9, 0.1, 0.5][:draft], origin)
 
 
 @pytest.mark.parametrize(("alpha", "used"), [(0.3, 0.3), (0.8, 0.8), (1.0, 0.95), (0.0, 0.05)])
 def test_geometric_fan_out_is_that_of_the_theorem(alpha: float, used: float) -> None:
     """Theorem 12 with the measured acceptance rate, kept away from 0 and 1."""
-    plan = Planner("ssd", taught(alpha), budget=24, policy="geometric")
-    expected = rounded(geometric(used, AFTER_REJECTION.exponent, 24, 4))
+    plan = Planner("ssd", taught(alpha), fixed_branches=24, policy="geometric")
+    expected = round_shares(geometric(used, AFTER_REJECTION.exponent, 24, 4))
     assert expected == plan.fan_out([0.5] * 4, "miss")
 
 
@@ -78,7 +81,7 @@ def test_online_fan_out_follows_what_was_learned_of_its_kind() -> None:
     for _ in range(500):
         estimates.after_rejection["hit"].observe(0, 4)
         estimates.after_all["hit"].observe(None, 1)
-    plan = Planner("ssd", estimates, budget=12)
+    plan = Planner("ssd", estimates, fixed_branches=12)
     sure, unsure = plan.fan_out([0.5, 0.5], "hit"), plan.fan_out([0.5, 0.5], "miss")
     assert max(sure[:2]) <= 2
     assert sure[2] > unsure[2]
@@ -93,7 +96,9 @@ def test_every_policy_spends_the_budget(
     policy: FanOutPolicy, confidences: list[float], budget: int
 ) -> None:
     """One count per acceptance length; together they are the budget."""
-    counts = Planner("ssd", taught(), budget=budget, policy=policy).fan_out(confidences, "hit")
+    counts = Planner("ssd", taught(), fixed_branches=budget, policy=policy).fan_out(
+        confidences, "hit"
+    )
     assert len(confidences) + 1 == len(counts)
     assert budget == sum(counts)
     assert min(counts) >= 0

@@ -66,7 +66,7 @@ def test_stale_and_repeated_messages_change_nothing(
         for _ in range(3):
             old_news(disturbed, chance)
         assert before == len(disturbed.actions)
-        learned = [s.estimates.memory() for s in (undisturbed, disturbed)]
+        learned = [s.estimates.save() for s in (undisturbed, disturbed)]
         assert learned[0] == learned[1]
     undisturbed.calm().assert_plain()
     disturbed.calm().assert_plain()
@@ -85,9 +85,10 @@ def old_news(stack: Stack, chance: Random) -> None:
     """Something that was delivered before arrives again."""
     trees = [tree for tree in stack.past if tree not in stack.wire]
     if trees:
-        stack.do(stack.sequence.tree(chance.choice(trees), stack.now))
+        stack.do(stack.sequence.on_tree(chance.choice(trees), stack.now))
     if stack.past_outcomes:
-        stack.do(stack.sequence.outcome(chance.choice(stack.past_outcomes), stack.now))
+        stack.do(stack.sequence.decide(chance.choice(stack.past_outcomes), stack.now))
+        stack.do(stack.sequence.record(stack.now))
 
 
 @settings(max_examples=60)
@@ -184,7 +185,7 @@ def test_trees_of_other_rounds_are_dropped(mode: Mode) -> None:
     )
     while stack.sequence.phase is not Phase.FINISHED:
         for stale in [tree for tree in stack.past if tree.round != stack.sequence.round]:
-            stack.do(stack.sequence.tree(stale, stack.now))
+            stack.do(stack.sequence.on_tree(stale, stack.now))
         assert stack.sequence.current.cache.depth == 0
         while stack.drafter_works():
             stack.tree_arrives()
@@ -205,7 +206,7 @@ def test_trees_that_are_dropped_are_counted() -> None:
     assert stack.sequence.recorder.stale_trees == 1
     assert stack.outcome_arrives()
     stack.tree_comes_again()
-    assert stack.sequence.recorder.summary().stale_trees == 2
+    assert stack.sequence.recorder.summarise().stale_trees == 2
 
 
 def test_what_was_not_prepared_in_time_is_a_miss() -> None:
@@ -228,7 +229,7 @@ def short_chains() -> CostModel:
     """At these costs one draft token is verified, never two."""
     estimates = CostModel()
     for tokens, milliseconds in [(1, 11.0), (2, 12.0), (3, 1e3)]:
-        estimates.verify_cost.observe(tokens, milliseconds)
+        estimates.verify_latency.observe(tokens, milliseconds)
     return estimates
 
 
@@ -529,7 +530,8 @@ def test_an_answer_may_be_ended_while_it_is_emitted() -> None:
     stack = started(mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS)
     assert stack.verifier is not None
     assert stack.verifier.answer is not None
-    for action in stack.sequence.outcome(stack.verifier.answer, 1.0):
+    stack.do(stack.sequence.decide(stack.verifier.answer, 1.0))
+    for action in stack.sequence.record(1.0):
         if isinstance(action, Emit):
             stack.do(stack.sequence.finish("stop"))
     assert [Finish("stop")] == stack.finishes

@@ -16,7 +16,7 @@ from protocol.messages import DraftTree, Sampling, VerificationOutcome
 
 def test_nothing_happened_yet() -> None:
     """A request that never started has zeros, and no number is divided by nothing."""
-    summary = msgspec.structs.asdict(Recorder(5.0).summary())
+    summary = msgspec.structs.asdict(Recorder(5.0).summarise())
     assert summary.pop("mean_acceptance_length") == 1.0
     assert not any(summary.values())
 
@@ -24,12 +24,12 @@ def test_nothing_happened_yet() -> None:
 def test_times_are_of_one_clock() -> None:
     """Time to first token counts from arrival; speed counts the tokens after the first."""
     recorder = Recorder(100.0)
-    recorder.emit(0, 100.2)
-    recorder.emit(1, 100.5)
-    recorder.emit(4, 101.5)
-    recorder.emit(0, 109.0)
-    recorder.emit(6, 102.5)
-    summary = recorder.summary()
+    recorder.count_emitted(0, 100.2)
+    recorder.count_emitted(1, 100.5)
+    recorder.count_emitted(4, 101.5)
+    recorder.count_emitted(0, 109.0)
+    recorder.count_emitted(6, 102.5)
+    summary = recorder.summarise()
     assert summary.ttft_ms == pytest.approx(500.0)
     assert summary.decode_s == pytest.approx(2.0)
     assert summary.tok_s == pytest.approx(5.0)
@@ -38,16 +38,16 @@ def test_times_are_of_one_clock() -> None:
 def test_one_token_has_no_speed() -> None:
     """An answer of one token takes no decoding time, and has no speed."""
     recorder = Recorder(0.0)
-    recorder.emit(1, 1.0)
-    assert (recorder.summary().decode_s, recorder.summary().tok_s) == (0.0, 0.0)
+    recorder.count_emitted(1, 1.0)
+    assert (recorder.summarise().decode_s, recorder.summarise().tok_s) == (0.0, 0.0)
 
 
 def test_acceptance_is_counted_by_position() -> None:
     """Rates are accepted over offered, in all and at each place of the draft."""
     recorder = Recorder(0.0)
     for drafted, accepted in [(0, 0), (4, 4), (4, 1), (2, 0)]:
-        recorder.verified(drafted, accepted)
-    summary = recorder.summary()
+        recorder.count_verified(drafted, accepted)
+    summary = recorder.summarise()
     assert (summary.rounds, summary.drafted, summary.accepted) == (4, 10, 5)
     assert summary.acceptance_rate == 0.5
     assert summary.mean_acceptance_length == 2.25
@@ -57,7 +57,7 @@ def test_acceptance_is_counted_by_position() -> None:
 def test_hits_have_a_rate() -> None:
     """The hit rate is hits over hits and misses."""
     recorder = Recorder(0.0, hits=3, misses=1)
-    summary = recorder.summary()
+    summary = recorder.summarise()
     assert (summary.cache_hits, summary.cache_misses, summary.hit_rate) == (3, 1, 0.75)
 
 
@@ -65,9 +65,9 @@ def test_phases_are_medians() -> None:
     """One slow sample does not change what a phase usually takes."""
     recorder = Recorder(0.0)
     for sample in (1.0, 2.0, 500.0):
-        recorder.phase("verify", sample)
-    recorder.phase("dispatch", 0.5)
-    assert recorder.summary().phase_ms == {"verify": 2.0, "dispatch": 0.5}
+        recorder.add_time("verify", sample)
+    recorder.add_time("dispatch", 0.5)
+    assert recorder.summarise().phase_ms == {"verify": 2.0, "dispatch": 0.5}
 
 
 @pytest.mark.parametrize(("sequences", "rows", "told"), [(1, 0, 5), (1, 3, 3), (2, 8, 5)])
@@ -80,8 +80,8 @@ def test_a_verification_is_timed_by_what_was_looked_at(
         sequence=1, round=1, accepted=0, bonus=5, verify_ms=7.0, idle_ms=0.0,
         sequences=sequences, rows=rows,
     )  # fmt: skip
-    recorder.timed(outcome, 5, "hit", 1.0)
-    assert recorder.summary().phase_ms == {"verify": 7.0, f"verify_{told}": 7.0}
+    recorder.add_times(outcome, 5, "hit", 1.0)
+    assert recorder.summarise().phase_ms == {"verify": 7.0, f"verify_{told}": 7.0}
 
 
 @pytest.mark.parametrize(
@@ -90,22 +90,22 @@ def test_a_verification_is_timed_by_what_was_looked_at(
 def test_drafting_hides_behind_verification(verifying_since: float | None, expected: float) -> None:
     """The overlap is the share of drafting that fell into a verification."""
     recorder = Recorder(0.0, verifying_since=verifying_since)
-    recorder.drew(
+    recorder.add_tree(
         DraftTree(
             sequence=1, round=1, depth=1, outcomes=[], tokens=[], confidences=[], draft_ms=100.0
         ),
         10.0,
     )
-    assert recorder.summary().overlap_ratio == pytest.approx(expected)
+    assert recorder.summarise().overlap_ratio == pytest.approx(expected)
 
 
 def test_summaries_are_snapshots() -> None:
     """What is counted later does not change statistics that were sent."""
     recorder = Recorder(0.0)
     recorder.fallbacks["plain"] += 1
-    before = recorder.summary()
+    before = recorder.summarise()
     recorder.fallbacks["plain"] += 1
-    recorder.verified(3, 2)
+    recorder.count_verified(3, 2)
     assert (before.fallbacks, before.rounds) == ({"plain": 1}, 0)
 
 
@@ -123,13 +123,13 @@ def answered(stop: str, stop_ids: frozenset[int]) -> Request:
         prompt=[9],
         sampling=Sampling(),
         limits=Limits(100, stop_ids, 0),
-        plan=Planner("sd", CostModel(), 3),
+        planner=Planner("sd", CostModel(), 3),
         recorder=Recorder(0.0),
     )
     stream: Any = Letters()
     answer = Request(b"", 1, sequence, StoppableText(stream, [stop]), 1, 100)
-    list(sequence.verifier_up(64))
-    list(sequence.drafter_up(0))
+    list(sequence.on_verifier_up(64))
+    list(sequence.on_drafter_up(0))
     for accepted, bonus in [(0, 1), (3, 5)]:
         outcome = VerificationOutcome(
             sequence=1,
@@ -139,9 +139,9 @@ def answered(stop: str, stop_ids: frozenset[int]) -> Request:
             verify_ms=1.0,
             idle_ms=1.0,
         )
-        for action in sequence.outcome(outcome, 1.0):
+        for action in [*sequence.decide(outcome, 1.0), *sequence.record(1.0)]:
             if isinstance(action, Emit):
-                answer.push(action.tokens, action.origins)
+                answer.add_tokens(action.tokens, action.origins)
         for depth, token in enumerate([2, 3, 4], start=1):
             tree = DraftTree(
                 sequence=1,
@@ -153,7 +153,7 @@ def answered(stop: str, stop_ids: frozenset[int]) -> Request:
                 draft_ms=1.0,
                 last=depth == 3,
             )
-            list(sequence.tree(tree, 1.0))
+            sequence.on_tree(tree, 1.0)
     return answer
 
 

@@ -137,13 +137,13 @@ def test_rounds_do_not_matter(strings: list[str], stop: list[str], sizes: list[i
         tokens: list[int] = []
         pieces: list[str] = []
         for batch in batches:
-            if not one.stopped:
-                text = one.push(batch, ["target" for _ in batch])
+            if not one.is_stopped:
+                text = one.add_tokens(batch, ["target" for _ in batch])
                 assert len(text.tokens) == len(text.pieces) == len(text.origins)
                 assert text.text == "".join(text.pieces)
                 tokens += text.tokens
                 pieces += text.pieces
-        return tokens, pieces, one.stopped
+        return tokens, pieces, one.is_stopped
 
     every = list(range(len(strings)))
     batches: list[list[int]] = []
@@ -157,23 +157,33 @@ def test_tokens_after_a_stop_string_are_retracted() -> None:
     """The token that completes a stop string is the last of the answer; the rest never was."""
     one = answer(["a", "EN", "D", "b", "c"], ["END"])
     recorder = one.sequence.recorder
-    recorder.verified(4, 4)
-    recorder.emit(5, 0.0)
-    text = one.push([0, 1, 2, 3, 4], ["hit", "hit", "miss", "hit", "target"])
+    recorder.count_verified(4, 4)
+    recorder.count_emitted(5, 0.0)
+    text = one.add_tokens([0, 1, 2, 3, 4], ["hit", "hit", "miss", "hit", "target"])
     assert (
         text.tokens,
         text.origins,
         text.pieces,
     ) == ([0, 1, 2], ["hit", "hit", "miss"], ["a", "", ""])
-    assert one.stopped
+    assert one.is_stopped
     assert (recorder.emitted, recorder.accepted) == (3, 3)
 
 
 def test_the_rest_has_no_token() -> None:
     """Text held back until the end is a piece of its own."""
     one = answer(["aE"], ["END"])
-    assert one.push([0], ["target"]).text == "a"
-    rest, end = one.farewell("length", "")
+    assert one.add_tokens([0], ["target"]).text == "a"
+    rest, end = one.last_messages("length", "")
     assert isinstance(rest, Text)
     assert (rest.tokens, rest.origins, rest.pieces) == ([], [], ["E"])
     assert isinstance(end, Finished)
+
+
+def test_a_stop_string_in_the_last_tokens_is_the_reason() -> None:
+    """An answer that is full and stopped at once was stopped; an error stays an error."""
+    for asked, expected in (("length", "stop"), ("context", "stop"), ("error", "error")):
+        one = answer(["EN", "D"], ["END"])
+        one.add_tokens([0, 1], ["hit", "target"])
+        [end] = one.last_messages(asked, "")
+        assert isinstance(end, Finished)
+        assert end.reason == expected

@@ -1,0 +1,69 @@
+"""How long the target waits for a draft."""
+
+from orchestrator.learning.cost_model import CostModel
+from orchestrator.requests.request import Request
+from orchestrator.requests.timeouts import Timeouts
+from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.planner import Planner
+from orchestrator.sequence.sequence import Phase, Sequence
+from orchestrator.telemetry.recorder import Recorder
+from protocol.messages import Sampling
+from tests.orchestrator.text.test_stop_strings import stoppable
+
+
+def timeouts(usual_ms: float) -> Timeouts:
+    estimates = CostModel()
+    estimates.backup_ms.value = usual_ms
+    return Timeouts(estimates, draft_timeout_s=5.0, verify_timeout_s=600.0)
+
+
+def drafting() -> Request:
+    """A request whose target waits for a draft."""
+    sequence = Sequence(
+        number=1,
+        prompt=[1, 2],
+        sampling=Sampling(),
+        limits=Limits(9, frozenset(), 0),
+        planner=Planner("sd", CostModel(), 3),
+        recorder=Recorder(0.0),
+    )
+    sequence.phase = Phase.DRAFTING
+    return Request(b"c", 1, sequence, stoppable([], []), 2)
+
+
+def test_a_draft_is_waited_for_as_long_as_drafts_take() -> None:
+    """At least half a second, ten times the usual, and never more than the limit."""
+    waits = [timeouts(usual).draft_wait_s for usual in (0.0, 20.0, 100.0, 900.0)]
+    assert waits == [0.5, 0.5, 1.0, 5.0]
+
+
+def test_a_late_drafter_is_hardly_waited_for() -> None:
+    """After one draft did not come, the next miss costs 20 ms, until the drafter sends again."""
+    some, request = timeouts(100.0), drafting()
+    some.start(request, 10.0)
+    assert request.deadline == 11.0
+    assert some.expire([request], 10.9) == []
+    assert [late for late, _ in some.expire([request], 11.0)] == [request]
+    assert request.sequence.phase is Phase.VERIFYING
+    assert some.draft_wait_s == 0.02
+    some.on_draft(None, 12.0)
+    assert some.draft_wait_s == 1.0
+
+
+def test_each_depth_starts_the_wait_anew() -> None:
+    """A draft that keeps arriving is not late, however long all of it takes."""
+    some, request = timeouts(100.0), drafting()
+    some.start(request, 10.0)
+    some.on_draft(request, 10.8)
+    assert request.deadline == 11.8
+
+
+def test_a_verification_that_does_not_end_ends_the_request() -> None:
+    """With the name of the setting in the error."""
+    some, request = timeouts(100.0), drafting()
+    request.sequence.phase = Phase.VERIFYING
+    some.start(request, 10.0)
+    assert request.deadline == 610.0
+    [(_, actions)] = some.expire([request], 610.0)
+    assert request.sequence.phase is Phase.FINISHED
+    assert "verify_timeout_s" in str(actions[-1])
