@@ -44,8 +44,8 @@ def scenario_of(file: Path | None, preset: str | None, flags: dict[str, Any]) ->
     try:
         return msgspec.convert(values, Scenario)
     except msgspec.ValidationError as error:
-        hint = "" if path else "; give --t-verify, --t-draft and --alpha, a file, or a --preset"
-        raise UsageError(f"{path or 'what to simulate'}: {error}{hint}") from error
+        hint = "" if path else " (give --t-verify, --t-draft and --alpha, a file, or --preset)"
+        raise UsageError(f"{path or 'the device'}: {error}{hint}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

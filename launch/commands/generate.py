@@ -27,7 +27,7 @@ _speculation = partial(click.option, cls=Option, group="Speculation")
 
 
 @click.command("generate", cls=Command)
-@click.argument("text", required=False)
+@click.argument("text", required=False, metavar="[PROMPT]")
 @_prompt("-p", "--prompt", help="The prompt; - reads standard input.")
 @_prompt("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="JSONL: id, prompt.")
 @_prompt("--system-prompt", default="", help="System prompt.")

@@ -53,7 +53,7 @@ class Command(click.Command):
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in ORDER}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is not None:
+            if record is not None and isinstance(parameter, click.Option):
                 groups[getattr(parameter, "group", "Options")].append(record)
         for name, records in groups.items():
             if records:

@@ -170,7 +170,8 @@ def _convert(values: dict[str, Any], source: str) -> StackSettings:
     try:
         return msgspec.convert(values, StackSettings, strict=False)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{source}: {error}") from error
+        reason = str(error).replace("Object contains unknown field", "unknown setting")
+        raise UsageError(f"{source}: {reason}") from error
 
 
 def _from_file(path: Path) -> dict[str, Any]:

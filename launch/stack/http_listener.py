@@ -1,6 +1,7 @@
-"""The HTTP door's listening socket, and whether it may stand open at all."""
+"""The listening socket of the HTTP gateway, and whether the address may be used at all."""
 
 import contextlib
+import errno
 import http.client
 import socket
 from pathlib import Path
@@ -40,7 +41,8 @@ class HttpListener(Closeable):
         except OSError as error:
             self.close()
             reason = error.strerror or error
-            raise UsageError(f"cannot listen on {host}:{port}: {reason}") from error
+            hint = "; give another --port" if error.errno == errno.EADDRINUSE else ""
+            raise UsageError(f"cannot listen on {host}:{port}: {reason}{hint}") from error
 
     @property
     def listener(self) -> int:
