@@ -1,9 +1,9 @@
-"""The matrix products under MLX on Linux.
+"""The CPU kernels under MLX on Linux: matrix products and attention.
 
 MLX's Linux wheel links a reference BLAS at about 3 GFLOP/s. MKL loaded into the global
 symbol namespace first takes its place, about five times faster. Products of a few rows, of
-which decoding and verification consist, go to `small_gemm.c` instead, compiled once per
-environment. On macOS nothing is needed.
+which decoding and verification consist, go to `cpu/small_gemm.c` instead, and attention to
+`cpu/attention.c`; both are compiled once per environment. On macOS nothing is needed.
 
 Measured on the default target, one core, verification of 1 / 2 / 4 / 6 tokens:
 MKL 50 / 60 / 93 / 113 ms, small_gemm 49 / 54 / 62 / 78 ms.
@@ -12,22 +12,32 @@ MKL 50 / 60 / 93 / 113 ms, small_gemm 49 / 54 / 62 / 78 ms.
 import ctypes
 import hashlib
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("small_gemm.c")
+_SOURCES = sorted(Path(__file__).with_name("cpu").glob("*.[ch]"))
 _COMPILE_S = 60.0
 
 _MOST_ROWS = 16
 """From here packing pays."""
 
 _FEW_THREADS = 4
-"""small_gemm has one thread; more than these make MKL the faster one for any rows."""
+"""More threads make MKL the faster one for any number of rows."""
+
+
+class _Loaded:
+    """What `load_blas` has loaded into this process."""
+
+    kernels: ctypes.CDLL | None = None
+    cores: tuple[int, ...] = ()
+    """Of this process beyond its first; helpers are at home there."""
 
 
 def load_blas(threads: int) -> None:
@@ -39,25 +49,45 @@ def load_blas(threads: int) -> None:
         _log.warning("MKL is not installed (extra 'cpu'); MLX's reference BLAS is 5 times slower")
         return
     # MLX's products resolve to whichever library is loaded first.
-    small = _small_gemm() if threads <= _FEW_THREADS else None
+    kernels = _compiled_kernels() if threads <= _FEW_THREADS else None
     mkl = ctypes.CDLL(str(libraries[-1]), mode=ctypes.RTLD_GLOBAL)
     mkl.MKL_Set_Num_Threads(threads)
-    if small is not None:
-        # For a single row MKL's threads share the work.
-        least = 1 if threads == 1 else 2
-        small.small_gemm_take(ctypes.cast(mkl.cblas_sgemm, ctypes.c_void_p), least, _MOST_ROWS)
+    if kernels is not None:
+        kernels.small_gemm_take(ctypes.cast(mkl.cblas_sgemm, ctypes.c_void_p), 1, _MOST_ROWS)
+        _Loaded.kernels = kernels
+        _Loaded.cores = tuple(sorted(os.sched_getaffinity(0))[1:threads])
+        use_spare_cores(())
 
 
-def _small_gemm() -> ctypes.CDLL | None:
-    """The compiled kernel; None where it cannot be had, which costs speed only."""
-    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
-    library = Path(sys.prefix, "lib", f"libssd_small_gemm-{digest}.so")
+def cpu_kernels() -> ctypes.CDLL | None:
+    """Our kernels, if this process computes with them."""
+    return _Loaded.kernels
+
+
+def use_spare_cores(cores: Sequence[int]) -> int:
+    """Let threads on these cores, besides this process's own, share every product from now on.
+
+    Returns how many threads help; 0 without our kernels. What is computed stays the same, bit
+    for bit. `cores` are the same ones in every call, or none.
+    """
+    if _Loaded.kernels is None:
+        return 0
+    helpers = (*_Loaded.cores, *cores)
+    given = (ctypes.c_int * max(1, len(helpers)))(*helpers)
+    count: int = _Loaded.kernels.set_helpers(len(helpers), given)
+    return count
+
+
+def _compiled_kernels() -> ctypes.CDLL | None:
+    """The compiled kernels; None where they cannot be had, which costs speed only."""
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES)).hexdigest()
+    library = Path(sys.prefix, "lib", f"libssd_cpu_kernels-{digest[:16]}.so")
     try:
         if not library.exists():
             _compile(library)
         return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("short drafts verify more slowly: no small_gemm kernel (%s)", error)
+        _log.warning("short drafts verify more slowly: no CPU kernels (%s)", error)
         return None
 
 
@@ -68,6 +98,8 @@ def _compile(library: Path) -> None:
         raise FileNotFoundError("there is no C compiler `cc`")
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder, library.name)
-        command = [compiler, "-O3", "-shared", "-fPIC", "-o", str(built), str(_SOURCE)]
+        sources = [str(source) for source in _SOURCES if source.suffix == ".c"]
+        flags = ["-O3", "-shared", "-fPIC", "-pthread"]
+        command = [compiler, *flags, "-o", str(built), *sources, "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
         built.replace(library)

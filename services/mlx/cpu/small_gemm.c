@@ -5,9 +5,12 @@
  * cblas_sgemm under MLX and passes everything else on (services/mlx/blas.py).
  *
  * Every element is summed in the same order whatever the number of rows, so that a token's
- * product is the same bits in plain decoding and in a verification.
+ * product is the same bits in plain decoding and in a verification. Threads share the columns
+ * of a product, which changes no sum either.
  */
 #include <stddef.h>
+
+#include "threads.h"
 
 #if defined(__x86_64__)
 #define SIMD __attribute__((target("avx2,fma")))
@@ -20,6 +23,7 @@ enum {
     BLOCK = 48,         /* rows of w that stay in the L2 cache while all rows of x pass */
     AHEAD = 8192,       /* floats that the prefetch is ahead of the product */
     MOST_ROWS = 6,      /* rows of x whose sums fit the registers */
+    LEAST_WORK = 65536, /* elements of w below which helpers would come too late */
     ROW_MAJOR = 101,
     PLAIN = 111,
     TRANSPOSED = 112
@@ -86,22 +90,44 @@ static const int width[] = {0, 4, 4, 4, 3, 2, 2};
 /* How many of the rows that are left go through next: fours are fastest, if one will not do. */
 static int rows_at_once(int left) { return left <= MOST_ROWS ? left : 4; }
 
+/* The product that is being computed. */
+static struct {
+    int m, n, k, ldx, ldw, ldy, columns;
+    float alpha;
+    const float *x, *w;
+    float *y;
+} job;
+
+void rows_by_columns(int m, int first, int end, int k, float alpha, const float *x, int ldx,
+                     const float *w, int ldw, float *y, int ldy)
+{
+    for (int row = 0, rows; row < m; row += rows) {
+        rows = rows_at_once(m - row);
+        const float *from = x + (size_t)row * ldx;
+        float *to = y + (size_t)row * ldy;
+        int c = first;
+        for (; c + width[rows] <= end; c += width[rows])
+            wide[rows](k, alpha, from, ldx, w + (size_t)c * ldw, ldw, to + c, ldy);
+        for (; c < end; c++)
+            narrow[rows](k, alpha, from, ldx, w + (size_t)c * ldw, ldw, to + c, ldy);
+    }
+}
+
+static void compute_columns(int number)
+{
+    int end = (number + 1) * job.columns < job.n ? (number + 1) * job.columns : job.n;
+    for (int first = number * job.columns; first < end; first += BLOCK)
+        rows_by_columns(job.m, first, first + BLOCK < end ? first + BLOCK : end, job.k, job.alpha,
+                        job.x, job.ldx, job.w, job.ldw, job.y, job.ldy);
+}
+
 static void few_rows(int m, int n, int k, float alpha, const float *x, int ldx, const float *w,
                      int ldw, float *y, int ldy)
 {
-    for (int first = 0; first < n; first += BLOCK) {
-        int end = first + BLOCK < n ? first + BLOCK : n;
-        for (int row = 0, rows; row < m; row += rows) {
-            rows = rows_at_once(m - row);
-            const float *from = x + (size_t)row * ldx;
-            float *to = y + (size_t)row * ldy;
-            int c = first;
-            for (; c + width[rows] <= end; c += width[rows])
-                wide[rows](k, alpha, from, ldx, w + (size_t)c * ldw, ldw, to + c, ldy);
-            for (; c < end; c++)
-                narrow[rows](k, alpha, from, ldx, w + (size_t)c * ldw, ldw, to + c, ldy);
-        }
-    }
+    job.m = m, job.n = n, job.k = k, job.ldx = ldx, job.ldw = ldw, job.ldy = ldy;
+    job.alpha = alpha, job.x = x, job.w = w, job.y = y;
+    job.columns = (size_t)n * k < LEAST_WORK ? n : BLOCK;
+    share_parts(compute_columns, (n + job.columns - 1) / job.columns);
 }
 
 void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, const float *a,

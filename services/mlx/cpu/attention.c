@@ -1,0 +1,203 @@
+/* Attention of a few or many queries: softmax(scale * q @ k.T, masked) @ v.
+ *
+ * MLX's CPU backend takes some forty nanoseconds for each element of a softmax, which for a
+ * verification in a long text is more than the products; this takes about one. The queries
+ * that share keys, several of a group's heads and neighbouring tokens, go through together.
+ *
+ * Every sum is in the order of the slots, with zeros for what is masked: a token's attention
+ * is the same bits in plain decoding, in a verification and beside any number of free slots.
+ */
+#include <math.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "threads.h"
+
+#if defined(__x86_64__)
+#define SIMD __attribute__((target("avx2,fma")))
+#else
+#define SIMD
+#endif
+
+enum {
+    LANES = 8,
+    ROWS = 24,     /* of a part: they share the keys that are in the cache */
+    COLUMNS = 48,  /* keys that stay in the cache while all rows pass */
+    WIDEST = 256   /* head size */
+};
+
+typedef float lanes __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int ints __attribute__((vector_size(32), aligned(4), may_alias));
+
+/* small_gemm.c: y = alpha * x @ w.T for columns `first` to `end` of y. */
+void rows_by_columns(int m, int first, int end, int k, float alpha, const float *x, int ldx,
+                     const float *w, int ldw, float *y, int ldy);
+
+/* One call; strides are in elements, the last axis of all arrays is contiguous. */
+struct attention {
+    const float *q, *k, *v;
+    const unsigned char *mask; /* [queries, slots] of 0 and 1, or NULL */
+    float *out;                /* [queries, heads, size] */
+    long q_head, q_row, k_head, k_row, v_head, v_row, mask_row;
+    int heads, kv_heads, queries, slots, size;
+    int causal; /* query i sees slots 0 to slots - queries + i */
+    float scale;
+};
+
+static struct attention call;
+
+/* e to the power of x <= 0, after Cephes; 0 where x is below the smallest normal number's. */
+SIMD static inline lanes exponential(lanes x)
+{
+    const lanes least = {-87.0f, -87.0f, -87.0f, -87.0f, -87.0f, -87.0f, -87.0f, -87.0f};
+    ints zero = x < least;
+    lanes bounded = (lanes)(((ints)x & ~zero) | ((ints)least & zero));
+    ints n = __builtin_convertvector(bounded * 1.44269504088896341f - 0.5f, ints);
+    lanes whole = __builtin_convertvector(n, lanes);
+    lanes r = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
+    lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    lanes power = (lanes)((n + 127) << 23);
+    return (lanes)((ints)(p * power) & ~zero);
+}
+
+/* Turn `count` scores, a multiple of LANES, into weights; returns 1 over their sum. */
+SIMD static float softmax(float *scores, int count)
+{
+    lanes tops = *(lanes *)scores;
+    for (int s = LANES; s < count; s += LANES) {
+        lanes score = *(lanes *)(scores + s);
+        ints larger = score > tops;
+        tops = (lanes)(((ints)score & larger) | ((ints)tops & ~larger));
+    }
+    float top = tops[0];
+    for (int i = 1; i < LANES; i++)
+        top = tops[i] > top ? tops[i] : top;
+    if (top == -INFINITY) {
+        memset(scores, 0, count * sizeof *scores);
+        return 0.0f;
+    }
+    lanes sum = {0};
+    for (int s = 0; s < count; s += LANES) {
+        lanes weight = exponential(*(lanes *)(scores + s) - top);
+        *(lanes *)(scores + s) = weight;
+        sum += weight;
+    }
+    float total = ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
+    return 1.0f / total;
+}
+
+/* X rows of weights times W * LANES columns of the values. */
+#define WEIGH(X, W)                                                                             \
+    SIMD static void weigh_##X##_##W(int slots, const float *weights, int ldw,                  \
+                                     const float *values, long ldv, float *const *to,           \
+                                     const float *factors)                                      \
+    {                                                                                           \
+        lanes sum[X][W] = {0};                                                                  \
+        for (int s = 0; s < slots; s++) {                                                       \
+            lanes part[W];                                                                      \
+            for (int c = 0; c < W; c++)                                                         \
+                part[c] = *(const lanes *)(values + s * ldv + c * LANES);                       \
+            for (int r = 0; r < X; r++)                                                         \
+                for (int c = 0; c < W; c++)                                                     \
+                    sum[r][c] += part[c] * weights[(size_t)r * ldw + s];                        \
+        }                                                                                       \
+        for (int r = 0; r < X; r++)                                                             \
+            for (int c = 0; c < W; c++)                                                         \
+                *(lanes *)(to[r] + c * LANES) = sum[r][c] * factors[r];                         \
+    }
+
+WEIGH(1, 8) WEIGH(1, 4) WEIGH(1, 1) WEIGH(3, 4) WEIGH(3, 1)
+
+static void weigh(int rows, int slots, const float *weights, int ldw, const float *values,
+                  float *const *to, const float *factors)
+{
+    for (int row = 0; row < rows;) {
+        int together = rows - row >= 3 ? 3 : 1;
+        int wide = together == 3 ? 4 : 8;
+        const float *own = weights + (size_t)row * ldw;
+        for (int c = 0; c < call.size;) {
+            float *places[3];
+            int left = (call.size - c) / LANES;
+            int width = left >= wide ? wide : left >= 4 ? 4 : 1;
+            for (int r = 0; r < together; r++)
+                places[r] = to[row + r] + c;
+            (together == 3 ? (width == 4 ? weigh_3_4 : weigh_3_1)
+                           : (width == 8 ? weigh_1_8 : width == 4 ? weigh_1_4 : weigh_1_1))(
+                slots, own, ldw, values + c, call.v_row, places, factors + row);
+            c += width * LANES;
+        }
+        row += together;
+    }
+}
+
+/* Slots that this query may see; a mask may hide some of them. */
+static int visible(int query)
+{
+    return call.causal ? call.slots - call.queries + query + 1 : call.slots;
+}
+
+static void hide(float *scores, int query, int padded)
+{
+    int seen = visible(query);
+    for (int s = seen; s < padded; s++)
+        scores[s] = -INFINITY;
+    if (call.mask != NULL) {
+        const unsigned char *mask = call.mask + query * call.mask_row;
+        for (int s = 0; s < seen; s++)
+            scores[s] = mask[s] ? scores[s] : -INFINITY;
+    }
+}
+
+static int parts_of_a_head(void)
+{
+    int rows = call.heads / call.kv_heads * call.queries;
+    return (rows + ROWS - 1) / ROWS;
+}
+
+/* ROWS rows of one head of the keys: row r is query r / group of head r % group. */
+static void attend_part(int number)
+{
+    static _Thread_local float *scores;
+    static _Thread_local size_t room;
+    int group = call.heads / call.kv_heads, per_head = parts_of_a_head();
+    int head = number / per_head, first = number % per_head * ROWS;
+    int rows = group * call.queries - first < ROWS ? group * call.queries - first : ROWS;
+    int seen = visible((first + rows - 1) / group);
+    int padded = (seen + LANES - 1) / LANES * LANES;
+    if ((size_t)rows * padded > room) {
+        free(scores);
+        room = (size_t)ROWS * (padded + 1024);
+        scores = aligned_alloc(64, (room * sizeof *scores + 63) / 64 * 64);
+        if (scores == NULL)
+            abort();
+    }
+    float queries[ROWS * WIDEST], factors[ROWS], *to[ROWS];
+    for (int r = 0; r < rows; r++) {
+        int query = (first + r) / group, own = head * group + (first + r) % group;
+        const float *from = call.q + own * call.q_head + query * call.q_row;
+        for (int i = 0; i < call.size; i++)
+            queries[r * call.size + i] = from[i] * call.scale;
+        to[r] = call.out + ((size_t)query * call.heads + own) * call.size;
+    }
+    const float *keys = call.k + head * call.k_head;
+    for (int c = 0; c < seen; c += COLUMNS)
+        rows_by_columns(rows, c, c + COLUMNS < seen ? c + COLUMNS : seen, call.size, 1.0f, queries,
+                        call.size, keys, (int)call.k_row, scores, padded);
+    for (int r = 0; r < rows; r++) {
+        hide(scores + (size_t)r * padded, (first + r) / group, padded);
+        factors[r] = softmax(scores + (size_t)r * padded, padded);
+    }
+    weigh(rows, seen, scores, padded, call.v + head * call.v_head, to, factors);
+}
+
+void cpu_attention(const struct attention *given)
+{
+    call = *given;
+    share_parts(attend_part, call.kv_heads * parts_of_a_head());
+}
