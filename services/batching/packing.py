@@ -21,7 +21,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from protocol.errors import ModelError
 from services.kv.cache import KVStore, SlotCache
-from services.mlx import decode_attention
+from services.mlx import cpu_attention, decode_attention
 from services.mlx.loader import compute_unit
 from services.mlx.rope import allow_branches
 
@@ -91,6 +91,12 @@ def together(stores: Sequence[KVStore]) -> list[PackedCache]:
     return [PackedCache(layer, borders, offset) for layer in layers]
 
 
+_KERNELS: dict[str, Callable[..., mx.array | None]] = {
+    "cpu": cpu_attention.attend,
+    "cuda": decode_attention.attend,
+}
+
+
 def _by_parts(attend: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """mlx-lm's attention, which also takes `PackedKV`."""
 
@@ -101,7 +107,7 @@ def _by_parts(attend: Callable[..., mx.array]) -> Callable[..., mx.array]:
         masks = rest.pop("mask")
         rows = mx.split(queries, keys.borders, axis=2)
         parts = zip(rows, keys.values, values.values, masks.values, strict=True)
-        answers = [attend(q, k, v, None, mask=mask, **rest) for q, k, v, mask in parts]
+        answers = [attend(q, k, v, cache, mask=mask, **rest) for q, k, v, mask in parts]
         return mx.concatenate(answers, axis=2)
 
     return attention
@@ -109,9 +115,14 @@ def _by_parts(attend: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 @wraps(scaled_dot_product_attention)
 def _attend(queries: mx.array, keys: Any, values: Any, cache: Any, **rest: Any) -> mx.array:
-    """mlx-lm's attention, on CUDA by our kernel where few queries are asked."""
-    if compute_unit() == "cuda" and rest.get("sinks") is None and not hasattr(cache, "bits"):
-        own = decode_attention.attend(queries, keys, values, rest["scale"], rest["mask"])
+    """mlx-lm's attention, by a kernel of ours where there is one and the call is of its kind.
+
+    Without a cache this may be a step of training, which needs gradients.
+    """
+    kernel = _KERNELS.get(compute_unit())
+    plain = rest.get("sinks") is None and not hasattr(cache, "bits")
+    if kernel is not None and plain and cache is not None:
+        own = kernel(queries, keys, values, rest["scale"], rest["mask"])
         if own is not None:
             return own
     found: mx.array = scaled_dot_product_attention(queries, keys, values, cache=cache, **rest)

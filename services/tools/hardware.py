@@ -45,7 +45,7 @@ def _matrix_kernels() -> str:
     return " and ".join(found) or "MLX's reference BLAS (slow)"
 
 
-_LIBRARIES = {"small_gemm": "libssd_small_gemm", "MKL": "libmkl_rt"}
+_LIBRARIES = {"small_gemm": "libssd_cpu_kernels", "MKL": "libmkl_rt"}
 
 
 def _coreml_units() -> list[str]:

@@ -82,8 +82,8 @@ def test_mlx_multiplies_through_it(rows: int) -> None:
 def test_it_is_in_use() -> None:
     """MLX's own symbol for a product is the kernel's."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    assert "libssd_small_gemm" in maps
-    here, kernel = ctypes.CDLL(None), blas._small_gemm()
+    assert "libssd_cpu_kernels" in maps
+    here, kernel = ctypes.CDLL(None), blas._compiled_kernels()
     assert kernel is not None
     ours, used = (ctypes.cast(x.cblas_sgemm, ctypes.c_void_p).value for x in (kernel, here))
     assert ours == used
@@ -102,8 +102,8 @@ def test_without_a_compiler_there_is_a_warning_and_no_kernel(
 
     monkeypatch.setattr(blas, "_compile", fail)
     monkeypatch.setattr(blas.hashlib, "sha256", lambda data: _Unseen())
-    assert blas._small_gemm() is None
-    assert "no small_gemm kernel" in caplog.text
+    assert blas._compiled_kernels() is None
+    assert "no CPU kernels" in caplog.text
 
 
 class _Unseen:
