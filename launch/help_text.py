@@ -20,7 +20,6 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("ssd bench --limit 3", "three built-in prompts, all modes"),
         ("ssd bench --prompts FILE.jsonl --json runs.json", "your own prompts, all runs in a file"),
     ],
-    "chaos": [("ssd chaos --faults 20 --only drafter", "twenty faults of one kind")],
     "chat": [
         ("ssd chat", "with the default pair"),
         ("ssd chat --show-draft --temp 0.7", "tokens coloured by where they came from"),
@@ -99,7 +98,6 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("ssd simulate --preset m4-ane", "a device you do not have"),
         ("ssd simulate --preset m4-ane --sweep --json", "every fixed K and B as well"),
     ],
-    "soak": [("ssd soak --minutes 10", "ten minutes of load")],
     "swap-drafter": [
         ("ssd swap-drafter --backend ngram", "prompt lookup, no draft model"),
         ("ssd swap-drafter --backend mlx --draft-model MODEL", "another model"),

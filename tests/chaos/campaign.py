@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from protocol.client.client import Client
 from protocol.errors import DeadlineExceeded, RuntimeFailure, SsdError
 from protocol.messages import Status
-from tests.chaos.faults import Fault, Victim, known
+from tests.chaos.faults import Fault, Victim, list_faults
 from tests.chaos.load import Load
 from tests.chaos.starts import Starts
 
@@ -38,14 +38,14 @@ class Campaign:
         victim: Victim,
         load: Load,
         starts: Starts,
-        patience_s: float,
+        timeout_s: float,
         progress: Callable[[str], None],
     ) -> None:
-        """`patience_s`: longest wait for the stack to be whole again, and for any answer."""
+        """`timeout_s`: longest wait for the stack to be whole again, and for any answer."""
         self._victim = victim
         self._load = load
         self._starts = starts
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._progress = progress
         self.outcomes: dict[str, Outcome] = {}
         self._alone = True
@@ -58,7 +58,7 @@ class Campaign:
         """
         end = time.monotonic() + seconds
         faults = [
-            f for f in known(self._victim) if not only or any(part in f.name for part in only)
+            f for f in list_faults(self._victim) if not only or any(part in f.name for part in only)
         ]
         todo: list[Fault] = []
         for number in range(count):
@@ -90,18 +90,18 @@ class Campaign:
 
     def _await_mended(self, started: float, fault: Fault, ended: int) -> None:
         before = self._load.arrivals
-        while (missing := self._missing(ended)) or not all(self._heard(before)):
-            late = time.monotonic() - started > self._patience_s
-            if late or self._load.oldest_s > self._patience_s:
+        while (missing := self._missing(ended)) or not all(self._count_answers(before)):
+            late = time.monotonic() - started > self._timeout_s
+            if late or self._load.oldest_s > self._timeout_s:
                 raise RuntimeFailure(
-                    f"after {fault.name!r} the stack did not mend within {self._patience_s:g} s: "
+                    f"after {fault.name!r} the stack did not mend within {self._timeout_s:g} s: "
                     f"{missing or 'all processes are there'}; "
-                    f"{sum(self._heard(before))} messages with tokens since then; "
+                    f"{sum(self._count_answers(before))} messages with tokens since then; "
                     f"the oldest request is {self._load.oldest_s:.0f} s old"
                 )
             time.sleep(0.02)
 
-    def _heard(self, before: list[int]) -> list[int]:
+    def _count_answers(self, before: list[int]) -> list[int]:
         """Messages with tokens that each client has had since then."""
         return [now - then for now, then in zip(self._load.arrivals, before, strict=True)]
 

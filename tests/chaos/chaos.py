@@ -14,6 +14,7 @@ import msgspec
 import psutil
 
 from launch.models.pair import pair_of
+from launch.settings.flags import Command
 from launch.settings.options import settings_of, stack_options
 from launch.settings.paths import cache_dir
 from launch.stack.session import private_stack
@@ -22,16 +23,16 @@ from protocol.errors import LosslessnessError, RuntimeFailure
 from protocol.messages import ProcessStatus
 from tests.chaos.campaign import Campaign, Outcome, middle
 from tests.chaos.faults import Victim
-from tests.chaos.judging import Verdict, judge
 from tests.chaos.load import Load, cases
 from tests.chaos.starts import Starts
 from tests.chaos.supervisors import kill_supervisors
+from tests.chaos.verdict import Verdict, judge
 
 _MANY = 10**9
 _HANG_S = 3.0
 
 
-@click.command("chaos")
+@click.command("chaos", cls=Command)
 @stack_options()
 @click.option("--faults", type=click.IntRange(min=1), default=100, show_default=True)
 @click.option(
@@ -105,7 +106,7 @@ def command(**options: Any) -> None:
     summary["start_s"] = {
         role: [round(middle(took), 3), round(max(took), 3)] for role, took in starts.took_s.items()
     }
-    summary["left"] = _left(seen, victim.run_dir.path)
+    summary["left"] = _find_leftovers(seen, victim.run_dir.path)
     dice = random.Random(plan["seed"])  # noqa: S311  # no secret
     deaths = kill_supervisors(supervisors, _flags(options), dice)
     summary["supervisors"] = {"killed": deaths.killed, "gone_s": round(middle(deaths.gone_s), 3)}
@@ -176,7 +177,7 @@ def _summary(
     }  # fmt: skip
 
 
-def _left(seen: dict[int, float], folder: Path) -> list[str]:
+def _find_leftovers(seen: dict[int, float], folder: Path) -> list[str]:
     """Processes and files that should not be there any more."""
     left = [str(folder)] if folder.exists() else []
     for pid, created in seen.items():

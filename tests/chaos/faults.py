@@ -27,7 +27,7 @@ from protocol.messages import (
 )
 from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
-from tests.chaos.http_client import malformed, never_reads
+from tests.chaos.http_client import malform, never_reads
 from tests.support import hostile_drafter
 
 _REPLY_S = 10.0
@@ -65,11 +65,11 @@ class Victim:
                 os.kill(process.pid, number)
 
 
-def _signalled(role: str, number: signal.Signals) -> Callable[[Victim], None]:
+def _signal(role: str, number: signal.Signals) -> Callable[[Victim], None]:
     return lambda victim: victim.signal(role, number)
 
 
-def _paused(role: str) -> Callable[[Victim], None]:
+def _pause(role: str) -> Callable[[Victim], None]:
     def inject(victim: Victim) -> None:
         victim.signal(role, signal.SIGSTOP)
         time.sleep(victim.dice.uniform(0.02, 0.6))
@@ -93,7 +93,7 @@ def _hostile(behaviour: str) -> Callable[[Victim], None]:
     return inject
 
 
-def _unlinked(name: str) -> Callable[[Victim], None]:
+def _unlink(name: str) -> Callable[[Victim], None]:
     return lambda victim: (victim.run_dir.path / name).unlink(missing_ok=True)
 
 
@@ -102,7 +102,7 @@ def _folder_deleted(victim: Victim) -> None:
 
 
 @contextlib.contextmanager
-def _limited(victim: Victim, roles: tuple[str, ...], kind: int, limit: int) -> Iterator[None]:
+def _limit(victim: Victim, roles: tuple[str, ...], kind: int, limit: int) -> Iterator[None]:
     """Lower the soft limit of these processes for a while (Linux)."""
     held: list[tuple[psutil.Process, tuple[int, int]]] = []
     for role, status in victim.processes().items():
@@ -124,13 +124,13 @@ def _limited(victim: Victim, roles: tuple[str, ...], kind: int, limit: int) -> I
 
 def _disk_full(victim: Victim) -> None:
     """No process can write to a file any more, such as its log; errors are provoked meanwhile."""
-    with _limited(victim, ROLES, psutil.RLIMIT_FSIZE, 0):
+    with _limit(victim, ROLES, psutil.RLIMIT_FSIZE, 0):
         _hostile("garbage")(victim)
         _client_garbage(victim)
 
 
 def _memory_short(victim: Victim) -> None:
-    with _limited(victim, ("drafter",), psutil.RLIMIT_AS, 65536):
+    with _limit(victim, ("drafter",), psutil.RLIMIT_AS, 65536):
         time.sleep(victim.dice.uniform(0.1, 0.6))
 
 
@@ -156,7 +156,7 @@ def _stranger(victim: Victim) -> Channel[FromOrchestrator]:
     return Channel(victim.run_dir.clients_address, Decoder(FromOrchestrator))
 
 
-def _swapped(victim: Victim) -> None:
+def _swap(victim: Victim) -> None:
     """To the drafter without a model and back."""
     before = victim.processes().get("drafter")
     back = SwapDrafter(backend=before.backend, model=before.model) if before else None
@@ -177,7 +177,7 @@ class Fault:
 
 
 def _http_malformed(victim: Victim) -> None:
-    malformed(victim.url, victim.dice)
+    malform(victim.url, victim.dice)
 
 
 def _http_never_reads(victim: Victim) -> None:
@@ -186,10 +186,10 @@ def _http_never_reads(victim: Victim) -> None:
     never_reads(victim.url, question, victim.dice.uniform(0.2, 1.0))
 
 
-def known(victim: Victim) -> list[Fault]:
+def list_faults(victim: Victim) -> list[Fault]:
     """All classes that can happen to this stack on this system."""
     faults = [
-        Fault(f"{name} {role}", _signalled(role, number), replaces=role)
+        Fault(f"{name} {role}", _signal(role, number), replaces=role)
         for role in victim.roles
         for name, number in (
             ("SIGKILL", signal.SIGKILL),
@@ -197,17 +197,17 @@ def known(victim: Victim) -> list[Fault]:
             ("SIGSTOP for good,", signal.SIGSTOP),
         )
     ]
-    faults += [Fault(f"SIGSTOP and SIGCONT {role}", _paused(role)) for role in victim.roles]
+    faults += [Fault(f"SIGSTOP and SIGCONT {role}", _pause(role)) for role in victim.roles]
     faults += [
         Fault(f"drafter {behaviour}", _hostile(behaviour))
         for behaviour in hostile_drafter.BY_SOCKET
     ]
     faults += [
-        Fault("socket of services deleted", _unlinked("services.sock")),
-        Fault("socket of clients deleted", _unlinked("clients.sock")),
-        Fault("control socket deleted", _unlinked("control.sock")),
+        Fault("socket of services deleted", _unlink("services.sock")),
+        Fault("socket of clients deleted", _unlink("clients.sock")),
+        Fault("control socket deleted", _unlink("control.sock")),
         Fault("run folder deleted", _folder_deleted),
-        Fault("drafter swapped", _swapped),
+        Fault("drafter swapped", _swap),
         Fault("client sends garbage", _client_garbage),
         Fault("client vanishes", _client_vanishes),
         Fault("client never reads", _client_never_reads),

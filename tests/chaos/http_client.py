@@ -13,7 +13,7 @@ from typing import Any
 from launch.bench.http_load import DONE, events
 from protocol.messages import Generate
 
-_PATIENCE_S = 300.0
+_TIMEOUT_S = 300.0
 _HEADERS = {"Content-Type": "application/json"}
 
 
@@ -28,8 +28,8 @@ class Heard:
     """The sentence of a refusal."""
 
 
-def ask_http(url: str, request: Generate, arrived: Callable[[], None]) -> Heard:
-    """Ask the gateway for a stream; `arrived` is called with each piece of text.
+def ask_http(url: str, request: Generate, on_text: Callable[[], None]) -> Heard:
+    """Ask the gateway for a stream; `on_text` is called with each piece of text.
 
     A connection that breaks is an outcome, not an exception.
     """
@@ -49,14 +49,14 @@ def ask_http(url: str, request: Generate, arrived: Callable[[], None]) -> Heard:
                     return Heard(text, whole=False, refused=str(event["error"]))
                 for choice in event["choices"]:
                     text += choice["delta"].get("content") or ""
-                    arrived()
+                    on_text()
     except (OSError, http.client.HTTPException):
         return Heard(text, whole=False)
     return Heard(text, whole=False)
 
 
 def _connection(url: str) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(url.removeprefix("http://"), timeout=_PATIENCE_S)
+    return http.client.HTTPConnection(url.removeprefix("http://"), timeout=_TIMEOUT_S)
 
 
 def _body(request: Generate) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _body(request: Generate) -> dict[str, Any]:
     }
 
 
-def malformed(url: str, dice: random.Random) -> None:
+def malform(url: str, dice: random.Random) -> None:
     """Say things that are no HTTP, or not all of it."""
     wholes = (
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -1\r\n\r\n",

@@ -57,7 +57,7 @@ class Tally:
     arrivals: deque[float] = field(default_factory=lambda: deque(maxlen=20_000))
     """When the latest of them came."""
 
-    def arrived(self) -> None:
+    def note_text(self) -> None:
         """A message with tokens."""
         self.messages += 1
         self.arrivals.append(time.monotonic())
@@ -74,7 +74,7 @@ def ask(
         if isinstance(message, Text):
             tokens += message.tokens
             if tally is not None:
-                tally.arrived()
+                tally.note_text()
         elif isinstance(message, Finished) and message.reason == "cancelled":
             tokens.append(-1)  # nobody cancelled it: a change
     return tokens
@@ -163,7 +163,7 @@ class Load:
     def _ask_over_http(self, case: Case, tally: Tally, dice: random.Random) -> None:
         """A stream may break with its gateway; then the client must know, and ask again."""
         del dice
-        heard = ask_http(self._url, case.request, tally.arrived)
+        heard = ask_http(self._url, case.request, tally.note_text)
         tally.answered += heard.whole
         if heard.refused.startswith("HTTP 503"):
             tally.turned_away += 1
@@ -195,10 +195,10 @@ class Load:
                     longest = max(longest, after - before)
         return longest
 
-    def end(self, patience_s: float) -> int:
+    def end(self, timeout_s: float) -> int:
         """Let the last answers finish; how many clients did not come back."""
         self._ending.set()
-        end = time.monotonic() + patience_s
+        end = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         return sum(thread.is_alive() for thread in self._threads)

@@ -13,15 +13,16 @@ import msgspec
 import psutil
 
 from launch.models.pair import pair_of
+from launch.settings.flags import Command
 from launch.settings.options import settings_of, stack_options
 from launch.stack.session import private_stack
 from launch.stack.supervisor import Supervisor
 from launch.terminal import console
 from protocol.errors import LosslessnessError, RuntimeFailure
 from tests.chaos.faults import ROLES, Victim
-from tests.chaos.gauge import Series
-from tests.chaos.judging import Verdict, judge
+from tests.chaos.growth import Series
 from tests.chaos.load import Load, cases
+from tests.chaos.verdict import Verdict, judge
 
 _MOST_MB = 32.0
 _MOST_SHARE = 0.05
@@ -29,7 +30,7 @@ _MOST_SHARE = 0.05
 _SAY_EVERY_S = 60.0
 
 
-@click.command("soak")
+@click.command("soak", cls=Command)
 @stack_options()
 @click.option("--minutes", type=click.FloatRange(min=0.1), default=60.0, show_default=True)
 @click.option("--clients", type=click.IntRange(min=1), default=4, show_default=True)
@@ -60,7 +61,7 @@ def command(**options: Any) -> None:  # fmt: skip
         load = Load(address, known, plan["clients"], plan["seed"], cancels=plan["cancels"])
         watch = _Watch(supervisor, load)
         watch.run(60 * plan["minutes"], plan["every"])
-        hung, replaced = load.end(60.0), watch.replaced()
+        hung, replaced = load.end(60.0), watch.list_replaced()
     differences = [difference for tally in load.tallies for difference in tally.differences]
     summary = _summary(load, watch.series, hung, judge(differences, pair_of(settings)))
     summary["replaced"] = replaced
@@ -81,9 +82,9 @@ class _Watch:
         # Which processes there are is all that is asked: nothing is drawn, nothing hurt.
         self._victim = Victim(supervisor.run_dir, random.Random(0))  # noqa: S311  # no secret
         self.series = {role: Series() for role in (*ROLES, "supervisor")}
-        self._pids = self._found()
+        self._pids = self._find_pids()
 
-    def _found(self) -> dict[str, int]:
+    def _find_pids(self) -> dict[str, int]:
         statuses = self._victim.processes()
         pids = {role: one.pid for role, one in statuses.items() if role in self.series}
         return pids | {"supervisor": psutil.Process().pid}
@@ -106,9 +107,9 @@ class _Watch:
         answers = sum(tally.answered for tally in self._load.tallies)
         console.stderr().print(f"{minutes:.0f} min: {answers} answers; {memory}")
 
-    def replaced(self) -> list[str]:
+    def list_replaced(self) -> list[str]:
         """Roles whose process is another one than at the beginning."""
-        found = self._found()
+        found = self._find_pids()
         return [role for role, pid in self._pids.items() if found.get(role, pid) != pid]
 
 

@@ -15,7 +15,7 @@ from launch.stack.run_dir import RunDir, sweep
 
 _LATEST_S = 4.0
 """A supervisor dies at a random moment of this span: while it starts, or after."""
-_PATIENCE_S = 15.0
+_TIMEOUT_S = 15.0
 _LAUNCH = (sys.executable, "-P", "-m", "launch.cli", "launch", "--name")
 
 
@@ -45,7 +45,7 @@ def kill_supervisors(count: int, flags: list[str], dice: random.Random) -> Death
         started = time.monotonic()
         process.send_signal(signal.SIGKILL)
         process.wait()
-        _, alive = psutil.wait_procs(children, timeout=_PATIENCE_S)
+        _, alive = psutil.wait_procs(children, timeout=_TIMEOUT_S)
         sweep()  # as the next start would: a supervisor may die before it has any child
         alive = [child for child in alive if _lives(child)]
         deaths.killed += 1

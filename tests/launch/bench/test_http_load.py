@@ -102,7 +102,7 @@ def test_what_goes_wrong_is_said(url: str, prompt: str, reason: str) -> None:
     ],
 )
 def test_a_stream_that_breaks_is_an_outcome(url: str, prompt: str, heard: Heard) -> None:
-    """The client of `ssd chaos` goes on, also when a stream ends within a line."""
+    """The client of `make chaos` goes on, also when a stream ends within a line."""
     question = Generate(request=1, messages=[ChatMessage("user", prompt)], max_tokens=100)
     assert ask_http(url, question, lambda: None) == heard
 

@@ -33,18 +33,18 @@ def judge(differences: list[Difference], pair: Pair) -> list[Verdict]:
     if not differences:
         return []
     tokenizer = TargetTokenizer(Path(pair.model))
-    with ReferenceWorker(pair) as yardstick:
-        return [_judge(difference, tokenizer, yardstick) for difference in differences]
+    with ReferenceWorker(pair) as reference:
+        return [_judge(difference, tokenizer, reference) for difference in differences]
 
 
 def _judge(
-    difference: Difference, tokenizer: TargetTokenizer, yardstick: ReferenceWorker
+    difference: Difference, tokenizer: TargetTokenizer, reference: ReferenceWorker
 ) -> Verdict:
     request = difference.request
     # A negative one stands for a cancellation: the answer is the beginning of the expected one.
     tokens = [token for token in difference.tokens if token >= 0]
     prompt = tokenizer.encode(request.messages)
-    at, found = yardstick.parting(prompt, difference.expected, tokens, request.sampling)
+    at, found = reference.parting(prompt, difference.expected, tokens, request.sampling)
     return Verdict(
         question=request.messages[0].content,
         temperature=request.sampling.temperature,
