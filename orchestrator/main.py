@@ -17,7 +17,7 @@ from protocol.transport.codec import Decoder
 
 
 def run(settings: OrchestratorSettings) -> None:
-    """Bind the sockets and serve until the process is told to end."""
+    """Bind the sockets and serve until SIGTERM."""
     folder = Path(settings.model)
     services: Hub[FromService] = Hub(settings.services_address, Decoder(FromService))
     clients: Hub[ToOrchestrator] = Hub(settings.clients_address, Decoder(ToOrchestrator))

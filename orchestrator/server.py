@@ -101,7 +101,7 @@ class Orchestrator:
         """Why there will be no verifier any more, if so."""
 
     def run(self) -> None:
-        """Serve until the process is told to end."""
+        """Serve until the process ends."""
         poller = Poller([self._services, self._clients])
         while True:
             poller.wait(seconds_left(self._requests, _TICK_S, time.monotonic()))

@@ -12,7 +12,7 @@ from launch.bench.result import Profile, SpeedPrediction
 from launch.prompts import Prompt
 from orchestrator.simulation.run import simulate
 from orchestrator.simulation.scenario import AcceptanceModel, Device, Scenario, Strategy
-from orchestrator.simulation.sweep import compare, fixed_pairs
+from orchestrator.simulation.sweep import compare, strategy_grid
 from protocol.client.client import Client
 from protocol.messages import ChatMessage, Finished, Generate, Statistics
 
@@ -110,7 +110,7 @@ def _calibrate(device: Device, alpha: float, answers: list[Statistics]) -> Scena
 
 
 def _predict(scenario: Scenario, progress: Callable[[str], None]) -> SpeedPrediction:
-    found = compare(scenario, fixed_pairs(_DRAFT_LENGTHS, _BUDGETS), progress=progress)
+    found = compare(scenario, strategy_grid(_DRAFT_LENGTHS, _BUDGETS), progress=progress)
     best = found.best_fixed or found.adaptive
     strategy = best.strategy
     fixed = f"ssd:k={strategy.num_draft_tokens}:b={strategy.branches}"

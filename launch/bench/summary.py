@@ -7,7 +7,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from launch.bench.result import BenchRun, Interval, ModeSummary
-from orchestrator.simulation.bound import Rounds, bound_tok_s
+from orchestrator.simulation.bound import Rounds, upper_bound_tok_s
 from protocol.messages import Statistics
 
 PLAIN = "ar"
@@ -130,7 +130,7 @@ def _compute_bound(told: Sequence[Statistics]) -> float:
             into.count += kind.rounds
             into.tokens += kind.tokens
             into.verify_ms += kind.verify_ms
-    return bound_tok_s(hit, miss, sum(s.draft_wait_ms for s in told))
+    return upper_bound_tok_s(hit, miss, sum(s.draft_wait_ms for s in told))
 
 
 def _per_position(told: Sequence[Statistics]) -> list[float]:

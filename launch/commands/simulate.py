@@ -10,7 +10,7 @@ from launch.settings.flags import Command
 from launch.terminal import console
 from orchestrator.simulation.run import simulate
 from orchestrator.simulation.scenario import Scenario, Strategy
-from orchestrator.simulation.sweep import compare, fixed_pairs
+from orchestrator.simulation.sweep import compare, strategy_grid
 from protocol.messages import FanOutPolicy
 
 UNIT = click.FloatRange(0, 1)
@@ -79,7 +79,7 @@ def _run(scenario: Scenario, asked: Strategy, *, sweep: bool, as_json: bool) -> 
     policy = asked.fan_out_policy
     with console.stderr().status("simulating") as status:
         found = compare(
-            scenario, fixed_pairs(policy=policy) if sweep else (), policy, status.update
+            scenario, strategy_grid(policy=policy) if sweep else (), policy, status.update
         )
         runs = [found.plain, found.sequential, found.adaptive]
         if asked.num_draft_tokens or asked.branches:

@@ -118,9 +118,9 @@ class Request:
             return []
         rest = "" if self.is_stopped else self.text.flush()
         held = [Text(request=self.number, tokens=[], origins=[], pieces=[rest])] if rest else []
-        return [*held, self._finished(reason, error)]
+        return [*held, self._create_finished(reason, error)]
 
-    def _finished(self, reason: FinishReason, error: str) -> Finished:
+    def _create_finished(self, reason: FinishReason, error: str) -> Finished:
         recorder = self.sequence.recorder
         return Finished(
             request=self.number,

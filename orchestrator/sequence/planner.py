@@ -82,10 +82,10 @@ class Planner:
             return len(confidences)  # `lookup_length` has decided
         rates = self._acceptance_rates(confidences, origin)
         if self.sampled:
-            return self._sampled_length(rates)
+            return self._length_if_sampled(rates)
         return _best([self._value(rates[:count]) for count in range(len(rates) + 1)])
 
-    def _sampled_length(self, rates: Sequence[float]) -> int:
+    def _length_if_sampled(self, rates: Sequence[float]) -> int:
         """The length where neither a token nor what follows it influences its own use.
 
         Each rate belongs to the distribution of a token, and so depends on the tokens before
@@ -110,7 +110,9 @@ class Planner:
             return [self._value(rates[:count]) for count in counts]
         plain = self.estimates.plain_latency
         throughput = 1.0 / plain.of(1)
-        return [_expected(rates[:count]) - throughput * plain.of(count + 1) for count in counts]
+        return [
+            _count_expected(rates[:count]) - throughput * plain.of(count + 1) for count in counts
+        ]
 
     # ------------------------------------------------------------ what to wait for
 
@@ -204,7 +206,7 @@ class Planner:
         """What verifying a draft of these confidences brings."""
         rates = self._acceptance_rates(confidences, origin)
         waiting = self.estimates.idle_ms[origin].value
-        return Prediction(_expected(rates), self._verify_ms(len(rates)) + waiting)
+        return Prediction(_count_expected(rates), self._verify_ms(len(rates)) + waiting)
 
     @property
     def throughput(self) -> float:
@@ -226,7 +228,7 @@ class Planner:
         """
         others = self.estimates.batch.other_tokens
         shared = self._pass_ms(others) if others else 0.0
-        return _expected(rates) - self.throughput * (self._verify_ms(len(rates)) - shared)
+        return _count_expected(rates) - self.throughput * (self._verify_ms(len(rates)) - shared)
 
     def _verify_ms(self, drafted: int) -> float:
         """Time of the pass, with this many draft tokens of this request."""
@@ -242,7 +244,7 @@ def _best(values: Sequence[float]) -> int:
     return values.index(max(values))
 
 
-def _expected(rates: Sequence[float]) -> float:
+def _count_expected(rates: Sequence[float]) -> float:
     """Tokens that a chain with these acceptance rates is expected to bring."""
     tokens, reached = 1.0, 1.0
     for rate in rates:

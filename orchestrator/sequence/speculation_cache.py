@@ -83,9 +83,9 @@ class SpeculationCache:
 
         If all of those are accepted and the bonus token is the first of the rest, the others
         are a draft. Under the rejection rule too: the bonus token was drawn without regard to
-        the rest, the others were drawn from their own distributions behind that very token, with
-        numbers used for nothing else, and it depends on no draw of theirs whether they are
-        kept or offered.
+        the rest; the others were drawn from their own distributions behind that very token,
+        with random numbers used for nothing else; and whether they are kept or offered does
+        not depend on what was drawn.
 
         Returns:
             False if there is nothing to keep.

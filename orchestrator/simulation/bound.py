@@ -1,4 +1,4 @@
-"""Theorem 7: the tokens per second of rounds in which nothing is waited for in vain."""
+"""Theorem 7: the tokens per second of rounds whose every wait brings something."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Rounds:
         return self.tokens / self.count if self.count else 0.0
 
 
-def bound_tok_s(hit: Rounds, miss: Rounds, backup_ms: float) -> float:
+def upper_bound_tok_s(hit: Rounds, miss: Rounds, backup_ms: float) -> float:
     """[p E_hit + (1-p) E_miss] / [p T_v + (1-p) (T_v + T_b)], in tokens per second.
 
     Each T_v is that of the lengths that were verified in such rounds; with sums in place of

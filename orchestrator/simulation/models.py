@@ -50,14 +50,14 @@ class DrafterModel:
 
     def __init__(
         self,
-        agenda: EventQueue,
+        events: EventQueue,
         device: Device,
-        script: Oracle,
+        oracle: Oracle,
         noise: Noise,
         *,
         send: Callable[[DraftTree], None],
     ) -> None:
-        self._agenda, self._script, self._noise, self._send = agenda, script, noise, send
+        self._events, self._oracle, self._noise, self._send = events, oracle, noise, send
         self._cost = curve(device.t_draft)
         self._inbox: deque[Prepare | DraftNow] = deque()
         self._work: Iterator[_Step] | None = None
@@ -74,7 +74,7 @@ class DrafterModel:
     @property
     def worked_ms(self) -> float:
         """Time spent working so far."""
-        return self._worked_ms + (0.0 if self.idle else self._agenda.now - self._since)
+        return self._worked_ms + (0.0 if self.idle else self._events.now - self._since)
 
     def receive(self, message: Prepare | DraftNow) -> None:
         """News."""
@@ -98,12 +98,12 @@ class DrafterModel:
         if found is None:
             self._next()
             return
-        self._since = self._agenda.now
-        self._agenda.after(found[0], partial(self._stepped, found[1]))
+        self._since = self._events.now
+        self._events.after(found[0], partial(self._on_step_done, found[1]))
 
-    def _stepped(self, tree: DraftTree) -> None:
-        self._worked_ms += self._agenda.now - self._since
-        self._since = self._agenda.now
+    def _on_step_done(self, tree: DraftTree) -> None:
+        self._worked_ms += self._events.now - self._since
+        self._since = self._events.now
         self._send(tree)
         if self._inbox:
             self._next()
@@ -120,16 +120,16 @@ class DrafterModel:
         return 0.0 if adopted else self._time(1)
 
     def _prepare(self, message: Prepare) -> Iterator[_Step]:
-        chain, script = message.chain, self._script
+        chain, oracle = message.chain, self._oracle
         pending = message.base + len(message.tokens)
         milliseconds = self._feed(chain)
         roots: list[tuple[int, int]] = []
         for accepted, wanted in enumerate(message.fan_out[: len(chain)]):
             rejected = accepted + 1 < len(chain)
-            bonuses = script.bonuses(pending + accepted + 1, wanted, rejected=rejected)
+            bonuses = oracle.bonuses(pending + accepted + 1, wanted, rejected=rejected)
             roots += [(accepted, bonus) for bonus in bonuses]
         self._roots = {bonus for _, bonus in roots}
-        coming = script.outcome(pending, chain)
+        coming = oracle.outcome(pending, chain)
         on_track = True
         for depth in range(1, message.depth + 1 if roots else 1):
             milliseconds += self._time(len(roots))
@@ -145,15 +145,15 @@ class DrafterModel:
                     # Drafts for other outcomes are dropped unseen; planning for them is most of
                     # the work of a simulation.
                     tokens=[
-                        script.drafted(position) if root == coming else END_OF_BRANCH
+                        oracle.best_guess(position) if root == coming else END_OF_BRANCH
                         for root in roots
                     ],
-                    confidences=[script.confidence(position, on_track=on_track)] * len(roots),
+                    confidences=[oracle.confidence(position, on_track=on_track)] * len(roots),
                     draft_ms=milliseconds,
                     last=depth == message.depth,
                 ),
             )
-            on_track = on_track and script.drafted(position) == script.token(position)
+            on_track = on_track and oracle.best_guess(position) == oracle.token(position)
             milliseconds = 0.0
 
     def _draft(self, message: DraftNow) -> Iterator[_Step]:
@@ -170,13 +170,15 @@ class DrafterModel:
                     round=message.round,
                     depth=depth,
                     outcomes=[(message.accepted, message.pending)] if depth == 1 else [],
-                    tokens=[self._script.drafted(position)],
-                    confidences=[self._script.confidence(position, on_track=on_track)],
+                    tokens=[self._oracle.best_guess(position)],
+                    confidences=[self._oracle.confidence(position, on_track=on_track)],
                     draft_ms=milliseconds,
                     last=depth == message.count,
                 ),
             )
-            on_track = on_track and self._script.drafted(position) == self._script.token(position)
+            on_track = on_track and self._oracle.best_guess(position) == self._oracle.token(
+                position
+            )
 
 
 class VerifierModel:
@@ -184,15 +186,15 @@ class VerifierModel:
 
     def __init__(
         self,
-        agenda: EventQueue,
+        events: EventQueue,
         device: Device,
-        script: Oracle,
+        oracle: Oracle,
         noise: Noise,
         *,
         drafter: DrafterModel,
         send: Callable[[VerificationOutcome], None],
     ) -> None:
-        self._agenda, self._device, self._script, self._noise = agenda, device, script, noise
+        self._events, self._device, self._oracle, self._noise = events, device, oracle, noise
         self._drafter, self._send = drafter, send
         self._cost = curve(device.t_verify)
         self._idle_since = 0.0
@@ -200,19 +202,19 @@ class VerifierModel:
     def receive(self, message: Verify) -> None:
         """Start verifying; the verifier is always idle then."""
         alone_ms = self._cost.of(len(message.chain)) * self._noise.factor()
-        started, worked = self._agenda.now, self._drafter.worked_ms
-        self._agenda.after(alone_ms, partial(self._check, message, started, worked, alone_ms))
+        started, worked = self._events.now, self._drafter.worked_ms
+        self._events.after(alone_ms, partial(self._check, message, started, worked, alone_ms))
 
     def _check(self, message: Verify, started: float, worked: float, alone_ms: float) -> None:
         """The verification ends, unless the drafter slowed it down."""
         slowed = self._device.contention / (1.0 + self._device.contention)
         lost_ms = slowed * (self._drafter.worked_ms - worked)
-        missing_ms = alone_ms + lost_ms - (self._agenda.now - started)
+        missing_ms = alone_ms + lost_ms - (self._events.now - started)
         if missing_ms > 1e-6 * alone_ms:
-            self._agenda.after(missing_ms, partial(self._check, message, started, worked, alone_ms))
+            self._events.after(missing_ms, partial(self._check, message, started, worked, alone_ms))
             return
         outcome = self._outcome(message, started)
-        self._idle_since = self._agenda.now
+        self._idle_since = self._events.now
         if self._device.whole_tree and not self._drafter.idle:
             self._drafter.on_idle = partial(self._release, outcome)
         else:
@@ -223,12 +225,12 @@ class VerifierModel:
         self._send(outcome)
 
     def _outcome(self, message: Verify, started: float) -> VerificationOutcome:
-        accepted, bonus = self._script.outcome(message.position, message.chain)
+        accepted, bonus = self._oracle.outcome(message.position, message.chain)
         return VerificationOutcome(
             sequence=message.sequence,
             round=message.round,
             accepted=accepted,
             bonus=bonus,
-            verify_ms=self._agenda.now - started,
+            verify_ms=self._events.now - started,
             idle_ms=started - self._idle_since,
         )

@@ -1,9 +1,9 @@
-"""What the target will say, and how well the drafter guesses each token: the model of the models.
+"""A model of both models: what the target emits, and how well the drafter guesses each token.
 
 As under the coupled rule, the answer is fixed beforehand. The drafter ranks candidates for
 each position; the target's token has some rank there. Rank 0, the drafted token, has
 probability alpha_p, the chance of acceptance at this position; the rank after a rejection
-follows the power law of `ParityDistributions`. alpha_p has two sources of variation: easy and hard
+follows the power law of `AcceptanceModel`. alpha_p has two sources of variation: easy and hard
 stretches of text, and a drafter's knowledge of single tokens (its confidence is alpha_p,
 drawn from a Beta law around the stretch's rate). What is not modelled: a candidate list
 that is better where the drafter is surer, and a confidence that is wrong on average.
@@ -23,7 +23,7 @@ _AHEAD = 256
 
 
 class Oracle:
-    """Deterministic in (laws, length, seed); the same for every way to decode."""
+    """Deterministic in (acceptance, length, seed); the same for every way to decode."""
 
     def __init__(self, acceptance: AcceptanceModel, length: int, seed: int) -> None:
         if (acceptance.r_all is None) != (acceptance.first_all is None):
@@ -32,11 +32,11 @@ class Oracle:
         count = length + _AHEAD
         rates = _rates(acceptance, count, random)
         accepted = random.random(count) < rates
-        behind = _power_law(acceptance.first, acceptance.r, random.random(count))
+        behind = _draw_ranks(acceptance.first, acceptance.r, random.random(count))
         ranks = np.where(accepted, 0, np.minimum(behind + 1, _RANKS - 1))
         full = ranks
         if acceptance.r_all is not None and acceptance.first_all is not None:
-            full = _power_law(acceptance.first_all, acceptance.r_all, random.random(count))
+            full = _draw_ranks(acceptance.first_all, acceptance.r_all, random.random(count))
         known = rates if acceptance.insight else np.full(count, acceptance.alpha)
         self._ranks: list[int] = ranks.tolist()
         self._full_ranks: list[int] = np.minimum(full, _RANKS - 1).tolist()
@@ -57,7 +57,7 @@ class Oracle:
         return accepted, self.token(position + accepted + 1)
 
     @staticmethod
-    def drafted(position: int) -> int:
+    def best_guess(position: int) -> int:
         """The drafter's best guess, after the right tokens or others."""
         return position * _RANKS
 
@@ -78,7 +78,7 @@ class Oracle:
 def _rates(
     acceptance: AcceptanceModel, count: int, random: np.random.Generator
 ) -> npt.NDArray[np.float64]:
-    """alpha_p: [count] chances of acceptance, of mean `laws.alpha`."""
+    """alpha_p: [count] chances of acceptance, of mean `acceptance.alpha`."""
     # The stretch changes with probability 1/stretch per token; alpha of all tokens are easy.
     fresh = random.random(count) < 1.0 / acceptance.stretch
     fresh[0] = True
@@ -95,7 +95,7 @@ def _rates(
     return np.where((rates > 0.0) & (rates < 1.0), drawn, rates)
 
 
-def _power_law(
+def _draw_ranks(
     first: float, exponent: float, uniform: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.int64]:
     """Ranks R with Pr[R >= F] = (1 - first) F^-exponent for F >= 1, from uniform numbers."""

@@ -18,7 +18,7 @@ from orchestrator.sequence.actions import (
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import Phase, Sequence
-from orchestrator.simulation.bound import Rounds, bound_tok_s
+from orchestrator.simulation.bound import Rounds, upper_bound_tok_s
 from orchestrator.simulation.event_queue import EventQueue
 from orchestrator.simulation.models import DrafterModel, Noise, VerifierModel
 from orchestrator.simulation.oracle import Oracle
@@ -74,19 +74,19 @@ class _Answer:
     def __init__(self, scenario: Scenario, strategy: Strategy, estimates: CostModel) -> None:
         self._strategy = strategy
         self._ipc = scenario.device.ipc
-        self._agenda = agenda = EventQueue()
-        script = Oracle(scenario.acceptance, scenario.tokens, scenario.seed)
+        self._events = events = EventQueue()
+        oracle = Oracle(scenario.acceptance, scenario.tokens, scenario.seed)
         noise = Noise(scenario.device.jitter, scenario.seed)
         device = scenario.device
-        self._drafter = DrafterModel(agenda, device, script, noise, send=self._drew)
+        self._drafter = DrafterModel(events, device, oracle, noise, send=self._send_tree)
         self._verifier = VerifierModel(
-            agenda, device, script, noise, drafter=self._drafter, send=self._verified
+            events, device, oracle, noise, drafter=self._drafter, send=self._send_outcome
         )
         self._recorder = Recorder(0.0)
         estimates.on_new_text(strategy.mode)
         self._sequence = Sequence(
             number=1,
-            prompt=[script.token(0)],
+            prompt=[oracle.token(0)],
             sampling=Sampling(),
             limits=Limits(scenario.tokens, frozenset(), 0),
             planner=Planner(
@@ -101,18 +101,18 @@ class _Answer:
         self._books = _Books()
 
     def decode(self) -> Run:
-        self._act(self._sequence.on_verifier_up(_LONGEST_DRAFT))
+        self._do_all(self._sequence.on_verifier_up(_LONGEST_DRAFT))
         if self._strategy.mode != "ar":
-            self._act(self._sequence.on_drafter_up(0))
+            self._do_all(self._sequence.on_drafter_up(0))
         while self._sequence.phase is not Phase.FINISHED:
-            if not self._agenda.step():
+            if not self._events.step():
                 raise RuntimeFailure("the simulation stands still: nobody has anything to do")
         statistics = self._recorder.summarise()
         books, waits = self._books, self._recorder.phases.get("draft_wait", [])
         return Run(
             strategy=self._strategy,
             tok_s=statistics.tok_s,
-            bound_tok_s=bound_tok_s(books.hit, books.other, sum(waits)),
+            bound_tok_s=upper_bound_tok_s(books.hit, books.other, sum(waits)),
             tokens_per_hit=books.hit.tokens_per_round,
             tokens_per_miss=books.other.tokens_per_round,
             statistics=statistics,
@@ -120,39 +120,39 @@ class _Answer:
 
     # ------------------------------------------------------------ what services say
 
-    def _verified(self, outcome: VerificationOutcome) -> None:
-        self._agenda.after(self._ipc, partial(self._outcome, outcome))
+    def _send_outcome(self, outcome: VerificationOutcome) -> None:
+        self._events.after(self._ipc, partial(self._on_outcome, outcome))
 
-    def _outcome(self, outcome: VerificationOutcome) -> None:
+    def _on_outcome(self, outcome: VerificationOutcome) -> None:
         if self._recorder.rounds:  # the first token is not part of tok/s
             hit = self._sequence.current.origin == "hit"
             rounds = self._books.hit if hit else self._books.other
             rounds.add(outcome.accepted + 1, outcome.verify_ms)
         self._recorder.verifying_since = None
-        self._act(self._sequence.decide(outcome, self._now_s))
-        self._act(self._sequence.record(self._now_s))
+        self._do_all(self._sequence.decide(outcome, self._now_s))
+        self._do_all(self._sequence.record(self._now_s))
 
-    def _drew(self, tree: DraftTree) -> None:
-        self._agenda.after(self._ipc, partial(self._tree, tree))
+    def _send_tree(self, tree: DraftTree) -> None:
+        self._events.after(self._ipc, partial(self._on_tree, tree))
 
-    def _tree(self, tree: DraftTree) -> None:
+    def _on_tree(self, tree: DraftTree) -> None:
         self._recorder.add_tree(tree, self._now_s)
-        self._act(self._sequence.on_tree(tree, self._now_s))
+        self._do_all(self._sequence.on_tree(tree, self._now_s))
 
     # ------------------------------------------------------------ what the sequence wants
 
     @property
     def _now_s(self) -> float:
-        return self._agenda.now / 1e3
+        return self._events.now / 1e3
 
-    def _act(self, actions: Iterable[Action]) -> None:
+    def _do_all(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
                 case ToVerifier(Verify() as message):
                     self._recorder.verifying_since = self._now_s
-                    self._agenda.after(self._ipc, partial(self._verifier.receive, message))
+                    self._events.after(self._ipc, partial(self._verifier.receive, message))
                 case ToDrafter(Prepare() | DraftNow() as message):
-                    self._agenda.after(self._ipc, partial(self._drafter.receive, message))
+                    self._events.after(self._ipc, partial(self._drafter.receive, message))
                 case Finish(reason, error) if reason != "length":
                     raise RuntimeFailure(f"the simulated answer ended by {reason}: {error}")
                 case ToVerifier() | ToDrafter() | PrecomputeVerify() | Emit() | Finish():

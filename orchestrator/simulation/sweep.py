@@ -41,7 +41,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return self.adaptive.tok_s / self.plain.tok_s
 
 
-def fixed_pairs(
+def strategy_grid(
     lookaheads: Iterable[int] = LOOKAHEADS,
     budgets: Iterable[int] = BUDGETS,
     policy: FanOutPolicy = "online",
@@ -59,7 +59,7 @@ def compare(
     policy: FanOutPolicy = "online",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
-    """Simulate them one after the other; `progress` is told which comes next."""
+    """Simulate them one after the other; `progress` gets the label of the next."""
 
     def run(strategy: Strategy) -> Run:
         progress(strategy.label)

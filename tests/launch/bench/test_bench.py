@@ -14,7 +14,7 @@ from launch.bench.result import BenchFile, BenchRun
 from launch.bench.runs import comparable
 from launch.bench.summary import bootstrap, categories, summary
 from launch.bench.variant import parse, parse_all
-from orchestrator.simulation.bound import Rounds, bound_tok_s
+from orchestrator.simulation.bound import Rounds, upper_bound_tok_s
 from orchestrator.telemetry.recorder import Recorder
 from protocol.errors import UsageError
 from protocol.messages import Generate, RoundStats, Sampling, Statistics
@@ -165,7 +165,7 @@ def test_hits_and_the_bound_are_pooled() -> None:
     assert found.ipc_share == pytest.approx(0.012)
     assert found.mean_acceptance_length == 2.5
     hit, miss = Rounds(6, 18, 600.0), Rounds(3, 4, 240.0)
-    assert found.bound_tok_s == bound_tok_s(hit, miss, 60.0)
+    assert found.bound_tok_s == upper_bound_tok_s(hit, miss, 60.0)
 
 
 def schema() -> dict[str, Any]:

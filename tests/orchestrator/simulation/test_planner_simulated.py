@@ -14,14 +14,14 @@ from launch.bench.simulate import scenario_of
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.simulation.run import Run, simulate
 from orchestrator.simulation.scenario import AcceptanceModel, Device, Scenario, Strategy
-from orchestrator.simulation.sweep import Comparison, compare, fixed_pairs
+from orchestrator.simulation.sweep import Comparison, compare, strategy_grid
 
 T_VERIFY = {"flat": "1:20,8:20.5", "mild": "1:20,2:22,5:28", "step": "1:20,2:28,5:30",
             "steep": "1:20,5:60"}  # fmt: skip
 RATIOS = (0.02, 0.25, 1.2)
 ALPHAS = (0.3, 0.6, 0.9)
 UNEVEN = AcceptanceModel(alpha=0.6, burst=0.2, insight=0.3)
-FIXED = [Strategy(num_draft_tokens=1, branches=8), *fixed_pairs((4, 8), (24,))]
+FIXED = [Strategy(num_draft_tokens=1, branches=8), *strategy_grid((4, 8), (24,))]
 
 
 def scenario(shape: str, ratio: float, acceptance: AcceptanceModel, tokens: int = 1000) -> Scenario:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.simulation.bound import Rounds, bound_tok_s
+from orchestrator.simulation.bound import Rounds, upper_bound_tok_s
 from orchestrator.simulation.event_queue import EventQueue
 from orchestrator.simulation.latency_curve import curve
 from orchestrator.simulation.oracle import Oracle
@@ -72,7 +72,7 @@ def test_a_script_obeys_its_laws(acceptance: AcceptanceModel) -> None:
     """Acceptance, calibration of the confidence, and hits by fan-out after a rejection."""
     count = 60_000
     script = Oracle(acceptance, count, seed=1)
-    accepted = np.array([script.token(p) == script.drafted(p) for p in range(count)])
+    accepted = np.array([script.token(p) == script.best_guess(p) for p in range(count)])
     sure = np.array([script.confidence(p, on_track=True) for p in range(count)])
     assert accepted.mean() == pytest.approx(acceptance.alpha, abs=0.02)
     high = sure >= np.median(sure)
@@ -190,6 +190,6 @@ def test_the_bound_counts_waiting_for_a_backup() -> None:
     for _ in range(3):
         hit.add(4, 10.0)
     miss.add(2, 12.0)
-    assert bound_tok_s(hit, miss, 8.0) == pytest.approx(1e3 * 14 / 50.0)
+    assert upper_bound_tok_s(hit, miss, 8.0) == pytest.approx(1e3 * 14 / 50.0)
     assert (hit.tokens_per_round, miss.tokens_per_round) == (4.0, 2.0)
-    assert bound_tok_s(Rounds(), Rounds(), 0.0) == 0.0
+    assert upper_bound_tok_s(Rounds(), Rounds(), 0.0) == 0.0
