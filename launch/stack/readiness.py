@@ -1,17 +1,17 @@
 """Waiting for the first processes of a stack."""
 
-import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from launch.stack.child import Child
 from launch.stack.http_listener import HttpListener
-from protocol.client.client import Client
+from launch.stack.orchestrator_link import OrchestratorLink
 from protocol.errors import BY_EXIT_CODE, DeadlineExceeded, RuntimeFailure
-from protocol.messages import ProcessState, ServiceDown, Status
+from protocol.messages import ProcessState, ServiceDown
 from protocol.transport.channel import Deadline
 
 TICK_S = 0.05
+_STATUS_TIMEOUT_S = 0.5
 _REPORT_EVERY_S = 10.0
 _OPTIONAL_TIMEOUT_S = 5.0
 """A drafter on another machine may not be there: the stack starts without it after this long."""
@@ -39,9 +39,9 @@ def await_ready(
     quiet = Deadline(_REPORT_EVERY_S)
     needed = [child for role, child in children.items() if role not in optional]
     missing = {"verifier", "drafter"}
-    with contextlib.closing(Client(address)) as client:
+    with OrchestratorLink(address) as link:
         for _ in _looks(needed, deadline, missing):
-            status = ask_status(client)
+            status = link.await_status(_STATUS_TIMEOUT_S)
             for role in missing & {s.role for s in status.services} if status else set():
                 missing.remove(role)
                 report(role, "running", "")
@@ -70,7 +70,7 @@ def _await_gateway(listener: HttpListener, needed: list[Child], deadline: Deadli
 def await_drafter(
     child: Child,
     old: Child,
-    client: Client,
+    link: OrchestratorLink,
     timeout_s: float,
     *,
     meanwhile: Callable[[], None],
@@ -81,7 +81,7 @@ def await_drafter(
     Args:
         child: the new drafter.
         old: the one whose place it takes.
-        client: of the orchestrator.
+        link: to the orchestrator.
         timeout_s: how long to wait.
         meanwhile: is done again and again.
         ended: whether the stack has ended, so that nobody needs a drafter any more.
@@ -97,20 +97,12 @@ def await_drafter(
         if not told and old.exit_code is not None:  # else requests would wait for its drafts
             told = True
             reason = old.last_words()
-            client.report_service_down(
+            link.report_service_down(
                 ServiceDown(role="drafter", pid=old.pid, reason=reason, final=False)
             )
-        status = ask_status(client)
+        status = link.await_status(_STATUS_TIMEOUT_S)
         if status and child.pid in {service.pid for service in status.services}:
             return
-
-
-def ask_status(client: Client) -> Status | None:
-    """The orchestrator's status, unless it is busy or not there."""
-    try:
-        return client.status(timeout_s=0.5)
-    except DeadlineExceeded:
-        return None
 
 
 def _looks(needed: list[Child], deadline: Deadline, missing: Collection[str]) -> Iterator[None]:

@@ -20,6 +20,7 @@ from launch.settings.settings import StackSettings
 from launch.signals import on_second_signal
 from launch.stack.child import Child, Lifeline, RestartBudget, end_all, kill_all
 from launch.stack.http_listener import HttpListener
+from launch.stack.orchestrator_link import OrchestratorLink
 from launch.stack.readiness import TICK_S, await_drafter, await_ready
 from launch.stack.run_dir import RunDir, claim
 from launch.stack.spawn import (
@@ -30,7 +31,6 @@ from launch.stack.spawn import (
     start_verifier,
 )
 from launch.stack.watchdog import SupervisorPost
-from protocol.client.client import Client
 from protocol.errors import RuntimeFailure, SsdError
 from protocol.messages import (
     Done,
@@ -163,12 +163,16 @@ class Supervisor:
         control.keep_bound(time.monotonic())
 
     def _reap(self, post: SupervisorPost, but: str) -> None:
-        for role, reason in post.watchdog.look(self._children.values(), self._starting).items():
-            self._children[role].kill(reason)
+        doomed = post.watchdog.look(self._children.values(), self._starting)
+        if failure := post.link.take_failure():
+            doomed["orchestrator"] = failure
+        for role, reason in doomed.items():
+            if self._children[role].exit_code is None:
+                self._children[role].kill(reason)
         for child in list(self._children.values()):
             away = child.role in {*self._lost, *self._absent, but}
             if child.exit_code is not None and not away:
-                self._replace(child, post.client)
+                self._replace(child, post.link)
         for role in list(self._absent):
             self._start_again(role)
         for role in [role for role in self._starting if post.watchdog.ready(self._children[role])]:
@@ -176,9 +180,9 @@ class Supervisor:
             self._report_state(role, "running")
             if role == "orchestrator":  # a new one has not heard of what is gone for good
                 for lost in self._lost.values():
-                    post.client.report_service_down(lost)
+                    post.link.report_service_down(lost)
 
-    def _replace(self, child: Child, client: Client) -> None:
+    def _replace(self, child: Child, link: OrchestratorLink) -> None:
         """Restart it, or do without a service; without orchestrator or gateway the stack ends."""
         role = child.role
         again = self._budgets[role].spend(time.monotonic())
@@ -190,7 +194,7 @@ class Supervisor:
             down = ServiceDown(role=service, pid=child.pid, reason=reason, final=not again)
             if not again:
                 self._lost[role] = down
-            client.report_service_down(down)
+            link.report_service_down(down)
         elif not again:
             self.failure = RuntimeFailure(reason)
         self._report_state(role, "died" if again else "lost", reason)
@@ -253,14 +257,14 @@ class Supervisor:
             await_drafter(
                 self._children["drafter"],
                 old,
-                post.client,
+                post.link,
                 self._settings.start_timeout_s,
                 meanwhile=lambda: self._tick(post, but="drafter"),
                 ended=lambda: self._stopping.is_set() or self.failure is not None,
             )
         except (SsdError, OSError) as error:
             self._pair = old_pair
-            self._restore_drafter(old, str(error), post.client)
+            self._restore_drafter(old, str(error), post.link)
             raise
         self._lost.pop("drafter", None)
         self._starting.discard("drafter")
@@ -268,14 +272,14 @@ class Supervisor:
         old.end()
         self._report_state("drafter", "running")
 
-    def _restore_drafter(self, old: Child, reason: str, client: Client) -> None:
+    def _restore_drafter(self, old: Child, reason: str, link: OrchestratorLink) -> None:
         """Go back to the drafter before a swap that failed."""
         new, self._children["drafter"] = self._children["drafter"], old
         if new is not old:
             new.ask_to_end()
             new.end()
             down = ServiceDown(role="drafter", pid=new.pid, reason=reason, final=False)
-            client.report_service_down(down)  # it may have taken the old one's place
+            link.report_service_down(down)  # it may have taken the old one's place
 
     # ------------------------------------------------------------ status and stop
 

@@ -1,7 +1,8 @@
 """Which child must be ended because it will do nothing more by itself, and why.
 
-Four cases: the system holds it (SIGSTOP), the orchestrator marked it (it hangs in a call, or
-sends invalid messages), it never became ready, or it is the orchestrator and does not answer.
+Five cases: the system holds it (SIGSTOP), the orchestrator marked it (it hangs in a call, or
+sends invalid messages), it never became ready, or it is the orchestrator and does not answer,
+or neither reads nor writes messages as it should.
 """
 
 import time
@@ -11,9 +12,9 @@ import psutil
 
 from launch.settings.settings import StackSettings
 from launch.stack.child import Child
+from launch.stack.orchestrator_link import OrchestratorLink
 from launch.stack.run_dir import RunDir
 from orchestrator.hang_detector import HangDetector
-from protocol.client.client import Client
 from protocol.messages import Status, ToSupervisor
 from protocol.process.closeable import Closeable
 from protocol.transport.channel import Hub
@@ -28,7 +29,7 @@ class Watchdog(Closeable):
     """Looks after the children of one stack, through the system and through the orchestrator."""
 
     def __init__(self, clients_address: str, settings: StackSettings) -> None:
-        self._client = Client(clients_address)
+        self._link = OrchestratorLink(clients_address)
         self._start_timeout_s = settings.start_timeout_s
         self._loading = HangDetector(settings.start_timeout_s, settings.start_timeout_s)
         self._answering = HangDetector(settings.hang_timeout_s, settings.start_timeout_s)
@@ -57,6 +58,8 @@ class Watchdog(Closeable):
         self._watch(self._answering, {k for k, c in living.items() if c.role == "orchestrator"})
         self._watch(self._stopped, {k for k, c in living.items() if _is_stopped(c)})
         found = self._find_marked(living.values())
+        if failure := self._link.take_failure():
+            found |= {c.role: failure for c in living.values() if c.role == "orchestrator"}
         for detector, what in (
             (self._loading, f"was not ready within {self._start_timeout_s:g} s (start_timeout_s)"),
             (self._answering, "hangs: it does not answer any more"),
@@ -67,13 +70,13 @@ class Watchdog(Closeable):
         return found
 
     def _ask(self, now: float) -> None:
-        status = self._client.poll_status()
+        status = self._link.poll_status()
         if status is not None:
             self.status = status
             self._answering.on_message(str(status.pid).encode(), is_result=True)
         if now - self._asked >= _ASK_S:
             self._asked = now
-            self._client.request_status()
+            self._link.request_status()
 
     def _find_marked(self, living: Iterable[Child]) -> dict[str, str]:
         marked = self.status.marked_for_kill if self.status is not None else {}
@@ -90,7 +93,7 @@ class Watchdog(Closeable):
 
     def close(self) -> None:
         """Close the connection to the orchestrator."""
-        self._client.close()
+        self._link.close()
 
 
 class SupervisorPost(Closeable):
@@ -98,13 +101,13 @@ class SupervisorPost(Closeable):
 
     def __init__(self, run_dir: RunDir, settings: StackSettings) -> None:
         self.control: Hub[ToSupervisor] = Hub(run_dir.control_address, Decoder(ToSupervisor))
-        self.client = Client(run_dir.clients_address)
+        self.link = OrchestratorLink(run_dir.clients_address)
         self.watchdog = Watchdog(run_dir.clients_address, settings)
 
     def close(self) -> None:
         """Close them; safe to call twice."""
         self.watchdog.close()
-        self.client.close()
+        self.link.close()
         self.control.close()
 
 

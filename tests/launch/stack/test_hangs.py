@@ -11,7 +11,7 @@ import pytest
 
 from launch.settings.settings import StackSettings
 from launch.stack import child
-from launch.stack.readiness import ask_status
+from protocol.errors import DeadlineExceeded
 from protocol.messages import Tokens
 from tests.support.stack import RunningStack, eventually, running
 from tests.support.tiny_models import write_tiny_model
@@ -68,8 +68,9 @@ def test_a_stopped_process_is_replaced(stack: RunningStack, plain: Tokens, role:
 
 def process_of(stack: RunningStack, role: str) -> int:
     """The process with this role; 0 if there is none at the moment, or nobody knows."""
-    status = ask_status(stack.client)
-    if status is None:
+    try:
+        status = stack.client.status(timeout_s=0.5)
+    except DeadlineExceeded:
         return 0
     here = {str(service.role): service.pid for service in status.services}
     return {**here, "orchestrator": status.pid}.get(role, 0)

@@ -1,14 +1,13 @@
 """What is said while the first processes of a stack, or a new one, are waited for."""
 
-import contextlib
 from pathlib import Path
 
 import pytest
 
 from launch.stack import readiness
 from launch.stack.child import Child
+from launch.stack.orchestrator_link import OrchestratorLink
 from launch.terminal import console
-from protocol.client.client import Client
 from protocol.errors import DeadlineExceeded, RuntimeFailure
 from protocol.messages import ProcessStatus
 from protocol.transport.address import ipc_address
@@ -60,13 +59,13 @@ def test_a_new_drafter_is_not_waited_for_in_vain(
 ) -> None:
     """A wait that the stack's end cut short is not blamed on its length."""
     with (
-        contextlib.closing(Client(ipc_address(str(tmp_path / "s")))) as client,
+        OrchestratorLink(ipc_address(str(tmp_path / "s"))) as link,
         pytest.raises(RuntimeFailure, match=reason),
     ):
         readiness.await_drafter(
             Living(),
             Living(),
-            client,
+            link,
             patience_s,
             meanwhile=lambda: None,
             ended=lambda: end == "now",
