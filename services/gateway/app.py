@@ -27,8 +27,10 @@ from services.gateway.body import read_body, to_header
 from services.gateway.dialects.base import Reader, Reading, Reply, merge
 from services.gateway.dialects.chat_reply import read_chat
 from services.gateway.dialects.completions import read_completion
+from services.gateway.dialects.conversations import Conversations
 from services.gateway.dialects.messages import parse_count
 from services.gateway.dialects.messages_reply import read_messages
+from services.gateway.dialects.responses_reply import read_responses
 from services.gateway.errors import ApiError, ClientLeft, find_prompt_length, to_api_error
 from services.gateway.generation import generate
 from services.gateway.grammar_check import GrammarChecker
@@ -58,6 +60,7 @@ class Gateway:
         self._started = int(time.time())
         self._planner = TaskPlanner(ModelText(Path(settings.model) if settings.model else None))
         self._grammars = GrammarChecker(settings.model)
+        self._conversations = Conversations()
 
     def app(self, key: str) -> ASGIApp:
         """The application, for strangers and friends."""
@@ -96,6 +99,8 @@ class Gateway:
     def _routes(self) -> list[Route]:
         return [
             *(Route(path, self._answer_with(read), methods=["POST"]) for path, read in _APIS),
+            Route("/v1/responses", self._answer_with(self._read_responses), methods=["POST"]),
+            Route("/v1/responses/{name}", self._response, methods=["GET", "DELETE"]),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
             *(Route(path, _refuse_api, methods=["GET", "POST"]) for path in _REFUSED),
             Route("/v1/models", self._models, methods=["GET"]),
@@ -116,6 +121,20 @@ class Gateway:
             return await self._answer(request, read(body, self._settings))
 
         return answer
+
+    def _read_responses(self, body: bytes, settings: GatewaySettings) -> Reading:
+        return read_responses(body, settings, self._conversations)
+
+    async def _response(self, request: Request) -> Response:
+        """A response that was given before."""
+        name = request.path_params["name"]
+        body = self._conversations.body(name)
+        if body is None:
+            raise ApiError(404, f"there is no response {name!r} here (any more)", code="not_found")
+        if request.method == "GET":
+            return JSONResponse(body)
+        self._conversations.forget(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def _count_tokens(self, request: Request) -> Response:
         """Anthropic's API to count a prompt's tokens."""

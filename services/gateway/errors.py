@@ -114,7 +114,8 @@ def _refuse(why: str) -> ApiError:
         tokens, limit = size["tokens"], size["limit"]
         return ApiError(
             400,
-            f"This model's maximum context length is {limit} tokens, but {why}",
+            f"This model's maximum context length is {limit} tokens, but the prompt has {tokens}"
+            f" tokens{' (max_prompt_tokens)' if 'max_prompt_tokens' in why else ''}; shorten it",
             code="context_length_exceeded",
             param="messages",
             anthropic_message=f"prompt is too long: {tokens} tokens > {limit} maximum",

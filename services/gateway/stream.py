@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from protocol.errors import SsdError
 from protocol.messages import Finished, Text
 from services.gateway.dialects.base import Reply
-from services.gateway.errors import ClientLeft, to_api_error
+from services.gateway.errors import ApiError, ClientLeft, to_api_error
 from services.gateway.metrics import Metrics
 
 T = TypeVar("T")
@@ -81,6 +81,7 @@ class EventStream(Response):
         self._gone: asyncio.Task[None] | None = None
         self._events: AsyncGenerator[tuple[int, Text | Finished] | None] | None = None
         self._first: tuple[int, Text | Finished] | None = None
+        self._refusal: ApiError | None = None
 
     async def begin(self, receive: Receive) -> None:
         """Wait for the first event, or for the time after which a client wants a sign of life.
@@ -93,6 +94,12 @@ class EventStream(Response):
         self._events = watch_events(self._source, self._gone, self._silence_s)
         try:
             self._first = await anext(self._events)
+        except SsdError as error:
+            self._gone.cancel()
+            self._metrics.count_failure("error")
+            self._refusal = to_api_error(error)
+            if self._refusal.code not in self._reply.streamed_refusals:
+                raise
         except BaseException as error:
             self._gone.cancel()
             self._metrics.count_failure("cancelled" if isinstance(error, ClientLeft) else "error")
@@ -117,6 +124,10 @@ class EventStream(Response):
         assert self._events is not None  # noqa: S101  # `begin` was called
         for chunk in self._reply.start():
             yield chunk
+        if self._refusal is not None:
+            for chunk in self._reply.fail(self._refusal):
+                yield chunk
+            return
         try:
             for chunk in self._render(self._first):
                 yield chunk

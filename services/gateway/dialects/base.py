@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from protocol.messages import Status
 from protocol.settings import GatewaySettings
@@ -48,6 +48,8 @@ class Reply(ABC):
 
     keep_alive = KEEP_ALIVE
     """Sent in a stream while there is nothing to say."""
+    streamed_refusals: ClassVar[frozenset[str]] = frozenset()
+    """Codes of errors that are events of a stream even if nothing was sent before."""
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
