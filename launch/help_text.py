@@ -11,9 +11,9 @@ _SCREEN = 78
 
 _EXAMPLES: dict[str, list[tuple[str, str]]] = {
     "": [
-        ("ssd demo", "what it gains here, in a minute"),
+        ("ssd demo", "what it gains on this machine, in a minute"),
         ('ssd generate "Why is the sky blue?" --stats', "an answer, and what it cost"),
-        ("ssd serve", "OpenAI-compatible HTTP"),
+        ("ssd serve", "OpenAI's and Anthropic's HTTP APIs"),
         ("ssd top", "watch a running stack"),
     ],
     "bench": [
@@ -32,7 +32,7 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
     "convert": [("ssd convert --model MODEL --target LARGER", "a drafter for CoreML")],
     "demo": [
         ("ssd demo", "three prompts, twice each"),
-        ("ssd demo --stats", "and what each answer cost"),
+        ("ssd demo --stats", "with the statistics of each answer"),
     ],
     "distill": [
         ("ssd distill --target MODEL --out my-drafter --minutes 20", "train a drafter"),

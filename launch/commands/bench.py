@@ -53,9 +53,9 @@ from protocol.messages import Sampling
 )
 @click.option("--report", type=click.Path(path_type=Path), help="Write a page with plots.")
 def command(**options: Any) -> None:  # fmt: skip
-    """Compare modes side by side and check that none changes a token.
+    """Compare modes side by side; none may change a token.
 
-    With --report also the profile and the overlap.
+    --report adds the profile and the overlap.
     """
     json_file, report = options.pop("json_file"), options.pop("report")
     write = None if report is None else _writer()

@@ -29,7 +29,7 @@ from protocol.messages import Generate
 @click.option("--name", default=DEFAULT_NAME, help="Attach to this stack if it is running.")
 @click.option("-v", "--verbose", is_flag=True, help="Show processes as they start.")
 def command(**options: Any) -> None:
-    """Chat with the model: h for help, Ctrl-C stops an answer, q quits."""
+    """Chat with the model: h for help, q quits."""
     template = Generate(
         request=0,
         sampling=take_sampling(options),

@@ -18,15 +18,15 @@ from protocol.client.client import Client
 @click.command("demo", cls=Command)
 @click.option(
     "-m", "--max-tokens", type=click.IntRange(min=8), default=96, show_default=True,
-    help="Most tokens of an answer.",
+    help="Longest answer in tokens.",
 )  # fmt: skip
 @click.option("--stats", is_flag=True, help="Print statistics after each answer.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the processes as they start.")
 @stack_options()
 def command(*, max_tokens: int, stats: bool, verbose: bool, **stack: Any) -> None:
-    """Answer three prompts plainly and speculatively, and compare speed and tokens.
+    """Compare plain and speculative decoding on three prompts.
 
-    The prompts are prose, code and a sum. The default pair is set up first if need be.
+    The prompts are prose, code and a sum. The default pair is set up first if needed.
     """
     if stack["prompt_cache_size"] is None:
         stack["prompt_cache_size"] = 0  # each prompt comes twice

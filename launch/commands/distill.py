@@ -76,7 +76,10 @@ def _numbers(kind: type) -> Any:
 @click.option("--no-compile", is_flag=True, help="Do not let MLX fuse the training step.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(**options: Any) -> None:
-    """Train a drafter for a target, or evaluate one; repeat the command to resume."""
+    """Train a drafter for a target, or evaluate one.
+
+    Repeating the command resumes the run.
+    """
     target = resolve(options.pop("target"))
     as_json, prompts = options.pop("as_json"), options.pop("prompts")
     values = _settings_of(options, target)

@@ -57,11 +57,11 @@ _WITH_URL = frozenset(
 )
 @click.pass_context
 def command(context: click.Context, /, **options: Any) -> None:
-    """Measure throughput with several requests in flight and check their tokens.
+    """Measure throughput with several requests in flight.
 
-    With --url the requests go to a running server over HTTP: `server` leaves the way of
-    decoding to it, `ar` asks ours for plain decoding. It should not remember prompts
-    (--prompt-cache-size 0), since every prompt comes again for each row of the table.
+    With --url they go to a running server over HTTP: mode `server` lets it decode as it
+    likes, `ar` asks an ssd server for plain decoding. Start it without a prefix cache
+    (--prompt-cache-size 0), since each prompt is sent once per row of the table.
     """
     streams = _numbers(options.pop("streams"))
     url, given = options.pop("url"), str(options.pop("modes") or "").split(",")

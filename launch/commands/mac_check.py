@@ -65,7 +65,10 @@ _PREFILL_LOOPS = 12
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(model: str | None, target: str | None, out: Path, **options: Any) -> None:
-    """Measure CoreML on this Mac; elsewhere, what can be measured without one."""
+    """Measure CoreML on this machine.
+
+    Elsewhere than on a Mac it measures what it can, and lists the rest.
+    """
     folder = require_converted(resolve(model) if model else default_drafter())
     pair = pair_of(StackSettings(model=target or "", draft_backend="ngram"))
     if not out.parent.is_dir():

@@ -15,9 +15,9 @@ from launch.stack.run_dir import DEFAULT_NAME
 @http_options()
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
 def command(name: str, **options: Any) -> None:
-    """Serve an OpenAI-compatible HTTP API until Ctrl-C.
+    """Serve OpenAI's and Anthropic's HTTP APIs until Ctrl-C.
 
-    Any OpenAI client works: base_url http://127.0.0.1:8080/v1. It listens on this machine
+    OpenAI clients use base_url http://127.0.0.1:8080/v1. The server listens on this machine
     only; an address that others can reach needs an API key.
     """
     launch.run(name, {**options, "http": True})

@@ -54,10 +54,10 @@ UNIT = click.FloatRange(0, 1)
 @click.option("--sweep", is_flag=True, help="Also try a grid of fixed K and B.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(file: Path | None, preset: str | None, **options: Any) -> None:
-    """Simulate decoding on a device described by flags, a TOML file or a preset.
+    """Simulate decoding on a device that is only described.
 
-    The decisions are made by the code that decides in `ssd generate`; times and tokens come
-    from models.
+    Flags, a TOML file or a preset describe it. The decisions are those of `ssd generate`;
+    times and tokens come from models of them.
     """  # fmt: skip
     as_json, sweep = options.pop("as_json"), options.pop("sweep")
     asked = _take_strategy(options)
