@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from protocol.decoding.grammar import Allowed, Grammar
+from protocol.decoding.grammar import AllowedMask, Grammar
 from protocol.decoding.sampler import Floats, Ids
 from protocol.errors import ProtocolError
 from protocol.messages import LogitsOptions, Tokens
@@ -157,7 +157,7 @@ class LogitsProcessor:
         logits -= np.float32(s.presence_penalty) * (counts > 0)
         row[at] = logits - np.float32(s.frequency_penalty) * counts
 
-    def _forbid(self, row: Floats, allowed: Allowed) -> None:
+    def _forbid(self, row: Floats, allowed: AllowedMask) -> None:
         if self._head_ids is None:
             forbidden = np.ones(row.size, dtype=np.bool_)
             known = min(row.size, allowed.size)

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from protocol.client.async_client import AsyncClient
+from protocol.decoding.grammar_check import GrammarChecker
 from protocol.errors import SsdError, UsageError
 from protocol.messages import Finished, Status, Text
 from protocol.settings import GatewaySettings
@@ -33,7 +34,6 @@ from services.gateway.dialects.messages_reply import read_messages
 from services.gateway.dialects.responses_reply import read_responses
 from services.gateway.errors import ApiError, ClientLeft, find_prompt_length, to_api_error
 from services.gateway.generation import generate
-from services.gateway.grammar_check import GrammarChecker
 from services.gateway.metrics import Metrics
 from services.gateway.stream import EventStream, wait_for_disconnect, watch_events
 from services.gateway.task import Choice, Task, TaskPlanner
@@ -158,7 +158,7 @@ class Gateway:
         choices = self._planner.plan(task)
         options = choices[0].request.sampling.logits_options
         if options is not None and options.grammar:
-            await self._grammars.check(options.grammar)
+            await asyncio.to_thread(self._grammars.check, options.grammar)
         status = await self._client.status(_STATUS_S)
         self._check_models(task, status)
         reply = reading.make_reply(choices, status, self._settings.names[0])

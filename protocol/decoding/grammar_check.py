@@ -1,0 +1,151 @@
+"""Whether a grammar can be used, found out in a process of its own, within a deadline."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+
+from protocol.decoding.grammar import MAX_GRAMMAR_BYTES
+from protocol.decoding.grammar_worker import DEADLINE_S
+from protocol.errors import Busy, RuntimeFailure, UsageError
+from protocol.process.closeable import Closeable
+from protocol.transport.channel import Deadline
+from protocol.transport.pipes import READ_BYTES, readable, write_all
+
+_log = logging.getLogger(__name__)
+
+_START_S = 30.0
+"""For the process to start, libraries and tokenizer included."""
+_WAIT_S = 15.0
+"""For the grammars of others."""
+_REMEMBERED = 256
+_ATTEMPTS = 2
+"""A process may die for other reasons; a grammar that it dies of twice is to blame."""
+
+
+class GrammarChecker(Closeable):
+    """Checks grammars one after the other, for any thread; remembers what it found.
+
+    Args:
+        folder: the model folder, for its tokenizer; empty: whether a grammar can be read is all
+            that is checked.
+        deadline_s: for one grammar.
+    """
+
+    def __init__(self, folder: str, deadline_s: float = DEADLINE_S) -> None:
+        self._command = [sys.executable, "-P", "-m", "protocol.decoding.grammar_worker"]
+        self._command += [folder] if folder else []
+        self._deadline_s = deadline_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._turn = threading.Lock()
+        """Held by who talks to the process."""
+        self._known: OrderedDict[str, str] = OrderedDict()
+        """Grammar -> why it cannot be used; empty if it can."""
+
+    def check(self, grammar: str) -> None:
+        """Return if the models can use the grammar; blocks for seconds at worst.
+
+        Raises:
+            UsageError: it cannot be used, or costs too much, with the limit.
+            Busy: too many other grammars are being checked.
+            RuntimeFailure: the process that checks them does not start.
+        """
+        if (reason := self._known.get(grammar)) is None:
+            reason = self._find_error(grammar)
+        if reason:
+            raise UsageError(reason)
+
+    def _find_error(self, grammar: str) -> str:
+        if len(grammar) > MAX_GRAMMAR_BYTES:
+            raise UsageError(
+                f"the answer's grammar or schema has {len(grammar)} characters; "
+                f"at most {MAX_GRAMMAR_BYTES} are taken: shorten it, descriptions first"
+            )
+        if not self._turn.acquire(timeout=_WAIT_S):
+            raise Busy("too many grammars are being checked; try again later")
+        try:
+            if (reason := self._known.get(grammar)) is None:
+                reason = self._known[grammar] = self._ask(grammar)
+                while len(self._known) > _REMEMBERED:
+                    self._known.popitem(last=False)
+            return reason
+        finally:
+            self._turn.release()
+
+    def _ask(self, grammar: str) -> str:
+        reason: str | None = "the answer's grammar or schema cannot be compiled; simplify it"
+        for _ in range(_ATTEMPTS):
+            process = self._start()
+            try:
+                reason = _exchange(process, grammar, self._deadline_s)
+                break
+            except (RuntimeFailure, OSError, ValueError):
+                self._end()
+        if reason is None:
+            self._end()  # its answer would be taken for the next one's
+            _log.warning("a grammar of %d characters takes too long to compile", len(grammar))
+            return (
+                f"the answer's grammar or schema takes more than {self._deadline_s:g} s to "
+                "compile; simplify its patterns and references"
+            )
+        return reason
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._end()
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        try:
+            ready = _read_line(self._process, _START_S)
+        except (RuntimeFailure, OSError) as error:
+            self._end()
+            raise RuntimeFailure("the process that checks grammars cannot start") from error
+        if ready != "":
+            self._end()
+            raise RuntimeFailure(f"the process that checks grammars does not start: {ready}")
+        return self._process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self._process = None
+
+    def close(self) -> None:
+        """End the process; the next grammar starts another."""
+        with self._turn:
+            self._end()
+
+
+def _exchange(process: subprocess.Popen[bytes], grammar: str, deadline_s: float) -> str | None:
+    """The answer to a grammar, or None at the deadline."""
+    assert process.stdin is not None  # noqa: S101  # it was started with pipes
+    line = json.dumps(grammar).encode() + b"\n"
+    write_all(process.stdin.fileno(), line, "reader of grammars", deadline_s)
+    return _read_line(process, deadline_s)
+
+
+def _read_line(process: subprocess.Popen[bytes], timeout_s: float) -> str | None:
+    """What the process says, a JSON string; None if it says nothing in time.
+
+    Raises:
+        RuntimeFailure: it is gone.
+    """
+    assert process.stdout is not None  # noqa: S101  # it was started with pipes
+    deadline, line = Deadline(timeout_s), b""
+    while not line.endswith(b"\n"):
+        if not readable(process.stdout.fileno(), deadline.remaining):
+            return None
+        data = os.read(process.stdout.fileno(), READ_BYTES)
+        if not data:
+            raise RuntimeFailure("the process that checks grammars is gone")
+        line += data
+    return str(json.loads(line))

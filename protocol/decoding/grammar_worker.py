@@ -1,0 +1,109 @@
+"""`python -m protocol.decoding.grammar_worker [FOLDER]`: checks grammars, one JSON string a line.
+
+A schema may cost any amount of time and memory to compile. Here that harms nobody: whoever
+started this process kills it at a deadline, and it limits itself. What is found acceptable here
+is acceptable to the models, which compile it once more and go by the same limits.
+"""
+
+import contextlib
+import json
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from protocol.decoding.grammar import Grammar, check_grammar
+from protocol.errors import ProtocolError, UsageError
+
+DEADLINE_S = 3.0
+"""For one grammar, as time passes; then the process is killed."""
+_ALARM_S = 10
+"""The same, in case nobody is left to kill it."""
+_MEMORY_BYTES = 4 * 1024**3
+MAX_COMPILE_S = 1.0
+"""Of a processor's time: the models compile it in line with other work."""
+MAX_MASK_S = 0.25
+"""The same for the mask of one token."""
+_STEPS = 24
+"""Tokens of a trial answer."""
+_STRIDE = 7919
+"""The trial takes any of the allowed tokens, but always the same ones."""
+_ANY_STOP = 0
+"""Which token ends an answer makes no difference to what a grammar costs."""
+
+
+def find_grammar_error(grammar: str, folder: Path | None) -> str:
+    """Why a grammar cannot be used; empty if it can.
+
+    Args:
+        grammar: its text.
+        folder: the model folder, for its tokenizer; None: whether it can be read is all that
+            is checked.
+    """
+    try:
+        started = time.process_time()
+        check_grammar(grammar)
+        if folder is None:
+            return ""
+        _load_tokenizer(folder)
+        validated = time.process_time() - started
+        started = time.process_time()
+        begun = Grammar.start(grammar, folder, [_ANY_STOP])
+        compiled = max(validated, time.process_time() - started)
+        if compiled > MAX_COMPILE_S:
+            return (
+                f"the answer's grammar or schema takes {compiled:.1f} s to compile; at most "
+                f"{MAX_COMPILE_S:g} s are taken: simplify its patterns and references"
+            )
+        return _try_answer(begun)
+    except (UsageError, ProtocolError) as error:
+        return str(error)
+    except MemoryError:
+        return "the answer's grammar or schema takes too much memory; simplify it"
+
+
+def _load_tokenizer(folder: Path) -> None:
+    """The first grammar must not pay for it."""
+    Grammar.start('start: "a"', folder, [_ANY_STOP])
+
+
+def _try_answer(grammar: Grammar) -> str:
+    """What goes wrong in the first steps of some answer; empty if nothing does."""
+    for step in range(_STEPS):
+        started = time.process_time()
+        allowed = np.flatnonzero(grammar.compute_mask())
+        taken = time.process_time() - started
+        if taken > MAX_MASK_S:
+            return (
+                f"the answer's grammar or schema takes {taken:.2f} s for a token; at most "
+                f"{MAX_MASK_S:g} s are taken: simplify it"
+            )
+        if not allowed.size or not grammar.advance(int(allowed[step * _STRIDE % allowed.size])):
+            break
+    return ""
+
+
+def main() -> None:
+    """Answer each line of standard input with a line, until it ends."""
+    with contextlib.suppress(ValueError, OSError):  # not every system has it
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    if folder is not None and not (folder / "tokenizer.json").is_file():
+        folder = None
+    sys.stdout.write(json.dumps(find_grammar_error('start: "a"', folder)) + "\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        signal.alarm(_ALARM_S)
+        reason = find_grammar_error(json.loads(line), folder)
+        signal.alarm(0)
+        sys.stdout.write(json.dumps(reason) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

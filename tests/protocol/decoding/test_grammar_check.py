@@ -1,0 +1,154 @@
+"""Grammars are checked where they can do no harm, before any model sees them."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.decoding.grammar import Grammar, json_grammar
+from protocol.decoding.grammar_check import GrammarChecker
+from protocol.errors import Busy, ProtocolError, UsageError
+from tests.support.stack import eventually
+from tests.support.tiny_models import write_tiny_model
+
+PERSON = json_grammar({"type": "object", "properties": {"age": {"type": "integer"}}})
+ENDLESS = json_grammar({"type": "integer", "multipleOf": 999_983})
+"""Its automaton has a state for each remainder, and takes minutes."""
+AMBIGUOUS = json_grammar({"type": "string", "pattern": "^" + "a?" * 200 + "a" * 200 + "$"})
+SLOW = json_grammar({"type": "integer", "multipleOf": 149_993})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "t", "llama", seed=1)
+
+
+@pytest.fixture(scope="module")
+def checker(folder: Path) -> Iterator[GrammarChecker]:
+    with GrammarChecker(str(folder), deadline_s=3.0) as checker:
+        yield checker
+
+
+@pytest.mark.parametrize("grammar", [PERSON, "start: /[a-z]{1,40}/", json_grammar({})])
+def test_a_common_grammar_is_taken(checker: GrammarChecker, grammar: str) -> None:
+    """Nothing is said about it, however often it is asked for."""
+    checker.check(grammar)
+    checker.check(grammar)
+
+
+def test_a_grammar_that_never_compiles_is_refused(checker: GrammarChecker) -> None:
+    """At the deadline, which the error names; the next grammar finds a new process."""
+    with pytest.raises(UsageError, match=r"takes more than 3 s to compile; simplify"):
+        checker.check(ENDLESS)
+    checker.check(PERSON)
+    started = time.monotonic()
+    with pytest.raises(UsageError, match="takes more than 3 s"):
+        checker.check(ENDLESS)
+    assert time.monotonic() - started < 1.0  # it is remembered
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        (AMBIGUOUS, r"costs too much \(.*expressions"),
+        (SLOW, "s to compile; at most 1 s are taken|takes more than 3 s"),
+        ("start: /(", "cannot be used"),
+        (json_grammar({"type": "nothing"}), "cannot be used"),
+        ("start: A\nA: " + "x" * 200_000, "at most 131072 are taken"),
+        ("start: A\nA: " + "é" * 100_000, "at most 131072 are taken"),
+    ],
+)
+def test_what_cannot_be_used_is_said(checker: GrammarChecker, grammar: str, why: str) -> None:
+    """In a sentence that a client can act on."""
+    with pytest.raises(UsageError, match=why):
+        checker.check(grammar)
+
+
+@pytest.mark.parametrize("depth", [16, 24])
+def test_doubling_references_end(checker: GrammarChecker, depth: int) -> None:
+    """Each level names the one below twice, and twice again inside: it is refused."""
+    levels: dict[str, object] = {"a0": {"type": "object", "properties": {"z": {"type": "string"}}}}
+    for level in range(1, depth):
+        twice = [{"$ref": f"#/$defs/a{level - 1}"}] * 2
+        levels[f"a{level}"] = {"allOf": twice, "properties": {f"p{level}": {"allOf": twice}}}
+    schema = {"$defs": levels, "$ref": f"#/$defs/a{depth - 1}"}
+    started = time.monotonic()
+    with pytest.raises(UsageError, match="schema"):
+        checker.check(json_grammar(schema))
+    assert time.monotonic() - started < 60.0
+
+
+def test_a_killed_process_is_replaced(checker: GrammarChecker) -> None:
+    """Whoever ends it, the next grammar is checked."""
+    checker.check("start: /x/")
+    process = checker._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    checker.check("start: /y/")
+    assert checker._process is not process
+
+
+def test_the_process_ends_with_its_parent(folder: Path) -> None:
+    """Its input has ended."""
+    checker = GrammarChecker(str(folder))
+    checker.check(PERSON)
+    process = checker._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()
+    eventually(lambda: process.poll() is not None, "the process has ended")
+    checker.close()
+
+
+def test_nobody_waits_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While others' grammars are being checked, a client is told to come again."""
+    monkeypatch.setattr("protocol.decoding.grammar_check._WAIT_S", 0.01)
+    with GrammarChecker(str(folder), deadline_s=30.0) as checker:
+        checker.check(PERSON)
+
+        def check_endless() -> None:
+            with pytest.raises(UsageError):
+                checker.check(ENDLESS)
+
+        other = threading.Thread(target=check_endless)
+        other.start()
+        eventually(checker._turn.locked, "the other grammar is being checked")
+        with pytest.raises(Busy):
+            checker.check("start: /z/")
+        checker.check(PERSON)  # it is known
+        process = checker._process
+        assert process is not None
+        process.kill()
+        other.join()
+
+
+def test_without_a_tokenizer_a_grammar_is_read() -> None:
+    """A gateway that has no model folder still refuses what is no grammar."""
+    with GrammarChecker("") as checker:
+        checker.check(PERSON)
+        with pytest.raises(UsageError, match="cannot be used"):
+            checker.check("start: /(")
+
+
+def test_a_grammar_that_costs_too_much_later_ends_its_request(folder: Path) -> None:
+    """A limit that is met in the middle of an answer is an error, not an answer without one."""
+    grammar = Grammar.start(AMBIGUOUS, folder, [0])
+    quote = int(grammar.compute_mask().argmax())
+    with pytest.raises(ProtocolError, match="costs too much"):
+        grammar.advance(quote)
+    for refused in (grammar.compute_mask, lambda: grammar.count_allowed([quote])):
+        with pytest.raises(ProtocolError, match="costs too much"):
+            refused()
+
+
+def test_answers_share_what_was_compiled(folder: Path) -> None:
+    """Each starts at the beginning all the same."""
+    first, second = (Grammar.start("start: /ab/", folder, [0]) for _ in range(2))
+    letter = int(first.compute_mask().argmax())
+    assert first.advance(letter)
+    assert second.advance(letter)
+    assert not first.advance(letter)
