@@ -45,8 +45,6 @@ struct attention {
     float scale;
 };
 
-static struct attention call;
-
 /* e to the power of x <= 0, after Cephes; 0 where x is below the smallest normal number's. */
 SIMD static inline lanes exponential(lanes x)
 {
@@ -114,22 +112,22 @@ SIMD static float softmax(float *scores, int count)
 
 WEIGH(1, 8) WEIGH(1, 4) WEIGH(1, 1) WEIGH(3, 4) WEIGH(3, 1)
 
-static void weigh(int rows, int slots, const float *weights, int ldw, const float *values,
+static void weigh(const struct attention *call, int rows, int slots, const float *weights, int ldw, const float *values,
                   float *const *to, const float *factors)
 {
     for (int row = 0; row < rows;) {
         int together = rows - row >= 3 ? 3 : 1;
         int wide = together == 3 ? 4 : 8;
         const float *own = weights + (size_t)row * ldw;
-        for (int c = 0; c < call.size;) {
+        for (int c = 0; c < call->size;) {
             float *places[3];
-            int left = (call.size - c) / LANES;
+            int left = (call->size - c) / LANES;
             int width = left >= wide ? wide : left >= 4 ? 4 : 1;
             for (int r = 0; r < together; r++)
                 places[r] = to[row + r] + c;
             (together == 3 ? (width == 4 ? weigh_3_4 : weigh_3_1)
                            : (width == 8 ? weigh_1_8 : width == 4 ? weigh_1_4 : weigh_1_1))(
-                slots, own, ldw, values + c, call.v_row, places, factors + row);
+                slots, own, ldw, values + c, call->v_row, places, factors + row);
             c += width * LANES;
         }
         row += together;
@@ -137,38 +135,39 @@ static void weigh(int rows, int slots, const float *weights, int ldw, const floa
 }
 
 /* Slots that this query may see; a mask may hide some of them. */
-static int visible(int query)
+static int visible(const struct attention *call, int query)
 {
-    return call.causal ? call.slots - call.queries + query + 1 : call.slots;
+    return call->causal ? call->slots - call->queries + query + 1 : call->slots;
 }
 
-static void hide(float *scores, int query, int padded)
+static void hide(const struct attention *call, float *scores, int query, int padded)
 {
-    int seen = visible(query);
+    int seen = visible(call, query);
     for (int s = seen; s < padded; s++)
         scores[s] = -INFINITY;
-    if (call.mask != NULL) {
-        const unsigned char *mask = call.mask + query * call.mask_row;
+    if (call->mask != NULL) {
+        const unsigned char *mask = call->mask + query * call->mask_row;
         for (int s = 0; s < seen; s++)
             scores[s] = mask[s] ? scores[s] : -INFINITY;
     }
 }
 
-static int parts_of_a_head(void)
+static int parts_of_a_head(const struct attention *call)
 {
-    int rows = call.heads / call.kv_heads * call.queries;
+    int rows = call->heads / call->kv_heads * call->queries;
     return (rows + ROWS - 1) / ROWS;
 }
 
 /* ROWS rows of one head of the keys: row r is query r / group of head r % group. */
-static void attend_part(int number)
+static void attend_part(const void *context, int number)
 {
+    const struct attention *call = context;
     static _Thread_local float *scores;
     static _Thread_local size_t room;
-    int group = call.heads / call.kv_heads, per_head = parts_of_a_head();
+    int group = call->heads / call->kv_heads, per_head = parts_of_a_head(call);
     int head = number / per_head, first = number % per_head * ROWS;
-    int rows = group * call.queries - first < ROWS ? group * call.queries - first : ROWS;
-    int seen = visible((first + rows - 1) / group);
+    int rows = group * call->queries - first < ROWS ? group * call->queries - first : ROWS;
+    int seen = visible(call, (first + rows - 1) / group);
     int padded = (seen + LANES - 1) / LANES * LANES;
     if ((size_t)rows * padded > room) {
         free(scores);
@@ -180,24 +179,23 @@ static void attend_part(int number)
     float queries[ROWS * WIDEST], factors[ROWS], *to[ROWS];
     for (int r = 0; r < rows; r++) {
         int query = (first + r) / group, own = head * group + (first + r) % group;
-        const float *from = call.q + own * call.q_head + query * call.q_row;
-        for (int i = 0; i < call.size; i++)
-            queries[r * call.size + i] = from[i] * call.scale;
-        to[r] = call.out + ((size_t)query * call.heads + own) * call.size;
+        const float *from = call->q + own * call->q_head + query * call->q_row;
+        for (int i = 0; i < call->size; i++)
+            queries[r * call->size + i] = from[i] * call->scale;
+        to[r] = call->out + ((size_t)query * call->heads + own) * call->size;
     }
-    const float *keys = call.k + head * call.k_head;
+    const float *keys = call->k + head * call->k_head;
     for (int c = 0; c < seen; c += COLUMNS)
-        rows_by_columns(rows, c, c + COLUMNS < seen ? c + COLUMNS : seen, call.size, 1.0f, queries,
-                        call.size, keys, (int)call.k_row, scores, padded);
+        rows_by_columns(rows, c, c + COLUMNS < seen ? c + COLUMNS : seen, call->size, 1.0f, queries,
+                        call->size, keys, (int)call->k_row, scores, padded);
     for (int r = 0; r < rows; r++) {
-        hide(scores + (size_t)r * padded, (first + r) / group, padded);
+        hide(call, scores + (size_t)r * padded, (first + r) / group, padded);
         factors[r] = softmax(scores + (size_t)r * padded, padded);
     }
-    weigh(rows, seen, scores, padded, call.v + head * call.v_head, to, factors);
+    weigh(call, rows, seen, scores, padded, call->v + head * call->v_head, to, factors);
 }
 
-void cpu_attention(const struct attention *given)
+void cpu_attention(const struct attention *call)
 {
-    call = *given;
-    share_parts(attend_part, call.kv_heads * parts_of_a_head());
+    share_parts(attend_part, call, call->kv_heads * parts_of_a_head(call));
 }

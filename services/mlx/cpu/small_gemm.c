@@ -24,6 +24,8 @@ enum {
     AHEAD = 8192,       /* floats that the prefetch is ahead of the product */
     MOST_ROWS = 6,      /* rows of x whose sums fit the registers */
     LEAST_WORK = 65536, /* elements of w below which helpers would come too late */
+    SHARED_ROWS = 8,    /* from here a product that goes on to BLAS is shared by its columns */
+    SHARED_COLUMNS = 192,
     ROW_MAJOR = 101,
     PLAIN = 111,
     TRANSPOSED = 112
@@ -90,13 +92,13 @@ static const int width[] = {0, 4, 4, 4, 3, 2, 2};
 /* How many of the rows that are left go through next: fours are fastest, if one will not do. */
 static int rows_at_once(int left) { return left <= MOST_ROWS ? left : 4; }
 
-/* The product that is being computed. */
-static struct {
-    int m, n, k, ldx, ldw, ldy, columns;
-    float alpha;
-    const float *x, *w;
-    float *y;
-} job;
+/* One product, whose columns are computed in parts. */
+struct product {
+    int ta, tb, m, n, k, lda, ldb, ldc, columns;
+    float alpha, beta;
+    const float *a, *b;
+    float *c;
+};
 
 void rows_by_columns(int m, int first, int end, int k, float alpha, const float *x, int ldx,
                      const float *w, int ldw, float *y, int ldy)
@@ -113,29 +115,43 @@ void rows_by_columns(int m, int first, int end, int k, float alpha, const float 
     }
 }
 
-static void compute_columns(int number)
+static int end_of_part(const struct product *p, int number)
 {
-    int end = (number + 1) * job.columns < job.n ? (number + 1) * job.columns : job.n;
-    for (int first = number * job.columns; first < end; first += BLOCK)
-        rows_by_columns(job.m, first, first + BLOCK < end ? first + BLOCK : end, job.k, job.alpha,
-                        job.x, job.ldx, job.w, job.ldw, job.y, job.ldy);
+    return (number + 1) * p->columns < p->n ? (number + 1) * p->columns : p->n;
 }
 
-static void few_rows(int m, int n, int k, float alpha, const float *x, int ldx, const float *w,
-                     int ldw, float *y, int ldy)
+static void few_rows(const void *context, int number)
 {
-    job.m = m, job.n = n, job.k = k, job.ldx = ldx, job.ldw = ldw, job.ldy = ldy;
-    job.alpha = alpha, job.x = x, job.w = w, job.y = y;
-    job.columns = (size_t)n * k < LEAST_WORK ? n : BLOCK;
-    share_parts(compute_columns, (n + job.columns - 1) / job.columns);
+    const struct product *p = context;
+    int end = end_of_part(p, number);
+    for (int first = number * p->columns; first < end; first += BLOCK)
+        rows_by_columns(p->m, first, first + BLOCK < end ? first + BLOCK : end, p->k, p->alpha,
+                        p->a, p->lda, p->b, p->ldb, p->c, p->ldc);
+}
+
+static void many_rows(const void *context, int number)
+{
+    const struct product *p = context;
+    int first = number * p->columns;
+    const float *b = p->b + (p->tb == TRANSPOSED ? (size_t)first * p->ldb : (size_t)first);
+    other(ROW_MAJOR, p->ta, p->tb, p->m, end_of_part(p, number) - first, p->k, p->alpha, p->a,
+          p->lda, b, p->ldb, p->beta, p->c + first, p->ldc);
 }
 
 void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, const float *a,
                  int lda, const float *b, int ldb, float beta, float *c, int ldc)
 {
+    struct product p = {ta, tb, m, n, k, lda, ldb, ldc, BLOCK, alpha, beta, a, b, c};
+    int large = (size_t)n * k >= LEAST_WORK;
     if (order == ROW_MAJOR && ta == PLAIN && tb == TRANSPOSED && beta == 0.0f &&
-        m >= least_rows && m <= most_rows)
-        few_rows(m, n, k, alpha, a, lda, b, ldb, c, ldc);
-    else
+        m >= least_rows && m <= most_rows) {
+        p.columns = large ? BLOCK : n;
+        share_parts(few_rows, &p, (n + p.columns - 1) / p.columns);
+    } else if (order == ROW_MAJOR && large && m >= SHARED_ROWS) {
+        /* In the same parts whoever computes them, so that their sums stay the same bits. */
+        p.columns = SHARED_COLUMNS;
+        share_parts(many_rows, &p, (n + p.columns - 1) / p.columns);
+    } else {
         other(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    }
 }

@@ -17,9 +17,13 @@ enum {
     CLOSED = 1 << 20
 };
 
-static part *task;
-static int parts;
+static struct {
+    part *compute;
+    const void *context;
+    int parts;
+} task;
 static atomic_int next_part;
+static pthread_mutex_t asking = PTHREAD_MUTEX_INITIALIZER; /* held by whom the helpers work for */
 
 /* Helpers at work on the task, less CLOSED while there is none: a helper that wakes too late
  * sees a negative number and stays away. */
@@ -38,8 +42,8 @@ static void pause_briefly(void)
 
 static void take_parts(void)
 {
-    for (int number; (number = atomic_fetch_add(&next_part, 1)) < parts;)
-        task(number);
+    for (int number; (number = atomic_fetch_add(&next_part, 1)) < task.parts;)
+        task.compute(task.context, number);
 }
 
 static void await_task(unsigned seen)
@@ -94,22 +98,24 @@ int set_helpers(int count, const int *cores)
     return atomic_load(&helpers);
 }
 
-void share_parts(part *compute, int count)
+void share_parts(part *compute, const void *context, int count)
 {
-    int shared = count > 1 && atomic_load(&helpers) > 0;
-    task = compute;
-    parts = count;
+    if (count < 2 || atomic_load(&helpers) == 0 || pthread_mutex_trylock(&asking) != 0) {
+        for (int number = 0; number < count; number++)
+            compute(context, number);
+        return;
+    }
+    task.compute = compute;
+    task.context = context;
+    task.parts = count;
     atomic_store(&next_part, 0);
-    if (shared) {
-        atomic_fetch_add(&gate, CLOSED);
-        atomic_fetch_add(&tasks, 1);
-        if (atomic_load(&sleepers) > 0)
-            syscall(SYS_futex, &tasks, FUTEX_WAKE_PRIVATE, MOST_HELPERS, NULL, NULL, 0);
-    }
+    atomic_fetch_add(&gate, CLOSED);
+    atomic_fetch_add(&tasks, 1);
+    if (atomic_load(&sleepers) > 0)
+        syscall(SYS_futex, &tasks, FUTEX_WAKE_PRIVATE, MOST_HELPERS, NULL, NULL, 0);
     take_parts();
-    if (shared) {
-        atomic_fetch_sub(&gate, CLOSED);
-        while (atomic_load(&gate) != -CLOSED)
-            pause_briefly();
-    }
+    atomic_fetch_sub(&gate, CLOSED);
+    while (atomic_load(&gate) != -CLOSED)
+        pause_briefly();
+    pthread_mutex_unlock(&asking);
 }

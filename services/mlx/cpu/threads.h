@@ -3,10 +3,11 @@
 #define SSD_THREADS_H
 
 /* Computes the part of this number; parts may be computed in any order, at the same time. */
-typedef void part(int number);
+typedef void part(const void *context, int number);
 
-/* Compute parts 0 to count - 1 and return when all are done. Not for two threads at once. */
-void share_parts(part *compute, int count);
+/* Compute parts 0 to count - 1 and return when all are done. While the helpers work for one
+ * thread, another one that calls this computes all of its parts by itself. */
+void share_parts(part *compute, const void *context, int count);
 
 /* Let `count` threads help from now on, thread i on core cores[i]; returns how many will. */
 int set_helpers(int count, const int *cores);
