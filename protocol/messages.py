@@ -233,6 +233,8 @@ class Verify(Message, frozen=True, tag="verify", kw_only=True):
     pipelined: bool = False
     """Whether the next chain will probably be the bonus token alone, so that the verifier may
     begin with it."""
+    drafter_idle: bool = False
+    """Whether no draft is prepared meanwhile, so that the drafter's cores are free."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

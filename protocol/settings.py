@@ -143,6 +143,8 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     """Size of the target whose cost is emulated; empty for none."""
     prompt_cache_file: str = ""
     """Where the KV of sequences that are over outlives the process; empty: nowhere."""
+    spare_cores: list[int] = []
+    """Linux: the drafter's cores, which the verifier uses while no draft is prepared."""
     ranks: RankGroupSettings | None = None
     """The group whose rank 0 this process is; None: the whole model is here."""
 

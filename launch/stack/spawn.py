@@ -49,9 +49,9 @@ def start_orchestrator(
 
 def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int) -> Child:
     """Start a verifier."""
-    cores = share_cores(pair.backend).verifier
-    ranks = rank_group(settings, cores)
-    cores = ranks.hosts[0].cores if ranks else cores
+    shared = share_cores(pair.backend)
+    ranks = rank_group(settings, shared.verifier)
+    cores = ranks.hosts[0].cores if ranks else shared.verifier
     told = VerifierSettings(
         lifeline=lifeline,
         log_level=settings.log_level,
@@ -69,6 +69,7 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         prefill_model=_prefill_model(settings, pair),
         compute_units=settings.compute_units,
         emulated_cost=settings.emulate_target_cost,
+        spare_cores=[] if ranks else shared.drafter,
         ranks=ranks,
     )
     return Child("verifier", "services.verifier.main", told, run_dir.log("verifier"))

@@ -248,13 +248,16 @@ class Sequence:
     def _plan_round(self, length: int, pending: int, draft: Draft, origin: Origin) -> NextRound:
         """The next round; the pending token is the last of `length`."""
         clipped = self._limits.clip(draft, length, origin)
+        planner = self.planner
+        speculates = planner.should_speculate and self._limits.can_speculate(length)
         verify = Verify(
             sequence=self.number,
             round=self.round + 1,
             position=length - 1,
             chain=[pending, *clipped.tokens],
             distributions=clipped.drawn_from,
-            pipelined=self.planner.mode == "ar" and self._limits.goes_on(length),
+            pipelined=planner.mode == "ar" and self._limits.goes_on(length),
+            drafter_idle=not speculates or planner.mode != "ssd",
         )
         return NextRound(clipped, draft.after(len(clipped)), verify)
 

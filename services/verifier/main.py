@@ -33,6 +33,7 @@ def run(settings: VerifierSettings) -> None:
         emulated = emulate(model.module, parse_size(size)) if size else ""
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
         verifier = Verifier(model, settings.prefill_step_size, prompts, target)
+        verifier.spare_cores = tuple(settings.spare_cores)
         if unit != "cpu":
             warm_verifier(verifier)
         if settings.prefill != "mlx":

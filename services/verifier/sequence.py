@@ -32,6 +32,8 @@ class TargetSequence:
     """The pass that is likely to be asked for next."""
     request: BatchRequest | None = None
     """The verification that waits for a pass."""
+    drafter_idle: bool = False
+    """No draft was prepared beside its last verification."""
     answered_at: float = 0.0
     """When its last outcome was there."""
     gap_s: float = _UNKNOWN_S

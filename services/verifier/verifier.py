@@ -5,7 +5,7 @@ Chains of several sequences that wait at the same time share a pass (`batching`)
 
 import contextlib
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -26,6 +26,7 @@ from services.batching.forward import Batcher, ForwardPass, most_rows
 from services.kv.budget import kv_tokens
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
+from services.mlx.blas import use_spare_cores
 from services.mlx.loader import LoadedModel
 from services.runtime.inbox import Work
 from services.runtime.sequence_table import SequenceTable
@@ -67,6 +68,8 @@ class Verifier:
         )
         self._last_pass = ForwardPass(0, 0)
         self.pipelines = self._target.pipelines
+        self.spare_cores: Sequence[int] = ()
+        """Of the drafter, for passes beside which it has nothing to do."""
         self._idle_since = time.perf_counter()
 
     def use_external_prefill(self, other: PrefillSource, *, whenever_it_fits: bool) -> None:
@@ -179,14 +182,18 @@ class Verifier:
             yield from self._external.fill(sequence.store, sequence.tokens, tokens)
         pieces = self._chunked_prefill.fill(sequence, tokens, lambda: not self._sequences)
         with contextlib.closing(pieces):
+            self._share_cores(drafter_idle=True)
             for _ in pieces:
                 self._idle_since = time.perf_counter()
                 yield
+                self._share_cores(drafter_idle=True)
 
     def _verify(self, message: Verify) -> Generator[FromService | None]:
         sequence = self._validate(message)
         message = sequence.rule.drop_impossible(message)
         sequence.on_verify(time.perf_counter(), self._last_pass.started)
+        sequence.drafter_idle = message.drafter_idle
+        self._share_cores(drafter_idle=all(one.drafter_idle for one in self._sequences.values()))
         try:
             logits, by = yield from self._logits(sequence, message.chain)
             begun = sequence.rule.begin(logits, message)
@@ -232,6 +239,10 @@ class Verifier:
         finally:
             sequence.request = None
             self._batcher.withdraw(asked)
+
+    def _share_cores(self, *, drafter_idle: bool) -> None:
+        """Compute on the drafter's cores too, or on this process's own alone."""
+        use_spare_cores(self.spare_cores if drafter_idle else ())
 
     def _start_pipelined(self, sequence: TargetSequence, choice: mx.array) -> None:
         """Begin the next pass on a device that would idle until it is asked for.

@@ -557,3 +557,16 @@ def test_plain_decoding_is_not_announced_where_drafts_are_to_come(mode: Mode) ->
     plan: Any = {"mode": mode, "target": Target(3), "prompt": [1, 2], "limits": limits}
     stack = started(num_draft_tokens=2, **plan).calm()
     assert not any(plain for _, plain in announced(stack))
+
+
+@given(PLANS, st.integers(0, 255))
+def test_the_verifier_knows_whether_a_draft_is_prepared_meanwhile(
+    plan: dict[str, Any], salt: int
+) -> None:
+    """`drafter_idle` is false exactly for the rounds that the drafter prepares for."""
+    stack = Stack(target=Target(salt), **plan)
+    stack.calm(1.0)
+    sent = [a.message for a in stack.actions if isinstance(a, ToVerifier | ToDrafter)]
+    prepared = {message.round for message in sent if isinstance(message, Prepare)}
+    rounds = {m.round: m.drafter_idle for m in sent if isinstance(m, Verify)}
+    assert {number: number not in prepared for number in rounds} == rounds

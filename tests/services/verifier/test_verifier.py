@@ -1,6 +1,7 @@
 """The verifier commits the tokens of plain decoding, whatever the drafts."""
 
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from itertools import count
@@ -352,3 +353,19 @@ def test_accepted_tokens_are_the_common_beginning(draft: Tokens, chosen: Tokens)
     chosen = [*chosen, *([9] * len(draft))]
     same = np.cumprod([a == b for a, b in zip(draft, chosen, strict=False)] + [False])
     assert int(same.sum()) == count_accepted(draft, chosen)
+
+
+def test_the_drafters_cores_are_borrowed_while_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For prompts, and for passes beside which nobody drafts for any sequence; not otherwise."""
+    used: list[tuple[int, ...]] = []
+    monkeypatch.setattr("services.verifier.verifier.use_spare_cores", used.append)
+    verifier = Verifier(load(tiny_folder("llama")), 512)
+    verifier.spare_cores = (7,)
+    for number in (1, 2):
+        deque(verifier.handle(OpenSequence(sequence=number, tokens=[5, 6], sampling=Sampling())))
+    assert set(used) == {(7,)}
+    for number, idle, cores in ((1, True, ()), (2, True, (7,)), (1, False, ())):
+        position = verifier._sequences[number].length
+        verify = Verify(sequence=number, round=1, position=position, chain=[9], drafter_idle=idle)
+        deque(verifier.handle(verify))
+        assert used[-1] == cores
