@@ -1,1 +1,1 @@
-"""Tools: how a model is told of them, how it writes calls, and how those are read."""
+"""Tools: how a model learns of them, how it writes calls, and how those are read."""

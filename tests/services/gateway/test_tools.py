@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.messages import ChatMessage
 from services.gateway.template import ModelText
-from services.gateway.tools.calls import ParsedCall, ToolFunction
-from services.gateway.tools.formats import ToolFormat, find_tool_format
+from services.gateway.tools.calls import ParsedCall, ToolFunction, close_objects, complete_json
+from services.gateway.tools.formats import ToolFormat, find_tool_format, load_parsers
+from services.gateway.tools.generic import describe_tools
 from services.gateway.tools.reader import Found, ToolReader
+from tests.support.gateway import write_template
 
 FUNCTIONS = [
     ToolFunction(
@@ -90,6 +93,35 @@ KIMI = (
     '<|tool_call_argument_begin|>{"what": "a < b", "many": 2}<|tool_call_end|>'
     "<|tool_calls_section_end|>"
 )
+FUNCTION_GEMMA = (
+    "<start_function_call>call:find{what:<escape>a < b<escape>,many:2}<end_function_call>"
+)
+GEMMA = '<|tool_call>call:find{what:<|"|>a < b<|"|>,many:2}<tool_call|>'
+KIMI_K3 = (
+    '<|open|>tools<|sep|><|open|>call tool="find" index="1"<|sep|>'
+    '<|open|>argument key="what" type="string"<|sep|>a < b<|close|>argument<|sep|>'
+    '<|open|>argument key="many" type="integer"<|sep|>2<|close|>argument<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|>"
+)
+LONGCAT = (
+    "<longcat_tool_call>find\n<longcat_arg_key>what</longcat_arg_key>\n"
+    "<longcat_arg_value>a < b</longcat_arg_value>\n<longcat_arg_key>many</longcat_arg_key>\n"
+    "<longcat_arg_value>2</longcat_arg_value>\n</longcat_tool_call>"
+)
+MINICPM = (
+    '<function name="find"><param name="what"><![CDATA[a < b]]></param>'
+    '<param name="many">2</param></function>'
+)
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="find">\n<parameter name="what">a < b</parameter>\n'
+    '<parameter name="many">2</parameter>\n</invoke>\n<invoke name="stop">\n</invoke>\n'
+    "</minimax:tool_call>"
+)
+MUSE = (
+    '<atem:function_calls><atem:invoke name="find"><atem:parameter name="what">"a < b"'
+    '</atem:parameter><atem:parameter name="many">2</atem:parameter></atem:invoke>'
+    "</atem:function_calls>"
+)
 FORMATS: dict[str, tuple[str, str, str, list[tuple[str, Any]]]] = {
     "mistral": ("[TOOL_CALLS]", f"Well. {MISTRAL}", "Well. ", [("find", FOUND)]),
     "mistral list": ("[TOOL_CALLS]", MISTRAL_LIST, "", [("find", FOUND), ("stop", {})]),
@@ -103,6 +135,18 @@ FORMATS: dict[str, tuple[str, str, str, list[tuple[str, Any]]]] = {
     "glm": ("<tool_call> <arg_key>", GLM, "", [("find", {"what": "12", "many": 3})]),
     "kimi": ("<|tool_calls_section_begin|>", KIMI, "", [("find", FOUND)]),
     "hermes": ("<tool_call> tool_call.name", HERMES, "", [("find", FOUND)]),
+    "function gemma": ("<start_function_call>", FUNCTION_GEMMA, "", [("find", FOUND)]),
+    "gemma 4": ("<|tool_call><tool_call|>", f"So: {GEMMA}", "So: ", [("find", FOUND)]),
+    "kimi k3": ("<|open|>tools<|sep|>", KIMI_K3, "", [("find", FOUND)]),
+    "longcat": ("<longcat_tool_call>", LONGCAT, "", [("find", FOUND)]),
+    "minicpm": ("<function name=", f"Now {MINICPM}", "Now ", [("find", FOUND)]),
+    "minimax": ("<minimax:tool_call>", MINIMAX, "", [("find", FOUND), ("stop", {})]),
+    "muse": ("<atem:function_calls>", MUSE, "", [("find", FOUND)]),
+    "qwen coder": ("<tool_call>\\n<function=", XML, "", [("find", {"what": "12", "many": 3})]),
+    "llama 3": (
+        "<|python_tag|>", '<|python_tag|>{"name": "find", "parameters": {"what": "x"}}', "",
+        [("find", {"what": "x"})],
+    ),
 }  # fmt: skip
 
 
@@ -126,6 +170,110 @@ def test_formats_of_other_makers_are_read(
         said, found = split(results)
         assert said == content
         assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+
+
+def test_every_parser_of_mlx_lm_is_tried() -> None:
+    """A parser that comes with a new mlx-lm needs a text here; laguna's is GLM's."""
+    covered = {
+        "function_gemma", "gemma4", "glm47", "json_tools", "kimi_k2", "kimi_k3", "laguna",
+        "longcat", "minicpm5", "minimax_m2", "mistral", "muse_spark", "pythonic", "qwen3_coder",
+    }  # fmt: skip
+    assert set(load_parsers()) <= covered
+
+
+def test_a_mark_may_be_a_token(tmp_path: Path) -> None:
+    """Some conversions have the tokens of calls and do not name them in the template."""
+    folder = write_template(tmp_path, "none", ["<|tool_call_start|>", "<|tool_call_end|>"])
+    assert find_tool_format(ModelText(folder)).start == "<|tool_call_start|>"
+
+
+CUT_OFF: dict[str, tuple[str, list[tuple[str, str, dict[str, Any]]]]] = {
+    "in a text": (
+        '<tool_call>\n{"name": "find", "arguments": {"what": "a b',
+        [("find", '{"what": "a b', {"what": "a b"})],
+    ),
+    "before the arguments": ('<tool_call>{"name": "find"', [("find", "", {})]),
+    "before the name": ('<tool_call>{"na', []),
+    "of no known tool": ('<tool_call>{"name": "fly", "arguments": {', []),
+    "whole JSON": (
+        '{"name": "find", "parameters": {"many": 3, "wh',
+        [("find", '{"many": 3, "wh', {"many": 3, "wh": None})],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CUT_OFF.values(), ids=CUT_OFF)
+def test_an_unfinished_call_is_a_call(
+    case: tuple[str, list[tuple[str, str, dict[str, Any]]]],
+) -> None:
+    """Once its name is known; what can be made out of its arguments is an object."""
+    text, expected = case
+    reader = ToolReader(FUNCTIONS)
+    said, calls = split([reader.push(text), reader.end(cut_off=True)])
+    assert [(call.name, call.arguments, call.value) for call in calls] == expected
+    assert not any(call.complete for call in calls)
+    assert said == ("" if expected else text)
+
+
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=8,
+    ),
+    share=st.floats(0, 1),
+)
+def test_json_that_breaks_off_is_completed(value: Any, share: float) -> None:
+    """Whatever is left of it; all of it stays as it is."""
+    text = json.dumps({"a": value})
+    assert complete_json(text) == text
+    assert isinstance(json.loads(complete_json(text[: int(share * len(text))])), dict)
+
+
+OPEN: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "closed"),
+    [
+        (OPEN, {**OPEN, "additionalProperties": False}),
+        ({**OPEN, "additionalProperties": True}, {**OPEN, "additionalProperties": True}),
+        ({"type": "object"}, {"type": "object"}),
+        ({"anyOf": [OPEN]}, {"anyOf": [{**OPEN, "additionalProperties": False}]}),
+        ({"allOf": [OPEN]}, {"allOf": [OPEN]}),
+        ({"const": OPEN}, {"const": OPEN}),
+        (
+            {"$defs": {"properties": OPEN}},
+            {"$defs": {"properties": {**OPEN, "additionalProperties": False}}},
+        ),
+    ],
+)
+def test_objects_are_closed(schema: dict[str, Any], closed: dict[str, Any]) -> None:
+    """Unless they say otherwise: a model that may invent properties does not stop."""
+    assert close_objects(schema) == closed
+
+
+def test_a_template_without_tools_gets_them_as_text() -> None:
+    """The functions stand in the system message, earlier calls and results in the turns."""
+    call = {"type": "function", "id": "1", "function": {"name": "stop", "arguments": {"a": 1}}}
+    first, user, assistant, result = describe_tools(
+        [
+            ChatMessage("system", "Be brief."),
+            ChatMessage("user", "go"),
+            ChatMessage("assistant", "", tool_calls=[call]),
+            ChatMessage("tool", "done", tool_call_id="1"),
+            ChatMessage("user", "and?"),
+        ],
+        FUNCTIONS,
+    )
+    assert first.content.startswith("Be brief.")
+    assert '{"name": "find", "description": ""' in first.content
+    assert '{"name": "function-name", "arguments": {...}}' in first.content
+    assert user == ChatMessage("user", "go")
+    reader = ToolReader(FUNCTIONS)
+    _, [parsed] = split([reader.push(assistant.content), reader.end()])
+    assert (parsed.name, parsed.value) == ("stop", {"a": 1})
+    assert result == ChatMessage("user", "<tool_response>\ndone\n</tool_response>\n\nand?")
 
 
 def test_the_model_may_name_its_parser(tmp_path: Path) -> None:
