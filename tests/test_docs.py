@@ -28,6 +28,14 @@ def test_every_module_stands_in_the_listing_exactly_once() -> None:
     assert {str(path): 1 for path in modules()} == dict(listed)
 
 
+def test_every_folder_stands_in_the_architecture() -> None:
+    """docs/architecture.md says in a line what each package holds."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    packages = {path.parent for path in modules() if path.suffix == ".py"} - {Path()}
+    missing = [str(p) for p in sorted(packages) if f"`{p}/`" not in page]
+    assert missing == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_paths_in_documents_exist(document: Path) -> None:
     """A path in backticks is a file or folder, and what follows its colon is defined there."""
