@@ -387,3 +387,13 @@ def test_the_stop_string_is_reported(stack: RunningStack) -> None:
     _, before, finished = ask(stack, max_tokens=12, stop=["never said", text[4:6]])
     assert (finished.reason, finished.stop_string) == ("stop", text[4:6])
     assert text.startswith(before + text[4:6])
+
+
+def test_a_forced_call_ends_by_itself(client: openai.OpenAI) -> None:
+    """A schema that leaves its object open is closed, so that the model does not go on."""
+    schema = {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}}, "required": ["kind"]}
+    tool = {"type": "function", "function": {"name": "pick", "parameters": schema}}
+    [choice] = chat(client, tools=[tool], tool_choice="required", max_tokens=200).choices
+    [call] = choice.message.tool_calls
+    assert json.loads(call.function.arguments)["kind"] in ("a", "b")
+    assert choice.finish_reason == "tool_calls"

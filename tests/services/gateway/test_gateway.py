@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import psutil
 import pytest
@@ -128,6 +129,48 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 16
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+def test_all_apis_give_the_same_answer(url: str, client: openai.OpenAI) -> None:
+    """One model, one prompt, three dialects; the counts agree too."""
+    said = chat(client, max_tokens=12)
+    text = said.choices[0].message.content
+    response = client.responses.create(model="target", input="hello there", max_output_tokens=12)
+    with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0, timeout=DEADLINE_S) as other:
+        asked: Any = {"model": "target", "messages": HELLO}
+        message = other.messages.create(**asked, max_tokens=12)
+        count = other.messages.count_tokens(**asked)
+        with other.messages.stream(**asked, max_tokens=12) as stream:
+            streamed = "".join(stream.text_stream)
+    [block] = message.content
+    assert (response.output_text, block.to_dict()["text"], streamed) == (text, text, text)
+    assert response.usage is not None
+    read = message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+    assert (response.usage.input_tokens, read) == (said.usage.prompt_tokens,) * 2
+    assert count.input_tokens == said.usage.prompt_tokens
+    with (
+        pytest.raises(anthropic.AuthenticationError),
+        anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0) as stranger,
+    ):
+        stranger.messages.create(**asked, max_tokens=1)
+
+
+def test_leaving_frees_a_place_in_every_api(
+    url: str, client: openai.OpenAI, stack: RunningStack
+) -> None:
+    """Whoever stops reading in the middle of a stream is decoded for no longer."""
+    with chat(client, stream=True, max_tokens=20_000) as chunks:
+        next(iter(chunks))
+    eventually(lambda: stack.client.status().active == 0, "the chat was cancelled")
+    with client.responses.create(model="target", input="x", stream=True) as events:
+        next(iter(events))
+    eventually(lambda: stack.client.status().active == 0, "the response was cancelled")
+    with (
+        anthropic.Anthropic(base_url=url, api_key=KEY, timeout=DEADLINE_S) as other,
+        other.messages.stream(model="target", messages=HELLO, max_tokens=20_000) as stream,
+    ):
+        next(iter(stream))
+    eventually(lambda: stack.client.status().active == 0, "the message was cancelled")
 
 
 def test_a_text_is_continued(client: openai.OpenAI) -> None:

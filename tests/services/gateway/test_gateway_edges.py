@@ -1,7 +1,10 @@
 """The gateway beside an orchestrator that is full, slow or broken: no process, no socket."""
 
 import asyncio
+import contextlib
 import json
+import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +26,9 @@ from protocol.settings import GatewaySettings
 from services.gateway import app as app_module
 from services.gateway.app import Gateway
 from services.gateway.auth import RateLimit
+from services.gateway.body import decode_body
+from services.gateway.dialects.chat import ChatRequest
+from services.gateway.errors import ApiError
 from services.gateway.main import run
 from services.gateway.stream import watch_events
 
@@ -174,6 +180,31 @@ def test_who_stops_listening_cancels() -> None:
     assert asyncio.run(listen())
 
 
+async def send(application: Any, body: dict[str, Any]) -> int:
+    """The status of a request on a loop that is shared with others."""
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "path": "/v1/chat/completions",
+        "raw_path": b"", "query_string": b"", "server": ("localhost", 80), "scheme": "http",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        "client": ("localhost", 1),
+    }  # fmt: skip
+    statuses: list[int] = []
+    bodies = [json.dumps(body).encode()]
+
+    async def receive() -> dict[str, Any]:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def take(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    await application(scope, receive, take)
+    return statuses[0]
+
+
 async def _at_once(receive: Any) -> None:
     await asyncio.sleep(0.02)
 
@@ -193,6 +224,162 @@ async def _at_once(receive: Any) -> None:
 def test_pages_cannot_point_their_name_here(headers: dict[str, str], status: int) -> None:
     """Without a key, a request must be addressed to this machine by a name of its own."""
     assert ask(FakeClient(Busy("full")), BODY, headers=headers)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 429),
+        ({"origin": "http://localhost"}, 429),
+        ({"origin": "http://friend.example"}, 429),
+        ({"origin": "http://FRIEND.example/"}, 429),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://localhost.evil.example"}, 403),
+        ({"origin": "http://localhost:3000"}, 403),
+        ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, 403),
+        ({"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}, 429),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-type": "multipart/form-data; boundary=x"}, 415),
+        ({"content-type": ""}, 415),
+        ({"content-type": "application/json; charset=utf-8"}, 429),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("key", ["", "secret"], ids=["no key", "key"])
+def test_pages_of_others_stay_outside(headers: dict[str, str], status: int, key: str) -> None:
+    """A page says where it is from, or can only send what is no JSON; both are refused.
+
+    With a key too: a browser may know it from elsewhere.
+    """
+    settings = GatewaySettings(
+        lifeline=0, listener=0, clients_address="", names=["large"],
+        allowed_origins=["http://friend.example"],
+    )  # fmt: skip
+    application = Gateway(settings, cast("Any", FakeClient(Busy("full")))).app(key)
+    given = {"authorization": f"Bearer {key}", **headers}
+    assert ask(None, BODY, headers=given, application=application)[0] == status
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models"])
+def test_pages_of_others_read_nothing(path: str) -> None:
+    """Nor may they look at the server's state; following a link to the page is allowed."""
+    client = FakeClient(Busy("full"))
+    for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
+        assert ask(client, {}, path=path, method="GET", headers=headers)[0] == 403
+    followed = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    assert ask(client, {}, path=path, method="GET", headers=followed)[0] != 403
+
+
+@pytest.mark.parametrize("given", ["secret", "wrong"])
+def test_the_key_may_come_as_anthropic_sends_it(given: str) -> None:
+    """In a header of its own, with errors of that API's shape."""
+    path = "/v1/messages"
+    status, text = ask(
+        FakeClient(Busy("full")), {**BODY, "max_tokens": 1}, key="secret", path=path,
+        headers={"x-api-key": given},
+    )  # fmt: skip
+    right = given == "secret"
+    assert status == (429 if right else 401)
+    error = json.loads(text)
+    kind = "rate_limit_error" if right else "authentication_error"
+    assert (error["type"], error["error"]["type"]) == ("error", kind)
+
+
+def _nest(depth: int) -> Any:
+    value: Any = {"type": "object"}
+    for _ in range(depth):
+        value = {"type": "array", "items": value}
+    return value
+
+
+HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
+    "deep schema": ("/v1/chat/completions", {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": _nest(100)}}}),
+    "wide schema": ("/v1/chat/completions", {"response_format": {
+        "type": "json_schema", "json_schema": {"schema": {"enum": list(range(60_000))}}}}),
+    "deep template option": ("/v1/chat/completions", {"chat_template_kwargs": {"a": _nest(100)}}),
+    "many messages": ("/v1/chat/completions", {"messages": BODY["messages"] * 5000}),
+    "many tools": ("/v1/chat/completions", {
+        "tools": [{"type": "function", "function": {"name": "a"}}] * 600}),
+    "many choices": ("/v1/chat/completions", {"n": 17}),
+    "many answers": ("/v1/completions", {"prompt": ["a"] * 20, "n": 16}),
+    "long stop string": ("/v1/chat/completions", {"stop": ["a" * 2000]}),
+    "tiny penalty": ("/v1/chat/completions", {"repetition_penalty": 1e-40}),
+    "huge penalty": ("/v1/chat/completions", {"repetition_penalty": 1e30}),
+    "huge temperature": ("/v1/chat/completions", {"temperature": 1e308}),
+    "huge bias": ("/v1/chat/completions", {"logit_bias": {"5": 1e300}}),
+    "bias of a huge token": ("/v1/chat/completions", {"logit_bias": {"9" * 40: 1}}),
+    "deep tool": ("/v1/messages", {
+        "max_tokens": 1, "tools": [{"name": "a", "input_schema": _nest(100)}]}),
+    "deep tool of a response": ("/v1/responses", {
+        "input": "a", "tools": [{"type": "function", "name": "a", "parameters": _nest(100)}]}),
+    "unreadable tool": ("/v1/responses", {"input": "a", "tools": [{"type": 5}]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE.values(), ids=HOSTILE)
+def test_requests_are_bounded(case: tuple[str, dict[str, Any]]) -> None:
+    """What is too deep, too many or makes no sense is a 400 with a reason, and goes no further."""
+    path, fields = case
+    client = FakeClient(RuntimeFailure("it was asked"))
+    status, text = ask(client, {**BODY, **fields}, path=path)
+    assert status == 400
+    assert json.loads(text)["error"]["message"]
+
+
+def test_hostile_grammars_leave_a_bystander_alone() -> None:
+    """Its words come while a schema is looked at for as long as that may take."""
+    pattern = "^" + "a?" * 500 + "a" * 500 + "$"
+    schema = {"type": "string", "pattern": pattern}
+    hostile = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    settings = GatewaySettings(lifeline=0, listener=0, clients_address="", names=["large"])
+    client = FakeClient(RuntimeFailure("asked"), words=3)
+    gateway = Gateway(settings, cast("Any", client))
+    slow = threading.Event()
+    gateway._grammars = cast("Any", SlowChecker(slow))
+    application = gateway.app("")
+
+    async def both() -> tuple[int, int]:
+        attack = asyncio.ensure_future(send(application, {**BODY, **hostile}))
+        bystander = await send(application, {**BODY, "stream": True})
+        assert not attack.done()
+        slow.set()
+        return bystander, await attack
+
+    assert asyncio.run(both()) == (200, 400)
+
+
+class SlowChecker:
+    """Needs as long as it is let, and then refuses."""
+
+    def __init__(self, until: threading.Event) -> None:
+        self._until = until
+
+    def check(self, grammar: str) -> None:
+        assert self._until.wait(60)
+        raise UsageError("the schema takes too long")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 4_000_000,
+        b'{"messages": [{"role": "user", "content": "' + b"\\\\" * 900_000 + b'"}]}',
+        b'{"x": [' + b"[]," * 1_300_000 + b"[]]}",
+        b'{"messages": [' + b"{}," * 1_300_000 + b"{}]}",
+        b'{"messages": [{"role": "user", "content": "a"}], ' + b'"a": 1, ' * 400_000 + b'"b": 1}',
+    ],
+    ids=["deep", "escapes", "lists", "messages", "names"],
+)
+def test_a_large_body_is_read_at_once(body: bytes) -> None:
+    """Four megabytes of anything are refused or read while nobody waits long: it is timed by
+    what the loop's thread computes, so that a busy machine does not matter."""
+    before = time.thread_time()
+    with contextlib.suppress(ApiError):
+        decode_body(body, ChatRequest)
+    assert time.thread_time() - before < 2.0
 
 
 @pytest.mark.parametrize(
