@@ -1,16 +1,13 @@
-"""The public Python API: load a pair once, generate many times.
+"""The former name of `ssd_decode`."""
 
->>> from mlx_ssd import SamplingParams
->>> with LLM() as llm:
-...     answers = llm.generate(["Why is the sky blue?", "And grass?"], SamplingParams(max_tokens=8))
-...     pieces = [event.text for event in llm.stream("Hello", SamplingParams(max_tokens=4))
-...               if isinstance(event, Text)]
->>> len(answers)
-2
-"""
+import warnings
 
-from launch.api.llm import LLM, Answer
-from launch.api.sampling_params import Prompt, SamplingParams
-from protocol.messages import Finished, Statistics, Text
+from ssd_decode import LLM, Answer, Finished, Prompt, SamplingParams, Statistics, Text
 
 __all__ = ["LLM", "Answer", "Finished", "Prompt", "SamplingParams", "Statistics", "Text"]
+
+warnings.warn(
+    "mlx_ssd is now called ssd_decode: `from ssd_decode import LLM`",
+    DeprecationWarning,
+    stacklevel=2,
+)

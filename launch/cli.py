@@ -30,12 +30,13 @@ from launch.commands import (
 )
 from launch.terminal import console
 from protocol.errors import RuntimeFailure, SsdError
+from protocol.version import DISTRIBUTION, VERSION
 
 _INTERRUPTED = 130
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="mlx-ssd")
+@click.version_option(VERSION, prog_name=DISTRIBUTION)
 def cli() -> None:
     """Lossless, faster local LLM decoding: speculative speculative decoding."""
 
@@ -74,7 +75,7 @@ def _check_shadowing() -> None:
         if origin is None or origin.parent.parent != home:
             raise RuntimeFailure(
                 f"the package {room!r} is imported from {origin}, not from {home}; "
-                "install mlx-ssd into an environment of its own"
+                f"install {DISTRIBUTION} into an environment of its own"
             )
 
 

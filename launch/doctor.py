@@ -1,6 +1,5 @@
 """`ssd doctor`: what this machine can do, whether the pair fits it, and what would be started."""
 
-import importlib.metadata
 import os
 import platform
 import sys
@@ -13,16 +12,17 @@ import psutil
 from launch.models.coreml_models import conversion_in, find_converted, is_converted
 from launch.models.pair import Pair, pair_of
 from launch.models.weights import Weights, weights_of
-from launch.settings.machine import share_cores
+from launch.settings.machine import package_versions, share_cores
 from launch.settings.settings import StackSettings
 from launch.workers.worker import run_module
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, RuntimeFailure, SsdError
 from protocol.jobs.hardware import HardwareReport
+from protocol.version import DISTRIBUTION, VERSION
 
 Level = Literal["ok", "note", "problem"]
 
-_PACKAGES = ("mlx-ssd", "mlx", "mlx-lm", "pyzmq", "msgpack", "msgspec", "tokenizers", "coremltools")
+_PACKAGES = ("mlx", "mlx-lm", "pyzmq", "msgpack", "msgspec", "tokenizers", "coremltools")
 _SURVEY_S = 120.0
 _EXAMPLE_TOKENS = 4096
 """Context for which the KV is counted into the memory estimate."""
@@ -92,14 +92,7 @@ def ask_hardware() -> HardwareReport:
 
 def versions() -> dict[str, str]:
     """Of the packages that matter; empty if one is not installed."""
-    return {name: _version(name) for name in _PACKAGES}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return {DISTRIBUTION: VERSION, **package_versions(_PACKAGES)}
 
 
 def _cores() -> list[int]:

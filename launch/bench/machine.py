@@ -1,6 +1,5 @@
 """What the figures were measured on."""
 
-import importlib.metadata
 import platform
 import shutil
 import subprocess
@@ -10,8 +9,10 @@ from pathlib import Path
 import psutil
 
 from launch.bench.result import Hardware
+from launch.settings.machine import package_versions
+from protocol.version import DISTRIBUTION, VERSION
 
-_LIBRARIES = ("mlx-ssd", "mlx", "mlx-lm", "mkl", "numpy", "pyzmq", "coremltools")
+_LIBRARIES = ("mlx", "mlx-lm", "mkl", "numpy", "pyzmq", "coremltools")
 _TIMEOUT_S = 10.0
 
 
@@ -29,13 +30,8 @@ def hardware(units: dict[str, str]) -> Hardware:
 
 def versions() -> dict[str, str]:
     """Of Python and the libraries that the speed depends on."""
-    found = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    libraries = {name: v for name, v in package_versions(_LIBRARIES).items() if v}
+    return {"python": platform.python_version(), DISTRIBUTION: VERSION, **libraries}
 
 
 def _processor() -> str:

@@ -29,6 +29,7 @@ from launch.workers.reference import ReferenceWorker
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.client.client import Client
 from protocol.messages import ChatMessage, Finished, Generate, Sampling, Statistics
+from protocol.version import VERSION
 
 _FIRST = "Say hello."
 
@@ -172,7 +173,7 @@ def _runs(
 
 def _result(bench: Bench, config: Config, hardware: Hardware, measured: Measured) -> BenchFile:
     return BenchFile(
-        tool_version=config.versions.get("mlx-ssd", "unknown"),
+        tool_version=VERSION,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         hardware=hardware,
         config=config,

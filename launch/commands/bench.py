@@ -21,6 +21,7 @@ from launch.settings.options import sampling_options, settings_of, stack_options
 from launch.terminal import console
 from protocol.errors import UsageError
 from protocol.messages import Sampling
+from protocol.version import install_hint
 
 
 @click.command("bench", cls=Command)
@@ -79,7 +80,7 @@ def _writer() -> Callable[[BenchFile, Path], None]:
     try:
         from launch.bench.report import write  # noqa: PLC0415  # plots are slow to import
     except ModuleNotFoundError as error:
-        raise UsageError("--report needs matplotlib: pip install 'mlx-ssd[report]'") from error
+        raise UsageError(f"--report needs matplotlib: {install_hint('report')}") from error
     return write
 
 

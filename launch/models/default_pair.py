@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from launch.settings.machine import require_mlx
 from launch.settings.paths import cache_dir
 from launch.workers.worker import run_module
 from protocol.errors import ModelError, SsdError
@@ -51,8 +52,10 @@ def add_default(report: Callable[[str], None]) -> None:
     What is there already is kept; an interrupted run leaves nothing half-written.
 
     Raises:
+        UsageError: MLX is not installed.
         ModelError: the weights cannot be fetched or converted.
     """
+    require_mlx()
     target, drafter = default_target(), default_drafter()
     if not (target / "model.safetensors").is_file():
         report("fetching the weights of SmolLM2-135M-Instruct (93 MB)")

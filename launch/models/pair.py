@@ -11,6 +11,7 @@ from launch.keyring import RemoteServer, remote_server_of
 from launch.models.coreml_models import find_converted, require_converted
 from launch.models.default_pair import default_drafter, default_target, require_default
 from launch.models.hub import resolve
+from launch.settings.machine import require_mlx
 from launch.settings.settings import StackSettings
 from protocol.errors import UsageError
 from protocol.settings import BACKENDS, BackendName
@@ -84,8 +85,9 @@ def pair_of(settings: StackSettings) -> Pair:
 
     Raises:
         ModelError: a model is not there.
-        UsageError: the backend and the models do not go together.
+        UsageError: the backend and the models do not go together, or MLX is not installed.
     """
+    require_mlx()
     target = resolve(settings.model) if settings.model else require_default(default_target())
     backend: str = settings.draft_backend
     if backend == "auto":

@@ -1,16 +1,20 @@
 """This machine: its chip and cores, who gets which, and the environment of a child on a device."""
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from protocol.errors import UsageError
 from protocol.settings import BackendName, Device
+from protocol.version import install_hint
 
 _CUDA = "cuda:"
 # MLX on CUDA keeps 400 graphs, and gives up for good after 800 that were new, however long
@@ -37,6 +41,25 @@ def child_environment(device: Device) -> dict[str, str]:
     # By bus, as nvidia-smi counts, not by speed, as CUDA does if left alone.
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **own}
     return {**order, "CUDA_VISIBLE_DEVICES": shown[0]}
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Name of a distribution -> its version; empty if it is not installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def require_mlx() -> None:
+    """Raise UsageError, naming the extra to install, if MLX is missing (on Linux it is one)."""
+    if importlib.util.find_spec("mlx") is None or importlib.util.find_spec("mlx.core") is None:
+        raise UsageError(
+            f"MLX is not installed: {install_hint('cpu')}, or {install_hint('cuda')} with CUDA 13"
+        )
 
 
 def compute_threads() -> int:

@@ -5,6 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from protocol.errors import ModelError
+from protocol.version import VERSION
 from services.ranks.messages import Build
 
 _SAMPLES, _SAMPLE_BYTES = 64, 65536
@@ -18,7 +19,7 @@ def build_of(model: str) -> Build:
         ModelError: there is no such model folder.
     """
     return Build(
-        ssd=version("mlx-ssd"),
+        ssd=VERSION,
         mlx=version("mlx"),
         mlx_lm=version("mlx-lm"),
         weights=weights_digest(Path(model)) if model else "",

@@ -23,11 +23,16 @@ how they work together: [architecture.md](architecture.md).
 
 def modules() -> list[Path]:
     """All source files that the listing names, relative to the repository."""
-    found = [ROOT / "mlx_ssd.py"]
+    found = [ROOT / "ssd_decode/__init__.py", ROOT / "mlx_ssd.py"]
     for package in _PACKAGES:
         found += [p for p in (ROOT / package).rglob("*") if p.suffix in _SOURCES]
     relative = [path.relative_to(ROOT) for path in found]
-    return sorted(p for p in relative if p.name != "__init__.py" and "__pycache__" not in p.parts)
+    return sorted(
+        p
+        for p in relative
+        if (p.name != "__init__.py" or p.parent.name == "ssd_decode")
+        and "__pycache__" not in p.parts
+    )
 
 
 def listing() -> str:

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import doctest
+import importlib
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -15,9 +17,9 @@ import pytest
 
 import launch.api.llm
 import launch.api.sampling_params
-import mlx_ssd
-from mlx_ssd import LLM, Finished, SamplingParams, Text
+import ssd_decode
 from protocol.errors import UsageError
+from ssd_decode import LLM, Finished, SamplingParams, Text
 from tests.support.stack import leftovers
 from tests.support.tiny_models import write_tiny_model
 
@@ -65,7 +67,7 @@ def test_conversations_are_prompts(llm: LLM) -> None:
     [answer] = llm.generate(talk, params)
     assert answer.tokens == llm.generate("hello", params)[0].tokens
     assert len(llm.generate([talk, "hello", [{"role": "system", "content": "x"}, *talk]])) == 3
-    with pytest.raises(UsageError, match="mixed"):
+    with pytest.raises(UsageError, match="mix strings and messages"):
         llm.generate(cast("Any", ["hello", *talk]))
 
 
@@ -171,7 +173,16 @@ def test_the_examples_run(llm: LLM) -> None:
             pass
 
     names = {"LLM": Loaded, "SamplingParams": SamplingParams, "asyncio": asyncio}
-    for module in (launch.api.llm, launch.api.sampling_params, mlx_ssd):
+    for module in (launch.api.llm, launch.api.sampling_params, ssd_decode):
         result = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)
         assert result.failed == 0
         assert result.attempted > 0
+
+
+def test_the_former_name_still_works() -> None:
+    """`mlx_ssd` says what it is called now, and is the same."""
+    sys.modules.pop("mlx_ssd", None)
+    with pytest.warns(DeprecationWarning, match="now called ssd_decode"):
+        former = importlib.import_module("mlx_ssd")
+    assert former.LLM is LLM
+    assert former.__all__ == ssd_decode.__all__

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_ssd import SamplingParams
 from protocol.decoding.sampling_params import (
     check_sampling,
     drafter_sampling,
@@ -14,6 +13,7 @@ from protocol.decoding.sampling_params import (
 )
 from protocol.errors import UsageError
 from protocol.messages import DraftDistribution, Sampling
+from ssd_decode import SamplingParams
 
 WARM = Sampling(temperature=0.7, top_p=0.9)
 
