@@ -11,18 +11,18 @@ from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any, Protocol
 
-import mlx.core as mx
-
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Tokens
 from services.batching.forward import Batcher
-from services.kv.cache import KVStore
+from services.kv.state import SequenceState
 
 _WORTH = 8
 """Tokens that a wait for another prompt's KV must save, at least."""
 
 _STALL_S = 0.25
 """How long the answers that are being decoded may wait for a piece of another's prompt."""
+_GRID = 256
+"""Distance of checkpoints in a prompt, unless the chunks that were asked for are smaller."""
 _FIRST = 32
 _LEAST = 16
 
@@ -31,18 +31,8 @@ class Prompted(Protocol):
     """A sequence whose prompt is computed."""
 
     tokens: Tokens
-    """What its caches hold."""
-    caches: list[Any]
-    store: KVStore | None
-
-    @property
-    def length(self) -> int:
-        """How many tokens the caches hold."""
-        ...
-
-    def place(self, count: int) -> None:
-        """The next forward appends `count` tokens."""
-        ...
+    """What its state holds."""
+    state: SequenceState
 
 
 class ChunkSizer:
@@ -79,6 +69,7 @@ class ChunkedPrefill:
         self._batcher = Batcher(model, 0)
         self._shares = shares
         self._chunk_sizer = ChunkSizer(step)
+        self._grid = min(step, _GRID)
         self._wanted: dict[int, Tokens] = {}
         """By sequence: the prompts in work."""
 
@@ -108,21 +99,39 @@ class ChunkedPrefill:
             tokens: of the whole prompt.
             alone: whether nobody's answer waits meanwhile.
         """
-        while sequence.length < len(tokens):
-            size = self._chunk_sizer.size(alone=alone())
-            chunk = tokens[sequence.length : sequence.length + size]
-            place = partial(sequence.place, len(chunk))
-            asked = self._batcher.submit(chunk, sequence.caches, sequence.store, place)
+        state = sequence.state
+        while state.length < len(tokens):
+            size = self._size(state, alone=alone())
+            chunk = tokens[state.length : state.length + size]
+            asked = self._batcher.submit(chunk, state, partial(_begin_chunk, state, len(chunk)))
             try:
                 yield
                 self._batcher.most_rows = size if self._shares else 0
                 began, own = time.perf_counter(), asked.logits is None
                 _, by = self._batcher.result(asked)
-                # The logits stay uncomputed: MLX is lazy and only the KV is asked for.
-                mx.eval([cache.state for cache in sequence.caches])
+                state.commit(state.length)
+                # The logits stay uncomputed: MLX is lazy and only the state is asked for.
+                state.evaluate()
             finally:
                 self._batcher.withdraw(asked)
             sequence.tokens += chunk
+            if state.needs_checkpoints:
+                state.checkpoint()
             if own:
                 self._chunk_sizer.observe(by.rows, time.perf_counter() - began)
             yield
+
+    def _size(self, state: SequenceState, *, alone: bool) -> int:
+        """Most tokens of the next chunk.
+
+        Where forks begin at checkpoints, chunks end at multiples of a length: a prompt that is
+        resumed goes through the passes of a fresh one, and has its bits.
+        """
+        if state.needs_checkpoints:
+            return self._grid - state.length % self._grid
+        return self._chunk_sizer.size(alone=alone)
+
+
+def _begin_chunk(state: SequenceState, size: int) -> Tokens:
+    state.append(size, whole=True)
+    return []

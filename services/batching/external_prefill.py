@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.messages import Tokens
-from services.kv.cache import KVStore, round_to_bucket
+from services.kv.cache import round_to_bucket
+from services.kv.state import SequenceState
 
 _log = logging.getLogger(__name__)
 
@@ -71,14 +72,14 @@ class KVInjection:
             value_slots[0, :, rows] = values[layer]
         self._filled = rows.stop
 
-    def hand_over(self, store: KVStore) -> None:
-        """Make this the beginning of an empty store."""
+    def hand_over(self, state: SequenceState) -> None:
+        """Make this the beginning of an empty state."""
         self._views = []  # MLX writes in place only what nobody else holds
         buffers, self._buffers = self._buffers, []
         if self._stored != self._dtype:
             buffers = [(keys.view(self._dtype), values.view(self._dtype))
                        for keys, values in buffers]  # fmt: skip
-        store.take(buffers, self._filled)
+        state.take(buffers, self._filled)
 
     def _convert(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """All layers at once: numpy converts slowly while it scatters."""
@@ -141,16 +142,16 @@ class ExternalPrefill:
     def __init__(
         self,
         module: Any,
-        windows: list[int | None],
+        make_state: Callable[[], SequenceState],
         other: PrefillSource,
         *,
         whenever_it_fits: bool,
         budget_s: float = _BUDGET_S,
     ) -> None:
         self._module = module
-        self._windows = windows
+        self._make_state = make_state
         self._other = other
-        self._dtype = kv_dtype(module, windows)
+        self._dtype = kv_dtype(module, make_state)
         self.times: Times = {}
         """What was measured."""
         if whenever_it_fits:
@@ -166,38 +167,38 @@ class ExternalPrefill:
                 external,
             )
 
-    def fill(self, store: KVStore, held: Tokens, tokens: Tokens) -> Generator[None]:
-        """Fill an empty store with a prompt, if that is the better way; notes it in `held`."""
-        if store.length or not self._choice.prefers_external(len(tokens)):
+    def fill(self, state: SequenceState, held: Tokens, tokens: Tokens) -> Generator[None]:
+        """Fill an empty state with a prompt, if that is the better way; notes it in `held`."""
+        if state.length or not self._choice.prefers_external(len(tokens)):
             return
         landing = KVInjection(len(tokens), self._dtype)
         for keys, values in self._other.pieces(tokens):
             landing.write(keys, values)
             yield
-        landing.hand_over(store)
+        landing.hand_over(state)
         held += tokens
 
     def _here(self, length: int) -> None:
-        store = KVStore(self._windows, bucketed=False)
-        store.chain(length)
-        self._module(mx.ones((1, length), mx.int32), cache=store.caches)
-        store.evaluate()
+        state = self._make_state()
+        state.append(length, whole=True)
+        self._module(mx.ones((1, length), mx.int32), cache=state.caches)
+        state.evaluate()
 
     def _there(self, length: int) -> None:
-        store = KVStore(self._windows, bucketed=False)
+        state = self._make_state()
         landing = KVInjection(length, self._dtype)
         for keys, values in self._other.pieces([1] * length):
             landing.write(keys, values)
-        landing.hand_over(store)
-        store.evaluate()
+        landing.hand_over(state)
+        state.evaluate()
 
 
-def kv_dtype(module: Any, windows: list[int | None]) -> mx.Dtype:
+def kv_dtype(module: Any, make_state: Callable[[], SequenceState]) -> mx.Dtype:
     """The type of the target's own keys: a forward of one token tells."""
-    store = KVStore(windows, bucketed=False)
-    store.chain(1)
-    module(mx.zeros((1, 1), mx.int32), cache=store.caches)
-    keys = store.caches[0].keys
+    state = make_state()
+    state.append(1, whole=True)
+    module(mx.zeros((1, 1), mx.int32), cache=state.caches)
+    keys: mx.array | None = state.caches[0].keys
     if keys is None:
         raise ValueError("the target stores no keys")
     return keys.dtype

@@ -9,8 +9,9 @@ from typing import Any
 import mlx.core as mx
 
 from protocol.messages import Tokens
-from services.batching.packing import together
+from services.batching.packing import pack_caches
 from services.kv.cache import KVStore
+from services.kv.state import SequenceState
 from services.mlx.loader import compute_unit
 from services.mlx.traced_forward import TracedForward
 
@@ -40,11 +41,9 @@ class BatchRequest:
     """Tokens of one sequence that are to go through the model."""
 
     tokens: Tokens
-    caches: list[Any]
-    store: KVStore | None
-    """None if the sequence cannot share a pass."""
-    place: Callable[[], None]
-    """Makes room in the caches, right before the pass."""
+    state: SequenceState
+    begin: Callable[[], Tokens]
+    """Begins the pass on the state, right before it; gives what is fed before the tokens."""
     logits: mx.array | None = None
     """[tokens, head], lazy."""
     by: ForwardPass = field(default_factory=lambda: ForwardPass(0, 0))
@@ -65,10 +64,10 @@ class Batcher:
         self._waiting: list[BatchRequest] = []
 
     def submit(
-        self, tokens: Tokens, caches: list[Any], store: KVStore | None, place: Callable[[], None]
+        self, tokens: Tokens, state: SequenceState, begin: Callable[[], Tokens]
     ) -> BatchRequest:
         """Note that a sequence wants these tokens computed; nothing happens yet."""
-        asked = BatchRequest(tokens, caches, store, place)
+        asked = BatchRequest(tokens, state, begin)
         self._waiting.append(asked)
         return asked
 
@@ -102,14 +101,14 @@ class Batcher:
         return chosen
 
     def _run(self, asks: list[BatchRequest]) -> None:
-        lengths = [asked.store.length if asked.store is not None else 0 for asked in asks]
+        lengths = [asked.state.length for asked in asks]
         try:
             self._forward(asks)
         # A sequence that the model cannot take must not take the others down.
         except Exception as error:  # noqa: BLE001
             for asked, length in zip(asks, lengths, strict=True):
-                if asked.store is not None:
-                    asked.store.trim(min(length, asked.store.length))
+                if asked.state.length > length:
+                    asked.state.commit(length)
             if len(asks) == 1:
                 asks[0].error = error
                 return
@@ -118,19 +117,23 @@ class Batcher:
                 self._run([asked])
 
     def _forward(self, asks: list[BatchRequest]) -> None:
-        tokens = [token for asked in asks for token in asked.tokens]
-        now = ForwardPass(len(tokens), len(asks))
+        row: Tokens = []
+        ends = []
         for asked in asks:
-            asked.place()
-        stores = [asked.store for asked in asks if asked.store is not None]
-        row = mx.array(tokens)[None]
-        if len(asks) > 1:
-            logits: mx.array = self._model(row, cache=together(stores))[0]
-        elif self._traced is not None and stores and self._traced.serves(stores[0]):
-            logits = self._traced(row, stores[0])[0]
+            row += [*asked.begin(), *asked.tokens]
+            ends.append(len(row))
+        now = ForwardPass(len(row), len(asks))
+        states = [asked.state for asked in asks]
+        logits = self._call(mx.array(row)[None], states)[0]
+        for asked, end in zip(asks, ends, strict=True):
+            asked.logits, asked.by = logits[end - len(asked.tokens) : end], now
+
+    def _call(self, row: mx.array, states: list[SequenceState]) -> mx.array:
+        state = states[0]
+        if len(states) > 1:
+            logits: mx.array = self._model(row, cache=pack_caches(states))
+        elif self._traced is not None and isinstance(state, KVStore) and self._traced.serves(state):
+            logits = self._traced(row, state)
         else:
-            logits = self._model(row, cache=asks[0].caches)[0]
-        start = 0
-        for asked in asks:
-            asked.logits, asked.by = logits[start : start + len(asked.tokens)], now
-            start += len(asked.tokens)
+            logits = self._model(row, cache=state.caches)
+        return logits

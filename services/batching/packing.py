@@ -20,7 +20,8 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from protocol.errors import ModelError
-from services.kv.cache import KVStore, SlotCache
+from services.kv.cache import KVStore
+from services.kv.state import SequenceState
 from services.mlx import cpu_attention, decode_attention
 from services.mlx.loader import compute_unit
 from services.mlx.rope import allow_branches
@@ -42,7 +43,7 @@ class PackedKV:
 class PackedCache:
     """One layer's caches of all sequences in a row; what mlx-lm takes for a KV cache."""
 
-    def __init__(self, caches: Sequence[SlotCache], borders: list[int], offset: mx.array) -> None:
+    def __init__(self, caches: Sequence[Any], borders: list[int], offset: mx.array) -> None:
         self._caches = caches
         self._borders = borders
         self.offset = offset
@@ -81,13 +82,13 @@ class PackedCache:
         )
 
 
-def together(stores: Sequence[KVStore]) -> list[PackedCache]:
-    """The caches for one forward over the current frames of these sequences, laid end to end."""
-    borders = [int(end) for end in np.cumsum([store.frame.count for store in stores])[:-1]]
-    positions = [store.frame.positions[store.frame.start :] for store in stores]
+def pack_caches(states: Sequence[SequenceState]) -> list[PackedCache]:
+    """The caches for one forward over the passes of these sequences, laid end to end."""
+    positions = [state.positions for state in states]
+    borders = [int(end) for end in np.cumsum([len(rows) for rows in positions])[:-1]]
     # One array for all layers: they share the sines of a position by its identity.
     offset = mx.array(np.concatenate(positions), dtype=mx.int32)
-    layers = zip(*(store.caches for store in stores), strict=True)
+    layers = zip(*(state.caches for state in states), strict=True)
     return [PackedCache(layer, borders, offset) for layer in layers]
 
 
@@ -101,31 +102,48 @@ def _by_parts(attend: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """mlx-lm's attention, which also takes `PackedKV`."""
 
     @wraps(attend)
-    def attention(queries: mx.array, keys: Any, values: Any, cache: Any, **rest: Any) -> mx.array:
+    def attention(  # noqa: PLR0917  # mlx-lm's signature
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
         if not isinstance(keys, PackedKV):
-            return attend(queries, keys, values, cache, **rest)
-        masks = rest.pop("mask")
+            return attend(queries, keys, values, cache, scale, mask, sinks)
         rows = mx.split(queries, keys.borders, axis=2)
-        parts = zip(rows, keys.values, values.values, masks.values, strict=True)
-        answers = [attend(q, k, v, cache, mask=mask, **rest) for q, k, v, mask in parts]
+        parts = zip(rows, keys.values, values.values, mask.values, strict=True)
+        answers = [attend(q, k, v, cache, scale, own, sinks) for q, k, v, own in parts]
         return mx.concatenate(answers, axis=2)
 
     return attention
 
 
 @wraps(scaled_dot_product_attention)
-def _attend(queries: mx.array, keys: Any, values: Any, cache: Any, **rest: Any) -> mx.array:
+def _attend(  # noqa: PLR0917  # mlx-lm's signature
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
     """mlx-lm's attention, by a kernel of ours where there is one and the call is of its kind.
 
     Without a cache this may be a step of training, which needs gradients.
     """
     kernel = _KERNELS.get(compute_unit())
-    plain = rest.get("sinks") is None and not hasattr(cache, "bits")
+    plain = sinks is None and not hasattr(cache, "bits")
     if kernel is not None and plain and cache is not None:
-        own = kernel(queries, keys, values, rest["scale"], rest["mask"])
+        own = kernel(queries, keys, values, scale, mask)
         if own is not None:
             return own
-    found: mx.array = scaled_dot_product_attention(queries, keys, values, cache=cache, **rest)
+    found: mx.array = scaled_dot_product_attention(
+        queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+    )
     return found
 
 
@@ -145,30 +163,30 @@ def enable_packing(model: nn.Module) -> None:
             setattr(home, _NAME, _attention)
 
 
-def supports_packing(model: Any, windows: Sequence[int | None], *, bucketed: bool) -> bool:
+def supports_packing(model: Any, make_state: Callable[[], SequenceState]) -> bool:
     """Whether two sequences in one row get the logits that each gets alone: tried out."""
     try:
         enable_packing(model)
-        alone = _trial(model, windows, bucketed=bucketed, flat=False)
-        flat = _trial(model, windows, bucketed=bucketed, flat=True)
+        alone = _try_passes(model, make_state, flat=False)
+        flat = _try_passes(model, make_state, flat=True)
     except (ModelError, AttributeError, TypeError, ValueError, KeyError):
         return False  # attention written out for arrays
     distance = np.array(mx.linalg.norm(flat - alone) / mx.linalg.norm(alone))
     return bool(mx.all(mx.isfinite(flat)).item()) and float(distance) < _TOLERANCE
 
 
-def _trial(model: Any, windows: Sequence[int | None], *, bucketed: bool, flat: bool) -> mx.array:
+def _try_passes(model: Any, make_state: Callable[[], SequenceState], *, flat: bool) -> mx.array:
     """[5, vocabulary] logits of three tokens after four others, and of the first two of a text."""
-    first, second = (KVStore(windows, bucketed=bucketed) for _ in range(2))
-    first.chain(4)
+    first, second = make_state(), make_state()
+    first.append(4)
     model(mx.array([[1, 2, 3, 4]]), cache=first.caches)
-    first.chain(3)
+    first.append(3)
     if flat:
-        second.chain(2)
-        caches: Any = together([first, second])
+        second.append(2)
+        caches: Any = pack_caches([first, second])
         row: mx.array = model(mx.array([[5, 6, 7, 8, 9]]), cache=caches)[0]
         return row.astype(mx.float32)
     rows = [model(mx.array([[5, 6, 7]]), cache=first.caches)[0]]
-    second.chain(2)
+    second.append(2)
     rows.append(model(mx.array([[8, 9]]), cache=second.caches)[0])
     return mx.concatenate(rows).astype(mx.float32)

@@ -189,24 +189,24 @@ def _injection(settings: ProbeSettings) -> ProbeResult:
     import mlx.core as mx  # noqa: PLC0415
 
     from services.batching.external_prefill import KVInjection, kv_dtype  # noqa: PLC0415
-    from services.kv.cache import KVStore, windows_of  # noqa: PLC0415
+    from services.kv.rewinding import find_rewinding  # noqa: PLC0415
     from services.mlx.loader import compute_unit, load  # noqa: PLC0415
 
     module = load(Path(settings.target)).module
-    windows = windows_of(module)
-    dtype = mx.float16 if settings.half else kv_dtype(module, windows)
+    make_state = find_rewinding(module, bucketed=False).make
+    dtype = mx.float16 if settings.half else kv_dtype(module, make_state)
     shape = read_architecture(Path(settings.target))
     # Float32 arrays, as CoreML's Python side and the reference runtime return them.
     rows = np.ones((shape.layers, shape.kv_heads, _CHUNK, shape.head_dim), np.float32)
     writing, handing = [], []
     for _ in range(settings.calls + 1):
-        store, landing = KVStore(windows, bucketed=False), KVInjection(_INJECTED, dtype)
+        state, landing = make_state(), KVInjection(_INJECTED, dtype)
         started = time.perf_counter()
         for _ in range(_INJECTED // _CHUNK):
             landing.write(rows, rows)
         written = time.perf_counter()
-        landing.hand_over(store)
-        store.evaluate()
+        landing.hand_over(state)
+        state.evaluate()
         writing.append(1e3 * (written - started))
         handing.append(1e3 * (time.perf_counter() - written))
     return ProbeResult(
@@ -224,14 +224,15 @@ def _prefill(settings: ProbeSettings) -> ProbeResult:
     """Prompts of rising length: by the MLX target itself, and by its package into its cache."""
     from services.batching.external_prefill import ExternalPrefill  # noqa: PLC0415
     from services.coreml.prefill import open_prefill  # noqa: PLC0415
-    from services.kv.cache import windows_of  # noqa: PLC0415
+    from services.kv.rewinding import find_rewinding  # noqa: PLC0415
     from services.mlx.loader import load  # noqa: PLC0415
 
     folder = Path(settings.target)
     module = load(folder).module
     other = open_prefill(Path(settings.model), settings.compute_units, folder)
+    make_state = find_rewinding(module, bucketed=False).make
     both = ExternalPrefill(
-        module, windows_of(module), other, whenever_it_fits=False, budget_s=settings.seconds
+        module, make_state, other, whenever_it_fits=False, budget_s=settings.seconds
     )
     return ProbeResult(
         kind="prefill",

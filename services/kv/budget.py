@@ -1,31 +1,39 @@
 """How many tokens of KV fit into the memory that is meant for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import psutil
 
-from services.kv.cache import KVStore
+from services.kv.cache import BUCKET
+from services.kv.state import SequenceState
 from services.mlx.loader import compute_unit
 
 _SHARE = 0.5
 """Of the free memory, where nothing was said: the rest is for drafts, prompts and the system."""
 
 
-def kv_tokens(model: Any, windows: Sequence[int | None], kv_bytes: int) -> int:
+def kv_tokens(model: Any, make_state: Callable[[], SequenceState], kv_bytes: int) -> int:
     """Tokens that fit into `kv_bytes`; 0 bytes stand for a share of what is free now.
 
-    Returns 0, which means any number, if nobody knows how much is free.
+    Returns 0, which means any number, if a token adds nothing, or the free memory is unknown.
     """
     budget = kv_bytes or int(_SHARE * _free_bytes())
     if not budget:
         return 0
-    store = KVStore(windows, bucketed=False)
-    store.chain(1)
-    model(mx.array([[1]]), cache=store.caches)  # lazy: only shapes are asked for
-    slots = max((array.shape[2] for cache in store.caches for array in cache.state), default=1)
-    return max(1, budget * slots // max(1, store.nbytes))
+    state = make_state()
+    state.append(1, whole=True)
+    model(mx.array([[1]]), cache=state.caches)  # lazy: only shapes are asked for
+    state.commit(1)
+    if not state.bytes_per_token:
+        return 0
+    return max(1, (budget - _count_fixed_bytes(state)) // state.bytes_per_token)
+
+
+def _count_fixed_bytes(state: SequenceState) -> int:
+    """What a sequence holds besides its tokens: windows and recurrent states."""
+    return max(0, state.nbytes - BUCKET * state.bytes_per_token)
 
 
 def _free_bytes() -> int:

@@ -6,12 +6,12 @@ keys and values (`update_and_fetch`). A `SlotCache` answers all three from the c
 a chain (a prompt, a verification) or a row of parallel branches, each token with its own
 position and its own view of the slots, and no KV is ever copied to make a branch.
 
-Sliding-window layers keep all slots; the window is a condition in the mask. That costs
-memory and makes rewinding exact.
+Sliding-window layers of a `KVStore` keep all slots; the window is a condition in the mask, as
+a tree of branches needs it. Targets hold the window alone (`kv.window`).
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from protocol.errors import ModelError
 
-_GROWTH = 256
+BUCKET = 256
 """Slots a buffer grows by, and the bucket of key lengths on CUDA."""
 
 
@@ -86,6 +86,13 @@ class SlotCache:
         self.keys[..., to:end, :] = mx.take(self.keys, slots, axis=2)
         self.values[..., to:end, :] = mx.take(self.values, slots, axis=2)
 
+    def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
+        """The buffers up to the current frame's end; for layers that read another's."""
+        if self.keys is None or self.values is None:
+            return None, None
+        limit = self._store.key_length(self._store.frame.start + self._store.frame.count)
+        return self.keys[..., :limit, :], self.values[..., :limit, :]
+
     @property
     def state(self) -> list[mx.array]:
         """The buffers, for evaluation."""
@@ -94,11 +101,11 @@ class SlotCache:
 
 def round_to_bucket(length: int) -> int:
     """Slots of a buffer that holds so many tokens."""
-    return -(-length // _GROWTH) * _GROWTH
+    return -(-length // BUCKET) * BUCKET
 
 
 def _store_rows(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
-    """`buffer` with `rows` at slot `create_backend`, grown if it must be."""
+    """`buffer` with `rows` at slot `start`, grown if it must be."""
     end = start + rows.shape[2]
     capacity = 0 if buffer is None else buffer.shape[2]
     if buffer is None or end > capacity:
@@ -141,7 +148,7 @@ class KVStore:
         positions: npt.NDArray[np.int64],
         visible: npt.NDArray[np.bool_],
     ) -> None:
-        """The next forward writes parallel tokens to the scratch slots from `create_backend` on.
+        """The next forward writes parallel tokens to the scratch slots from `start` on.
 
         Args:
             start: first slot written; at least `length`.
@@ -152,20 +159,54 @@ class KVStore:
         offsets = mx.array(positions[start:], dtype=mx.int32)
         self._set(Frame(start, count, offsets, positions, visible))
 
+    @property
+    def owed(self) -> int:
+        """None: slots go back to any length."""
+        return 0
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        """Forks can begin anywhere."""
+        return False
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """[tokens] positions of the tokens of the pass in work."""
+        return self.frame.positions[self.frame.start :]
+
+    def append(self, count: int, *, whole: bool = False) -> None:  # noqa: ARG002
+        """See `SequenceState`."""
+        self.chain(count)
+
+    def commit(self, length: int) -> None:
+        """See `SequenceState`."""
+        self.trim(length)
+
+    def suspend(self) -> int:
+        """See `SequenceState`; the rows stay where a pass over the same tokens writes them."""
+        count = self.frame.count
+        self.trim(self.frame.start)
+        return count
+
+    def resume(self, suspended: int) -> None:
+        """See `SequenceState`."""
+        self.chain(suspended)
+
+    def resumable(self, length: int) -> int:
+        """See `SequenceState`."""
+        return min(length, self.length)
+
+    def checkpoint(self) -> None:
+        """Nothing: forks can begin anywhere."""
+
     def fork(self, length: int) -> "KVStore":
         """A store with the first `length` tokens; what either does next, the other never sees.
 
         They share buffers until one of them writes: MLX writes in place only what nobody
         else holds.
         """
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot fork {length} of {self.length} tokens")
         new = self._empty(length)
-        slots = round_to_bucket(length)
-        for own, cache in zip(self.caches, new.caches, strict=True):
-            if slots and own.keys is not None and own.values is not None:
-                cache.keys, cache.values = own.keys[..., :slots, :], own.values[..., :slots, :]
-        new.length = length
+        new.share(self, length)
         return new
 
     def _empty(self, fork_length: int) -> "KVStore":
@@ -173,23 +214,36 @@ class KVStore:
         del fork_length
         return KVStore([cache.window for cache in self.caches], bucketed=self._bucketed)
 
-    def rows(self, length: int) -> list[tuple[mx.array, mx.array]]:
-        """Keys and values of the first `length` tokens, [1, heads, length, size] per layer."""
-        found = []
-        for cache in self.caches:
+    def share(self, other: "KVStore", length: int) -> None:
+        """Begin with the first `length` tokens of another store of the same layers."""
+        if not 0 <= length <= other.length:
+            raise ValueError(f"cannot fork {length} of {other.length} tokens")
+        slots = round_to_bucket(length)
+        for theirs, cache in zip(other.caches, self.caches, strict=True):
+            if slots and theirs.keys is not None and theirs.values is not None:
+                cache.keys = theirs.keys[..., :slots, :]
+                cache.values = theirs.values[..., :slots, :]
+        self.length = length
+
+    def dump(self, length: int) -> dict[str, mx.array]:
+        """See `SequenceState`: "layer.keys" and "layer.values", [1, heads, length, size]."""
+        found = {}
+        for layer, cache in enumerate(self.caches):
             if cache.keys is None or cache.values is None:
                 raise ValueError(f"an empty cache has no {length} tokens")
-            found.append((cache.keys[..., :length, :], cache.values[..., :length, :]))
+            found[f"{layer}.keys"] = mx.contiguous(cache.keys[..., :length, :])
+            found[f"{layer}.values"] = mx.contiguous(cache.values[..., :length, :])
         return found
 
-    def fill(self, rows: Sequence[tuple[mx.array, mx.array]]) -> None:
-        """Begin with these `rows` of another store; this one must be empty."""
-        lengths = {array.shape[2] for pair in rows for array in pair}
-        if len(rows) != len(self.caches) or len(lengths) != 1 or self.length:
-            raise ValueError(f"rows of {len(rows)} layers and {lengths} tokens do not fit here")
-        for cache, (keys, values) in zip(self.caches, rows, strict=True):
-            cache.keys, cache.values = _store_rows(None, keys, 0), _store_rows(None, values, 0)
-        self.length = lengths.pop()
+    def load(self, arrays: Mapping[str, mx.array]) -> None:
+        """See `SequenceState`."""
+        lengths = {array.shape[2] for array in arrays.values()}
+        if len(arrays) != 2 * len(self.caches) or len(lengths) > 1 or self.length:
+            raise ValueError(f"{len(arrays)} arrays of {lengths} tokens do not fit here")
+        for layer, cache in enumerate(self.caches):
+            cache.keys = _store_rows(None, arrays[f"{layer}.keys"], 0)
+            cache.values = _store_rows(None, arrays[f"{layer}.values"], 0)
+        self.length = max(lengths, default=0)
 
     def take(self, buffers: Sequence[tuple[mx.array, mx.array]], length: int) -> None:
         """Begin with buffers of keys and values, [1, heads, slots, size] per layer.
@@ -206,7 +260,12 @@ class KVStore:
     @property
     def nbytes(self) -> int:
         """Memory of all buffers, used or not."""
-        return sum(array.nbytes for cache in self.caches for array in cache.state)
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """See `SequenceState`."""
+        return sum(array.nbytes // array.shape[2] for array in self.arrays)
 
     def trim(self, length: int) -> None:
         """Forget all tokens from `length` on."""
@@ -260,9 +319,14 @@ class KVStore:
         padded: Any = np.pad(visible, ((0, 0), (0, padding)))
         return mx.array(padded)
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All buffers."""
+        return [array for cache in self.caches for array in cache.state]
+
     def evaluate(self) -> None:
         """Compute what has been stored so far (after a prefill chunk whose logits are unused)."""
-        mx.eval([cache.state for cache in self.caches])
+        mx.eval(self.arrays)
 
 
 def windows_of(model: Any) -> list[int | None]:

@@ -1,4 +1,4 @@
-"""KV of sequences that are over, for sequences that begin like them (a chat's next turn).
+"""States of sequences that are over, for those that begin like them (a chat's next turn).
 
 Nothing is copied: MLX arrays are values, so a fork shares the buffers of what it was forked
 from until one of the two writes, and sees nothing of the other afterwards.
@@ -11,18 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.messages import Tokens
-from services.kv.cache import KVStore
+from services.kv.state import SequenceState
 
 
 class CachedPrefix(NamedTuple):
-    """A sequence's KV, and the tokens that it really holds."""
+    """A sequence's state, and the tokens that it really holds."""
 
     tokens: Tokens
-    store: KVStore
+    state: SequenceState
 
 
 class PrefixCache:
-    """The KV of the sequences that were used last, bounded by their number and their bytes."""
+    """The states of the sequences that were used last, bounded by their number and their bytes."""
 
     def __init__(self, most: int = 0, most_bytes: int = 0) -> None:
         self._most = most
@@ -32,7 +32,8 @@ class PrefixCache:
 
     def keep(self, held: CachedPrefix) -> None:
         """Take in a sequence that is over; what it continues is not needed any more."""
-        held = CachedPrefix(held.tokens[: held.store.length], held.store)
+        length = held.state.resumable(len(held.tokens))
+        held = CachedPrefix(held.tokens[:length], held.state)
         if not self._most or not held.tokens:
             return
         size = len(held.tokens)
@@ -45,8 +46,11 @@ class PrefixCache:
         while len(self._kept) > self._most or self.nbytes > self._most_bytes:
             self._kept.pop(0)
 
-    def fork(self, tokens: Tokens, running: Iterable[CachedPrefix] = ()) -> KVStore | None:
-        """A store with the longest beginning of `tokens` that is held here or by `running`."""
+    def fork(self, tokens: Tokens, running: Iterable[CachedPrefix] = ()) -> SequenceState | None:
+        """A state with the longest beginning of `tokens` that can be resumed.
+
+        Of those that are held here or by `running`.
+        """
         wanted = np.array(tokens, dtype=np.int64)
         candidates = [*self._kept, *running]
         lengths = [_common(wanted, held) for held in candidates]
@@ -56,7 +60,7 @@ class PrefixCache:
         best = lengths.index(length)
         if best < len(self._kept):
             self._kept.append(self._kept.pop(best))
-        return candidates[best].store.fork(length)
+        return candidates[best].state.fork(length)
 
     @property
     def kept(self) -> tuple[CachedPrefix, ...]:
@@ -66,15 +70,15 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """Memory of what is kept; buffers that are shared count for each."""
-        return sum(held.store.nbytes for held in self._kept)
+        return sum(held.state.nbytes for held in self._kept)
 
     def __len__(self) -> int:
         return len(self._kept)
 
 
 def _common(wanted: npt.NDArray[np.int64], held: CachedPrefix) -> int:
-    """How many of the wanted tokens, from the first on, the KV holds."""
-    size = min(len(wanted), len(held.tokens), held.store.length)
+    """How many of the wanted tokens, from the first on, can be resumed."""
+    size = min(len(wanted), len(held.tokens))
     other = np.array(held.tokens[:size], dtype=np.int64)
     different = np.flatnonzero(wanted[:size] != other)
-    return int(different[0]) if different.size else size
+    return held.state.resumable(int(different[0]) if different.size else size)

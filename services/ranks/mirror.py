@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from protocol.errors import BackendLost, ProtocolError
-from services.batching.packing import together
+from services.batching.packing import pack_caches
 from services.kv.cache import KVStore
 from services.ranks.messages import Drop, Fork, Pass, SequencePart
 
@@ -153,7 +153,7 @@ class StoreTwins:
             store.trim(part.start)
             store.chain(part.count)
             stores.append(store)
-        return stores[0].caches if len(stores) == 1 else together(stores)
+        return stores[0].caches if len(stores) == 1 else pack_caches(stores)
 
     def _store(self, number: int) -> KVStore:
         if number not in self._stores:

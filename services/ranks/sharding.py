@@ -33,7 +33,7 @@ class RankModel(NamedTuple):
     @property
     def windows(self) -> list[int | None]:
         """Of the layers of this part."""
-        return self.target.windows or []
+        return [cache.window for cache in self.target.states.make().caches]
 
 
 def join_group(backend: RankBackend, variables: Variables, device: Device) -> mx.distributed.Group:
@@ -68,7 +68,7 @@ def load_part(
     wait_for_all(group)
     # A pipelined model sends and receives between its layers, for one sequence at a time.
     target = prepare(module, is_part=True, may_share_passes=not is_pipelined(module))
-    if target.windows is None:
+    if not target.states.rewinds:
         raise ModelError(
             "a model whose state cannot be rewound is not spread over ranks; "
             "leave out --target-ranks and --hosts"
@@ -78,7 +78,7 @@ def load_part(
     facts = RankFacts(
         compute_unit=compute_unit(),
         shares_passes=target.shares_passes,
-        kv_tokens=kv_tokens(module, target.windows, kv_bytes),
+        kv_tokens=kv_tokens(module, target.states.make, kv_bytes),
         weight_bytes=sum(array.nbytes for _, array in weights),
         latency_ms=latency_ms,
         mbytes_per_s=mbytes_per_s,

@@ -58,14 +58,19 @@ def _spread(settings: VerifierSettings, ranks: RankGroupSettings) -> Iterator[Op
 def _mirrored(model: LoadedModel, own: TargetModel, group: RankGroup) -> TargetModel:
     """Rank 0's part, whose passes the followers repeat."""
     log = StoreLog()
-    windows = own.windows or []
+    store = own.states.make()
+    windows = [cache.window for cache in store.caches]
+
+    def make_state() -> MirroredStore:
+        return MirroredStore(windows, log, bucketed=own.bucketed)
+
     return dataclasses.replace(
         own,
         verify=MirroredModel(model.module, log, group, logits=True),
         prefill=MirroredModel(model.module, log, group, logits=False),
         # Followers would have to know a token that rank 0 has not read.
         pipelines=False,
-        empty_store=lambda: MirroredStore(windows, log, bucketed=own.bucketed),
+        states=dataclasses.replace(own.states, make=make_state),
     )
 
 

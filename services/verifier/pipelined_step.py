@@ -6,13 +6,12 @@ reads it and the orchestrator answers. The orchestrator says when that pays
 for a pass that nobody wants.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from protocol.messages import Tokens
-from services.kv.cache import KVStore
+from services.kv.state import SequenceState
 
 
 class PipelinedStep:
@@ -20,26 +19,31 @@ class PipelinedStep:
 
     Args:
         model: called on the token.
-        caches: of the sequence, whose tokens are in `store`.
-        store: keeps its length; the token's KV lies behind it, where the next pass writes.
-        choice: [1] of `sampling.device.begin`, after the last token in the store; the pass is
+        state: of the sequence; it stays what it was until the pass is taken up.
+        choice: [1] of `sampling.device.begin`, after the last token in the state; the pass is
             discarded if it is not a token.
     """
 
-    def __init__(self, model: Any, caches: Sequence[Any], store: KVStore, choice: mx.array) -> None:
+    def __init__(self, model: Any, state: SequenceState, choice: mx.array) -> None:
         start: Any = mx.async_eval
+        self._state = state
         self._token = mx.maximum(choice, 0)
         # Before the pass is built, so that reading it waits for nothing behind it.
         start(choice, self._token)
-        length = store.length
-        store.chain(1)
+        length = state.length
+        state.append(1)
         try:
-            self._logits: mx.array = model(self._token[None], cache=caches)[0]
-        finally:
-            store.trim(length)
+            self._logits: mx.array = model(self._token[None], cache=state.caches)[0]
+        except BaseException:
+            state.commit(length)
+            raise
+        self._suspended = state.suspend()
         start(self._logits)
 
-    def logits(self, chain: Tokens) -> mx.array | None:
-        """[1, vocabulary] logits of this chain, perhaps still in the making; None if not run."""
+    def take_up(self, chain: Tokens) -> mx.array | None:
+        """[1, vocabulary] logits of this chain, whose pass is then in work; None if not run."""
         token: Any = self._token.item()
-        return self._logits if chain == [token] else None
+        if chain != [token]:
+            return None
+        self._state.resume(self._suspended)
+        return self._logits

@@ -1,8 +1,8 @@
 """The target's prompt cache in a file, so that it outlives the process (`--prompt-cache-file`).
 
-A safetensors file: per sequence its tokens, and each layer's keys and values. The metadata
-names what computed them and holds a checksum. KV of anything else would change answers, so
-a file that is not exactly right is as good as none.
+A safetensors file: per sequence its tokens, and the arrays of its state. The metadata names
+what computed them and holds a checksum. The state of anything else would change answers, so
+a file that is not exactly right is not used.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from mlx.utils import tree_flatten
 
 from protocol.process.child import exit_on_sigterm
 from protocol.process.files import atomic_writer, remove_leftovers
-from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
+from services.kv.state import SequenceState
 from services.mlx.loader import LoadedModel, compute_unit
 from services.verifier.verifier import Verifier
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = "1"
+_FORMAT = "2"
 _SAMPLES, _SAMPLE_BYTES = 64, 65536
 _SUFFIXES = (".safetensors", ".gguf")
 
@@ -46,7 +46,7 @@ def persist_prefixes(
         yield
         return
     path, identity = Path(file), identify_kv(model, how)
-    load(path, prompts, identity, verifier.empty_store)
+    load(path, prompts, identity, verifier.new_state)
     try:
         with exit_on_sigterm():
             yield
@@ -96,14 +96,14 @@ def save(path: Path, prompts: PrefixCache, identity: str) -> None:
 
 
 def load(
-    path: Path, prompts: PrefixCache, identity: str, empty: Callable[[], KVStore | None]
+    path: Path, prompts: PrefixCache, identity: str, new_state: Callable[[], SequenceState]
 ) -> None:
     """Take in what was saved; a file that cannot be used costs a log line."""
     remove_leftovers(path.parent, path.name)
     if not path.exists():
         return
     try:
-        found = _read(path, identity, empty)
+        found = _read(path, identity, new_state)
     except _UNUSABLE as error:
         _log.warning("the prompt cache in %s is not used: %s", path, error)
         return
@@ -114,20 +114,18 @@ def load(
 
 def _iter_arrays(kept: Iterable[CachedPrefix]) -> Iterator[tuple[str, mx.array]]:
     for number, held in enumerate(kept):
-        # In the middle of a pass a store has room for more than it holds.
-        length = min(len(held.tokens), held.store.length)
+        length = held.state.resumable(len(held.tokens))
         yield f"{number}.tokens", mx.array(held.tokens[:length], dtype=mx.int32)
-        for layer, (keys, values) in enumerate(held.store.rows(length)):
-            yield f"{number}.{layer}.keys", mx.contiguous(keys)
-            yield f"{number}.{layer}.values", mx.contiguous(values)
+        for name, array in held.state.dump(length).items():
+            yield f"{number}.{name}", array
 
 
-def _read(path: Path, identity: str, empty: Callable[[], KVStore | None]) -> list[CachedPrefix]:
+def _read(path: Path, identity: str, new_state: Callable[[], SequenceState]) -> list[CachedPrefix]:
     loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
     arrays: dict[str, mx.array] = loaded[0]
     told: dict[str, str] = loaded[1]
     if told.get("ssd") != _FORMAT:
-        raise ValueError("it is no prompt cache of this version")
+        raise ValueError("it is not a prompt cache of this version")
     if told.get("identity") != identity:
         raise ValueError("it is of another model, or was computed in another way")
     mx.eval(list(arrays.values()))
@@ -135,15 +133,14 @@ def _read(path: Path, identity: str, empty: Callable[[], KVStore | None]) -> lis
         raise ValueError("it is damaged")
     found: list[CachedPrefix] = []
     while f"{len(found)}.tokens" in arrays:
-        store = empty()
-        if store is None:
-            break
-        name = f"{len(found)}"
-        layers = range(len(store.caches))
-        store.fill([(arrays[f"{name}.{i}.keys"], arrays[f"{name}.{i}.values"]) for i in layers])
-        store.evaluate()
-        tokens: Any = arrays[f"{name}.tokens"].tolist()
-        found.append(CachedPrefix(tokens, store))
+        prefix = f"{len(found)}."
+        tokens: Any = arrays.pop(f"{prefix}tokens").tolist()
+        state = new_state()
+        state.load({n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)})
+        state.evaluate()
+        if state.length != len(tokens):
+            raise ValueError(f"it holds {state.length} of {len(tokens)} tokens")
+        found.append(CachedPrefix(tokens, state))
     return found
 
 

@@ -1,11 +1,10 @@
-"""One sequence at the target: its KV, and when its next verification is likely to come."""
+"""One sequence at the target: its state, and when its next verification is likely to come."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from protocol.messages import Tokens
 from services.batching.forward import BatchRequest
-from services.kv.cache import KVStore
+from services.kv.state import SequenceState
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.pipelined_step import PipelinedStep
 
@@ -18,16 +17,12 @@ _FORGIVING = 0.9
 
 @dataclass
 class TargetSequence:
-    """One sequence at the target: its caches, and how many tokens they hold."""
+    """One sequence at the target: its state, and the tokens that stand."""
 
-    caches: list[Any]
-    store: KVStore | None
-    """None for a model whose state cannot be rewound; then `caches` are mlx-lm's own."""
+    state: SequenceState
     rule: AcceptanceRule
     tokens: Tokens
-    """What the caches hold."""
-    counted: int = 0
-    """Tokens in caches of mlx-lm's own."""
+    """All that stand."""
     pipelined: PipelinedStep | None = None
     """The pass that is likely to be asked for next."""
     request: BatchRequest | None = None
@@ -41,15 +36,19 @@ class TargetSequence:
 
     @property
     def length(self) -> int:
-        """How many tokens the caches hold."""
-        return self.counted if self.store is None else self.store.length
+        """How many tokens stand, and are in a pass."""
+        return self.state.length
 
-    def place(self, count: int) -> None:
-        """The next forward appends `count` tokens."""
-        if self.store is None:
-            self.counted += count
-        else:
-            self.store.chain(count)
+    def begin(self, count: int) -> Tokens:
+        """Begin a pass over `count` new tokens; returns those to be fed before them."""
+        owed = self.tokens[len(self.tokens) - self.state.owed :]
+        self.state.append(count)
+        return owed
+
+    def commit(self, tokens: Tokens) -> None:
+        """End the pass: these tokens of it stand."""
+        self.state.commit(len(self.tokens) + len(tokens))
+        self.tokens += tokens
 
     def on_verify(self, now: float, busy_since: float) -> None:
         """Its next verification is here; `busy_since` is when the last pass began."""

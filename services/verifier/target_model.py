@@ -7,6 +7,7 @@ from typing import Any
 from protocol.errors import ModelError
 from services.batching.packing import supports_packing
 from services.kv.cache import KVStore, windows_of
+from services.kv.rewinding import StateFactory, find_rewinding
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit
 from services.mlx.rope import use_tables
@@ -21,15 +22,14 @@ class TargetModel:
     """(tokens[1, n], cache=caches) -> logits[1, n, vocabulary]"""
     prefill: Callable[..., Any]
     """The same where only the KV is wanted; its result must not be used."""
-    windows: list[int | None] | None
-    """Per layer that is here; None if the state cannot be rewound."""
+    states: StateFactory
+    """Makes the states of sequences; of the layers that are here."""
     bucketed: bool
     """See `KVStore`."""
     shares_passes: bool
     """Whether several sequences may share a pass."""
     pipelines: bool
     """Whether a pass may begin before its token has been read."""
-    empty_store: Callable[[], KVStore]
     traced: TracedForward | None
     """On a GPU that would wait for this process to build its passes."""
 
@@ -47,27 +47,35 @@ def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True
         use_tables(module)
     if bucketed:
         fuse_linears(module)
-    try:
-        windows: list[int | None] | None = windows_of(module)
-    except ModelError:
-        windows = None
-    shares = may_share_passes and windows is not None
+    states = (
+        _find_slots(module, bucketed=bucketed)
+        if is_part
+        else find_rewinding(module, bucketed=bucketed)
+    )
+    shares = may_share_passes and states.rewinds and supports_packing(module, states.make)
     return TargetModel(
         verify=module,
         prefill=module,
-        windows=windows,
+        states=states,
         bucketed=bucketed,
-        shares_passes=shares and supports_packing(module, windows or [], bucketed=bucketed),
+        shares_passes=shares,
         # On a CPU the pass and this process would want the same cores.
         pipelines=not on_cpu,
-        empty_store=lambda: KVStore(windows or [], bucketed=bucketed),
-        traced=None if on_cpu or is_part else _trace(module, windows, bucketed=bucketed),
+        traced=None if on_cpu or is_part else _trace(module, states),
     )
 
 
-def _trace(
-    module: Any, windows: list[int | None] | None, *, bucketed: bool
-) -> TracedForward | None:
-    if windows is None or any(window is not None for window in windows):
+def _find_slots(module: Any, *, bucketed: bool) -> StateFactory:
+    """One rank's states, which its followers can repeat: keys and values of all tokens."""
+    try:
+        windows = windows_of(module)
+    except ModelError as error:
+        return StateFactory(lambda: KVStore([], bucketed=bucketed), "none", "ranks", str(error))
+    return StateFactory(lambda: KVStore(windows, bucketed=bucketed), "slots", "ranks")
+
+
+def _trace(module: Any, states: StateFactory) -> TracedForward | None:
+    store = states.make()
+    if not isinstance(store, KVStore) or any(cache.window is not None for cache in store.caches):
         return None
-    return trace_if_faster(module, lambda: KVStore(windows, bucketed=bucketed))
+    return trace_if_faster(module, lambda: store.fork(0))

@@ -6,9 +6,9 @@ Chains of several sequences that wait at the same time share a pass (`batching`)
 import contextlib
 import time
 from collections.abc import Generator, Sequence
+from functools import partial
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.errors import ProtocolError, RuntimeFailure
 from protocol.messages import (
@@ -24,8 +24,8 @@ from services.batching.chunked_prefill import ChunkedPrefill
 from services.batching.external_prefill import ExternalPrefill, PrefillSource
 from services.batching.forward import Batcher, ForwardPass, most_rows
 from services.kv.budget import kv_tokens
-from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
+from services.kv.state import SequenceState
 from services.mlx.blas import use_spare_cores
 from services.mlx.loader import LoadedModel
 from services.runtime.inbox import Work
@@ -37,13 +37,16 @@ from services.verifier.target_model import TargetModel, prepare
 
 MAX_DRAFT_TOKENS = 64
 
+_MOST_OWED = 16
+"""Tokens to be fed again beside a chain; more of them get a pass of their own."""
+
 _LONGEST_WAIT = 0.15
 """Longest wait for the others of the last pass, as a share of its time. Two passes in the
 place of one cost far more."""
 
 
 class Verifier:
-    """Verifies chains; invariant: after each round the KV holds exactly the committed tokens."""
+    """Verifies chains; between two rounds a sequence holds exactly the committed tokens."""
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class Verifier:
     ) -> None:
         self._model = model.module
         self._target = target if target is not None else prepare(model.module)
-        self._windows = self._target.windows
+        self._states = self._target.states
         self._prompts = prompts if prompts is not None else PrefixCache()
         self._folder = model.folder
         self._external: ExternalPrefill | None = None
@@ -74,19 +77,24 @@ class Verifier:
 
     def use_external_prefill(self, other: PrefillSource, *, whenever_it_fits: bool) -> None:
         """Let another device compute prompts: where it is faster, or all that it takes."""
-        if self._windows is not None:
+        if self._states.way in ("slots", "windows"):
             self._external = ExternalPrefill(
-                self._model, self._windows, other, whenever_it_fits=whenever_it_fits
+                self._model, self._states.make, other, whenever_it_fits=whenever_it_fits
             )
 
     @property
     def max_draft_tokens(self) -> int:
         """Longest draft that can be verified; 0 if the model's state cannot be rewound."""
-        return 0 if self._windows is None else MAX_DRAFT_TOKENS
+        return MAX_DRAFT_TOKENS if self._states.rewinds else 0
+
+    @property
+    def rewinding(self) -> str:
+        """How this model gets back from a rejected draft, in words."""
+        return self._states.description
 
     def kv_tokens(self, kv_bytes: int) -> int:
         """Tokens that the KV of all open sequences may hold, given so much memory (`kv_budget`)."""
-        return 0 if self._windows is None else kv_tokens(self._model, self._windows, kv_bytes)
+        return kv_tokens(self._model, self._states.make, kv_bytes)
 
     def supersedes(self, news: Work, current: Work) -> bool:
         """What a sequence waits for is pointless once it is closed or opened again."""
@@ -128,34 +136,30 @@ class Verifier:
         for number in list(self._sequences):
             self._retire(number)
 
-    def empty_store(self) -> KVStore | None:
-        """A store for this model's KV; None if its state cannot be rewound."""
-        return None if self._windows is None else self._target.empty_store()
+    def new_state(self) -> SequenceState:
+        """An empty state for a sequence of this model."""
+        return self._states.make()
 
     def _keep(self, sequence: TargetSequence) -> None:
-        if sequence.store is not None:
-            self._prompts.keep(CachedPrefix(sequence.tokens, sequence.store))
+        if sequence.state.length > len(sequence.tokens):
+            sequence.state.commit(len(sequence.tokens))  # it was in the middle of a pass
+        self._prompts.keep(CachedPrefix(sequence.tokens, sequence.state))
 
     def _new_sequence(self, message: OpenSequence) -> Generator[None, None, TargetSequence]:
         """The sequence with what is known of its prompt, or will be in a moment."""
-        judge = AcceptanceRule(message, self._folder)
-        if self._windows is None:
-            return TargetSequence(make_prompt_cache(self._model), None, judge, [])
-        store = self._fork(message.tokens)
-        if self._chunked_prefill.is_coming(message.tokens, store.length):
-            while self._chunked_prefill.is_coming(message.tokens, store.length):
+        rule = AcceptanceRule(message, self._folder)
+        state = self._fork(message.tokens)
+        if self._chunked_prefill.is_coming(message.tokens, state.length):
+            while self._chunked_prefill.is_coming(message.tokens, state.length):
                 yield
-            store = self._fork(message.tokens)
-        tokens = message.tokens[: store.length]
-        return TargetSequence(list(store.caches), store, judge, tokens)
+            state = self._fork(message.tokens)
+        return TargetSequence(state, rule, message.tokens[: state.length])
 
-    def _fork(self, tokens: Tokens) -> KVStore:
-        """The KV of the longest beginning of these tokens that is held anywhere."""
-        running = [
-            CachedPrefix(s.tokens, s.store) for s in self._sequences.values() if s.store is not None
-        ]
-        store = self._prompts.fork(tokens, running)
-        return store if store is not None else self._target.empty_store()
+    def _fork(self, tokens: Tokens) -> SequenceState:
+        """The state of the longest beginning of these tokens that can be resumed anywhere."""
+        running = [CachedPrefix(s.tokens, s.state) for s in self._sequences.values()]
+        state = self._prompts.fork(tokens, running)
+        return state if state is not None else self.new_state()
 
     def _open(self, message: OpenSequence) -> Generator[FromService | None]:
         started = time.perf_counter()
@@ -177,9 +181,9 @@ class Verifier:
         )
 
     def _prefill(self, sequence: TargetSequence, tokens: Tokens) -> Generator[None]:
-        """Make the KV hold these tokens, in pieces."""
-        if sequence.store is not None and self._external is not None:
-            yield from self._external.fill(sequence.store, sequence.tokens, tokens)
+        """Compute these tokens, in pieces."""
+        if self._external is not None:
+            yield from self._external.fill(sequence.state, sequence.tokens, tokens)
         pieces = self._chunked_prefill.fill(sequence, tokens, lambda: not self._sequences)
         with contextlib.closing(pieces):
             self._share_cores(drafter_idle=True)
@@ -200,10 +204,10 @@ class Verifier:
             if begun is not None and message.pipelined:
                 self._start_pipelined(sequence, begun)
             judged = sequence.rule.accept(logits, message, begun)
-            self._rewind(sequence, message.position + judged.accepted + 1)
-            sequence.tokens += message.chain[: judged.accepted + 1]
+            self._commit(sequence, message.chain[: judged.accepted + 1])
         except RuntimeFailure:
-            self._sequences.pop(message.sequence, None)  # its KV serves nobody any more
+            sequence.state.commit(len(sequence.tokens))
+            self._sequences.pop(message.sequence, None)  # its state serves nobody any more
             raise
         self._record_pass(by)
         sequence.answered_at = self._idle_since
@@ -224,13 +228,13 @@ class Verifier:
     ) -> Generator[None, None, tuple[mx.array, ForwardPass]]:
         """[chain, vocabulary] logits, perhaps still in the making; the KV holds the chain."""
         ahead, sequence.pipelined = sequence.pipelined, None
-        if ahead is not None and (logits := ahead.logits(chain)) is not None:
-            sequence.place(1)
+        if ahead is not None and (logits := ahead.take_up(chain)) is not None:
             # It has been at work ever since: the device did not idle.
             return logits, ForwardPass(rows=1, sequences=1, started=self._idle_since)
-        asked = self._batcher.submit(
-            chain, sequence.caches, sequence.store, lambda: sequence.place(len(chain))
-        )
+        if sequence.state.owed > _MOST_OWED:
+            self._feed_owed(sequence)
+        begin = partial(sequence.begin, len(chain))
+        asked = self._batcher.submit(chain, sequence.state, begin)
         sequence.request = asked
         try:
             if len(self._sequences) > 1:
@@ -244,14 +248,26 @@ class Verifier:
         """Compute on the drafter's cores too, or on this process's own alone."""
         use_spare_cores(self.spare_cores if drafter_idle else ())
 
+    @staticmethod
+    def _commit(sequence: TargetSequence, tokens: Tokens) -> None:
+        """These tokens of the sequence's pass stand."""
+        sequence.commit(tokens)
+
+    def _feed_owed(self, sequence: TargetSequence) -> None:
+        """A pass over the tokens that stand but have to be fed again, and no others."""
+        request = self._batcher.submit([], sequence.state, partial(sequence.begin, 0))
+        self._batcher.result(request)
+        sequence.state.commit(len(sequence.tokens))
+
     def _start_pipelined(self, sequence: TargetSequence, choice: mx.array) -> None:
         """Begin the next pass on a device that would idle until it is asked for.
 
         After a draft nobody knows where it begins; beside others a shared pass is worth more.
         """
         alone = choice.size == 1 and len(self._sequences) == 1
-        if self.pipelines and alone and sequence.store is not None:
-            sequence.pipelined = PipelinedStep(self._model, sequence.caches, sequence.store, choice)
+        if self.pipelines and alone:
+            sequence.state.commit(sequence.state.length)  # a chain of one token stands
+            sequence.pipelined = PipelinedStep(self._model, sequence.state, choice)
 
     def _record_pass(self, by: ForwardPass) -> None:
         """Keep the times of a pass, which end with its first outcome."""
@@ -277,10 +293,3 @@ class Verifier:
                 f"{len(message.distributions)} laws for {len(chain) - 1} draft tokens"
             )
         return sequence
-
-    @staticmethod
-    def _rewind(sequence: TargetSequence, length: int) -> None:
-        if sequence.store is not None:
-            sequence.store.trim(length)
-        if sequence.length != length:
-            raise ProtocolError(f"the KV holds {sequence.length} tokens instead of {length}")

@@ -57,15 +57,14 @@ class Rewinding(Verifier):
     def _remembered(self, asked: BatchRequest) -> tuple[mx.array, ForwardPass]:
         key = tuple(asked.tokens)
         if key not in self.rows:
-            assert asked.store is not None
-            length = asked.store.length
+            length = asked.state.length
             self.rows[key] = self._computed(asked)[0]
             mx.eval(self.rows[key])
-            asked.store.trim(length)
+            asked.state.commit(length)
         return self.rows[key], ForwardPass(0, 0)
 
     @staticmethod
-    def _rewind(sequence: Any, length: int) -> None:
+    def _commit(sequence: Any, tokens: Tokens) -> None:
         pass
 
     def distribution(self, chain: Tokens, row: int) -> Distribution:

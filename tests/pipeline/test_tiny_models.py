@@ -11,7 +11,7 @@ import pytest
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.messages import Sampling
 from tests.support.reference import Reference, plain, reference, tiny_folder
-from tests.support.tiny_models import FAMILIES, VERIFIERS, write_tiny_model
+from tests.support.tiny_models import FAMILIES, write_tiny_model
 
 PROMPT = (0, 2, 97, 41, 250, 33, 8, 141, 77, 19, 203, 64)
 
@@ -65,7 +65,7 @@ def test_a_little_noise_makes_a_good_drafter(family: str, tmp_path: Path) -> Non
     assert agreement[1] < 0.2
 
 
-@pytest.mark.parametrize("family", VERIFIERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_layers_can_be_chosen(family: str, tmp_path: Path) -> None:
     """A model may have more layers than three; the configuration says how many."""
     folder = write_tiny_model(tmp_path / "m", family, layers=4)

@@ -21,10 +21,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-Floats = npt.NDArray[np.float64]
+from tests.support.layered_families import LAYERED, WINDOW
 
-WINDOW = 8
-"""Tokens that a sliding layer of a tiny model sees."""
+Floats = npt.NDArray[np.float64]
 
 CONTEXT = 512
 """`max_position_embeddings` of all families that have it."""
@@ -119,7 +118,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     # 4 bits, groups of 32.
     "quantized": {"model_type": "llama", "quantization": {"group_size": 32, "bits": 4}},
-    # A recurrent state, which cannot be rewound.
+    # A recurrent state.
     "mamba": {
         "model_type": "mamba",
         "state_size": 8,
@@ -155,11 +154,12 @@ _EMBEDDING_GAINS = {
 }  # they scale it up by 8
 
 FAMILIES = tuple(_CONFIGS)
+"""The families that most tests go through; `layered_families` has many more."""
 RECURRENT = ("mamba", "hybrid")
-"""Families whose state cannot be rewound: plain decoding only."""
-VERIFIERS = tuple(name for name in FAMILIES if name not in RECURRENT)
-"""Families that can verify drafts."""
-DRAFTERS = tuple(name for name in VERIFIERS if name != "dynamic")
+"""Families with a recurrent state: they verify, and cannot draft."""
+SLOTTED = tuple(name for name in FAMILIES if name not in RECURRENT)
+"""Families whose layers hold keys and values, and nothing else."""
+DRAFTERS = tuple(name for name in SLOTTED if name != "dynamic")
 """Families that can draft."""
 
 
@@ -259,8 +259,10 @@ def _config(family: str, layers: int) -> dict[str, Any]:
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "num_hidden_layers": layers,
-        **_CONFIGS[family],
+        **(_CONFIGS | LAYERED)[family],
     }
+    if "text_config" in config:
+        config["text_config"] = config | config["text_config"]
     if family == "sliding":
         kinds = ("full_attention", "sliding_attention")
         config["layer_types"] = [kinds[layer % 2] for layer in range(layers)]
@@ -271,6 +273,7 @@ def _config(family: str, layers: int) -> dict[str, Any]:
 
 def _module(config: dict[str, Any]) -> Any:
     model_class, args_class = _get_classes(config=config)
+    mx.random.seed(0)  # some tensors begin with random numbers
     return model_class(args_class.from_dict(config))
 
 

@@ -82,7 +82,9 @@ class MlxBackend:
         self._bucketed = compute_unit() == "cuda"
         if self._bucketed:
             fuse_linears(self._model)
-        shares = supports_packing(self._model, self._windows, bucketed=self._bucketed)
+        shares = supports_packing(
+            self._model, lambda: KVStore(self._windows, bucketed=self._bucketed)
+        )
         self._batcher = Batcher(self._model, most_rows() if shares else 0)
         self._on_gpu = compute_unit() != "cpu"
         self._sequences: SequenceTable[Trunk] = SequenceTable()
@@ -103,7 +105,7 @@ class MlxBackend:
         """Prefill in chunks; may be abandoned between two."""
         running = [CachedPrefix(known.tokens, known.store) for known in self._sequences.values()]
         store = self._prompts.fork(tokens, running)
-        if store is None:
+        if not isinstance(store, KVStore):
             store = KVStore(self._windows, bucketed=self._bucketed)
         opened = Trunk(store, drafter_sampling(sampling))
         while store.length < len(tokens):
@@ -227,8 +229,7 @@ class MlxBackend:
 
     def _append(self, known: Trunk, tokens: Tokens, width: int) -> Generator[None]:
         start = len(known.tokens)
-        place = partial(known.store.chain, len(tokens))
-        logits = yield from self._forward(known, tokens, place)
+        logits = yield from self._forward(known, tokens, partial(known.store.chain, len(tokens)))
         known.tokens.extend(tokens)
         # A tree's scratch slots lie right behind the old trunk: they are overwritten now.
         known.tree = None
@@ -246,7 +247,12 @@ class MlxBackend:
         self, known: Trunk, tokens: Tokens, place: Callable[[], None]
     ) -> Generator[None, None, mx.array]:
         """Logits [tokens, head], after a pause if others may join in; `place` sets the frame."""
-        asked = self._batcher.submit(tokens, list(known.store.caches), known.store, place)
+
+        def begin() -> Tokens:
+            place()
+            return []
+
+        asked = self._batcher.submit(tokens, known.store, begin)
         try:
             if len(self._sequences) > 1:
                 yield

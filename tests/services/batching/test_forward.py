@@ -26,7 +26,7 @@ from services.kv.cache import KVStore, windows_of
 from services.mlx.loader import load
 from services.verifier.verifier import Verifier
 from tests.support.reference import SAMPLINGS, plain, said, tiny_folder
-from tests.support.tiny_models import DRAFTERS, FAMILIES, VERIFIERS
+from tests.support.tiny_models import DRAFTERS, FAMILIES, SLOTTED
 
 ALONE = {"gemma2", "dynamic"}
 """Attention written out for arrays; RoPE that takes no array of positions."""
@@ -107,7 +107,7 @@ def check_rounds(family: str, samplings: list[Sampling], rounds: list[list[Draft
         said(verifier.handle(CloseSequence(sequence=stream.number)))
 
 
-@pytest.mark.parametrize("family", VERIFIERS)
+@pytest.mark.parametrize("family", SLOTTED)
 def test_a_shared_pass_changes_no_token(family: str) -> None:
     """Chains of unequal lengths and laws, some wrong, in one pass: tokens of plain decoding."""
     samplings = [*SAMPLINGS.values(), Sampling()]
@@ -155,8 +155,8 @@ def test_a_pass_has_a_largest_size() -> None:
 def test_models_are_tried_out(family: str) -> None:
     """Sequences share a pass wherever attention is mlx-lm's own and can be rewound."""
     module = load(tiny_folder(family)).module
-    if family in VERIFIERS:
-        shares = supports_packing(module, windows_of(module), bucketed=False)
+    if family in SLOTTED:
+        shares = supports_packing(module, lambda: KVStore(windows_of(module), bucketed=False))
         assert shares == (family not in ALONE)
 
 
@@ -166,7 +166,7 @@ class Model:
     def __init__(self) -> None:
         self.module: Any = load(tiny_folder("llama")).module
         self.windows = windows_of(self.module)
-        assert supports_packing(self.module, self.windows, bucketed=False)
+        assert supports_packing(self.module, self.store)
         self.calls: list[int] = []
         self.broken: Callable[[Tokens], bool] = lambda tokens: False
 
@@ -179,7 +179,11 @@ class Model:
         return logits
 
     def submit(self, batcher: Batcher, store: KVStore, tokens: Tokens) -> BatchRequest:
-        return batcher.submit(tokens, list(store.caches), store, lambda: store.chain(len(tokens)))
+        def begin() -> Tokens:
+            store.chain(len(tokens))
+            return []
+
+        return batcher.submit(tokens, store, begin)
 
     def store(self) -> KVStore:
         return KVStore(self.windows, bucketed=False)

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from protocol.errors import ModelError
 from services.kv.cache import KVStore, SlotCache, windows_of
 from tests.support.reference import reference
-from tests.support.tiny_models import FAMILIES, RECURRENT, VERIFIERS, WINDOW
+from tests.support.tiny_models import FAMILIES, RECURRENT, SLOTTED, WINDOW
 
 Bools = npt.NDArray[np.bool_]
 
@@ -291,7 +291,7 @@ def test_a_mask_of_another_size_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("bucketed", [False, True])
-@pytest.mark.parametrize("family", VERIFIERS)
+@pytest.mark.parametrize("family", SLOTTED)
 def test_models_compute_the_same_with_slots(family: str, *, bucketed: bool) -> None:
     """Chains, rewinds and single tokens through slots give the logits of mlx-lm's caches."""
     module = reference(family).module

@@ -11,7 +11,7 @@ import pytest
 from services.kv.cache import KVStore, windows_of
 from services.mlx.fused_linear import FusedSlice, fuse_linears
 from services.mlx.loader import load
-from tests.support.tiny_models import VERIFIERS, write_tiny_model
+from tests.support.tiny_models import SLOTTED, write_tiny_model
 
 _JOINTS = {"gemma4": 5, "moe": 4, "glm4": 3}
 """Of three layers, where they are not two in each: keys for values, experts, a joint MLP."""
@@ -26,7 +26,7 @@ def _logits(model: Any, rows: int) -> mx.array:
     return found
 
 
-@pytest.mark.parametrize("family", VERIFIERS)
+@pytest.mark.parametrize("family", SLOTTED)
 def test_the_model_computes_the_same(family: str, tmp_path: Path) -> None:
     model = load(write_tiny_model(tmp_path, family)).module
     before = [_logits(model, rows) for rows in (1, 3)]

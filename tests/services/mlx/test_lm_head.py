@@ -16,7 +16,7 @@ from protocol.messages import Tokens
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import load
 from tests.support.reference import tiny_folder
-from tests.support.tiny_models import VERIFIERS, write_tiny_model
+from tests.support.tiny_models import SLOTTED, write_tiny_model
 
 IDS = [5, 0, 287, 44, 45, 130]
 TOKENS = mx.array([[0, 2, 97, 41, 250, 33, 8]])
@@ -32,7 +32,7 @@ def logits_of(module: Any) -> npt.NDArray[np.float32]:
     return np.array(module(TOKENS).astype(mx.float32))
 
 
-@pytest.mark.parametrize("family", VERIFIERS)
+@pytest.mark.parametrize("family", SLOTTED)
 def test_columns_are_those_of_the_kept_tokens(family: str, tmp_path: Path) -> None:
     """Column i is the logit of the i-th kept id, in the order of the file; the input side stays."""
     folder = folder_with(tmp_path, json.dumps(IDS), family)

@@ -37,7 +37,7 @@ class Kept:
         return opened.cached
 
     def read(self, file: Path) -> None:
-        load(file, self.prompts, self.identity, self.verifier.empty_store)
+        load(file, self.prompts, self.identity, self.verifier.new_state)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
@@ -61,8 +61,9 @@ def test_what_was_saved_is_known(folder: Path, file: Path) -> None:
     second.read(file)
     [kept], [old] = second.prompts.kept, first.prompts.kept
     assert kept.tokens == old.tokens == PROMPT
-    for ours, theirs in zip(kept.store.rows(50), old.store.rows(50), strict=True):
-        assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
+    ours, theirs = kept.state.dump(50), old.state.dump(50)
+    assert ours.keys() == theirs.keys()
+    assert all(bool((ours[name] == theirs[name]).all()) for name in ours)
     assert second.open() == len(PROMPT)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert list(file.parent.iterdir()) == [file]
@@ -136,12 +137,12 @@ def test_a_sequence_that_is_cut_off_is_kept_as_far_as_it_is_sure(
     asked = OpenSequence(sequence=1, tokens=PROMPT, sampling=Sampling())
     list(first.verifier.handle(asked))
     [(_, sequence)] = first.verifier._sequences.items()
-    sequence.place(7)
+    sequence.begin(7)
     first.verifier.retire_all()
     save(path, first.prompts, first.identity)
     second.read(path)
     [kept] = second.prompts.kept
-    assert (kept.tokens, kept.store.length) == (PROMPT, len(PROMPT))
+    assert (kept.tokens, kept.state.length) == (PROMPT, len(PROMPT))
 
 
 @pytest.mark.processes

@@ -29,7 +29,7 @@ from services.runtime.inbox import Work
 from services.verifier.acceptance import count_accepted
 from services.verifier.verifier import Verifier
 from tests.support.reference import SAMPLINGS, plain, tiny_folder
-from tests.support.tiny_models import EOS, FAMILIES, RECURRENT, VERIFIERS
+from tests.support.tiny_models import EOS, FAMILIES
 
 LENGTH = 33
 PROMPTS = {
@@ -119,7 +119,7 @@ def check_rounds(family: str, prompt: str, sampling: Sampling, wanted: list[Draf
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("family", VERIFIERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_chains_commit_the_tokens_of_plain_decoding(family: str, sampling: Sampling) -> None:
     """Right and wrong drafts change no token, and leave only committed ones in the KV.
 
@@ -157,23 +157,8 @@ def test_chunked_prefill_equals_one_shot(family: str) -> None:
             line.close()
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("family", RECURRENT)
-def test_recurrent_models_decode_plainly(family: str, sampling: Sampling) -> None:
-    """A model that cannot be rewound says so and decodes without drafts, token by token."""
-    verifier = verifier_of(family)
-    assert verifier.max_draft_tokens == 0
-    line = Line(verifier, list(PROMPTS["long"]), sampling)
-    for token in plain(family, PROMPTS["long"], 12, sampling):
-        with pytest.raises(ProtocolError, match="cannot verify a chain of 2 tokens"):
-            line.verify([token])
-        outcome = line.verify([])
-        assert (0, token) == (outcome.accepted, outcome.bonus)
-        assert len(line.committed) - 1 == line.kv_length()
-
-
-@pytest.mark.parametrize("family", VERIFIERS)
-def test_models_that_can_be_rewound_take_long_drafts(family: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_drafts_are_taken(family: str) -> None:
     """The longest draft that a verifier announces is verified, and no longer one."""
     line = Line(verifier_of(family), list(PROMPTS["short"]), Sampling())
     limit = line.verifier.max_draft_tokens
@@ -223,7 +208,7 @@ def test_what_is_not_for_a_verifier_is_refused() -> None:
 def test_interleaved_sequences_do_not_disturb_one_another(family: str) -> None:
     """Sequences with prompts, samplings and rounds of their own each get their own tokens."""
     verifier = verifier_of(family)
-    right = 0 if family in RECURRENT else 3
+    right = 3
     lines = [
         (Line(verifier, list(prompt), sampling), plain(family, prompt, 16, sampling))
         for prompt in PROMPTS.values()
@@ -268,7 +253,7 @@ def test_closing_frees_the_kv_at_once() -> None:
     verifier, number = verifier_of("llama"), next(NUMBERS)
     list(verifier.handle(OpenSequence(sequence=number, tokens=[1, 2, 3], sampling=Sampling())))
     list(verifier.handle(Verify(sequence=number, round=1, position=3, chain=[4, 5])))
-    caches = [weakref.ref(cache) for cache in verifier._sequences[number].caches]
+    caches = [weakref.ref(cache) for cache in verifier._sequences[number].state.caches]
     assert all(cache() is not None for cache in caches)
     list(verifier.handle(CloseSequence(sequence=number)))
     assert [None] * len(caches) == [cache() for cache in caches]

@@ -1,0 +1,81 @@
+"""Copies of mlx-lm's own caches, whatever their class: by reference, and as plain arrays.
+
+MLX arrays are values: a second handle on an array keeps what it is now, and costs nothing
+until somebody writes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from protocol.errors import ModelError
+
+Copy = dict[str, Any]
+"""Attributes of a cache."""
+
+_ARRAY = "array"
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def copy_cache(cache: Any) -> Copy:
+    """What the cache holds now.
+
+    Raises:
+        ModelError: it holds something that cannot be copied.
+    """
+    return {name: _copy(value, cache) for name, value in vars(cache).items()}
+
+
+def restore_cache(cache: Any, copied: Copy) -> None:
+    """Let a cache of the same class hold what another one held."""
+    if vars(cache).keys() != copied.keys():
+        raise ValueError(f"this copy is not of a {type(cache).__name__}")
+    for name, value in copied.items():
+        setattr(cache, name, _copy(value, cache))
+
+
+def count_bytes(copied: Any) -> int:
+    """Memory of the arrays in a copy."""
+    if isinstance(copied, mx.array):
+        return copied.nbytes
+    if isinstance(copied, dict):
+        return sum(map(count_bytes, copied.values()))
+    return sum(map(count_bytes, copied)) if isinstance(copied, list | tuple) else 0
+
+
+def _copy(value: Any, cache: Any) -> Any:
+    if isinstance(value, mx.array):
+        return value[...]
+    if isinstance(value, list):
+        return [_copy(item, cache) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_copy(item, cache) for item in value)
+    if isinstance(value, dict):
+        return {key: _copy(item, cache) for key, item in value.items()}
+    if not isinstance(value, _PLAIN):
+        raise ModelError(f"a layer's {type(cache).__name__} holds a {type(value).__name__}")
+    return value
+
+
+def split_arrays(value: Any, arrays: list[mx.array]) -> Any:
+    """The same as JSON can hold it; arrays become their numbers in `arrays`, and are added."""
+    if isinstance(value, mx.array):
+        arrays.append(value)
+        return {_ARRAY: len(arrays) - 1}
+    if isinstance(value, list | tuple):
+        return [split_arrays(item, arrays) for item in value]
+    if isinstance(value, dict):
+        return {key: split_arrays(item, arrays) for key, item in value.items()}
+    return value
+
+
+def join_arrays(value: Any, arrays: Mapping[int, mx.array]) -> Any:
+    """What `split_arrays` was given; tuples come back as lists."""
+    if isinstance(value, list):
+        return [join_arrays(item, arrays) for item in value]
+    if isinstance(value, dict):
+        if value.keys() == {_ARRAY}:
+            return arrays[value[_ARRAY]]
+        return {key: join_arrays(item, arrays) for key, item in value.items()}
+    return value

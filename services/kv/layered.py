@@ -1,0 +1,382 @@
+"""The state of a sequence whose layers remember in different ways.
+
+Layers of keys and values are slots (`kv.cache`), sliding layers hold their window
+(`kv.window`); both go back by forgetting their last rows. Anything else keeps mlx-lm's own
+cache. MLX arrays are values, so that a copy of such a cache before a pass is a few
+references. If a part of a chain is rejected, the cache is either computed again for the rows
+that stand (`kv.replay`), or the whole sequence goes back to where the pass began: then the
+tokens that stand are *owed*, and the next pass begins with them.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+
+from services.kv.cache import KVStore
+from services.kv.layer_copy import (
+    copy_cache,
+    count_bytes,
+    join_arrays,
+    restore_cache,
+    split_arrays,
+)
+from services.kv.replay import Recording, ReplayPlan
+from services.kv.window import WindowCache, WindowSnapshot
+
+_MOST_CHECKPOINTS = 4
+"""Of a sequence; each holds a copy of every recurrent state and window."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A moment from which the sequence can go on. Slots need no copy."""
+
+    length: int
+    windows: list[WindowSnapshot]
+    others: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Where the pass in work began."""
+
+    length: int
+    owed: int
+    others: list[Any]
+    """A copy of each cache, or its offset where that is enough."""
+
+
+@dataclass(frozen=True)
+class _Suspended:
+    """A pass of one token that was undone."""
+
+    count: int
+    others: list[Any]
+    windows: list[int]
+
+
+def flatten_caches(caches: Sequence[Any]) -> list[Any]:
+    """The caches of all layers, those in a `CacheList` one by one."""
+    found: list[Any] = []
+    for cache in caches:
+        found += flatten_caches(cache.caches) if type(cache) is CacheList else [cache]
+    return found
+
+
+class LayeredState:
+    """See `SequenceState`.
+
+    Args:
+        make_caches: gives fresh ones of mlx-lm's own, for all layers.
+        bucketed: see `KVStore`.
+        replay: how recurrent layers are computed again; None to feed tokens again instead.
+        own: whether slots and windows replace mlx-lm's caches of keys and values.
+    """
+
+    def __init__(
+        self,
+        make_caches: Callable[[], Sequence[Any]],
+        *,
+        bucketed: bool,
+        replay: ReplayPlan | None,
+        own: bool,
+    ) -> None:
+        self._make_caches, self._bucketed, self._own = make_caches, bucketed, own
+        self._replay = replay
+        caches = make_caches()
+        flat = flatten_caches(caches)
+        slots = sum(type(cache) is KVCache for cache in flat) if own else 0
+        self._slots = KVStore([None] * slots, bucketed=bucketed)
+        self._windows: list[WindowCache] = []
+        self._others: list[Any] = []
+        unused = iter(self._slots.caches)
+        self.caches = [self._adopt(cache, unused, own=own, bucketed=bucketed) for cache in caches]
+        self._mark: _Mark | None = None
+        self._recording: Recording | None = None
+        self._checkpoints: list[Checkpoint] = []
+        self.owed = 0
+
+    def _adopt(self, cache: Any, unused: Iterator[Any], *, own: bool, bucketed: bool) -> Any:
+        """The cache that takes this one's place."""
+        if type(cache) is CacheList:
+            inner = [self._adopt(c, unused, own=own, bucketed=bucketed) for c in cache.caches]
+            joined: Any = CacheList
+            return joined(*inner)
+        if own and type(cache) is KVCache:
+            return next(unused)
+        if own and type(cache) is RotatingKVCache:
+            window = WindowCache(cache.max_size, cache.keep, bucketed=bucketed)
+            self._windows.append(window)
+            return window
+        self._others.append(cache)
+        return cache
+
+    # ------------------------------------------------------------ passes
+
+    @property
+    def length(self) -> int:
+        """See `SequenceState`."""
+        return self._slots.length + self.owed
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        """Of windows and recurrent states, only the last moment is held."""
+        return bool(self._windows or self._others)
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """[tokens] positions of the tokens of the pass in work."""
+        return self._slots.positions
+
+    @property
+    def others(self) -> list[Any]:
+        """The caches that are mlx-lm's own."""
+        return self._others
+
+    @property
+    def recording(self) -> Recording | None:
+        """What the layers were given in the pass in work."""
+        return self._recording
+
+    def append(self, count: int, *, whole: bool = False) -> None:
+        """See `SequenceState`."""
+        others = [_position_or_copy(cache) for cache in self._others]
+        self._mark = _Mark(self._slots.length, self.owed, others)
+        self._slots.chain(self.owed + count)
+        self.owed = 0
+        self._recording = None
+        if self._replay is not None and self._slots.frame.count > 1 and not whole:
+            self._recording = self._replay.record()
+
+    def commit(self, length: int) -> None:
+        """See `SequenceState`."""
+        mark, count = self._mark, self._slots.frame.count
+        if self._recording is not None:
+            self._recording.stop()
+        if length != self.length:
+            if mark is None or not mark.length + mark.owed <= length < self.length:
+                raise ValueError(f"cannot go back from {self.length} tokens to {length}")
+            self._go_back(mark, length - mark.length, count)
+        self._mark, self._recording = None, None
+        for window in self._windows:
+            window.compact()
+
+    def _go_back(self, mark: _Mark, keep: int, count: int) -> None:
+        """Let the first `keep` rows of the pass stand."""
+        exact = keep > mark.owed and self._go_back_exactly(keep, count)
+        held = mark.length + keep if exact else mark.length
+        self._slots.trim(held)
+        for window in self._windows:
+            window.cut(held)
+        if not exact:
+            self._restore(mark)
+            self.owed = keep
+
+    def _go_back_exactly(self, keep: int, count: int) -> bool:
+        """Whether every cache of mlx-lm's own could be brought to the first `keep` rows."""
+        states = [cache for cache in self._others if not _is_trimmable(cache)]
+        if states:
+            if self._replay is None or self._recording is None:
+                return False
+            self._replay.rewind(self._others, self._recording, keep)
+        for cache in self._others:
+            if _is_trimmable(cache):
+                cache.trim(count - keep)
+        return True
+
+    def _restore(self, mark: _Mark) -> None:
+        for cache, before in zip(self._others, mark.others, strict=True):
+            if _is_trimmable(cache):
+                cache.trim(cache.offset - before)
+            else:
+                restore_cache(cache, before)
+
+    def suspend(self) -> _Suspended:
+        """See `SequenceState`."""
+        mark, count = self._mark, self._slots.frame.count
+        if mark is None or mark.owed:
+            raise ValueError("there is no pass to suspend")
+        after = _Suspended(
+            count, [copy_cache(c) for c in self._others], [w.offset for w in self._windows]
+        )
+        self._slots.trim(mark.length)
+        for window in self._windows:
+            window.cut(mark.length)
+        self._restore(mark)
+        self._mark = None
+        return after
+
+    def resume(self, suspended: _Suspended) -> None:
+        """See `SequenceState`."""
+        self.append(suspended.count)
+        for cache, after in zip(self._others, suspended.others, strict=True):
+            restore_cache(cache, after)
+        for window, offset in zip(self._windows, suspended.windows, strict=True):
+            window.cut(offset)
+
+    # ------------------------------------------------------------ forks
+
+    def checkpoint(self) -> None:
+        """See `SequenceState`; of many, those stay that are farthest apart."""
+        if self._mark is not None or self.owed:
+            raise ValueError("a checkpoint stands between two passes")
+        if self._checkpoints and self._checkpoints[-1].length == self.length:
+            return
+        self._checkpoints.append(self._capture())
+        if len(self._checkpoints) > _MOST_CHECKPOINTS:
+            lengths = [0, *(point.length for point in self._checkpoints)]
+            gaps = [lengths[i + 2] - lengths[i] for i in range(len(lengths) - 2)]
+            del self._checkpoints[gaps.index(min(gaps))]
+
+    def _capture(self) -> Checkpoint:
+        windows = [window.capture() for window in self._windows]
+        return Checkpoint(self._slots.length, windows, [copy_cache(c) for c in self._others])
+
+    def _begin(self) -> int:
+        """How many tokens were held when the pass in work began."""
+        return self._slots.length if self._mark is None else self._mark.length
+
+    def resumable(self, length: int) -> int:
+        """See `SequenceState`."""
+        points = [point.length for point in self._checkpoints if point.length <= length]
+        held = min(length, self._begin())
+        if self._can_fork(held):
+            points.append(held)
+        return max(points, default=0)
+
+    def _can_fork(self, length: int) -> bool:
+        """Whether the present state can be brought to this length."""
+        if length == self._begin():
+            return self._mark is None or all(map(_is_copied, self._mark.others))
+        return not self._others and all(window.can_cut(length) for window in self._windows)
+
+    def fork(self, length: int) -> "LayeredState":
+        """See `SequenceState`."""
+        new = self._empty()
+        points = [point for point in self._checkpoints if point.length <= length]
+        at = next((point for point in points if point.length == length), None)
+        if at is None:
+            if not self._can_fork(length):
+                raise ValueError(f"cannot fork {length} of {self.length} tokens")
+            at = self._capture()
+            if self._mark is not None:
+                at = Checkpoint(length, at.windows, self._mark.others)
+        new._begin_at(at, self._slots, length)
+        new._checkpoints = points
+        return new
+
+    def _empty(self) -> "LayeredState":
+        return LayeredState(
+            self._make_caches, bucketed=self._bucketed, replay=self._replay, own=self._own
+        )
+
+    def _begin_at(self, point: Checkpoint, slots: KVStore, length: int) -> None:
+        self._slots.share(slots, length)
+        self._restore_point(point, length)
+
+    def _restore_point(self, point: Checkpoint, length: int) -> None:
+        for window, snapshot in zip(self._windows, point.windows, strict=True):
+            window.restore(snapshot)
+            window.cut(length)
+        for cache, copied in zip(self._others, point.others, strict=True):
+            restore_cache(cache, copied)
+
+    # ------------------------------------------------------------ memory
+
+    @property
+    def nbytes(self) -> int:
+        """See `SequenceState`; what checkpoints share with the present state counts once."""
+        windows = sum(array.nbytes for window in self._windows for array in window.state)
+        points = sum(_bytes_of(point) for point in self._checkpoints)
+        others = sum(count_bytes(copy_cache(cache)) for cache in self._others)
+        return self._slots.nbytes + windows + others + points
+
+    @property
+    def bytes_per_token(self) -> int:
+        """See `SequenceState`: windows and recurrent states do not grow."""
+        return self._slots.bytes_per_token
+
+    def evaluate(self) -> None:
+        """See `SequenceState`."""
+        copies = [copy_cache(cache) for cache in self._others]
+        mx.eval(self._slots.arrays, [window.state for window in self._windows], copies)
+
+    def dump(self, length: int) -> dict[str, mx.array]:
+        """See `SequenceState`: the slots' arrays, and "points" in JSON with arrays of its own."""
+        points = [point for point in self._checkpoints if point.length < length]
+        points += self.fork(length)._points_at(length)
+        arrays: list[mx.array] = []
+        plain = [split_arrays(vars(point), arrays) for point in points]
+        text = json.dumps(plain).encode()
+        found = {f"slots.{name}": array for name, array in self._slots.dump(length).items()}
+        found |= {f"points.{index}": mx.contiguous(array) for index, array in enumerate(arrays)}
+        return found | {"points": mx.array(np.frombuffer(text, np.uint8))}
+
+    def _points_at(self, length: int) -> list[Checkpoint]:
+        """This state, which has `length` tokens, as its own checkpoint."""
+        return [self._capture()] if self._slots.length == length else []
+
+    def load(self, arrays: Mapping[str, mx.array]) -> None:
+        """See `SequenceState`."""
+        content: Any = np.array(arrays["points"])
+        numbered = {
+            int(name.removeprefix("points.")): array
+            for name, array in arrays.items()
+            if name.startswith("points.")
+        }
+        points = [_read_point(p, numbered) for p in json.loads(content.tobytes())]
+        slots = {
+            name.removeprefix("slots."): array
+            for name, array in arrays.items()
+            if name.startswith("slots.")
+        }
+        last = points[-1]
+        if slots:
+            self._slots.load(slots)
+        if self._slots.length not in (0, last.length):
+            raise ValueError(f"{self._slots.length} slots and a state of {last.length} tokens")
+        self._slots.length = last.length
+        self._restore_point(last, last.length)
+        self._checkpoints = points[:-1]
+
+    def take(self, buffers: Sequence[tuple[mx.array, mx.array]], length: int) -> None:
+        """See `SequenceState`."""
+        layers = flatten_caches(self.caches)
+        if self._others or len(buffers) != len(layers) or self.length:
+            raise ValueError(f"{len(buffers)} layers for {len(layers)} with {self.length}")
+        slots = []
+        for layer, (keys, values) in zip(layers, buffers, strict=True):
+            if isinstance(layer, WindowCache):
+                layer.take(keys, values, length)
+            else:
+                slots.append((keys, values))
+        self._slots.take(slots, length)
+
+
+def _read_point(plain: Any, arrays: Mapping[int, mx.array]) -> Checkpoint:
+    joined = join_arrays(plain, arrays)
+    windows = [WindowSnapshot(*window) for window in joined["windows"]]
+    return Checkpoint(joined["length"], windows, joined["others"])
+
+
+def _bytes_of(point: Checkpoint) -> int:
+    return count_bytes(list(point.windows)) + count_bytes(point.others)
+
+
+def _is_trimmable(cache: Any) -> bool:
+    """Whether the last rows can be cut off: those of the present chunk, for `ChunkedKVCache`."""
+    return type(cache) in (KVCache, ChunkedKVCache)
+
+
+def _position_or_copy(cache: Any) -> Any:
+    return cache.offset if _is_trimmable(cache) else copy_cache(cache)
+
+
+def _is_copied(mark: Any) -> bool:
+    return isinstance(mark, dict)

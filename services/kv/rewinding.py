@@ -1,0 +1,200 @@
+"""How the states of a model's sequences go back after a rejected draft: found out by trying.
+
+The fastest way that gives mlx-lm's own logits is taken. A model whose layers hold nothing
+but keys and values needs no trial: slots are cut.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from services.kv.cache import KVStore
+from services.kv.layered import LayeredState, flatten_caches
+from services.kv.replay import ReplayPlan, install_hooks, plan_replay, start_recording
+from services.kv.state import SequenceState
+
+_log = logging.getLogger(__name__)
+
+Way = Literal["slots", "windows", "replay", "refeed", "none"]
+"""`slots`: keys and values are cut; `windows`: so are those of sliding layers; `replay`:
+recurrences are computed again; `refeed`: the tokens that stand are fed again with the next
+pass; `none`: plain decoding."""
+
+_PROMPT, _CHAIN, _NEXT = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10]
+"""Tokens of the trial. Two of the chain stand."""
+_KEPT = 2
+_CLOSE = 1e-4
+"""Relative distance of logits that is rounding, whatever the format."""
+_TOLERANCE = {True: 0.002, False: 0.05}
+"""The same by whether logits are float32; a wrong state must be clearly farther away."""
+
+
+@dataclass(frozen=True)
+class StateFactory:
+    """Makes the states of one model's sequences."""
+
+    make: Callable[[], SequenceState]
+    way: Way
+    layers: str
+    """What its layers are, in words."""
+    reason: str = ""
+    """Why it cannot go back, in a sentence."""
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether drafts can be verified."""
+        return self.way != "none"
+
+    @property
+    def description(self) -> str:
+        """How the model gets back from a rejected draft, in words."""
+        return f"{self.layers}; {_WORDS[self.way]}{self.reason and ': '}{self.reason}"
+
+
+_WORDS: dict[Way, str] = {
+    "slots": "rejected tokens are cut off",
+    "windows": "rejected tokens are cut off",
+    "replay": "recurrent states are computed again from recorded inputs",
+    "refeed": "accepted tokens are fed again after a rejection",
+    "none": "decoded plainly",
+}
+
+
+def find_rewinding(model: Any, *, bucketed: bool) -> StateFactory:
+    """The fastest way to go back that works for this model.
+
+    Args:
+        model: an mlx-lm model; its recurrences may get hooks (`kv.replay`).
+        bucketed: see `KVStore`.
+    """
+
+    def make_caches() -> Sequence[Any]:
+        caches: Sequence[Any] = make_prompt_cache(model)
+        return caches
+
+    caches = make_caches()
+    flat, layers = flatten_caches(caches), _describe(make_caches())
+    if all(type(cache) is KVCache for cache in caches):
+        return StateFactory(
+            lambda: KVStore([None] * len(caches), bucketed=bucketed), "slots", layers
+        )
+    trial = _Trial(model, make_caches)
+    replay = None
+    if any(type(cache) is ArraysCache for cache in flat):
+        replay = _find_replay(model, make_caches)
+
+    def factory(*, own: bool, plan: ReplayPlan | None) -> Callable[[], SequenceState]:
+        return lambda: LayeredState(make_caches, bucketed=bucketed, replay=plan, own=own)
+
+    if replay is not None and trial.proves(factory(own=True, plan=replay), "replay"):
+        return StateFactory(factory(own=True, plan=replay), "replay", layers)
+    for own in (True, False):
+        make = factory(own=own, plan=None)
+        if trial.proves(make, "feeding again" if own else "feeding again, with mlx-lm's caches"):
+            return StateFactory(make, _way_of(flat, own=own), layers)
+    return StateFactory(factory(own=False, plan=None), "none", layers, trial.reason)
+
+
+def _way_of(caches: Sequence[Any], *, own: bool) -> Way:
+    """How a state without replay goes back."""
+    kinds = {type(cache) for cache in caches}
+    if kinds <= {KVCache, ChunkedKVCache}:
+        return "slots"
+    return "windows" if own and kinds <= {KVCache, ChunkedKVCache, RotatingKVCache} else "refeed"
+
+
+def _describe(caches: Sequence[Any]) -> str:
+    """The kinds of layers and how many there are of each."""
+    names: dict[str, int] = {}
+    for cache in flatten_caches(caches):
+        name = {KVCache: "attention", ArraysCache: "recurrent"}.get(type(cache))
+        if type(cache) is RotatingKVCache:
+            name = f"window of {cache.max_size}"
+        if type(cache) is ChunkedKVCache:
+            name = f"chunk of {cache.chunk_size}"
+        name = name or type(cache).__name__
+        names[name] = names.get(name, 0) + 1
+    return ", ".join(f"{count} x {name}" for name, count in names.items())
+
+
+def _find_replay(model: Any, make_caches: Callable[[], Sequence[Any]]) -> ReplayPlan | None:
+    """How the model's recurrent layers are replayed; None if they are of an unknown kind."""
+    convolutions = install_hooks(model)
+    caches = make_caches()
+    try:
+        model(mx.array([_PROMPT]), cache=caches)
+        recording = start_recording()
+        try:
+            model(mx.array([_CHAIN]), cache=caches)
+        finally:
+            recording.stop()
+        states = [c for c in flatten_caches(caches) if type(c) not in (KVCache, RotatingKVCache)]
+        return plan_replay(states, recording, convolutions, len(_CHAIN))
+    # Whatever a model of an unknown make stumbles over: it is rewound in another way.
+    except Exception as error:  # noqa: BLE001
+        _log.info("recurrent layers cannot be replayed: %s", error)
+        return None
+
+
+class _Trial:
+    """A few tokens with a rejection among them, beside mlx-lm's own plain decoding."""
+
+    def __init__(self, model: Any, make_caches: Callable[[], Sequence[Any]]) -> None:
+        self._model = model
+        self.reason = ""
+        kept = _CHAIN[:_KEPT]
+        self._expected = self._decode(make_caches(), [*kept, *_NEXT])
+        self._wrong = self._decode(make_caches(), [*_CHAIN, *_NEXT])
+
+    def _decode(self, caches: Any, tokens: list[int]) -> mx.array:
+        """[2, vocabulary] logits after the last two tokens, one pass each."""
+        self._model(mx.array([_PROMPT]), cache=caches)
+        rows = [self._model(mx.array([[token]]), cache=caches)[0, -1] for token in tokens]
+        self._tolerance = _TOLERANCE[rows[0].dtype == mx.float32]
+        return mx.stack(rows[-len(_NEXT) :]).astype(mx.float32)
+
+    def proves(self, make: Callable[[], SequenceState], way: str) -> bool:
+        """Whether the logits after a rejection are mlx-lm's; otherwise `reason` says why not."""
+        try:
+            found = self._reject(make())
+        # Whatever a model of another make stumbles over.
+        except Exception as error:  # noqa: BLE001
+            self.reason = f"{type(error).__name__}: {error}"
+            _log.warning("%s does not work for this model: %s", way, self.reason)
+            return False
+        distance = _distance(found, self._expected)
+        limit = min(self._tolerance, 0.25 * _distance(self._wrong, self._expected))
+        if distance <= max(_CLOSE, limit):
+            return True
+        self.reason = f"after a rejected draft its logits are off by {distance:.2g}"
+        _log.warning("%s does not work for this model: %s", way, self.reason)
+        return False
+
+    def _reject(self, state: SequenceState) -> mx.array:
+        state.append(len(_PROMPT), whole=True)
+        self._model(mx.array([_PROMPT]), cache=state.caches)
+        state.commit(len(_PROMPT))
+        state.append(len(_CHAIN))
+        self._model(mx.array([_CHAIN]), cache=state.caches)
+        state.commit(len(_PROMPT) + _KEPT)
+        tokens = [*_CHAIN[_KEPT - state.owed : _KEPT], *_NEXT]
+        state.append(len(_NEXT))
+        rows: mx.array = self._model(mx.array([tokens]), cache=state.caches)[0, -len(_NEXT) :]
+        return rows.astype(mx.float32)
+
+
+def _distance(one: mx.array, other: mx.array) -> float:
+    """Relative; infinite if a number is not finite."""
+    distance = np.array(mx.linalg.norm(one - other) / mx.linalg.norm(other))
+    return float(distance) if np.isfinite(distance) else float("inf")
