@@ -8,6 +8,7 @@ import click
 
 from launch import help_text, signals
 from launch.commands import (
+    agents,
     bench,
     chat,
     completion,
@@ -63,6 +64,8 @@ for _module in (
     completion,
 ):
     cli.add_command(_module.command)
+cli.add_command(agents.claude)
+cli.add_command(agents.codex)
 help_text.complete(cli)
 
 

@@ -24,6 +24,15 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("ssd chat", "with the default pair"),
         ("ssd chat --show-draft --temp 0.7", "tokens coloured by where they came from"),
     ],
+    "claude": [
+        ("ssd claude", "Claude Code with the default pair"),
+        ("ssd claude -- -p 'What is in this folder?'", "arguments of the program's own"),
+        ('eval "$(ssd claude --print-env)"', "for a program that is started otherwise"),
+    ],
+    "codex": [
+        ("ssd codex", "Codex with the default pair"),
+        ("ssd codex -- exec 'What is in this folder?'", "arguments of the program's own"),
+    ],
     "completion": [
         ('eval "$(ssd completion bash)"', "in ~/.bashrc"),
         ('eval "$(ssd completion zsh)"', "in ~/.zshrc, after compinit"),
