@@ -120,11 +120,11 @@ class RankGroupSettings(Settings, frozen=True, kw_only=True):
     """The interpreter on other machines; empty: the path of this one's."""
     environment: dict[str, str] = {}
     """Variables for all ranks."""
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 32323
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     """First port on other machines; on this one the ring takes free ones."""
-    start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    start_timeout_s: Annotated[float, msgspec.Meta(gt=0)]
     """Longest wait for a host's first word."""
-    silence_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    silence_timeout_s: Annotated[float, msgspec.Meta(gt=0)]
     """Silence after which a rank is lost, and the group ends."""
 
 

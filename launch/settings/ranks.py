@@ -15,6 +15,8 @@ from launch.settings.settings import StackSettings
 from protocol.errors import UsageError
 from protocol.settings import RANK_BACKENDS, RankBackend, RankGroupSettings, RankHost
 
+_HOST_S = 30.0
+"""Longest wait for a host's first word; the whole start must be shorter than its own limit."""
 _LOCAL = frozenset({"127.0.0.1", "localhost"})
 _CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
 _MLX_VARIABLES = ("MLX_ENABLE_CACHE_THRASHING_CHECK", "MLX_CUDA_GRAPH_CACHE_SIZE")
@@ -65,6 +67,8 @@ def rank_group(settings: StackSettings, cores: Sequence[int] = ()) -> RankGroupS
         split=split,
         python=settings.rank_python,
         environment={**_mlx_variables(), **_variables(file.envs)},
+        port=settings.rank_port,
+        start_timeout_s=min(_HOST_S, settings.start_timeout_s / 2),
         silence_timeout_s=settings.rank_timeout_s,
     )
 

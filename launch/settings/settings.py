@@ -96,6 +96,8 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Pipelined: layers per rank, as in 20,12."""
     rank_python: str = ""
     """The interpreter on the other machines; empty: the same path as here."""
+    rank_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 32323
+    """First port that the ranks use between machines; one more per rank."""
     rank_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     """Silence after which a rank is lost and the group is started again."""
     emulate_target_cost: str = ""

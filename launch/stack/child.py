@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 from collections import deque
 from collections.abc import Collection
@@ -69,6 +70,12 @@ class Child:
         self._killed_because = reason
         self._kill()
 
+    def kill_group(self) -> None:
+        """End what it left behind: a process of its own that is stopped does not end by itself."""
+        # Nobody is left, or only what is being reaped (macOS).
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
     def ask_to_end(self) -> None:
         """First rung of the ladder: SIGTERM."""
         if self.exit_code is None:
@@ -80,9 +87,12 @@ class Child:
             self.process.wait(self._shutdown_s)
         except subprocess.TimeoutExpired:
             self._kill()
+        else:
+            self.kill_group()
 
     def _kill(self) -> None:
         self.process.kill()
+        self.kill_group()
         # The system may take long to take back its memory; others must not be left for that.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_S)
@@ -100,6 +110,7 @@ def kill_all(children: Collection[Child]) -> None:
     """End them at once; whoever waits for them goes on."""
     for child in children:
         child.process.kill()
+        child.kill_group()
 
 
 class RestartBudget:

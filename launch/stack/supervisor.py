@@ -187,6 +187,7 @@ class Supervisor:
         role = child.role
         again = self._budgets[role].spend(time.monotonic())
         reason = child.last_words()
+        child.kill_group()
         if not again:
             reason = f"{reason}; it was restarted {self._budgets[role].used} times"
         if role in ("verifier", "drafter"):

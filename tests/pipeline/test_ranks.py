@@ -1,0 +1,285 @@
+"""A target spread over ranks: the tokens of plain decoding, whatever happens to a rank."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from launch.settings.settings import StackSettings
+from launch.stack.session import private_stack
+from protocol.client.client import Client
+from protocol.errors import ModelError, RuntimeFailure, SsdError, UsageError
+from protocol.messages import (
+    ChatMessage,
+    Generate,
+    Mode,
+    RankStatus,
+    Sampling,
+    Text,
+    Tokens,
+)
+from tests.support.stack import Answered, RunningStack, eventually, gone, leftovers, running
+from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.processes
+
+PROMPT = "the quick brown fox"
+TOKENS = 40
+SAMPLINGS = {"T0": Sampling(), "T0.7": Sampling(temperature=0.7, seed=5)}
+
+FAKE_SSH = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do if [ "$1" = -o ]; then shift; fi; shift; done
+host=$1; shift
+case $host in
+  nowhere) echo "ssh: connect to host nowhere port 22: No route to host" >&2; exit 255;;
+  silent) exec sleep 600;;
+  version|weights) exec {python} {odd_rank} "$host";;
+esac
+exec /bin/sh -c "$*"
+"""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> StackSettings:
+    base = tmp_path_factory.mktemp("pair")
+    target = write_tiny_model(base / "target", "llama", seed=1)
+    draft = write_tiny_model(base / "draft", "llama", seed=1, noise=0.1)
+    return StackSettings(model=str(target), draft_model=str(draft))
+
+
+@pytest.fixture(scope="module")
+def stack(pair: StackSettings) -> Iterator[RunningStack]:
+    settings = msgspec.structs.replace(
+        pair, target_ranks=2, rank_timeout_s=1.5, restarts=50, prefill_step_size=16
+    )
+    with running(settings) as started:
+        yield started
+
+
+def ranks_of(stack: RunningStack) -> list[RankStatus]:
+    """The ranks of the verifier that runs now."""
+    services = stack.client.status().services
+    return next((service.ranks for service in services if service.role == "verifier"), [])
+
+
+def pids_of(stack: RunningStack) -> list[int]:
+    """Their processes, once they are up."""
+    eventually(lambda: bool(ranks_of(stack)), "the group is up")
+    return [rank.pid for rank in ranks_of(stack)]
+
+
+def ask(stack: RunningStack, sampling: str, mode: Mode = "ssd", prompt: str = PROMPT) -> Answered:
+    return stack.answer(
+        prompt,
+        mode=mode,
+        sampling=SAMPLINGS[sampling],
+        max_tokens=TOKENS,
+        num_draft_tokens=0 if mode == "ar" else 3,
+    )
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_every_mode_has_the_tokens_of_plain_decoding(stack: RunningStack, sampling: str) -> None:
+    """ar, sd and ssd agree within one sharding, and drafts were verified and accepted."""
+    plain = ask(stack, sampling, "ar")
+    answers = [ask(stack, sampling, mode) for mode in ("sd", "ssd")]
+    assert [answer.tokens for answer in answers] == [plain.tokens] * 2
+    assert sum(answer.statistics.accepted for answer in answers) > 0
+
+
+def test_requests_together_get_what_each_gets_alone(stack: RunningStack) -> None:
+    """Several sequences in one pass, with long prompts in pieces, on both ranks."""
+    prompts = [f"{PROMPT} {'again and ' * (5 * number)}" for number in range(4)]
+    alone = [ask(stack, "T0.7", "ar", prompt).tokens for prompt in prompts]
+    together: dict[int, Tokens] = {}
+
+    def one(number: int) -> None:
+        with closing(Client(stack.supervisor.run_dir.clients_address)) as client:
+            own = RunningStack(stack.supervisor, client, stack.lines)
+            together[number] = ask(own, "T0.7", "ssd", prompts[number]).tokens
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[number] for number in range(4)] == alone
+
+
+def test_followers_keep_the_prefix_cache_too(stack: RunningStack) -> None:
+    """A prompt that continues an earlier one takes its KV on all ranks."""
+    first = [0, 2, 97, 41, 250, 33, 8, 141, 77, 19, 203, 64] * 3
+    opening = stack.answer("", tokens=first, max_tokens=8).tokens
+    longer = [*first, *opening, 5, 6, 7]
+    answer = stack.answer("", tokens=longer, max_tokens=TOKENS)
+    other = stack.answer("", tokens=[9, *longer[1:]], max_tokens=1)
+    assert answer.cached_tokens > len(first)
+    assert other.cached_tokens == 0
+    assert stack.answer("", tokens=longer, max_tokens=TOKENS, mode="ar").tokens == answer.tokens
+
+
+def test_a_cancelled_request_leaves_the_ranks_in_step(stack: RunningStack) -> None:
+    """After a cancel in the middle of an answer the next one has the right tokens."""
+    plain = ask(stack, "T0", "ar").tokens
+    before = pids_of(stack)
+    request = Generate(
+        request=stack.client.number(), messages=[ChatMessage("user", PROMPT)], max_tokens=400
+    )
+    with closing(stack.client.generate(request)) as stream:  # the end of it cancels
+        assert isinstance(next(stream), Text)
+    assert ask(stack, "T0").tokens == plain
+    assert pids_of(stack) == before
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_while_verifying(
+    stack: RunningStack, rank: int, number: signal.Signals
+) -> None:
+    """The group ends and starts again, the answer goes on with the same tokens, none is left."""
+    plain = ask(stack, "T0", "ar").tokens
+    old = pids_of(stack)
+    todo = [old[rank]]
+
+    def strike(count: int) -> None:
+        if count >= 5 and todo:
+            os.kill(todo.pop(), number)
+
+    answer = stack.answer(PROMPT, max_tokens=TOKENS, num_draft_tokens=3, when=strike)
+    assert answer.tokens == plain
+    eventually(lambda: gone(old), "the old ranks are gone")
+    assert not set(pids_of(stack)) & set(old)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_while_a_prompt_is_computed(
+    stack: RunningStack, number: signal.Signals
+) -> None:
+    """A prompt that waits for a stopped rank is computed by the next group."""
+    tokens = [3, *range(2, 200)]
+    plain = stack.answer("", tokens=tokens, mode="ar", max_tokens=8).tokens
+    old = pids_of(stack)
+    os.kill(old[1], signal.SIGSTOP)
+    tokens[0] = 4  # nothing of this prompt is cached
+    if number == signal.SIGKILL:
+        threading.Timer(0.3, os.kill, (old[1], number)).start()
+    answer = stack.answer("", tokens=tokens, max_tokens=8)
+    again = stack.answer("", tokens=tokens, mode="ar", max_tokens=8)
+    assert answer.tokens == again.tokens
+    assert len(answer.tokens) == len(plain)
+    eventually(lambda: gone(old), "the old ranks are gone")
+
+
+def test_the_reason_names_the_rank(stack: RunningStack) -> None:
+    """Whoever looks at the log or the status reads which rank was lost, and how."""
+    old = pids_of(stack)
+    os.kill(old[1], signal.SIGKILL)
+    eventually(lambda: bool(ranks_of(stack)) and pids_of(stack) != old, "a new group is up")
+    notes = [line.note for line in stack.lines if line.role == "verifier"]
+    assert any("rank 1 on 127.0.0.1 was killed by signal 9" in note for note in notes)
+
+
+def test_nothing_is_left_at_the_end(pair: StackSettings, run_dir: Path) -> None:
+    """A stack that stops takes its ranks with it, also one that is stopped by a signal."""
+    with running(msgspec.structs.replace(pair, target_ranks=2)) as stack:
+        pids = pids_of(stack)
+        os.kill(pids[1], signal.SIGSTOP)
+    eventually(lambda: gone(pids), "all ranks are gone")
+    assert leftovers(run_dir) == []
+
+
+# ------------------------------------------------------------ other machines
+
+
+@pytest.fixture
+def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An `ssh` that runs the command here, or fails in the way that the host's name says."""
+    odd_rank = Path(__file__).parents[1] / "support" / "odd_rank.py"
+    script = tmp_path / "bin" / "ssh"
+    script.parent.mkdir()
+    script.write_text(FAKE_SSH.format(python=sys.executable, odd_rank=odd_rank))
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def over(pair: StackSettings, folder: Path, *names: str) -> StackSettings:
+    """The pair with its target over this machine and these."""
+    hosts = [{"ssh": name, "ips": ["127.0.0.1"]} for name in ("127.0.0.1", *names)]
+    file = folder / "hosts.json"
+    file.write_text(json.dumps(hosts))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = min(free.getsockname()[1], 65000)
+    return msgspec.structs.replace(
+        pair, hosts=str(file), rank_port=port, rank_timeout_s=1.5, start_timeout_s=60.0
+    )
+
+
+@pytest.mark.usefixtures("fake_ssh", "run_dir")
+def test_a_rank_on_another_machine(pair: StackSettings, tmp_path: Path) -> None:
+    """ssh carries the messages; a remote rank that is stopped is ended, and replaced."""
+    with running(over(pair, tmp_path, "studio")) as stack:
+        assert [rank.host for rank in ranks_of(stack)] == ["127.0.0.1", "studio"]
+        plain = ask(stack, "T0", "ar").tokens
+        assert ask(stack, "T0", "ssd").tokens == plain
+        old = pids_of(stack)
+        os.kill(old[1], signal.SIGSTOP)
+        assert ask(stack, "T0", "ssd").tokens == plain
+        eventually(lambda: gone(old), "the old ranks are gone")
+        new = pids_of(stack)
+    eventually(lambda: gone(new), "all ranks are gone")
+
+
+@pytest.mark.usefixtures("fake_ssh", "run_dir")
+@pytest.mark.parametrize(
+    ("host", "error", "words"),
+    [
+        ("nowhere", RuntimeFailure, "rank 1 on nowhere ended with exit code 255: ssh: connect"),
+        ("silent", RuntimeFailure, "rank 1 on silent did not answer within 2 s"),
+        ("version", ModelError, "rank 1 on version has another version of MLX: 0.0.1"),
+        ("weights", ModelError, "rank 1 on weights has another model"),
+    ],
+)
+def test_a_host_that_cannot_take_part_is_named(
+    pair: StackSettings, tmp_path: Path, host: str, error: type[SsdError], words: str
+) -> None:
+    """Before the first token: a missing host, a silent one, other versions, other weights."""
+    settings = over(pair, tmp_path, host)
+    if host == "silent":
+        settings = msgspec.structs.replace(settings, start_timeout_s=4.0)
+    with (
+        pytest.raises(error, match=words),
+        private_stack(settings, lambda status: None),
+    ):
+        pass
+
+
+@pytest.mark.usefixtures("run_dir")
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"target_ranks": 3}, ModelError, "attention heads cannot be divided by 3 ranks"),
+        ({"target_ranks": 2, "split": "1,2"}, ModelError, "cannot pipeline"),
+        ({"target_ranks": 2, "split": "1"}, UsageError, "1 numbers for 2 ranks"),
+        ({"split": "1,2"}, UsageError, "need --target-ranks"),
+        ({"target_ranks": 2, "prompt_cache_file": "x"}, UsageError, "--prompt-cache-file"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    pair: StackSettings, change: dict[str, object], error: type[SsdError], words: str
+) -> None:
+    """The error says what does not fit, before anything is computed."""
+    with (
+        pytest.raises(error, match=words),
+        private_stack(msgspec.structs.replace(pair, **change), lambda status: None),
+    ):
+        pass
