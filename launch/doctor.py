@@ -13,11 +13,14 @@ from launch.models.coreml_models import conversion_in, find_converted, is_conver
 from launch.models.pair import Pair, pair_of
 from launch.models.weights import Weights, weights_of
 from launch.settings.machine import package_versions, share_cores
+from launch.settings.ranks import rank_group
 from launch.settings.settings import StackSettings
 from launch.workers.worker import run_module
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, RuntimeFailure, SsdError
 from protocol.jobs.hardware import HardwareReport
+from protocol.jobs.ranks import RankProbeResult, RankProbeSettings
+from protocol.settings import encode_settings
 from protocol.version import DISTRIBUTION, VERSION
 
 Level = Literal["ok", "note", "problem"]
@@ -77,8 +80,39 @@ def examine(settings: StackSettings) -> DoctorReport:
         free_bytes=memory.available,
         versions=versions(),
         survey=survey,
-        findings=[*_examine_machine(survey), *_examine_pair(settings, survey, memory.available)],
+        findings=[
+            *_examine_machine(survey),
+            *_examine_pair(settings, survey, memory.available),
+            *_examine_ranks(settings),
+        ],
     )
+
+
+def _examine_ranks(settings: StackSettings) -> list[Finding]:
+    """Start a group as `ssd launch` would, without loading the model, and measure its links."""
+    try:
+        group = rank_group(settings)
+        if group is None:
+            return []
+        told = RankProbeSettings(
+            ranks=group, model=pair_of(settings).model, device=settings.target_device
+        )
+        answer = run_module(
+            "rank probe", "services.ranks.probe", encode_settings(told), timeout_s=_SURVEY_S
+        )
+    except SsdError as error:
+        return [Finding("problem", "ranks", str(error))]
+    ranks = msgspec.json.decode(answer, type=RankProbeResult).ranks
+    findings = [Finding("ok", "ranks", f"{len(ranks)} over {group.backend}, the same versions "
+                        "and the same model everywhere")]  # fmt: skip
+    for rank in ranks:
+        after = ranks[(rank.rank + 1) % len(ranks)]
+        text = (
+            f"from {rank.host} to {after.host}: {rank.latency_ms:.2f} ms, "
+            f"{rank.mbytes_per_s:.0f} MB/s"
+        )
+        findings.append(Finding("ok", f"link {rank.rank}", text))
+    return findings
 
 
 def ask_hardware() -> HardwareReport:

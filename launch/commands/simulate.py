@@ -37,6 +37,14 @@ UNIT = click.FloatRange(0, 1)
 )
 @click.option("--ipc", type=float, help="Milliseconds per message.")
 @click.option("--contention", type=float, help="Slowdown of T_v beside drafting; 0.1: a tenth.")
+@click.option(
+    "--exchanges",
+    type=click.IntRange(min=0),
+    help="Exchanges per pass of a target over ranks: two a layer, or one a rank if pipelined.",
+)
+@click.option("--exchange-bytes", type=float, help="What each carries per token.")
+@click.option("--link-ms", type=float, help="Latency of each.")
+@click.option("--link-mbytes-per-s", type=float, help="Bandwidth of the link; 0 is any.")
 @click.option("--jitter", type=UNIT, help="Spread of every duration.")
 @click.option(
     "--whole-tree", is_flag=True, default=None, help="Wait for whole trees, as in the paper."

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.stack.snapshot import ProcessFigures, StackSnapshot
-from protocol.messages import PlannerState, SequenceStatus, Status, WindowStats
+from protocol.messages import PlannerState, RankStatus, SequenceStatus, Status, WindowStats
 
 _BARS = "▁▂▃▄▅▆▇█"
 _STATES = {"running": "green", "starting": "yellow", "stopped": "yellow", "gone": "yellow"}
@@ -18,6 +18,7 @@ def draw(snapshot: StackSnapshot, speeds: Sequence[float], hint: str) -> Rendera
     """The whole picture; `speeds` are the last tok/s, oldest first."""
     parts: list[RenderableType] = [_head(snapshot, hint), _processes(snapshot.processes)]
     if snapshot.status is not None:
+        parts += [_ranks(service.ranks) for service in snapshot.status.services if service.ranks]
         parts += [_speculation(snapshot.status, speeds), _sequences(snapshot.status)]
     parts += [Text(sentence, style="yellow") for sentence in _sentences(snapshot)]
     return Group(*parts)
@@ -53,6 +54,25 @@ def _processes(processes: Iterable[ProcessFigures]) -> RenderableType:
             _last(p.model) or "-",
         )
     return Panel(table, title="processes", title_align="left", border_style="dim")
+
+
+def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
+    """The processes that the target is spread over, and the links between them."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=True)
+    table.add_column("rank", justify="right", no_wrap=True)
+    table.add_column("host", ratio=1, no_wrap=True)
+    for name in ("pid", "weights", "to the next", "bandwidth"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank in ranks:
+        table.add_row(
+            str(rank.rank),
+            rank.host,
+            str(rank.pid),
+            format_bytes(rank.weight_bytes),
+            f"{rank.latency_ms:.2f} ms",
+            f"{format_bytes(int(1e6 * rank.mbytes_per_s))}/s",
+        )
+    return Panel(table, title="the target's ranks", title_align="left", border_style="dim")
 
 
 def _speculation(status: Status, speeds: Sequence[float]) -> RenderableType:

@@ -201,9 +201,13 @@ class VerifierModel:
 
     def receive(self, message: Verify) -> None:
         """Start verifying; the verifier is always idle then."""
-        alone_ms = self._cost.of(len(message.chain)) * self._noise.factor()
+        alone_ms = self._time(len(message.chain))
         started, worked = self._events.now, self._drafter.worked_ms
         self._events.after(alone_ms, partial(self._check, message, started, worked, alone_ms))
+
+    def _time(self, tokens: int) -> float:
+        own_ms = self._cost.of(tokens) + self._device.exchange_ms(tokens)
+        return own_ms * self._noise.factor()
 
     def _check(self, message: Verify, started: float, worked: float, alone_ms: float) -> None:
         """The verification ends, unless the drafter slowed it down."""

@@ -23,10 +23,25 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     contention: Amount = 0.0
     """How much slower a verification runs while the drafter works: .1 is a tenth. On one
     device that both share it is 1: each gets half."""
+    exchanges: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """A target spread over ranks: exchanges of arrays in a pass; two per layer if it is
+    tensor-parallel, one per rank if it is pipelined."""
+    exchange_bytes: Amount = 8192.0
+    """What each of them carries per token: hidden size times the bytes of an activation."""
+    link_ms: Amount = 0.0
+    """What each of them takes whatever it carries."""
+    link_mbytes_per_s: Amount = 0.0
+    """The link's bandwidth; 0 is any."""
     jitter: Share = 0.02
     """Spread of every time, as a share of it."""
     whole_tree: bool = False
     """No anytime preparation: every outcome waits until its tree is complete, as in the paper."""
+
+    def exchange_ms(self, tokens: int) -> float:
+        """What exchanges between ranks add to a pass over so many tokens."""
+        bandwidth = 1e3 * self.link_mbytes_per_s
+        carried_ms = tokens * self.exchange_bytes / bandwidth if bandwidth else 0.0
+        return self.exchanges * (self.link_ms + carried_ms)
 
 
 class AcceptanceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -105,7 +105,7 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def exported(variables: Variables) -> Iterator[None]:
+def export_variables(variables: Variables) -> Iterator[None]:
     """Put the variables into this process's environment; their files last as long as this."""
     with contextlib.ExitStack() as files:
         for name, content in variables.files.items():

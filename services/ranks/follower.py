@@ -68,21 +68,21 @@ class LeaderChannel:
 
     def _read(self, silence_s: float) -> None:
         heard, beaten = time.monotonic(), 0.0
-        begun = False
+        beats = False  # rank 0 begins to once all have loaded
         try:
             while True:
                 if self._pipe.ready(BEAT_S / 2):
                     message = self._pipe.receive(0.0, "message")
                     heard = time.monotonic()
-                    # Until then rank 0 waits for the slowest host, and does not beat.
-                    begun = begun or not isinstance(message, Join | Begin)
-                    if not isinstance(message, Beat):
+                    if isinstance(message, Beat):
+                        beats = True
+                    else:
                         self._inbox.put(message)
                 now = time.monotonic()
                 if now - beaten >= BEAT_S:
                     beaten = now
                     self.send(Beat())
-                if begun and now - heard > silence_s:
+                if beats and now - heard > silence_s:
                     _leave(f"rank 0 has been silent for {silence_s:g} s")
         except StreamEnded:
             os._exit(0)
@@ -117,8 +117,8 @@ def _serve(join: Join, leader: LeaderChannel) -> None:
     from services.ranks.sharding import join_group  # noqa: PLC0415
 
     variables = Variables(join.environment, join.files)
-    group = join_group(join.backend, variables, join.device)
-    if join.model:
+    group = join_group(join.backend, variables, join.device, join.start_timeout_s)
+    if join.loads:
         from services.ranks.mirror import StoreTwins  # noqa: PLC0415
         from services.ranks.sharding import load_part  # noqa: PLC0415
 

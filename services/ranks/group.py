@@ -36,8 +36,12 @@ M = TypeVar("M", bound=Message)
 class RankGroup(Closeable):
     """The followers of one rank 0. Everything here works before MLX is imported."""
 
-    def __init__(self, settings: VerifierSettings, group: RankGroupSettings) -> None:
+    def __init__(
+        self, settings: VerifierSettings, group: RankGroupSettings, *, loads: bool = True
+    ) -> None:
         """Start the followers and check that all ranks would compute the same.
+
+        Without `loads` they compare their copies of the model, but load nothing.
 
         Raises:
             UsageError: the hosts lack what the backend needs.
@@ -45,6 +49,7 @@ class RankGroup(Closeable):
             RuntimeFailure: a host did not answer in time, or its follower ended.
         """
         self._settings = group
+        self._loads = loads
         self.device = _device_of(settings.device)
         """Of all ranks; which GPU each of them sees is a matter of its variables."""
         self.variables = variables_of(group)
@@ -73,12 +78,14 @@ class RankGroup(Closeable):
             environment=variables.plain,
             files=variables.files,
             model=settings.model,
+            loads=self._loads,
             split=self._settings.split,
             device=self.device,
             cores=follower.host.cores,
             threads=settings.threads if follower.host.is_local else 0,
             kv_bytes=settings.kv_bytes,
             log_level=settings.log_level,
+            start_timeout_s=self._settings.start_timeout_s,
             silence_timeout_s=self._settings.silence_timeout_s,
         )
 

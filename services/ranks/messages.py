@@ -22,7 +22,9 @@ class Join(Message, frozen=True, tag="join", kw_only=True):
     files: dict[str, str]
     """Variables that name files, and what is to stand in these."""
     model: str
-    """Folder of the model, the same path on every machine; empty: links are measured only."""
+    """Folder of the model, the same path on every machine."""
+    loads: bool
+    """Whether the model is loaded; otherwise the links are measured, and that is all."""
     split: list[int]
     device: Device
     cores: list[int]
@@ -30,6 +32,7 @@ class Join(Message, frozen=True, tag="join", kw_only=True):
     """Of the BLAS; 0 leaves it to the follower, which knows its machine."""
     kv_bytes: int
     log_level: LogLevel
+    start_timeout_s: float
     silence_timeout_s: float
 
 

@@ -1,5 +1,6 @@
 """One rank's part of a model, by mlx-lm's own `shard` (tensor-parallel) or `pipeline`."""
 
+import faulthandler
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from protocol.settings import Device, RankBackend
 from services.kv.budget import kv_tokens
 from services.mlx.device import bind
 from services.mlx.loader import LoadedModel, compute_unit, load
-from services.ranks.environment import Variables, exported
+from services.ranks.environment import Variables, export_variables
 from services.ranks.link import measure_link
 from services.ranks.messages import RankFacts
 from services.verifier.target_model import TargetModel, prepare
@@ -36,8 +37,13 @@ class RankModel(NamedTuple):
         return [cache.window for cache in self.target.states.make().caches]
 
 
-def join_group(backend: RankBackend, variables: Variables, device: Device) -> mx.distributed.Group:
+def join_group(
+    backend: RankBackend, variables: Variables, device: Device, timeout_s: float
+) -> mx.distributed.Group:
     """Compute on this device, and meet the other ranks; returns when all are there.
+
+    MLX waits for the others without end and lets no other thread of Python work meanwhile, so
+    that one that died would keep us for ever: after `timeout_s` this process ends.
 
     Raises:
         UsageError: there is no such device.
@@ -46,11 +52,14 @@ def join_group(backend: RankBackend, variables: Variables, device: Device) -> mx
     # MLX calls the ring of JACCL by the same name.
     name = "jaccl" if backend == "jaccl-ring" else backend
     bind(device)
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
     try:
-        with exported(variables):
+        with export_variables(variables):
             return mx.distributed.init(strict=True, backend=name)
     except (RuntimeError, ValueError) as error:
         raise RuntimeFailure(f"the ranks do not find each other over {backend}: {error}") from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def load_part(

@@ -48,14 +48,16 @@ def _spread(settings: VerifierSettings, ranks: RankGroupSettings) -> Iterator[Op
     _refuse_what_needs_the_whole_model(settings)
     with RankGroup(settings, ranks) as group:
         group.begin()
-        communicator = join_group(ranks.backend, group.variables[0], group.device)
+        communicator = join_group(
+            ranks.backend, group.variables[0], group.device, ranks.start_timeout_s
+        )
         part = load_part(Path(settings.model), communicator, ranks.split, settings.kv_bytes)
         group.complete(part.facts)
-        target = _mirrored(part.loaded, part.target, group)
+        target = _mirror(part.loaded, part.target, group)
         yield OpenTarget(part.loaded, target, part.facts.compute_unit, group)
 
 
-def _mirrored(model: LoadedModel, own: TargetModel, group: RankGroup) -> TargetModel:
+def _mirror(model: LoadedModel, own: TargetModel, group: RankGroup) -> TargetModel:
     """Rank 0's part, whose passes the followers repeat."""
     log = StoreLog()
     store = own.states.make()

@@ -41,6 +41,7 @@ class FollowerWatch(Closeable):
         self._give_up = give_up
         self._heard: dict[int, float] = {}
         """By rank: when one that has loaded was heard last."""
+        self._beating = False
         self._loaded: queue.Queue[tuple[int, RankFacts]] = queue.Queue()
         self._closing = threading.Event()
         self._verdict = threading.Event()
@@ -59,6 +60,9 @@ class FollowerWatch(Closeable):
             except queue.Empty:
                 raise DeadlineExceeded(f"not all ranks have loaded in {timeout_s:g} s") from None
             found[rank] = facts
+        # Before, MLX keeps all our threads waiting while it forms the group, and no one may
+        # take that for silence.
+        self._beating = True
         return [facts for _, facts in sorted(found.items())]
 
     def wait_for_verdict(self, timeout_s: float) -> None:
@@ -71,7 +75,7 @@ class FollowerWatch(Closeable):
             for descriptor, _ in self._poll.poll(1e3 * _TICK_S):
                 self._read(self._followers[descriptor])
             now = time.monotonic()
-            if now - beaten >= BEAT_S:
+            if self._beating and now - beaten >= BEAT_S:
                 beaten = now
                 self._beat()
             self._look_for_silence(now)
@@ -102,8 +106,7 @@ class FollowerWatch(Closeable):
             try:
                 follower.send(Beat())
             except StreamEnded:
-                pass_on = follower  # its own pipe, which is read next, says why
-                self._read(pass_on)
+                self._read(follower)  # its own pipe says why
             except RuntimeFailure as error:
                 self._lose(f"{follower.name}: {error}")
 

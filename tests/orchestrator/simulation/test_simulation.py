@@ -193,3 +193,22 @@ def test_the_bound_counts_waiting_for_a_backup() -> None:
     assert upper_bound_tok_s(hit, miss, 8.0) == pytest.approx(1e3 * 14 / 50.0)
     assert (hit.tokens_per_round, miss.tokens_per_round) == (4.0, 2.0)
     assert upper_bound_tok_s(Rounds(), Rounds(), 0.0) == 0.0
+
+
+def test_a_link_adds_its_latency_and_the_time_of_what_it_carries() -> None:
+    """T_v(m) grows by exchanges x (latency + m x bytes / bandwidth)."""
+    link = {"exchanges": 60, "link_ms": 0.1, "exchange_bytes": 5000.0, "link_mbytes_per_s": 100.0}
+    device = Device(t_verify=20.0, t_draft=2.0, **link)
+    assert device.exchange_ms(4) == pytest.approx(60 * (0.1 + 4 * 0.05))
+    plain = run(PLAIN, **link)
+    assert plain.tok_s == pytest.approx(1e3 / (20.0 + 60 * 0.15 + 0.2), rel=0.02)
+
+
+def test_a_slow_link_makes_speculation_pay_more() -> None:
+    """Latency is paid once per pass, however many tokens it verifies."""
+    gains = []
+    for link_ms in (0.0, 0.2, 1.0):
+        link = {"exchanges": 64, "link_ms": link_ms}
+        gains.append(run(ADAPTIVE, alpha=0.8, **link).tok_s / run(PLAIN, **link).tok_s)
+    assert gains == sorted(gains)
+    assert gains[2] > 1.05 * gains[0]

@@ -1,0 +1,49 @@
+"""`python -m services.ranks.probe SETTINGS`: start a group, measure its links, end it.
+
+One JSON object on standard output.
+"""
+
+import os
+import sys
+
+import msgspec
+
+from protocol.jobs.ranks import RankProbeResult, RankProbeSettings
+from protocol.process.child import read_argument, run_reporting_errors
+from protocol.settings import VerifierSettings, decode_settings
+from services.mlx.blas import load_blas
+from services.ranks.group import RankGroup
+
+
+def probe(settings: RankProbeSettings) -> RankProbeResult:
+    """What the ranks of this group are and how fast their links are; errors as for `RankGroup`."""
+    load_blas(1)
+    from services.ranks.sharding import bare_facts, join_group  # noqa: PLC0415  # MLX after it
+
+    whole = VerifierSettings(lifeline=0, address="", model=settings.model, device=settings.device)
+    with RankGroup(whole, settings.ranks, loads=False) as group:
+        group.begin()
+        communicator = join_group(
+            settings.ranks.backend,
+            group.variables[0],
+            group.device,
+            settings.ranks.start_timeout_s,
+        )
+        group.complete(bare_facts(communicator))
+        return RankProbeResult(group.status)
+
+
+def main() -> int:
+    """The process's exit code."""
+
+    def body() -> None:
+        out = os.dup(1)
+        os.dup2(2, 1)  # what libraries print is no answer
+        result = probe(decode_settings(read_argument("rank probe"), RankProbeSettings))
+        os.write(out, msgspec.json.encode(result) + b"\n")
+
+    return run_reporting_errors("rank probe", body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

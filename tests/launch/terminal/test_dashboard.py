@@ -1,0 +1,47 @@
+"""What `ssd top` draws."""
+
+from rich.console import Console
+
+from launch.stack.snapshot import StackSnapshot
+from launch.terminal.dashboard import draw
+from protocol.messages import RankStatus, ServiceStatus, Status
+
+
+def drawn(ranks: list[RankStatus]) -> str:
+    """The picture of a stack whose verifier has these ranks."""
+    verifier = ServiceStatus(
+        role="verifier",
+        pid=11,
+        backend="mlx",
+        model="big",
+        compute_unit="gpu",
+        context_length=0,
+        ranks=ranks,
+    )
+    snapshot = StackSnapshot(
+        name="default",
+        at=0.0,
+        uptime_s=1.0,
+        processes=[],
+        free_memory_bytes=0,
+        status=Status(pid=1, model="big", services=[verifier], active=0, waiting=0),
+        problems=[],
+    )
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(draw(snapshot, [], ""))
+    return capture.get()
+
+
+def test_ranks_are_shown_with_their_links() -> None:
+    """Where each one runs, what it holds, and how far the next one is."""
+    rank = RankStatus(
+        rank=1, host="studio", pid=77, weight_bytes=3 * 10**9, latency_ms=0.12, mbytes_per_s=1234.0
+    )
+    row = next(line for line in drawn([rank]).splitlines() if "studio" in line)
+    assert [part in row for part in ("77", "3.0 GB", "0.12 ms", "1.2 GB/s")] == [True] * 4
+
+
+def test_a_verifier_of_one_process_has_no_such_table() -> None:
+    """Nothing about ranks where there are none."""
+    assert "ranks" not in drawn([])
