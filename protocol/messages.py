@@ -19,8 +19,13 @@ MAX_TOKENS = 2**20
 """Longest list of tokens in a message: more than any model's context."""
 MAX_BRANCHES = 4096
 """Most branches of a draft tree, and most tokens of a draft distribution."""
+MAX_PREPARED = 256
+"""Most branches that a drafter is asked to prepare in a round (B)."""
 MAX_ITEMS = 4096
 """Most turns of a conversation, stop strings, or whatever else a request lists."""
+
+MAX_GRAMMAR_CHARACTERS = 128 * 1024
+"""Longest grammar: the models compile it in line with other work."""
 
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_TOKENS)]
 
@@ -35,19 +40,22 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 class LogitsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a request does to logits before a token is drawn, in `logits_processor.py`."""
 
-    logit_bias: tuple[tuple[Token, float], ...] = ()
+    logit_bias: Annotated[
+        tuple[tuple[Token, Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]], ...],
+        msgspec.Meta(max_length=MAX_ITEMS),
+    ] = ()
     """Added to the logits of these tokens."""
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=10.0)] = 1.0
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.1, le=10.0)] = 1.0
     """Divides positive logits of tokens of the prompt and the answer, multiplies the others."""
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
     """Taken from the logits of the answer's tokens."""
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
     """Taken from the logits of the answer's tokens, as often as they occur in it."""
-    grammar: str = ""
+    grammar: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARACTERS)] = ""
     """What the answer must be, in llguidance's Lark dialect; empty: anything."""
     answer_from: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Position of the answer's first token. The orchestrator fills this in, and the next."""
-    stop_ids: tuple[Token, ...] = ()
+    stop_ids: Annotated[tuple[Token, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     """Tokens that may end an answer where its grammar allows an end."""
 
 
@@ -278,11 +286,13 @@ class Prepare(Message, frozen=True, tag="prepare", kw_only=True):
 
     sequence: int
     round: int
-    base: int
+    base: Annotated[int, msgspec.Meta(ge=0)]
     tokens: Tokens
     chain: Tokens
-    fan_out: Annotated[list[int], msgspec.Meta(max_length=MAX_BRANCHES)]
-    depth: int
+    fan_out: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_BRANCHES)
+    ]
+    depth: Annotated[int, msgspec.Meta(ge=0)]
     held_back: Annotated[int, msgspec.Meta(ge=0)] = 0
     """How many of the best tokens Saguaro sampling holds back (F)."""
 
@@ -295,11 +305,11 @@ class DraftNow(Message, frozen=True, tag="draft", kw_only=True):
 
     sequence: int
     round: int
-    base: int
+    base: Annotated[int, msgspec.Meta(ge=0)]
     tokens: Tokens
     pending: Token
-    accepted: int
-    count: int
+    accepted: Annotated[int, msgspec.Meta(ge=0)]
+    count: Annotated[int, msgspec.Meta(ge=0)]
     held_back: Annotated[int, msgspec.Meta(ge=0)] = 0
     """See `Prepare`."""
 
@@ -385,7 +395,7 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     mode: Mode = "ssd"
     num_draft_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     """Draft tokens per round; 0: the planner decides."""
-    branches: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
+    branches: Annotated[int, msgspec.Meta(ge=0, le=MAX_PREPARED)] = 0
     """Branches prepared per round (B); 0 leaves it to the orchestrator."""
     fan_out_policy: FanOutPolicy = "online"
     trace: bool = False

@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import ProtocolError, UsageError
+from protocol.messages import MAX_GRAMMAR_CHARACTERS
 
 _BLANKS = r"[ ]{0,2}|\n[ \t]{0,16}"
 
-MAX_GRAMMAR_BYTES = 128 * 1024
-"""The models compile it in line with other work: so much takes about 0.1 s."""
+MAX_GRAMMAR_BYTES = MAX_GRAMMAR_CHARACTERS
+"""So much of an ordinary schema takes about 0.1 s to compile."""
 
 AllowedMask = npt.NDArray[np.bool_]
 

@@ -58,6 +58,10 @@ class LogitsProcessor:
         self._bans = BannedTokens(options)
         self._head_ids = head_ids
         self._columns = {} if head_ids is None else {int(t): c for c, t in enumerate(head_ids)}
+        places = ((self._column(token), bias) for token, bias in options.logit_bias)
+        biases = [(column, bias) for column, bias in places if column is not None]
+        self._biased = np.array([column for column, _ in biases], dtype=np.int64)
+        self._biases = np.array([bias for _, bias in biases], dtype=np.float32)
         self._grammar: Grammar | None = None
         if options.grammar:
             self._grammar = Grammar.start(options.grammar, folder, options.stop_ids)
@@ -123,9 +127,8 @@ class LogitsProcessor:
     def process(self, row: Floats) -> Floats:
         """[vocabulary or head] logits after these tokens, as the next token is drawn from."""
         row = np.array(row, dtype=np.float32)
-        for token, bias in self._options.logit_bias:
-            if (column := self._column(token, row.size)) is not None:
-                row[column] += np.float32(bias)
+        known = self._biased < row.size
+        np.add.at(row, self._biased[known], self._biases[known])
         if self._penalises:
             self._penalise(row)
         if self._grammar and not self._stray:
@@ -137,17 +140,15 @@ class LogitsProcessor:
         s = self._options
         return s.repetition_penalty != 1.0 or bool(s.presence_penalty or s.frequency_penalty)
 
-    def _column(self, token: int, size: int) -> int | None:
-        if self._head_ids is not None:
-            return self._columns.get(token)
-        return token if token < size else None
+    def _column(self, token: int) -> int | None:
+        return token if self._head_ids is None else self._columns.get(token)
 
     def _penalise(self, row: Floats) -> None:
         s = self._options
         columns, said = [], []
         for token, count in self._seen.items():
-            column = self._column(token, row.size)
-            if count > 0 and column is not None:
+            column = self._column(token)
+            if count > 0 and column is not None and column < row.size:
                 columns.append(column)
                 said.append(self._said[token])
         at, counts = np.array(columns, dtype=np.int64), np.array(said, dtype=np.float32)

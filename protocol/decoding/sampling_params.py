@@ -1,5 +1,6 @@
 """What the sampling parameters of a request mean together. No numbers: `sampler.py` has those."""
 
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -19,6 +20,9 @@ _PRESETS: dict[PresetName, dict[str, Any]] = {
 PRESETS: tuple[PresetName, ...] = tuple(_PRESETS)
 
 _COLDEST = 1e-4
+
+_WHERE = re.compile(r"Expected `\w+` ([<>]=? .+) - at `\$\.(?:logits_options\.)?(\w+).*`")
+"""What msgspec says of a number out of its range, and where it stands."""
 
 _SUM_TOLERANCE = 1e-3
 """A distribution may come from float32 arithmetic; it is normalised again before use."""
@@ -45,7 +49,8 @@ def drafter_sampling(sampling: Sampling) -> Sampling:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises UsageError if parameters are combined in a way that has no meaning."""
+    """Raises UsageError if a parameter, or how they are combined, has no meaning."""
+    _check_ranges(sampling)
     has_own_distribution = (
         sampling.draft_temperature is not None or sampling.draft_top_p is not None
     )
@@ -62,6 +67,15 @@ def check_sampling(sampling: Sampling) -> None:
         raise UsageError(
             "Saguaro sampling (a C below 1) needs a target and a drafter with temperatures above 0"
         )
+
+
+def _check_ranges(sampling: Sampling) -> None:
+    """What a decoded message cannot have, but one that was built here can."""
+    try:
+        msgspec.convert(msgspec.to_builtins(sampling), Sampling)
+    except msgspec.ValidationError as error:
+        where = _WHERE.fullmatch(str(error))
+        raise UsageError(f"{where[2]} must be {where[1]}" if where else str(error)) from error
 
 
 def is_valid_distribution(distribution: DraftDistribution, token: int) -> bool:

@@ -12,7 +12,7 @@ from protocol.decoding.sampling_params import (
     uses_rejection,
 )
 from protocol.errors import UsageError
-from protocol.messages import DraftDistribution, Sampling
+from protocol.messages import DraftDistribution, LogitsOptions, Sampling
 from ssd_decode import SamplingParams
 
 WARM = Sampling(temperature=0.7, top_p=0.9)
@@ -104,3 +104,23 @@ def test_a_law_is_sound_if_the_token_could_be_drawn(weights: list[float], index:
     )
     assert not is_valid_distribution(distribution, 1)
     assert is_valid_distribution(DraftDistribution(), 1)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "why"),
+    [
+        (Sampling(logits_options=LogitsOptions(repetition_penalty=1e-40)), r"repetition_penalty"),
+        (Sampling(logits_options=LogitsOptions(repetition_penalty=1e30)), r"must be <= 10"),
+        (Sampling(logits_options=LogitsOptions(logit_bias=((1, 1e30),))), r"logit_bias must be"),
+        (Sampling(logits_options=LogitsOptions(logit_bias=((1, float("nan")),))), r"logit_bias"),
+        (Sampling(logits_options=LogitsOptions(frequency_penalty=-3.0)), r"must be >= -2"),
+        (Sampling(temperature=float("nan")), r"temperature must be >= 0"),
+        (Sampling(temperature=float("inf")), r"temperature must be <= 100"),
+        (Sampling(top_p=0.0), r"top_p must be > 0"),
+        (Sampling(min_p=1.0), r"min_p must be < 1"),
+    ],
+)
+def test_a_range_that_makes_no_sense_is_refused(sampling: Sampling, why: str) -> None:
+    """By its name and with the limit, before any model sees it."""
+    with pytest.raises(UsageError, match=why):
+        check_sampling(sampling)

@@ -3,8 +3,8 @@
 from collections.abc import Generator
 from itertools import islice
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from protocol.errors import ProtocolError
 from protocol.messages import (
@@ -13,6 +13,7 @@ from protocol.messages import (
     DraftDistribution,
     DraftNow,
     DraftTree,
+    FromDrafter,
     OpenSequence,
     Prefilled,
     Prepare,
@@ -20,6 +21,7 @@ from protocol.messages import (
     Tokens,
     Verify,
 )
+from protocol.transport.codec import Decoder, encode
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
     BackendIdentity,
@@ -32,6 +34,7 @@ from services.drafter.drafter import Drafter
 from services.runtime.inbox import Work
 
 NOT_DRAWN = DraftDistribution()
+VOCABULARY, MOST = 50, 4
 ROOTS = [Outcome(0, 5), Outcome(2, 6)]
 OPEN = OpenSequence(sequence=3, tokens=[1, 2, 3], sampling=Sampling(temperature=0.5))
 PREPARE = Prepare(sequence=3, round=9, base=2, tokens=[3, 4], chain=[7, 8], fan_out=[1, 2], depth=3)
@@ -52,7 +55,7 @@ class FakeBackend:
 
     @property
     def identity(self) -> BackendIdentity:
-        raise NotImplementedError
+        return BackendIdentity("fake", "", "", VOCABULARY, 0, "cpu", MOST)
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         self.asked.append(("opening", sequence, tokens, sampling))
@@ -90,10 +93,18 @@ class FakeBackend:
         self.asked.append(("close", sequence))
 
 
+def opened(backend: FakeBackend) -> Drafter:
+    """A drafter that has the sequence open; what the backend was asked until then is forgotten."""
+    drafter = Drafter(backend)
+    list(drafter.handle(OPEN))
+    backend.asked.clear()
+    return drafter
+
+
 def trees(
     message: Work, *, layers: int = 9, drafts: int = 9, distribution: DraftDistribution = NOT_DRAWN
 ) -> list[DraftTree]:
-    answers = list(Drafter(FakeBackend(layers, drafts, distribution)).handle(message))
+    answers = list(opened(FakeBackend(layers, drafts, distribution)).handle(message))
     assert all(isinstance(answer, DraftTree) for answer in answers)
     found = [answer for answer in answers if isinstance(answer, DraftTree)]
     assert {(3, 9)} >= {(tree.sequence, tree.round) for tree in found}
@@ -130,7 +141,7 @@ def test_a_backend_is_told_the_round_and_what_to_hold_back() -> None:
     """What a draw depends on comes with every question."""
     backend = FakeBackend(1, 1)
     for message in (PREPARE, DRAFT):
-        list(Drafter(backend).handle(msgspec.structs.replace(message, held_back=2)))
+        list(opened(backend).handle(replace(message, held_back=2)))
     assert backend.turns == [RoundOptions(9, 2), RoundOptions(9, 2)]
 
 
@@ -158,7 +169,7 @@ def test_backends_may_do_less() -> None:
 def test_layers_are_made_one_by_one() -> None:
     """After the news is committed, each depth is computed only when it is asked for."""
     backend = FakeBackend(9, 9)
-    answers = Drafter(backend).handle(PREPARE)
+    answers = opened(backend).handle(PREPARE)
     assert backend.asked == []
     list(islice(answers, 2))
     answers.close()
@@ -208,3 +219,61 @@ def test_news_of_a_sequence_supersedes_its_older_work() -> None:
             assert drafter.supersedes(news, current) is not prepares
         assert not drafter.supersedes(CloseSequence(sequence=4), current)
         assert not drafter.supersedes(current, close)
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (PREPARE, "sequence 3 is not open"),
+        (DRAFT, "sequence 3 is not open"),
+        (replace(OPEN, tokens=[1, VOCABULARY]), "token 50 is not in the vocabulary of 50"),
+        (replace(PREPARE, base=4), "cannot rewind 3 tokens to 4"),
+        (replace(DRAFT, base=4), "cannot rewind 3 tokens to 4"),
+        (replace(PREPARE, tokens=[VOCABULARY]), "token 50 is not in"),
+        (replace(PREPARE, chain=[1, 2**31 - 1]), "token 2147483647 is not in"),
+        (replace(DRAFT, pending=VOCABULARY), "token 50 is not in"),
+        (replace(PREPARE, chain=[], fan_out=[]), "a chain of 0 tokens is not 1 to 5 long"),
+        (replace(PREPARE, chain=[1] * 6), "a chain of 6 tokens is not 1 to 5 long"),
+        (replace(PREPARE, fan_out=[1] * 3), "a fan-out of 3 lengths does not fit a chain of 2"),
+        (replace(PREPARE, fan_out=[1, 256]), "257 branches are more than 256"),
+    ],
+)
+def test_what_does_not_fit_the_sequence_never_reaches_the_backend(message: Work, why: str) -> None:
+    """A host may say anything; what it says is compared with what is there."""
+    backend = FakeBackend(9, 9)
+    drafter = Drafter(backend) if "not open" in why else opened(backend)
+    with pytest.raises(ProtocolError, match=why):
+        list(drafter.handle(message))
+    assert [call for call in backend.asked if call[0] != "close"] == []
+
+
+def test_after_a_rewind_less_is_there() -> None:
+    """What was cut off cannot be rewound to."""
+    drafter = opened(FakeBackend(9, 9))
+    list(drafter.handle(replace(PREPARE, base=1, tokens=[])))
+    with pytest.raises(ProtocolError, match="cannot rewind 1 tokens to 2"):
+        list(drafter.handle(PREPARE))
+
+
+def test_a_backend_is_asked_for_no_more_than_it_can() -> None:
+    """A host may ask for any depth."""
+    backend = FakeBackend(9, 9)
+    drafter = opened(backend)
+    list(drafter.handle(replace(PREPARE, depth=10**9)))
+    *_, end = drafter.handle(replace(DRAFT, count=10**9))
+    assert [call[-1] for call in backend.asked if call[0] in ("prepare", "draft")] == [MOST, MOST]
+    assert isinstance(end, DraftTree)
+    assert (end.tokens, end.last) == ([END_OF_BRANCH], True)
+
+
+@pytest.mark.parametrize("confidence", [-0.1, 1.0000001, float("nan"), float("inf"), 1e300])
+def test_a_confidence_is_a_probability(confidence: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rounding and extreme logits make of it: others would take it for hostile."""
+    layer = TreeLayer(ROOTS, [1, 2], [confidence, 0.5])
+    monkeypatch.setattr(FakeBackend, "prepare", lambda *_: iter([layer]))
+    monkeypatch.setattr(FakeBackend, "draft", lambda *_: iter([DraftedToken(1, confidence)]))
+    drafter = opened(FakeBackend(0, 0))
+    for message in (PREPARE, DRAFT):
+        for answer in drafter.handle(message):
+            assert answer is not None
+            assert Decoder[FromDrafter](FromDrafter).decode(encode(answer)) == answer

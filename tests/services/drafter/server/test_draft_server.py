@@ -137,7 +137,7 @@ def test_nonsense_ends_the_server(host: Host, data: bytes, words: str) -> None:
     [
         (["--backend", "ngram"], "--stdio"),
         (["--stdio", "--backend", "stdio"], "stdio"),
-        (["--stdio", "--backend", "ngram", "--model", "x"], "no draft model"),
+        (["--stdio", "--backend", "ngram", "--model", "x"], "takes no --draft-model"),
     ],
 )
 def test_what_cannot_be_served(flags: Sequence[str], words: str) -> None:
