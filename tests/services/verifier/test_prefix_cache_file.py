@@ -40,7 +40,7 @@ class Kept:
         load(file, self.prompts, self.identity, self.verifier.new_state)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3_5"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "target", request.param, seed=1)
 
