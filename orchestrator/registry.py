@@ -56,6 +56,8 @@ class Registry:
         self.peers: dict[Role, Peer] = {}
         self.rejected: dict[Role, str] = {}
         """Why the last service of a role was rejected, until one is accepted."""
+        self.unreadable = ""
+        """Why the verifier does not send what the drafter reads of the target, if so."""
         self.marked_for_kill: dict[int, str] = {}
         """Processes of this stack that must be ended, and why."""
         self._by_address: dict[bytes, Peer] = {}

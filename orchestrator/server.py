@@ -31,6 +31,7 @@ from protocol.messages import (
     Cancel,
     DraftTree,
     Failed,
+    Features,
     FinishReason,
     FromService,
     Generate,
@@ -39,6 +40,7 @@ from protocol.messages import (
     Identify,
     Message,
     Prefilled,
+    ReadTarget,
     Rejected,
     RejectedKind,
     Role,
@@ -97,6 +99,8 @@ class Orchestrator:
         )
         self._now = 0.0
         """When the loop woke up last."""
+        self._reads_target = False
+        """Whether the verifier was asked for features."""
         self._lost = ""
         """Why there will be no verifier any more, if so."""
 
@@ -136,11 +140,12 @@ class Orchestrator:
                 )
             case DraftTree():
                 self._on_tree(message)
+            case Features():
+                self._on_features(peer, message)
             case Failed():
                 self._on_failed(peer.hello.role, message)
             case Prefilled():
-                if request := self._requests.running.get(message.sequence):
-                    request.on_prefilled(message, peer.hello.role, self._now)
+                self._on_prefilled(peer.hello.role, message)
 
     def _mark_for_kill(self, peer: Peer, reason: str) -> None:
         """It hangs or sends invalid messages: the supervisor ends it; a drafter is left at once."""
@@ -183,7 +188,30 @@ class Orchestrator:
             self._do_all(request, request.sequence.on_tree(message, self._now))
         self._timeouts.on_draft(request, self._now)
 
+    def _on_prefilled(self, role: Role, message: Prefilled) -> None:
+        if request := self._requests.running.get(message.sequence):
+            request.on_prefilled(message, role, self._now)
+
+    def _on_features(self, peer: Peer, message: Features) -> None:
+        """What the drafter reads of the target goes to it as it came."""
+        drafter = self._registry.peers.get("drafter")
+        if peer.hello.role == "drafter":
+            self._mark_for_kill(peer, "the drafter sent an invalid message: features")
+        elif drafter is not None and drafter.hello.features is not None:
+            self._services.send(drafter.address, message)
+
+    def _request_features(self) -> None:
+        """Have the verifier send what the present drafter reads of the target, if anything."""
+        verifier, drafter = (self._registry.peers.get(role) for role in ("verifier", "drafter"))
+        wanted = drafter.hello.features if drafter is not None else None
+        self._registry.unreadable = ""
+        if verifier is not None and (wanted is not None or self._reads_target):
+            self._services.send(verifier.address, ReadTarget(features=wanted))
+            self._reads_target = wanted is not None
+
     def _on_failed(self, role: Role, message: Failed) -> None:
+        if role == "verifier" and message.sequence == 0:
+            self._registry.unreadable = message.error
         request = self._requests.running.get(message.sequence)
         ids = request.ids if request is not None else {}
         _log.warning("the %s failed: %s", role, message.error, extra=ids)
@@ -210,6 +238,7 @@ class Orchestrator:
         if old is not None and old.address != peer.address:
             self._services.send(old.address, Stop())
         self._lost = "" if role == "verifier" else self._lost
+        self._request_features()
         for request in list(self._requests.running.values()):
             self._do_all(request, request.on_service_replaced(peer.hello))
 

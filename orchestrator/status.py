@@ -68,11 +68,20 @@ class StatusReporter:
             waiting=waiting,
             refused=registry.rejected,
             marked_for_kill=registry.marked_for_kill,
-            degraded=[text for role, text in _MISSING.items() if role not in registry.peers],
+            degraded=self._degraded(),
             window=requests.recent(now),
             planner=describe_planner(Planner("ssd", self._estimates)),
             sequences=[_describe_request(request, now) for request in running],
         )
+
+    def _degraded(self) -> list[str]:
+        registry = self._registry
+        sentences = [text for role, text in _MISSING.items() if role not in registry.peers]
+        if registry.unreadable:
+            sentences.append(
+                f"the drafter drafts without reading the target: {registry.unreadable}"
+            )
+        return sentences
 
     def _describe_service(self, peer: Peer) -> ServiceStatus:
         hello = peer.hello

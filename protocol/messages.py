@@ -114,6 +114,21 @@ class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Of a large array to the next rank."""
 
 
+class FeatureRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a drafter reads of the target: hidden states of some layers, for every committed token.
+
+    Each layer's output is divided by its root mean square; they stand side by side.
+    """
+
+    layers: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
+    """From 0."""
+    projection: str = ""
+    """A safetensors file whose `fc.weight` the verifier applies; empty: none."""
+    dtype: Literal["float16", "float32"] = "float16"
+    window: Annotated[int, msgspec.Meta(ge=1)] = 4096
+    """How many of a sequence's last positions are worth keeping."""
+
+
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """Service -> orchestrator: the first message on a connection. Answer: Welcome or Rejected."""
 
@@ -139,6 +154,8 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """When its process began, by the machine's monotonic clock; 0 means unknown."""
     ranks: list[RankStatus] = []
     """Verifier: the processes that the model is spread over; empty for a single one."""
+    features: FeatureRequest | None = None
+    """Drafter: what it reads of the target; None if it reads nothing."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -222,7 +239,33 @@ class CloseSequence(Message, frozen=True, tag="close", kw_only=True):
     sequence: int
 
 
+class Features(Message, frozen=True, tag="features", kw_only=True):
+    """Verifier -> orchestrator -> drafter: the target's states at `count` committed tokens.
+
+    Sent before the `Prefilled` or `VerificationOutcome` that commits these tokens, and again
+    for a drafter that came later. No answer.
+    """
+
+    sequence: int
+    first: Annotated[int, msgspec.Meta(ge=0)]
+    """Position of the first token."""
+    count: Annotated[int, msgspec.Meta(ge=1)]
+    data: bytes
+    """[count, width] numbers of `FeatureRequest.dtype`, little-endian."""
+
+
 # ---------------------------------------------------------------- verifier
+
+
+class ReadTarget(Message, frozen=True, tag="read", kw_only=True):
+    """Orchestrator -> verifier: send these features from now on, and first what there is of them.
+
+    Without `features`: send none any more. Answer: Failed of sequence 0 if that cannot be done.
+    """
+
+    features: FeatureRequest | None = None
+    sequence: Literal[0] = 0
+    """None; every sequence is meant."""
 
 
 class Verify(Message, frozen=True, tag="verify", kw_only=True):
@@ -344,13 +387,15 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
 
 
 Greeting = Welcome | Rejected | Identify | Heartbeat | Stop
-ToDrafter = OpenSequence | Prepare | DraftNow | CloseSequence | Greeting
+ToDrafter = OpenSequence | Prepare | DraftNow | CloseSequence | Features | Greeting
 FromDrafter = Hello | Prefilled | DraftTree | Failed | Heartbeat
 FromDraftServer = FromDrafter | Rejected  # over a network it may be busy
-ToVerifier = OpenSequence | Verify | CloseSequence | Greeting
-FromVerifier = Hello | Prefilled | VerificationOutcome | Failed | Heartbeat
-ToService = OpenSequence | Prepare | DraftNow | Verify | CloseSequence | Greeting
-FromService = Hello | Prefilled | DraftTree | VerificationOutcome | Failed | Heartbeat
+ToVerifier = OpenSequence | Verify | CloseSequence | ReadTarget | Greeting
+FromVerifier = Hello | Prefilled | VerificationOutcome | Features | Failed | Heartbeat
+ToService = (
+    OpenSequence | Prepare | DraftNow | Verify | CloseSequence | ReadTarget | Features | Greeting
+)
+FromService = Hello | Prefilled | DraftTree | VerificationOutcome | Features | Failed | Heartbeat
 
 
 # ---------------------------------------------------------------- clients of the orchestrator

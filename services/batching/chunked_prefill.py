@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any, Protocol
 
+import mlx.core as mx
+
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Tokens
 from services.batching.forward import Batcher
@@ -33,6 +35,18 @@ class Prompted(Protocol):
     tokens: Tokens
     """What its state holds."""
     state: SequenceState
+
+
+class Reader(Protocol):
+    """What is read of the model beside its logits."""
+
+    def take(self) -> mx.array | None:
+        """[tokens, width] of the last pass, lazy; None if nothing is read."""
+        ...
+
+    def log(self, sequence: Any, position: int, rows: mx.array | None) -> object:
+        """Keep the rows of a sequence's tokens from `position` on."""
+        ...
 
 
 class ChunkSizer:
@@ -63,10 +77,14 @@ class ChunkedPrefill:
         model: the target.
         step: most tokens of a pass.
         shares: whether the model takes several sequences in a pass (`parts`).
+        reader: keeps what a drafter reads of the model.
     """
 
-    def __init__(self, model: Any, step: int, *, shares: bool) -> None:
-        self._batcher = Batcher(model, 0)
+    def __init__(
+        self, model: Any, step: int, *, shares: bool, reader: Reader | None = None
+    ) -> None:
+        self._reader = reader
+        self._batcher = Batcher(model, 0, read=reader.take if reader is not None else None)
         self._shares = shares
         self._chunk_sizer = ChunkSizer(step)
         self._grid = min(step, _GRID)
@@ -112,6 +130,8 @@ class ChunkedPrefill:
                 state.commit(state.length)
                 # The logits stay uncomputed: MLX is lazy and only the state is asked for.
                 state.evaluate()
+                if self._reader is not None:
+                    self._reader.log(sequence, len(sequence.tokens), asked.features)
             finally:
                 self._batcher.withdraw(asked)
             sequence.tokens += chunk

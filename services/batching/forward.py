@@ -46,6 +46,8 @@ class BatchRequest:
     """Begins the pass on the state, right before it; gives what is fed before the tokens."""
     logits: mx.array | None = None
     """[tokens, head], lazy."""
+    features: mx.array | None = None
+    """[tokens, width] of what is read of the model beside its logits, lazy."""
     by: ForwardPass = field(default_factory=lambda: ForwardPass(0, 0))
     error: Exception | None = None
 
@@ -54,12 +56,20 @@ class Batcher:
     """Collects what sequences ask of a model, and runs it in as few passes as allowed.
 
     A pass has at most `most_rows` tokens, unless a single sequence asks for more. `traced`
-    runs the passes of one sequence that it serves.
+    runs the passes of one sequence that it serves. `read` returns what was read of the model in
+    its last pass, None if nothing is.
     """
 
-    def __init__(self, model: Any, most_rows: int, traced: TracedForward | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        most_rows: int,
+        traced: TracedForward | None = None,
+        read: Callable[[], mx.array | None] | None = None,
+    ) -> None:
         self._model = model
-        self._traced = traced
+        self._read = read
+        self.traced = traced
         self.most_rows = most_rows
         self._waiting: list[BatchRequest] = []
 
@@ -125,15 +135,18 @@ class Batcher:
         now = ForwardPass(len(row), len(asks))
         states = [asked.state for asked in asks]
         logits = self._call(mx.array(row)[None], states)[0]
+        features = self._read() if self._read is not None else None
         for asked, end in zip(asks, ends, strict=True):
-            asked.logits, asked.by = logits[end - len(asked.tokens) : end], now
+            rows = slice(end - len(asked.tokens), end)
+            asked.logits, asked.by = logits[rows], now
+            asked.features = None if features is None else features[rows]
 
     def _call(self, row: mx.array, states: list[SequenceState]) -> mx.array:
         state = states[0]
         if len(states) > 1:
             logits: mx.array = self._model(row, cache=pack_caches(states))
-        elif self._traced is not None and isinstance(state, KVStore) and self._traced.serves(state):
-            logits = self._traced(row, state)
+        elif self.traced is not None and isinstance(state, KVStore) and self.traced.serves(state):
+            logits = self.traced(row, state)
         else:
             logits = self._model(row, cache=state.caches)
         return logits

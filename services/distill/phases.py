@@ -266,7 +266,7 @@ def _judge(settings: DistillSettings, target: LoadedModel, folder: Path, texts: 
     check_layout(drafter.module)
     head_ids = trim_head(drafter.module, folder)
     deployed = DeployedDrafter(drafter.module, head_ids)
-    reading = load_reader(folder, drafter.module, drafter.module.model.norm.weight.dtype)
+    reading = load_reader(folder, drafter.module.model.norm.weight.dtype)
     if reading is not None:
         deployed = deployed._replace(layers=tuple(reading[0].layers), reader=reading[1])
     size = target.vocabulary.size

@@ -23,6 +23,7 @@ from services.mlx.target_reader import (
     TargetReader,
     flat_parameters,
     load_reader,
+    new_reader,
     update_parameters,
 )
 
@@ -91,7 +92,7 @@ class Student:
         self, module: Any, head_ids: Ids | None, dtype: mx.Dtype, features: int = 0
     ) -> None:
         self.module = module
-        self.reader = TargetReader(features, module) if features else None
+        self.reader = new_reader(features, module) if features else None
         """Reads the target's states, of this width."""
         self.head_ids = head_ids
         """What the columns of the logits stand for; None if untrimmed."""
@@ -191,7 +192,7 @@ def start_from(student: Student, folder: Path) -> None:
     """
     module = load(folder).module
     given = flat_parameters(module)
-    reader = load_reader(folder, module, mx.float32)
+    reader = load_reader(folder, mx.float32)
     if reader is not None:
         given |= {_READER + n: array for n, array in flat_parameters(reader[1]).items()}
     for name, array in student.weights.items():

@@ -8,6 +8,8 @@ import time
 from collections.abc import Generator
 from math import isfinite
 
+import numpy as np
+
 from protocol.errors import ProtocolError
 from protocol.messages import (
     END_OF_BRANCH,
@@ -15,13 +17,14 @@ from protocol.messages import (
     CloseSequence,
     DraftNow,
     DraftTree,
+    Features,
     FromService,
     OpenSequence,
     Prefilled,
     Prepare,
     Tokens,
 )
-from services.drafter.backends.base import DraftBackend, RoundOptions
+from services.drafter.backends.base import DraftBackend, RoundOptions, Rows, TargetReading
 from services.runtime.inbox import Work
 from services.runtime.sequence_table import SequenceTable, check_rewind
 
@@ -46,6 +49,8 @@ class Drafter:
         """Any news of a sequence ends the work on an older round; only its end ends a prefill."""
         if news.sequence != current.sequence or isinstance(current, CloseSequence):
             return False
+        if isinstance(news, Features) or isinstance(current, Features):
+            return False
         return not isinstance(current, OpenSequence) or isinstance(
             news, OpenSequence | CloseSequence
         )
@@ -65,12 +70,23 @@ class Drafter:
                 yield from self._prepare(message)
             case DraftNow():
                 yield from self._draft(message)
+            case Features():
+                if isinstance(self._backend, TargetReading):
+                    self._backend.read(message.sequence, message.first, self._rows(message))
             case CloseSequence():
                 self._open.discard(message.sequence)
                 self._lengths.pop(message.sequence, None)
                 self._backend.close(message.sequence)
             case _:
                 raise ProtocolError(f"a drafter cannot handle {type(message).__name__}")
+
+    def _rows(self, message: Features) -> Rows:
+        request = self._backend.identity.features
+        if request is None or len(message.data) % (
+            message.count * np.dtype(request.dtype).itemsize
+        ):
+            raise ProtocolError(f"{len(message.data)} bytes are not {message.count} rows")
+        return np.frombuffer(message.data, request.dtype).reshape(message.count, -1)
 
     def _prefill(self, message: OpenSequence) -> Generator[FromService | None]:
         started = time.perf_counter()

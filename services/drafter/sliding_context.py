@@ -18,6 +18,8 @@ from services.drafter.backends.base import (
     DraftBackend,
     DraftedToken,
     RoundOptions,
+    Rows,
+    TargetReading,
     TreeLayer,
 )
 from services.runtime.sequence_table import SequenceTable, check_rewind
@@ -60,6 +62,15 @@ class SlidingContextBackend:
             self._backend.commit(sequence, base - window.first, tokens)
         else:
             window.held = False
+
+    def read(self, sequence: int, first: int, rows: Rows) -> None:
+        """See `base.TargetReading`; states of tokens that the backend does not have are dropped."""
+        window = self._windows.get(sequence)
+        if window is None or not isinstance(self._backend, TargetReading):
+            return
+        rows = rows[max(0, window.first - first) :]
+        if len(rows):
+            self._backend.read(sequence, max(first, window.first) - window.first, rows)
 
     def prepare(
         self,

@@ -257,6 +257,18 @@ class KVStore:
             cache.keys, cache.values = keys, values
         self.length = length
 
+    def write(self, start: int, rows: Sequence[tuple[mx.array, mx.array]]) -> None:
+        """Make these the trunk's last rows, from slot `start` on: [1, heads, tokens, size] each.
+
+        The slots behind them are left as they are.
+        """
+        if start > self.length:
+            raise ValueError(f"cannot write at {start} behind {self.length} tokens")
+        for cache, (keys, values) in zip(self.caches, rows, strict=True):
+            cache.keys = _store_rows(cache.keys, keys, start)
+            cache.values = _store_rows(cache.values, values, start)
+        self.length = start + rows[0][0].shape[2]
+
     @property
     def nbytes(self) -> int:
         """Memory of all buffers, used or not."""

@@ -75,7 +75,7 @@ class Taps:
             layer.tap = tap
             layer.__class__ = _tapped_class(plain)
         try:
-            prove(model, self._taps)
+            self.width = prove(model, self._taps)
         except ModelError:
             self.remove()
             raise
@@ -116,8 +116,12 @@ def _normalise(state: mx.array) -> mx.array:
     return (wide * mx.rsqrt(mean + _EPS)).astype(state.dtype)
 
 
-def prove(model: Any, taps: Sequence[_Tap]) -> None:
-    """Raise ModelError unless each tapped layer's output is the model's whole state."""
+def prove(model: Any, taps: Sequence[_Tap]) -> int:
+    """The width of all caught states together.
+
+    Raises:
+        ModelError: a tapped layer's output is not the model's whole state.
+    """
     first, second = mx.array([[1, 2, 3, 4, 5]]), mx.array([[5, 3, 4, 1, 2]])
     expected = _run(model, first)
     states = [tap.caught for tap in taps]
@@ -139,6 +143,7 @@ def prove(model: Any, taps: Sequence[_Tap]) -> None:
             )
     for tap in taps:
         tap.caught = None
+    return sum(state.shape[-1] for state in states if state is not None)
 
 
 def _run(model: Any, tokens: mx.array) -> Any:

@@ -6,6 +6,7 @@ Two files beside the drafter's own weights, which stay an ordinary model:
 `reads_target.json` (`ReaderDescription`) and `reads_target.safetensors`.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,16 @@ class TargetReader(nn.Module):
 
     Args:
         features: width of the target's states, all tapped layers side by side.
-        model: the drafter.
+        width: of the drafter.
+        outputs: per layer of the drafter, (width of its keys, width of its values).
     """
 
-    def __init__(self, features: int, model: Any) -> None:
+    def __init__(self, features: int, width: int, outputs: Sequence[tuple[int, int]]) -> None:
         super().__init__()
-        attentions = [attention_of(layer) for layer in model.model.layers]
-        width = model.model.norm.weight.shape[0]
         self.fc = nn.Linear(features, width, bias=False)
         self.norm = nn.RMSNorm(width)
-        self.k_proj = [nn.Linear(width, _outputs(a.k_proj), bias=False) for a in attentions]
-        self.v_proj = [nn.Linear(width, _outputs(a.v_proj), bias=False) for a in attentions]
+        self.k_proj = [nn.Linear(width, keys, bias=False) for keys, _ in outputs]
+        self.v_proj = [nn.Linear(width, values, bias=False) for _, values in outputs]
 
     def rows(
         self, model: Any, features: mx.array, offset: int, *, projected: bool = False
@@ -75,11 +75,6 @@ def _by_head(x: mx.array, heads: int) -> mx.array:
     return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
 
 
-def _outputs(linear: Any) -> int:
-    count: int = linear.weight.shape[0]
-    return count
-
-
 def attention_of(layer: Any) -> Any:
     """A layer's attention; raises ModelError if it is not of the usual kind."""
     attention = getattr(layer, "self_attn", None)
@@ -106,7 +101,14 @@ def read_description(folder: Path) -> ReaderDescription | None:
         raise ModelError(f"{str(path)!r} does not say what the drafter reads: {error}") from error
 
 
-def load_reader(folder: Path, model: Any, dtype: mx.Dtype) -> tuple[ReaderDescription, Any] | None:
+def new_reader(features: int, model: Any) -> TargetReader:
+    """A reader of random weights for a drafter, an mlx-lm model."""
+    attentions = [attention_of(layer) for layer in model.model.layers]
+    outputs = [(a.k_proj.weight.shape[0], a.v_proj.weight.shape[0]) for a in attentions]
+    return TargetReader(features, model.model.norm.weight.shape[0], outputs)
+
+
+def load_reader(folder: Path, dtype: mx.Dtype) -> tuple[ReaderDescription, Any] | None:
     """The reader of the drafter in `folder`, a `TargetReader`; None if it reads nothing.
 
     Raises:
@@ -115,14 +117,22 @@ def load_reader(folder: Path, model: Any, dtype: mx.Dtype) -> tuple[ReaderDescri
     description = read_description(folder)
     if description is None:
         return None
-    reader = TargetReader(len(description.layers) * description.target_width, model)
     path = folder / WEIGHTS
     try:
         loaded: Any = mx.load(str(path))
+        width, features = loaded["fc.weight"].shape
+        layers = sum(name.startswith("k_proj.") for name in loaded)
+        outputs = [
+            tuple(loaded[f"{part}.{layer}.weight"].shape[0] for part in ("k_proj", "v_proj"))
+            for layer in range(layers)
+        ]
+        reader = TargetReader(features, width, outputs)
         reader.load_weights([(name, array.astype(dtype)) for name, array in loaded.items()])
         mx.eval(reader.parameters())
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ModelError(f"{str(path)!r} does not fit the drafter: {error}") from error
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise ModelError(f"{str(path)!r} is not a reader's: {error}") from error
+    if features != len(description.layers) * description.target_width:
+        raise ModelError(f"{str(path)!r} reads {features} numbers, and {DESCRIPTION} another count")
     return description, reader
 
 

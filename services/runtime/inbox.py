@@ -7,10 +7,12 @@ from protocol.errors import ProtocolError
 from protocol.messages import (
     CloseSequence,
     DraftNow,
+    Features,
     Heartbeat,
     Identify,
     OpenSequence,
     Prepare,
+    ReadTarget,
     Rejected,
     Stop,
     ToService,
@@ -19,7 +21,7 @@ from protocol.messages import (
 )
 from services.runtime.heartbeat import HeartbeatTimer, Sender
 
-Work = OpenSequence | CloseSequence | Verify | Prepare | DraftNow
+Work = OpenSequence | CloseSequence | Verify | Prepare | DraftNow | ReadTarget | Features
 
 
 class Connection(Sender, Protocol):

@@ -18,6 +18,8 @@ from protocol.messages import (
     CloseSequence,
     DraftTree,
     Failed,
+    FeatureRequest,
+    Features,
     FromService,
     Heartbeat,
     Hello,
@@ -54,6 +56,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int = 0
     emulated_cost: str = ""
     ranks: list[RankStatus] = []
+    features: FeatureRequest | None = None
 
 
 def serve(channel: Connection, identity: Identity, service: Service) -> None:
@@ -103,6 +106,9 @@ def _step(job: Job, channel: Connection, inbox: Inbox, queue: WorkQueue, service
         if job.answers is None:
             job.answers = service.handle(message)
         answer = next(job.answers, _DONE)
+        while isinstance(answer, Features):  # they precede what they belong to, at once
+            channel.send(answer)
+            answer = next(job.answers, _DONE)
     except BackendLost:
         raise
     # One request must not take the process down; its sequence fails with the reason.

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+import mlx.core as mx
+
 from protocol.messages import Tokens
 from services.batching.forward import BatchRequest
 from services.kv.state import SequenceState
 from services.verifier.acceptance import AcceptanceRule
+from services.verifier.feature_log import FeatureLog
 from services.verifier.pipelined_step import PipelinedStep
 
 _UNKNOWN_S = 0.002
@@ -23,6 +26,10 @@ class TargetSequence:
     rule: AcceptanceRule
     tokens: Tokens
     """All that stand."""
+    features: FeatureLog | None = None
+    """What a drafter reads of the target at these tokens."""
+    read: mx.array | None = None
+    """[chain, width] the same of the pass in work, lazy."""
     pipelined: PipelinedStep | None = None
     """The pass that is likely to be asked for next."""
     request: BatchRequest | None = None
@@ -49,6 +56,11 @@ class TargetSequence:
         """End the pass: these tokens of it stand."""
         self.state.commit(len(self.tokens) + len(tokens))
         self.tokens += tokens
+
+    def take_read(self, count: int) -> mx.array | None:
+        """What was read at the first `count` tokens of the pass."""
+        rows, self.read = self.read, None
+        return None if rows is None else rows[:count]
 
     def on_verify(self, now: float, busy_since: float) -> None:
         """Its next verification is here; `busy_since` is when the last pass began."""

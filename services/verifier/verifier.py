@@ -16,6 +16,7 @@ from protocol.messages import (
     FromService,
     OpenSequence,
     Prefilled,
+    ReadTarget,
     Tokens,
     VerificationOutcome,
     Verify,
@@ -31,6 +32,7 @@ from services.mlx.loader import LoadedModel
 from services.runtime.inbox import Work
 from services.runtime.sequence_table import SequenceTable
 from services.verifier.acceptance import AcceptanceRule
+from services.verifier.feature_source import FeatureSource, message_of
 from services.verifier.pipelined_step import PipelinedStep
 from services.verifier.sequence import TargetSequence
 from services.verifier.target_model import TargetModel, prepare
@@ -63,11 +65,14 @@ class Verifier:
         self._external: ExternalPrefill | None = None
         self._sequences: SequenceTable[TargetSequence] = SequenceTable()
         shares = self._target.shares_passes
+        whole = self._target.verify is self._model
+        self._features = FeatureSource(self._model if whole else None)
+        read = self._features.take
         self._batcher = Batcher(
-            self._target.verify, most_rows() if shares else 0, self._target.traced
+            self._target.verify, most_rows() if shares else 0, self._target.traced, read
         )
         self._chunked_prefill = ChunkedPrefill(
-            self._target.prefill, prefill_step_size, shares=shares
+            self._target.prefill, prefill_step_size, shares=shares, reader=self._features
         )
         self._last_pass = ForwardPass(0, 0)
         self.pipelines = self._target.pipelines
@@ -113,6 +118,8 @@ class Verifier:
                 yield from self._verify(message)
             case CloseSequence():
                 self._retire(message.sequence)
+            case ReadTarget():
+                yield from self._read(message)
             case _:
                 raise ProtocolError(f"a verifier cannot handle {type(message).__name__}")
 
@@ -144,6 +151,7 @@ class Verifier:
         if sequence.state.length > len(sequence.tokens):
             sequence.state.commit(len(sequence.tokens))  # it was in the middle of a pass
         self._prompts.keep(CachedPrefix(sequence.tokens, sequence.state))
+        self._features.keep(sequence)
 
     def _new_sequence(self, message: OpenSequence) -> Generator[None, None, TargetSequence]:
         """The sequence with what is known of its prompt, or will be in a moment."""
@@ -153,7 +161,9 @@ class Verifier:
             while self._chunked_prefill.is_coming(message.tokens, state.length):
                 yield
             state = self._fork(message.tokens)
-        return TargetSequence(state, rule, message.tokens[: state.length])
+        tokens = message.tokens[: state.length]
+        log = self._features.begin(tokens, self._sequences.values())
+        return TargetSequence(state, rule, tokens, features=log)
 
     def _fork(self, tokens: Tokens) -> SequenceState:
         """The state of the longest beginning of these tokens that can be resumed anywhere."""
@@ -173,12 +183,24 @@ class Verifier:
             self._keep(sequence)  # who asks again need not begin again
             raise
         self._sequences[message.sequence] = sequence
+        yield from self._features.messages(message.sequence, sequence)
         yield Prefilled(
             sequence=message.sequence,
             length=sequence.length,
             prefill_ms=1e3 * (time.perf_counter() - started),
             cached=cached,
         )
+
+    def _read(self, message: ReadTarget) -> Generator[FromService | None]:
+        """Send these features from now on, and first what there is of them."""
+        try:
+            self._features.configure(message.features)
+        finally:
+            # A trace would not pass through the taps.
+            reads = self._features.request is not None
+            self._batcher.traced = None if reads else self._target.traced
+        for number, sequence in self._sequences.items():
+            yield from self._features.messages(number, sequence)
 
     def _prefill(self, sequence: TargetSequence, tokens: Tokens) -> Generator[None]:
         """Compute these tokens, in pieces."""
@@ -204,13 +226,17 @@ class Verifier:
             if begun is not None and message.pipelined:
                 self._start_pipelined(sequence, begun)
             judged = sequence.rule.accept(logits, message, begun)
-            self._commit(sequence, message.chain[: judged.accepted + 1])
+            kept = judged.accepted + 1
+            self._commit(sequence, message.chain[:kept])
+            read = self._features.log(sequence, message.position, sequence.take_read(kept))
         except RuntimeFailure:
             sequence.state.commit(len(sequence.tokens))
             self._sequences.pop(message.sequence, None)  # its state serves nobody any more
             raise
         self._record_pass(by)
         sequence.answered_at = self._idle_since
+        if read is not None:
+            yield message_of(message.sequence, message.position, read)
         yield VerificationOutcome(
             sequence=message.sequence,
             round=message.round,
@@ -239,7 +265,9 @@ class Verifier:
         try:
             if len(self._sequences) > 1:
                 yield None  # others may join in
-            return self._batcher.result(asked)
+            result = self._batcher.result(asked)
+            sequence.read = asked.features
+            return result
         finally:
             sequence.request = None
             self._batcher.withdraw(asked)
@@ -265,7 +293,7 @@ class Verifier:
         After a draft nobody knows where it begins; beside others a shared pass is worth more.
         """
         alone = choice.size == 1 and len(self._sequences) == 1
-        if self.pipelines and alone:
+        if self.pipelines and alone and self._features.request is None:  # it would not be read
             sequence.state.commit(sequence.state.length)  # a chain of one token stands
             sequence.pipelined = PipelinedStep(self._model, sequence.state, choice)
 

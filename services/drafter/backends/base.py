@@ -16,9 +16,14 @@ failure and stay usable for other sequences.
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from protocol.messages import DraftDistribution, Sampling, Tokens
+import numpy.typing as npt
+
+from protocol.messages import DraftDistribution, FeatureRequest, Sampling, Tokens
+
+Rows = npt.NDArray[Any]
+"""[tokens, width] of the target's states."""
 
 
 class Outcome(NamedTuple):
@@ -77,6 +82,21 @@ class BackendIdentity(NamedTuple):
     context_length: int
     compute_unit: str
     max_draft_tokens: int
+    features: FeatureRequest | None = None
+    """What it reads of the target; then it is `TargetReading`, too."""
+
+
+@runtime_checkable
+class TargetReading(Protocol):
+    """What a backend that reads the target can do besides."""
+
+    def read(self, sequence: int, first: int, rows: Rows) -> None:
+        """The target's states at committed tokens from position `first` on, [tokens, width].
+
+        They may come before the tokens do, again, in any order, or never: then the backend
+        drafts without. Sequences that are not open are ignored.
+        """
+        ...
 
 
 class DraftBackend(Protocol):

@@ -35,13 +35,18 @@ def _create_mlx(settings: DrafterSettings | DraftServerSettings) -> DraftBackend
     load_blas(settings.threads)
     # MLX must be imported after the BLAS is in place, and only where it computes.
     from services.drafter.backends.mlx import MlxBackend  # noqa: PLC0415
+    from services.drafter.backends.mlx_reading import ReadingBackend  # noqa: PLC0415
     from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
     from services.mlx.device import bind  # noqa: PLC0415
+    from services.mlx.target_reader import read_description  # noqa: PLC0415
     from services.runtime.warmup import warm_drafter  # noqa: PLC0415
 
-    unit = bind(settings.device)
-    prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
-    backend = MlxBackend(Path(settings.model), settings.prefill_step_size, unit, prompts)
+    unit, folder, step = bind(settings.device), Path(settings.model), settings.prefill_step_size
+    if read_description(folder) is not None:
+        backend: MlxBackend = ReadingBackend(folder, step, unit)
+    else:
+        prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
+        backend = MlxBackend(folder, step, unit, prompts)
     if unit != "cpu":
         warm_drafter(backend)
     return backend

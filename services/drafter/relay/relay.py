@@ -73,6 +73,7 @@ def _identity(hello: FromDrafter, peer: DrafterPeer) -> Identity:
         context_length=hello.context_length,
         compute_unit=hello.compute_unit,
         max_draft_tokens=hello.max_draft_tokens,
+        features=hello.features,
     )
 
 

@@ -21,7 +21,7 @@ from services.distill.context import (
 from services.distill.phases import distill
 from services.distill.student import spread_layers
 from services.mlx.loader import load
-from services.mlx.target_reader import TargetReader, load_reader
+from services.mlx.target_reader import load_reader, new_reader
 from tests.services.distill.test_training import Quiet, settings_for
 from tests.support.tiny_models import write_tiny_model
 
@@ -56,7 +56,7 @@ def test_a_token_sees_states_before_its_block_and_tokens_in_it() -> None:
 def test_without_states_it_is_the_plain_drafter(target: Path) -> None:
     """Blocks that show no states leave the logits of an ordinary causal pass."""
     module = load(target).module
-    reader = TargetReader(8, module)
+    reader = new_reader(8, module)
     tokens = mx.array([[5, 9, 200, 31, 7]])
     blocks = Blocks(np.zeros((1, 5), np.int32), np.array([5], np.int32))
     context = context_of(mx.random.normal((1, 5, 8)), blocks)
@@ -75,7 +75,7 @@ def test_training_teaches_it_to_read(target: Path, tmp_path: Path) -> None:
     log = [entry for entry in report["log"] if entry["objective"] == "ce"]
     assert log[-1]["loss"] < log[0]["loss"]
     drafter = load(tmp_path / "out")
-    found = load_reader(tmp_path / "out", drafter.module, mx.float32)
+    found = load_reader(tmp_path / "out", mx.float32)
     assert found is not None
     description, reader = found
     assert description.layers == spread_layers(3)

@@ -1,0 +1,157 @@
+"""The neural backend on MLX for drafters that read the target.
+
+The keys and values of committed tokens are not computed from the tokens but projected from
+the target's own hidden states (`services.mlx.target_reader`), so a prompt costs next to
+nothing. The chain under verification and the branches behind it, whose states do not exist
+yet, go through the drafter's layers as in `mlx`. Where states never come, the drafter reads
+those tokens by itself, too: worse drafts, never wrong ones.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+
+from protocol.decoding.logits_processor import LogitsProcessor
+from protocol.decoding.sampling_params import drafter_sampling
+from protocol.decoding.tokens import common_prefix_length
+from protocol.errors import ModelError
+from protocol.messages import FeatureRequest, Sampling, Tokens
+from services.drafter.backends.base import (
+    DEFAULT_ROUND_OPTIONS,
+    DraftedToken,
+    RoundOptions,
+    Rows,
+    TreeLayer,
+)
+from services.drafter.backends.mlx import MlxBackend
+from services.drafter.backends.mlx_tree import Trunk
+from services.kv.cache import KVStore
+from services.mlx.target_reader import load_reader
+from services.runtime.sequence_table import check_rewind
+
+
+@dataclass
+class _ReadingTrunk(Trunk):
+    known: Tokens = field(default_factory=list)
+    """All committed tokens; the KV may hold fewer."""
+    settled: int = 0
+    """How many of them have their last keys and values."""
+    blocks: list[tuple[int, Rows]] = field(default_factory=list)
+    """Positions and states that have come and are not in the KV yet."""
+
+    def next_block(self) -> tuple[int, Rows] | None:
+        """The first states of committed tokens that are not settled, with their position."""
+        best: tuple[int, Rows] | None = None
+        for first, rows in self.blocks:
+            start = max(first, self.settled)
+            stop = min(first + len(rows), len(self.known))
+            if start < stop and (best is None or start < best[0]):
+                best = start, rows[start - first : stop - first]
+        return best
+
+    def drop_settled(self) -> None:
+        """Forget states that are in the KV."""
+        self.blocks = [b for b in self.blocks if b[0] + len(b[1]) > self.settled]
+
+
+class ReadingBackend(MlxBackend):
+    """See `base.DraftBackend` and `base.TargetReading`."""
+
+    def __init__(self, folder: Path, prefill_step_size: int, unit: str = "") -> None:
+        super().__init__(folder, prefill_step_size, unit)
+        self._step = prefill_step_size
+        self._dtype = self._model.model.norm.weight.dtype
+        found = load_reader(folder, self._dtype)
+        if found is None:
+            raise ModelError(f"the drafter {str(folder)!r} does not read the target")
+        description, self._reader = found
+        request = FeatureRequest(layers=description.layers, window=description.window)
+        self.identity = self.identity._replace(features=request)
+
+    def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
+        """Compute nothing: the target's states are on their way."""
+        store = KVStore(self._windows, bucketed=self._bucketed)
+        opened = _ReadingTrunk(store, drafter_sampling(sampling), known=list(tokens))
+        opened.committed = len(tokens)
+        if sampling.logits_options is not None:
+            opened.processor = LogitsProcessor(
+                sampling.logits_options, self._folder, [], self._head_ids
+            )
+        self._sequences[sequence] = opened
+        yield from ()
+
+    def read(self, sequence: int, first: int, rows: Rows) -> None:
+        """Keep them until the KV is brought up to date."""
+        known = self._sequences.get(sequence)
+        if isinstance(known, _ReadingTrunk):
+            known.blocks.append((first, rows))
+
+    def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
+        """Note the committed tokens."""
+        known = self._reading(sequence)
+        check_rewind(known.committed, base)
+        known.known[base:] = tokens
+        known.committed = len(known.known)
+        known.settled = min(known.settled, base)
+
+    def prepare(
+        self,
+        sequence: int,
+        chain: Tokens,
+        fan_out: list[int],
+        depth: int,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
+    ) -> Generator[TreeLayer | None]:
+        """See `MlxBackend`."""
+        yield from self._settle(self._reading(sequence))
+        yield from super().prepare(sequence, chain, fan_out, depth, options)
+
+    def draft(
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
+    ) -> Generator[DraftedToken | None]:
+        """See `MlxBackend`."""
+        yield from self._settle(self._reading(sequence))
+        yield from super().draft(sequence, pending, count, options)
+
+    def close(self, sequence: int) -> None:
+        """Free the KV."""
+        self._sequences.pop(sequence, None)
+
+    def _reading(self, sequence: int) -> _ReadingTrunk:
+        known = self._sequences[sequence]
+        if not isinstance(known, _ReadingTrunk):
+            raise TypeError(f"sequence {sequence} is not one of this backend's")
+        return known
+
+    def _settle(self, known: _ReadingTrunk) -> Generator[None]:
+        """Make the trunk start with all committed tokens, by the target's states if they came."""
+        while known.settled < len(known.known):
+            block = known.next_block()
+            stop = len(known.known) if block is None else block[0]
+            yield from self._read_alone(known, known.known[:stop])
+            if block is None:
+                break
+            self._write(known, *block)
+        known.drop_settled()
+
+    def _read_alone(self, known: _ReadingTrunk, tokens: Tokens) -> Generator[None]:
+        """Make the trunk start with these tokens, of which the drafter computes what it lacks."""
+        start = common_prefix_length(known.tokens, tokens)
+        while start < len(tokens):
+            yield from self._feed(known, start, tokens[start : start + self._step], rows=0)
+            start += self._step
+
+    def _write(self, known: _ReadingTrunk, first: int, rows: Rows) -> None:
+        """Put the keys and values that these states make into the trunk's slots from `first` on."""
+        states = mx.array(rows)[None].astype(self._dtype)
+        stop = first + len(rows)
+        if known.tree is not None and known.tree.slots and known.tree.slots[0] < stop:
+            known.tree = None
+        known.cut(first)
+        known.store.write(first, self._reader.rows(self._model, states, first))
+        known.tokens += known.known[first:stop]
+        if known.processor is not None:
+            known.processor.extend(known.known[first:stop])
+        known.settled = stop

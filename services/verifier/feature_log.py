@@ -1,0 +1,64 @@
+"""The features of a sequence's committed tokens, kept for a drafter that comes later."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.messages import FeatureRequest
+
+Rows = npt.NDArray[Any]
+"""[tokens, width]"""
+
+
+class FeatureLog:
+    """Rows of consecutive positions up to `end`, the last `window` of them.
+
+    Args:
+        request: what the rows are.
+    """
+
+    def __init__(self, request: FeatureRequest) -> None:
+        self.request = request
+        self.end = 0
+        self._parts: list[Rows] = []
+
+    @property
+    def first(self) -> int:
+        """Position of the first row."""
+        return self.end - sum(map(len, self._parts))
+
+    def append(self, position: int, rows: Rows) -> None:
+        """Add rows from `position` on; where one is missing before them, begin anew."""
+        if position < self.first or position > self.end:
+            self._parts = []
+        elif position < self.end:
+            self.trim(position)
+        self._parts.append(rows)
+        self.end = position + len(rows)
+        while self._parts and self.end - self.first - len(self._parts[0]) >= self.request.window:
+            del self._parts[0]
+
+    def trim(self, length: int) -> None:
+        """Forget the rows from `length` on."""
+        while self._parts and self.end > length:
+            kept = self._parts[-1][: max(0, len(self._parts[-1]) - (self.end - length))]
+            self.end = max(length, self.end - len(self._parts[-1]))
+            self._parts.pop()
+            if len(kept):
+                self._parts.append(kept)
+        self.end = min(self.end, length)
+
+    def fork(self, length: int) -> "FeatureLog":
+        """A log of the rows before `length`; what is appended to one the other never sees."""
+        new = FeatureLog(self.request)
+        new.end, new._parts = self.end, list(self._parts)
+        new.trim(length)
+        return new
+
+    def blocks(self, most: int) -> list[tuple[int, Rows]]:
+        """All rows as (first position, rows), at most so many to a block."""
+        if not self._parts:
+            return []
+        rows = np.concatenate(self._parts)
+        return [(self.first + i, rows[i : i + most]) for i in range(0, len(rows), most)]

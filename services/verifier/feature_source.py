@@ -1,0 +1,136 @@
+"""What the verifier reads off the target for a drafter, and how it is sent."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from protocol.decoding.tokens import common_prefix_length
+from protocol.errors import ModelError
+from protocol.messages import FeatureRequest, Features, Tokens
+from services.mlx.taps import Taps
+from services.verifier.feature_log import FeatureLog, Rows
+
+_ROWS = 512
+"""Most positions of a message."""
+_KEPT = 4
+"""Most sequences whose states are kept when they are over."""
+
+
+class ReadSequence(Protocol):
+    """A sequence of the target's."""
+
+    tokens: Tokens
+    features: FeatureLog | None
+
+
+class FeatureSource:
+    """The taps of the target and the projection that a drafter asked for; at first none.
+
+    Args:
+        model: the target; None if it is not in this process as a whole.
+    """
+
+    def __init__(self, model: Any | None) -> None:
+        self._model = model
+        self.request: FeatureRequest | None = None
+        self._taps: Taps | None = None
+        self._projection: mx.array | None = None
+        self._kept: list[tuple[Tokens, FeatureLog]] = []
+        """Of sequences that are over, the last few."""
+
+    def configure(self, request: FeatureRequest | None) -> None:
+        """Read this from now on.
+
+        Raises:
+            ModelError: it cannot be read; then nothing is.
+        """
+        if request == self.request:
+            return
+        if self._taps is not None:
+            self._taps.remove()
+        self.request = self._taps = self._projection = None
+        self._kept = []
+        if request is None:
+            return
+        if self._model is None:
+            raise ModelError("the target is spread over several processes and cannot be read")
+        taps = Taps(self._model, request.layers)
+        try:
+            self._projection = _read_projection(request, taps.width)
+        except ModelError:
+            taps.remove()
+            raise
+        self.request, self._taps = request, taps
+
+    def take(self) -> mx.array | None:
+        """[tokens, width] of the last pass, lazy; None if nothing is read."""
+        if self._taps is None or self.request is None:
+            return None
+        features = self._taps.features()[0]
+        if self._projection is not None:
+            features = features @ self._projection.T.astype(features.dtype)
+        return features.astype(getattr(mx, self.request.dtype))
+
+    def begin(self, tokens: Tokens, running: Iterable[ReadSequence]) -> FeatureLog | None:
+        """A log with what is known of these tokens: others may have begun like them."""
+        if self.request is None:
+            return None
+        best = FeatureLog(self.request)
+        others = [(one.tokens, one.features) for one in running if one.features is not None]
+        for known, log in [*self._kept, *others]:
+            length = common_prefix_length(known, tokens)
+            if log.request == self.request and min(length, log.end) > best.end:
+                best = log.fork(length)
+        return best
+
+    def keep(self, sequence: ReadSequence) -> None:
+        """The sequence is over; another may begin like it."""
+        if sequence.features is not None and sequence.features.request == self.request:
+            self._kept = [*self._kept[1 - _KEPT :], (sequence.tokens, sequence.features)]
+
+    def log(self, sequence: ReadSequence, position: int, rows: mx.array | None) -> Rows | None:
+        """Keep the rows of its tokens from `position` on; returns them as they are sent."""
+        if rows is None or self.request is None:
+            return None
+        if sequence.features is None or sequence.features.request != self.request:
+            sequence.features = FeatureLog(self.request)
+        on_host = np.array(rows)
+        sequence.features.append(position, on_host)
+        return on_host
+
+    def messages(self, number: int, sequence: ReadSequence) -> Iterator[Features]:
+        """All that is kept of a sequence."""
+        log = sequence.features
+        if log is None or log.request != self.request:
+            return
+        for first, rows in log.blocks(_ROWS):
+            yield message_of(number, first, rows)
+
+
+def message_of(sequence: int, first: int, rows: Rows) -> Features:
+    """The message for these rows."""
+    data = np.ascontiguousarray(rows).tobytes()
+    return Features(sequence=sequence, first=first, count=len(rows), data=data)
+
+
+def _read_projection(request: FeatureRequest, width: int) -> mx.array | None:
+    if not request.projection:
+        return None
+    path = Path(request.projection)
+    if path.suffix != ".safetensors":
+        raise ModelError(f"the projection {str(path)!r} is not a safetensors file")
+    try:
+        loaded: Any = mx.load(str(path))
+        projection: mx.array = loaded["fc.weight"]
+    except (OSError, RuntimeError, KeyError) as error:
+        raise ModelError(f"the projection {str(path)!r} cannot be read: {error}") from error
+    if projection.ndim != 2 or projection.shape[1] != width:
+        raise ModelError(
+            f"the projection {str(path)!r} takes {projection.shape[-1]} numbers, and the target's "
+            f"layers {request.layers} have {width}"
+        )
+    mx.eval(projection)
+    return projection

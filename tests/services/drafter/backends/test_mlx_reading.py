@@ -1,0 +1,204 @@
+"""Drafts of a backend that reads the target: as in training, and without states as without."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from protocol.errors import ModelError
+from protocol.messages import LogitsOptions, Sampling, Tokens
+from services.distill.context import Blocks, context_caches, context_of
+from services.drafter.backends.base import Rows, TreeLayer
+from services.drafter.backends.mlx import MlxBackend
+from services.drafter.backends.mlx_reading import ReadingBackend
+from services.drafter.sliding_context import SlidingContextBackend
+from services.mlx.loader import load
+from services.mlx.target_reader import (
+    WEIGHTS,
+    ReaderDescription,
+    flat_parameters,
+    load_reader,
+    new_reader,
+    save_reader,
+)
+from tests.support.tiny_models import write_tiny_model
+
+PROMPT = [0, 2, 97, 41, 250, 33, 8, 141, 77, 19]
+CHAIN = [203, 64, 5]
+WIDTH = 48
+"""Of the states: two layers of a target half as wide as the drafter."""
+FAMILIES = ("llama", "qwen3", "gemma3")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reading_drafter(tmp_path_factory.mktemp("d"), request.param)
+
+
+def reading_drafter(folder: Path, family: str = "llama") -> Path:
+    """A tiny drafter that reads states with random weights."""
+    write_tiny_model(folder, family)
+    mx.random.seed(5)
+    reader = new_reader(WIDTH, load(folder).module)
+    description = ReaderDescription([0, 2], WIDTH // 2)
+    save_reader(folder, description, flat_parameters(reader), mx.float32)
+    return folder
+
+
+def states(count: int, first: int = 0) -> Rows:
+    """The same for a position, whenever they are asked for."""
+    rows = [np.random.default_rng(first + i).standard_normal(WIDTH) for i in range(count)]
+    return np.array(rows, np.float16)
+
+
+def opened(folder: Path, tokens: Tokens, sampling: Sampling | None = None) -> ReadingBackend:
+    backend = ReadingBackend(folder, 4)
+    for _ in backend.open(1, tokens, sampling or Sampling()):
+        pass
+    return backend
+
+
+def grow(backend: Any, chain: Tokens = CHAIN, depth: int = 2) -> list[TreeLayer]:
+    found: Iterator[TreeLayer | None] = backend.prepare(1, chain, [2] * len(chain), depth)
+    return [layer for layer in found if layer is not None]
+
+
+def expected_best(folder: Path, tokens: Tokens, known: int, rows: Rows, at: int) -> Tokens:
+    """The best tokens after `tokens[: at + 1]` in training's pass, `known` states given."""
+    module = load(folder).module
+    found = load_reader(folder, mx.float32)
+    assert found is not None
+    count = at + 1
+    starts = np.minimum(np.arange(count), known)[None].astype(np.int32)
+    features = np.zeros((1, count, WIDTH), np.float32)
+    features[0, :known] = rows[:known]
+    context = context_of(mx.array(features), Blocks(starts, np.zeros(1, np.int32)))
+    caches = context_caches(module, found[1], context)
+    logits = module(mx.array([tokens[:count]]), cache=caches)[0, -1].astype(mx.float32)
+    best: Tokens = np.argsort(-np.array(logits), kind="stable")[:3].tolist()
+    return best
+
+
+def test_it_drafts_as_it_was_trained(folder: Path) -> None:
+    """The candidates behind each token of the chain are those of the training's own pass."""
+    backend = opened(folder, PROMPT)
+    rows = states(len(PROMPT))
+    backend.read(1, 0, rows)
+    layers = grow(backend)
+    tokens = PROMPT + CHAIN
+    for place in range(len(CHAIN)):
+        best = expected_best(folder, tokens, len(PROMPT), rows, len(PROMPT) + place)
+        rejected = CHAIN[place + 1] if place + 1 < len(CHAIN) else None
+        wanted = [token for token in best if token != rejected][:2]
+        bonuses = [o.bonus for o in layers[0].outcomes if o.accepted == place]
+        assert wanted == bonuses
+        first = layers[0].outcomes.index((place, bonuses[0]))
+        branch = [*tokens[: len(PROMPT) + place + 1], bonuses[0]]
+        drafted = layers[0].tokens[first]
+        assert drafted == expected_best(folder, branch, len(PROMPT), rows, len(branch) - 1)[0]
+
+
+def test_without_states_it_is_the_plain_backend(folder: Path) -> None:
+    """The same folder drafts the same tokens, in rounds that hit and rounds that do not."""
+    plain = MlxBackend(folder, 4)
+    for _ in plain.open(1, PROMPT, Sampling()):
+        pass
+    reading = opened(folder, PROMPT)
+    for one, other in zip(grow(plain), grow(reading), strict=True):
+        assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
+    outcome = grow(plain)[0].outcomes[0]
+    for backend in (plain, reading):
+        backend.commit(1, len(PROMPT), CHAIN[: outcome.accepted + 1])
+    chain = [outcome.bonus, 7, 9]
+    for one, other in zip(grow(plain, chain), grow(reading, chain), strict=True):
+        assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
+    assert [d for d in plain.draft(1, 30, 3) if d] == [d for d in reading.draft(1, 30, 3) if d]
+
+
+@pytest.mark.parametrize("order", ["early", "late", "in pieces", "twice"])
+def test_when_states_come_does_not_matter(folder: Path, order: str) -> None:
+    """Before or after the tokens, in any order, or again: the next draft has them all."""
+    tokens = PROMPT + CHAIN
+    rows = states(len(tokens))
+    expected = opened(folder, tokens)
+    expected.read(1, 0, rows)
+    backend = opened(folder, PROMPT)
+    if order == "early":
+        backend.read(1, 0, rows)
+    grow(backend)
+    if order == "in pieces":
+        backend.read(1, 6, rows[6:])
+        backend.read(1, 0, rows[:6])
+    backend.commit(1, len(PROMPT), CHAIN)
+    if order == "late":
+        grow(backend, [1, 2])
+        backend.read(1, 0, rows)
+    if order == "twice":
+        backend.read(1, 0, rows)
+        grow(backend, [1, 2])
+        backend.read(1, 2, rows[2:])
+    for one, other in zip(grow(expected, [9, 8]), grow(backend, [9, 8]), strict=True):
+        assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
+
+
+def test_a_hole_is_read_alone(folder: Path) -> None:
+    """Where a beginning's states never come, what follows is drafted on the rest, the same
+    whenever that came; states for sequences that are not open are ignored."""
+    rows = states(len(PROMPT))
+    first, second = opened(folder, PROMPT), opened(folder, PROMPT)
+    first.read(1, 4, rows[4:])
+    second.read(1, 7, rows[7:])
+    second.read(1, 4, rows[4:7])
+    second.read(2, 0, rows)
+    for one, other in zip(grow(first), grow(second), strict=True):
+        assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
+    whole = opened(folder, PROMPT)
+    whole.read(1, 0, rows)
+    assert [layer.tokens for layer in grow(whole)] != [layer.tokens for layer in grow(first)]
+
+
+def test_penalties_and_bans_apply(tmp_path: Path) -> None:
+    """What the request rules out is not drafted, wherever the tokens before it came from."""
+    folder = reading_drafter(tmp_path)
+    backend = opened(folder, PROMPT)
+    backend.read(1, 0, states(len(PROMPT)))
+    best = grow(backend)[0].outcomes[0].bonus
+    options = LogitsOptions(logit_bias=((best, -1e9),), answer_from=len(PROMPT))
+    backend = opened(folder, PROMPT, Sampling(logits_options=options))
+    backend.read(1, 0, states(len(PROMPT)))
+    layers = grow(backend)
+    assert best not in {o.bonus for o in layers[0].outcomes}
+    assert all(best not in layer.tokens for layer in layers)
+
+
+def test_a_short_context_drops_what_it_left_behind(tmp_path: Path) -> None:
+    """States of tokens before the window are dropped, the others go to their new positions."""
+    folder = reading_drafter(tmp_path)
+    inner = ReadingBackend(folder, 4)
+    inner.identity = inner.identity._replace(context_length=16)
+    sliding = SlidingContextBackend(inner)
+    tokens = [*PROMPT, *CHAIN, 31, 32, 33, 34, 35]
+    for _ in sliding.open(1, tokens, Sampling()):
+        pass
+    rows = states(len(tokens))
+    sliding.read(1, 0, rows)
+    expected = opened(folder, tokens[-8:])
+    expected.read(1, 0, rows[-8:])
+    for one, other in zip(grow(expected), grow(sliding), strict=True):
+        assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
+
+
+def test_broken_readers_are_refused(tmp_path: Path) -> None:
+    """Weights that are missing or of another width are errors that name the file."""
+    folder = reading_drafter(tmp_path)
+    save_reader(
+        folder, ReaderDescription([0], WIDTH // 2), {"fc.weight": mx.zeros((2, 2))}, mx.float16
+    )
+    with pytest.raises(ModelError, match=WEIGHTS):
+        ReadingBackend(folder, 4)
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(ModelError, match=WEIGHTS):
+        ReadingBackend(folder, 4)

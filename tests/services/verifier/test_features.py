@@ -1,0 +1,198 @@
+"""What the verifier sends a drafter that reads the target."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from protocol.errors import ModelError
+from protocol.messages import (
+    FeatureRequest,
+    Features,
+    FromService,
+    OpenSequence,
+    Prefilled,
+    ReadTarget,
+    Sampling,
+    Tokens,
+    VerificationOutcome,
+    Verify,
+)
+from services.kv.prefix_cache import PrefixCache
+from services.mlx.loader import load
+from services.mlx.taps import Taps
+from services.runtime.inbox import Work
+from services.verifier.feature_log import FeatureLog
+from services.verifier.verifier import Verifier
+from tests.support.reference import tiny_folder
+
+LAYERS = [0, 2]
+REQUEST = FeatureRequest(layers=LAYERS, dtype="float32")
+PROMPT = [0, 2, 97, 41, 250, 33, 8, 141, 77, 19]
+
+
+def new_verifier(request: FeatureRequest | None = REQUEST, **options: PrefixCache) -> Verifier:
+    verifier = Verifier(load(tiny_folder("llama")), 4, **options)
+    if request is not None:
+        assert answers(verifier, ReadTarget(features=request)) == []
+    return verifier
+
+
+def answers(verifier: Verifier, message: Work) -> list[FromService]:
+    return [answer for answer in verifier.handle(message) if answer is not None]
+
+
+def open_sequence(verifier: Verifier, tokens: Tokens, number: int = 1) -> list[FromService]:
+    return answers(verifier, OpenSequence(sequence=number, tokens=tokens, sampling=Sampling()))
+
+
+@cache
+def expected(tokens: tuple[int, ...]) -> "np.ndarray[tuple[int, int], np.dtype[np.float32]]":
+    """[tokens, width] by one pass over all of them."""
+    model = load(tiny_folder("llama")).module
+    taps = Taps(model, LAYERS)
+    model(mx.array([tokens]))
+    return np.array(taps.features()[0].astype(mx.float32))
+
+
+def check(sent: list[FromService], tokens: Tokens, first: int = 0) -> None:
+    """These messages are the features of tokens[first:], in order and without a hole."""
+    rows, position = [], first
+    for message in sent:
+        if isinstance(message, Features):
+            assert message.first == position
+            position += message.count
+            rows.append(np.frombuffer(message.data, np.float32).reshape(message.count, -1))
+    assert position == len(tokens)
+    found = np.concatenate(rows)
+    np.testing.assert_allclose(found, expected(tuple(tokens))[first:], atol=2e-3)
+
+
+def test_a_prompt_and_what_is_committed() -> None:
+    """All states of the prompt before Prefilled, those of committed tokens before the outcome."""
+    verifier = new_verifier()
+    *sent, last = open_sequence(verifier, PROMPT)
+    assert isinstance(last, Prefilled)
+    check(sent, PROMPT)
+    position, committed = len(PROMPT), list(PROMPT)
+    for chain in ([64, 5, 120], [7]):
+        verify = Verify(sequence=1, round=1, position=position, chain=chain)
+        *sent, outcome = answers(verifier, verify)
+        assert isinstance(outcome, VerificationOutcome)
+        committed += chain[: outcome.accepted + 1]
+        check(sent, committed, position)
+        position = len(committed)
+
+
+def test_nothing_is_sent_unasked() -> None:
+    """Without a request, and after it was taken back, messages are as they were."""
+    verifier = new_verifier(None)
+    [prefilled] = open_sequence(verifier, PROMPT)
+    assert isinstance(prefilled, Prefilled)
+    assert answers(verifier, ReadTarget(features=REQUEST)) == []  # nothing was read yet
+    assert answers(verifier, ReadTarget()) == []
+    verify = Verify(sequence=1, round=1, position=len(PROMPT), chain=[7])
+    [outcome] = answers(verifier, verify)
+    assert isinstance(outcome, VerificationOutcome)
+    assert not hasattr(load(tiny_folder("llama")).module.layers[0], "tap")
+
+
+def test_a_drafter_that_comes_later_gets_all() -> None:
+    """The same request again sends what is kept of every open sequence."""
+    verifier = new_verifier()
+    open_sequence(verifier, PROMPT)
+    open_sequence(verifier, PROMPT[:5], number=2)
+    outcome = answers(verifier, Verify(sequence=1, round=1, position=len(PROMPT), chain=[7]))[-1]
+    assert isinstance(outcome, VerificationOutcome)
+    sent = answers(verifier, ReadTarget(features=REQUEST))
+    check([m for m in sent if isinstance(m, Features) and m.sequence == 1], [*PROMPT, 7])
+    check([m for m in sent if isinstance(m, Features) and m.sequence == 2], PROMPT[:5])
+
+
+def test_states_stay_with_the_kv() -> None:
+    """A prompt that begins like an earlier one is not computed again, and its states are sent."""
+    verifier = new_verifier(prompts=PrefixCache(4, 1 << 30))
+    open_sequence(verifier, PROMPT)
+    longer = [*PROMPT, 5, 6, 7]
+    *sent, prefilled = open_sequence(verifier, longer)  # the same number: the old one is retired
+    assert isinstance(prefilled, Prefilled)
+    assert prefilled.cached == len(PROMPT)
+    check(sent, longer)
+
+
+def interleave(*generators: Iterator[FromService | None]) -> list[FromService]:
+    """Steps in turns, as the loop takes them."""
+    found: list[FromService] = []
+    waiting = list(generators)
+    while waiting:
+        for one in list(waiting):
+            try:
+                answer = next(one)
+            except StopIteration:
+                waiting.remove(one)
+                continue
+            found += [answer] if answer is not None else []
+    return found
+
+
+def test_sequences_of_one_pass_get_their_own() -> None:
+    """Two chains in one pass: each sequence's states, as if it were alone."""
+    verifier = new_verifier()
+    other = PROMPT[::-1]
+    open_sequence(verifier, PROMPT, 1)
+    open_sequence(verifier, other, 2)
+    sent = interleave(
+        verifier.handle(Verify(sequence=1, round=1, position=len(PROMPT), chain=[64])),
+        verifier.handle(Verify(sequence=2, round=1, position=len(other), chain=[5])),
+    )
+    outcomes = [m for m in sent if isinstance(m, VerificationOutcome)]
+    assert {m.sequences for m in outcomes} == {2}
+    for number, tokens in ((1, [*PROMPT, 64]), (2, [*other, 5])):
+        check([m for m in sent if m.sequence == number], tokens, len(tokens) - 1)  # type: ignore[union-attr]
+
+
+def test_a_projection_is_applied(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With `fc.weight` of a file, so many numbers a token travel; another width is refused."""
+    path = tmp_path_factory.mktemp("p") / "fc.safetensors"
+    width = expected(tuple(PROMPT)).shape[1]
+    weight = np.random.default_rng(0).standard_normal((3, width)).astype(np.float32)
+    mx.save_safetensors(str(path), {"fc.weight": mx.array(weight)})
+    request = FeatureRequest(layers=LAYERS, projection=str(path), dtype="float32")
+    sent = open_sequence(new_verifier(request), PROMPT)
+    rows = [
+        np.frombuffer(m.data, np.float32).reshape(-1, 3) for m in sent if isinstance(m, Features)
+    ]
+    wanted = expected(tuple(PROMPT)) @ weight.T
+    np.testing.assert_allclose(np.concatenate(rows), wanted, atol=0.05)
+    mx.save_safetensors(str(path), {"fc.weight": mx.zeros((3, 5))})
+    with pytest.raises(ModelError, match="takes 5 numbers"):
+        new_verifier(request)
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    """Layers that do not exist, with a sentence; verification goes on without states."""
+    verifier = new_verifier(None)
+    with pytest.raises(ModelError, match="layers 0 to 2"):
+        answers(verifier, ReadTarget(features=FeatureRequest(layers=[7])))
+    [prefilled] = open_sequence(verifier, PROMPT)
+    assert isinstance(prefilled, Prefilled)
+
+
+def test_a_log_keeps_the_last_rows() -> None:
+    """The window's rows and no block more; a hole begins anew; forks and cuts do not mix."""
+    log = FeatureLog(FeatureRequest(layers=[0], window=4))
+    rows = np.arange(20, dtype=np.float32).reshape(10, 2)
+    for position in range(0, 8, 2):
+        log.append(position, rows[position : position + 2])
+    assert (log.first, log.end) == (4, 8)
+    fork = log.fork(7)
+    log.append(7, rows[9:])  # another token at position 7
+    assert [first for first, _ in log.blocks(2)] == [4, 6]
+    np.testing.assert_array_equal(np.concatenate([b for _, b in log.blocks(9)])[-1], rows[9])
+    np.testing.assert_array_equal(np.concatenate([b for _, b in fork.blocks(9)]), rows[4:7])
+    fork.append(9, rows[9:])
+    assert (fork.first, fork.end) == (9, 10)
+    fork.trim(3)
+    assert (fork.first, fork.end, fork.blocks(9)) == (3, 3, [])
