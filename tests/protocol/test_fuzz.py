@@ -1,5 +1,6 @@
 """Inputs that are almost right: each is understood or refused by one of our own errors."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from hypothesis import strategies as st
 
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, ProtocolError, UsageError
-from protocol.messages import Sampling
-from protocol.settings import VerifierSettings, decode_settings
+from protocol.settings import GatewaySettings, VerifierSettings, decode_settings
 from protocol.transport.codec import encode
-from services.gateway.dialects.chat import parse_chat
-from services.gateway.dialects.completions import parse_completion
+from services.gateway.dialects.base import Reader
+from services.gateway.dialects.chat_reply import read_chat
+from services.gateway.dialects.completions import read_completion
+from services.gateway.dialects.conversations import Conversations
+from services.gateway.dialects.messages_reply import read_messages
+from services.gateway.dialects.responses_reply import read_responses
 from services.gateway.errors import ApiError
 from services.gateway.task import TaskPlanner
 from services.gateway.template import ModelText
@@ -100,23 +104,75 @@ BODIES = (
     b' "text": "hi"}]}], "n": 1, "logit_bias": {"5": 1.5}, "top_logprobs": 2}',
     b'{"model": "default", "prompt": [1, 2, 3], "max_tokens": 5}',
     b'{"model": "default", "prompt": "once", "min_p": 0.1, "stop": "b"}',
+    b'{"model": "m", "max_tokens": 5, "system": [{"type": "text", "text": "s"}], "messages":'
+    b' [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content":'
+    b' [{"type": "text", "text": "x"}]}]}, {"role": "assistant", "content": [{"type": "thinking",'
+    b' "thinking": "t", "signature": ""}, {"type": "tool_use", "id": "a", "name": "f", "input":'
+    b' {}}]}], "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice":'
+    b' {"type": "any"}, "thinking": {"type": "enabled", "budget_tokens": 5}}',
+    b'{"model": "m", "instructions": "i", "input": [{"role": "user", "content": [{"type":'
+    b' "input_text", "text": "x"}]}, {"type": "reasoning", "summary": [], "content": [{"type":'
+    b' "reasoning_text", "text": "t"}]}, {"type": "function_call", "call_id": "c", "name": "f",'
+    b' "arguments": "{}"}, {"type": "function_call_output", "call_id": "c", "output": "o"}],'
+    b' "tools": [{"type": "function", "name": "f", "parameters": {}}, {"type": "custom", "name":'
+    b' "g"}], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type":'
+    b' "function", "name": "f"}]}, "text": {"format": {"type": "json_schema", "schema": {}}}}',
 )
 
 
 PLANNER = TaskPlanner(ModelText())
+GATEWAY = GatewaySettings(lifeline=0, listener=0, clients_address="", names=["m"])
+READERS: tuple[Reader, ...] = (
+    read_chat,
+    read_completion,
+    read_messages,
+    lambda body, settings: read_responses(body, settings, Conversations()),
+)
 
 
-@settings(max_examples=300)
-@given(st.sampled_from(BODIES).flatmap(damaged))
-def test_damaged_http_bodies(body: bytes) -> None:
-    """A damaged HTTP body is refused with a status and a sentence, or it can be asked."""
-    parsers: list[Any] = [parse_chat, parse_completion]
-    for parse in parsers:
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6)
+    | st.sampled_from(["text", "function", "tool_use", "user", "assistant", "message", "auto"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["type", "name", "content", "a"]), inner, max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@st.composite
+def replaced(draw: st.DrawFn, value: Any) -> Any:
+    """The same JSON with something else at one place."""
+    if not value or not isinstance(value, dict | list) or draw(st.integers(0, 3)) == 0:
+        return draw(JSON)
+    if isinstance(value, dict):
+        key = draw(st.sampled_from(sorted(value)))
+        return {**value, key: draw(replaced(value[key]))}
+    at = draw(st.integers(0, len(value) - 1))
+    return [*value[:at], draw(replaced(value[at])), *value[at + 1 :]]
+
+
+def _ask(body: bytes) -> None:
+    """Read it as each API would; all but our own errors come out."""
+    for read in READERS:
         try:
-            task, _ = parse(body, Sampling())
+            task = read(body, GATEWAY).task
             for choice in PLANNER.plan(task):
                 DECODERS["ToOrchestrator"].decode(encode(choice.request))
         except ApiError as fault:
             assert 400 <= fault.status < 500  # noqa: PT017  # most are refused, some are valid
         except (UsageError, ProtocolError):
             continue
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(BODIES).flatmap(damaged))
+def test_damaged_http_bodies(body: bytes) -> None:
+    """A damaged HTTP body is refused with a status and a sentence, or it can be asked."""
+    _ask(body)
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(BODIES).map(json.loads).flatmap(replaced))
+def test_http_bodies_of_the_wrong_shape(body: Any) -> None:
+    """So is JSON that has something else where a field should be."""
+    _ask(json.dumps(body).encode())

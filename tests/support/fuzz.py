@@ -26,15 +26,15 @@ with atheris.instrument_imports(  # pyright: ignore[reportAttributeAccessIssue]
     from protocol.transport.codec import Decoder, encode
     from protocol.transport.framing import FrameReader
     from services.drafter.server import line_protocol
-    from services.gateway.dialects.chat import ChatRequest, parse_chat
-    from services.gateway.dialects.completions import CompletionRequest, parse_completion
+    from services.gateway.dialects.chat import ChatRequest
+    from services.gateway.dialects.completions import CompletionRequest
+    from services.gateway.dialects.messages import MessagesRequest
+    from services.gateway.dialects.responses import ResponsesRequest
     from services.gateway.errors import ApiError
-    from services.gateway.task import TaskPlanner
-    from services.gateway.template import ModelText
     from services.mlx import loader
     from services.tools import gguf
 
-from tests.protocol.test_fuzz import BODIES
+from tests.protocol.test_fuzz import BODIES, GATEWAY, PLANNER, READERS
 from tests.support.gguf_file import metadata_of, tensors_of, write_gguf
 from tests.support.reference import tiny_folder
 
@@ -48,7 +48,6 @@ _WORDS = [
 ]
 Part_co = TypeVar("Part_co", covariant=True)
 FOLDER = Path(tempfile.mkdtemp(prefix="ssd-fuzz-"))
-PLANNER = TaskPlanner(ModelText())
 DECODERS = [
     Decoder(getattr(messages, name))
     for name in ("FromService", "ToVerifier", "ToDrafter", "ToOrchestrator", "FromOrchestrator")
@@ -92,19 +91,26 @@ def _read(cutter: Cutter[Part_co], read: Callable[[Part_co], object], data: byte
 
 def http(data: bytes) -> None:
     """A body is refused with a fault that names the field, or it can be asked."""
-    for parse in (parse_chat, parse_completion):
+    for read in READERS:
         with contextlib.suppress(ApiError, UsageError, ProtocolError):
-            for choice in PLANNER.plan(parse(data, messages.Sampling())[0]):
+            for choice in PLANNER.plan(read(data, GATEWAY).task):
                 encode(choice.request)
 
 
 def asked(data: bytes) -> None:
     """The same with bodies that are JSON, and mostly of our fields: what is behind the decoder."""
     source = atheris.FuzzedDataProvider(data)  # pyright: ignore[reportAttributeAccessIssue]
-    kind = source.PickValueInList([ChatRequest, CompletionRequest])
+    kind = source.PickValueInList(
+        [ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest]
+    )
     names = [*kind.__struct_fields__, "nonsense"]
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "prompt": "a"}
-    del body["prompt" if kind is ChatRequest else "messages"]
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "a"}],
+        "prompt": "a",
+        "input": "a",
+        "max_tokens": 5,
+    }
+    body = {name: value for name, value in body.items() if name in names}
     for _ in range(source.ConsumeIntInRange(0, 6)):
         name, value = source.PickValueInList(names), _value(source, 4)
         fits = name in _SHAPED and source.ConsumeBool()

@@ -25,6 +25,12 @@ STATISTICS = Statistics(
 )  # fmt: skip
 
 
+def finish(reason: FinishReason, **fields: Any) -> Finished:
+    """The last message of an answer to a prompt of twenty tokens, eight of them cached."""
+    known = {"prompt_tokens": 20, "cached_tokens": 8, **fields}
+    return Finished(request=1, reason=reason, statistics=STATISTICS, **known)
+
+
 class ScriptedClient:
     """An orchestrator that answers each request with the next text, in small pieces.
 
@@ -40,7 +46,6 @@ class ScriptedClient:
         """Requests that are being answered."""
         self.reason: FinishReason = "stop"
         self.stop_string = ""
-        self.prompt_tokens, self.cached_tokens = 20, 8
 
     async def status(self, timeout_s: float) -> Status:
         return STATUS
@@ -53,14 +58,7 @@ class ScriptedClient:
             for piece in self._cut(text):
                 await asyncio.sleep(0)
                 yield Text(request=1, tokens=[5], origins=["target"], pieces=[piece])
-            yield Finished(
-                request=1,
-                reason=self.reason,
-                prompt_tokens=self.prompt_tokens,
-                cached_tokens=self.cached_tokens,
-                statistics=STATISTICS,
-                stop_string=self.stop_string,
-            )
+            yield finish(self.reason, stop_string=self.stop_string)
         finally:
             self.open -= 1
 
