@@ -15,6 +15,7 @@ from launch.models.weights import Weights, weights_of
 from launch.settings.machine import package_versions, share_cores
 from launch.settings.ranks import rank_group
 from launch.settings.settings import StackSettings
+from launch.workers.layers import describe_layers
 from launch.workers.worker import run_module
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, RuntimeFailure, SsdError
@@ -187,6 +188,7 @@ def _examine_pair(settings: StackSettings, survey: HardwareReport, free: int) ->
         return findings
     return [
         *findings,
+        _check_layers(pair),
         *_check_conversions(pair),
         *_check_vocabulary(pair),
         _check_memory(needs, survey, free),
@@ -202,6 +204,11 @@ def _examine_model(folder: Path, survey: HardwareReport) -> tuple[str, Needs]:
     size = weights_of(folder)
     kv = size.kv_bytes_on(survey.device) * _EXAMPLE_TOKENS
     return _describe(folder, size), Needs(size.bytes_on(survey.device), kv)
+
+
+def _check_layers(pair: Pair) -> Finding:
+    """How the target gets back from a rejected draft."""
+    return Finding("ok", "layers", describe_layers(pair.model))
 
 
 def _check_conversions(pair: Pair) -> list[Finding]:

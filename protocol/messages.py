@@ -145,11 +145,13 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """Tokens the model can attend to; 0 means any number."""
     compute_unit: str
     max_draft_tokens: int
-    """Verifier: longest draft it can roll back (0 for recurrent models). Drafter: deepest tree."""
+    """Verifier: longest draft it can roll back (0: it decodes plainly). Drafter: deepest tree."""
     kv_tokens: int = 0
     """Verifier: tokens that the KV of all open sequences may hold together; 0 means any number."""
     emulated_cost: str = ""
     """Verifier: what was added to its model so that it costs more (measurements); else empty."""
+    rewinding: str = ""
+    """Verifier: the kinds of its model's layers, and how they go back after a rejected draft."""
     started_ns: int = 0
     """When its process began, by the machine's monotonic clock; 0 means unknown."""
     ranks: list[RankStatus] = []
@@ -555,6 +557,8 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Speed of plain decoding beside which speculation was judged; 0 if never measured."""
     emulated_cost: str = ""
     """What was added to the target so that it costs more (measurements); else empty."""
+    rewinding: str = ""
+    """As in `Hello`."""
     by_origin: dict[Origin, RoundStats] = {}
     hits_by_rank: list[int] = []
     """How often the outcome was the i-th best candidate that was prepared for its length."""

@@ -12,6 +12,7 @@ from launch.models.hub import download
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
 from launch.terminal import console
 from launch.terminal.dashboard import format_bytes
+from launch.workers.layers import describe_layers
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
@@ -66,10 +67,13 @@ def inspect(model: str, *, as_json: bool) -> None:
     folder, or a name that `ssd models list` shows. Only the heads of its files are read.
     """
     found = read(model)
+    layers = describe_layers(found.folder)
     if as_json:
-        _print(found)
+        _print({**msgspec.to_builtins(found), "layers": layers})
     else:
-        console.stdout().print(_card(found))
+        card = _card(found)
+        card.add_row("layers", layers)
+        console.stdout().print(card)
 
 
 @command.command("pull")

@@ -11,11 +11,12 @@ def explanation(mode: Mode, s: Statistics) -> str:
     """One short paragraph about a finished answer."""
     if mode == "ar":
         return f"Plain decoding, as asked: {_plural(s.rounds, 'verification')} of one token each."
+    layers = f"The target's layers: {s.rewinding}." if s.rewinding else ""
     undrafted = s.fallbacks.get("no_drafter", 0)
     if undrafted > _MOSTLY * s.rounds:
         text = "There was no drafter for most of the answer, so the target decoded plainly."
-        return text + _describe_lookups(s)
-    return " ".join(filter(None, [_what(s), _why(s), _how_well(s)]))
+        return " ".join(filter(None, [text + _describe_lookups(s), layers]))
+    return " ".join(filter(None, [_what(s), _why(s), _how_well(s), layers]))
 
 
 def _what(s: Statistics) -> str:

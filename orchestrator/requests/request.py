@@ -54,6 +54,7 @@ class Request:
         if hello.role == "drafter":
             return self.sequence.on_drafter_up(hello.context_length)
         self.sequence.recorder.emulated_cost = hello.emulated_cost
+        self.sequence.recorder.rewinding = hello.rewinding
         actions = self.sequence.limit_context(context_of(hello))
         return actions + self.sequence.on_verifier_up(hello.max_draft_tokens)
 

@@ -47,6 +47,7 @@ class Recorder:
     plain_tok_s: float = 0.0
     stale_trees: int = 0
     emulated_cost: str = ""
+    rewinding: str = ""
     by_origin: dict[Origin, RoundStats] = field(default_factory=dict)
     ranks: Counter[int] = field(default_factory=Counter)
     timeline: Timeline | None = None
@@ -194,6 +195,7 @@ class Recorder:
             plain_tok_s=self.plain_tok_s,
             stale_trees=self.stale_trees,
             emulated_cost=self.emulated_cost,
+            rewinding=self.rewinding,
             by_origin=dict(self.by_origin),
             hits_by_rank=[self.ranks[i] for i in range(max(self.ranks, default=-1) + 1)],
             draft_wait_ms=sum(self.phases.get("draft_wait", ())),

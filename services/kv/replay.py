@@ -153,6 +153,17 @@ def install_hooks(model: nn.Module) -> list[nn.Module]:
     return convolutions
 
 
+def has_known_recurrence(model: nn.Module, caches: Sequence[Any]) -> bool:
+    """Whether the recurrent layers of a model, with these caches, are of a kind to be replayed."""
+    modules = [module for _, module in model.named_modules()]
+    names = {name for module in modules for name in vars(sys.modules[type(module).__module__])}
+    if names & {original.__name__ for original in _HOOKS}:
+        return True
+    # A single array can be the window of a convolution.
+    single = all(len(cache.cache) == 1 for cache in caches if type(cache) is ArraysCache)
+    return single and any(isinstance(module, nn.Conv1d) for module in modules)
+
+
 class ReplayPlan:
     """How each array of a model's recurrent caches is found again after a part of a pass."""
 

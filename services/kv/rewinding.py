@@ -21,7 +21,13 @@ from mlx_lm.models.cache import (
 
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState, flatten_caches
-from services.kv.replay import ReplayPlan, install_hooks, plan_replay, start_recording
+from services.kv.replay import (
+    ReplayPlan,
+    has_known_recurrence,
+    install_hooks,
+    plan_replay,
+    start_recording,
+)
 from services.kv.state import SequenceState
 
 _log = logging.getLogger(__name__)
@@ -104,6 +110,16 @@ def find_rewinding(model: Any, *, bucketed: bool) -> StateFactory:
         if trial.proves(make, "feeding again" if own else "feeding again, with mlx-lm's caches"):
             return StateFactory(make, _way_of(flat, own=own), layers)
     return StateFactory(factory(own=False, plan=None), "none", layers, trial.reason)
+
+
+def predict_rewinding(model: Any) -> str:
+    """What `find_rewinding` is likely to find, in words, without running the model."""
+    caches = make_prompt_cache(model)
+    flat = flatten_caches(caches)
+    way = _way_of(flat, own=True)
+    if way == "refeed" and has_known_recurrence(model, flat):
+        way = "replay"
+    return StateFactory(lambda: KVStore([], bucketed=False), way, _describe(caches)).description
 
 
 def _way_of(caches: Sequence[Any], *, own: bool) -> Way:

@@ -55,6 +55,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     max_draft_tokens: int
     kv_tokens: int = 0
     emulated_cost: str = ""
+    rewinding: str = ""
     ranks: list[RankStatus] = []
     features: FeatureRequest | None = None
 

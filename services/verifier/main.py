@@ -49,6 +49,7 @@ def run(settings: VerifierSettings) -> None:
             max_draft_tokens=verifier.max_draft_tokens,
             kv_tokens=ranks.kv_tokens if ranks else verifier.kv_tokens(settings.kv_bytes),
             emulated_cost=emulated,
+            rewinding=verifier.rewinding,
             ranks=ranks.status if ranks else [],
         )
         channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))

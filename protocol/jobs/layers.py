@@ -1,0 +1,10 @@
+"""What the layers of a model remember, for `ssd doctor` and `ssd models inspect`."""
+
+import msgspec
+
+
+class LayersReport(msgspec.Struct, frozen=True):
+    """One line of JSON from `python -m services.tools.layers FOLDER`."""
+
+    rewinding: str
+    """The kinds of layers, and how they are likely to go back after a rejected draft."""

@@ -1,0 +1,37 @@
+"""`python -m services.tools.layers FOLDER`: what a model's layers remember, as one line of JSON.
+
+The model is built from its configuration; its weights are not read.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from mlx_lm.utils import _get_classes
+
+from protocol.errors import ModelError
+from protocol.jobs.layers import LayersReport
+from protocol.process.child import run_reporting_errors
+from services.kv.rewinding import predict_rewinding
+
+
+def describe_layers(folder: Path) -> LayersReport:
+    """Raises ModelError if there is no such model, or mlx-lm does not know its kind."""
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
+        model_class, arguments_class = _get_classes(config=config)
+        model = model_class(arguments_class.from_dict(config))
+        return LayersReport(predict_rewinding(model))
+    # mlx-lm raises whatever the configuration leads it into.
+    except Exception as error:
+        raise ModelError(f"the layers of {str(folder)!r} are not known: {error}") from error
+
+
+def _run() -> None:
+    report = describe_layers(Path(sys.argv[1]))
+    sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run_reporting_errors("layers", _run))
