@@ -12,6 +12,7 @@ import psutil
 
 from launch.settings.paths import keys_dir
 from protocol.errors import UsageError
+from protocol.process.files import write_atomically
 from protocol.transport.curve import check_key, new_keys, read_keys
 
 DEFAULT_KEY = "default"
@@ -89,7 +90,7 @@ def trust(name: str, key: str) -> None:
     check_key(key)
     if file.exists() and file.read_text(encoding="ascii") != key:
         raise UsageError(f"{name!r} is trusted with another key; `ssd keys forget {name}` first")
-    file.write_text(key, encoding="ascii")
+    write_atomically(file, key)
 
 
 def forget(name: str) -> None:

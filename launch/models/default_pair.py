@@ -1,8 +1,6 @@
 """The default pair: a small target that is fetched once, and the drafter that comes with us."""
 
 import importlib.resources
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,6 +12,7 @@ from launch.settings.machine import require_mlx
 from launch.settings.paths import cache_dir
 from launch.workers.worker import run_module
 from protocol.errors import ModelError, SsdError
+from protocol.process.files import atomic_folder, remove_leftovers
 
 TARGET_NAME = "smollm2-135m-instruct"
 DRAFT_NAME = "smollm2-135m-draft"
@@ -84,18 +83,13 @@ def _fetch_gguf(scratch: Path) -> Path:
 
 def produce(folder: Path, module: str, *arguments: str) -> None:
     """Let a child process write `folder`, which appears only when it is complete."""
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder.parent, folder.name)
+    with atomic_folder(folder) as new:
         try:
-            run_module(module, module, *arguments, str(partial))
+            run_module(module, module, *arguments, str(new))
         except SsdError as error:  # a signal, too: MLX's reader does not survive every file
             raise ModelError(f"{module} failed: {error}") from error
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _reason(output: str) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.errors import RuntimeFailure
+from protocol.process.files import PUBLIC, write_atomically
 from protocol.settings import DistillSettings
 from services.distill.checkpoint import LogEntry
 from services.distill.evaluation import Figures
@@ -42,8 +43,9 @@ class DistillReport(msgspec.Struct, frozen=True, kw_only=True):
 def write(out: Path, report: DistillReport) -> None:
     """Write both files; raises RuntimeFailure if the disk refuses."""
     try:
-        (out / FILE_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-        (out / "README.md").write_text(card(report), encoding="utf-8")
+        figures = msgspec.json.format(msgspec.json.encode(report), indent=1)
+        write_atomically(out / FILE_NAME, figures, mode=PUBLIC)
+        write_atomically(out / "README.md", card(report), mode=PUBLIC)
     except OSError as error:
         raise RuntimeFailure(f"cannot write the report to {str(out)!r}: {error}") from error
 

@@ -4,7 +4,6 @@ With the step, everything random in a run is known: batches, positions and subst
 functions of (seed, step).
 """
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +11,10 @@ import mlx.core as mx
 import msgspec
 
 from protocol.errors import RuntimeFailure, UsageError
+from protocol.process.files import atomic_writer, remove_leftovers
 from services.distill.logits import Weights
 
 _NAME = "checkpoint.safetensors"
-_PARTIAL = "checkpoint.partial.safetensors"
 
 
 class Moments(NamedTuple):
@@ -62,12 +61,10 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
         **{f"second/{name}": array for name, array in checkpoint.moments.second.items()},
     }
     position = msgspec.json.encode(checkpoint.position).decode()
-    partial = folder / _PARTIAL
     try:
-        mx.save_safetensors(str(partial), arrays, {"position": position})
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(folder / _NAME)
+        remove_leftovers(folder)
+        with atomic_writer(folder / _NAME, sync=True) as file:
+            mx.save_safetensors(file, arrays, {"position": position})
     except (OSError, RuntimeError) as error:
         raise RuntimeFailure(f"cannot write a checkpoint to {str(folder)!r}: {error}") from error
 

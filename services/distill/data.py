@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import ModelError, UsageError
+from protocol.process.files import PUBLIC, atomic_writer, write_atomically
 from services.distill.generation import ANSWER, USER, Integers
 
 Kinds = npt.NDArray[np.uint8]
@@ -83,11 +84,11 @@ class Shards:
     def add(self, number: int, tokens: Integers, kinds: Integers, info: ShardInfo) -> None:
         """Write shard `number`."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        np.save(self._path(number, "tokens.npy"), tokens)
-        np.save(self._path(number, "kinds.npy"), kinds.astype(np.uint8))
-        partial = self._path(number, "partial")
-        partial.write_bytes(msgspec.json.encode(info))
-        partial.replace(self._path(number, "json"))
+        with atomic_writer(self._path(number, "tokens.npy"), mode=PUBLIC) as file:
+            np.save(file, tokens)
+        with atomic_writer(self._path(number, "kinds.npy"), mode=PUBLIC) as file:
+            np.save(file, kinds.astype(np.uint8))
+        write_atomically(self._path(number, "json"), msgspec.json.encode(info), mode=PUBLIC)
 
     def read(self) -> Texts:
         """All rows that hold an answer; raises ModelError if there are none."""

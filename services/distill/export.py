@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 
 from protocol.decoding.sampler import Ids
 from protocol.errors import RuntimeFailure
+from protocol.process.files import PUBLIC, atomic_writer
 from services.distill.logits import Weights
 from services.distill.student import split_weights
 from services.mlx.lm_head import FILE_NAME
@@ -87,8 +88,6 @@ def _write(
         head.unlink(missing_ok=True)
     else:
         head.write_bytes(msgspec.json.encode([int(token) for token in head_ids]))
-    # Not a name that a loader would look for.
-    partial = folder / "partial.safetensors"
     arrays = {name: array.astype(dtype) for name, array in weights.items()}
-    mx.save_safetensors(str(partial), arrays, {"format": "mlx"})
-    partial.replace(folder / "model.safetensors")
+    with atomic_writer(folder / "model.safetensors", mode=PUBLIC) as file:
+        mx.save_safetensors(file, arrays, {"format": "mlx"})

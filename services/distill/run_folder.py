@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from protocol.errors import RuntimeFailure, UsageError
+from protocol.process.files import PUBLIC, write_atomically
 from protocol.settings import DistillSettings
 from services.distill.data import Shards
 
@@ -40,9 +41,8 @@ class RunFolder:
             self._lock = _acquire_lock(self.path / _LOCK)
             known = read_description(self.path)
             if known is None:
-                partial = self.path / f"{_DESCRIPTION}.partial"
-                partial.write_bytes(msgspec.json.encode(wanted))
-                partial.replace(self.path / _DESCRIPTION)
+                description = msgspec.json.encode(wanted)
+                write_atomically(self.path / _DESCRIPTION, description, mode=PUBLIC)
             else:
                 _refuse_other(self.path, known, wanted)
         except OSError as error:
