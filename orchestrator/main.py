@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from orchestrator.requests.crash_journal import CrashJournal
 from orchestrator.server import Orchestrator
+from orchestrator.text.prompt_encoder import PromptEncoder, PromptLimits
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.messages import FromService, ToOrchestrator
@@ -24,11 +26,18 @@ def run(settings: OrchestratorSettings) -> None:
     with services, clients:
         tokenizer = TargetTokenizer(folder)
         vocabulary = read_vocabulary(folder)
+        limits = PromptLimits(
+            max_bytes=settings.max_prompt_bytes,
+            timeout_s=settings.prompt_timeout_s,
+            memory_bytes=settings.prompt_memory_bytes,
+        )
         orchestrator = Orchestrator(
             settings,
             services=services,
             clients=clients,
             tokenizer=tokenizer,
+            prompts=PromptEncoder(tokenizer, settings.model, limits),
+            journal=CrashJournal(Path(settings.run_dir), settings.max_deaths),
             vocabulary=vocabulary,
             pid=os.getpid(),
         )

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from orchestrator.hang_detector import HangDetector
 from protocol.decoding.vocabulary import Vocabulary
-from protocol.messages import PROTOCOL_VERSION, Hello, Role
+from protocol.errors import ProtocolError
+from protocol.messages import PROTOCOL_VERSION, FromService, Heartbeat, Hello, Role
 
 _log = logging.getLogger(__name__)
 
@@ -61,10 +62,25 @@ class Registry:
         self.marked_for_kill: dict[int, str] = {}
         """Processes of this stack that must be ended, and why."""
         self._by_address: dict[bytes, Peer] = {}
+        self._working_on: dict[bytes, int] = {}
+        """Sequences named by heartbeats, until something else arrives from there."""
 
     def find(self, address: bytes) -> Peer | None:
         """The service with this address, if it is current."""
         return self._by_address.get(address)
+
+    def on_message(self, address: bytes, message: FromService | ProtocolError) -> None:
+        """Something arrived from there: a sign of life."""
+        is_result = not isinstance(message, Heartbeat | Hello)
+        self.hang_detector.on_message(address, is_result=is_result)
+        if isinstance(message, Heartbeat) and address in self._by_address:
+            self._working_on[address] = message.sequence
+        else:
+            self._working_on.pop(address, None)
+
+    def working_on(self, peer: Peer) -> int:
+        """The sequence that the service named last, 0 if it has sent a result since."""
+        return self._working_on.get(peer.address, 0)
 
     @property
     def context_length(self) -> int:
@@ -106,6 +122,7 @@ class Registry:
 
     def _forget(self, peer: Peer) -> None:
         self._by_address.pop(peer.address, None)
+        self._working_on.pop(peer.address, None)
         self.hang_detector.forget(peer.address)
 
     def mark_for_kill(self, peer: Peer, reason: str) -> None:

@@ -1,65 +1,60 @@
 """The orchestrator's edge: sockets and clock around the pure state of its sequences.
 
 The loop: wait; take what the services sent, and send the next `Verify` before anything
-else; then clients, then deadlines. Text is decoded and streamed while the target is busy.
+else; then clients, then prompts that are ready, then deadlines. Each turn takes so many
+messages at most from either side that a flood of one does not keep the other waiting. Text
+is decoded and streamed while the target is busy.
 """
 
 import logging
 import time
-from collections.abc import Iterable
 
+from orchestrator.executor import Executor
 from orchestrator.hang_detector import HangDetector
 from orchestrator.learning.estimate_store import EstimateStore
 from orchestrator.registry import Peer, Registry, handshake_error
-from orchestrator.requests.admission import Admission
+from orchestrator.requests.admission import Admission, AdmissionLimits
+from orchestrator.requests.crash_journal import CrashJournal
+from orchestrator.requests.intake import Intake
+from orchestrator.requests.probation import Probation
 from orchestrator.requests.queue import RequestQueue
 from orchestrator.requests.request import Request
 from orchestrator.requests.timeouts import Timeouts, seconds_left
-from orchestrator.sequence.actions import (
-    Action,
-    Emit,
-    Finish,
-    PrecomputeVerify,
-    ToDrafter,
-    ToVerifier,
-)
+from orchestrator.sequence.sequence import Phase
 from orchestrator.status import StatusReporter
+from orchestrator.text.prompt_encoder import PromptEncoder
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.vocabulary import Vocabulary
-from protocol.errors import ProtocolError, UsageError
+from protocol.errors import ProtocolError
 from protocol.messages import (
     Cancel,
     DraftTree,
     Failed,
     Features,
-    FinishReason,
     FromService,
     Generate,
     Heartbeat,
     Hello,
     Identify,
-    Message,
     Prefilled,
     ReadTarget,
     Rejected,
-    RejectedKind,
     Role,
     ServiceDown,
     StatusRequest,
     Stop,
     ToOrchestrator,
     VerificationOutcome,
-    Verify,
     Welcome,
 )
 from protocol.settings import OrchestratorSettings
 from protocol.transport.channel import Hub, Poller
-from protocol.transport.codec import encode
 
 _log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_BUSY = "too many requests are waiting; try again later"
+_MOST_MESSAGES = 64
+"""Taken from services, and from clients, in one turn of the loop."""
 
 
 class Orchestrator:
@@ -72,23 +67,46 @@ class Orchestrator:
         services: Hub[FromService],
         clients: Hub[ToOrchestrator],
         tokenizer: TargetTokenizer,
+        prompts: PromptEncoder,
+        journal: CrashJournal,
         vocabulary: Vocabulary,
         pid: int,
     ) -> None:
         self._services = services
         self._clients = clients
+        self._prompts = prompts
         self._vocabulary = vocabulary
+        self._max_deaths = settings.max_deaths
         self.estimates = EstimateStore(settings.learned_dir, settings.machine)
         cost_model = self.estimates.cost_model
         self._registry = Registry(HangDetector(settings.hang_timeout_s, settings.first_timeout_s))
         self._requests = RequestQueue(settings.concurrency, settings.max_waiting)
+        self._probation: dict[Role, Probation] = {
+            "verifier": Probation(settings.max_deaths),
+            "drafter": Probation(settings.max_deaths),
+        }
         self._timeouts = Timeouts(
             cost_model,
             draft_timeout_s=settings.draft_timeout_s,
             verify_timeout_s=settings.verify_timeout_s,
         )
-        self._admission = Admission(
-            tokenizer, vocabulary.size, cost_model, max_prompt_tokens=settings.max_prompt_tokens
+        self._executor = Executor(
+            services,
+            clients,
+            registry=self._registry,
+            timeouts=self._timeouts,
+            journal=journal,
+            on_end=self._on_request_end,
+        )
+        self._intake = Intake(
+            clients,
+            queue=self._requests,
+            admission=Admission(
+                tokenizer, vocabulary.size, cost_model, limits=_admission_limits(settings)
+            ),
+            prompts=prompts,
+            journal=journal,
+            on_admitted=self._start_waiting,
         )
         self._status = StatusReporter(
             pid,
@@ -101,19 +119,23 @@ class Orchestrator:
         """When the loop woke up last."""
         self._reads_target = False
         """Whether the verifier was asked for features."""
-        self._lost = ""
-        """Why there will be no verifier any more, if so."""
 
     def run(self) -> None:
         """Serve until the process ends."""
         poller = Poller([self._services, self._clients])
+        poller.read(self._prompts.descriptor)
         while True:
             poller.wait(seconds_left(self._requests, _TICK_S, time.monotonic()))
             self._now = time.monotonic()
-            while received := self._services.receive():
+            for _ in range(_MOST_MESSAGES):
+                if (received := self._services.receive()) is None:
+                    break
                 self._on_service_message(*received)
-            while request := self._clients.receive():
+            for _ in range(_MOST_MESSAGES):
+                if (request := self._clients.receive()) is None:
+                    break
                 self._on_client_message(*request)
+            self._intake.collect(self._now)
             self._check_deadlines()
             self.estimates.save_if_due(self._now)
 
@@ -121,8 +143,7 @@ class Orchestrator:
 
     def _on_service_message(self, address: bytes, message: FromService | ProtocolError) -> None:
         peer = self._registry.find(address)
-        is_result = not isinstance(message, Heartbeat | Hello)
-        self._registry.hang_detector.on_message(address, is_result=is_result)
+        self._registry.on_message(address, message)
         # The one that the target waits for goes first.
         if isinstance(message, VerificationOutcome) and peer is not None:
             self._on_outcome(peer, message)
@@ -165,32 +186,19 @@ class Orchestrator:
         request = self._requests.running.get(message.sequence)
         if request is None or verifier.hello.role != "verifier":
             return
-        sequence = request.sequence
-        precomputed = sequence.is_precomputed(message)
-        if precomputed:
-            frame = request.frames[message.accepted, message.bonus]
-            self._services.send(verifier.address, frame)
-            sequence.recorder.add_dispatch(self._now, time.monotonic())
-        sequence.recorder.verifying_since = None
-        for action in sequence.decide(message, self._now):
-            sent = isinstance(action, ToVerifier) and isinstance(action.message, Verify)
-            if precomputed and sent:
-                self._timeouts.start(request, self._now)
-            else:
-                self._do(request, action)
-        # The target is busy again: now there is time for the books.
-        self._do_all(request, sequence.record(self._now))
+        self._executor.commit(request, message, self._now)
+        if not request.is_over:
+            self._count_progress(request)
 
     def _on_tree(self, message: DraftTree) -> None:
         request = self._requests.running.get(message.sequence)
         if request is not None:
-            request.sequence.recorder.add_tree(message, self._now)
-            self._do_all(request, request.sequence.on_tree(message, self._now))
+            self._executor.run(request, request.on_tree, message, self._now)
         self._timeouts.on_draft(request, self._now)
 
     def _on_prefilled(self, role: Role, message: Prefilled) -> None:
         if request := self._requests.running.get(message.sequence):
-            request.on_prefilled(message, role, self._now)
+            self._executor.run(request, request.on_prefilled, message, role, self._now)
 
     def _on_features(self, peer: Peer, message: Features) -> None:
         """What the drafter reads of the target goes to it as it came."""
@@ -217,9 +225,9 @@ class Orchestrator:
         _log.warning("the %s failed: %s", role, message.error, extra=ids)
         if request is not None and role == "verifier":
             reason = f"the verifier failed: {message.error}"
-            self._do_all(request, request.sequence.finish("error", reason))
+            self._executor.run(request, request.sequence.finish, "error", reason)
         elif request is not None:
-            self._do_all(request, request.sequence.on_drafter_lost("drafter_failed"))
+            self._executor.run(request, request.sequence.on_drafter_lost, "drafter_failed")
 
     def _on_hello(self, peer: Peer) -> None:
         role = peer.hello.role
@@ -237,34 +245,87 @@ class Orchestrator:
         self._services.send(peer.address, Welcome())
         if old is not None and old.address != peer.address:
             self._services.send(old.address, Stop())
-        self._lost = "" if role == "verifier" else self._lost
+        if role == "verifier":
+            self._intake.closed_because = ""
         self._request_features()
+        self._intake.context_length = self._registry.context_length
         for request in list(self._requests.running.values()):
-            self._do_all(request, request.on_service_replaced(peer.hello))
+            self._executor.run(request, request.on_service_replaced, peer.hello)
+        self._open_requests(role)
 
     def _on_service_down(self, message: ServiceDown) -> None:
-        current = self._registry.remove(message.role, message.pid)
-        if message.role == "verifier" and message.final:
-            self._lost = message.reason
+        role, peer = message.role, self._registry.peers.get(message.role)
+        named = self._registry.working_on(peer) if peer is not None else 0
+        current = self._registry.remove(role, message.pid)
+        self._intake.context_length = self._registry.context_length
+        if role == "verifier" and message.final:
+            self._intake.closed_because = message.reason
             for request in list(self._requests):
-                self._do_all(request, request.sequence.finish("error", message.reason))
-        for request in list(self._requests.running.values()) if current else ():
-            self._do_all(request, request.on_service_lost(message.role))
+                self._executor.run(request, request.sequence.finish, "error", message.reason)
+        if current:
+            self._blame(role, named)
+            for request in list(self._requests.running.values()):
+                self._executor.run(request, request.on_service_lost, role)
+
+    # ------------------------------------------------------------ who caused a death
+
+    def _blame(self, role: Role, named: int) -> None:
+        """A service died: suspect those that it worked for, and stop trying the guilty."""
+        in_flight = {
+            request.sequence.number: len(request.sequence.tokens)
+            for request in self._requests.running.values()
+            if role in request.open_at
+            and (role == "drafter" or request.sequence.phase is Phase.VERIFYING)
+        }
+        for number in self._probation[role].on_death(in_flight, named):
+            request = self._requests.running[number]
+            _log.error("the %s died of this request", role, extra=request.ids)
+            if role == "drafter":
+                request.has_drafter_ban = True  # the answer is the same without one
+                continue
+            reason = (
+                f"the verifier died {self._max_deaths} times while it worked on this request, "
+                "which is not tried again (max_deaths)"
+            )
+            self._executor.run(request, request.sequence.finish, "error", reason)
+
+    def _count_progress(self, request: Request) -> None:
+        for role, probation in self._probation.items():
+            number, length = request.sequence.number, len(request.sequence.tokens)
+            if role in request.open_at and probation.on_progress(number, length):
+                self._open_requests(role)
+
+    def _open_requests(self, role: Role) -> None:
+        """Let the service of this role work for all requests that it may work for."""
+        if (peer := self._registry.peers.get(role)) is None:
+            return
+        running = self._requests.running
+        candidates = [
+            number
+            for number, request in running.items()
+            if role not in request.open_at
+            and not (role == "drafter" and (request.has_drafter_ban or request.is_plain))
+        ]
+        at_work = [number for number, request in running.items() if role in request.open_at]
+        for number in self._probation[role].select(candidates, at_work):
+            if (request := running.get(number)) is not None:
+                request.open_at.add(role)
+                self._executor.run(request, request.on_service_up, peer.hello)
 
     # ------------------------------------------------------------ clients
 
     def _on_client_message(self, peer: bytes, message: ToOrchestrator | ProtocolError) -> None:
         match message:
             case Generate():
-                self._on_generate(peer, message)
+                self._intake.on_generate(peer, message, self._now)
             case Cancel():
-                if request := self._requests.find(peer, message.request):
-                    self._do_all(request, request.sequence.finish("cancelled"))
+                self._on_cancel(peer, message.request)
             case StatusRequest():
-                serving = self._requests.find(peer, message.request) is not None
-                dropped = self._services.dropped + self._clients.dropped
                 status = self._status.report(
-                    message, serving=serving, dropped=dropped, now=self._now
+                    message,
+                    serving=self._intake.is_known(peer, message.request),
+                    dropped=self._services.dropped + self._clients.dropped,
+                    now=self._now,
                 )
                 self._clients.send(peer, status)
             case ServiceDown():
@@ -272,82 +333,42 @@ class Orchestrator:
             case ProtocolError():
                 self._clients.send(peer, Rejected(str(message)))
 
-    def _on_generate(self, peer: bytes, message: Generate) -> None:
-        if self._requests.find(peer, message.request) is not None:
-            return  # it is being answered
-        if self._lost or self._requests.full:
-            kind: RejectedKind = "unavailable" if self._lost else "busy"
-            self._clients.send(peer, Rejected(self._lost or _BUSY, kind, message.request))
-            return
-        try:
-            request = self._admission.admit(
-                peer, message, context_length=self._registry.context_length, now=self._now
-            )
-        except UsageError as error:
-            self._clients.send(peer, Rejected(str(error), "invalid", message.request))
-            return
-        if message.count_only:
-            for answer in request.last_messages("length", ""):
-                self._clients.send(peer, answer)
-            return
-        self._requests.waiting.append(request)
-        self._start_waiting()
+    def _on_cancel(self, peer: bytes, number: int) -> None:
+        if request := self._requests.find(peer, number):
+            self._executor.run(request, request.sequence.finish, "cancelled")
+        else:
+            self._intake.cancel(peer, number, self._now)
 
     def _start_waiting(self) -> None:
-        for request in self._requests.start(self._registry.kv_tokens):
+        for _ in self._requests.start(self._registry.kv_tokens):
             self._count_streams()
-            for peer in self._registry.peers.values():
-                self._do_all(request, request.on_service_up(peer.hello))
+        for role in list(self._registry.peers):
+            self._open_requests(role)
+
+    def _on_request_end(self, request: Request) -> None:
+        self._requests.remove(request)
+        self._count_streams()
+        for probation in self._probation.values():
+            probation.remove(request.sequence.number)
+        self._start_waiting()
 
     def _count_streams(self) -> None:
         self.estimates.cost_model.batch.streams = max(1, len(self._requests.running))
 
-    # ------------------------------------------------------------ actions
-
-    def _do_all(self, request: Request, actions: Iterable[Action]) -> None:
-        for action in actions:
-            self._do(request, action)
-
-    def _do(self, request: Request, action: Action) -> None:
-        match action:
-            case ToVerifier(message) | ToDrafter(message):
-                role: Role = "verifier" if isinstance(action, ToVerifier) else "drafter"
-                self._send_to_service(role, message)
-                self._timeouts.start(request, time.monotonic())
-            case PrecomputeVerify(accepted, bonus, verify):
-                request.frames[accepted, bonus] = encode(verify)
-            case Emit(tokens):
-                if not request.is_stopped and tokens:
-                    self._emit(request, action)
-            case Finish(reason, error):
-                self._finish(request, reason, error)
-
-    def _send_to_service(self, role: Role, message: Message) -> None:
-        if (peer := self._registry.peers.get(role)) is not None:
-            self._services.send(peer.address, message)
-
-    def _emit(self, request: Request, emit: Emit) -> None:
-        text = request.add_tokens(emit.tokens, emit.origins, emit.logprobs)
-        if not self._clients.send(request.peer, text):
-            request.is_unreachable = True
-            self._do_all(request, request.sequence.finish("cancelled"))
-        elif request.is_stopped:
-            self._do_all(request, request.sequence.finish("stop"))
-
-    def _finish(self, request: Request, reason: FinishReason, error: str) -> None:
-        self._requests.remove(request)
-        self._count_streams()
-        for message in request.last_messages(reason, error):
-            if not self._clients.send(request.peer, message):
-                break  # what follows would hide that something is missing
-        self._start_waiting()
-
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         self._requests.update_window(now)
-        for request, actions in self._timeouts.expire(self._requests.running.values(), now):
-            self._do_all(request, actions)
+        for request in self._timeouts.find_late(self._requests.running.values(), now):
+            self._executor.run(request, self._timeouts.give_up, request)
         for peer, reason in self._registry.find_hanging(now):
             self._mark_for_kill(peer, reason)
         self._services.keep_bound(now)
         self._clients.keep_bound(now)
+
+
+def _admission_limits(settings: OrchestratorSettings) -> AdmissionLimits:
+    return AdmissionLimits(
+        max_prompt_tokens=settings.max_prompt_tokens,
+        max_stop_strings=settings.max_stop_strings,
+        max_stop_bytes=settings.max_stop_bytes,
+    )

@@ -201,6 +201,17 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     """Requests in line, beyond which more are refused; 0 means any number."""
     max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Longest prompt that is taken; 0 means whatever the context holds."""
+    max_prompt_bytes: Annotated[int, msgspec.Meta(ge=0)] = 2 * 1024**2
+    """The same in bytes of text, checked before it is tokenised; 0 is no limit."""
+    prompt_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    """Longest time that rendering and tokenising a prompt may take."""
+    prompt_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 2 * 1024**3
+    """Memory that this may take (Linux); 0 is no limit."""
+    max_stop_strings: Annotated[int, msgspec.Meta(ge=0)] = 64
+    max_stop_bytes: Annotated[int, msgspec.Meta(ge=0)] = 4096
+    """Of one stop string."""
+    max_deaths: Annotated[int, msgspec.Meta(ge=1)] = 2
+    """How often a process may die while it works on a request before that request is ended."""
     draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = DRAFT_TIMEOUT_S
     """Longest wait for a draft while the target idles; usually much shorter (`timeouts.py`)."""
     verify_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
@@ -217,6 +228,15 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
         """End who cannot end by itself and remove the run folder: the supervisor cannot."""
         kill_children(Path(self.run_dir))
         shutil.rmtree(self.run_dir, ignore_errors=True)
+
+
+class PromptWorkerSettings(ChildSettings, frozen=True, kw_only=True):
+    """The process that tokenises long prompts for the orchestrator."""
+
+    model: str
+    """Folder of the target model."""
+    max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Memory that prompts may take; 0 is no limit."""
 
 
 class GatewaySettings(ChildSettings, frozen=True, kw_only=True):

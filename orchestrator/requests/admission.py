@@ -3,6 +3,7 @@
 import logging
 from itertools import count
 
+import msgspec
 from msgspec.structs import replace
 
 from orchestrator.learning.cost_model import CostModel
@@ -26,6 +27,14 @@ from protocol.messages import Generate, Sampling, Tokens
 _log = logging.getLogger(__name__)
 
 
+class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request may ask for; 0 is no limit."""
+
+    max_prompt_tokens: int = 0
+    max_stop_strings: int = 0
+    max_stop_bytes: int = 0
+
+
 class Admission:
     """Turns messages into requests and numbers their sequences."""
 
@@ -35,24 +44,41 @@ class Admission:
         vocabulary_size: int,
         estimates: CostModel,
         *,
-        max_prompt_tokens: int = 0,
+        limits: AdmissionLimits | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
         self._estimates = estimates
-        self._max_prompt_tokens = max_prompt_tokens
+        self._limits = limits or AdmissionLimits()
         self._numbers = count(1)
 
-    def admit(self, peer: bytes, message: Generate, *, context_length: int, now: float) -> Request:
+    def check(self, message: Generate) -> None:
+        """Check what can be checked before the prompt is known; errors as for `admit`."""
+        check_sampling(message.sampling)
+        limit = self._limits.max_stop_strings
+        if 0 < limit < len(message.stop):
+            raise UsageError(
+                f"{len(message.stop)} stop strings are more than this stack takes: {limit} "
+                "(max_stop_strings)"
+            )
+        longest = max((len(string.encode()) for string in message.stop), default=0)
+        limit = self._limits.max_stop_bytes
+        if 0 < limit < longest:
+            raise UsageError(
+                f"a stop string of {longest} bytes is longer than this stack takes: {limit} "
+                "(max_stop_bytes)"
+            )
+
+    def admit(
+        self, peer: bytes, message: Generate, prompt: Tokens, *, context_length: int, now: float
+    ) -> Request:
         """A request that waits for its turn; `context_length` 0 is unlimited.
 
         Raises:
             UsageError: the prompt is empty, too long, or not of this vocabulary, or the
                 sampling parameters contradict each other.
         """
-        check_sampling(message.sampling)
         sampling, tried = self._choose_saguaro(message)
-        prompt = self._encode(message)
         self._check_prompt(prompt, context_length)
         self._estimates.on_new_text(message.mode)
         sequence = Sequence(
@@ -69,7 +95,14 @@ class Admission:
         text = StoppableText(self._tokenizer.stream(marks=marks), message.stop)
         most = len(prompt) + message.max_tokens
         most_tokens = min(most, context_length) if context_length else most
-        request = Request(peer, message.request, sequence, text, len(prompt), most_tokens)
+        request = Request(
+            peer,
+            message.request,
+            sequence,
+            text,
+            len(prompt),
+            most_tokens=most_tokens,
+        )
         _log.info("request of %d tokens, mode %s", len(prompt), message.mode, extra=request.ids)
         return request
 
@@ -111,16 +144,8 @@ class Admission:
         weight = self._estimates.saguaro.choose()
         return replace(message.sampling, saguaro=weight), weight
 
-    def _encode(self, message: Generate) -> Tokens:
-        if message.tokens:
-            return message.tokens
-        if message.text:
-            return self._tokenizer.encode_text(message.text)
-        prompt = self._tokenizer.encode(message.messages, message.tools, message.template_options)
-        return prompt + message.answer_tokens + self._tokenizer.encode_part(message.answer_start)
-
     def _check_prompt(self, prompt: Tokens, context_length: int) -> None:
-        limit = self._max_prompt_tokens
+        limit = self._limits.max_prompt_tokens
         if 0 < limit < len(prompt):
             raise UsageError(
                 f"the prompt has {len(prompt)} tokens, more than this stack takes: "

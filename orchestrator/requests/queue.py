@@ -20,10 +20,9 @@ class RequestQueue:
         self.waiting: deque[Request] = deque()
         self._window = StatsWindow()
 
-    @property
-    def full(self) -> bool:
-        """Whether as many wait as may."""
-        return len(self.waiting) >= self._most_waiting > 0
+    def is_full(self, arriving: int = 0) -> bool:
+        """Whether as many wait as may, `arriving` others included."""
+        return len(self.waiting) + arriving >= self._most_waiting > 0
 
     @property
     def counts(self) -> tuple[int, int]:

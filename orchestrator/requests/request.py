@@ -9,6 +9,7 @@ from orchestrator.sequence.actions import Action
 from orchestrator.sequence.sequence import Sequence
 from orchestrator.text.stop_strings import StoppableText
 from protocol.messages import (
+    DraftTree,
     Finished,
     FinishReason,
     Hello,
@@ -34,6 +35,8 @@ class Request:
     sequence: Sequence
     text: StoppableText
     prompt_tokens: int
+    digest: bytes = bytes(16)
+    """Names the request in the crash journal."""
     most_tokens: int = 0
     """What its KV may have to hold at its end."""
     cached_tokens: int | None = None
@@ -46,6 +49,17 @@ class Request:
     """A stop string is complete; what the round in flight adds is not part of the answer."""
     is_unreachable: bool = False
     """A message did not reach the client, who will ask again."""
+    is_over: bool = False
+    """Its client got the last message."""
+    open_at: set[Role] = field(default_factory=set)
+    """The services that it was opened at."""
+    has_drafter_ban: bool = False
+    """Drafters died of it: it is decoded without one."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no drafter was asked for."""
+        return self.sequence.planner.mode == "ar"
 
     # ------------------------------------------------------------ services
 
@@ -62,24 +76,30 @@ class Request:
         """A service takes the place of another while the request runs."""
         if hello.role == "verifier":
             self.sequence.recorder.verifier_restarts += int(self.sequence.round > 0)
-            return self.on_service_up(hello)
-        self.sequence.recorder.drafter_restarts += 1
-        actions = self.sequence.on_drafter_lost("drafter_swapped")
-        return actions + self.on_service_up(hello)
+        else:
+            self.sequence.recorder.drafter_restarts += 1
+        return self.on_service_lost(hello.role, "drafter_swapped")
 
-    def on_service_lost(self, role: Role) -> list[Action]:
-        """A service is gone."""
+    def on_service_lost(self, role: Role, reason: str = "drafter_died") -> list[Action]:
+        """A service is gone; `reason` is counted if the target waited for a draft."""
+        self.open_at.discard(role)
         if role == "drafter":
-            return self.sequence.on_drafter_lost("drafter_died")
+            return self.sequence.on_drafter_lost(reason)
         self.sequence.on_verifier_lost()
         self.deadline = None
         return []
 
-    def on_prefilled(self, message: Prefilled, role: Role, now: float) -> None:
+    def on_tree(self, tree: DraftTree, now: float) -> list[Action]:
+        """The drafter sent one depth."""
+        self.sequence.recorder.add_tree(tree, now)
+        return self.sequence.on_tree(tree, now)
+
+    def on_prefilled(self, message: Prefilled, role: Role, now: float) -> list[Action]:
         """A service has computed the tokens so far; again after each restart."""
         self.sequence.recorder.add_prefill(role, message, now)
         if role == "verifier" and self.cached_tokens is None:
             self.cached_tokens = min(message.cached, self.prompt_tokens)
+        return []
 
     # ------------------------------------------------------------ the client
 

@@ -56,12 +56,12 @@ class Timeouts:
         if request is not None and request.sequence.phase is Phase.DRAFTING:
             self.start(request, now)
 
-    def expire(self, requests: Iterable[Request], now: float) -> list[tuple[Request, list[Action]]]:
-        """The requests that have waited for too long, and what to do about each."""
-        late = [r for r in requests if r.deadline is not None and now >= r.deadline]
-        return [(request, self._give_up(request)) for request in late]
+    def find_late(self, requests: Iterable[Request], now: float) -> list[Request]:
+        """The requests that have waited for too long."""
+        return [r for r in requests if r.deadline is not None and now >= r.deadline]
 
-    def _give_up(self, request: Request) -> list[Action]:
+    def give_up(self, request: Request) -> list[Action]:
+        """End the wait of a request, or the request."""
         if request.sequence.phase is Phase.DRAFTING:
             self._drafter_is_suspect = True
             return request.sequence.on_draft_late()

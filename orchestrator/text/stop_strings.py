@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from orchestrator.text.tokenizer import TextStream
+from orchestrator.text.detokenizer import TextStream
 from protocol.messages import Logprobs, TokenLogprobs
 
 

@@ -15,11 +15,11 @@ import msgspec
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
-from orchestrator.text.token_bytes import token_bytes
+from orchestrator.text.detokenizer import Detokenizer, TextStream
 from protocol.errors import ModelError, UsageError
-from protocol.messages import ChatMessage, ShownToken, Tokens
+from protocol.jobs.prompt import EncodePrompt
+from protocol.messages import ChatMessage, Tokens
 
 
 class TargetTokenizer:
@@ -39,6 +39,7 @@ class TargetTokenizer:
         self._template = _compile(source, folder) if source else None
         self._knows_tools = "tools" in source
         self.stop_ids = self._stop_ids(folder)
+        self._detokenizer = Detokenizer(self._tokenizer)
 
     @property
     def has_template(self) -> bool:
@@ -81,6 +82,17 @@ class TargetTokenizer:
             raise UsageError(f"the chat template refuses these messages: {error}") from error
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def encode_prompt(self, prompt: EncodePrompt) -> Tokens:
+        """The tokens of a request's prompt, with the beginning of the answer if it has one.
+
+        Raises:
+            UsageError: the chat template refuses it.
+        """
+        if prompt.text:
+            return self.encode_text(prompt.text)
+        tokens = self.encode(prompt.messages, prompt.tools, prompt.template_options)
+        return tokens + prompt.answer_tokens + self.encode_part(prompt.answer_start)
+
     def encode_text(self, text: str) -> Tokens:
         """The prompt tokens of a text that is to be continued."""
         return list(self._tokenizer.encode(text).ids)
@@ -89,12 +101,12 @@ class TargetTokenizer:
         """The tokens of a text that follows others."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if text else []
 
-    def stream(self, *, marks: bool = False) -> "TextStream":
-        """A fresh incremental decoder; with `marks` all special tokens but stops are text too.
+    def stream(self, *, marks: bool = False) -> TextStream:
+        """The text of a new answer; with `marks` all special tokens but stops are text too.
 
         Some models mark calls of tools by special tokens.
         """
-        return TextStream(self._tokenizer, self.stop_ids if marks else None)
+        return self._detokenizer.stream(shows_special=marks, hidden=self.stop_ids)
 
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -109,27 +121,6 @@ class TargetTokenizer:
         if eos is not None:
             found.add(eos)
         return frozenset(found)
-
-
-class TextStream:
-    """Turns tokens into text as soon as the text is certain (whole UTF-8 characters)."""
-
-    def __init__(self, tokenizer: Any, hidden: frozenset[int] | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._hidden = hidden or frozenset[int]()
-        self._byte_level = "ByteLevel" in repr(tokenizer.decoder)
-        self._stream: Any = DecodeStream(skip_special_tokens=hidden is None)
-
-    def push(self, token: int) -> str:
-        """The text that this token completes, possibly none."""
-        if token in self._hidden:
-            return ""
-        return self._stream.step(self._tokenizer, token) or ""
-
-    def describe(self, token: int, logprob: float) -> ShownToken:
-        """A token by itself."""
-        data = token_bytes(self._tokenizer.id_to_token(token) or "", byte_level=self._byte_level)
-        return ShownToken(data.decode(errors="replace"), list(data), logprob)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

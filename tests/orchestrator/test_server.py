@@ -6,9 +6,12 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import pytest
 
+from orchestrator.requests.crash_journal import CrashJournal
 from orchestrator.server import Orchestrator
+from orchestrator.text.prompt_encoder import PromptEncoder, PromptLimits
 from protocol.decoding.vocabulary import Vocabulary
 from protocol.errors import ProtocolError
+from protocol.jobs.prompt import EncodePrompt
 from protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -101,6 +104,9 @@ class FakePoller:
     def __init__(self, hubs: list[FakeHub[Any]]) -> None:
         self._hubs = hubs
 
+    def read(self, descriptor: int) -> None:
+        assert descriptor >= 0
+
     def wait(self, timeout_s: float) -> None:
         assert timeout_s >= 0.0
         if not any(hub.inbox for hub in self._hubs):
@@ -112,7 +118,7 @@ class FakeTokenizer:
 
     stop_ids = frozenset({99})
 
-    def encode(self, messages: list[Any]) -> list[int]:
+    def encode_prompt(self, prompt: EncodePrompt) -> list[int]:
         return [1, 2, 3]
 
     def stream(self, *, marks: bool = False) -> "FakeTokenizer":
@@ -125,13 +131,19 @@ class FakeTokenizer:
 class House:
     """An orchestrator, and everybody who talks to it."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        journal: CrashJournal | None = None,
+        prompts: Any = None,
+        **settings: Any,
+    ) -> None:
         settings.setdefault("concurrency", 1)
         self.services: FakeHub[FromService] = FakeHub(Decoder(FromService))
         self.clients: FakeHub[ToOrchestrator] = FakeHub(Decoder(ToOrchestrator))
         services: Any = self.services
         clients: Any = self.clients
-        tokenizer: Any = FakeTokenizer()
+        tokenizer = tokenizer or FakeTokenizer()
         self._orchestrator = Orchestrator(
             OrchestratorSettings(
                 lifeline=0,
@@ -144,6 +156,11 @@ class House:
             services=services,
             clients=clients,
             tokenizer=tokenizer,
+            prompts=prompts
+            or PromptEncoder(
+                tokenizer, "", PromptLimits(max_bytes=0, timeout_s=1.0, memory_bytes=0)
+            ),
+            journal=journal or CrashJournal(None, 2),
             vocabulary=Vocabulary("f00d", 100),
             pid=1,
         )

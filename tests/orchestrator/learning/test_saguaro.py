@@ -93,7 +93,8 @@ class Letters:
 def admitted(estimates: CostModel, request: Generate) -> Sequence:
     tokenizer: Any = Letters()
     admission = Admission(tokenizer, 10, estimates)
-    return admission.admit(b"", request, context_length=0, now=0.0).sequence
+    admission.check(request)
+    return admission.admit(b"", request, request.tokens, context_length=0, now=0.0).sequence
 
 
 def opened(sequence: Sequence) -> Sampling:

@@ -154,4 +154,4 @@ def test_an_empty_line() -> None:
     requests = RequestQueue(1, 1)
     assert list(requests) == list(requests.start(0)) == []
     assert requests.find(b"c", 1) is None
-    assert not requests.full
+    assert not requests.is_full()

@@ -42,8 +42,9 @@ def test_a_late_drafter_is_hardly_waited_for() -> None:
     some, request = timeouts(100.0), drafting()
     some.start(request, 10.0)
     assert request.deadline == 11.0
-    assert some.expire([request], 10.9) == []
-    assert [late for late, _ in some.expire([request], 11.0)] == [request]
+    assert some.find_late([request], 10.9) == []
+    assert some.find_late([request], 11.0) == [request]
+    some.give_up(request)
     assert request.sequence.phase is Phase.VERIFYING
     assert some.draft_wait_s == 0.02
     some.on_draft(None, 12.0)
@@ -64,6 +65,7 @@ def test_a_verification_that_does_not_end_ends_the_request() -> None:
     request.sequence.phase = Phase.VERIFYING
     some.start(request, 10.0)
     assert request.deadline == 610.0
-    [(_, actions)] = some.expire([request], 610.0)
+    assert some.find_late([request], 610.0) == [request]
+    actions = some.give_up(request)
     assert request.sequence.phase is Phase.FINISHED
     assert "verify_timeout_s" in str(actions[-1])

@@ -1,0 +1,161 @@
+"""Lets requests answer events and carries out their actions: the edge of one request.
+
+What goes wrong in a request (its text, its template, its statistics, a message that cannot
+be built) ends that request, and is logged with its numbers; all others go on.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import ParamSpec
+
+from orchestrator.registry import Registry
+from orchestrator.requests.crash_journal import CrashJournal
+from orchestrator.requests.request import Request
+from orchestrator.requests.timeouts import Timeouts
+from orchestrator.sequence.actions import (
+    Action,
+    Emit,
+    Finish,
+    PrecomputeVerify,
+    ToDrafter,
+    ToVerifier,
+)
+from protocol.messages import (
+    CloseSequence,
+    FinishReason,
+    FromService,
+    Message,
+    Rejected,
+    Role,
+    ToOrchestrator,
+    VerificationOutcome,
+    Verify,
+)
+from protocol.transport.channel import Hub
+from protocol.transport.codec import encode
+
+_log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+
+class Executor:
+    """Carries out actions through the two hubs.
+
+    Args:
+        on_end: called once for each request that is over.
+    """
+
+    def __init__(
+        self,
+        services: Hub[FromService],
+        clients: Hub[ToOrchestrator],
+        *,
+        registry: Registry,
+        timeouts: Timeouts,
+        journal: CrashJournal,
+        on_end: Callable[[Request], None],
+    ) -> None:
+        self._services = services
+        self._clients = clients
+        self._registry = registry
+        self._timeouts = timeouts
+        self._journal = journal
+        self._on_end = on_end
+
+    def run(
+        self,
+        request: Request,
+        event: Callable[P, list[Action]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Let a request answer an event."""
+        before = self._journal.enter(request.digest, len(request.sequence.tokens))
+        try:
+            for action in event(*args, **kwargs):
+                self._do(request, action)
+        # Whatever belongs to one request ends that request alone.
+        except Exception as error:  # noqa: BLE001
+            self._fail(request, error)
+        finally:
+            self._journal.leave(before)
+
+    def commit(self, request: Request, outcome: VerificationOutcome, now: float) -> None:
+        """A verification ended: the next one leaves first, then come the books and the text."""
+        self.run(request, self._decide, request, outcome, now)
+        self.run(request, request.sequence.record, now)
+
+    def _decide(self, request: Request, outcome: VerificationOutcome, now: float) -> list[Action]:
+        sequence = request.sequence
+        precomputed = sequence.is_precomputed(outcome)
+        if precomputed:
+            self._send("verifier", request.frames[outcome.accepted, outcome.bonus])
+            sequence.recorder.add_dispatch(now, time.monotonic())
+        sequence.recorder.verifying_since = None
+        actions = sequence.decide(outcome, now)
+        if precomputed:
+            self._timeouts.start(request, now)
+            actions = [action for action in actions if not _is_verify(action)]
+        return actions
+
+    # ------------------------------------------------------------ actions
+
+    def _do(self, request: Request, action: Action) -> None:
+        match action:
+            case ToVerifier(message) | ToDrafter(message):
+                self._send("verifier" if isinstance(action, ToVerifier) else "drafter", message)
+                self._timeouts.start(request, time.monotonic())
+            case PrecomputeVerify(accepted, bonus, verify):
+                request.frames[accepted, bonus] = encode(verify)
+            case Emit(tokens):
+                if not request.is_stopped and tokens:
+                    self._emit(request, action)
+            case Finish(reason, error):
+                self._finish(request, reason, error)
+
+    def _send(self, role: Role, message: Message | bytes) -> None:
+        if (peer := self._registry.peers.get(role)) is not None:
+            self._services.send(peer.address, message)
+
+    def _emit(self, request: Request, emit: Emit) -> None:
+        text = request.add_tokens(emit.tokens, emit.origins, emit.logprobs)
+        if not self._clients.send(request.peer, text):
+            request.is_unreachable = True
+            self.run(request, request.sequence.finish, "cancelled")
+        elif request.is_stopped:
+            self.run(request, request.sequence.finish, "stop")
+
+    def _finish(self, request: Request, reason: FinishReason, error: str) -> None:
+        for message in request.last_messages(reason, error):
+            if not self._clients.send(request.peer, message):
+                break  # what follows would hide that something is missing
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
+        if not request.is_over:
+            request.is_over = True
+            self._on_end(request)
+
+    # ------------------------------------------------------------ failures
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End a request in which something went wrong."""
+        _log.error("the request failed: %s", error, exc_info=error, extra=request.ids)
+        reason = f"this request could not be served: {type(error).__name__}: {error}"
+        try:
+            for action in request.sequence.finish("error", reason):
+                self._do(request, action)
+        # Even its end may be what cannot be computed.
+        except Exception as again:  # noqa: BLE001
+            _log.exception("the request's end failed: %s", again, extra=request.ids)
+        if not request.is_over:
+            for role in self._registry.peers:
+                self._send(role, CloseSequence(sequence=request.sequence.number))
+            self._clients.send(request.peer, Rejected(reason, "unavailable", request.number))
+            self._end(request)
+
+
+def _is_verify(action: Action) -> bool:
+    return isinstance(action, ToVerifier) and isinstance(action.message, Verify)

@@ -1,0 +1,95 @@
+"""Which request this process is at work for, in a file that outlives it.
+
+A request that ends the orchestrator (a crash inside a library, a hang that the supervisor
+ends) would be asked again by its client after each restart. So the file always names the
+request at hand. A new process reads in it what its predecessor died of, and refuses a
+request of which too many have died at the same place. A request that fails by an ordinary
+exception needs none of this: it ends alone (`executor`).
+"""
+
+import contextlib
+import hashlib
+import logging
+import mmap
+from pathlib import Path
+
+import msgspec
+
+from protocol.messages import Generate
+from protocol.process.files import write_atomically
+from protocol.transport.codec import encode
+
+_log = logging.getLogger(__name__)
+
+_DIGEST_BYTES = 16
+_LENGTH_BYTES = 4
+_BYTES = _DIGEST_BYTES + _LENGTH_BYTES
+_NOBODY = bytes(_BYTES)
+_SAME_PLACE = 32
+"""Tokens by which two deaths may differ and still be the same: a few rounds."""
+_MOST_REMEMBERED = 1000
+
+
+class _Deaths(msgspec.Struct, forbid_unknown_fields=True):
+    """Of one request."""
+
+    count: int
+    length: int
+    """Its tokens at the last one."""
+
+
+def fingerprint(message: Generate) -> bytes:
+    """The same for the same request, whichever client asks, and whenever."""
+    plain = msgspec.structs.replace(message, request=0)
+    return hashlib.blake2b(encode(plain), digest_size=_DIGEST_BYTES).digest()
+
+
+class CrashJournal:
+    """Without a folder it remembers nothing."""
+
+    def __init__(self, folder: Path | None, max_deaths: int) -> None:
+        self._max_deaths = max_deaths
+        self._deaths: dict[str, _Deaths] = {}
+        self._page: mmap.mmap | bytearray = bytearray(_BYTES)
+        if folder is not None and folder.is_dir():
+            self._file = folder / "deaths.json"
+            self._open(folder / "at_work")
+
+    def _open(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+            self._deaths = msgspec.json.decode(self._file.read_bytes(), type=dict[str, _Deaths])
+        try:
+            last = path.read_bytes()[:_BYTES] if path.is_file() else b""
+            if len(last) == _BYTES and last != _NOBODY:
+                self._add_death(last)
+            path.write_bytes(_NOBODY)
+            with path.open("r+b") as file:
+                self._page = mmap.mmap(file.fileno(), _BYTES)
+        except (OSError, ValueError) as error:
+            _log.warning("deaths of the orchestrator are not remembered: %s", error)
+
+    def _add_death(self, last: bytes) -> None:
+        name = last[:_DIGEST_BYTES].hex()
+        length = int.from_bytes(last[_DIGEST_BYTES:], "little")
+        before = self._deaths.pop(name, _Deaths(0, length))
+        again = abs(length - before.length) <= _SAME_PLACE
+        self._deaths[name] = _Deaths(before.count + 1 if again else 1, length)
+        _log.error("the orchestrator died while it worked on request %s", name)
+        for oldest in list(self._deaths)[:-_MOST_REMEMBERED]:
+            del self._deaths[oldest]
+        write_atomically(self._file, msgspec.json.encode(self._deaths))
+
+    def is_guilty(self, digest: bytes) -> bool:
+        """Whether this process died of the request too often to try it again."""
+        deaths = self._deaths.get(digest.hex())
+        return deaths is not None and deaths.count >= self._max_deaths
+
+    def enter(self, digest: bytes, length: int) -> bytes:
+        """Note the request at hand, of this many tokens; returns what to `leave` to."""
+        before = bytes(self._page[:])
+        self._page[:] = digest + length.to_bytes(_LENGTH_BYTES, "little")
+        return before
+
+    def leave(self, before: bytes) -> None:
+        """The request at hand is the one before, or none."""
+        self._page[:] = before

@@ -1,0 +1,143 @@
+"""From tokens back to text, token by token, in whole characters.
+
+A token stands for bytes, and a character's bytes may be spread over several tokens or be no
+character at all. So the bytes of byte-level and of SentencePiece vocabularies are put
+together here and read as UTF-8; what is no UTF-8 becomes U+FFFD. Other vocabularies are
+decoded by the library, over a window of the latest tokens.
+"""
+
+import codecs
+import json
+from collections.abc import Iterator
+from typing import Any, Literal, Protocol
+
+from orchestrator.text.token_bytes import token_bytes
+from protocol.messages import ShownToken, Tokens
+
+_INVALID = "\ufffd"
+_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip"}
+_LONGEST_CHARACTER = 16
+"""Tokens that may be withheld in the hope that they become a character."""
+
+
+class Detokenizer:
+    """What is known of one model's tokens; shared by all answers."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._kind, self._leading_spaces = _kind_of(tokenizer)
+        self._byte_level = "ByteLevel" in repr(tokenizer.decoder)
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        self._bytes: dict[int, bytes] = {}
+
+    def stream(self, *, shows_special: bool, hidden: frozenset[int]) -> "TextStream":
+        """The text of a new answer.
+
+        Args:
+            shows_special: special tokens are text too.
+            hidden: tokens that are none in any case.
+        """
+        skipped = hidden if shows_special else hidden | self._special
+        if self._kind == "window":
+            return TextStream(self, _WindowDecoder(self._tokenizer), skipped)
+        return TextStream(self, _ByteDecoder(self, self._leading_spaces), skipped)
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token stands for; nothing for a number without an entry in the vocabulary."""
+        known = self._bytes.get(token)
+        if known is None:
+            entry = self._tokenizer.id_to_token(token) or ""
+            known = token_bytes(entry, byte_level=self._byte_level)
+            self._bytes[token] = known
+        return known
+
+
+class _Decoder(Protocol):
+    def push(self, token: int) -> str:
+        """The text that this token completes."""
+        ...
+
+
+class TextStream:
+    """The text of one answer, as soon as it is certain."""
+
+    def __init__(
+        self, detokenizer: Detokenizer, decoder: _Decoder, skipped: frozenset[int]
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._decoder = decoder
+        self._skipped = skipped
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, possibly none."""
+        return "" if token in self._skipped else self._decoder.push(token)
+
+    def describe(self, token: int, logprob: float) -> ShownToken:
+        """A token by itself."""
+        data = self._detokenizer.bytes_of(token)
+        return ShownToken(data.decode(errors="replace"), list(data), logprob)
+
+
+class _ByteDecoder:
+    def __init__(self, detokenizer: Detokenizer, leading_spaces: int) -> None:
+        self._detokenizer = detokenizer
+        self._leading_spaces = leading_spaces
+        """Spaces at the beginning of the text that are not part of it."""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        text = self._utf8.decode(self._detokenizer.bytes_of(token))
+        if self._leading_spaces and text:
+            kept = text.lstrip(" ")
+            text = " " * max(0, len(text) - len(kept) - self._leading_spaces) + kept
+            self._leading_spaces = 0
+        return text
+
+
+class _WindowDecoder:
+    """Decodes the latest tokens together, since their text may depend on their neighbours."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._before: Tokens = []
+        """Tokens whose text was returned last."""
+        self._new: Tokens = []
+
+    def push(self, token: int) -> str:
+        self._new.append(token)
+        before = self._decode(self._before)
+        text = self._decode([*self._before, *self._new])
+        is_longer = len(text) > len(before)
+        if (text.endswith(_INVALID) or not is_longer) and len(self._new) < _LONGEST_CHARACTER:
+            return ""
+        self._before, self._new = self._new, []
+        if text.startswith(before):
+            return text[len(before) :]
+        return self._decode(self._before) if is_longer else ""
+
+    def _decode(self, tokens: Tokens) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False)) if tokens else ""
+
+
+def _kind_of(tokenizer: Any) -> tuple[Literal["byte_level", "sentencepiece", "window"], int]:
+    """How the vocabulary is spelt, and how many leading spaces its decoder removes."""
+    if tokenizer.decoder is None:
+        return "window", 0
+    parts = list(_flatten(json.loads(tokenizer.decoder.__getstate__())))
+    names = {str(part.get("type")) for part in parts}
+    if names == {"ByteLevel"}:
+        return "byte_level", 0
+    strips = [part for part in parts if part.get("type") == "Strip"]
+    plain = all(part.get("content") == " " and not part.get("stop") for part in strips)
+    if "ByteFallback" in names and names <= _SENTENCEPIECE and plain:
+        return "sentencepiece", sum(int(part.get("start", 0)) for part in strips)
+    return "window", 0
+
+
+def _flatten(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if decoder.get("type") == "Sequence":
+        for part in decoder["decoders"]:
+            yield from _flatten(part)
+    else:
+        yield decoder

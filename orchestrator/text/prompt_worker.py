@@ -1,0 +1,58 @@
+"""`python -m orchestrator.text.prompt_worker SETTINGS`: tokenises prompts, one after the other.
+
+A process of its own, so that a text or a chat template that takes too long, or too much
+memory, costs its own request only. It ends with the orchestrator.
+"""
+
+import contextlib
+import os
+import resource
+import sys
+from pathlib import Path
+
+import psutil
+
+from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.errors import DeadlineExceeded, StreamEnded, UsageError
+from protocol.jobs.prompt import EncodePrompt, PromptRejected, PromptTokens, WorkerReady
+from protocol.process.child import run_child
+from protocol.settings import PromptWorkerSettings
+from protocol.transport.codec import Decoder
+from protocol.transport.pipes import PipeChannel, take_pipes
+
+_IDLE_S = 3600.0
+
+
+def run(settings: PromptWorkerSettings) -> None:
+    """Answer until the orchestrator closes the pipe."""
+    pipes = take_pipes()
+    channel = PipeChannel[EncodePrompt](*pipes, Decoder(EncodePrompt))
+    tokenizer = TargetTokenizer(Path(settings.model))
+    _limit_memory(settings.max_bytes)
+    with contextlib.suppress(OSError):
+        os.nice(5)  # who is decoding goes first
+    channel.send(WorkerReady())
+    with contextlib.suppress(StreamEnded):
+        while True:
+            with contextlib.suppress(DeadlineExceeded):
+                channel.send(_answer(tokenizer, channel.receive(_IDLE_S, "prompt")))
+
+
+def _answer(tokenizer: TargetTokenizer, request: EncodePrompt) -> PromptTokens | PromptRejected:
+    try:
+        return PromptTokens(tokens=tokenizer.encode_prompt(request))
+    except UsageError as error:
+        return PromptRejected(reason=str(error))
+    except MemoryError:
+        return PromptRejected(reason="the prompt takes more memory than it may")
+
+
+def _limit_memory(max_bytes: int) -> None:
+    """Let allocations beyond what is in use now and `max_bytes` fail (Linux)."""
+    if max_bytes and sys.platform == "linux":
+        limit = psutil.Process().memory_info().vms + max_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    sys.exit(run_child("prompt worker", PromptWorkerSettings, run))

@@ -1,0 +1,135 @@
+"""Prompts are tokenised once, and those that cost too much cost their own request only."""
+
+import json
+import select
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from orchestrator.text.prompt_encoder import INLINE_BYTES, PromptEncoder, PromptLimits
+from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.errors import UsageError
+from protocol.messages import ChatMessage, Generate, Tokens
+
+LIMITS = PromptLimits(max_bytes=100_000, timeout_s=30.0, memory_bytes=0)
+TEMPLATE = (
+    "{% for i in range(rounds or 1) %}{% for j in range(rounds or 1) %}{% endfor %}{% endfor %}"
+    "{{ 'x' * (size or 0) }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+)
+LONG = "the quick fox " * (INLINE_BYTES // 10)
+
+Make = Callable[..., PromptEncoder]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with a tokenizer and a template that the client can make costly."""
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick fox"], trainer)
+    path = tmp_path_factory.mktemp("model")
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return path
+
+
+@pytest.fixture
+def make(folder: Path) -> Iterator[Make]:
+    """Encoders whose workers are ended after the test."""
+    made: list[PromptEncoder] = []
+
+    def create(limits: PromptLimits = LIMITS) -> PromptEncoder:
+        made.append(PromptEncoder(TargetTokenizer(folder), str(folder), limits))
+        return made[-1]
+
+    yield create
+    for one in made:
+        one.close()
+
+
+def chat(number: int, content: str, **options: Any) -> Generate:
+    message = ChatMessage(role="user", content=content)
+    return Generate(request=number, messages=[message], template_options=options)
+
+
+def wait(encoder: PromptEncoder) -> dict[int, Tokens | UsageError]:
+    """The next results, by the client's number."""
+    assert select.select([encoder.descriptor], [], [], 60.0)[0]
+    return {message.request: result for _, message, result in encoder.collect()}
+
+
+def expected(folder: Path, text: str) -> Tokens:
+    return TargetTokenizer(folder).encode_text(text)
+
+
+def test_short_prompts_are_tokenised_at_once(make: Make, folder: Path) -> None:
+    """Without a process, or a wait."""
+    encoder = make()
+    assert encoder.encode((b"c", 1), Generate(request=1, text="the fox")) == expected(
+        folder, "the fox"
+    )
+    assert encoder.encode((b"c", 2), chat(2, "the fox")) == expected(folder, "the fox")
+    assert encoder.encode((b"c", 3), Generate(request=3, tokens=[7, 8])) == [7, 8]
+    assert len(encoder) == 0
+
+
+def test_long_prompts_are_tokenised_elsewhere_and_once(make: Make, folder: Path) -> None:
+    """Whoever asks for the same prompt meanwhile gets the same result; later it is known."""
+    encoder = make()
+    for number in (1, 2, 3):
+        assert encoder.encode((b"c", number), Generate(request=number, text=LONG)) is None
+    assert encoder.cancel((b"c", 3))
+    assert not encoder.cancel((b"c", 9))
+    assert (len(encoder), (b"c", 1) in encoder, (b"c", 3) in encoder) == (2, True, False)
+    tokens = expected(folder, LONG)
+    assert wait(encoder) == {1: tokens, 2: tokens}
+    assert len(encoder) == 0
+    assert encoder.encode((b"c", 4), Generate(request=4, text=LONG)) == tokens
+
+
+def test_a_prompt_that_is_too_long_is_refused_unseen(make: Make) -> None:
+    """With the limit, and the setting's name."""
+    with pytest.raises(UsageError, match=r"100,000 \(max_prompt_bytes\)"):
+        make().encode((b"c", 1), Generate(request=1, text="a" * 100_001))
+
+
+def test_a_template_that_takes_too_long_is_ended(make: Make, folder: Path) -> None:
+    """Its request is refused with the limit; the next one gets a new worker."""
+    encoder = make(PromptLimits(max_bytes=0, timeout_s=1.0, memory_bytes=0))
+    assert encoder.encode((b"c", 1), chat(1, "the fox", rounds=99_999)) is None
+    assert encoder.encode((b"c", 2), Generate(request=2, text=LONG)) is None
+    started = time.monotonic()
+    refused = wait(encoder)[1]
+    assert isinstance(refused, UsageError)
+    assert "within 1 s (prompt_timeout_s)" in str(refused)
+    assert wait(encoder)[2] == expected(folder, LONG)
+    assert time.monotonic() - started < 60.0
+
+
+def test_a_template_that_takes_too_much_memory_is_refused(make: Make, folder: Path) -> None:
+    """The sandbox does not bound the length of a string; the process does."""
+    encoder = make(PromptLimits(max_bytes=0, timeout_s=30.0, memory_bytes=256 * 1024**2))
+    assert encoder.encode((b"c", 1), chat(1, "the fox", size=2**32)) is None
+    refused = wait(encoder)[1]
+    assert isinstance(refused, UsageError)
+    assert encoder.encode((b"c", 2), Generate(request=2, text=LONG)) is None
+    assert wait(encoder)[2] == expected(folder, LONG)
+
+
+def test_what_the_template_refuses_comes_back_as_its_sentence(make: Make) -> None:
+    """From the worker as from here."""
+    encoder = make()
+    assert encoder.encode((b"c", 1), chat(1, "the fox", rounds="many")) is None
+    refused = wait(encoder)[1]
+    assert isinstance(refused, UsageError)
+    assert "the chat template refuses these messages" in str(refused)
