@@ -52,6 +52,7 @@ from protocol.transport.channel import Hub, Poller
 
 _log = logging.getLogger(__name__)
 
+_ROLES: tuple[Role, ...] = ("verifier", "drafter")
 _TICK_S = 0.25
 _MOST_MESSAGES = 64
 """Taken from services, and from clients, in one turn of the loop."""
@@ -81,33 +82,13 @@ class Orchestrator:
         cost_model = self.estimates.cost_model
         self._registry = Registry(HangDetector(settings.hang_timeout_s, settings.first_timeout_s))
         self._requests = RequestQueue(settings.concurrency, settings.max_waiting)
-        self._probation: dict[Role, Probation] = {
-            "verifier": Probation(settings.max_deaths),
-            "drafter": Probation(settings.max_deaths),
-        }
-        self._timeouts = Timeouts(
-            cost_model,
-            draft_timeout_s=settings.draft_timeout_s,
-            verify_timeout_s=settings.verify_timeout_s,
+        self._probation = {role: Probation(settings.max_deaths) for role in _ROLES}
+        self._timeouts = Timeouts(cost_model, settings.draft_timeout_s, settings.verify_timeout_s)
+        self._executor = self._create_executor(journal)
+        admission = Admission(
+            tokenizer, vocabulary.size, cost_model, limits=_admission_limits(settings)
         )
-        self._executor = Executor(
-            services,
-            clients,
-            registry=self._registry,
-            timeouts=self._timeouts,
-            journal=journal,
-            on_end=self._on_request_end,
-        )
-        self._intake = Intake(
-            clients,
-            queue=self._requests,
-            admission=Admission(
-                tokenizer, vocabulary.size, cost_model, limits=_admission_limits(settings)
-            ),
-            prompts=prompts,
-            journal=journal,
-            on_admitted=self._start_waiting,
-        )
+        self._intake = self._create_intake(admission, journal)
         self._status = StatusReporter(
             pid,
             settings.model,
@@ -119,6 +100,26 @@ class Orchestrator:
         """When the loop woke up last."""
         self._reads_target = False
         """Whether the verifier was asked for features."""
+
+    def _create_executor(self, journal: CrashJournal) -> Executor:
+        return Executor(
+            self._services,
+            self._clients,
+            registry=self._registry,
+            timeouts=self._timeouts,
+            journal=journal,
+            on_end=self._on_request_end,
+        )
+
+    def _create_intake(self, admission: Admission, journal: CrashJournal) -> Intake:
+        return Intake(
+            self._clients,
+            queue=self._requests,
+            admission=admission,
+            prompts=self._prompts,
+            journal=journal,
+            on_admitted=self._start_waiting,
+        )
 
     def run(self) -> None:
         """Serve until the process ends."""

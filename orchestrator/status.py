@@ -68,13 +68,13 @@ class StatusReporter:
             waiting=waiting,
             refused=registry.rejected,
             marked_for_kill=registry.marked_for_kill,
-            degraded=self._degraded(),
+            degraded=self._list_problems(),
             window=requests.recent(now),
             planner=describe_planner(Planner("ssd", self._estimates)),
             sequences=[_describe_request(request, now) for request in running],
         )
 
-    def _degraded(self) -> list[str]:
+    def _list_problems(self) -> list[str]:
         registry = self._registry
         sentences = [text for role, text in _MISSING.items() if role not in registry.peers]
         if registry.unreadable:

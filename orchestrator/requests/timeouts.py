@@ -24,7 +24,7 @@ class Timeouts:
     """Sets and checks the deadlines of all requests."""
 
     def __init__(
-        self, estimates: CostModel, *, draft_timeout_s: float, verify_timeout_s: float
+        self, estimates: CostModel, draft_timeout_s: float, verify_timeout_s: float
     ) -> None:
         self._estimates = estimates
         self._draft_timeout_s = draft_timeout_s

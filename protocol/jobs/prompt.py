@@ -2,17 +2,19 @@
 
 from typing import Any
 
+import msgspec
+
 from protocol.messages import ChatMessage, Message, Tokens
 
 
 class EncodePrompt(Message, frozen=True, tag="encode", kw_only=True):
     """Orchestrator -> worker: render and tokenise; the fields are those of `Generate`."""
 
-    messages: list[ChatMessage] = []
+    messages: list[ChatMessage] = msgspec.field(default_factory=list)
     text: str = ""
-    tools: list[dict[str, Any]] = []
-    template_options: dict[str, Any] = {}
-    answer_tokens: Tokens = []
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    template_options: dict[str, Any] = msgspec.field(default_factory=dict)
+    answer_tokens: Tokens = msgspec.field(default_factory=list)
     answer_start: str = ""
 
 
