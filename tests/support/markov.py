@@ -87,7 +87,7 @@ class MarkovBackend:
 
     @property
     def identity(self) -> BackendIdentity:
-        raise NotImplementedError
+        return BackendIdentity("markov", "", "", SIZE, 0, "cpu", 64)
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         self._sampling = drafter_sampling(sampling)
