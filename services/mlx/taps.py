@@ -28,7 +28,7 @@ class _Tap:
         self.instead: mx.array | None = None
 
 
-def _tapped_class(plain: type) -> type:
+def _class_with_tap(plain: type) -> type:
     """The subclass whose calls go through the layer's tap."""
     if plain not in _CLASSES:
 
@@ -73,7 +73,7 @@ class Taps:
         self._classes = [type(layer) for layer in self._tapped]
         for layer, plain, tap in zip(self._tapped, self._classes, self._taps, strict=True):
             layer.tap = tap
-            layer.__class__ = _tapped_class(plain)
+            layer.__class__ = _class_with_tap(plain)
         try:
             self.width = prove(model, self._taps)
         except ModelError:
