@@ -513,6 +513,8 @@ class RoundStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rounds: int = 0
     tokens: int = 0
     """What they brought, bonus tokens included."""
+    drafted: int = 0
+    """Draft tokens that they verified."""
     verify_ms: float = 0.0
     cache_lookups: int = 0
     """Rounds beside which a drafter prepared outcomes: each ends with a look into the
@@ -554,7 +556,8 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     stale_trees: int = 0
     """Messages of the drafter that were dropped: too late, twice, or out of order."""
     plain_tok_s: float
-    """Speed of plain decoding beside which speculation was judged; 0 if never measured."""
+    """Speed of plain decoding beside which speculation was judged; 0 if it was not measured
+    since the orchestrator started, or too many rounds ago."""
     emulated_cost: str = ""
     """What was added to the target so that it costs more (measurements); else empty."""
     rewinding: str = ""

@@ -28,6 +28,7 @@ HOMES = {
     "prometheus_client": {"services"},
     "matplotlib": {"launch"},
     "rich": {"launch"},
+    "prompt_toolkit": {"launch"},
 }
 
 

@@ -114,7 +114,7 @@ def _first(client: Client) -> Statistics:
 @contextlib.contextmanager
 def _open_stack(settings: StackSettings) -> Iterator[Client]:
     with (
-        private_stack(settings, console.long_waits) as supervisor,
+        private_stack(settings, console.report_trouble) as supervisor,
         contextlib.closing(Client(supervisor.run_dir.clients_address)) as client,
     ):
         yield client

@@ -29,7 +29,7 @@ from protocol.messages import Generate
 @click.option("--name", default=DEFAULT_NAME, help="Attach to this stack if it is running.")
 @click.option("-v", "--verbose", is_flag=True, help="Show processes as they start.")
 def command(**options: Any) -> None:
-    """Chat with the model: h for help, q quits."""
+    """Chat with the model: /help for help, Ctrl-D quits."""
     template = Generate(
         request=0,
         sampling=take_sampling(options),
@@ -38,7 +38,7 @@ def command(**options: Any) -> None:
         num_draft_tokens=options.pop("num_draft_tokens"),
     )
     system_prompt, show_draft = options.pop("system_prompt"), options.pop("show_draft")
-    report = console.process_line if options.pop("verbose") else console.long_waits
+    report = console.process_line if options.pop("verbose") else console.report_trouble
     name = options.pop("name")
     with session(settings_of(**options), name, report) as client:
         Chat(client, template, system_prompt=system_prompt, show_draft=show_draft).run()

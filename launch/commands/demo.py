@@ -33,7 +33,7 @@ def command(*, max_tokens: int, stats: bool, verbose: bool, **stack: Any) -> Non
     settings = settings_of(**stack)
     if not settings.model:
         add_default(_silent)
-    report = console.process_line if verbose else console.long_waits
+    report = console.process_line if verbose else console.report_trouble
     with (
         console.stderr().status("loading the models") as status,
         private_stack(settings, report) as supervisor,

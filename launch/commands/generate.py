@@ -81,11 +81,14 @@ _speculation = partial(click.option, cls=Option, group="Speculation")
 def command(**options: Any) -> None:
     """Answer a prompt, on a running stack or a private one."""
     prompts = _prompts(options.pop("text"), options.pop("prompt"), options.pop("prompts"))
-    report = console.process_line if options.pop("verbose") else console.long_waits
+    verbose = options.pop("verbose")
+    report = console.process_line if verbose else console.report_trouble
     name = options.pop("name")
-    answer_options = _answer_options(options)
+    answer_options = _answer_options(options, details=verbose)
     settings = settings_of(**options)
     with session(settings, name, report) as client:
+        for sentence in client.status().degraded:
+            console.note(sentence)
         generate.answer_all(client, prompts, answer_options)
 
 
@@ -98,7 +101,7 @@ def _prompts(text: str | None, prompt: str | None, file: Path | None) -> list[Pr
     return [Prompt(generate.read_prompt(str(given[0])))]
 
 
-def _answer_options(options: dict[str, Any]) -> generate.Options:
+def _answer_options(options: dict[str, Any], *, details: bool) -> generate.Options:
     """Take the options of the answer out of `options`; what is left configures the stack."""
     choose_saguaro = take_saguaro_choice(options)
     sampling = take_sampling(options)
@@ -119,6 +122,7 @@ def _answer_options(options: dict[str, Any]) -> generate.Options:
         system_prompt=options.pop("system_prompt"),
         as_json=options.pop("as_json"),
         statistics=options.pop("stats"),
+        details=details,
         show_draft=options.pop("show_draft"),
         explain=options.pop("explain"),
         trace=options.pop("trace"),

@@ -115,7 +115,7 @@ def _of_stack(
     tokenizer = TargetTokenizer(Path(pair_of(settings).model))
     prompts = [tokenizer.encode([ChatMessage("user", text)]) for text in texts]
     loads: list[load.Load] = []
-    with private_stack(settings, console.long_waits) as supervisor:
+    with private_stack(settings, console.report_trouble) as supervisor:
         address = supervisor.run_dir.clients_address
         warm_up = _requests(prompts[:1], "ssd", sampling, 16)
         for mode in [mode for mode in modes if mode != load.MLX_LM]:

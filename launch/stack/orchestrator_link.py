@@ -9,8 +9,8 @@ from protocol.process.closeable import Closeable
 class OrchestratorLink(Closeable):
     """Sends and asks without raising: an orchestrator that does not read is to be replaced.
 
-    A message that cannot be sent is lost, and the connection begins anew with an empty queue. A
-    new orchestrator is told again of what still counts.
+    A message that cannot be sent is lost, and the connection begins anew with an empty queue. What
+    still counts is repeated to a new orchestrator.
     """
 
     def __init__(self, address: str) -> None:

@@ -3,26 +3,32 @@
 import contextlib
 from collections.abc import Callable
 from itertools import zip_longest
+from pathlib import Path
 
 import msgspec
 
 from launch.signals import Terminated
 from launch.terminal import console
+from launch.terminal.line_editor import LineEditor, typing_hidden
+from launch.terminal.statistics import notes, peak_memory, statistics_table
 from protocol.client.client import Client
 from protocol.errors import SsdError
-from protocol.messages import ChatMessage, Finished, Generate, Statistics
+from protocol.messages import ChatMessage, Finished, Generate, Status, Text
 
 HELP = """\
-q        quit (so does Ctrl-D)
-r        reset: forget the conversation
-h        this help
-/stats   statistics of the last answer
-/draft   colours for drafted tokens, on and off
-Ctrl-C   stops the answer, not the program"""
+/help          this help
+/reset         forget the conversation
+/system TEXT   begin anew with this system prompt; without TEXT: with none
+/stats         statistics of the last answer
+/draft         colours for drafted tokens, on and off
+/quit          end (so does Ctrl-D)
+Ctrl-C         stops the answer, not the program
+Alt-Enter      a new line; so does a backslash at the end of a line
+//             a message that begins with a slash"""
 
 
 class Chat:
-    """One conversation: reads a line, streams an answer, remembers both."""
+    """One conversation: reads a message, streams an answer, remembers both."""
 
     def __init__(
         self, client: Client, template: Generate, *, system_prompt: str, show_draft: bool
@@ -32,39 +38,54 @@ class Chat:
         self._system = [ChatMessage("system", system_prompt)] if system_prompt else []
         self._messages = list(self._system)
         self._show_draft = show_draft
-        self._last: Statistics | None = None
-        self._commands: dict[str, Callable[[], None]] = {
-            "r": self._reset,
-            "h": lambda: console.stderr().print(HELP, markup=False),
-            "/stats": self._statistics,
-            "/draft": self._switch_colours,
+        self._last: tuple[Finished, int] | None = None
+        """The end of the last answer, and its tokens."""
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: console.stderr().print(HELP, markup=False),
+            "/reset": lambda _: self._reset(),
+            "/system": self._set_system,
+            "/stats": lambda _: self._print_statistics(),
+            "/draft": lambda _: self._switch_colours(),
         }
 
     def run(self) -> None:
-        """Talk until `q` or the end of the input."""
-        console.stderr().print("h for help, q to quit", style="dim")
+        """Talk until `/quit` or the end of the input."""
+        status = self._client.status()
+        console.note(f"{describe_models(status)}; /help shows the commands")
+        for sentence in status.degraded:
+            console.note(sentence)
+        editor = LineEditor()
         while True:
             try:
-                line = console.ask(">> ").strip()
+                message = editor.ask(">> ").strip()
             except EOFError:
                 console.write("\n")
                 return
             except KeyboardInterrupt as interrupt:
                 _unless_terminated(interrupt)
-                console.stderr().print("\nq quits", style="dim")
+                console.note("/quit ends the conversation")
                 continue
-            if line == "q":
+            if message in {"/quit", "/exit"}:
                 return
-            if command := self._commands.get(line):
-                command()
-            elif line:
-                self._answer(line)
+            self._handle(message)
 
-    def _answer(self, line: str) -> None:
-        self._messages.append(ChatMessage("user", line))
+    def _handle(self, message: str) -> None:
+        word, _, rest = message.partition(" ")
+        if message.startswith("//"):
+            self._answer(message[1:])
+        elif command := self._commands.get(word):
+            command(rest.strip())
+        elif message.startswith("/"):
+            console.note(f"there is no command {word}; /help shows those there are")
+        elif message:
+            self._answer(message)
+
+    def _answer(self, message: str) -> None:
+        self._messages.append(ChatMessage("user", message))
         pieces: list[str] = []
         try:
-            self._stream(pieces)
+            with typing_hidden():
+                self._stream(pieces)
         except KeyboardInterrupt as interrupt:
             _unless_terminated(interrupt)
             console.stderr().print("\nstopped", style="dim")
@@ -79,34 +100,56 @@ class Chat:
         request = msgspec.structs.replace(
             self._template, request=self._client.number(), messages=list(self._messages)
         )
-        out = console.stdout()
+        tokens = 0
         with contextlib.closing(self._client.generate(request)) as events:
             for event in events:
                 if isinstance(event, Finished):
-                    self._last = event.statistics
+                    self._last = event, tokens
                     break
+                tokens += len(event.tokens)
                 pieces.append(event.text)
-                if not self._show_draft:
-                    console.write(event.text)
-                    continue
-                pairs = zip_longest(event.pieces, event.origins, fillvalue="target")
-                for piece, origin in pairs:
-                    console.write_coloured(out, piece, origin)
+                self._print(event)
         console.write("\n")
+        if self._last is not None:
+            for sentence in notes(self._last[0], request):
+                console.note(sentence)
+
+    def _print(self, event: Text) -> None:
+        if not self._show_draft:
+            console.write(event.text)
+            return
+        out = console.stdout()
+        for piece, origin in zip_longest(event.pieces, event.origins, fillvalue="target"):
+            console.write_coloured(out, piece, origin)
 
     def _reset(self) -> None:
         self._messages = list(self._system)
-        console.stderr().print("the conversation is forgotten", style="dim")
+        console.note("the conversation is forgotten")
 
-    def _statistics(self) -> None:
+    def _set_system(self, text: str) -> None:
+        self._system = [ChatMessage("system", text)] if text else []
+        self._reset()
+
+    def _print_statistics(self) -> None:
         if self._last is None:
-            console.stderr().print("nothing was answered yet", style="dim")
+            console.note("nothing was answered yet")
         else:
-            console.stderr().print(console.statistics_table(self._last))
+            finished, tokens = self._last
+            memory = peak_memory(self._client)
+            console.stderr().print(statistics_table(finished, tokens, memory=memory))
 
     def _switch_colours(self) -> None:
         self._show_draft = not self._show_draft
-        console.stderr().print(console.LEGEND if self._show_draft else "no colours", style="dim")
+        console.note(console.LEGEND if self._show_draft else "no colours")
+
+
+def describe_models(status: Status) -> str:
+    """Which model answers, and what drafts for it."""
+    text = Path(status.model).name
+    drafter = next((service for service in status.services if service.role == "drafter"), None)
+    if drafter is None:
+        return f"{text}, without a drafter"
+    return f"{text}, drafted by {Path(drafter.model).name or drafter.backend} ({drafter.backend})"
 
 
 def _unless_terminated(interrupt: KeyboardInterrupt) -> None:

@@ -3,10 +3,9 @@
 import sys
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text as RichText
 
-from protocol.messages import ProcessStatus, Statistics
+from protocol.messages import ProcessStatus
 
 STYLES = {"target": "", "hit": "green", "miss": "yellow", "lookup": "cyan"}
 
@@ -72,10 +71,15 @@ def describe_state(status: ProcessStatus) -> str:
             return f"{status.state} ({status.note})" if status.note else status.state
 
 
-def long_waits(status: ProcessStatus) -> None:
-    """Of the processes of a private stack, only those that take long to load."""
-    if status.state == "starting" and status.note:
+def report_trouble(status: ProcessStatus) -> None:
+    """Of the processes of a private stack, those that load for long, died or are lost."""
+    if status.note and status.state != "running":
         process_line(status)
+
+
+def note(sentence: str) -> None:
+    """A sentence beside an answer, for people."""
+    stderr().print(sentence, style="dim", markup=False)
 
 
 def write(text: str) -> None:
@@ -84,52 +88,6 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def ask(prompt: str) -> str:
-    """A line of the user's; raises EOFError at the end of the input."""
-    return input(prompt)
-
-
 def write_coloured(console: Console, text: str, origin: str) -> None:
     """Stream a piece of the answer in the colour of its origin."""
     console.print(RichText(text, style=STYLES[origin]), end="")
-
-
-def statistics_table(statistics: Statistics) -> Table:
-    """The statistics of one request, as a reader wants them."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in _rows(statistics):
-        table.add_row(name, value)
-    return table
-
-
-def _rows(s: Statistics) -> list[tuple[str, str]]:
-    rows = [
-        ("speed", f"{s.tok_s:.1f} tok/s ({s.decode_s:.2f} s)"),
-        ("time to first token", f"{s.ttft_ms:.0f} ms"),
-        ("rounds", f"{s.rounds}"),
-        ("acceptance", f"{s.acceptance_rate:.2f} ({s.accepted} of {s.drafted} drafted)"),
-        ("mean acceptance length", f"{s.mean_acceptance_length:.2f} tokens per round"),
-        ("by position", " ".join(f"{rate:.2f}" for rate in s.per_position) or "-"),
-        ("cache hits", f"{s.hit_rate:.2f} ({s.cache_hits} of {s.cache_hits + s.cache_misses})"),
-        ("drafting hidden", f"{s.overlap_ratio:.2f}"),
-        ("per round, median", ", ".join(f"{k} {s.phase_ms[k]:.2f} ms" for k in _phases(s))),
-    ]
-    if s.emulated_cost:
-        rows.insert(0, ("TARGET COST EMULATED", s.emulated_cost))
-    if s.predicted_tok_s:
-        rows.insert(1, ("predicted", f"{s.predicted_tok_s:.1f} tok/s"))
-    if s.fallbacks:
-        rows.append(("fallbacks", ", ".join(f"{k} {n}" for k, n in s.fallbacks.items())))
-    if s.drafter_restarts or s.verifier_restarts:
-        rows.append(("restarts", f"drafter {s.drafter_restarts}, verifier {s.verifier_restarts}"))
-    return rows
-
-
-def _phases(s: Statistics) -> list[str]:
-    """Names of the phases, those of one kind together and by their number."""
-
-    def kind(name: str) -> tuple[str, int]:
-        word, _, number = name.rpartition("_")
-        return (word, int(number)) if number.isdecimal() else (name, 0)
-
-    return sorted(s.phase_ms, key=kind)

@@ -6,6 +6,7 @@ from itertools import zip_longest
 
 from launch.prompts import Prompt
 from launch.terminal import console
+from launch.terminal.statistics import statistics_table
 from protocol.client.client import Client
 from protocol.errors import RuntimeFailure
 from protocol.messages import ChatMessage, Finished, Generate, Mode, Statistics, Text, Tokens
@@ -18,7 +19,12 @@ class DemoAnswer:
     """One answer."""
 
     tokens: Tokens
-    statistics: Statistics
+    finished: Finished
+
+    @property
+    def statistics(self) -> Statistics:
+        """Of its rounds."""
+        return self.finished.statistics
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Demo:
         gain = f"{_speed(speculative)}, {result.times_as_fast:.2f} times as fast"
         self._out.print(gain, style="dim")
         if self._statistics:
-            self._out.print(console.statistics_table(speculative.statistics))
+            self._out.print(statistics_table(speculative.finished, len(speculative.tokens)))
         self._out.print()
         return result
 
@@ -87,7 +93,7 @@ class Demo:
                 console.write("\n")
                 if event.error:
                     raise RuntimeFailure(f"the answer failed: {event.error}")
-                return DemoAnswer(tokens, event.statistics)
+                return DemoAnswer(tokens, event)
             tokens += event.tokens
             for piece, origin in zip_longest(event.pieces, event.origins, fillvalue="target"):
                 console.write_coloured(self._out, piece, origin)

@@ -20,15 +20,23 @@ def explanation(mode: Mode, s: Statistics) -> str:
 
 
 def _what(s: Statistics) -> str:
-    rounds = s.rounds - s.plain_rounds
-    if rounds <= 0:
+    if s.plain_rounds >= s.rounds:
         return "All rounds were plain decoding."
+    with_draft = (s.offered_per_position or [0])[0]
+    if not with_draft:
+        text = f"No draft was verified in {_plural(s.rounds, 'round')}"
+        if skipped := s.fallbacks.get("plain", 0):
+            text += f": in {skipped} of them none was ready or worth waiting for"
+        return text + "."
     text = (
-        f"{rounds} of {s.rounds} rounds were speculative: on average {s.drafted / rounds:.1f} "
-        f"draft tokens were verified and {s.accepted / rounds:.1f} accepted"
+        f"{with_draft} of {s.rounds} rounds verified a draft: {s.drafted / with_draft:.1f} tokens "
+        f"on average, of which {s.accepted / with_draft:.1f} were accepted"
     )
     if s.cache_hits + s.cache_misses:
-        text += f", and in {s.hit_rate:.0%} of the rounds the next draft was ready in time"
+        text += (
+            f". In {s.hit_rate:.0%} of the rounds with a prepared tree the next draft was ready in "
+            "time"
+        )
     return text + "." + _describe_lookups(s)
 
 
@@ -38,9 +46,8 @@ def _describe_lookups(s: Statistics) -> str:
         return ""
     accepted = kind.tokens - kind.rounds
     return (
-        f" In {_plural(kind.rounds, 'round')} a draft was looked up in prompt and answer "
-        f"instead; {_plural(accepted, 'token')} of {'it' if kind.rounds == 1 else 'these'} "
-        f"{'was' if accepted == 1 else 'were'} accepted."
+        f" In {_plural(kind.rounds, 'round')} the draft was looked up in prompt and answer: "
+        f"{accepted} of {_plural(kind.drafted, 'token')} accepted."
     )
 
 

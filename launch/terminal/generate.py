@@ -12,6 +12,7 @@ import msgspec
 from launch.prompts import Prompt
 from launch.terminal import console
 from launch.terminal.explain import explanation
+from launch.terminal.statistics import notes, peak_memory, statistics_table
 from launch.terminal.trace import write_trace
 from protocol.client.client import Client
 from protocol.errors import UsageError
@@ -26,6 +27,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     system_prompt: str = ""
     as_json: bool = False
     statistics: bool = False
+    details: bool = False
+    """Whether the statistics are to hold those of the rounds."""
     show_draft: bool = False
     explain: bool = False
     trace: Path | None = None
@@ -72,11 +75,14 @@ def _request(client: Client, prompt: Prompt, options: Options) -> Generate:
 
 def _print_text(client: Client, prompt: Prompt, options: Options) -> list[TraceEvent]:
     out = console.stdout() if options.show_draft else None
-    finished = None
-    for message in client.generate(_request(client, prompt, options)):
+    finished, tokens = None, 0
+    request = _request(client, prompt, options)
+    for message in client.generate(request):
         if isinstance(message, Finished):
             finished = message
-        elif out is None:
+            continue
+        tokens += len(message.tokens)
+        if out is None:
             console.write(message.text)
         else:
             for piece, origin in zip_longest(message.pieces, message.origins, fillvalue="target"):
@@ -84,23 +90,31 @@ def _print_text(client: Client, prompt: Prompt, options: Options) -> list[TraceE
     console.write("\n")
     if options.show_draft:
         console.stderr().print(console.LEGEND)
-    if finished is not None and options.explain:
-        mode = options.template.mode
-        console.stderr().print(explanation(mode, finished.statistics), markup=False)
-    if finished is not None and options.statistics:
-        console.stderr().print(console.statistics_table(finished.statistics))
-    return finished.timeline if finished is not None else []
+    if finished is None:
+        return []
+    for sentence in notes(finished, request):
+        console.note(sentence)
+    if options.explain:
+        console.stderr().print(explanation(request.mode, finished.statistics), markup=False)
+    if options.statistics:
+        memory = peak_memory(client)
+        table = statistics_table(finished, tokens, memory=memory, details=options.details)
+        console.stderr().print(table)
+    return finished.timeline
 
 
 def _print_json(client: Client, prompt: Prompt, options: Options) -> list[TraceEvent]:
     text, tokens = "", list[int]()
     timeline: list[TraceEvent] = []
-    for message in client.generate(_request(client, prompt, options)):
+    request = _request(client, prompt, options)
+    for message in client.generate(request):
         if isinstance(message, Text):
             text += message.text
             tokens += message.tokens
         else:
             timeline = message.timeline
+            for sentence in notes(message, request):
+                console.note(sentence)
             record = _record(client, options.template, message)
             identity: dict[str, Any] = {"id": prompt.id} if prompt.id != "" else {}
             console.write(json.dumps({**identity, "text": text, "tokens": tokens, **record}) + "\n")

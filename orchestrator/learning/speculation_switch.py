@@ -59,6 +59,8 @@ class SpeculationSwitch:
     _futility: FutilityTest = field(default_factory=FutilityTest)
     _since_change: int = 0
     _since_baseline: int = 0
+    _has_measured_plain: bool = False
+    """Whether plain rounds were observed here, not only recalled from an earlier run."""
 
     @classmethod
     def for_batch(cls, trial: int) -> "SpeculationSwitch":
@@ -74,6 +76,12 @@ class SpeculationSwitch:
     def plain_tok_s(self) -> float:
         """Tokens per second of recent plain rounds; 0 if there were none."""
         return 1e3 * self._plain.value
+
+    @property
+    def measured_plain_tok_s(self) -> float:
+        """The same, if it was measured in this run and not long ago; else 0."""
+        recent = self._has_measured_plain and self._since_baseline <= _STALE
+        return self.plain_tok_s if recent else 0.0
 
     @property
     def loss(self) -> float:
@@ -102,6 +110,7 @@ class SpeculationSwitch:
             self._judge_speculation()
         else:
             self._plain.observe(tokens, milliseconds, fade=_FADE)
+            self._has_measured_plain = True
             if self._left <= 0:
                 self._end_plain()
 

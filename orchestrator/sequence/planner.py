@@ -68,9 +68,10 @@ class Planner:
 
     @property
     def plain_tok_s(self) -> float:
-        """Speed of plain decoding that speculation is compared with; 0 if never measured."""
+        """Speed of plain decoding, as measured in this run and not long ago; else 0."""
         switch = self.estimates.switch(self.mode)
-        return switch.plain_tok_s / self.estimates.batch.scale if switch is not None else 0.0
+        measured = switch.measured_plain_tok_s if switch is not None else 0.0
+        return measured / self.estimates.batch.scale
 
     # ------------------------------------------------------------ what to verify
 

@@ -86,6 +86,7 @@ class Recorder:
         self.by_origin[seen.origin] = RoundStats(
             rounds=old.rounds + 1,
             tokens=old.tokens + seen.accepted + 1,
+            drafted=old.drafted + len(seen.confidences),
             verify_ms=old.verify_ms + seen.verify_ms,
             cache_lookups=old.cache_lookups + (seen.mode == "ssd" and seen.speculating),
             cache_hits=old.cache_hits + (seen.rank is not None),

@@ -55,7 +55,7 @@ def command(**options: Any) -> None:  # fmt: skip
     plan = {name: options.pop(name) for name in _PLAN}
     json_file = options.pop("json_file")
     settings = msgspec.structs.replace(settings_of(**options), max_waiting=0)
-    with private_stack(settings, console.long_waits) as supervisor:
+    with private_stack(settings, console.report_trouble) as supervisor:
         address = supervisor.run_dir.clients_address
         known = cases(address, plan["max_tokens"])
         load = Load(address, known, plan["clients"], plan["seed"], cancels=plan["cancels"])

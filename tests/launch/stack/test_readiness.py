@@ -35,7 +35,7 @@ def test_long_loading_is_said(
             role="verifier", pid=7, backend="mlx", model="m", state="starting", note=note,
             restarts=0,
         )  # fmt: skip
-        console.long_waits(status)
+        console.report_trouble(status)
     assert capsys.readouterr().err.count("verifier") == 1
 
 

@@ -17,7 +17,9 @@ from tests.support.tiny_models import write_endless_model
 
 pytestmark = pytest.mark.processes
 
-PROMPT = ">> "
+PROMPT = ">>"
+ENTERED = "\x1b[?2004l"
+"""What the editor sends when a line is complete: what follows is the program's."""
 # Makes it the controlling terminal, so that Ctrl-C becomes a signal.
 _IN_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
@@ -72,7 +74,9 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(run_dir: Path, tmp_path: Path) -> Iterator[Terminal]:
+def terminal(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    # Nobody at the other end of this terminal says where its cursor is.
+    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
     target, draft = (write_endless_model(tmp_path / name, "llama", seed=1) for name in "td")
     command = [sys.executable, "-m", "launch.cli", "chat", "-m", "100000", "--temp", "1"]
     command += ["--model", str(target), "--draft-model", str(draft), "--seed", "3"]
@@ -86,44 +90,65 @@ def terminal(run_dir: Path, tmp_path: Path) -> Iterator[Terminal]:
 
 
 def test_a_conversation_on_a_terminal(terminal: Terminal) -> None:
-    """Questions are answered; Ctrl-C stops an answer and not the program; keys do what h says."""
+    """Questions are answered; Ctrl-C stops an answer and not the program; commands have slashes."""
+    terminal.until("drafted by d (mlx); /help")
     terminal.until(PROMPT)
-    terminal.type("/stats\n")
+    terminal.type("/stats\r")
     terminal.until("nothing was answered yet")
     terminal.until(PROMPT)
-    terminal.type("hello\n")
-    terminal.until("hello\r\n")
+    terminal.type("h\r")  # a letter is a message like any other
+    terminal.until(ENTERED)
     terminal.more()
     terminal.type(CTRL_C)
     terminal.until("stopped")
     terminal.until(PROMPT)
     assert terminal.process.poll() is None
-    terminal.type("h\n")
+    terminal.type("/help\r")
     terminal.until("forget the conversation")
     terminal.until(PROMPT)
-    terminal.type("/draft\n")
+    terminal.type("/nothing\r")
+    terminal.until("there is no command /nothing")
+    terminal.until(PROMPT)
+    terminal.type("/draft\r")
     terminal.until("colours")
     terminal.until(PROMPT)
-    terminal.type("more\n")
+    terminal.type("more\r")
+    terminal.until(ENTERED)
     terminal.until("\x1b[3")  # green or yellow: drafted in time or not, but accepted
     terminal.type(CTRL_C)
     terminal.until("stopped")
     terminal.until(PROMPT)
-    terminal.type("r\n")
+    terminal.type("/reset\r")
     terminal.until("forgotten")
     terminal.until(PROMPT)
     terminal.type(CTRL_C)
-    terminal.until("q quits")
+    terminal.until("/quit ends")
     terminal.until(PROMPT)
-    terminal.type("q\n")
+    terminal.type("/quit\r")
     assert terminal.process.wait(DEADLINE_S) == 0
+
+
+def test_what_is_typed_ahead_waits_for_the_prompt(terminal: Terminal) -> None:
+    """It neither lands in the answer nor is lost."""
+    terminal.until(PROMPT)
+    terminal.type("hello\r")
+    terminal.until(ENTERED)
+    terminal.more()
+    terminal.type("/nonsuch")
+    terminal.more()
+    terminal.type(CTRL_C)
+    answer = terminal.until("stopped")
+    assert "/nonsuch" not in answer
+    terminal.until("/nonsuch")
+    terminal.type("\r")
+    terminal.until("there is no command /nonsuch")
 
 
 def test_a_terminal_that_closes_ends_the_program(terminal: Terminal) -> None:
     """SIGHUP and SIGTERM end it, also in the middle of an answer, with all processes."""
     terminal.until(PROMPT)
-    terminal.type("hello\n")
-    terminal.until("hello\r\n")
+    terminal.type("hello\r")
+    terminal.until(ENTERED)
     terminal.more()
     terminal.process.send_signal(signal.SIGTERM)
     assert terminal.process.wait(DEADLINE_S) == 130

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.terminal.demo import DemoAnswer, DemoResult, summarise
+from protocol.messages import Finished
 from tests.launch.terminal.test_explain import statistics
 from tests.support.stack import leftovers
 from tests.support.terminal import terminal
@@ -18,7 +19,9 @@ TIMEOUT_S = 120.0
 
 
 def answer(tokens: list[int], decode_s: float) -> DemoAnswer:
-    return DemoAnswer(tokens, statistics(tok_s=10 / decode_s, decode_s=decode_s))
+    figures = statistics(tok_s=10 / decode_s, decode_s=decode_s)
+    end = Finished(request=1, reason="length", prompt_tokens=3, statistics=figures)
+    return DemoAnswer(tokens, end)
 
 
 def test_times_as_fast_is_over_all_prompts() -> None:

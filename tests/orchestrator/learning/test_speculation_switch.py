@@ -165,6 +165,17 @@ def test_the_first_baseline_is_measured_early() -> None:
     assert pace.speculative_tok_s == pytest.approx(1e3 / 30.0)
 
 
+def test_a_recalled_speed_is_no_measurement() -> None:
+    """Plain decoding's speed of an earlier run decides, but is not reported as measured."""
+    earlier = SpeculationSwitch()
+    run(earlier, 1.5, 1.0, 60)
+    assert earlier.measured_plain_tok_s == earlier.plain_tok_s > 0.0
+    later = SpeculationSwitch()
+    later.restore(earlier.save())
+    assert later.plain_tok_s > 0.0
+    assert later.measured_plain_tok_s == 0.0
+
+
 def test_a_drafter_that_knows_nothing_is_known_soon() -> None:
     """Nothing is accepted: a trial ends after some rounds, though a round loses next to nothing."""
     pace = SpeculationSwitch()

@@ -1,0 +1,67 @@
+"""Reading what a person types: with an editor on a terminal, line by line from a pipe."""
+
+import contextlib
+import sys
+import termios
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+_CONTINUED = "\\"
+
+
+class LineEditor:
+    """Asks for messages, with history and editing; a message may have several lines.
+
+    On a terminal Alt-Enter begins a new line, and pasted text keeps its lines; everywhere a
+    line that ends with a backslash goes on.
+    """
+
+    def __init__(self) -> None:
+        self._session: PromptSession[str] | None = None
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            self._session = _open_session()
+
+    def ask(self, prompt: str) -> str:
+        """A message; raises EOFError at the end of the input."""
+        lines = [self._read(prompt)]
+        while lines[-1].endswith(_CONTINUED):
+            lines[-1] = lines[-1].removesuffix(_CONTINUED)
+            lines.append(self._read("." * (len(prompt) - 1) + " "))
+        return "\n".join(lines)
+
+    def _read(self, prompt: str) -> str:
+        return input(prompt) if self._session is None else self._session.prompt(prompt)
+
+
+def _open_session() -> "PromptSession[str]":
+    # Slow to import, and needed on a terminal only.
+    from prompt_toolkit import PromptSession  # noqa: PLC0415
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent  # noqa: PLC0415
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def insert_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return PromptSession(key_bindings=keys)
+
+
+@contextlib.contextmanager
+def typing_hidden() -> Iterator[None]:
+    """Inside, keys are not echoed into what is printed; they wait for the next question."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before: list[Any] = termios.tcgetattr(sys.stdin)
+    quiet = termios.tcgetattr(sys.stdin)
+    # Ctrl-C stays a signal, and does not throw away what was typed before it.
+    quiet[3] = quiet[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)

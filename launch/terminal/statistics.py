@@ -1,0 +1,128 @@
+"""The statistics of an answer, as `--stats` prints them, and notes that no reader should miss."""
+
+from collections.abc import Iterator
+
+import psutil
+from rich.table import Table
+
+from protocol.client.client import Client
+from protocol.messages import Finished, Generate, Origin, Statistics
+
+DRAFTER: tuple[Origin, ...] = ("hit", "miss")
+"""Where a drafter's own tokens come from; what is looked up is not its merit."""
+
+
+def statistics_table(
+    finished: Finished, tokens: int, *, memory: str = "", details: bool = False
+) -> Table:
+    """The statistics of one answer of `tokens` tokens; with `details`, of its rounds too."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    rows = list(_rows(finished, tokens))
+    if memory:
+        rows.append(("peak memory", memory))
+    if details:
+        rows += _details(finished.statistics)
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def count_accepted(s: Statistics, origins: tuple[Origin, ...]) -> tuple[int, int]:
+    """Draft tokens of these origins: how many were accepted, and how many were verified."""
+    known = [s.by_origin[origin] for origin in origins if origin in s.by_origin]
+    return sum(one.tokens - one.rounds for one in known), sum(one.drafted for one in known)
+
+
+def peak_memory(client: Client) -> str:
+    """The highest memory of the services so far, in words; empty where the system does not say."""
+    services = sorted(client.status().services, key=lambda service: service.role, reverse=True)
+    peaks = {service.role: _peak_bytes(service.pid) / 1e9 for service in services}
+    if not all(peaks.values()):
+        return ""
+    each = ", ".join(f"{role} {gigabytes:.2f}" for role, gigabytes in peaks.items())
+    return f"{sum(peaks.values()):.2f} GB ({each})"
+
+
+def _peak_bytes(pid: int) -> int:
+    """Resident memory of a process at its highest, where the system keeps it; else now's."""
+    try:
+        process = psutil.Process(pid)
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as lines:  # noqa: PTH123
+            peak = next((line for line in lines if line.startswith("VmHWM:")), "")
+        return 1024 * int(peak.split()[1]) if peak else process.memory_info().rss
+    except OSError:
+        return psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0
+
+
+def _rows(finished: Finished, tokens: int) -> Iterator[tuple[str, str]]:
+    s = finished.statistics
+    if s.emulated_cost:
+        yield "TARGET COST EMULATED", s.emulated_cost
+    yield "prompt", _describe_prompt(finished)
+    yield "answer", f"{tokens} tokens, {s.tok_s:.1f} tok/s ({s.decode_s:.2f} s)"
+    yield "first token", f"after {s.ttft_ms:.0f} ms"
+    if s.plain_tok_s and s.tok_s and s.drafted:
+        times = s.tok_s / s.plain_tok_s
+        yield "times plain", f"{times:.2f} (plain decoding: {s.plain_tok_s:.1f} tok/s, measured)"
+    accepted, drafted = count_accepted(s, DRAFTER)
+    yield "drafts", f"{_share(accepted, drafted)} accepted" if drafted else "none verified"
+    accepted, found = count_accepted(s, ("lookup",))
+    if found:
+        yield "prompt lookup", f"{_share(accepted, found)} accepted"
+    if s.rounds:
+        yield "tokens per round", f"{s.mean_acceptance_length:.2f} ({s.rounds} rounds)"
+    if prepared := s.cache_hits + s.cache_misses:
+        yield "cache hits", _share(s.cache_hits, prepared)
+    if s.overlap_ratio:
+        yield "drafting hidden", f"{s.overlap_ratio:.0%}"
+    if s.drafter_restarts or s.verifier_restarts:
+        yield "restarts", f"drafter {s.drafter_restarts}, verifier {s.verifier_restarts}"
+
+
+def _describe_prompt(finished: Finished) -> str:
+    text = f"{finished.prompt_tokens} tokens"
+    if finished.cached_tokens:
+        text += f", {finished.cached_tokens} of them cached"
+    computed = finished.prompt_tokens - finished.cached_tokens
+    if milliseconds := finished.statistics.phase_ms.get("prefill_verifier", 0.0):
+        text += f", {1e3 * computed / milliseconds:.1f} tok/s"
+    return text
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part} of {whole} ({part / whole:.2f})"
+
+
+def _details(s: Statistics) -> Iterator[tuple[str, str]]:
+    if s.predicted_tok_s:
+        yield "predicted", f"{s.predicted_tok_s:.1f} tok/s"
+    if s.per_position:
+        yield "by position", " ".join(f"{rate:.2f}" for rate in s.per_position)
+    names = sorted(s.phase_ms, key=_natural)
+    yield "per round, median ms", ", ".join(f"{name} {s.phase_ms[name]:.2f}" for name in names)
+    if s.plain_rounds:
+        yield "plain rounds", f"{s.plain_rounds} of {s.rounds}"
+    if s.fallbacks:
+        yield "without a ready draft", ", ".join(f"{k} {n}" for k, n in s.fallbacks.items())
+    if s.stale_trees:
+        yield "late messages", f"{s.stale_trees} of the drafter's were dropped"
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """`verify_10` after `verify_2`."""
+    word, _, number = name.rpartition("_")
+    return (word, int(number)) if number.isdecimal() else (name, 0)
+
+
+def notes(finished: Finished, request: Generate) -> Iterator[str]:
+    """What a reader of the answer must know, in sentences: that it was cut, or had no drafter."""
+    if finished.reason == "length":
+        yield f"stopped after {request.max_tokens} tokens (--max-tokens)"
+    elif finished.reason == "context":
+        yield "stopped: the model's context is full"
+    s = finished.statistics
+    missing = s.fallbacks.get("no_drafter", 0)
+    if missing and request.mode != "ar":
+        yield f"there was no drafter in {missing} of {s.rounds} rounds (`ssd logs` says why)"
