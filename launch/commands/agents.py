@@ -139,7 +139,7 @@ def _serve(settings: StackSettings) -> Iterator[Server]:
     private = replace(settings, http=True, port=0)
     with (
         console.stderr().status("loading the models") as status,
-        private_stack(private, console.long_waits) as supervisor,
+        private_stack(private, console.report_trouble) as supervisor,
     ):
         assert supervisor.listener is not None  # noqa: S101  # `http` is set
         server = _probe(supervisor.listener.url, settings.api_key)

@@ -9,6 +9,7 @@ import msgspec
 
 from launch.settings.flags import Option
 from launch.settings.settings import StackSettings, stack_settings
+from launch.terminal import console
 from launch.terminal.generate import new_seed
 from protocol.decoding.grammar import check_grammar, json_grammar
 from protocol.decoding.sampling_params import PRESETS, check_sampling, get_preset
@@ -265,6 +266,8 @@ def take_sampling(options: dict[str, Any]) -> Sampling:
         logits_options=_take_shape(options),
     )
     check_sampling(sampling)
+    if seed is None and sampling.temperature:
+        console.note(f"seed {sampling.seed}")
     return sampling
 
 
