@@ -7,7 +7,7 @@ service); wires, clocks and deaths are those of chance.
 
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from random import Random
 
 import msgspec
@@ -227,9 +227,11 @@ class Answering:
                 case ToDrafter(CloseSequence()) | ToVerifier() | PrecomputeVerify():
                     pass
                 case ToDrafter(message):
-                    self._work = self._drafter.handle(message)
+                    work = self._drafter.handle(message)
                     if isinstance(message, OpenSequence):
-                        list(self._work)
+                        list(work)
+                    else:  # its tokens count even if nothing comes of it
+                        self._work = chain([next(work, None)], work)
                 case Emit(tokens):
                     self.answer += tokens
 
