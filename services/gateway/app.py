@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ class Gateway:
         return Starlette(
             routes=self._routes(),
             middleware=middleware,
+            lifespan=self._run,
             exception_handlers={
                 ApiError: _on_api_error,
                 SsdError: _on_error,
@@ -95,6 +96,15 @@ class Gateway:
                 Exception: _on_surprise,
             },
         )
+
+    @contextlib.asynccontextmanager
+    async def _run(self, application: Starlette) -> AsyncIterator[None]:
+        """The application's life; the process that checks grammars ends with it."""
+        del application
+        try:
+            yield
+        finally:
+            self._grammars.close()
 
     def _routes(self) -> list[Route]:
         return [

@@ -17,7 +17,7 @@ from services.gateway.errors import invalid, refuse_value
 from services.gateway.reasoning import ThoughtLimit
 from services.gateway.template import ModelText
 from services.gateway.tools.calls import ToolFunction, call_grammar, close_objects
-from services.gateway.tools.generic import describe_tools
+from services.gateway.tools.generic import describe_tools, join_turns
 from services.gateway.transcript import AnswerFormat, Transcript, find_answer_format
 
 UNLIMITED = 2**31 - 1
@@ -178,6 +178,7 @@ class TaskPlanner:
         messages, tools = prompt.messages, [f.describe() for f in task.functions]
         if messages and not self._text.knows_tools:
             messages, tools = describe_tools(messages, task.functions), []
+        messages = self._fit_system(messages)
         try:
             return Generate(
                 request=1,
@@ -197,6 +198,19 @@ class TaskPlanner:
             )
         except msgspec.ValidationError as error:
             raise to_field_error(error) from error
+
+    def _fit_system(self, messages: list[ChatMessage]) -> list[ChatMessage]:
+        """System messages where the template takes them; elsewhere they are the user's."""
+        roles = [message.role for message in messages]
+        if "system" in roles[1:] and not self._text.accepts("user", "system", "user"):
+            late = [
+                replace(message, role="user") if message.role == "system" else message
+                for message in messages[1:]
+            ]
+            messages = join_turns([messages[0], *late])
+        if messages and messages[0].role == "system" and not self._text.accepts("system", "user"):
+            messages = join_turns([replace(messages[0], role="user"), *messages[1:]])
+        return messages
 
     def _template_options(self, task: Task, *, constrained: bool) -> dict[str, Any]:
         """The variables of the chat template, those about thinking included."""

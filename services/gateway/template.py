@@ -68,11 +68,19 @@ class ModelText:
 
         Empty if that cannot be found out.
         """
-        return _render_end(self.template, msgspec.json.encode(options, order="sorted"))
+        encoded = msgspec.json.encode(options, order="sorted")
+        return _render(self.template, ("user",), encoded).rpartition(_PROBE)[2]
+
+    def accepts(self, *roles: str) -> bool:
+        """Whether a conversation may have these roles, one after the other."""
+        if not self.template:
+            return True
+        return _render(self.template, roles, b"{}").count(_PROBE) == len(roles)
 
 
-@lru_cache(maxsize=64)
-def _render_end(template: str, options: bytes) -> str:
+@lru_cache(maxsize=256)
+def _render(template: str, roles: tuple[str, ...], options: bytes) -> str:
+    """A prompt in which each turn is the probe; empty if there is none."""
     if not template:
         return ""
     environment = ImmutableSandboxedEnvironment(
@@ -85,15 +93,15 @@ def _render_end(template: str, options: bytes) -> str:
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
         text = environment.from_string(template).render(
-            messages=[{"role": "user", "content": _PROBE}],
+            messages=[{"role": role, "content": _PROBE} for role in roles],
             add_generation_prompt=True,
             **msgspec.json.decode(options),
         )
     # A template is a program of the model's makers: anything may go wrong in it.
     except Exception as error:  # noqa: BLE001
-        _log.warning("the chat template cannot be rendered for a probe: %s", error)
+        _log.info("the chat template refuses the roles %s: %s", ", ".join(roles), error)
         return ""
-    return text.rpartition(_PROBE)[2]
+    return text
 
 
 def _raise_exception(message: str) -> None:

@@ -24,7 +24,7 @@ def describe_tools(
     messages: Sequence[ChatMessage], functions: Sequence[ToolFunction]
 ) -> list[ChatMessage]:
     """The conversation as text alone: with the functions, earlier calls and their results."""
-    plain = _join_turns([_flatten(message) for message in messages])
+    plain = join_turns([_flatten(message) for message in messages])
     if not functions:
         return plain
     lines = "\n".join(json.dumps(f.describe()["function"], ensure_ascii=False) for f in functions)
@@ -35,7 +35,7 @@ def describe_tools(
     return [ChatMessage("system", instructions), *plain]
 
 
-def _join_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+def join_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Neighbours of the user's are one message: many templates want the roles to alternate."""
     joined: list[ChatMessage] = []
     for message in messages:

@@ -172,3 +172,37 @@ def test_special_marks_are_asked_for(tmp_path: Path) -> None:
     plain = write_template(tmp_path, "x", ["<think>", "</think>"])
     assert not find_answer_format(ModelText(plain)).special_marks
     assert find_answer_format(ModelText(write_template(tmp_path, FINAL))).harmony
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system first') }}{% endif %}{{ m.content }}{% endfor %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+LENIENT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "roles"),
+    [
+        (LENIENT, ["system", "user", "system", "assistant", "user"]),
+        (STRICT, ["system", "user", "assistant", "user"]),
+        (NO_SYSTEM, ["user", "assistant", "user"]),
+    ],
+    ids=["anywhere", "first", "nowhere"],
+)
+def test_system_messages_go_where_a_template_takes_them(
+    tmp_path: Path, template: str, roles: list[str]
+) -> None:
+    """Agents send them in the middle of a conversation too; nothing of them is lost."""
+    given = [("system", "a"), ("user", "b"), ("system", "c"), ("assistant", "d"), ("user", "e")]
+    planner = TaskPlanner(ModelText(write_template(tmp_path, template)))
+    prompt = PromptInput(messages=[ChatMessage(role, text) for role, text in given])
+    [choice] = planner.plan(Task(prompts=[prompt], sampling=Sampling()))
+    messages = choice.request.messages
+    assert [message.role for message in messages] == roles
+    said = "".join(message.content for message in messages)
+    assert said.replace("\n", "") == "abcde"
