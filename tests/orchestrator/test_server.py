@@ -18,6 +18,8 @@ from protocol.messages import (
     DraftNow,
     DraftTree,
     Failed,
+    FeatureRequest,
+    Features,
     Finished,
     FromService,
     Generate,
@@ -28,6 +30,7 @@ from protocol.messages import (
     OpenSequence,
     Prefilled,
     Prepare,
+    ReadTarget,
     Rejected,
     ServiceDown,
     Status,
@@ -628,3 +631,55 @@ def test_condemned_until_it_is_dead(house: House) -> None:
     house.client(ServiceDown(role="verifier", pid=11, reason="killed", final=False))
     house.client(StatusRequest())
     assert house.told(b"c", Status)[-1].marked_for_kill == {}
+
+
+READS = FeatureRequest(layers=[1, 2])
+READER = msgspec.structs.replace(DRAFTER, pid=13, features=READS)
+STATES = Features(sequence=1, first=0, count=2, data=b"abcd")
+
+
+def test_what_a_drafter_reads_is_asked_for_whoever_comes_last() -> None:
+    """The verifier is asked once both are there, and again after a restart; a swap ends it."""
+    house = House()
+    house.service(b"d", READER)
+    house.service(b"v", VERIFIER)
+    assert house.told(b"v", ReadTarget) == [ReadTarget(features=READS)]
+    house.service(b"w", msgspec.structs.replace(VERIFIER, pid=14))
+    assert house.told(b"w", ReadTarget) == [ReadTarget(features=READS)]
+    house.service(b"e", msgspec.structs.replace(READER, pid=15))
+    house.service(b"f", msgspec.structs.replace(DRAFTER, pid=16))
+    house.service(b"g", msgspec.structs.replace(DRAFTER, pid=17))
+    wanted = [ReadTarget(features=READS), ReadTarget(features=READS), ReadTarget()]
+    assert house.told(b"w", ReadTarget) == wanted
+
+
+def test_a_drafter_that_reads_nothing_costs_nothing(house: House) -> None:
+    """No message more than without the feature, and stray states go no further."""
+    house.service(b"v", STATES)
+    assert house.told(b"v", ReadTarget) == []
+    assert house.told(b"d", Features) == []
+
+
+def test_states_go_to_the_drafter_as_they_came() -> None:
+    """Before the round that follows; from a drafter they are an invalid message."""
+    house = House()
+    house.service(b"v", VERIFIER)
+    house.service(b"d", READER)
+    house.service(b"v", STATES)
+    assert house.told(b"d", Features) == [STATES]
+    house.service(b"d", STATES)
+    house.client(StatusRequest())
+    assert 13 in house.told(b"c", Status)[-1].marked_for_kill
+
+
+def test_a_target_that_cannot_be_read_is_said() -> None:
+    """The status has the verifier's reason until another drafter comes."""
+    house = House()
+    house.service(b"v", VERIFIER)
+    house.service(b"d", READER)
+    house.service(b"v", Failed(sequence=0, error="no such layers"))
+    house.client(StatusRequest())
+    assert "no such layers" in " ".join(house.told(b"c", Status)[-1].degraded)
+    house.service(b"e", msgspec.structs.replace(DRAFTER, pid=16))
+    house.client(StatusRequest())
+    assert house.told(b"c", Status)[-1].degraded == []

@@ -1,0 +1,157 @@
+"""Drafters that read the target, in a stack: lossless, through swaps, deaths and networks."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import psutil
+import pytest
+
+from launch.settings.settings import StackSettings
+from launch.stack.control import ask_supervisor
+from protocol.messages import Done, Sampling, SwapDrafter, Tokens
+from services.mlx.loader import load
+from services.mlx.target_reader import (
+    ReaderDescription,
+    flat_parameters,
+    new_reader,
+    save_reader,
+)
+from tests.support.stack import DEADLINE_S, Answered, RunningStack, running
+from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.processes
+
+PROMPT = "the quick brown fox jumps over"
+WIDTH = 64
+"""Of the tiny target."""
+
+
+def write_reading(folder: Path, layers: list[int]) -> str:
+    """A drafter near the target, with a reader of random weights."""
+    write_tiny_model(folder, "llama", seed=1, noise=0.02)
+    mx.random.seed(3)
+    reader = new_reader(len(layers) * WIDTH, load(folder).module)
+    description = ReaderDescription(layers, WIDTH)
+    save_reader(folder, description, flat_parameters(reader), mx.float32)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    base = tmp_path_factory.mktemp("models")
+    return {
+        "target": str(write_tiny_model(base / "target", "llama", seed=1)),
+        "reads": write_reading(base / "reads", [0, 2]),
+        "unreadable": write_reading(base / "unreadable", [0, 40]),
+        "plain": str(write_tiny_model(base / "plain", "llama", seed=1, noise=0.02)),
+    }
+
+
+@pytest.fixture(scope="module")
+def stack(models: dict[str, str]) -> Iterator[RunningStack]:
+    settings = StackSettings(model=models["target"], draft_model=models["reads"])
+    with running(settings) as started:
+        started.warm_up()
+        yield started
+
+
+def plain(stack: RunningStack, sampling: Sampling) -> Tokens:
+    return stack.answer(PROMPT, mode="ar", sampling=sampling, max_tokens=40).tokens
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.8, seed=3),
+        Sampling(temperature=0.8, seed=4, draft_temperature=0.3),
+    ],
+    ids=["greedy", "T0.8", "draft-temperature"],
+)
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_tokens_are_those_of_plain_decoding(
+    stack: RunningStack, mode: str, sampling: Sampling
+) -> None:
+    """Whatever the drafter makes of what it reads, the answer is the target's."""
+    answer = stack.answer(
+        PROMPT,
+        mode=mode,
+        sampling=sampling,
+        max_tokens=40,
+        num_draft_tokens=3,  # type: ignore[arg-type]
+    )
+    assert answer.tokens == plain(stack, sampling)
+
+
+def test_a_drafter_that_dies_is_replaced_in_the_answer(stack: RunningStack) -> None:
+    """Its successor gets the states of what is there already, and the answer stays the same."""
+    victim = stack.pid("drafter")
+
+    def kill(tokens: int) -> None:
+        if tokens >= 8 and psutil.pid_exists(victim):
+            psutil.Process(victim).kill()
+
+    answer = stack.answer(PROMPT, max_tokens=40, num_draft_tokens=3, when=kill)
+    assert answer.tokens == plain(stack, Sampling())
+
+    def drafts_again() -> Answered:
+        return stack.answer(PROMPT, max_tokens=24, num_draft_tokens=3)
+
+    stack.until(lambda a: a.statistics.drafted > 0, "drafts again", drafts_again)
+    assert stack.pid("drafter") != victim
+
+
+def test_swaps_between_drafters_that_read_and_do_not(
+    stack: RunningStack, models: dict[str, str]
+) -> None:
+    """In the middle of an answer, to and fro; a drafter whose layers do not exist drafts, too."""
+    expected = plain(stack, Sampling())
+    for drafter in ("plain", "reads", "unreadable", "reads"):
+        swaps = iter([SwapDrafter(backend="mlx", model=models[drafter])])
+
+        def swap(tokens: int, swaps: Iterator[SwapDrafter] = swaps) -> None:
+            message = next(swaps, None) if tokens >= 6 else None
+            if message is not None:
+                name = stack.supervisor.run_dir.path.name
+                assert ask_supervisor(name, message, DEADLINE_S) == Done()
+
+        answer = stack.answer(PROMPT, max_tokens=40, num_draft_tokens=3, when=swap)
+        assert answer.tokens == expected
+        degraded = " ".join(stack.client.status().degraded)
+        assert ("without reading the target" in degraded) == (drafter == "unreadable")
+
+
+def test_states_reach_a_drafter_in_another_program(
+    stack: RunningStack, models: dict[str, str]
+) -> None:
+    """Through the relay too: read with random weights, they make the drafts worse."""
+    expected = plain(stack, Sampling())
+    rates = {}
+    for drafter in ("reads", "plain"):
+        server = ["draft-server", "--stdio", "--backend", "mlx", "--model", models[drafter]]
+        command = [sys.executable, "-m", "launch.cli", *server]
+        message = SwapDrafter(backend="stdio", command=command)
+        name = stack.supervisor.run_dir.path.name
+        assert ask_supervisor(name, message, DEADLINE_S) == Done()
+
+        def ask() -> Answered:
+            return stack.answer(PROMPT, mode="sd", max_tokens=40, num_draft_tokens=3)
+
+        answer = stack.until(lambda a: a.statistics.drafted >= 20, "drafts come in time", ask)
+        assert answer.tokens == expected
+        rates[drafter] = answer.statistics.acceptance_rate
+    assert rates["reads"] < rates["plain"]
+
+
+def test_a_verifier_that_dies_sends_states_again(stack: RunningStack) -> None:
+    """The answer goes on, and is the same."""
+    victim = stack.pid("verifier")
+
+    def kill(tokens: int) -> None:
+        if tokens >= 8 and psutil.pid_exists(victim):
+            psutil.Process(victim).kill()
+
+    answer = stack.answer(PROMPT, max_tokens=40, num_draft_tokens=3, when=kill)
+    assert answer.tokens == plain(stack, Sampling())
