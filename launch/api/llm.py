@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -27,12 +28,14 @@ from protocol.messages import (
 )
 from protocol.process.closeable import Closeable
 
+_log = logging.getLogger("ssd_decode")
+
 _AT_ONCE = 16
 """Requests that one call keeps at the stack; it decodes some of them and lets others wait."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One complete answer."""
+    """One complete answer; `answer["text"]` is `answer.text`, as other engines spell it."""
 
     text: str
     tokens: Tokens
@@ -45,6 +48,21 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[Logprobs] = []
     """One per token, if asked for."""
 
+    def __getitem__(self, name: str) -> Any:
+        """A field by its name; `token_ids` are the tokens."""
+        name = "tokens" if name == "token_ids" else name
+        if name not in self.__struct_fields__:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def summary(self) -> str:
+        """Speed and acceptance in a line."""
+        s = self.statistics
+        text = f"{len(self.tokens)} tokens, {s.tok_s:.1f} tok/s"
+        if s.drafted:
+            text += f", {s.accepted} of {s.drafted} draft tokens accepted"
+        return f"{text}, {s.rounds} rounds, ended by {self.finish_reason}"
+
 
 class LLM(Closeable):
     """A loaded pair. Use it as a context manager, or call `close`: it owns processes.
@@ -52,6 +70,9 @@ class LLM(Closeable):
     Args:
         model: target folder or hub name; the default pair's target if left out.
         draft_model: drafter folder or hub name.
+        draft: the same, as other engines spell it.
+        speculate_k: draft tokens per round of requests that do not set it; 0 leaves it to the
+            planner.
         settings: any other setting of a stack, as in `ssd.toml`.
 
     Raises:
@@ -72,11 +93,24 @@ class LLM(Closeable):
     2
     """
 
-    def __init__(self, model: str = "", draft_model: str = "", **settings: Any) -> None:
-        given = {"model": model, "draft_model": draft_model, **settings}
+    def __init__(
+        self,
+        model: str = "",
+        draft_model: str = "",
+        *,
+        draft: str = "",
+        speculate_k: int = 0,
+        **settings: Any,
+    ) -> None:
+        if draft and draft_model:
+            raise UsageError("draft and draft_model are the same setting: give one of them")
+        SamplingParams(num_draft_tokens=speculate_k)  # raises if it is out of range
+        self._num_draft_tokens = speculate_k
+        self._closed = False
+        given = {"model": model, "draft_model": draft_model or draft, **settings}
         flags = {key: value for key, value in given.items() if value != ""}
         self._exit = contextlib.ExitStack()
-        supervisor = self._exit.enter_context(private_stack(stack_settings(flags), _silent))
+        supervisor = self._exit.enter_context(private_stack(stack_settings(flags), _report_trouble))
         address = supervisor.run_dir.clients_address
         self._address = address
         self._numbers = itertools.count(1)
@@ -152,11 +186,18 @@ class LLM(Closeable):
     def _requests(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None
     ) -> list[Generate]:
+        if self._closed:
+            raise UsageError("this LLM is closed; make another one")
+        if not isinstance(params, SamplingParams | None):
+            raise UsageError(f"params must be SamplingParams(...), not {type(params).__name__}")
         chosen = params or SamplingParams()
+        if not chosen.num_draft_tokens and self._num_draft_tokens:
+            chosen = msgspec.structs.replace(chosen, num_draft_tokens=self._num_draft_tokens)
         return [chosen.request(next(self._numbers), prompt) for prompt in _several(prompts)]
 
     def close(self) -> None:
         """Stop all processes; safe to call twice."""
+        self._closed = True
         self._exit.close()
 
     async def __aenter__(self) -> Self:
@@ -215,5 +256,7 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Iterable[Prompt]:
     return [one for one in prompts if not isinstance(one, Mapping)]
 
 
-def _silent(status: ProcessStatus) -> None:
-    del status
+def _report_trouble(status: ProcessStatus) -> None:
+    """Python's logging shows warnings on stderr unless the program says otherwise."""
+    if status.state in {"died", "lost"}:
+        _log.warning("the %s %s (%s)", status.role, status.state, status.note)

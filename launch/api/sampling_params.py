@@ -7,9 +7,15 @@ import msgspec
 
 from launch.terminal.generate import new_seed
 from protocol.decoding.grammar import check_grammar, json_grammar
-from protocol.decoding.sampling_params import PresetName, check_sampling, get_preset
+from protocol.decoding.sampling_params import (
+    PRESETS,
+    PresetName,
+    check_sampling,
+    get_preset,
+)
 from protocol.errors import UsageError
 from protocol.messages import Acceptance, ChatMessage, Generate, LogitsOptions, Mode
+from protocol.validation import describe
 
 Prompt = str | Sequence[Mapping[str, str]]
 """A text, or a conversation: messages with `role` and `content`."""
@@ -58,9 +64,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     """Report each token's log-probability, and those of this many best ones."""
 
+    def __post_init__(self) -> None:
+        """Raises UsageError, naming the parameter, if a value is invalid."""
+        self.request(1, "")
+
     @classmethod
     def preset(cls, name: PresetName, **others: Any) -> Self:
         """Parameters for a purpose: default, greedy, creative or conservative."""
+        if name not in PRESETS:
+            raise UsageError(f"there is no preset {name!r}; known: {', '.join(PRESETS)}")
         return cls(**{**get_preset(name), **others})
 
     def request(self, number: int, prompt: Prompt) -> Generate:
@@ -82,7 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 Generate,
             )
         except msgspec.ValidationError as error:
-            raise UsageError(f"SamplingParams: {error}") from error
+            raise UsageError(f"SamplingParams: {_describe(error)}") from error
         check_sampling(request.sampling)
         if self.json_schema is not None:
             check_grammar(json_grammar(self.json_schema))
@@ -113,3 +125,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         }
         # Without a wish nothing is shaped, which costs the models nothing.
         return asked if msgspec.convert(asked, LogitsOptions) != LogitsOptions() else None
+
+
+_NAMES = {"draft_temperature": "draft_temp", "saguaro": "saguaro_c"}
+"""Parameters that the request has under another name."""
+
+
+def _describe(error: msgspec.ValidationError) -> str:
+    sentence = describe(error).removeprefix("sampling.").removeprefix("logits_options.")
+    name, space, rest = sentence.partition(" ")
+    return f"{_NAMES.get(name, name)}{space}{rest}"

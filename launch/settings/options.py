@@ -16,6 +16,7 @@ from protocol.decoding.sampling_params import PRESETS, check_sampling, get_prese
 from protocol.errors import UsageError
 from protocol.messages import Acceptance, LogitsOptions, Sampling
 from protocol.settings import BACKENDS, COMPUTE_UNITS, PREFILLS, RANK_BACKENDS, LogLevel
+from protocol.validation import describe
 
 _DEFAULTS = StackSettings()
 _MIB = 1024**2
@@ -54,7 +55,8 @@ def settings_from_flags(values: dict[str, Any], kind: type[S]) -> S:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise UsageError(str(error).replace("$.", "--").replace("_", "-")) from error
+        name, space, rest = describe(error).partition(" ")
+        raise UsageError(f"--{name.replace('_', '-')}{space}{rest}") from error
 
 
 def _group(name: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> Callable[[F], F]:

@@ -23,6 +23,7 @@ from protocol.settings import (
     Prefill,
     VerifierSettings,
 )
+from protocol.validation import describe
 
 BackendChoice = Literal["auto", "mlx", "coreml", "ngram", "stdio", "remote"]
 
@@ -172,7 +173,7 @@ def _convert(values: dict[str, Any], source: str) -> StackSettings:
     try:
         return msgspec.convert(values, StackSettings, strict=False)
     except msgspec.ValidationError as error:
-        reason = str(error).replace("Object contains unknown field", "unknown setting")
+        reason = describe(error).replace("there is no ", "unknown setting ")
         raise UsageError(f"{source}: {reason}") from error
 
 

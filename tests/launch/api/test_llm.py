@@ -140,20 +140,54 @@ def test_presets_are_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "word"),
+    ("values", "sentence"),
     [
-        (SamplingParams(top_p=2.0), "top_p"),
-        (SamplingParams(logprobs=21), "logprobs"),
-        (SamplingParams(frequency_penalty=3.0), "frequency_penalty"),
-        (SamplingParams(json_schema={"type": "colour"}), "schema"),
+        ({"temperature": -1}, "temperature must be at least 0"),
+        ({"top_p": 2.0}, "top_p must be at most 1"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"logprobs": 21}, "logprobs must be at most 20"),
+        ({"frequency_penalty": 3.0}, "frequency_penalty must be at most 2"),
+        ({"mode": "fast"}, "mode cannot be 'fast'"),
+        ({"draft_temp": -1.0}, "draft_temp must be at least 0"),
+        ({"json_schema": {"type": "colour"}}, "schema"),
     ],
-    ids=["top_p", "logprobs", "penalty", "schema"],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_values_out_of_range_are_refused(llm: LLM, params: SamplingParams, word: str) -> None:
-    """The field that is wrong is named, and the next request is served."""
-    with pytest.raises(UsageError, match=word):
-        llm.generate(["x", "y"], params)
-    assert len(llm.generate("x", SamplingParams(max_tokens=2))) == 1
+def test_values_out_of_range_are_refused(values: dict[str, Any], sentence: str) -> None:
+    """Where they are given, in words, with the parameter's name."""
+    with pytest.raises(UsageError, match=sentence):
+        SamplingParams(**values)
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    """With those that there are."""
+    with pytest.raises(UsageError, match="there is no preset 'wild'; known: default, "):
+        SamplingParams.preset(cast("Any", "wild"))
+
+
+def test_parameters_are_no_dictionary(llm: LLM) -> None:
+    """What other libraries take as a dict has a type here, and the error names it."""
+    with pytest.raises(UsageError, match=r"must be SamplingParams\(...\), not dict"):
+        llm.generate("x", cast("Any", {"max_tokens": 3}))
+
+
+def test_after_close_there_is_one_sentence() -> None:
+    """Not a wait for an orchestrator that is gone."""
+    closed = LLM.__new__(LLM)
+    closed._closed = True
+    for ask in (closed.generate, closed.stream, closed.astream):
+        with pytest.raises(UsageError, match="this LLM is closed"):
+            ask("x")
+
+
+def test_answers_read_as_those_of_other_engines(llm: LLM) -> None:
+    """`["text"]`, `["token_ids"]`, and a line that sums up."""
+    [answer] = llm.generate("hello", SamplingParams(max_tokens=4))
+    assert answer["text"] == answer.text
+    assert answer["token_ids"] == answer["tokens"] == answer.tokens
+    with pytest.raises(KeyError):
+        answer["words"]
+    assert answer.summary().startswith(f"{len(answer.tokens)} tokens, ")
 
 
 def test_the_examples_run(llm: LLM) -> None:

@@ -125,20 +125,20 @@ def test_every_setting_has_its_variable(
 def test_unknown_keys_in_the_file_are_refused() -> None:
     """A misspelt key is a UsageError that names the file and the key."""
     file("restart = 3")
-    with pytest.raises(UsageError, match=r"ssd\.toml: .*`restart`"):
+    with pytest.raises(UsageError, match=r"ssd\.toml: .*'restart'"):
         stack_settings({})
 
 
 def test_unknown_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A misspelt variable is a UsageError that names the environment and the key."""
     monkeypatch.setenv("SSD_MODLE", "x")
-    with pytest.raises(UsageError, match=r"the environment \(SSD_\*\): .*`modle`"):
+    with pytest.raises(UsageError, match=r"the environment \(SSD_\*\): .*'modle'"):
         stack_settings({})
 
 
 def test_unknown_flags_are_refused() -> None:
     """A key that the command line made up is a UsageError."""
-    with pytest.raises(UsageError, match="`modle`"):
+    with pytest.raises(UsageError, match="'modle'"):
         stack_settings({"modle": "x"})
 
 

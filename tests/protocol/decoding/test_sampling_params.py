@@ -37,15 +37,14 @@ def test_what_has_no_meaning_is_refused(sampling: Sampling, words: str) -> None:
     """A sentence says what is missing, on the command line and in Python."""
     with pytest.raises(UsageError, match=words):
         check_sampling(sampling)
-    params = SamplingParams(
-        temperature=sampling.temperature,
-        acceptance=sampling.acceptance,
-        draft_temp=sampling.draft_temperature,
-        draft_top_p=sampling.draft_top_p,
-        saguaro_c=sampling.saguaro,
-    )
     with pytest.raises(UsageError, match=words):
-        params.request(1, "hello")
+        SamplingParams(
+            temperature=sampling.temperature,
+            acceptance=sampling.acceptance,
+            draft_temp=sampling.draft_temperature,
+            draft_top_p=sampling.draft_top_p,
+            saguaro_c=sampling.saguaro,
+        )
 
 
 @pytest.mark.parametrize(
