@@ -6,9 +6,11 @@ from collections import Counter
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
 
 from launch.cli import cli
+from launch.settings.settings import StackSettings
 from tests.support.module_listing import LISTING, ROOT, modules
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -72,6 +74,14 @@ def anchors(page: Path) -> set[str]:
     text = _CODE.sub("", page.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+def test_settings_without_a_flag_stand_in_the_guide() -> None:
+    """What only a variable or ssd.toml can set is in the settings' page."""
+    page = (ROOT / "docs" / "guide" / "settings.md").read_text(encoding="utf-8")
+    flags = {parameter.name for parameter in cli.commands["launch"].params}
+    flagless = {field.name for field in msgspec.structs.fields(StackSettings)} - flags
+    assert [key for key in sorted(flagless) if f"| `{key}` |" not in page] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
