@@ -86,13 +86,16 @@ _NAMED = ("logit_bias",)
 
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}}
 
-_TOO_LONG = re.compile(r"the prompt has (?P<tokens>\d+) tokens\D+(?P<limit>\d+)")
+_TOO_LONG = re.compile(
+    r"the prompt has (?P<size>[\d,]+) (?P<unit>tokens|bytes)\D+(?P<limit>\d[\d,]*)"
+    r"(?P<knob> \(\w+\))?"
+)
 
 
 def find_prompt_length(why: str) -> int | None:
     """The tokens of a prompt that the orchestrator refused for its length, by its sentence."""
-    size = _TOO_LONG.search(why)
-    return int(size["tokens"]) if size else None
+    found = _TOO_LONG.search(why)
+    return int(found["size"]) if found and found["unit"] == "tokens" else None
 
 
 def refuse_value(param: str, why: str) -> ApiError:
@@ -110,15 +113,15 @@ def _refuse(why: str) -> ApiError:
 
     Clients shorten a conversation by themselves ("compact") on one code and two phrases.
     """
-    if size := _TOO_LONG.search(why):
-        tokens, limit = size["tokens"], size["limit"]
+    if found := _TOO_LONG.search(why):
+        size, unit, limit, knob = found["size"], found["unit"], found["limit"], found["knob"]
         return ApiError(
             400,
-            f"This model's maximum context length is {limit} tokens, but the prompt has {tokens}"
-            f" tokens{' (max_prompt_tokens)' if 'max_prompt_tokens' in why else ''}; shorten it",
+            f"This model's maximum context length is {limit} {unit}, but the prompt has {size}"
+            f" {unit}{knob or ''}; shorten it",
             code="context_length_exceeded",
             param="messages",
-            anthropic_message=f"prompt is too long: {tokens} tokens > {limit} maximum",
+            anthropic_message=f"prompt is too long: {size} {unit} > {limit} maximum",
         )
     param = next((field for field in _NAMED if why.startswith(f"{field}:")), None)
     return ApiError(400, why, code="invalid_value", param=param)
