@@ -99,7 +99,7 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The interpreter on the other machines; empty: the same path as here."""
     rank_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 32323
     """First port that the ranks use between machines; one more per rank."""
-    rank_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    rank_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
     """Silence after which a rank is lost and the group is started again."""
     emulate_target_cost: str = ""
     """For measurements: let the target cost what one of this size costs."""

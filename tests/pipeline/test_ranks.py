@@ -59,7 +59,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> StackSettings:
 @pytest.fixture(scope="module")
 def stack(pair: StackSettings) -> Iterator[RunningStack]:
     settings = msgspec.structs.replace(
-        pair, target_ranks=2, rank_timeout_s=1.5, restarts=50, prefill_step_size=16
+        pair, target_ranks=2, rank_timeout_s=4.0, restarts=50, prefill_step_size=16
     )
     with running(settings) as started:
         yield started
@@ -220,7 +220,7 @@ def over(pair: StackSettings, folder: Path, *names: str) -> StackSettings:
         free.bind(("127.0.0.1", 0))
         port = min(free.getsockname()[1], 65000)
     return msgspec.structs.replace(
-        pair, hosts=str(file), rank_port=port, rank_timeout_s=1.5, start_timeout_s=60.0
+        pair, hosts=str(file), rank_port=port, rank_timeout_s=4.0, start_timeout_s=60.0
     )
 
 
