@@ -97,7 +97,7 @@ def load_part(
 
 def wait_for_all(group: mx.distributed.Group) -> None:
     """Return when all ranks have come here."""
-    mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group, stream=mx.cpu))
+    mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group))
 
 
 def is_pipelined(module: Any) -> bool:

@@ -264,16 +264,19 @@ def test_a_host_that_cannot_take_part_is_named(
 
 
 @pytest.mark.usefixtures("run_dir")
-@pytest.mark.parametrize(("family", "split"), [("qwen2", "1,2"), ("moe", "")])
+@pytest.mark.parametrize(
+    ("family", "ranks", "split"), [("qwen2", 2, "1,2"), ("moe", 2, ""), ("llama", 3, "")]
+)
 def test_other_shardings_have_the_tokens_of_plain_decoding(
-    family: str, split: str, tmp_path: Path
+    family: str, ranks: int, split: str, tmp_path: Path
 ) -> None:
-    """Layers by rank, experts by rank: every mode agrees, also with a target of one process."""
-    target = write_tiny_model(tmp_path / "target", family, seed=1)
+    """Layers by rank, experts by rank, three ranks: all modes agree, and with one process."""
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3} if ranks == 3 else None
+    target = write_tiny_model(tmp_path / "target", family, seed=1, config=heads)
     alone = StackSettings(model=str(target), draft_backend="ngram")
     with running(alone) as stack:
         whole = ask(stack, "T0", "ar").tokens
-    with running(msgspec.structs.replace(alone, target_ranks=2, split=split)) as stack:
+    with running(msgspec.structs.replace(alone, target_ranks=ranks, split=split)) as stack:
         answers = [ask(stack, "T0", mode).tokens for mode in ("ar", "sd", "ssd")]
         drawn = [ask(stack, "T0.7", mode).tokens for mode in ("ar", "sd", "ssd")]
     assert answers == [whole] * 3
