@@ -110,8 +110,9 @@ def accepts(p: Distribution, q: Distribution, token: int, number: float) -> bool
 
 def residual_distribution(p: Distribution, q: Distribution) -> Distribution:
     """What the bonus token is drawn from after a rejection: what p has more of than q."""
-    drafted = np.zeros(1 + max(int(p.ids.max()), int(q.ids.max())))
-    drafted[q.ids] = q.probabilities
+    drafted = np.zeros(1 + int(p.ids.max()))
+    known = q.ids < drafted.size  # a drafter may send ids that no vocabulary has
+    drafted[q.ids[known]] = q.probabilities[known]
     rest = np.maximum(p.probabilities - drafted[p.ids], 0.0)
     total = rest.sum()
     # Without a rest, p and q differ by rounding alone, and p itself will do.

@@ -84,6 +84,7 @@ def is_valid_distribution(distribution: DraftDistribution, token: int) -> bool:
         return True  # not drawn, but named
     return (
         len(distribution.tokens) == len(distribution.probabilities) == len(set(distribution.tokens))
+        and all(0.0 <= probability <= 1.0 for probability in distribution.probabilities)
         and abs(sum(distribution.probabilities) - 1.0) < _SUM_TOLERANCE
         and token in distribution.tokens
         and distribution.probabilities[distribution.tokens.index(token)] > 0.0
