@@ -14,14 +14,16 @@ from protocol.decoding.vocabulary import read_vocabulary
 from protocol.messages import FromService, ToOrchestrator
 from protocol.process.child import run_child
 from protocol.settings import OrchestratorSettings
-from protocol.transport.channel import Hub
+from protocol.transport.channel import STRANGER_BYTES, Hub
 from protocol.transport.codec import Decoder
 
 
 def run(settings: OrchestratorSettings) -> None:
     """Bind the sockets and serve until SIGTERM."""
     folder = Path(settings.model)
-    services: Hub[FromService] = Hub(settings.services_address, Decoder(FromService))
+    services: Hub[FromService] = Hub(
+        settings.services_address, Decoder(FromService), stranger_bytes=STRANGER_BYTES
+    )
     clients: Hub[ToOrchestrator] = Hub(settings.clients_address, Decoder(ToOrchestrator))
     with services, clients:
         tokenizer = TargetTokenizer(folder)

@@ -241,6 +241,7 @@ class Orchestrator:
         if self._registry.is_outdated(peer):  # a swap's old drafter, that came back last
             self._services.send(peer.address, Stop())
             return
+        self._services.accept(peer.address)
         old = self._registry.add(peer)
         self.estimates.load_for(self._registry.peers)
         self._services.send(peer.address, Welcome())

@@ -24,10 +24,15 @@ MAX_PREPARED = 256
 MAX_ITEMS = 4096
 """Most turns of a conversation, stop strings, or whatever else a request lists."""
 
+MAX_ERROR = 4096
+"""Longest error of a service, in characters."""
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
 """Longest grammar: the models compile it in line with other work."""
 
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_TOKENS)]
+
+Name = Annotated[str, msgspec.Meta(max_length=4096)]
+"""The name of a model, a backend or a device; a model's may be a path."""
 
 END_OF_BRANCH = -1
 """Stands in `DraftTree.tokens` for a branch that has no further token."""
@@ -135,22 +140,22 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     protocol: int
     role: Role
     pid: int
-    backend: str
-    model: str
-    tokenizer_fingerprint: str
+    backend: Name
+    model: Name
+    tokenizer_fingerprint: Name
     """Hash of the token -> id map; empty for a backend that has no model."""
     vocabulary_size: int
     """Tokens in that map (not the padded height of the head); 0 without a model."""
     context_length: int
     """Tokens the model can attend to; 0 means any number."""
-    compute_unit: str
+    compute_unit: Name
     max_draft_tokens: int
     """Verifier: longest draft it can roll back (0: it decodes plainly). Drafter: deepest tree."""
     kv_tokens: int = 0
     """Verifier: tokens that the KV of all open sequences may hold together; 0 means any number."""
-    emulated_cost: str = ""
+    emulated_cost: Name = ""
     """Verifier: what was added to its model so that it costs more (measurements); else empty."""
-    rewinding: str = ""
+    rewinding: Name = ""
     """Verifier: the kinds of its model's layers, and how they go back after a rejected draft."""
     started_ns: int = 0
     """When its process began, by the machine's monotonic clock; 0 means unknown."""
@@ -202,8 +207,8 @@ class Failed(Message, frozen=True, tag="failed", kw_only=True):
     """Service -> orchestrator: the sequence could not be served; the process goes on."""
 
     sequence: int
-    error: str
-    detail: str = ""
+    error: Annotated[str, msgspec.Meta(max_length=MAX_ERROR)]
+    detail: Annotated[str, msgspec.Meta(max_length=MAX_ERROR)] = ""
 
 
 # ---------------------------------------------------------------- sequences, both services

@@ -17,7 +17,7 @@ from launch.stack.run_dir import RunDir
 from orchestrator.hang_detector import HangDetector
 from protocol.messages import Status, ToSupervisor
 from protocol.process.closeable import Closeable
-from protocol.transport.channel import Hub
+from protocol.transport.channel import STRANGER_BYTES, Hub
 from protocol.transport.codec import Decoder
 
 _ASK_S = 0.25
@@ -100,7 +100,9 @@ class SupervisorPost(Closeable):
     """Where the supervisor keeps watch: its door for commands, its line to the orchestrator."""
 
     def __init__(self, run_dir: RunDir, settings: StackSettings) -> None:
-        self.control: Hub[ToSupervisor] = Hub(run_dir.control_address, Decoder(ToSupervisor))
+        self.control: Hub[ToSupervisor] = Hub(
+            run_dir.control_address, Decoder(ToSupervisor), stranger_bytes=STRANGER_BYTES
+        )
         self.link = OrchestratorLink(run_dir.clients_address)
         self.watchdog = Watchdog(run_dir.clients_address, settings)
 

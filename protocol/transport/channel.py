@@ -33,6 +33,8 @@ _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 5000
 _RECONNECT_MS = 20
 """Between two looks for a local socket that is not there; a look costs next to nothing."""
+STRANGER_BYTES = 64 * 1024
+"""Enough for any introduction."""
 _QUEUE = 1000
 """Messages that may wait for one peer; beyond them, what is sent to it is dropped."""
 _LOOK_S = 1.0
@@ -165,10 +167,18 @@ class Hub(_Endpoint, Generic[Inbound]):
     """The bound end: many peers, told apart by `peer` bytes."""
 
     def __init__(
-        self, address: str, decoder: Decoder[Inbound], lock: ServerLock | None = None
+        self,
+        address: str,
+        decoder: Decoder[Inbound],
+        lock: ServerLock | None = None,
+        *,
+        stranger_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
+        """Bind; `stranger_bytes` is the largest message of a peer that was not accepted yet."""
         super().__init__(zmq.ROUTER, address, lock)
         self._decoder = decoder
+        self._stranger_bytes = stranger_bytes
+        self._accepted: set[bytes] = set()
         # Sending to a peer that is gone must be an error, not a silent drop.
         self._socket.router_mandatory = True
         self._address = address
@@ -194,6 +204,10 @@ class Hub(_Endpoint, Generic[Inbound]):
         if path != self._address and not Path(path).exists() and Path(path).parent.exists():
             with contextlib.suppress(zmq.ZMQError):  # the folder has just gone: in a second, then
                 self._socket.bind(self._address)
+
+    def accept(self, peer: bytes) -> None:
+        """This peer has introduced itself: its messages may be large from now on."""
+        self._accepted.add(peer)
 
     def send(self, peer: bytes, message: Message | bytes) -> bool:
         """Queue a message, which may be encoded already.
@@ -223,6 +237,11 @@ class Hub(_Endpoint, Generic[Inbound]):
         frame = self._socket.recv() if more else b""
         if self._socket.getsockopt(zmq.RCVMORE):
             return peer, self._too_many()
+        if len(frame) > self._stranger_bytes and peer not in self._accepted:
+            return peer, ProtocolError(
+                f"a message of {len(frame)} bytes before the handshake exceeds the limit of "
+                f"{self._stranger_bytes}"
+            )
         try:
             return peer, self._decoder.decode(frame)
         except ProtocolError as error:

@@ -14,6 +14,7 @@ import msgspec
 
 from protocol.errors import BackendLost, ModelError, ProtocolError
 from protocol.messages import (
+    MAX_ERROR,
     PROTOCOL_VERSION,
     CloseSequence,
     DraftTree,
@@ -119,7 +120,8 @@ def _step(job: Job, channel: Connection, inbox: Inbox, queue: WorkQueue, service
             "%s of sequence %d failed", type(message).__name__, message.sequence, extra=ids
         )
         queue.finish(job)
-        channel.send(Failed(sequence=message.sequence, error=f"{type(error).__name__}: {error}"))
+        sentence = f"{type(error).__name__}: {error}"[:MAX_ERROR]
+        channel.send(Failed(sequence=message.sequence, error=sentence))
         return
     if isinstance(answer, _Done):
         queue.finish(job)

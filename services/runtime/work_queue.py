@@ -1,5 +1,6 @@
 """What a service has to do: one line of messages per sequence, in turns between sequences."""
 
+import logging
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from protocol.errors import BackendLost
 from protocol.messages import (
     CloseSequence,
     DraftNow,
@@ -14,7 +16,10 @@ from protocol.messages import (
     OpenSequence,
     Prepare,
 )
+from protocol.process.logs import about
 from services.runtime.inbox import Work
+
+_log = logging.getLogger(__name__)
 
 
 class Service(Protocol):
@@ -43,6 +48,18 @@ class Job:
     message: Work
     answers: Generator[FromService | None] | None = None
 
+    def abandon(self) -> None:
+        """End the work; what it runs into at its end is its own, and others are served on."""
+        if self.answers is None:
+            return
+        try:
+            self.answers.close()
+        except BackendLost:
+            raise
+        except Exception:  # noqa: BLE001  # whatever one request leads to
+            number = self.message.sequence
+            _log.exception("abandoned work failed", extra=about(sequence=number))
+
 
 class WorkQueue:
     """Messages of one sequence in their order; between sequences, new ones first, then turns."""
@@ -64,7 +81,7 @@ class WorkQueue:
         line = self._lines.setdefault(message.sequence, deque())
         for job in [job for job in line if self._service.supersedes(message, job.message)]:
             if job.answers is not None:
-                job.answers.close()
+                job.abandon()
             else:
                 message = _with_news_of(job.message, message)
             line.remove(job)
@@ -82,8 +99,7 @@ class WorkQueue:
 
     def finish(self, job: Job) -> None:
         """The job is over."""
-        if job.answers is not None:
-            job.answers.close()
+        job.abandon()
         line = self._lines[job.message.sequence]
         line.remove(job)
         if not line:
@@ -93,8 +109,7 @@ class WorkQueue:
         """Drop everything; returns the sequences that were opened and not closed."""
         for line in self._lines.values():
             for job in line:
-                if job.answers is not None:
-                    job.answers.close()
+                job.abandon()
         self._lines.clear()
         return sorted(self._opened)
 

@@ -79,7 +79,11 @@ class FakeHub(Generic[Inbound]):
         self.inbox: deque[tuple[bytes, Message]] = deque()
         self.sent: list[tuple[bytes, Message]] = []
         self.gone: set[bytes] = set()
+        self.accepted: set[bytes] = set()
         self.dropped = 0
+
+    def accept(self, peer: bytes) -> None:
+        self.accepted.add(peer)
 
     def send(self, peer: bytes, message: Message | bytes) -> bool:
         if isinstance(message, bytes):

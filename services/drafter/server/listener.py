@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from protocol.errors import DeadlineExceeded, ProtocolError, StreamEnded
 from protocol.messages import FromService, Heartbeat, Identify, Rejected, ToDrafter, ToService
 from protocol.process.closeable import Closeable
-from protocol.transport.channel import Deadline, Hub
+from protocol.transport.channel import STRANGER_BYTES, Deadline, Hub
 from protocol.transport.codec import Decoder
 from protocol.transport.curve import KeyPair, ServerLock
 
@@ -36,7 +36,9 @@ class HostListener(Closeable):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         lock = ServerLock(keys, frozenset(trusted))
-        self._hub: Hub[ToService] = Hub(address, Decoder(ToDrafter), lock)
+        self._hub: Hub[ToService] = Hub(
+            address, Decoder(ToDrafter), lock, stranger_bytes=STRANGER_BYTES
+        )
         self._clock = clock
         self._host: bytes | None = None
         self._newcomer: bytes | None = None
@@ -114,9 +116,11 @@ class HostListener(Closeable):
             self._heard, self._timeout_s = self._clock(), _SILENCE_S
             self._next = message
         elif isinstance(message, Identify) and self._host is None:
+            self._hub.accept(peer)
             self._host, self._heard, self._timeout_s = peer, self._clock(), _FIRST_S
         elif isinstance(message, Identify) and not self._hub.send(self._host or b"", Heartbeat()):
             self._newcomer = peer
+            self._hub.accept(peer)
         elif isinstance(message, Identify):
             _log.info("another host was turned away")
             self._hub.send(peer, Rejected(_BUSY))

@@ -5,12 +5,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure
 from protocol.messages import (
+    PROTOCOL_VERSION,
     CloseSequence,
     Failed,
     FromService,
+    Hello,
     Prefilled,
     Rejected,
     Stop,
@@ -228,3 +231,40 @@ def test_deadlines_pass() -> None:
     assert 990.0 < future.remaining <= 1000.0
     assert past.passed
     assert past.remaining == 0.0
+
+
+def test_a_stranger_says_little(address: str) -> None:
+    """Who has not been accepted can send an introduction, and nothing that costs time to read."""
+    hub: Hub[FromService] = Hub(address, Decoder(FromService), stranger_bytes=300)
+    channel: Channel[ToService] = Channel(address, Decoder(ToService))
+    with hub, channel:
+        channel.send(Failed(sequence=1, error="x" * 400))
+        peer, error = received(hub)
+        assert isinstance(error, ProtocolError)
+        assert "before the handshake exceeds the limit of 300" in str(error)
+        channel.send(Failed(sequence=1, error="x"))
+        assert received(hub) == (peer, Failed(sequence=1, error="x"))
+        hub.accept(peer)
+        channel.send(Failed(sequence=1, error="x" * 400))
+        assert received(hub) == (peer, Failed(sequence=1, error="x" * 400))
+
+
+@pytest.mark.parametrize("field", ["backend", "model", "tokenizer_fingerprint", "compute_unit"])
+def test_names_are_bounded(field: str) -> None:
+    """They are shown to every client that asks for the status."""
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        role="drafter",
+        pid=1,
+        backend="b",
+        model="m",
+        tokenizer_fingerprint="",
+        vocabulary_size=0,
+        context_length=0,
+        compute_unit="cpu",
+        max_draft_tokens=8,
+    )
+    decoder: Decoder[FromService] = Decoder(FromService)
+    assert decoder.decode(encode(hello)) == hello
+    with pytest.raises(ProtocolError, match=field):
+        decoder.decode(encode(replace(hello, **{field: "x" * 5000})))
