@@ -17,7 +17,7 @@ from protocol.settings import ComputeUnits
 from services.coreml.functions import MASKED, PackageFunction
 from services.coreml.manifest import EMBEDDING, Manifest, read_manifest
 from services.coreml.runtime.blob import Array
-from services.coreml.runtime.executor import Executor, State, executor_of
+from services.coreml.runtime.executor import PackageExecutor, State, executor_of
 from services.sampling.candidates import Top
 
 Visible = npt.NDArray[np.bool_]
@@ -42,7 +42,7 @@ class Feed(NamedTuple):
 class ConvertedModel:
     """The model in a converted folder."""
 
-    def __init__(self, folder: Path, executor: Executor) -> None:
+    def __init__(self, folder: Path, executor: PackageExecutor) -> None:
         """Map the embedding; raises ModelError if the folder is incomplete."""
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)

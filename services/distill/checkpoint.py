@@ -45,7 +45,7 @@ class Position(msgspec.Struct, frozen=True):
     log: list[LogEntry] = []
 
 
-class Checkpoint(NamedTuple):
+class TrainingCheckpoint(NamedTuple):
     """Everything that training needs to go on."""
 
     weights: Weights
@@ -53,7 +53,7 @@ class Checkpoint(NamedTuple):
     position: Position
 
 
-def save(folder: Path, checkpoint: Checkpoint) -> None:
+def save(folder: Path, checkpoint: TrainingCheckpoint) -> None:
     """Write the checkpoint; raises RuntimeFailure if the disk refuses."""
     arrays = {
         **{f"weights/{name}": array for name, array in checkpoint.weights.items()},
@@ -69,7 +69,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
         raise RuntimeFailure(f"cannot write a checkpoint to {str(folder)!r}: {error}") from error
 
 
-def load(folder: Path) -> Checkpoint | None:
+def load(folder: Path) -> TrainingCheckpoint | None:
     """The last checkpoint, if there is one; raises UsageError if it is not readable."""
     path = folder / _NAME
     if not path.is_file():
@@ -85,4 +85,4 @@ def load(folder: Path) -> Checkpoint | None:
     for key, array in arrays.items():
         part, _, name = key.partition("/")
         parts[part][name] = array
-    return Checkpoint(parts["weights"], Moments(parts["first"], parts["second"]), position)
+    return TrainingCheckpoint(parts["weights"], Moments(parts["first"], parts["second"]), position)

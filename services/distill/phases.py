@@ -285,7 +285,7 @@ class _Facts(NamedTuple):
 def _report(
     settings: DistillSettings,
     plan: _Plan,
-    state: checkpoint.Checkpoint,
+    state: checkpoint.TrainingCheckpoint,
     facts: _Facts,
     verdict: tuple[Figures, Costs],
 ) -> card.DistillReport:

@@ -16,7 +16,7 @@ import numpy as np
 from protocol.errors import RuntimeFailure
 from protocol.jobs.distill import DistillProgress
 from protocol.settings import DistillSettings, Objective
-from services.distill.checkpoint import Checkpoint, LogEntry, Moments, Position
+from services.distill.checkpoint import LogEntry, Moments, Position, TrainingCheckpoint
 from services.distill.context import Blocks, Context, context_of, random_blocks
 from services.distill.data import Batch, Batches
 from services.distill.logits import TargetDistribution, Weights, begin, number
@@ -92,15 +92,18 @@ class Trainer:
         self._guess = self._compile(self._guess_tokens)
         self._measure = self._compile(self._measure_acceptance)
 
-    def start(self) -> Checkpoint:
+    def start(self) -> TrainingCheckpoint:
         """The state before the first step."""
         weights = self._student.weights
         zeros = {name: mx.zeros_like(array) for name, array in weights.items()}
-        return Checkpoint(weights, Moments(zeros, dict(zeros)), Position())
+        return TrainingCheckpoint(weights, Moments(zeros, dict(zeros)), Position())
 
     def run(
-        self, checkpoint: Checkpoint, control: RunControl, save: Callable[[Checkpoint], None]
-    ) -> Checkpoint:
+        self,
+        checkpoint: TrainingCheckpoint,
+        control: RunControl,
+        save: Callable[[TrainingCheckpoint], None],
+    ) -> TrainingCheckpoint:
         """Train until the budget is spent or the session stops; returns where it ended."""
         budget = Budget(self._settings.steps, 60 * self._settings.minutes)
         weights, moments, position = checkpoint
@@ -123,12 +126,12 @@ class Trainer:
                 losses = []
             control.say(self._progress(position, budget.share(position), losses))
             if clock.seconds() - saved > self._settings.checkpoint_s:
-                save(Checkpoint(weights, moments, position))
+                save(TrainingCheckpoint(weights, moments, position))
                 saved = clock.seconds()
         if pending is not None:
             losses.append(_finite(pending))
         position = Position(position.step, clock.seconds(), position.log)
-        done = Checkpoint(weights, moments, position)
+        done = TrainingCheckpoint(weights, moments, position)
         save(done)
         return done
 

@@ -16,7 +16,7 @@ State = Any
 """Keys and values of one sequence, in the executor's own form."""
 
 
-class Executor(Protocol):
+class PackageExecutor(Protocol):
     """Executes the packages of one converted model."""
 
     @property
@@ -45,17 +45,17 @@ class ReferenceExecutor:
         self._stateful = next((f.name for f in manifest.functions if f.stateful), "")
 
     def new_state(self, part: int) -> State:
-        """See `Executor`."""
+        """See `PackageExecutor`."""
         return self._programs[part].new_state(self._stateful)
 
     def run(
         self, part: int, function: str, inputs: dict[str, Array], state: State | None
     ) -> dict[str, Array]:
-        """See `Executor`."""
+        """See `PackageExecutor`."""
         return self._programs[part].run(function, inputs, {} if state is None else state)
 
 
-def executor_of(folder: Path, manifest: Manifest, units: ComputeUnits) -> Executor:
+def executor_of(folder: Path, manifest: Manifest, units: ComputeUnits) -> PackageExecutor:
     """The executor for these units; `auto` is the Neural Engine on macOS, else the reference.
 
     Raises:

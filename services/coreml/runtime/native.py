@@ -82,14 +82,14 @@ class NativeExecutor:
         return model
 
     def new_state(self, part: int) -> Any:
-        """See `Executor`; functions of equal states share one."""
+        """See `PackageExecutor`; functions of equal states share one."""
         with within(_CALL_S):
             return self._models[part]["decode"].make_state()
 
     def run(
         self, part: int, function: str, inputs: dict[str, Array], state: Any | None
     ) -> dict[str, Array]:
-        """See `Executor`."""
+        """See `PackageExecutor`."""
         model = self._models[part][function]
         with within(_CALL_S):
             found = model.predict(inputs) if state is None else model.predict(inputs, state)
