@@ -4,6 +4,7 @@ import html
 from collections.abc import Iterable
 from pathlib import Path
 
+from launch.bench.headline import headline, speeds_by_prompt, total_seconds
 from launch.bench.plots import costs, guesses, predictions, speeds, timeline
 from launch.bench.result import BenchFile, ModeSummary
 from launch.bench.runs import verdict
@@ -46,6 +47,7 @@ def write(result: BenchFile, path: Path) -> None:
     parts = [
         _head(result),
         _section("How fast", _speeds(result)),
+        _section("Prompt by prompt", _prompts(result)),
         _section("How well it guesses", _guesses(result)),
         _section("Who works when", _timeline(result)),
         _section("What it costs here, and what was predicted", _profile(result)),
@@ -80,8 +82,8 @@ def _head(result: BenchFile) -> str:
             f"in full and change nothing ({_e(result.config.emulated_cost)}). Acceptance is that "
             "of the small pair.</div>"
         )
-    best = _headline(result)
-    found += f"<p class=headline>{best}</p>" if best else ""
+    for sentence in headline(result):
+        found += f"<p class=headline>{_e(sentence)}</p>"
     kind = {True: "good", False: "bad", None: "note"}[result.checks.lossless]
     if result.checks.lossless is False:
         said = f"NOT LOSSLESS: {len(result.checks.divergences)} answers differ from plain decoding."
@@ -93,20 +95,6 @@ def _head(result: BenchFile) -> str:
 def _units(result: BenchFile) -> str:
     units = [f"{role} on {unit}" for role, unit in result.hardware.units.items()]
     return ", ".join([*result.hardware.gpus, *units])
-
-
-def _headline(result: BenchFile) -> str:
-    faster = {
-        mode: s
-        for mode, s in result.summary.items()
-        if s.speedup_vs_ar is not None and s.acceptance_rate is not None
-    }
-    if not faster:
-        return ""
-    best, s = max(faster.items(), key=lambda item: item[1].speedup_vs_ar or 0.0)
-    interval = f" (95 %: {s.ci95.low:.2f} to {s.ci95.high:.2f})" if s.ci95 else ""
-    times = f"<b>{s.speedup_vs_ar:.2f} times plain decoding</b>{interval}"
-    return f"Fastest: <b>{_e(best)}</b> with {s.median:.1f} tokens per second, {times}."
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]], kind: str = "") -> str:
@@ -139,6 +127,19 @@ def _row(s: ModeSummary) -> list[str]:
     ratio = "-" if s.speedup_vs_ar is None else f"{s.speedup_vs_ar:.2f}"
     texts = ["-" if share is None else f"{share:.2f}" for share in shares]
     return [f"{s.median:.1f}", quartiles, ratio, interval, f"{s.ttft_ms:.0f}", *texts]
+
+
+def _prompts(result: BenchFile) -> str:
+    if not result.runs:
+        return ""
+    modes = list(dict.fromkeys(run.mode for run in result.runs))
+    rows = [
+        (name, *(f"{speeds[mode]:.1f}" if mode in speeds else "-" for mode in modes))
+        for name, speeds in speeds_by_prompt(result.runs).items()
+    ]
+    totals = total_seconds(result.runs)
+    rows.append(("total time, s", *(f"{totals[mode]:.1f}" for mode in modes)))
+    return _table(("tok/s", *modes), rows)
 
 
 def _guesses(result: BenchFile) -> str:

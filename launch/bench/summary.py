@@ -46,7 +46,7 @@ def categories(runs: Sequence[BenchRun]) -> dict[str, dict[str, ModeSummary]]:
 
 
 def summarise(runs: Sequence[BenchRun], plain: Sequence[BenchRun]) -> ModeSummary:
-    """The figures of one mode; `stdout` are the runs of plain decoding, possibly the same."""
+    """The figures of one mode; `plain` are the runs of plain decoding, possibly the same."""
     speeds = [run.decode_tps for run in runs]
     low, _, high = quantiles(speeds, n=4) if len(speeds) > 1 else (speeds[0],) * 3
     ratios = _ratios(runs, plain)

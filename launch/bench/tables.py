@@ -2,6 +2,7 @@
 
 from rich.table import Table
 
+from launch.bench.headline import speeds_by_prompt, total_seconds
 from launch.bench.result import BenchFile, ModeSummary, Overlap, Profile
 
 
@@ -50,6 +51,18 @@ LEGEND = (
     "interval; accept: draft tokens accepted; len: tokens per round; hits: outcomes prepared in "
     "time; eff.: tok/s over Theorem 7's bound"
 )
+
+
+def prompts(result: BenchFile) -> Table:
+    """A row per prompt with its speed in each mode, and the total time of each mode."""
+    modes = list(dict.fromkeys(run.mode for run in result.runs))
+    table = _empty("tok/s by prompt", *modes)
+    for name, speeds in speeds_by_prompt(result.runs).items():
+        cells = (speeds.get(mode) for mode in modes)
+        table.add_row(name, *("-" if cell is None else f"{cell:.1f}" for cell in cells))
+    totals = total_seconds(result.runs)
+    table.add_row("total time, s", *(f"{totals[mode]:.1f}" for mode in modes), style="bold")
+    return table
 
 
 def phases(result: BenchFile) -> Table:

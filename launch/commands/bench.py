@@ -10,12 +10,13 @@ import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from launch.bench import tables
+from launch.bench.headline import headline
 from launch.bench.result import BenchFile
 from launch.bench.run import BenchConfig, measure
 from launch.bench.runs import require_lossless, verdict
 from launch.bench.variant import NAMES, default_modes, parse_all, require_draft_model
 from launch.models.pair import pair_of
-from launch.prompts import chosen_prompts
+from launch.prompts import Prompt, chosen_prompts
 from launch.settings.flags import Command
 from launch.settings.options import sampling_options, settings_of, stack_options, take_sampling
 from launch.terminal import console
@@ -33,6 +34,7 @@ from protocol.version import install_hint
     type=click.Path(path_type=Path),
     help="JSONL file: id, prompt, category; else ten built-in ones.",
 )
+@click.option("--prompt", multiple=True, help="Use this prompt; may be repeated.")
 @click.option(
     "--limit",
     type=click.IntRange(min=0),
@@ -44,7 +46,7 @@ from protocol.version import install_hint
 @click.option(
     "--modes",
     show_default=",".join(NAMES),
-    help="Knobs may be fixed, as in ssd:k=4:b=16, ssd:uniform, ssd:rejection, "
+    help="all, or a list. Knobs may be fixed, as in ssd:k=4:b=16, ssd:uniform, ssd:rejection, "
     "ssd:drafter=MODEL, mlx-lm-draft:k=5.",
 )
 @click.option("--profile", is_flag=True, help="Only predict the gain here, in half a minute.")
@@ -70,6 +72,8 @@ def command(**options: Any) -> None:  # fmt: skip
     if write is not None and report is not None:
         write(result, report)
     _show(result)
+    for sentence in headline(result):
+        console.stdout().print(sentence, style="bold", markup=False)
     require_lossless(result.checks)
     if config.runs:
         console.stdout().print(verdict(result.checks), markup=False)
@@ -86,6 +90,8 @@ def _writer() -> Callable[[BenchFile, Path], None]:
 
 def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
     modes = options.pop("modes")
+    if modes == "all":
+        modes = ",".join(NAMES)
     variants = parse_all(modes or ",".join(NAMES))
     alone = {name: options.pop(name) for name in ("profile", "overlap")}
     sampling = take_sampling(options)
@@ -97,9 +103,13 @@ def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
     for variant in variants:
         for sampling in samplings:
             variant.sampling(sampling)
-    prompts = options.pop("prompts")
+    prompts, texts = options.pop("prompts"), options.pop("prompt")
+    if prompts is not None and texts:
+        raise UsageError("give either --prompt or --prompts")
     wanted = {name: options.pop(name) for name in ("max_tokens", "repeats")}
     chosen = chosen_prompts(prompts, options.pop("limit"))
+    if texts:
+        chosen = [Prompt(text, id=number) for number, text in enumerate(texts, start=1)]
     # The KV of an earlier mode's run would make every later one's first token come sooner.
     options["prompt_cache_size"] = options["prompt_cache_size"] or 0
     settings = settings_of(**options)
@@ -118,7 +128,7 @@ def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
         variants=variants,
         samplings=samplings,
         prompts=chosen,
-        source=str(prompts or "our own ten"),
+        source="--prompt" if texts else str(prompts or "our own ten"),
         profile=alone["profile"] or everything,
         overlap=alone["overlap"] or everything,
         runs=not only,
@@ -162,6 +172,7 @@ def _show(result: BenchFile) -> None:
     if result.runs:
         out.print(tables.speeds(result))
         out.print(tables.LEGEND, markup=False)
+        out.print(tables.prompts(result))
         out.print(tables.phases(result))
         out.print(tables.memory(result), markup=False)
         cold = result.cold_start

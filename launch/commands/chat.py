@@ -10,6 +10,7 @@ from launch.stack.run_dir import DEFAULT_NAME
 from launch.stack.session import session
 from launch.terminal import console
 from launch.terminal.chat import Chat
+from launch.terminal.generate import UNLIMITED
 from protocol.messages import Generate
 
 
@@ -17,7 +18,8 @@ from protocol.messages import Generate
 @stack_options()
 @sampling_options()
 @click.option("--system-prompt", default="", help="System prompt.")
-@click.option("-m", "--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True)
+@click.option("-m", "--max-tokens", type=click.IntRange(min=0), default=1024, show_default=True,
+              help="Longest answer in tokens; 0: no limit but the context.")  # fmt: skip
 @click.option("--mode", type=click.Choice(["ar", "sd", "ssd"]), default="ssd", show_default=True)
 @click.option(
     "--num-draft-tokens",
@@ -33,7 +35,7 @@ def command(**options: Any) -> None:
     template = Generate(
         request=0,
         sampling=take_sampling(options),
-        max_tokens=options.pop("max_tokens"),
+        max_tokens=options.pop("max_tokens") or UNLIMITED,
         mode=options.pop("mode"),
         num_draft_tokens=options.pop("num_draft_tokens"),
     )

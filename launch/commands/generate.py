@@ -34,10 +34,10 @@ _speculation = partial(click.option, cls=Option, group="Speculation")
 @_prompt(
     "-m",
     "--max-tokens",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=0),
     default=256,
     show_default=True,
-    help="Longest answer in tokens.",
+    help="Longest answer in tokens; 0: no limit but the context.",
 )
 @_prompt("--stop", multiple=True, help="End before this text (repeatable).")
 @sampling_options()
@@ -108,7 +108,7 @@ def _answer_options(options: dict[str, Any], *, details: bool) -> generate.Optio
     template = Generate(
         request=0,
         sampling=sampling,
-        max_tokens=options.pop("max_tokens"),
+        max_tokens=options.pop("max_tokens") or generate.UNLIMITED,
         stop=list(options.pop("stop")),
         mode=options.pop("mode"),
         num_draft_tokens=options.pop("num_draft_tokens"),

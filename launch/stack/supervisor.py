@@ -104,7 +104,7 @@ class Supervisor:
             self._spawn(role)
         if self.listener is not None:
             self._spawn("gateway")
-        self._starting |= await_ready(
+        missing = await_ready(
             self.run_dir.clients_address,
             self._children,
             self._settings.start_timeout_s,
@@ -112,6 +112,9 @@ class Supervisor:
             listener=self.listener,
             optional=frozenset({"drafter"} if self._pair.server else ()),
         )
+        self._starting |= missing
+        for role in missing:
+            self._report_state(role, "starting", "not there yet; until it is, decoding is plain")
         self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._watcher.start()
         # Last: who sees the description may stop us.

@@ -35,6 +35,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Where to write who did what when."""
 
 
+UNLIMITED = 2**31 - 1
+"""Tokens that no context holds: what `--max-tokens 0` stands for."""
+
+
 def new_seed() -> int:
     """A seed for sampling when the user gives none; it is reported, so runs can be repeated."""
     return secrets.randbits(31)
