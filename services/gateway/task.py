@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args
 import msgspec
 from msgspec.structs import replace
 
-from protocol.decoding.grammar import json_grammar
+from protocol.decoding.grammar import MAX_GRAMMAR_BYTES, json_grammar
 from protocol.decoding.sampling_params import check_sampling
-from protocol.errors import RuntimeFailure
+from protocol.errors import RuntimeFailure, UsageError
 from protocol.messages import ChatMessage, Finished, Generate, LogitsOptions, Sampling, Tokens
 from services.gateway.body import check_free_form, to_field_error
 from services.gateway.errors import invalid, refuse_value
@@ -117,6 +117,7 @@ class TaskPlanner:
             ApiError: it cannot be honoured.
         """
         grammar = _make_grammar(task)
+        _check_size(grammar)
         options = self._template_options(task, constrained=bool(grammar))
         opened = bool(task.prompts[0].messages) and self._opens_thought(options)
         sampling = _add_grammar(task.sampling, grammar)
@@ -245,6 +246,16 @@ def _make_grammar(task: Task) -> str:
     check_free_form(task.schema, "the schema")
     schema = {key: value for key, value in task.schema.items() if key != "x-guidance"}
     return json_grammar(close_objects(schema))
+
+
+def _check_size(grammar: str) -> None:
+    """Raises UsageError if a grammar is too large to be sent."""
+    size = len(grammar.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise UsageError(
+            f"the answer's grammar or schema has {size} bytes; at most {MAX_GRAMMAR_BYTES} are "
+            "taken: shorten it, descriptions first"
+        )
 
 
 def _add_grammar(sampling: Sampling, grammar: str) -> Sampling:
