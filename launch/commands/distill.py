@@ -66,7 +66,7 @@ def _numbers(kind: type) -> Any:
 @click.option("--tapped-layers", callback=_numbers(int), help="Layers of the target to read.")
 @_option("--objective", "Loss of the last part of training.", click.Choice(OBJECTIVES))
 @_option("--finish", "Share of the training that has this loss; before: cross-entropy.")
-@_option("--loss-temperature", "Temperature of both laws in the loss.")
+@_option("--loss-temperature", "Temperature of both distributions in the loss.")
 @_option("--user-weight", "Weight of the user's tokens in the loss.")
 @_option("--on-policy", "Share of answer tokens replaced by the drafter's guess.")
 @_option("--batch", "Sequences per training step; 0: 64 on CUDA, 8 on Metal, 4 on a CPU.")

@@ -56,9 +56,10 @@ class FeatureLog:
         new.trim(length)
         return new
 
-    def blocks(self, most: int) -> list[tuple[int, Rows]]:
-        """All rows as (first position, rows), at most so many to a block."""
+    def blocks(self, most_bytes: int) -> list[tuple[int, Rows]]:
+        """All rows as (first position, rows), at most so many bytes to a block, but a row."""
         if not self._parts:
             return []
         rows = np.concatenate(self._parts)
-        return [(self.first + i, rows[i : i + most]) for i in range(0, len(rows), most)]
+        step = max(1, most_bytes // rows[0].nbytes)
+        return [(self.first + i, rows[i : i + step]) for i in range(0, len(rows), step)]

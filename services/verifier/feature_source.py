@@ -13,8 +13,8 @@ from protocol.messages import FeatureRequest, Features, Tokens
 from services.mlx.taps import Taps
 from services.verifier.feature_log import FeatureLog, Rows
 
-_ROWS = 512
-"""Most positions of a message."""
+_BYTES = 1 << 20
+"""Of a message, unless a single position has more."""
 _KEPT = 4
 """Most sequences whose states are kept when they are over."""
 
@@ -106,7 +106,7 @@ class FeatureSource:
         log = sequence.features
         if log is None or log.request != self.request:
             return
-        for first, rows in log.blocks(_ROWS):
+        for first, rows in log.blocks(_BYTES):
             yield message_of(number, first, rows)
 
 

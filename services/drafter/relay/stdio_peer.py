@@ -1,11 +1,14 @@
 """A program on pipes, as a relay's peer."""
 
 from protocol.errors import ProtocolError
-from protocol.messages import FromDrafter, ToService
+from protocol.messages import Features, FromDrafter, ToService
 from protocol.transport.channel import Poller
 from protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
 from protocol.transport.pipes import PipeChannel, writable, write_some
 from services.drafter.relay.process import DrafterProcess
+
+_MOST_STATES = MAX_MESSAGE_BYTES // 2
+"""Bytes that a program has not read yet, beyond which the target's states are not for it."""
 
 
 class StdioPeer:
@@ -45,7 +48,9 @@ class StdioPeer:
         return self._stream.receive(timeout_s, what)
 
     def post(self, message: ToService) -> None:
-        """Queue a message."""
+        """Queue a message; states of the target are left out where much is queued already."""
+        if isinstance(message, Features) and len(self._unsent) > _MOST_STATES:
+            return
         self._unsent += encode(message)
         if len(self._unsent) > MAX_MESSAGE_BYTES:
             raise ProtocolError("it does not read what it is sent")
