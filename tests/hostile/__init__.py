@@ -1,0 +1,1 @@
+"""Hostile requests and drafters, beside clients that must not notice them."""
