@@ -136,7 +136,7 @@ class StoreTwins:
         for change in changes:
             match change:
                 case Fork(number=number, parent=parent, length=length):
-                    self._stores[number] = self._store(parent).fork(length)
+                    self._stores[number] = self.store(parent).fork(length)
                 case Drop(number=number):
                     self._stores.pop(number, None)
 
@@ -144,7 +144,7 @@ class StoreTwins:
         """The caches for a pass over these parts, with room for them."""
         stores = []
         for part in parts:
-            store = self._store(part.number)
+            store = self.store(part.number)
             if part.start > store.length:
                 raise ProtocolError(
                     f"rank 0 has {part.start} tokens of store {part.number}, "
@@ -155,7 +155,8 @@ class StoreTwins:
             stores.append(store)
         return stores[0].caches if len(stores) == 1 else pack_caches(stores)
 
-    def _store(self, number: int) -> KVStore:
+    def store(self, number: int) -> KVStore:
+        """The twin of this store; an empty one for a number that had no pass yet."""
         if number not in self._stores:
             self._stores[number] = KVStore(self._windows, bucketed=self._bucketed)
         return self._stores[number]
