@@ -459,6 +459,8 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     special_text: bool = False
     """Whether special tokens are text too, stop tokens aside: some models mark thoughts or
     calls of tools by them."""
+    is_background: bool = False
+    """Whether requests that are not may go before it: nobody waits for its answer."""
     count_only: bool = False
     """Only count the prompt's tokens: Finished comes at once, without an answer."""
     choose_saguaro: bool = False

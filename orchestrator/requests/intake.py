@@ -122,11 +122,12 @@ class Intake:
             peer, message, prompt, context_length=self.context_length, now=now
         )
         request.digest = digest
+        request.is_background = message.is_background
         if message.count_only:
             for answer in request.last_messages("length", ""):
                 self._clients.send(peer, answer)
             return
-        self._queue.waiting.append(request)
+        self._queue.add(request)
         self._on_admitted()
 
     def _reject(self, peer: bytes, message: Generate, reason: str, kind: RejectedKind) -> None:

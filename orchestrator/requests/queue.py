@@ -10,7 +10,10 @@ from protocol.messages import WindowStats
 
 
 class RequestQueue:
-    """First come, first served: no request overtakes another, so none starves."""
+    """First come, first served: no request overtakes another, so none starves.
+
+    Only background requests are overtaken, by all others.
+    """
 
     def __init__(self, most: int, most_waiting: int) -> None:
         self._most = most
@@ -19,6 +22,13 @@ class RequestQueue:
         """By the number of their sequence."""
         self.waiting: deque[Request] = deque()
         self._window = StatsWindow()
+
+    def add(self, request: Request) -> None:
+        """Put a request in line: at its end, or before the background requests there."""
+        first = len(self.waiting)
+        if not request.is_background:
+            first = sum(not other.is_background for other in self.waiting)
+        self.waiting.insert(first, request)
 
     def is_full(self, arriving: int = 0) -> bool:
         """Whether as many wait as may, `arriving` others included."""

@@ -49,6 +49,8 @@ class Request:
     """A stop string is complete; what the round in flight adds is not part of the answer."""
     is_unreachable: bool = False
     """A message did not reach the client, who will ask again."""
+    is_background: bool = False
+    """Others may go before it."""
     is_over: bool = False
     """Its client got the last message."""
     open_at: set[Role] = field(default_factory=set)

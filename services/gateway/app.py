@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -128,7 +129,11 @@ class Gateway:
 
         async def answer(request: Request) -> Response:
             body = await read_body(request, self._settings.max_body_bytes)
-            return await self._answer(request, read(body, self._settings))
+            reading = read(body, self._settings)
+            if request.headers.get("x-priority", "").lower() == "background":
+                task = dataclasses.replace(reading.task, is_background=True)
+                reading = reading._replace(task=task)
+            return await self._answer(request, reading)
 
         return answer
 

@@ -76,6 +76,8 @@ class Task:
     num_draft_tokens: int = 0
     choose_saguaro: bool = False
     stream: bool = False
+    is_background: bool = False
+    """Whether requests of others may go before it."""
     unknown: list[str] = field(default_factory=list)
     """Fields that were left out."""
 
@@ -195,6 +197,7 @@ class TaskPlanner:
                 stop=task.stop,
                 mode="ar" if task.plain else "ssd",
                 num_draft_tokens=task.num_draft_tokens,
+                is_background=task.is_background,
                 choose_saguaro=task.choose_saguaro,
             )
         except msgspec.ValidationError as error:

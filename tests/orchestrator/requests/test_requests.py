@@ -63,6 +63,16 @@ def verified(house: House, sequence: int, bonus: int) -> None:
     )
 
 
+def test_background_requests_are_overtaken() -> None:
+    """By those that somebody waits for; among themselves all keep their order."""
+    house = house_of(concurrency=1)
+    for request, background in ((1, True), (2, True), (3, False), (4, True), (5, False)):
+        house.client(ask(request, max_tokens=1, is_background=background))
+    for sequence in (1, 3, 5, 2, 4):
+        verified(house, sequence, 5)
+    assert [finished.request for finished in house.told(b"c", Finished)] == [1, 3, 5, 2, 4]
+
+
 def test_as_many_run_as_may() -> None:
     """So many requests are decoded at a time; when one ends, the next in line begins."""
     house = house_of(concurrency=2)

@@ -248,6 +248,15 @@ def test_what_is_not_here_is_said(tmp_path: Path, path: str, reason: str) -> Non
         client.post(f"/{path}", cast_to=object, body={})
 
 
+def test_background_requests_are_marked(tmp_path: Path) -> None:
+    """By a header: they wait until nobody else does."""
+    stub = ScriptedClient(*"ab")
+    with asking(stub, tmp_path) as client:
+        chat(client)
+        chat(client, extra_headers={"X-Priority": "background"})
+    assert [request.is_background for request in stub.requests] == [False, True]
+
+
 def test_other_oddities(tmp_path: Path) -> None:
     """Several system messages, refusals, functions' turns, a message that is to be continued."""
     stub = ScriptedClient(*"ab")
