@@ -57,7 +57,7 @@ class ChunkSizer:
         self._tokens_per_s = 0.0
 
     def size(self, *, alone: bool) -> int:
-        """Tokens of the next chunk; `alone` if nobody waits meanwhile."""
+        """Tokens of the next chunk; `alone` if no answer waits meanwhile."""
         if alone:
             return self._step
         if not self._tokens_per_s:
@@ -76,13 +76,21 @@ class ChunkedPrefill:
     Args:
         model: the target.
         step: most tokens of a pass.
-        shares: whether the model takes several sequences in a pass (`parts`).
+        shares: whether the model takes several sequences in a pass (`packing`).
+        checkpoints: whether later prompts may begin in the middle of one.
         reader: keeps what a drafter reads of the model.
     """
 
     def __init__(
-        self, model: Any, step: int, *, shares: bool, reader: Reader | None = None
+        self,
+        model: Any,
+        step: int,
+        *,
+        shares: bool,
+        checkpoints: bool = False,
+        reader: Reader | None = None,
     ) -> None:
+        self._checkpoints = checkpoints
         self._reader = reader
         self._batcher = Batcher(model, 0, read=reader.take if reader is not None else None)
         self._shares = shares
@@ -115,7 +123,7 @@ class ChunkedPrefill:
         Args:
             sequence: holds a beginning of the tokens.
             tokens: of the whole prompt.
-            alone: whether nobody's answer waits meanwhile.
+            alone: whether no answer waits meanwhile.
         """
         state = sequence.state
         while state.length < len(tokens):
@@ -135,7 +143,7 @@ class ChunkedPrefill:
             finally:
                 self._batcher.withdraw(asked)
             sequence.tokens += chunk
-            if state.needs_checkpoints:
+            if state.needs_checkpoints and self._checkpoints:
                 state.checkpoint()
             if own:
                 self._chunk_sizer.observe(by.rows, time.perf_counter() - began)

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def most_rows() -> int:
-    """Tokens of a shared pass. On a CPU the kernel for few rows ends here (`machine`)."""
+    """Tokens of a shared pass. On a CPU the kernel for few rows ends here (`mlx.blas`)."""
     return 16 if compute_unit() == "cpu" else 64
 
 

@@ -345,7 +345,7 @@ def windows_of(model: Any) -> list[int | None]:
     """The attention window per layer of an mlx-lm model, None where attention is full.
 
     Raises:
-        ModelError: a layer keeps a state that cannot be rewound (recurrent, chunked, ...).
+        ModelError: a layer keeps something else (a recurrent state, chunks, ...).
     """
     windows: list[int | None] = []
     for cache in make_prompt_cache(model):
@@ -355,6 +355,7 @@ def windows_of(model: Any) -> list[int | None]:
             windows.append(cache.max_size)
         else:
             raise ModelError(
-                f"a layer keeps its state in a {type(cache).__name__}, which cannot be rewound"
+                f"a layer keeps its state in a {type(cache).__name__}: such models verify drafts, "
+                "but cannot draft or be distilled"
             )
     return windows

@@ -63,6 +63,11 @@ class PrefixCache:
         return candidates[best].state.fork(length)
 
     @property
+    def is_enabled(self) -> bool:
+        """Whether anything can be kept."""
+        return bool(self._most and self._most_bytes)
+
+    @property
     def kept(self) -> tuple[CachedPrefix, ...]:
         """All that is kept, the least recently used first."""
         return tuple(self._kept)

@@ -1,7 +1,7 @@
 """Keys and values of a sliding-window layer: the window's, in the order of their positions.
 
 A buffer has room for the window and some slack. New rows go behind the old ones, so that the
-last ones can be taken back; when the slack is used up, the rows that nobody sees any more are
+last ones can be taken back; when the slack is used up, the rows that no later token sees are
 dropped, between two passes. mlx-lm's ring overwrites what a rejected draft would need again.
 """
 

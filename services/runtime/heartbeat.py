@@ -26,7 +26,7 @@ class Sender(Protocol):
 
 
 class HeartbeatTimer:
-    """Beats when nothing else was said for a while; counts beats that nobody answered."""
+    """Beats when nothing else was sent for a while; counts beats that were not answered."""
 
     def __init__(self, way: Sender, clock: Callable[[], float] = time.monotonic) -> None:
         self._way = way

@@ -151,12 +151,12 @@ def shake_hands(channel: Connection, identity: Identity) -> bool:
     successor asks who we are.
     """
     hello = _hello(identity)
-    pulse, beaten = HeartbeatTimer(channel), False
+    heartbeat, has_beaten = HeartbeatTimer(channel), False
     channel.send(hello)
     while True:
-        if not channel.ready(pulse.wait_s):
-            pulse.beat()
-            beaten = True
+        if not channel.ready(heartbeat.wait_s):
+            heartbeat.beat()
+            has_beaten = True
             continue
         match channel.receive(0.0, "answer to Hello from the orchestrator"):
             case Welcome():
@@ -165,9 +165,9 @@ def shake_hands(channel: Connection, identity: Identity) -> bool:
                 return False
             case Rejected(reason=reason):
                 raise ModelError(reason)
-            case Identify() if beaten:
+            case Identify() if has_beaten:
                 channel.send(hello)
-                beaten = False
+                has_beaten = False
             case Heartbeat() | Identify():
                 pass  # an answer to a beat before the Hello
             case other:

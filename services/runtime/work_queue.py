@@ -83,7 +83,7 @@ class WorkQueue:
             if job.answers is not None:
                 job.abandon()
             else:
-                message = _with_news_of(job.message, message)
+                message = _merge(job.message, message)
             line.remove(job)
         line.append(Job(message))
 
@@ -114,11 +114,11 @@ class WorkQueue:
         return sorted(self._opened)
 
 
-def _with_news_of(old: Work, new: Work) -> Work:
-    """`new` in the place of both: it also carries the committed tokens that `old` had told."""
+def _merge(old: Work, new: Work) -> Work:
+    """`new` in the place of both: it also carries the committed tokens that `old` reported."""
     if not isinstance(old, Prepare | DraftNow) or not isinstance(new, Prepare | DraftNow):
         return new
-    told = new.base - old.base
-    if told <= 0:
+    count = new.base - old.base
+    if count <= 0:
         return new
-    return msgspec.structs.replace(new, base=old.base, tokens=old.tokens[:told] + new.tokens)
+    return msgspec.structs.replace(new, base=old.base, tokens=old.tokens[:count] + new.tokens)

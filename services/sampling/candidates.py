@@ -72,7 +72,7 @@ def process_candidates(
     Args:
         processor: after the tokens before these; None changes nothing.
         tokens: the next tokens.
-        tops: the candidates after each of them, one row each; none if nobody asked.
+        tops: the candidates after each of them, one row each; none if they were not asked for.
         vocabulary: how many tokens there are.
     """
     if processor is None:

@@ -43,7 +43,8 @@ class AcceptanceRule:
         """The chain up to the first draft token that the request's shape rules out.
 
         It would be rejected, and the row before it draws the same bonus token without it. A
-        token that was drawn stays: its rejection changes that law (`protocol.decoding.rejection`).
+        token that was drawn stays: its rejection changes that distribution
+        (`protocol.decoding.rejection`).
         """
         if self._processor is None:
             return message

@@ -3,7 +3,7 @@
 The chosen token stays on the device and is fed to the next pass there, while this process
 reads it and the orchestrator answers. The orchestrator says when that pays
 (`Verify.pipelined`): a chain with a draft in it cannot be foreseen, and would have to wait
-for a pass that nobody wants.
+for a pass that is not wanted.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from services.kv.state import SequenceState
 
 
 class PipelinedStep:
-    """A pass over one token that nobody has asked for yet.
+    """A pass over one token that was not asked for yet.
 
     Args:
         model: called on the token.

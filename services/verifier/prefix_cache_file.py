@@ -78,7 +78,7 @@ def identify_kv(model: LoadedModel, how: str) -> str:
 def save(path: Path, prompts: PrefixCache, identity: str) -> None:
     """Write all that is kept, if anything is; the file is the old one or the new one.
 
-    It tells what was asked: only its owner may read it. A failure costs a log line.
+    It holds what was asked: only its owner may read it. A failure costs a log line.
     """
     remove_leftovers(path.parent, path.name)
     try:
@@ -86,9 +86,9 @@ def save(path: Path, prompts: PrefixCache, identity: str) -> None:
         if not arrays:
             return
         mx.eval(list(arrays.values()))
-        told = {"ssd": _FORMAT, "identity": identity, "checksum": _checksum(arrays)}
+        metadata = {"ssd": _FORMAT, "identity": identity, "checksum": _checksum(arrays)}
         with atomic_writer(path, sync=True) as file:
-            mx.save_safetensors(file, arrays, told)
+            mx.save_safetensors(file, arrays, metadata)
     except _UNUSABLE as error:
         _log.warning("the prompt cache was not saved to %s: %s", path, error)
         return
@@ -123,13 +123,13 @@ def _iter_arrays(kept: Iterable[CachedPrefix]) -> Iterator[tuple[str, mx.array]]
 def _read(path: Path, identity: str, new_state: Callable[[], SequenceState]) -> list[CachedPrefix]:
     loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
     arrays: dict[str, mx.array] = loaded[0]
-    told: dict[str, str] = loaded[1]
-    if told.get("ssd") != _FORMAT:
+    metadata: dict[str, str] = loaded[1]
+    if metadata.get("ssd") != _FORMAT:
         raise ValueError("it is not a prompt cache of this version")
-    if told.get("identity") != identity:
+    if metadata.get("identity") != identity:
         raise ValueError("it is of another model, or was computed in another way")
     mx.eval(list(arrays.values()))
-    if told.get("checksum") != _checksum(arrays):
+    if metadata.get("checksum") != _checksum(arrays):
         raise ValueError("it is damaged")
     found: list[CachedPrefix] = []
     while f"{len(found)}.tokens" in arrays:

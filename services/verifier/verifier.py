@@ -72,7 +72,11 @@ class Verifier:
             self._target.verify, most_rows() if shares else 0, self._target.traced, read
         )
         self._chunked_prefill = ChunkedPrefill(
-            self._target.prefill, prefill_step_size, shares=shares, reader=self._features
+            self._target.prefill,
+            prefill_step_size,
+            shares=shares,
+            checkpoints=self._prompts.is_enabled,
+            reader=self._features,
         )
         self._last_pass = ForwardPass(0, 0)
         self.pipelines = self._target.pipelines
@@ -98,7 +102,7 @@ class Verifier:
         return self._states.description
 
     def kv_tokens(self, kv_bytes: int) -> int:
-        """Tokens that the KV of all open sequences may hold, given so much memory (`kv_budget`)."""
+        """Tokens that the KV of all open sequences may hold, given so much memory (`kv.budget`)."""
         return kv_tokens(self._model, self._states.make, kv_bytes)
 
     def supersedes(self, news: Work, current: Work) -> bool:
@@ -110,7 +114,7 @@ class Verifier:
         )
 
     def handle(self, message: Work) -> Generator[FromService | None]:
-        """Answer one message (see `agenda.Service`)."""
+        """Answer one message (see `work_queue.Service`)."""
         match message:
             case OpenSequence():
                 yield from self._open(message)
@@ -231,7 +235,7 @@ class Verifier:
             read = self._features.log(sequence, message.position, sequence.take_read(kept))
         except RuntimeFailure:
             sequence.state.commit(len(sequence.tokens))
-            self._sequences.pop(message.sequence, None)  # its state serves nobody any more
+            self._sequences.pop(message.sequence, None)  # its state is of no use any more
             raise
         self._record_pass(by)
         sequence.answered_at = self._idle_since
@@ -290,7 +294,7 @@ class Verifier:
     def _start_pipelined(self, sequence: TargetSequence, choice: mx.array) -> None:
         """Begin the next pass on a device that would idle until it is asked for.
 
-        After a draft nobody knows where it begins; beside others a shared pass is worth more.
+        After a draft it is not known where it begins; beside others a shared pass is worth more.
         """
         alone = choice.size == 1 and len(self._sequences) == 1
         if self.pipelines and alone and self._features.request is None:  # it would not be read
@@ -318,6 +322,6 @@ class Verifier:
             raise ProtocolError(f"cannot verify a chain of {len(chain)} tokens")
         if len(message.distributions) not in (0, len(chain) - 1):
             raise ProtocolError(
-                f"{len(message.distributions)} laws for {len(chain) - 1} draft tokens"
+                f"{len(message.distributions)} distributions for {len(chain) - 1} draft tokens"
             )
         return sequence

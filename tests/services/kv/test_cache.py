@@ -318,7 +318,9 @@ def test_only_recurrent_models_cannot_be_rewound(family: str) -> None:
     """A layer with another kind of state is a ModelError that names it."""
     module = reference(family).module
     if family in RECURRENT:
-        with pytest.raises(ModelError, match="ArraysCache, which cannot be rewound"):
+        with pytest.raises(
+            ModelError, match="ArraysCache: such models verify drafts, but cannot draft"
+        ):
             windows_of(module)
     else:
         assert len(windows_of(module)) == len(make_prompt_cache(module))
@@ -337,5 +339,5 @@ def test_a_window_with_a_fixed_beginning_cannot_be_rewound() -> None:
     model = Model()
     assert windows_of(model) == [WINDOW]
     model.keep = 4
-    with pytest.raises(ModelError, match="RotatingKVCache, which cannot be rewound"):
+    with pytest.raises(ModelError, match="RotatingKVCache: such models"):
         windows_of(model)
