@@ -77,11 +77,12 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_settings_without_a_flag_stand_in_the_guide() -> None:
-    """What only a variable or ssd.toml can set is in the settings' page."""
+    """What only a variable or ssd.toml can set is in the settings' page, with its default."""
     page = (ROOT / "docs" / "guide" / "settings.md").read_text(encoding="utf-8")
     flags = {parameter.name for parameter in cli.commands["launch"].params}
-    flagless = {field.name for field in msgspec.structs.fields(StackSettings)} - flags
-    assert [key for key in sorted(flagless) if f"| `{key}` |" not in page] == []
+    fields = [f for f in msgspec.structs.fields(StackSettings) if f.name not in flags]
+    rows = [f"| `{field.name}` | {field.default:g} |" for field in fields]
+    assert [row for row in rows if row not in page] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
