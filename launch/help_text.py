@@ -84,6 +84,7 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
         ("ssd models pull mlx-community/Qwen3-8B-4bit", "fetch a model from the hub"),
         ("ssd models list", "models on this machine, and their pairs"),
     ],
+    "models rm": [("ssd models rm my-model", "its name, or its folder in the cache")],
     "models add": [("ssd models add default", "downloads 93 MB")],
     "models inspect": [
         ("ssd models inspect ./my-model", "a folder"),

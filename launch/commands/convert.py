@@ -9,7 +9,7 @@ import click
 import msgspec
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from launch.models.coreml_models import beside
+from launch.models.coreml_models import beside, source_of
 from launch.models.hub import resolve
 from launch.prompts import own_prompts
 from launch.settings.machine import compute_threads
@@ -19,6 +19,7 @@ from launch.terminal import console
 from launch.workers.chat_template import tokenise
 from launch.workers.worker import JsonWorker
 from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.errors import UsageError
 from protocol.jobs.convert import (
     COMPRESSIONS,
     STATE_WRITES,
@@ -53,11 +54,14 @@ _option = options_of(ConvertSettings)
 @click.option(
     "--all-routes", is_flag=True, help="Compare every function separately and list all differences."
 )
+@click.option("--force", is_flag=True, help="Replace the conversion of another model.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(model: str, out: Path | None, target: str | None, **options: Any) -> None:
     """Convert a model to CoreML and compare the result with it."""
     folder = resolve(model)
     place = beside(folder) if out is None else out.expanduser().resolve()
+    if not options.pop("force"):
+        _require_own(place, folder)
     as_json, prompts = options.pop("as_json"), options.pop("prompts")
     if prompts is None:
         prompts = own_prompts()
@@ -76,6 +80,16 @@ def command(model: str, out: Path | None, target: str | None, **options: Any) ->
         console.write(msgspec.json.encode(converted).decode() + "\n")
     else:
         _show(converted)
+
+
+def _require_own(place: Path, folder: Path) -> None:
+    """Raise UsageError if `place` holds the conversion of another model than `folder`."""
+    source = source_of(place)
+    if source is not None and source != folder:
+        raise UsageError(
+            f"{str(place)!r} holds the conversion of {str(source)!r}: name another --out, "
+            "or give --force to replace it"
+        )
 
 
 def _run(values: dict[str, Any]) -> ConvertResult:

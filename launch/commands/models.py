@@ -1,18 +1,21 @@
 """`ssd models`: models on this machine, and pairs worth having."""
 
+from pathlib import Path
+
 import click
 import msgspec
 import psutil
 from rich.table import Table
 from rich.text import Text
 
-from launch.models.catalog import Fit, Model, list_models, pairs, read
-from launch.models.default_pair import add_default
+from launch.models.catalog import Fit, Model, add_folder, list_models, pairs, read, remove
+from launch.models.default_pair import DEFAULT, add_default
 from launch.models.hub import download
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
 from launch.terminal import console
 from launch.terminal.dashboard import format_bytes
 from launch.workers.layers import describe_layers
+from protocol.errors import UsageError
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
@@ -23,14 +26,39 @@ def command() -> None:
 
 
 @command.command("add")
-@click.argument("pair", type=click.Choice(["default"]))
-def add(pair: str) -> None:
-    """Set up a pair of models.
+@click.argument("model")
+@click.option("--name", help="Of a folder: what --model will call it; else the folder's own name.")
+def add(model: str, name: str | None) -> None:
+    """Set up the default pair, or give a model folder a name.
 
-    `default` is SmolLM2-135M-Instruct and its drafter. What is there already is kept.
+    `default` is SmolLM2-135M-Instruct and its drafter; what is there already is kept. A folder
+    stays where it is.
     """
-    del pair
-    add_default(console.stderr().print)
+    if model == DEFAULT:
+        add_default(console.stderr().print)
+        return
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise UsageError(
+            f"{model!r} is neither {DEFAULT!r} nor a model folder; "
+            "`ssd models pull OWNER/NAME` fetches a model from the hub"
+        )
+    name = name or folder.resolve().name
+    add_folder(folder, name)
+    console.note(f"--model {name} is now {folder.resolve()}")
+
+
+@command.command("rm")
+@click.argument("name")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def rm(name: str, *, yes: bool) -> None:
+    """Remove a model from ssd's cache.
+
+    Of a folder that was given a name, only the name is removed.
+    """
+    if not yes:
+        click.confirm(f"remove the model {name!r}?", abort=True, err=True)
+    console.note(f"removed {remove(name)}")
 
 
 @command.command("list")

@@ -1,11 +1,14 @@
 """Models in the caches of this machine, and which of them fit each other as a pair."""
 
+import re
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from launch.models.default_pair import DEFAULT
 from launch.models.weights import Weights, weights_of
 from launch.settings.paths import cache_dir
 from protocol.decoding.vocabulary import Vocabulary, read_vocabulary
@@ -80,6 +83,54 @@ def read(reference: str) -> Model:
     if found.problem:
         raise ModelError(found.problem)
     return found
+
+
+def add_folder(folder: Path, name: str) -> None:
+    """Give a model folder a name for --model; the folder stays where it is.
+
+    Raises:
+        UsageError: the name cannot be used, or is taken.
+        ModelError: the folder holds no model.
+    """
+    if not re.fullmatch(r"\w[\w.-]*", name) or name == DEFAULT:
+        raise UsageError(f"{name!r} cannot name a model; use letters, digits, . - and _")
+    found = _describe(name, folder.resolve(), "folder", 0)
+    if found.problem:
+        raise ModelError(found.problem)
+    link = cache_dir() / "models" / name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        link.symlink_to(folder.resolve(), target_is_directory=True)
+    except FileExistsError as error:
+        raise UsageError(
+            f"there is a model {name!r} already; `ssd models rm {name}` removes it"
+        ) from error
+
+
+def remove(name: str) -> Path:
+    """Remove a model from our cache, or only its name if its folder is elsewhere.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        UsageError: there is no such model in our cache.
+    """
+    place = cache_dir() / "models" / name
+    if (
+        Path(name).name != name
+        or name in {"", ".", ".."}
+        or not (place.is_symlink() or place.is_dir())
+    ):
+        raise UsageError(
+            f"there is no model {name!r} in {str(place.parent)!r}; models of the hub are removed "
+            "by `hf cache`"
+        )
+    if place.is_symlink():
+        place.unlink()
+    else:
+        shutil.rmtree(place)
+    return place
 
 
 def pairs(models: Iterable[Model]) -> list[Fit]:

@@ -28,6 +28,20 @@ def find_converted(folder: Path) -> Path | None:
     return next((one for one in (folder, beside(folder)) if (one / _MANIFEST).is_file()), None)
 
 
+def source_of(folder: Path) -> Path | None:
+    """The model that a conversion was made from; None where there is no conversion.
+
+    Raises:
+        ModelError: its manifest cannot be read.
+    """
+    if not (folder / _MANIFEST).is_file():
+        return None
+    try:
+        return Path(str(json.loads((folder / _MANIFEST).read_bytes())["source"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{str(folder / _MANIFEST)!r} cannot be read ({error!r})") from error
+
+
 def read_facts(folder: Path) -> dict[str, Any]:
     """What the manifest of a converted model says, as far as people compare models by it.
 

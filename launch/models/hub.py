@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from launch.models.default_pair import DEFAULT, default_target, require_default
 from launch.settings.paths import cache_dir
 from protocol.errors import ModelError, RuntimeFailure, UsageError
 
@@ -15,6 +16,8 @@ def resolve(reference: str) -> Path:
 
     A hub model is downloaded if needed.
     """
+    if reference == DEFAULT:
+        return require_default(default_target())
     folder = Path(reference).expanduser()
     own = cache_dir() / "models" / reference
     if folder.is_dir() or ("/" not in reference and own.is_dir()):

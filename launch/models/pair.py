@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launch.keyring import RemoteServer, remote_server_of
 from launch.models.coreml_models import find_converted, require_converted
-from launch.models.default_pair import default_drafter, default_target, require_default
+from launch.models.default_pair import DEFAULT, default_drafter, default_target, require_default
 from launch.models.hub import resolve
 from launch.settings.machine import require_mlx
 from launch.settings.settings import StackSettings
@@ -114,7 +114,8 @@ def drafter_folder(backend: BackendName, model: str) -> str:
         if model:
             raise UsageError("the ngram backend takes no --draft-model")
         return ""
-    folder = resolve(model) if model else require_default(default_drafter())
+    named = model and model != DEFAULT
+    folder = resolve(model) if named else require_default(default_drafter())
     return str(require_converted(folder) if backend == "coreml" else folder)
 
 
@@ -140,7 +141,8 @@ def _automatic(settings: StackSettings, target: Path) -> str:
         return "remote"
     if not settings.draft_model and target != default_target():
         return "ngram"
-    drafter = resolve(settings.draft_model) if settings.draft_model else default_drafter()
+    named = settings.draft_model and settings.draft_model != DEFAULT
+    drafter = resolve(settings.draft_model) if named else default_drafter()
     found = find_converted(drafter)
     on_mac = sys.platform == "darwin" and settings.draft_device == ""
     return "coreml" if found == drafter or (found is not None and on_mac) else "mlx"

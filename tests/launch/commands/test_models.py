@@ -270,3 +270,46 @@ def test_recommendations_are_marked_as_expectations() -> None:
     printed = ssd("recommend", "--memory", "64").stdout
     assert "Expected, not measured" in printed
     assert "assumed" in printed
+
+
+# ---------------------------------------------------------------- own models: names, removal
+
+
+def test_a_folder_gets_a_name_and_loses_it(caches: Path, tiny: Path) -> None:
+    """`add` names a folder for --model, `rm` removes the name and not the folder."""
+    assert ssd("add", str(tiny), "--name", "mine").exit_code == 0
+    assert resolve("mine") == tiny.resolve()
+    again = ssd("add", str(tiny), "--name", "mine")
+    assert "there is a model 'mine' already" in str(again.exception)
+    assert ssd("rm", "mine", "--yes").exit_code == 0
+    assert (tiny / "config.json").is_file()
+    assert not (caches / "ssd" / "models" / "mine").exists()
+
+
+def test_what_cannot_be_named(caches: Path, tiny: Path, tmp_path: Path) -> None:
+    """A folder without a model, a name that is a path or `default`, and what is no folder."""
+    (tmp_path / "empty").mkdir()
+    for arguments, kind, words in (
+        ((str(tmp_path / "empty"),), ModelError, "no config.json"),
+        ((str(tiny), "--name", "../mine"), UsageError, "cannot name a model"),
+        ((str(tiny), "--name", "default"), UsageError, "cannot name a model"),
+        (("no-such-folder",), UsageError, "neither 'default' nor a model folder"),
+    ):
+        result = ssd("add", *arguments)
+        assert isinstance(result.exception, kind)
+        assert words in str(result.exception)
+
+
+@pytest.mark.parametrize("name", ["nobody", "..", ".", "a/b"])
+def test_only_own_models_are_removed(caches: Path, name: str) -> None:
+    """Nothing outside our cache, and not our cache itself."""
+    (caches / "ssd" / "models").mkdir(parents=True, exist_ok=True)
+    result = ssd("rm", name, "--yes")
+    assert isinstance(result.exception, UsageError)
+    assert (caches / "ssd" / "models").is_dir()
+
+
+def test_default_is_a_name_of_both_models(caches: Path) -> None:
+    """Before it is set up, the error says how."""
+    with pytest.raises(ModelError, match="ssd models add default"):
+        resolve("default")

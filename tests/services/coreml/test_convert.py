@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from coremltools._deps.kmeans1d import cluster
 
+from launch.commands import convert
 from launch.models.coreml_models import beside, find_converted, require_converted
 from launch.stack.child import Lifeline
 from launch.workers.worker import JsonWorker
-from protocol.errors import ModelError
+from protocol.errors import ModelError, UsageError
 from protocol.jobs.convert import COMPRESSIONS, ROUTES, Compression, ConvertEvent
 from services.coreml.architecture import read_architecture
 from services.coreml.convert.compression import _centres, pack
@@ -251,6 +252,18 @@ def test_the_verb_converts_compares_and_records(tmp_path: Path) -> None:
     assert manifest.parity["agreement"] == figures["agreement"]
     assert manifest.source_fingerprint == fingerprint_of(source_folder("llama"))
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_another_models_conversion_is_not_replaced(tmp_path: Path) -> None:
+    """Without --force; nothing is converted before that is known."""
+    place = tmp_path / "made"
+    place.mkdir()
+    (place / "coreml.json").write_text(json.dumps({"source": "/models/another"}))
+    with pytest.raises(UsageError, match=r"'/models/another'.*--force"):
+        convert._require_own(place, source_folder("llama"))
+    (place / "coreml.json").write_text(json.dumps({"source": str(source_folder("llama"))}))
+    convert._require_own(place, source_folder("llama"))
+    convert._require_own(tmp_path / "new", source_folder("llama"))
 
 
 @pytest.mark.processes
