@@ -1,4 +1,4 @@
-"""What a Llama-type model's `config.json` says; what the builder cannot say is refused."""
+"""A Llama-type model's `config.json`; what the builder cannot express is refused."""
 
 import json
 import math

@@ -153,7 +153,7 @@ def open_model(folder: Path, units: ComputeUnits) -> ConvertedModel:
 
     Raises:
         ModelError: the folder holds no complete model.
-        UsageError: these units are not to be had here.
+        UsageError: these units do not exist here.
     """
     return ConvertedModel(folder, executor_of(folder, read_manifest(folder), units))
 

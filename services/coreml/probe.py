@@ -30,7 +30,7 @@ _MEETING_S = 900.0
 
 
 def run(settings: ProbeSettings) -> None:
-    """Measure, and say what was found."""
+    """Measure, and write the result to stdout."""
     load_blas(settings.threads)
     limit_threads(settings.threads)
     measure = {
@@ -87,7 +87,7 @@ def _device(settings: ProbeSettings) -> ProbeResult:
 
 
 def _soak(settings: ProbeSettings) -> ProbeResult:
-    """Many calls: the same tokens into a fresh state, again and again, must say the same.
+    """Many calls: the same tokens into a fresh state, again and again, must give the same tokens.
 
     Drivers are known to crash, leak or drift after some hundred calls.
     """
@@ -146,7 +146,7 @@ def _repeat(settings: ProbeSettings, unit: str, call: Callable[[], None]) -> Pro
 
 
 def _meet(reading: int, writing: int) -> None:
-    """Wait for the others: the pipe ends when nobody holds its writing end any more.
+    """Wait for the others: the pipe ends when no process holds its writing end any longer.
 
     Raises:
         RuntimeFailure: the others were not ready in time.

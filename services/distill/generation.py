@@ -116,7 +116,7 @@ def generate(
     Args:
         model: an mlx-lm model.
         vocabulary: tokens that exist; a padded head has columns that stand for none.
-        stopping: asked now and then; if it says so, the batch is given up.
+        stopping: called now and then; if it returns true, the batch is given up.
 
     Returns:
         tokens and kinds, both [rows, length], or None if given up.

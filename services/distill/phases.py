@@ -274,7 +274,7 @@ def _judge(settings: DistillSettings, target: LoadedModel, folder: Path, texts: 
 
 
 class _Facts(NamedTuple):
-    """What a report says of the texts and the head."""
+    """What a report contains about the texts and the head."""
 
     learned: Texts
     held: Texts

@@ -18,7 +18,7 @@ class RunControl:
     def __init__(self, limit_s: float = 0.0) -> None:
         self._ends = time.monotonic() + limit_s if limit_s else float("inf")
         self._asked = False
-        self._said = 0.0
+        self._last_event = 0.0
 
     def listen(self) -> None:
         """Take SIGINT and SIGTERM as a request to stop at the next safe point."""
@@ -38,8 +38,8 @@ class RunControl:
         """Write one event; progress at most once a second, but for its end."""
         now = time.monotonic()
         if isinstance(event, DistillProgress):
-            if now - self._said < _SAY_EVERY_S and event.done < 1:
+            if now - self._last_event < _SAY_EVERY_S and event.done < 1:
                 return
-            self._said = now
+            self._last_event = now
         sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
         sys.stdout.flush()

@@ -40,7 +40,7 @@ def chosen_layers(total: int, count: int, given: list[int]) -> list[int]:
     """Which of the target's layers to copy: half from the start, half from the end.
 
     Raises:
-        UsageError: there are not so many, or a given one does not exist.
+        UsageError: the target has fewer, or a given one does not exist.
     """
     if given:
         if max(given) >= total or len(set(given)) < len(given):
@@ -61,7 +61,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The target's `config.json`; raises ModelError if it does not count its layers."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not isinstance(config.get("num_hidden_layers"), int):
-        raise ModelError(f"config.json in {str(folder)!r} does not say num_hidden_layers")
+        raise ModelError(f"config.json in {str(folder)!r} has no num_hidden_layers")
     return config
 
 
@@ -159,7 +159,9 @@ def new_student(
     *,
     features: int = 0,
 ) -> Student:
-    """A drafter made of layers of `target`, a dense mlx-lm model; it reads so many features.
+    """A drafter made of layers of `target`, a dense mlx-lm model.
+
+    It reads `features` numbers of the target a token.
 
     Raises:
         ModelError: the family does not allow these layers.

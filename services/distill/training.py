@@ -51,7 +51,7 @@ class _Updated(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """How much training there is to be: in steps if they are given, else in seconds."""
+    """The extent of a training: in steps if they are given, else in seconds."""
 
     steps: int
     seconds: float

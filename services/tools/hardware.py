@@ -49,7 +49,7 @@ _LIBRARIES = {"small_gemm": "libssd_cpu_kernels", "MKL": "libmkl_rt"}
 
 
 def _coreml_units() -> list[str]:
-    """What CoreML lists; nothing where it cannot be asked, which is no reason to fail."""
+    """What CoreML lists; nothing where it is missing, which is not an error."""
     if sys.platform != "darwin" or not _version("coremltools"):
         return []
     try:

@@ -1,4 +1,4 @@
-"""Does a package say what its model says? Compared after the same texts, on real prompts.
+"""Whether a package agrees with its model: compared after the same texts, on real prompts.
 
 The texts are greedy answers: the target's, if there is one, else the model's own. The package
 is *teacher-forced* along them, since in float16 one rounding tie would part two free runs.
@@ -102,15 +102,15 @@ def candidates(
     return tops
 
 
-def _next_call(model: ConvertedModel, route: Route, start: int, unheard: int) -> tuple[str, int]:
-    """(function, most tokens); no candidates are wanted after the next `unheard` tokens."""
+def _next_call(model: ConvertedModel, route: Route, start: int, unused: int) -> tuple[str, int]:
+    """(function, most tokens); no candidates are wanted after the next `unused` tokens."""
     name = "tree" if route == "tree" else "decode"
-    if unheard > 0 and route != "decode":
+    if unused > 0 and route != "decode":
         name = "prefill"
     limit = model.manifest.function(name).tokens
     if start + limit > model.slots:
         return "decode", 1
-    return name, min(limit, unheard) if name == "prefill" else limit
+    return name, min(limit, unused) if name == "prefill" else limit
 
 
 def agreement(reference: ParityDistributions, tops: list[Top]) -> Agreement:
@@ -118,8 +118,8 @@ def agreement(reference: ParityDistributions, tops: list[Top]) -> Agreement:
     best = np.sort(reference.rows, axis=1)[:, -2:]
     margins = best[:, 1] - best[:, 0]
     chosen = reference.ids[reference.rows.argmax(axis=1)]
-    said = np.array([top.ids[0, 0] for top in tops])
-    same = said == chosen
+    found = np.array([top.ids[0, 0] for top in tops])
+    same = found == chosen
     clear = margins >= TIE
     order = np.argsort(-reference.rows, axis=1)[:, :_TOP]
     shared = [
@@ -135,7 +135,7 @@ def agreement(reference: ParityDistributions, tops: list[Top]) -> Agreement:
         kl=_divergence(reference, tops),
         worst_margin=float(margins[~same].max(initial=0.0)),
         differences=[
-            TokenDifference(int(at), float(margins[at]), int(chosen[at]), int(said[at]))
+            TokenDifference(int(at), float(margins[at]), int(chosen[at]), int(found[at]))
             for at in np.flatnonzero(~same)
         ],
     )

@@ -1,4 +1,4 @@
-"""Where the operations of a function run, and what may be said of it."""
+"""Where the operations of a function run, and what the whole may be called."""
 
 from collections import Counter
 from collections.abc import Iterable

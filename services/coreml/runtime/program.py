@@ -1,7 +1,7 @@
 """Executes the functions of a saved `.mlpackage` in numpy, op by op. A test instrument.
 
 It reads the protobuf and the weight file that CoreML would read, so what is shown here is
-shown of the package. It says nothing about speed or placement on Apple hardware.
+shown of the package. It tells nothing about speed or placement on Apple hardware.
 """
 
 import json
