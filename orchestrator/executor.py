@@ -117,6 +117,8 @@ class Executor:
 
     def _send(self, role: Role, message: Message | bytes) -> None:
         if (peer := self._registry.peers.get(role)) is not None:
+            if not isinstance(message, bytes):
+                self._registry.on_sent(peer.address, message)
             self._services.send(peer.address, message)
 
     def _emit(self, request: Request, emit: Emit) -> None:

@@ -4,9 +4,15 @@ import logging
 from dataclasses import dataclass
 
 from orchestrator.hang_detector import HangDetector
+from orchestrator.message_budget import (
+    BYTES_OF_DRAFTERS,
+    BYTES_OF_STRANGERS,
+    MessageBudget,
+)
 from protocol.decoding.vocabulary import Vocabulary
 from protocol.errors import ProtocolError
-from protocol.messages import PROTOCOL_VERSION, FromService, Heartbeat, Hello, Role
+from protocol.messages import PROTOCOL_VERSION, FromService, Heartbeat, Hello, Message, Role
+from protocol.transport.codec import MAX_MESSAGE_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -57,11 +63,15 @@ class Registry:
         self.peers: dict[Role, Peer] = {}
         self.rejected: dict[Role, str] = {}
         """Why the last service of a role was rejected, until one is accepted."""
+        self.draws = False
+        """Whether a request runs whose drafts carry their distributions, which are large."""
         self.unreadable = ""
         """Why the verifier does not send what the drafter reads of the target, if so."""
         self.marked_for_kill: dict[int, str] = {}
         """Processes of this stack that must be ended, and why."""
         self._by_address: dict[bytes, Peer] = {}
+        self._budgets: dict[bytes, MessageBudget] = {}
+        """Of drafters."""
         self._working_on: dict[bytes, int] = {}
         """Sequences named by heartbeats, until something else arrives from there."""
 
@@ -77,6 +87,23 @@ class Registry:
             self._working_on[address] = message.sequence
         else:
             self._working_on.pop(address, None)
+
+    def on_sent(self, address: bytes, message: Message) -> None:
+        """A service was sent this: it may answer."""
+        if (budget := self._budgets.get(address)) is not None:
+            budget.on_sent(message)
+
+    def spend(self, peer: Peer, message: FromService, now: float, *, asked_for: bool) -> bool:
+        """A drafter sent this; False if it sends more than it was asked for."""
+        return self._budgets[peer.address].spend(message, now, asked_for=asked_for)
+
+    def limit_of(self, address: bytes) -> int:
+        """Longest message of a peer, in bytes."""
+        peer = self._by_address.get(address)
+        if peer is None:
+            return BYTES_OF_STRANGERS
+        small = peer.hello.role == "drafter" and not self.draws
+        return BYTES_OF_DRAFTERS if small else MAX_MESSAGE_BYTES
 
     def working_on(self, peer: Peer) -> int:
         """The sequence that the service named last, 0 if it has sent a result since."""
@@ -108,6 +135,8 @@ class Registry:
         self.peers[peer.hello.role] = peer
         self.hang_detector.watch(peer.address)
         self._by_address[peer.address] = peer
+        if peer.hello.role == "drafter":
+            self._budgets[peer.address] = MessageBudget()
         return old
 
     def remove(self, role: Role, pid: int) -> bool:
@@ -122,6 +151,7 @@ class Registry:
 
     def _forget(self, peer: Peer) -> None:
         self._by_address.pop(peer.address, None)
+        self._budgets.pop(peer.address, None)
         self._working_on.pop(peer.address, None)
         self.hang_detector.forget(peer.address)
 

@@ -81,6 +81,7 @@ class Orchestrator:
         self.estimates = EstimateStore(settings.learned_dir, settings.machine)
         cost_model = self.estimates.cost_model
         self._registry = Registry(HangDetector(settings.hang_timeout_s, settings.first_timeout_s))
+        services.limit_of = self._registry.limit_of
         self._requests = RequestQueue(settings.concurrency, settings.max_waiting)
         self._probation = {role: Probation(settings.max_deaths) for role in _ROLES}
         self._timeouts = Timeouts(cost_model, settings.draft_timeout_s, settings.verify_timeout_s)
@@ -146,20 +147,22 @@ class Orchestrator:
         peer = self._registry.find(address)
         self._registry.on_message(address, message)
         # The one that the target waits for goes first.
-        if isinstance(message, VerificationOutcome) and peer is not None:
-            self._on_outcome(peer, message)
-            return
+        is_verifier = peer is not None and peer.hello.role == "verifier"
+        if isinstance(message, VerificationOutcome) and is_verifier:
+            self._on_outcome(message)
+        elif isinstance(message, Hello):
+            self._on_hello(Peer(address, message))
+        elif peer is None:
+            self._services.send(address, Identify())
+        elif isinstance(message, ProtocolError):
+            self._mark_for_kill(peer, f"the {peer.hello.role} sent an invalid message: {message}")
+        elif is_verifier or self._is_within_budget(peer, message):
+            self._on_peer_message(peer, message)
+
+    def _on_peer_message(self, peer: Peer, message: FromService) -> None:
         match message:
-            case Hello():
-                self._on_hello(Peer(address, message))
-            case _ if peer is None:
-                self._services.send(address, Identify())
             case Heartbeat():
                 self._on_heartbeat(peer, message)
-            case ProtocolError():
-                self._mark_for_kill(
-                    peer, f"the {peer.hello.role} sent an invalid message: {message}"
-                )
             case DraftTree():
                 self._on_tree(message)
             case Features():
@@ -168,6 +171,19 @@ class Orchestrator:
                 self._on_failed(peer.hello.role, message)
             case Prefilled():
                 self._on_prefilled(peer.hello.role, message)
+            case Hello() | VerificationOutcome():
+                pass  # one was handled before, the other is no drafter's to send
+
+    def _is_within_budget(self, drafter: Peer, message: FromService) -> bool:
+        """Whether a drafter may send this too; else it is left."""
+        asked_for = True
+        if isinstance(message, DraftTree):
+            request = self._requests.running.get(message.sequence)
+            asked_for = request is None or request.sequence.is_asked_for(message)
+        within = self._registry.spend(drafter, message, self._now, asked_for=asked_for)
+        if not within:
+            self._mark_for_kill(drafter, "the drafter sends more than it was asked for")
+        return within
 
     def _mark_for_kill(self, peer: Peer, reason: str) -> None:
         """It hangs or sends invalid messages: the supervisor ends it; a drafter is left at once."""
@@ -183,9 +199,9 @@ class Orchestrator:
         if request is not None and peer.hello.role == "verifier":
             self._timeouts.start(request, self._now)  # a long prefill may go on
 
-    def _on_outcome(self, verifier: Peer, message: VerificationOutcome) -> None:
+    def _on_outcome(self, message: VerificationOutcome) -> None:
         request = self._requests.running.get(message.sequence)
-        if request is None or verifier.hello.role != "verifier":
+        if request is None:
             return
         self._executor.commit(request, message, self._now)
         if not request.is_over:
@@ -355,7 +371,9 @@ class Orchestrator:
         self._start_waiting()
 
     def _count_streams(self) -> None:
-        self.estimates.cost_model.batch.streams = max(1, len(self._requests.running))
+        running = self._requests.running
+        self.estimates.cost_model.batch.streams = max(1, len(running))
+        self._registry.draws = any(request.draws for request in running.values())
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()

@@ -29,6 +29,10 @@ MAX_ERROR = 4096
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
 """Longest grammar: the models compile it in line with other work."""
 
+MAX_DEPTH = 256
+"""Deepest tree, and longest draft."""
+
+Milliseconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_TOKENS)]
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -230,7 +234,7 @@ class Prefilled(Message, frozen=True, tag="prefilled", kw_only=True):
 
     sequence: int
     length: int
-    prefill_ms: float
+    prefill_ms: Milliseconds
     cached: int = 0
     """How many of them were not computed, because the KV of another sequence had them."""
     at_ns: int = 0
@@ -374,7 +378,7 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
 
     sequence: int
     round: int
-    depth: int
+    depth: Annotated[int, msgspec.Meta(ge=1, le=MAX_DEPTH)]
     outcomes: Annotated[list[tuple[int, Token]], msgspec.Meta(max_length=MAX_BRANCHES)]
     tokens: Annotated[
         list[Annotated[int, msgspec.Meta(ge=END_OF_BRANCH, lt=2**31)]],
@@ -386,7 +390,7 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
     """Per branch, how sure the drafter is of its token: its own probability, 0 to 1."""
     distributions: Annotated[list[DraftDistribution], msgspec.Meta(max_length=MAX_BRANCHES)] = []
     """Per branch, what its token was drawn from; empty if none was drawn."""
-    draft_ms: float
+    draft_ms: Milliseconds
     """Time the drafter worked for this message."""
     last: bool = False
     at_ns: int = 0
@@ -749,6 +753,37 @@ class ServiceDown(Message, frozen=True, tag="down", kw_only=True):
 
 ToOrchestrator = Generate | Cancel | StatusRequest | ServiceDown
 FromOrchestrator = Text | Finished | Rejected | Status
+
+
+# ---------------------------------------------------------------- the orchestrator's helper
+
+
+class EncodePrompt(Message, frozen=True, tag="encode", kw_only=True):
+    """Orchestrator -> prompt worker: render and tokenise this. Answer: PromptTokens or Rejected.
+
+    The fields are those of `Generate`.
+    """
+
+    messages: list[ChatMessage] = []
+    text: str = ""
+    tools: list[dict[str, Any]] = []
+    template_options: dict[str, Any] = {}
+    answer_tokens: Tokens = []
+    answer_start: str = ""
+
+
+class WorkerReady(Message, frozen=True, tag="ready"):
+    """Prompt worker -> orchestrator: the tokenizer is loaded."""
+
+
+class PromptTokens(Message, frozen=True, tag="tokens", kw_only=True):
+    """Prompt worker -> orchestrator: the prompt."""
+
+    tokens: Tokens
+
+
+ToPromptWorker = EncodePrompt | Stop
+FromPromptWorker = WorkerReady | PromptTokens | Rejected
 
 
 # ---------------------------------------------------------------- supervisor's control socket

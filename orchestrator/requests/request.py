@@ -63,6 +63,11 @@ class Request:
         """Whether no drafter was asked for."""
         return self.sequence.planner.mode == "ar"
 
+    @property
+    def draws(self) -> bool:
+        """Whether its drafts carry the distributions that they were drawn from."""
+        return self.sequence.planner.sampled
+
     # ------------------------------------------------------------ services
 
     def on_service_up(self, hello: Hello) -> list[Action]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from orchestrator.learning.cost_model import RoundObservation
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.speculation_cache import Draft, SpeculationCache
-from protocol.messages import Origin, Tokens, VerificationOutcome, Verify
+from protocol.messages import DraftTree, Origin, Prepare, Tokens, VerificationOutcome, Verify
 
 
 class NextRound(NamedTuple):
@@ -35,6 +35,8 @@ class Round:
     cache: SpeculationCache = field(default_factory=SpeculationCache)
     next_rounds: dict[tuple[int, int], NextRound] = field(default_factory=dict)
     """The rounds that the prepared outcomes lead to."""
+    asked: Prepare | None = None
+    """What the drafter was asked to prepare beside it, if anything."""
     unverified_lookup: Draft = field(default_factory=Draft)
     """A prompt lookup that was not worth verifying; whether it was right is observed."""
 
@@ -42,6 +44,14 @@ class Round:
         """Drop what was prepared: the drafter is gone."""
         self.cache = SpeculationCache()
         self.next_rounds = {}
+        self.asked = None
+
+    def is_asked_for(self, tree: DraftTree) -> bool:
+        """Whether the drafter was asked to prepare a tree of this size, or a larger one."""
+        if self.asked is None or not 1 <= tree.depth <= self.asked.depth:
+            return False
+        within = all(0 <= accepted < len(self.chain) for accepted, _ in tree.outcomes)
+        return within and len(tree.tokens) <= sum(self.asked.fan_out)
 
     def observe(
         self, outcome: VerificationOutcome, planner: Planner, *, first: bool

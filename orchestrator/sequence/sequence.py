@@ -89,6 +89,7 @@ class Sequence:
         self._decided: _Decided | None = None
         self._accepted = 0  # of the last outcome
         self._backup = Draft()  # what has arrived of the draft that the target waits for
+        self._wanted = 0  # how many tokens that draft may have
         self._waiting_since = 0.0
 
     # ------------------------------------------------------------ services come and go
@@ -283,14 +284,16 @@ class Sequence:
     def _prepare(self) -> list[Action]:
         if self.planner.mode != "ssd" or not self.current.speculating:
             return []
-        return [ToDrafter(self._drafter_sync.prepare(self.tokens, self.round, self.current))]
+        asked = self._drafter_sync.prepare(self.tokens, self.round, self.current)
+        self.current.asked = asked
+        return [ToDrafter(asked)]
 
     def _draft_now(self, count: int, now: float) -> list[Action]:
         self.round += 1
         self._waiting_since = now
         self.phase = Phase.DRAFTING
         self.current, self._backup = Round(), Draft()
-        count = min(count, self._limits.longest_draft(len(self.tokens)))
+        self._wanted = count = min(count, self._limits.longest_draft(len(self.tokens)))
         sync = self._drafter_sync
         return [ToDrafter(sync.draft_now(self.tokens, self.round, self._accepted, count))]
 
@@ -326,9 +329,17 @@ class Sequence:
                 actions.append(PrecomputeVerify(accepted, bonus, planned.verify))
         return actions
 
+    def is_asked_for(self, tree: DraftTree) -> bool:
+        """Whether the drafter was asked for a tree of this size, be it too late now."""
+        if tree.round != self.round or self.phase in (Phase.STRANDED, Phase.FINISHED):
+            return tree.round <= self.round
+        if self.phase is Phase.DRAFTING:
+            return len(tree.tokens) == 1 and 1 <= tree.depth <= self._wanted
+        return self.current.is_asked_for(tree)
+
     def on_tree(self, tree: DraftTree, now: float) -> list[Action]:
         """One depth arrived: keep it, or go on if it is the draft that the target waits for."""
-        if tree.round != self.round:
+        if tree.round != self.round or not self.is_asked_for(tree):
             self.recorder.stale_trees += 1
             return []
         match self.phase:

@@ -19,8 +19,14 @@ import msgspec
 
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import DeadlineExceeded, SsdError, UsageError
-from protocol.jobs.prompt import EncodePrompt, FromPromptWorker, PromptRejected, PromptTokens
-from protocol.messages import Generate, Tokens
+from protocol.messages import (
+    EncodePrompt,
+    FromPromptWorker,
+    Generate,
+    PromptTokens,
+    Rejected,
+    Tokens,
+)
 from protocol.settings import PromptWorkerSettings, encode_settings
 from protocol.transport.codec import Decoder, encode
 from protocol.transport.pipes import PipeChannel
@@ -184,7 +190,7 @@ class _Worker:
             return UsageError("the prompt cannot be tokenised: the process that tried it ended")
         if isinstance(answer, PromptTokens):
             return answer.tokens
-        reason = answer.reason if isinstance(answer, PromptRejected) else "the worker restarted"
+        reason = answer.reason if isinstance(answer, Rejected) else "the worker restarted"
         return UsageError(reason)
 
     def _start(self) -> PipeChannel[FromPromptWorker]:

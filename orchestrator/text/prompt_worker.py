@@ -14,7 +14,14 @@ import psutil
 
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import DeadlineExceeded, StreamEnded, UsageError
-from protocol.jobs.prompt import EncodePrompt, PromptRejected, PromptTokens, WorkerReady
+from protocol.messages import (
+    EncodePrompt,
+    PromptTokens,
+    Rejected,
+    Stop,
+    ToPromptWorker,
+    WorkerReady,
+)
 from protocol.process.child import run_child
 from protocol.settings import PromptWorkerSettings
 from protocol.transport.codec import Decoder
@@ -26,7 +33,7 @@ _IDLE_S = 3600.0
 def run(settings: PromptWorkerSettings) -> None:
     """Answer until the orchestrator closes the pipe."""
     pipes = take_pipes()
-    channel = PipeChannel[EncodePrompt](*pipes, Decoder(EncodePrompt))
+    channel = PipeChannel[ToPromptWorker](*pipes, Decoder(ToPromptWorker))
     tokenizer = TargetTokenizer(Path(settings.model))
     _limit_memory(settings.max_bytes)
     with contextlib.suppress(OSError):
@@ -35,16 +42,19 @@ def run(settings: PromptWorkerSettings) -> None:
     with contextlib.suppress(StreamEnded):
         while True:
             with contextlib.suppress(DeadlineExceeded):
-                channel.send(_answer(tokenizer, channel.receive(_IDLE_S, "prompt")))
+                message = channel.receive(_IDLE_S, "prompt")
+                if isinstance(message, Stop):
+                    return
+                channel.send(_answer(tokenizer, message))
 
 
-def _answer(tokenizer: TargetTokenizer, request: EncodePrompt) -> PromptTokens | PromptRejected:
+def _answer(tokenizer: TargetTokenizer, request: EncodePrompt) -> PromptTokens | Rejected:
     try:
         return PromptTokens(tokens=tokenizer.encode_prompt(request))
     except UsageError as error:
-        return PromptRejected(reason=str(error))
+        return Rejected(str(error))
     except MemoryError:
-        return PromptRejected(reason="the prompt takes more memory than it may")
+        return Rejected("the prompt takes more memory than it may (prompt_memory_bytes)")
 
 
 def _limit_memory(max_bytes: int) -> None:

@@ -18,8 +18,7 @@ from tokenizers import Tokenizer
 
 from orchestrator.text.detokenizer import Detokenizer, TextStream
 from protocol.errors import ModelError, UsageError
-from protocol.jobs.prompt import EncodePrompt
-from protocol.messages import ChatMessage, Tokens
+from protocol.messages import ChatMessage, EncodePrompt, Tokens
 
 
 class TargetTokenizer:

@@ -11,12 +11,12 @@ from orchestrator.server import Orchestrator
 from orchestrator.text.prompt_encoder import PromptEncoder, PromptLimits
 from protocol.decoding.vocabulary import Vocabulary
 from protocol.errors import ProtocolError
-from protocol.jobs.prompt import EncodePrompt
 from protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
     DraftNow,
     DraftTree,
+    EncodePrompt,
     Failed,
     FeatureRequest,
     Features,
@@ -174,13 +174,13 @@ class House:
 
     def service(self, peer: bytes, message: Message) -> None:
         self.services.inbox.append((peer, message))
-        self._settle()
+        self.settle()
 
     def client(self, message: Message, peer: bytes = b"c") -> None:
         self.clients.inbox.append((peer, message))
-        self._settle()
+        self.settle()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         with pytest.raises(ScriptIsOver):
             self._orchestrator.run()
 
