@@ -239,16 +239,14 @@ class Hub(_Endpoint, Generic[Inbound]):
         frame = self._socket.recv() if more else b""
         if self._socket.getsockopt(zmq.RCVMORE):
             return peer, self._too_many()
-<<<<<<< HEAD
         if len(frame) > self._stranger_bytes and peer not in self._accepted:
             return peer, ProtocolError(
                 f"a message of {len(frame)} bytes before the handshake exceeds the limit of "
                 f"{self._stranger_bytes}"
-=======
+            )
         if len(frame) > (limit := self.limit_of(peer)):
             return peer, ProtocolError(
                 f"a message of {len(frame)} bytes exceeds the limit of {limit} for its sender"
->>>>>>> b2dbdd4 (A drafter may send what it was asked for and little more; a stranger's message is small)
             )
         try:
             return peer, self._decoder.decode(frame)
