@@ -172,6 +172,19 @@ def test_bad_messages_reach_a_hub_as_their_error(line: Line, data: bytes) -> Non
     assert (line.peer, FAREWELL) == received(line.hub)
 
 
+def test_a_hub_may_limit_what_a_peer_sends(line: Line) -> None:
+    """A longer message is not decoded, and is an error of its sender's; others are not touched."""
+    line.hub.limit_of = lambda peer: 20 if peer == line.peer else 999
+    line.channel.send(FAREWELL)
+    peer, error = received(line.hub)
+    assert peer == line.peer
+    assert isinstance(error, ProtocolError)
+    assert "exceeds the limit of 20" in str(error)
+    line.hub.limit_of = lambda _: 999
+    line.channel.send(FAREWELL)
+    assert received(line.hub) == (line.peer, FAREWELL)
+
+
 def test_extra_frames_are_an_error(line: Line) -> None:
     """A message of several frames is a ProtocolError that counts them."""
     line.channel.socket.send_multipart([encode(FAREWELL), b"more"])
