@@ -1,6 +1,7 @@
 """`ssd simulate`: files, presets and flags become scenarios; results are marked as simulated."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,13 @@ def ssd_simulate(*arguments: str) -> Result:
 
 def test_every_preset_is_complete() -> None:
     """Each says where its figures come from."""
-    assert {"m4-ane", "h100-70b-1b", "h200-x2", "epyc-2core"} <= set(presets())
+    assert {"m4-ane", "h100-70b-1b", "h200-x2", "epyc-2core", "m1-pro", "m4", "m5"} <= set(
+        presets()
+    )
     for preset in presets():
         scenario = scenario_of(None, preset, {})
         assert preset == scenario.name
+        assert re.search(r"measured|[Aa]ssumed", scenario.note), "a preset says what it rests on"
         assert "tok/s" in scenario.note or "measured" in scenario.note
 
 
