@@ -15,8 +15,6 @@ _PER_SECOND = 10.0
 _UNASKED = 8.0
 """What a message costs that answers nothing."""
 
-BYTES_OF_STRANGERS = 64 * 1024
-"""Longest message of a peer that has not shaken hands: a Hello is small."""
 BYTES_OF_DRAFTERS = 256 * 1024
 """Longest message of a drafter, where nothing is drawn: a tree of the most branches."""
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from orchestrator.hang_detector import HangDetector
 from orchestrator.message_budget import (
     BYTES_OF_DRAFTERS,
-    BYTES_OF_STRANGERS,
     MessageBudget,
 )
 from protocol.decoding.vocabulary import Vocabulary
 from protocol.errors import ProtocolError
 from protocol.messages import PROTOCOL_VERSION, FromService, Heartbeat, Hello, Message, Role
+from protocol.transport.channel import STRANGER_BYTES
 from protocol.transport.codec import MAX_MESSAGE_BYTES
 
 _log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Registry:
         """Longest message of a peer, in bytes."""
         peer = self._by_address.get(address)
         if peer is None:
-            return BYTES_OF_STRANGERS
+            return STRANGER_BYTES
         small = peer.hello.role == "drafter" and not self.draws
         return BYTES_OF_DRAFTERS if small else MAX_MESSAGE_BYTES
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.message_budget import BYTES_OF_STRANGERS, MessageBudget
+from orchestrator.message_budget import MessageBudget
 from orchestrator.sequence.limits import Limits
 from protocol.messages import (
     END_OF_BRANCH,
@@ -21,6 +21,7 @@ from protocol.messages import (
     StatusRequest,
     Verify,
 )
+from protocol.transport.channel import STRANGER_BYTES
 from protocol.transport.codec import MAX_MESSAGE_BYTES, encode
 from tests.orchestrator.test_registry import changed
 from tests.orchestrator.test_server import DRAFTER, VERIFIER, FakePoller, House
@@ -134,7 +135,7 @@ def test_a_strangers_message_is_small() -> None:
     """Before the handshake nobody has anything long to say; after it a drafter little more."""
     house = house_of_one()
     limit_of = house.services.limit_of
-    assert limit_of(b"x") == BYTES_OF_STRANGERS > 20 * len(encode(DRAFTER))
+    assert limit_of(b"x") == STRANGER_BYTES > 20 * len(encode(DRAFTER))
     assert limit_of(b"x") < limit_of(b"d") < limit_of(b"v") == MAX_MESSAGE_BYTES
     widest = tree(
         outcomes=[(64, 2**31 - 1)] * 256, tokens=[2**31 - 1] * 256, confidences=[0.1] * 256
