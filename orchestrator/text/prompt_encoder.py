@@ -1,5 +1,7 @@
 """Tokenises prompts: short ones at once, long ones in a worker process with a deadline.
 
+A request with a grammar waits until that has been checked, in a process with a deadline too.
+
 A prompt is tokenised once, however many choices are asked for: results are kept for a
 while, and whoever asks for a prompt that is in work waits for the same result.
 """
@@ -14,10 +16,12 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict, deque
+from typing import NamedTuple
 
 import msgspec
 
 from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.decoding.grammar_check import GrammarChecker
 from protocol.errors import DeadlineExceeded, SsdError, UsageError
 from protocol.messages import (
     EncodePrompt,
@@ -54,6 +58,17 @@ class PromptLimits(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
 
 
+class _Job(NamedTuple):
+    """What a request waits for."""
+
+    digest: bytes
+    prompt: EncodePrompt
+    grammar: str = ""
+    """To be checked; empty: there is none, or it is known."""
+    tokens: Tokens | None = None
+    """The prompt, if it came as tokens."""
+
+
 class PromptEncoder:
     """One tokenizer in this process, and one in a worker that is started when it is needed."""
 
@@ -62,7 +77,8 @@ class PromptEncoder:
         self._limits = limits
         self._kept: OrderedDict[bytes, Tokens] = OrderedDict()
         self._tickets: dict[Ticket, tuple[bytes, Generate]] = {}
-        self._jobs: queue.SimpleQueue[tuple[bytes, EncodePrompt]] = queue.SimpleQueue()
+        self._grammars = GrammarChecker(folder)
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._results: deque[tuple[bytes, Tokens | UsageError]] = deque()
         self.descriptor, self._waker = os.pipe()
         """Readable while results wait."""
@@ -76,9 +92,11 @@ class PromptEncoder:
         """The prompt's tokens, or None if `collect` will return them.
 
         Raises:
-            UsageError: it is too long, or the chat template refuses it.
+            UsageError: it is too long, the chat template refuses it, or its grammar is known
+                to be unusable.
         """
-        if message.tokens:
+        grammar = self._unchecked_grammar(message)
+        if message.tokens and not grammar:
             return message.tokens
         prompt = _prompt_of(message)
         data = encode(prompt)
@@ -89,6 +107,10 @@ class PromptEncoder:
                 "(max_prompt_bytes)"
             )
         digest = hashlib.blake2b(data, digest_size=16).digest()
+        if grammar or message.tokens:
+            digest = hashlib.blake2b(repr((data, grammar, message.tokens)).encode()).digest()
+            self._submit(ticket, message, _Job(digest, prompt, grammar, message.tokens))
+            return None
         if (known := self._kept.get(digest)) is not None:
             self._kept.move_to_end(digest)
             return list(known)
@@ -97,16 +119,24 @@ class PromptEncoder:
             if len(data) >= _KEPT_BYTES:
                 self._keep(digest, tokens)
             return tokens
-        self._submit(ticket, digest, message, prompt)
+        self._submit(ticket, message, _Job(digest, prompt))
         return None
 
-    def _submit(
-        self, ticket: Ticket, digest: bytes, message: Generate, prompt: EncodePrompt
-    ) -> None:
-        is_new = all(digest != other for other, _ in self._tickets.values())
-        self._tickets[ticket] = digest, message
+    def _unchecked_grammar(self, message: Generate) -> str:
+        """The request's grammar, unless it is known to be usable; raises UsageError if not."""
+        options = message.sampling.logits_options
+        if options is None or not options.grammar:
+            return ""
+        known = self._grammars.recall(options.grammar)
+        if known:
+            raise UsageError(known)
+        return options.grammar if known is None else ""
+
+    def _submit(self, ticket: Ticket, message: Generate, job: "_Job") -> None:
+        is_new = all(job.digest != other for other, _ in self._tickets.values())
+        self._tickets[ticket] = job.digest, message
         if is_new:
-            self._jobs.put((digest, prompt))
+            self._jobs.put(job)
         if not self._thread.is_alive():
             self._thread.start()
 
@@ -138,8 +168,9 @@ class PromptEncoder:
         return done
 
     def close(self) -> None:
-        """End the worker, if there is one."""
+        """End the workers, if there are any."""
         self._worker.kill()
+        self._grammars.close()
 
     def _keep(self, digest: bytes, tokens: Tokens) -> None:
         self._kept[digest] = tokens
@@ -147,16 +178,21 @@ class PromptEncoder:
             self._kept.popitem(last=False)
 
     def _work(self) -> None:
-        """The thread that waits for the worker."""
+        """The thread that waits for the workers."""
         while True:
-            digest, prompt = self._jobs.get()
+            job = self._jobs.get()
+            result: Tokens | UsageError
             try:
-                result = self._worker.encode(prompt)
+                if job.grammar:
+                    self._grammars.check(job.grammar)
+                result = job.tokens or self._worker.encode(job.prompt)
+            except UsageError as error:
+                result = error
             # Whatever it is: the request must hear of it, and the thread must go on.
             except Exception as error:  # noqa: BLE001
                 _log.exception("a prompt could not be tokenised")
                 result = UsageError(f"the prompt cannot be tokenised: {error}")
-            self._results.append((digest, result))
+            self._results.append((job.digest, result))
             os.write(self._waker, b"x")
 
 

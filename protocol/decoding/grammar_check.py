@@ -42,6 +42,7 @@ class GrammarChecker(Closeable):
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()
         """Held by who talks to the process."""
+        self._closed = False
         self._known: OrderedDict[str, str] = OrderedDict()
         """Grammar -> why it cannot be used; empty if it can."""
 
@@ -57,6 +58,10 @@ class GrammarChecker(Closeable):
             reason = self._find_error(grammar)
         if reason:
             raise UsageError(reason)
+
+    def recall(self, grammar: str) -> str | None:
+        """What `check` found earlier: why it cannot be used, "" if it can, None if unknown."""
+        return self._known.get(grammar)
 
     def _find_error(self, grammar: str) -> str:
         if len(grammar) > MAX_GRAMMAR_BYTES:
@@ -97,6 +102,8 @@ class GrammarChecker(Closeable):
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._end()
+        if self._closed:
+            raise RuntimeFailure("grammars are not checked any more")
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -120,7 +127,10 @@ class GrammarChecker(Closeable):
         self._process = None
 
     def close(self) -> None:
-        """End the process; the next grammar starts another."""
+        """End the process, whatever it is at work on; no grammar is checked after that."""
+        self._closed = True
+        if self._process is not None:
+            self._process.kill()  # whoever waits for it goes on
         with self._turn:
             self._end()
 

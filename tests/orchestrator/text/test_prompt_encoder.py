@@ -12,8 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from orchestrator.text.prompt_encoder import INLINE_BYTES, PromptEncoder, PromptLimits
 from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.decoding.grammar import json_grammar
 from protocol.errors import UsageError
-from protocol.messages import ChatMessage, Generate, Tokens
+from protocol.messages import ChatMessage, Generate, LogitsOptions, Sampling, Tokens
 
 LIMITS = PromptLimits(max_bytes=100_000, timeout_s=30.0, memory_bytes=0)
 TEMPLATE = (
@@ -133,3 +134,33 @@ def test_what_the_template_refuses_comes_back_as_its_sentence(make: Make) -> Non
     refused = wait(encoder)[1]
     assert isinstance(refused, UsageError)
     assert "the chat template refuses these messages" in str(refused)
+
+
+def grammatical(number: int, grammar: str, **others: Any) -> Generate:
+    sampling = Sampling(logits_options=LogitsOptions(grammar=grammar))
+    return Generate(request=number, sampling=sampling, **others)
+
+
+def test_a_grammar_is_checked_before_its_request_is_admitted(make: Make, folder: Path) -> None:
+    """One that can be used costs a wait once; one that cannot is refused, then at once."""
+    encoder = make()
+    good, bad = 'start: "fox" | "cat"', "start: /(/"
+    assert encoder.encode((b"c", 1), grammatical(1, good, text="the fox")) is None
+    assert encoder.encode((b"c", 2), grammatical(2, bad, tokens=[7, 8])) is None
+    results: dict[int, Tokens | UsageError] = {}
+    while len(results) < 2:
+        results |= wait(encoder)
+    assert results[1] == expected(folder, "the fox")
+    assert "cannot be used" in str(results[2])
+    assert encoder.encode((b"c", 3), grammatical(3, good, tokens=[7, 8])) == [7, 8]
+    assert encoder.encode((b"c", 4), grammatical(4, good, text="fox")) == expected(folder, "fox")
+    with pytest.raises(UsageError, match="cannot be used"):
+        encoder.encode((b"c", 5), grammatical(5, bad, text="the fox"))
+
+
+def test_a_grammar_that_never_compiles_never_reaches_a_model(make: Make) -> None:
+    """It is refused at its deadline, in a process that nobody else needs."""
+    encoder = make()
+    endless = json_grammar({"type": "integer", "multipleOf": 999_983})
+    assert encoder.encode((b"c", 1), grammatical(1, endless, text="the fox")) is None
+    assert "to compile; simplify" in str(wait(encoder)[1])

@@ -11,8 +11,8 @@ import pytest
 
 from protocol.decoding.grammar import Grammar, json_grammar
 from protocol.decoding.grammar_check import GrammarChecker
-from protocol.errors import Busy, ProtocolError, UsageError
-from tests.support.stack import eventually
+from protocol.errors import Busy, ProtocolError, RuntimeFailure, UsageError
+from tests.support.stack import DEADLINE_S, eventually
 from tests.support.tiny_models import write_tiny_model
 
 PERSON = json_grammar({"type": "object", "properties": {"age": {"type": "integer"}}})
@@ -124,6 +124,26 @@ def test_nobody_waits_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert process is not None
         process.kill()
         other.join()
+
+
+def test_closing_does_not_wait_for_a_grammar(folder: Path) -> None:
+    """A process that checks one is ended, and whoever waits for it goes on."""
+    checker = GrammarChecker(str(folder), deadline_s=DEADLINE_S)
+    checker.check(PERSON)
+    failed: list[Exception] = []
+
+    def check_endless() -> None:
+        try:
+            checker.check(ENDLESS)
+        except RuntimeFailure as error:
+            failed.append(error)
+
+    other = threading.Thread(target=check_endless)
+    other.start()
+    eventually(checker._turn.locked, "the grammar is being checked")
+    checker.close()
+    other.join(DEADLINE_S / 2)
+    assert [str(error) for error in failed] == ["grammars are not checked any more"]
 
 
 def test_without_a_tokenizer_a_grammar_is_read() -> None:
