@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import json
-import os
 import shlex
 import shutil
 import signal
@@ -17,6 +16,7 @@ import click
 from msgspec.structs import replace
 
 from launch.settings.flags import Command
+from launch.settings.machine import extend_environment
 from launch.settings.options import http_options, settings_of, stack_options
 from launch.settings.settings import StackSettings
 from launch.stack.session import private_stack
@@ -28,7 +28,7 @@ _NO_KEY = "none"
 """Sent where the server wants no key: clients insist on one."""
 
 
-class Server(NamedTuple):
+class AgentServer(NamedTuple):
     """Where a gateway answers."""
 
     url: str
@@ -40,11 +40,11 @@ class Agent(NamedTuple):
     """A client program."""
 
     program: str
-    environment: Callable[[Server], Mapping[str, str]]
-    arguments: Callable[[Server], Sequence[str]]
+    environment: Callable[[AgentServer], Mapping[str, str]]
+    arguments: Callable[[AgentServer], Sequence[str]]
 
 
-def _claude_environment(server: Server) -> dict[str, str]:
+def _claude_environment(server: AgentServer) -> dict[str, str]:
     roles = ("OPUS", "SONNET", "HAIKU")
     return {
         "ANTHROPIC_BASE_URL": server.url,
@@ -58,7 +58,7 @@ def _claude_environment(server: Server) -> dict[str, str]:
     }
 
 
-def _codex_arguments(server: Server) -> list[str]:
+def _codex_arguments(server: AgentServer) -> list[str]:
     provider = {
         "name": '"ssd"',
         "base_url": json.dumps(f"{server.url}/v1"),
@@ -70,12 +70,12 @@ def _codex_arguments(server: Server) -> list[str]:
     return [word for setting in settings for word in ("-c", setting)]
 
 
-def _no_arguments(server: Server) -> list[str]:
+def _no_arguments(server: AgentServer) -> list[str]:
     del server
     return []
 
 
-def _codex_environment(server: Server) -> dict[str, str]:
+def _codex_environment(server: AgentServer) -> dict[str, str]:
     return {"SSD_API_KEY": server.key}
 
 
@@ -113,10 +113,10 @@ program runs. Arguments after -- go to the program.
 """
 
 
-def _run(agent: Agent, program: str, server: Server, arguments: Sequence[str]) -> int:
+def _run(agent: Agent, program: str, server: AgentServer, arguments: Sequence[str]) -> int:
     """Run the program to its end; Ctrl-C is for it to handle. Returns its exit code."""
     command = [program, *agent.arguments(server), *arguments]
-    environment = {**os.environ, **agent.environment(server)}
+    environment = extend_environment(agent.environment(server))
     before = signal.signal(signal.SIGINT, _leave_to_the_program)
     try:
         return subprocess.run(command, env=environment, check=False).returncode
@@ -130,7 +130,7 @@ def _leave_to_the_program(number: int, frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def _serve(settings: StackSettings) -> Iterator[Server]:
+def _serve(settings: StackSettings) -> Iterator[AgentServer]:
     """The server that is running, or one that ends with the context."""
     if server := _find_server(settings):
         console.stderr().print(f"using the server at {server.url}", markup=False)
@@ -149,14 +149,14 @@ def _serve(settings: StackSettings) -> Iterator[Server]:
         yield server
 
 
-def _find_server(settings: StackSettings) -> Server | None:
+def _find_server(settings: StackSettings) -> AgentServer | None:
     """The server that is running where the settings say, if there is one."""
     return _probe(_url(settings), settings.api_key)
 
 
-def _describe(settings: StackSettings) -> Server:
+def _describe(settings: StackSettings) -> AgentServer:
     """The server as it will be."""
-    return Server(_url(settings), settings.api_key or _NO_KEY, "default")
+    return AgentServer(_url(settings), settings.api_key or _NO_KEY, "default")
 
 
 def _url(settings: StackSettings) -> str:
@@ -164,7 +164,7 @@ def _url(settings: StackSettings) -> str:
     return f"http://{host}:{settings.port}"
 
 
-def _probe(url: str, key: str) -> Server | None:
+def _probe(url: str, key: str) -> AgentServer | None:
     """The server at an address; None if nothing of ours answers there.
 
     Raises:
@@ -183,10 +183,10 @@ def _probe(url: str, key: str) -> Server | None:
         raise UsageError(f"the server at {url} wants a key: set SSD_API_KEY")
     cards = body.get("data") if isinstance(body, dict) else None
     local = [card["id"] for card in cards or [] if card.get("owned_by") == "local"]
-    return Server(url, key or _NO_KEY, local[0]) if local else None
+    return AgentServer(url, key or _NO_KEY, local[0]) if local else None
 
 
-def _print_environment(agent: Agent, server: Server) -> None:
+def _print_environment(agent: Agent, server: AgentServer) -> None:
     """As a shell reads it; a program that takes arguments too gets a line of its own."""
     for name, value in agent.environment(server).items():
         click.echo(f"export {name}={shlex.quote(value)}")

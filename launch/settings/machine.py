@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -106,3 +106,8 @@ def share_cores(backend: BackendName) -> Cores:
         return Cores(cores[:1], cores[1:2]) if len(cores) == 2 else Cores(cores[:-1], cores[-1:])
     drafting = max(1, len(cores) // 4)
     return Cores(cores[:-drafting], cores[-drafting:])
+
+
+def extend_environment(more: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with more variables, for another program."""
+    return {**os.environ, **more}

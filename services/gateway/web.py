@@ -11,7 +11,7 @@ _SOURCE = (files("services.gateway") / "page.html").read_text(encoding="utf-8")
 
 
 def render_page() -> HTMLResponse:
-    """One self-contained document; the browser is told to load nothing else."""
+    """One self-contained document; its policy forbids the browser to load anything else."""
     return HTMLResponse(_SOURCE, headers={"Content-Security-Policy": _POLICY})
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gateway import ScriptedClient, serving
+from tests.services.gateway.scripted import ScriptedClient, serving
 from tests.support.stack import leftovers
 from tests.support.tiny_models import write_tiny_model
 

@@ -11,7 +11,7 @@ import pytest
 
 from protocol.messages import ChatMessage
 from services.gateway import body
-from tests.support.gateway import ScriptedClient, serving, write_template
+from tests.services.gateway.scripted import ScriptedClient, serving, write_template
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

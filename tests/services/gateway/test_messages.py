@@ -11,7 +11,7 @@ from anthropic.types import Message, TextBlock, ThinkingBlock, ToolUseBlock
 
 from protocol.errors import UsageError
 from protocol.messages import ChatMessage, Generate
-from tests.support.gateway import ScriptedClient, serving, write_template
+from tests.services.gateway.scripted import ScriptedClient, serving, write_template
 from tests.support.stack import eventually
 
 THINKS = (

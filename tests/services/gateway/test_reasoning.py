@@ -12,7 +12,7 @@ from services.gateway.template import ModelText
 from services.gateway.tools.calls import ParsedCall
 from services.gateway.tools.harmony import HarmonyReader
 from services.gateway.transcript import find_answer_format
-from tests.support.gateway import write_template
+from tests.services.gateway.scripted import write_template
 
 THINK = ThoughtFormat("<think>", "</think>")
 GEMMA = ThoughtFormat("<|channel>thought", "<channel|>", anywhere=True)

@@ -19,7 +19,7 @@ from services.gateway.reasoning import ThoughtFormat
 from services.gateway.task import Choice, TaskPlanner
 from services.gateway.template import ModelText
 from services.gateway.transcript import AnswerFormat, Transcript
-from tests.support.gateway import STATUS, finish
+from tests.services.gateway.scripted import STATUS, finish
 
 GATEWAY = GatewaySettings(lifeline=0, listener=0, clients_address="", names=["m"])
 THINKS = AnswerFormat(thoughts=ThoughtFormat("<think>", "</think>"))

@@ -12,7 +12,7 @@ from openai.types.responses import Response
 from protocol.errors import RuntimeFailure, UsageError
 from protocol.messages import ChatMessage, Generate, Text
 from services.gateway.dialects.conversations import Conversations
-from tests.support.gateway import ScriptedClient, serving, write_template
+from tests.services.gateway.scripted import ScriptedClient, serving, write_template
 from tests.support.stack import eventually
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}<think></think>"

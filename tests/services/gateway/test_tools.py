@@ -16,7 +16,7 @@ from services.gateway.tools.calls import ParsedCall, ToolFunction, close_objects
 from services.gateway.tools.formats import ToolFormat, find_tool_format, load_parsers
 from services.gateway.tools.generic import describe_tools
 from services.gateway.tools.reader import Found, ToolReader
-from tests.support.gateway import write_template
+from tests.services.gateway.scripted import write_template
 
 FUNCTIONS = [
     ToolFunction(
