@@ -45,7 +45,7 @@ class Server:
         parts = urllib.parse.urlsplit(url)
         try:
             usable = parts.scheme in _PATHS and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is no number
+        except ValueError:  # a port that is not a number
             usable = False
         if not usable:
             raise UsageError(f"--url {url!r} is not an address such as http://127.0.0.1:8080")
@@ -90,7 +90,7 @@ class Server:
         return "it has no model yet" if status == http.client.SERVICE_UNAVAILABLE else None
 
     def load(self, mode: str, prompts: list[str], max_tokens: int, streams: int) -> Load:
-        """Answer all prompts with so many requests in flight; raises RuntimeFailure."""
+        """Answer all prompts with this many requests in flight; raises RuntimeFailure."""
         fields = {"max_tokens": max_tokens, **({"draft_model": None} if mode == "ar" else {})}
         started = time.perf_counter()
         with ThreadPoolExecutor(streams) as pool:

@@ -36,7 +36,7 @@ class LoadAnswer:
 
 @dataclass
 class Load:
-    """All prompts, answered with so many requests in flight."""
+    """All prompts, answered with a fixed number of requests in flight."""
 
     mode: str
     streams: int

@@ -89,10 +89,9 @@ def _writer() -> Callable[[BenchFile, Path], None]:
 
 
 def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
-    modes = options.pop("modes")
-    if modes == "all":
-        modes = ",".join(NAMES)
-    variants = parse_all(modes or ",".join(NAMES))
+    modes, every_mode = options.pop("modes"), ",".join(NAMES)
+    modes = every_mode if modes == "all" else modes
+    variants = parse_all(modes or every_mode)
     alone = {name: options.pop(name) for name in ("profile", "overlap")}
     sampling = take_sampling(options)
     if sampling.logits_options is not None:
@@ -103,13 +102,8 @@ def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
     for variant in variants:
         for sampling in samplings:
             variant.sampling(sampling)
-    prompts, texts = options.pop("prompts"), options.pop("prompt")
-    if prompts is not None and texts:
-        raise UsageError("give either --prompt or --prompts")
+    prompts, source = _take_prompts(options)
     wanted = {name: options.pop(name) for name in ("max_tokens", "repeats")}
-    chosen = chosen_prompts(prompts, options.pop("limit"))
-    if texts:
-        chosen = [Prompt(text, id=number) for number, text in enumerate(texts, start=1)]
     # The KV of an earlier mode's run would make every later one's first token come sooner.
     options["prompt_cache_size"] = options["prompt_cache_size"] or 0
     settings = settings_of(**options)
@@ -127,13 +121,23 @@ def _config(options: dict[str, Any], *, everything: bool) -> BenchConfig:
         pair=pair,
         variants=variants,
         samplings=samplings,
-        prompts=chosen,
-        source="--prompt" if texts else str(prompts or "our own ten"),
+        prompts=prompts,
+        source=source,
         profile=alone["profile"] or everything,
         overlap=alone["overlap"] or everything,
         runs=not only,
         **wanted,
     )
+
+
+def _take_prompts(options: dict[str, Any]) -> tuple[list[Prompt], str]:
+    """The prompts, and where they come from."""
+    file, texts, limit = options.pop("prompts"), options.pop("prompt"), options.pop("limit")
+    if not texts:
+        return chosen_prompts(file, limit), str(file or "our own ten")
+    if file is not None:
+        raise UsageError("give either --prompt or --prompts")
+    return [Prompt(text, id=number) for number, text in enumerate(texts, start=1)], "--prompt"
 
 
 def _samplings(temps: str | None, sampling: Sampling) -> tuple[Sampling, ...]:
@@ -150,7 +154,7 @@ def _samplings(temps: str | None, sampling: Sampling) -> tuple[Sampling, ...]:
 
 
 def _bars(progress: Progress, steps: int) -> Callable[[str], None]:
-    """A bar of so many steps, in place of the one before."""
+    """A bar of this many steps, in place of the one before."""
     for old in progress.task_ids:
         progress.remove_task(old)
     task = progress.add_task("", total=steps)

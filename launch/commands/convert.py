@@ -45,7 +45,9 @@ _option = options_of(ConvertSettings)
 @_option("--branches", "Parallel branches of tree decoding.")
 @_option("--chunk", "Tokens of one call of a prefill.")
 @_option("--width", "Best tokens that the head reports, per 16384 rows of it.")
-@_option("--layers-per-part", "Cut a large model into packages of so many layers; 0: one.")
+@_option(
+    "--layers-per-part", "Cut a large model into packages of this many layers; 0: one package."
+)
 @_option("--compression", "Of the weights.", click.Choice(COMPRESSIONS))
 @_option("--state-write", "How keys and values enter the state.", click.Choice(STATE_WRITES))
 @_option("--compute-units", "Where the comparison runs.", click.Choice(COMPUTE_UNITS))

@@ -35,7 +35,9 @@ def _numbers(kind: type) -> Any:
         try:
             return [kind(part) for part in value.split(",")]
         except ValueError as error:
-            raise click.BadParameter(f"{value!r} is no list of numbers", param=parameter) from error
+            raise click.BadParameter(
+                f"{value!r} is not a list of numbers", param=parameter
+            ) from error
 
     return parse
 

@@ -37,8 +37,8 @@ def download(name: str) -> Path:
     What is in the cache already is not fetched again.
 
     Raises:
-        UsageError: this is no name of a model on the hub.
-        ModelError: there is no such model, or it may not be had.
+        UsageError: the name is not one that a model on the hub can have.
+        ModelError: there is no such model, or access to it is refused.
         RuntimeFailure: the hub cannot be reached, or the download broke off.
     """
     if name.count("/") != 1 or name.startswith((".", "/", "~")):

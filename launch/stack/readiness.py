@@ -106,7 +106,7 @@ def await_drafter(
 
 
 def _looks(needed: list[Child], deadline: Deadline, missing: Collection[str]) -> Iterator[None]:
-    """Look after look, until the caller has seen enough; raises if there is no hope any more."""
+    """Look after look, until the caller has seen enough; raises once waiting is useless."""
     while True:
         _raise_if_dead(needed)
         if deadline.passed:

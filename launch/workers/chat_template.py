@@ -53,7 +53,7 @@ def tokenise(source: Path, tokenizer: TargetTokenizer, destination: Path) -> Non
     """Put the prompts of a JSONL file through the chat template, one `TokenPrompt` a line.
 
     Raises:
-        UsageError: the file cannot be read, or a line is no prompt.
+        UsageError: the file cannot be read, or a line does not hold a prompt.
     """
     encoded = []
     for prompt in read_prompts(source):
