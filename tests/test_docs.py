@@ -81,7 +81,7 @@ def test_settings_without_a_flag_stand_in_the_guide() -> None:
     page = (ROOT / "docs" / "guide" / "settings.md").read_text(encoding="utf-8")
     flags = {parameter.name for parameter in cli.commands["launch"].params}
     fields = [f for f in msgspec.structs.fields(StackSettings) if f.name not in flags]
-    rows = [f"| `{field.name}` | {field.default:g} |" for field in fields]
+    rows = [f"| `{field.name}` | {format(field.default, '.15g')} |" for field in fields]
     assert [row for row in rows if row not in page] == []
 
 

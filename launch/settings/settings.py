@@ -107,6 +107,27 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         OrchestratorSettings, "max_prompt_tokens"
     )
     """Longest prompt that is taken; 0 means whatever the context holds."""
+    max_prompt_bytes: Annotated[int, msgspec.Meta(ge=0)] = _default(
+        OrchestratorSettings, "max_prompt_bytes"
+    )
+    """The same in bytes of text, checked before it is tokenised; 0 is no limit."""
+    prompt_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = _default(
+        OrchestratorSettings, "prompt_timeout_s"
+    )
+    """Longest time that rendering and tokenising a prompt may take."""
+    prompt_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = _default(
+        OrchestratorSettings, "prompt_memory_bytes"
+    )
+    """Memory that this may take (Linux); 0 is no limit."""
+    max_stop_strings: Annotated[int, msgspec.Meta(ge=0)] = _default(
+        OrchestratorSettings, "max_stop_strings"
+    )
+    max_stop_bytes: Annotated[int, msgspec.Meta(ge=0)] = _default(
+        OrchestratorSettings, "max_stop_bytes"
+    )
+    """Of one stop string; 0 is no limit, as above."""
+    max_deaths: Annotated[int, msgspec.Meta(ge=1)] = _default(OrchestratorSettings, "max_deaths")
+    """How often a process may die while it works on a request before that request is ended."""
     http: bool = False
     """Whether a gateway answers HTTP."""
     host: str = "127.0.0.1"
