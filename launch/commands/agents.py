@@ -64,6 +64,8 @@ def _codex_arguments(server: AgentServer) -> list[str]:
         "base_url": json.dumps(f"{server.url}/v1"),
         "env_key": '"SSD_API_KEY"',
         "wire_api": '"responses"',
+        # A long prompt may take minutes.
+        "stream_idle_timeout_ms": "3600000",
     }
     fields = [f"model_providers.ssd.{name}={value}" for name, value in provider.items()]
     settings = ['model_provider="ssd"', f"model={json.dumps(server.model)}", *fields]

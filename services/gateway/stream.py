@@ -144,7 +144,7 @@ class EventStream(Response):
 
     def _render(self, numbered: tuple[int, Text | Finished] | None) -> list[bytes]:
         if numbered is None:
-            return [self._reply.keep_alive]
+            return [self._reply.keep_alive()]
         choice, event = self._reply.choices[numbered[0]], numbered[1]
         if isinstance(event, Text):
             return self._reply.add(choice, choice.transcript.push(event))

@@ -46,8 +46,6 @@ class Reply(ABC):
     created: int = field(default_factory=lambda: int(time.time()))
     name: str = field(default_factory=lambda: secrets.token_hex(12))
 
-    keep_alive = KEEP_ALIVE
-    """Sent in a stream while there is nothing to say."""
     streamed_refusals: ClassVar[frozenset[str]] = frozenset()
     """Codes of errors that are events of a stream even if nothing was sent before."""
 
@@ -70,6 +68,10 @@ class Reply(ABC):
     def end(self) -> list[bytes]:
         """The events at the very end."""
         return []
+
+    def keep_alive(self) -> bytes:
+        """What is sent while there is nothing to say, as during a long prefill."""
+        return KEEP_ALIVE
 
     @abstractmethod
     def fail(self, error: ApiError) -> list[bytes]:

@@ -25,8 +25,6 @@ _REASONS = {
 class MessagesReply(Reply):
     """One message: blocks of thought, text and calls."""
 
-    keep_alive = encode_event({"type": "ping"}, "ping")
-
     def __post_init__(self) -> None:
         self._index = -1
         """Of the last block."""
@@ -71,6 +69,10 @@ class MessagesReply(Reply):
             ),
             self._encode("message_stop"),
         ]
+
+    def keep_alive(self) -> bytes:
+        """See `Reply`."""
+        return self._encode("ping")
 
     def fail(self, error: ApiError) -> list[bytes]:
         """See `Reply`."""

@@ -61,6 +61,10 @@ class ResponsesReply(Reply):
         body = self._complete(choice)
         return [*events, self._event(body["status"], response=body)]
 
+    def keep_alive(self) -> bytes:
+        """See `Reply`; an event, since clients give up on a stream that has none for minutes."""
+        return self._event("in_progress", response=self._body("in_progress"))
+
     def fail(self, error: ApiError) -> list[bytes]:
         """See `Reply`."""
         body = self._body("failed")

@@ -136,20 +136,31 @@ def test_a_stream_that_breaks_says_so() -> None:
     assert client.closed
 
 
-def test_a_long_prefill_keeps_the_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While nothing can be said, comments are sent, which clients skip."""
+ALIVE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "chat": ("/v1/chat/completions", {}, ": keep-alive"),
+    "messages": ("/v1/messages", {"max_tokens": 5}, 'data: {"type": "ping"}'),
+    "responses": ("/v1/responses", {"input": "a"}, "event: response.in_progress"),
+}
+
+
+@pytest.mark.parametrize("case", ALIVE.values(), ids=ALIVE)
+def test_a_long_prefill_keeps_the_connection_alive(
+    monkeypatch: pytest.MonkeyPatch, case: tuple[str, dict[str, Any], str]
+) -> None:
+    """While nothing can be said, each API sends what its clients skip: not all count comments."""
+    path, fields, sign = case
     monkeypatch.setattr(app_module, "_KEEP_ALIVE_S", 0.01)
     client = FakeClient(RuntimeFailure("enough"), words=1, silence=True)
     pieces: list[str] = []
 
     def hear(piece: str) -> None:
         pieces.append(piece)
-        if pieces.count(": keep-alive\n\n") == 2:
+        if sum(sign in one for one in pieces) == 3:
             client.speak.set()
 
-    _, text = ask(client, {**BODY, "stream": True}, when=hear)
+    _, text = ask(client, {**BODY, **fields, "stream": True}, path=path, when=hear)
     silence, _, _ = text.partition("word")
-    assert silence.count(": keep-alive\n\n") >= 2
+    assert silence.count(sign) >= 3
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
