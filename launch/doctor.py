@@ -18,7 +18,7 @@ from launch.settings.settings import StackSettings
 from launch.workers.layers import describe_layers
 from launch.workers.worker import run_module
 from protocol.decoding.vocabulary import read_vocabulary
-from protocol.errors import ModelError, RuntimeFailure, SsdError
+from protocol.errors import ModelError, RuntimeFailure, SsdError, UsageError
 from protocol.jobs.hardware import HardwareReport
 from protocol.jobs.ranks import RankProbeResult, RankProbeSettings
 from protocol.settings import encode_settings
@@ -84,12 +84,12 @@ def examine(settings: StackSettings) -> DoctorReport:
         findings=[
             *_examine_machine(survey),
             *_examine_pair(settings, survey, memory.available),
-            *_examine_ranks(settings),
+            *examine_ranks(settings),
         ],
     )
 
 
-def _examine_ranks(settings: StackSettings) -> list[Finding]:
+def examine_ranks(settings: StackSettings) -> list[Finding]:
     """Start a group as `ssd launch` would, without loading the model, and measure its links."""
     try:
         group = rank_group(settings)
@@ -186,6 +186,7 @@ def _examine_pair(settings: StackSettings, survey: HardwareReport, free: int) ->
         findings.append(Finding("ok", role, text))
     if any(finding.level == "problem" for finding in findings):
         return findings
+    needs[0] = _needs_here(needs[0], settings)
     return [
         *findings,
         _check_layers(pair),
@@ -194,6 +195,18 @@ def _examine_pair(settings: StackSettings, survey: HardwareReport, free: int) ->
         _check_memory(needs, survey, free),
         _check_stack(pair, survey),
     ]
+
+
+def _needs_here(target: Needs, settings: StackSettings) -> Needs:
+    """What this machine, or each of its GPUs, holds of a target that is spread over ranks."""
+    try:
+        group = rank_group(settings)
+    except UsageError:
+        return target  # `examine_ranks` reports it
+    if group is None:
+        return target
+    here = sum(host.is_local for host in group.hosts) if group.backend != "nccl" else 1
+    return Needs(*(part * here // len(group.hosts) for part in target))
 
 
 def _examine_model(folder: Path, survey: HardwareReport) -> tuple[str, Needs]:

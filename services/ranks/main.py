@@ -4,6 +4,8 @@ It is spoken to on standard input and output; the end of its input is a clean ex
 """
 
 import contextlib
+import ctypes
+import signal
 import sys
 
 from protocol.errors import RuntimeFailure, SsdError, StreamEnded
@@ -12,9 +14,13 @@ from protocol.transport.pipes import take_pipes
 from services.ranks.follower import LeaderChannel, follow
 from services.ranks.messages import Left
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main() -> int:
     """The process's exit code."""
+
+    _end_with_parent()
 
     def body() -> None:
         leader = LeaderChannel(take_pipes())
@@ -32,6 +38,15 @@ def main() -> int:
             raise
 
     return run_reporting_errors("rank", body)
+
+
+def _end_with_parent() -> None:
+    """Let the kernel kill this process with the one that started it, where it can (Linux).
+
+    The end of our input ends us too, but not while we are stopped.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from launch.doctor import examine_ranks
 from launch.settings.settings import StackSettings
 from launch.stack.session import private_stack
 from protocol.client.client import Client
@@ -261,6 +262,23 @@ def test_a_host_that_cannot_take_part_is_named(
         private_stack(settings, lambda status: None),
     ):
         pass
+
+
+@pytest.mark.usefixtures("fake_ssh")
+def test_doctor_measures_the_links_and_names_who_cannot_take_part(
+    pair: StackSettings, tmp_path: Path
+) -> None:
+    """One line per link, or the host and what is wrong with it."""
+    found = examine_ranks(over(pair, tmp_path, "studio"))
+    assert [finding.text.partition(":")[0] for finding in found[1:]] == [
+        "from 127.0.0.1 to studio",
+        "from studio to 127.0.0.1",
+    ]
+    [finding] = examine_ranks(over(pair, tmp_path, "weights"))
+    assert (finding.level, finding.text.partition(":")[0]) == (
+        "problem",
+        "rank 1 on weights has another model (digest of its files)",
+    )
 
 
 @pytest.mark.usefixtures("run_dir")
