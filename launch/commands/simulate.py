@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import click
 
-from launch.bench import simulate as simulation
+from launch.bench import scenarios
 from launch.settings.flags import Command
 from launch.terminal import console
 from orchestrator.simulation.run import simulate
@@ -20,8 +20,9 @@ UNIT = click.FloatRange(0, 1)
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 @click.option(
     "--preset",
-    type=click.Choice(simulation.presets()),
-    help="A device that comes with a description.",
+    type=click.Choice(scenarios.presets()),
+    metavar="NAME",
+    help=f"A device that comes with a description: {', '.join(scenarios.presets())}.",
 )
 @click.option("--t-verify", help="T_v(m) in ms: 49 for any m, or 1:49,2:54,4:62,6:79.")
 @click.option("--t-draft", help="T_d(B) of a tree step over B branches in ms, likewise.")
@@ -70,7 +71,7 @@ def command(file: Path | None, preset: str | None, **options: Any) -> None:
     as_json, sweep = options.pop("as_json"), options.pop("sweep")
     asked = _take_strategy(options)
     given = {name: value for name, value in options.items() if value is not None}
-    scenario = simulation.scenario_of(file, preset, given)
+    scenario = scenarios.scenario_of(file, preset, given)
     _run(scenario, asked, sweep=sweep, as_json=as_json)
 
 
@@ -96,13 +97,13 @@ def _run(scenario: Scenario, asked: Strategy, *, sweep: bool, as_json: bool) -> 
         runs.append(found.best_fixed)
     if as_json:
         all_runs = [*runs[:-1], *found.fixed] if found.fixed else runs
-        click.echo(simulation.as_json(scenario, all_runs, found))
+        click.echo(scenarios.as_json(scenario, all_runs, found))
         return
     out = console.stdout()
-    out.print(simulation.HEADLINE, markup=False)
+    out.print(scenarios.HEADLINE, markup=False)
     out.print(f"{scenario.name}: {scenario.note}" if scenario.note else scenario.name, markup=False)
-    out.print(simulation.table(runs, found.plain))
-    out.print(simulation.LEGEND, markup=False)
+    out.print(scenarios.table(runs, found.plain))
+    out.print(scenarios.LEGEND, markup=False)
     if found.fixed:
-        out.print(simulation.grid(found))
-    out.print(simulation.verdict(found), markup=False)
+        out.print(scenarios.grid(found))
+    out.print(scenarios.verdict(found), markup=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from launch.bench.simulate import HEADLINE, presets, scenario_of
+from launch.bench.scenarios import HEADLINE, presets, scenario_of
 from launch.commands.simulate import command
 from protocol.errors import UsageError
 

@@ -10,7 +10,7 @@ from math import prod
 import pytest
 from msgspec.structs import replace
 
-from launch.bench.simulate import scenario_of
+from launch.bench.scenarios import scenario_of
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.simulation.run import Run, simulate
 from orchestrator.simulation.scenario import AcceptanceModel, Device, Scenario, Strategy
