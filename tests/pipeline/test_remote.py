@@ -234,7 +234,7 @@ def test_one_host_at_a_time(server: Server, keys: Keys) -> None:
     second.channel.send(Identify())
     refusal = second.hears()
     assert isinstance(refusal, Rejected)
-    assert "somebody else" in refusal.reason
+    assert "serving another host" in refusal.reason
     first.channel.close()
 
     def served() -> bool:
