@@ -24,11 +24,11 @@ check: $(VENV)/.installed
 
 # Known holes in the dependencies, where the public list can be reached.
 audit: $(VENV)/.installed
-	"$(BIN)/python" -m tests.support.audit
+	"$(BIN)/python" -m tests.tools.audit
 
 # docs/modules.md: a line for each module, the first of its docstring.
 tree:
-	$(PYTHON) -m tests.support.module_listing
+	$(PYTHON) -m tests.tools.module_listing
 
 bench: $(VENV)/.pair
 	"$(BIN)/ssd" bench

@@ -11,7 +11,7 @@ import pytest
 
 from launch.cli import cli
 from launch.settings.settings import StackSettings
-from tests.support.module_listing import LISTING, ROOT, modules
+from tests.tools.module_listing import LISTING, ROOT, modules
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _ROOMS = ("protocol", "orchestrator", "services", "launch", "tests", "docs")

@@ -49,7 +49,7 @@ def load_blas(threads: int) -> None:
         _log.warning("MKL is not installed (extra 'cpu'); MLX's reference BLAS is 5 times slower")
         return
     # MLX's products resolve to whichever library is loaded first.
-    kernels = _compiled_kernels() if threads <= _FEW_THREADS else None
+    kernels = _load_kernels() if threads <= _FEW_THREADS else None
     mkl = ctypes.CDLL(str(libraries[-1]), mode=ctypes.RTLD_GLOBAL)
     # Our kernels share what they pass on to MKL among their own threads.
     mkl.MKL_Set_Num_Threads(1 if kernels is not None else threads)
@@ -79,7 +79,7 @@ def use_spare_cores(cores: Sequence[int]) -> int:
     return count
 
 
-def _compiled_kernels() -> ctypes.CDLL | None:
+def _load_kernels() -> ctypes.CDLL | None:
     """The compiled kernels; None where they cannot be had, which costs speed only."""
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES)).hexdigest()
     library = Path(sys.prefix, "lib", f"libssd_cpu_kernels-{digest[:16]}.so")

@@ -83,7 +83,7 @@ def test_it_is_in_use() -> None:
     """MLX's own symbol for a product is the kernel's."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     assert "libssd_cpu_kernels" in maps
-    here, kernel = ctypes.CDLL(None), blas._compiled_kernels()
+    here, kernel = ctypes.CDLL(None), blas._load_kernels()
     assert kernel is not None
     ours, used = (ctypes.cast(x.cblas_sgemm, ctypes.c_void_p).value for x in (kernel, here))
     assert ours == used
@@ -102,7 +102,7 @@ def test_without_a_compiler_there_is_a_warning_and_no_kernel(
 
     monkeypatch.setattr(blas, "_compile", fail)
     monkeypatch.setattr(blas.hashlib, "sha256", lambda data: _Unseen())
-    assert blas._compiled_kernels() is None
+    assert blas._load_kernels() is None
     assert "no CPU kernels" in caplog.text
 
 

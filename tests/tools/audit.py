@@ -1,4 +1,4 @@
-"""`python -m tests.support.audit`: known holes in the dependencies, if pip-audit is there.
+"""`python -m tests.tools.audit`: known holes in the dependencies, if pip-audit is there.
 
 Exit code 1 if there are any; 0 if there are none, or if nobody can be asked from here, which
 is then said.

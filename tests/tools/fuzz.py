@@ -1,9 +1,9 @@
-"""`python -m tests.support.fuzz TARGET [libFuzzer options]`: coverage-guided fuzzing with atheris.
+"""`python -m tests.tools.fuzz TARGET [libFuzzer options]`: coverage-guided fuzzing with atheris.
 
 Targets: codec, stream (both stdio protocols), http, asked (JSON of our fields), gguf,
 safetensors, tokenizer. An input
 that leads to anything but our own errors is a crash; atheris writes it to a file, and it
-becomes a test. Example: `python -m tests.support.fuzz codec -max_total_time=120`.
+becomes a test. Example: `python -m tests.tools.fuzz codec -max_total_time=120`.
 """
 
 import contextlib

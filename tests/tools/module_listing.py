@@ -1,4 +1,4 @@
-"""`python -m tests.support.module_listing`: writes docs/modules.md, a line for every module.
+"""`python -m tests.tools.module_listing`: writes docs/modules.md, a line for every module.
 
 The line is the first of the module's docstring, so there is nothing to keep up by hand.
 """
