@@ -174,6 +174,8 @@ def http_options() -> Callable[[F], F]:
         _setting("--port", "0 takes a free one.", click.IntRange(0, 65535)),
         _setting("--api-key", "Key that clients must send. Other users can see arguments: "
                  "prefer SSD_API_KEY."),
+        _setting("--allowed-hosts", "Names besides loopback's that it answers to without a key, "
+                 "separated by commas."),
         _setting("--allowed-origins", "Web pages that may use it from a browser, "
                  "separated by commas; * is all."),
         _setting("--max-body-bytes", "Largest request.", click.IntRange(min=1)),

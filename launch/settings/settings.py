@@ -136,6 +136,9 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """0 takes a free one."""
     api_key: str = ""
     """What HTTP clients must know; empty lets everybody in who can reach the address."""
+    allowed_hosts: str = ""
+    """Names, separated by commas, by which requests without a key may address the gateway,
+    besides those of loopback."""
     allowed_origins: str = ""
     """Web pages that may use the gateway from a browser, separated by commas; * is all."""
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = _default(GatewaySettings, "max_body_bytes")

@@ -130,9 +130,9 @@ def start_gateway(
         clients_address=run_dir.clients_address,
         listener=listener.listener,
         names=[name for name in dict.fromkeys(called) if name],
-        hosts=[settings.host],
+        hosts=[settings.host, *_list_words(settings.allowed_hosts)],
         key_file=write_key(run_dir.path, settings.api_key),
-        allowed_origins=[o for o in settings.allowed_origins.replace(",", " ").split() if o],
+        allowed_origins=_list_words(settings.allowed_origins),
         max_body_bytes=settings.max_body_bytes,
         strict=settings.strict,
         rate_limit=settings.rate_limit,
@@ -161,3 +161,8 @@ def describe_child(child: Child, settings: StackSettings, pair: Pair) -> Process
         device=device,
         emulated_cost=settings.emulate_target_cost if child.role == "verifier" else "",
     )
+
+
+def _list_words(text: str) -> list[str]:
+    """What commas and blanks separate."""
+    return text.replace(",", " ").split()

@@ -136,6 +136,16 @@ def test_a_stream_that_breaks_says_so() -> None:
     assert client.closed
 
 
+@pytest.mark.parametrize(("host", "status"), [("box.local:80", 429), ("other.local", 403)])
+def test_other_names_may_be_allowed(host: str, status: int) -> None:
+    """Those of containers and tunnels, for instance."""
+    settings = GatewaySettings(
+        lifeline=0, listener=0, clients_address="", names=["large"], hosts=["Box.local"]
+    )
+    application = Gateway(settings, cast("Any", FakeClient(Busy("full")))).app("")
+    assert ask(None, BODY, headers={"host": host}, application=application)[0] == status
+
+
 ALIVE: dict[str, tuple[str, dict[str, Any], str]] = {
     "chat": ("/v1/chat/completions", {}, ": keep-alive"),
     "messages": ("/v1/messages", {"max_tokens": 5}, 'data: {"type": "ping"}'),

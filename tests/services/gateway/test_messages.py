@@ -245,6 +245,14 @@ def test_a_prompt_that_is_too_long_says_so_in_their_words(tmp_path: Path, *, str
     }
 
 
+def test_the_model_is_listed(tmp_path: Path) -> None:
+    """In a shape that this client reads as well as OpenAI's does."""
+    with asking(ScriptedClient(), tmp_path) as client:
+        [model] = client.models.list()
+        assert (model.id, model.display_name) == ("large", "large")
+        assert client.models.retrieve("large").created_at == model.created_at
+
+
 def test_errors_have_their_shape(tmp_path: Path) -> None:
     """A model that is not here, an image, a missing field, and batches."""
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
