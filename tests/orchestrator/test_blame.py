@@ -4,7 +4,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from orchestrator.requests.crash_journal import CrashJournal, fingerprint
 from orchestrator.requests.request import Request
@@ -14,9 +17,11 @@ from protocol.messages import (
     Generate,
     Heartbeat,
     Hello,
+    LogitsOptions,
     OpenSequence,
     Rejected,
     Role,
+    Sampling,
     ServiceDown,
     Text,
     VerificationOutcome,
@@ -243,3 +248,63 @@ def test_the_request_at_hand_is_named_while_it_is_at_hand(tmp_path: Path) -> Non
     emit(house, 1, 5)
     assert [at_work[:16] for at_work in seen] == [fingerprint(ask(1))]
     assert (tmp_path / "at_work").read_bytes() == bytes(20)
+
+
+REQUESTS = st.builds(
+    Generate,
+    request=st.integers(1, 5),
+    tokens=st.lists(st.integers(0, 200), max_size=5),
+    text=st.text(max_size=9),
+    max_tokens=st.integers(1, 2**40),
+    stop=st.lists(st.text(max_size=80), max_size=70),
+    mode=st.sampled_from(["ar", "sd", "ssd"]),
+    num_draft_tokens=st.integers(0, 64),
+    branches=st.integers(0, 256),
+    fan_out_policy=st.sampled_from(["online", "geometric", "uniform"]),
+    template_options=st.dictionaries(st.text(max_size=3), st.none(), max_size=1),
+    sampling=st.builds(
+        Sampling,
+        temperature=st.floats(0, 100),
+        top_p=st.floats(0, 1, exclude_min=True),
+        acceptance=st.sampled_from(["coupled", "rejection"]),
+        saguaro=st.floats(0, 1, exclude_min=True),
+        logits_options=st.none()
+        | st.builds(
+            LogitsOptions,
+            logit_bias=st.lists(
+                st.tuples(st.integers(0, 300), st.floats(-100, 100)), max_size=3
+            ).map(tuple),
+            repetition_penalty=st.floats(0.1, 10),
+        ),
+    ),
+    choose_saguaro=st.booleans(),
+    count_only=st.booleans(),
+    trace=st.booleans(),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(REQUESTS, min_size=1, max_size=4), st.integers(0, 99))
+def test_any_request_is_served_or_refused(asked: list[Generate], token: int) -> None:
+    """Whatever it says, the orchestrator goes on, and serves an ordinary one after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("orchestrator.server.Poller", FakePoller)
+        house = House(concurrency=9, max_stop_strings=64)
+        house.service(b"v", VERIFIER)
+        house.service(b"d", DRAFTER)
+        for index, request in enumerate(asked):
+            # Template options go to a worker process, which is another test's.
+            plain = changed_request(request, index + 1)
+            house.client(plain)
+            heard = house.told(b"c", Rejected) + house.told(b"c", Finished)
+            served = len(opened(house, b"v"))
+            assert len(heard) + served >= index + 1
+            if served:
+                emit(house, opened(house, b"v")[-1], token)
+        house.client(ask(77))
+        assert len(house.told(b"c", Rejected)) <= len(asked)
+        assert house.told(b"v", OpenSequence)[-1].tokens == [1, 2]
+
+
+def changed_request(request: Generate, number: int) -> Generate:
+    return msgspec.structs.replace(request, request=number, template_options={})
