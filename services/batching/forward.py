@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from protocol.messages import Tokens
 from services.batching.packing import pack_caches
+from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
 from services.mlx.loader import compute_unit
@@ -143,6 +144,9 @@ class Batcher:
 
     def _call(self, row: mx.array, states: list[SequenceState]) -> mx.array:
         state = states[0]
+        if isinstance(state, BranchingState) and state.is_batched:
+            batch: mx.array = self._model(row.swapaxes(0, 1), cache=state.caches)
+            return batch.swapaxes(0, 1)
         if len(states) > 1:
             logits: mx.array = self._model(row, cache=pack_caches(states))
         elif self.traced is not None and isinstance(state, KVStore) and self.traced.serves(state):

@@ -19,6 +19,8 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from protocol.errors import ModelError
+from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState, flatten_caches
 from services.kv.replay import (
@@ -110,6 +112,38 @@ def find_rewinding(model: Any, *, bucketed: bool) -> StateFactory:
         if trial.proves(make, "feeding again" if own else "feeding again, with mlx-lm's caches"):
             return StateFactory(make, _way_of(flat, own=own), layers)
     return StateFactory(factory(own=False, plan=None), "none", layers, trial.reason)
+
+
+def find_branching(model: Any, *, bucketed: bool) -> Callable[[], BranchingState]:
+    """Makes the states of a drafter with recurrent layers.
+
+    Raises:
+        ModelError: its layers are not all attention, or recurrences that can be replayed.
+    """
+
+    def make_caches() -> Sequence[Any]:
+        caches: Sequence[Any] = make_prompt_cache(model)
+        return caches
+
+    strange = [c for c in make_caches() if type(c) not in (KVCache, ArraysCache)]
+    if strange:
+        raise ModelError(
+            f"a layer keeps its state in a {type(strange[0]).__name__}, beside recurrent ones: "
+            "such models verify drafts, but cannot draft"
+        )
+    plan = _find_replay(model, make_caches)
+
+    def make() -> BranchingState:
+        if plan is None:
+            raise ModelError("its recurrent layers cannot be replayed")
+        return BranchingState(make_caches, plan, bucketed=bucketed)
+
+    if plan is None or not _Trial(model, make_caches).proves(make, "drafting"):
+        raise ModelError(
+            "its recurrent layers are of a kind that verifies drafts, but cannot draft: a branch "
+            "needs the state after any token"
+        )
+    return make
 
 
 def predict_rewinding(model: Any) -> str:

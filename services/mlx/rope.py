@@ -37,6 +37,10 @@ class BranchRope(nn.Module):
 
     def __call__(self, x: mx.array, offset: Offset = 0) -> mx.array:
         """[1, heads, tokens, size] -> the same, rotated."""
+        if _is_row(offset) and x.shape[2] == 1:
+            # A batch of branches, one token each: mlx's own meaning of several positions.
+            alone: mx.array = self._rope(x, offset=offset)
+            return alone
         if _is_row(offset):
             rotated: mx.array = self._rope(x.swapaxes(0, 2), offset=offset)
             return rotated.swapaxes(0, 2)
@@ -90,7 +94,10 @@ class TableRope(nn.Module):
 
     def __call__(self, x: mx.array, offset: Offset = 0) -> mx.array:
         """[1, heads, tokens, size] -> the same, rotated."""
-        cos, sin = self._tables.at(offset, x.shape[-2], x.shape[-1])
+        in_batch = _is_row(offset) and x.shape[0] > 1
+        cos, sin = self._tables.at(offset, x.shape[0 if in_batch else -2], x.shape[-1])
+        if in_batch:
+            cos, sin = cos[:, None, None], sin[:, None, None]
         half, dims = self._dims // 2, self._dims
         parts = [x[..., half:dims], x[..., :half]]
         if dims < x.shape[-1]:

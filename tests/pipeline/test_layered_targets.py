@@ -17,7 +17,7 @@ from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.ngram import NgramBackend
 from services.mlx.loader import load
 from services.verifier.verifier import Verifier
-from tests.support.layered_families import LAYERED
+from tests.support.layered_families import LAYERED, RECURRENT_DRAFTERS
 from tests.support.lockstep import Lockstep
 from tests.support.reference import plain, tiny_folder
 from tests.support.stack import RunningStack, running
@@ -54,9 +54,9 @@ def run(family: str, backend: DraftBackend, sampling: Sampling) -> Statistics:
 
 
 @pytest.mark.parametrize("law", SAMPLINGS)
-@pytest.mark.parametrize("family", ["gpt_oss", "cohere2", "gemma3"])
-def test_a_window_model_drafts_for_itself(family: str, law: str) -> None:
-    """Its drafter keeps all rows of its sliding layers; they guess alike for all that."""
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3", *RECURRENT_DRAFTERS])
+def test_a_model_drafts_for_itself(family: str, law: str) -> None:
+    """By other means: all rows of sliding layers, or a batch of recurrent states."""
     statistics = run(family, MlxBackend(tiny_folder(family), 512), SAMPLINGS[law])
     assert statistics.rounds < LENGTH / 2
 

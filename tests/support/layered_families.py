@@ -337,5 +337,8 @@ NESTED: dict[str, dict[str, Any]] = {
     },
 }
 
+RECURRENT_DRAFTERS = ("qwen3_5", "lfm2", "granite4", "mamba2")
+"""Families with recurrent layers whose branches grow as a batch."""
+
 LAYERED = DELTA_NETS | CONVOLUTIONS | MAMBAS | FED_AGAIN | WINDOWED | NESTED
 """Every family, by name."""

@@ -156,7 +156,7 @@ _EMBEDDING_GAINS = {
 FAMILIES = tuple(_CONFIGS)
 """The families that most tests go through; `layered_families` has many more."""
 RECURRENT = ("mamba", "hybrid")
-"""Families with a recurrent state: they verify, and cannot draft."""
+"""Families with a recurrent state of a kind that verifies, and cannot draft."""
 SLOTTED = tuple(name for name in FAMILIES if name not in RECURRENT)
 """Families whose layers hold keys and values, and nothing else."""
 DRAFTERS = tuple(name for name in SLOTTED if name != "dynamic")

@@ -25,6 +25,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.decoding.sampling_params import drafter_sampling, is_greedy
@@ -42,8 +43,10 @@ from services.drafter.backends.base import (
     TreeLayer,
 )
 from services.drafter.backends.mlx_tree import Tree, Trunk, scratch_positions, visible
+from services.kv.branching import BranchingState
 from services.kv.cache import KVStore, windows_of
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
+from services.kv.rewinding import find_branching
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import compute_unit, load
@@ -74,17 +77,16 @@ class MlxBackend:
         self._model = loaded.module
         if compute_unit() == "cpu":
             use_tables(self._model)
-        allow_branches(self._model)
+        if any(type(cache) is not ArraysCache for cache in make_prompt_cache(self._model)):
+            allow_branches(self._model)
         self._folder = folder
-        self._windows = windows_of(self._model)
         self._head_ids = trim_head(self._model, folder)
         self._chunk_sizer = ChunkSizer(prefill_step_size)
         self._bucketed = compute_unit() == "cuda"
         if self._bucketed:
             fuse_linears(self._model)
-        shares = supports_packing(
-            self._model, lambda: KVStore(self._windows, bucketed=self._bucketed)
-        )
+        self._new_store = self._find_store()
+        shares = supports_packing(self._model, self._new_store)
         self._batcher = Batcher(self._model, most_rows() if shares else 0)
         self._on_gpu = compute_unit() != "cpu"
         self._sequences: SequenceTable[Trunk] = SequenceTable()
@@ -99,14 +101,22 @@ class MlxBackend:
         )
         self._head_size = loaded.vocabulary.size if self._head_ids is None else len(self._head_ids)
 
+    def _find_store(self) -> Callable[[], KVStore | BranchingState]:
+        """Makes the states of sequences: slots, beside recurrent states if it has such layers."""
+        recurrent = any(type(cache) is ArraysCache for cache in make_prompt_cache(self._model))
+        if recurrent:
+            return find_branching(self._model, bucketed=self._bucketed)
+        windows = windows_of(self._model)
+        return lambda: KVStore(windows, bucketed=self._bucketed)
+
     # ------------------------------------------------------------ DraftBackend
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Prefill in chunks; may be abandoned between two."""
         running = [CachedPrefix(known.tokens, known.store) for known in self._sequences.values()]
         store = self._prompts.fork(tokens, running)
-        if not isinstance(store, KVStore):
-            store = KVStore(self._windows, bucketed=self._bucketed)
+        if not isinstance(store, KVStore | BranchingState):
+            store = self._new_store()
         opened = Trunk(store, drafter_sampling(sampling))
         while store.length < len(tokens):
             began = time.perf_counter()
@@ -203,6 +213,7 @@ class MlxBackend:
                 keep = position
                 break
         if keep < len(wanted):
+            keep = known.store.resumable(keep)
             known.cut(keep)
             yield from self._append(known, wanted[keep:], width if rows else 0)
 

@@ -27,7 +27,6 @@ from services.drafter.backends.base import (
 )
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_tree import Trunk
-from services.kv.cache import KVStore
 from services.mlx.target_reader import load_reader
 from services.runtime.sequence_table import check_rewind
 
@@ -72,7 +71,7 @@ class ReadingBackend(MlxBackend):
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Compute nothing: the target's states are on their way."""
-        store = KVStore(self._windows, bucketed=self._bucketed)
+        store = self._new_store()
         opened = _ReadingTrunk(store, drafter_sampling(sampling), known=list(tokens))
         opened.committed = len(tokens)
         if sampling.logits_options is not None:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import Outcome
+from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
 from services.sampling.candidates import Top, best_bonuses
 
@@ -55,7 +56,7 @@ class Tree:
 class Trunk:
     """The committed tokens and the chain under verification, without the branches."""
 
-    store: KVStore
+    store: KVStore | BranchingState
     sampling: Sampling
     """The drafter's."""
     tokens: Tokens = field(default_factory=list)

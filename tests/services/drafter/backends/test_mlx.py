@@ -25,6 +25,7 @@ from services.drafter.backends.base import DraftedToken, TreeLayer
 from services.drafter.backends.mlx import MAX_DRAFT_TOKENS, MlxBackend
 from services.kv.prefix_cache import PrefixCache
 from services.runtime.sequence_table import SequenceTable
+from tests.support.layered_families import RECURRENT_DRAFTERS
 from tests.support.reference import SAMPLINGS, Reference, said, tiny_folder
 from tests.support.tiny_models import DRAFTERS, FAMILIES, RECURRENT, write_tiny_model
 
@@ -280,7 +281,8 @@ SCRIPT = [
 
 
 CASES = [
-    *((family, "greedy") for family in DRAFTERS),
+    *((family, "greedy") for family in (*DRAFTERS, *RECURRENT_DRAFTERS)),
+    *((family, "sampled") for family in RECURRENT_DRAFTERS[:2]),
     *((family, ("sampled", "filtered")[at % 2]) for at, family in enumerate(DRAFTERS[::2])),
 ]
 
@@ -525,7 +527,7 @@ def test_closing_frees_the_kv_at_once() -> None:
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in DRAFTERS])
 def test_models_that_cannot_draft_trees_are_refused(family: str) -> None:
     """Recurrent models and dynamic NTK scaling are a ModelError that says which of them."""
-    reason = "dynamic NTK" if family == "dynamic" else "no rotary|ArraysCache"
+    reason = "dynamic NTK" if family == "dynamic" else "cannot draft"
     assert family in (*RECURRENT, "dynamic")
     with pytest.raises(ModelError, match=reason):
         MlxBackend(tiny_folder(family), prefill_step_size=512)

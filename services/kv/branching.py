@@ -1,0 +1,311 @@
+"""Recurrent states and slots of one sequence at a drafter, whose branches grow together.
+
+A branch needs a recurrent state of its own. The branches of a depth are a batch: one token
+each, [branches, 1], with states [branches, ...] that are made by indexing, as MLX arrays are
+values. Attention layers keep their rows in slots, as they do without recurrent layers
+(`kv.cache`), and hand the same slots to every branch, under its own mask.
+
+The trunk can go back to any token of its last passes: their recurrences are computed again
+(`kv.replay`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import ArraysCache, KVCache
+
+from services.kv.cache import KVStore, SlotCache
+from services.kv.replay import Recording, ReplayPlan
+
+_PASSES = 8
+"""Passes of the trunk that can be gone back into."""
+_MOST_RECORDED = 65
+"""Tokens of a recorded pass; longer ones are prompts."""
+
+States = list[list[mx.array | None]]
+"""Per recurrent layer its arrays, [1 or branches, ...]."""
+
+
+class _BranchSlotCache(SlotCache):
+    """An attention layer that takes a row of tokens, or a batch of one token per branch."""
+
+    in_batch = False
+
+    def make_mask(
+        self, n: int, *, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """The mask of the row, or [branches, 1, 1, slots]."""
+        if not self.in_batch:
+            return super().make_mask(n, return_array=return_array, window_size=window_size)
+        mask: Any = self._store.mask(window_size or self.window, as_array=True)
+        count = self._store.frame.count
+        if mask is None:
+            return None
+        rows: mx.array = mask.reshape(count, 1, 1, -1)
+        return rows
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store the rows of a batch side by side; each branch gets all slots."""
+        if not self.in_batch:
+            return super().update_and_fetch(keys, values)
+        rows = super().update_and_fetch(keys.swapaxes(0, 2), values.swapaxes(0, 2))
+        batch = keys.shape[0]
+        shared = [mx.broadcast_to(array, (batch, *array.shape[1:])) for array in rows]
+        return shared[0], shared[1]
+
+
+@dataclass
+class _Pass:
+    """A pass of the trunk."""
+
+    start: int
+    count: int
+    recording: Recording
+    end: States
+
+
+@dataclass
+class _Depth:
+    """One depth of the tree."""
+
+    start: int
+    """Its first scratch slot."""
+    states: States
+
+
+class BranchingState:
+    """The state of one sequence at a drafter; takes the place of a `KVStore`.
+
+    Args:
+        make_caches: gives fresh caches of mlx-lm's own, `KVCache` and `ArraysCache` only.
+        plan: how the recurrent layers are computed again.
+        bucketed: see `KVStore`.
+    """
+
+    needs_checkpoints = True
+    owed = 0
+
+    def __init__(
+        self, make_caches: Callable[[], Sequence[Any]], plan: ReplayPlan, *, bucketed: bool
+    ) -> None:
+        self._make_caches, self._plan, self._bucketed = make_caches, plan, bucketed
+        natives = make_caches()
+        slots = sum(type(cache) is KVCache for cache in natives)
+        self._store = KVStore([None] * slots, bucketed=bucketed)
+        self._slots = [_BranchSlotCache(self._store, None) for _ in range(slots)]
+        self._store.caches = list[SlotCache](self._slots)
+        unused = iter(self._slots)
+        self.caches: list[Any] = [
+            next(unused) if type(cache) is KVCache else cache for cache in natives
+        ]
+        self._recurrent: list[Any] = [cache for cache in natives if type(cache) is ArraysCache]
+        self._points: dict[int, States] = {0: self._now()}
+        """Length -> states after so many tokens."""
+        self._passes: list[_Pass] = []
+        self._tree: list[_Depth] = []
+        self._recording: Recording | None = None
+        self.is_batched = False
+        """Whether the pass in work is a batch of one token per branch."""
+        self._open: Callable[[], None] | None = None
+        """Takes in what the pass in work has left."""
+
+    # ------------------------------------------------------------ passes
+
+    @property
+    def length(self) -> int:
+        """Tokens of the trunk."""
+        return self._store.length
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """[tokens] positions of the tokens of the pass in work."""
+        return self._store.positions
+
+    def chain(self, count: int) -> None:
+        """The next forward appends `count` tokens to the trunk."""
+        self._settle()
+        start = self.length
+        self._set(self._states_at(start), in_batch=False)
+        self._tree = []
+        self._store.chain(count)
+        self._recording = self._plan.record() if 1 < count <= _MOST_RECORDED else None
+        recording = self._recording
+
+        def settle() -> None:
+            end = self._points[start + count] = self._now()
+            if recording is not None:
+                self._passes.append(_Pass(start, count, recording, end))
+                del self._passes[:-_PASSES]
+            self._forget_old()
+
+        self._open = settle
+
+    def append(self, count: int, *, whole: bool = False) -> None:
+        """See `SequenceState`."""
+        del whole
+        self.chain(count)
+
+    def branches(
+        self, start: int, positions: npt.NDArray[np.int64], visible: npt.NDArray[np.bool_]
+    ) -> None:
+        """The next forward writes one token per branch to the scratch slots from `start` on.
+
+        Arguments as for `KVStore.branches`. The first depth begins right behind the trunk.
+        """
+        self._settle()
+        if start == self.length:
+            self._tree = []
+            states = self._gather([int(position) for position in positions[start:]])
+        else:
+            states = self._tree[-1].states
+        self._set(states, in_batch=True)
+        self._store.branches(start, positions, visible)
+        self._open = lambda: self._tree.append(_Depth(start, self._now()))
+
+    def _settle(self) -> None:
+        """The pass in work has run."""
+        if self._recording is not None:
+            self._recording.stop()
+        settle, self._open, self._recording = self._open, None, None
+        if settle is not None:
+            settle()
+
+    def _now(self) -> States:
+        return [list(cache.cache) for cache in self._recurrent]
+
+    def _set(self, states: States, *, in_batch: bool) -> None:
+        for cache, arrays in zip(self._recurrent, states, strict=True):
+            cache.cache = [*arrays]
+        self.is_batched = in_batch
+        for slots in self._slots:
+            slots.in_batch = in_batch
+
+    def _gather(self, lengths: Sequence[int]) -> States:
+        """The states after each of these lengths, as a batch."""
+        found = {length: self._states_at(length) for length in set(lengths)}
+        first = found[lengths[0]]
+        return [
+            [
+                mx.concatenate([_present(found[length][layer][i]) for length in lengths])
+                for i in range(len(first[layer]))
+            ]
+            for layer in range(len(first))
+        ]
+
+    def _states_at(self, length: int) -> States:
+        """The states after so many tokens; raises ValueError if they cannot be had any more."""
+        if length not in self._points:
+            one = next((p for p in self._passes if p.start < length <= p.start + p.count), None)
+            if one is None:
+                raise ValueError(f"the state after {length} tokens is not held any more")
+            temporary: list[Any] = [ArraysCache(len(arrays)) for arrays in one.end]
+            for cache, arrays in zip(temporary, one.end, strict=True):
+                cache.cache = [*arrays]
+            self._plan.rewind(temporary, one.recording, length - one.start)
+            self._points[length] = [list(cache.cache) for cache in temporary]
+        return self._points[length]
+
+    # ------------------------------------------------------------ going back and on
+
+    def trim(self, length: int) -> None:
+        """Forget all tokens from `length` on; the tree stays until the next chain."""
+        self._settle()
+        self._store.trim(length)
+        self._points = {at: states for at, states in self._points.items() if at <= length}
+        self._passes = [one for one in self._passes if one.start < length]
+        for one in self._passes:
+            one.count = min(one.count, length - one.start)
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        """Keep the states that the last passes can need, and the first and the last one."""
+        last = max(self._points)
+        oldest = min([last, *(one.start for one in self._passes)])
+        self._points = {at: s for at, s in self._points.items() if at >= oldest or at == 0}
+
+    def commit(self, length: int) -> None:
+        """See `SequenceState`."""
+        self.trim(length)
+
+    def suspend(self) -> Any:
+        """Raises ValueError: a drafter does not run ahead of its tokens."""
+        raise ValueError("a drafter's pass cannot be suspended")
+
+    def resume(self, suspended: Any) -> None:
+        """As `suspend`."""
+        raise ValueError(f"a drafter's pass cannot be resumed: {suspended!r}")
+
+    def move(self, slots: Sequence[int]) -> None:
+        """Append the tokens in these scratch slots, one of each depth, to the trunk."""
+        self._settle()
+        for number, slot in enumerate(slots):
+            depth = next(d for d in reversed(self._tree) if d.start <= slot)
+            branch = slice(slot - depth.start, slot - depth.start + 1)
+            self._points[self.length + number + 1] = [
+                [_present(array)[branch] for array in arrays] for arrays in depth.states
+            ]
+        self._store.move(slots)
+
+    def write(self, start: int, rows: Sequence[tuple[mx.array, mx.array]]) -> None:
+        """Raises ValueError: rows of keys and values are not the whole state."""
+        raise ValueError(f"{len(rows)} layers of rows from {start} on have no recurrent state")
+
+    # ------------------------------------------------------------ forks and memory
+
+    def resumable(self, length: int) -> int:
+        """See `SequenceState`."""
+        self._settle()
+        inside = [min(length, one.start + one.count) for one in self._passes if one.start < length]
+        points = [at for at in self._points if at <= min(length, self.length)]
+        return min(self.length, max([0, *inside, *points]))
+
+    def fork(self, length: int) -> "BranchingState":
+        """See `SequenceState`."""
+        self._settle()
+        new = BranchingState(self._make_caches, self._plan, bucketed=self._bucketed)
+        states = self._states_at(length)
+        new._store.share(self._store, length)
+        new._points[length] = states
+        return new
+
+    def checkpoint(self) -> None:
+        """Nothing: the last passes are held."""
+
+    @property
+    def nbytes(self) -> int:
+        """See `SequenceState`."""
+        held = [self._now(), *self._points.values()]
+        arrays = {id(a): a for states in held for layer in states for a in layer if a is not None}
+        return self._store.nbytes + sum(array.nbytes for array in arrays.values())
+
+    @property
+    def bytes_per_token(self) -> int:
+        """See `SequenceState`."""
+        return self._store.bytes_per_token
+
+    def evaluate(self) -> None:
+        """See `SequenceState`."""
+        self._settle()
+        mx.eval(self._store.arrays, self._now())
+
+    def dump(self, length: int) -> dict[str, mx.array]:
+        """Raises ValueError: a drafter's states are not saved."""
+        raise ValueError(f"a drafter's state of {length} tokens is not saved")
+
+    def load(self, arrays: Mapping[str, mx.array]) -> None:
+        """As `dump`."""
+        raise ValueError(f"a drafter's state is not read from {len(arrays)} arrays")
+
+    def take(self, buffers: Sequence[tuple[mx.array, mx.array]], length: int) -> None:
+        """As `dump`."""
+        raise ValueError(f"{len(buffers)} layers of {length} tokens have no recurrent state")
+
+
+def _present(array: mx.array | None) -> mx.array:
+    if array is None:
+        raise ValueError("a recurrent layer has no state yet")
+    return array
