@@ -1,4 +1,4 @@
-"""What must be the same on all ranks before they compute together. Knows nothing of MLX's state."""
+"""What must be the same on all ranks before they compute together; works without MLX."""
 
 import hashlib
 from importlib.metadata import version

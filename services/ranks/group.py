@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from protocol.errors import (
@@ -61,7 +62,7 @@ class RankGroup(Closeable):
             for rank, host in enumerate(group.hosts[1:], start=1):
                 self._followers.append(RankProcess(rank, host, group.python))
             for follower in self._followers:
-                self._guard(follower, lambda f=follower: f.send(self._join(settings, f)))  # type: ignore[misc]  # mypy cannot infer a lambda's default
+                self._guard(follower, partial(follower.send, self._join(settings, follower)))
             deadline = Deadline(group.start_timeout_s)
             for follower in self._followers:
                 self._await_joined(follower, deadline)
@@ -118,7 +119,7 @@ class RankGroup(Closeable):
     def begin(self) -> None:
         """Let the followers form the group and load; do the same right after this."""
         for follower in self._followers:
-            self._guard(follower, lambda f=follower: f.send(Begin()))  # type: ignore[misc]  # as above
+            self._guard(follower, partial(follower.send, Begin()))
         self._watch = FollowerWatch(
             self._followers, self._settings.silence_timeout_s, self._give_up
         )

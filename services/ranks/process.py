@@ -110,6 +110,8 @@ class RankProcess:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._kill()
+        self._log.join()
+        _pipe(self._process.stdout).close()
 
     def _kill(self) -> None:
         if not self.host.is_local and self.remote_pid:
