@@ -1,9 +1,9 @@
 """The orchestrator's edge: sockets and clock around the pure state of its sequences.
 
 The loop: wait; take what the services sent, and send the next `Verify` before anything
-else; then clients, then prompts that are ready, then deadlines. Each turn takes so many
-messages at most from either side that a flood of one does not keep the other waiting. Text
-is decoded and streamed while the target is busy.
+else; then clients, then prompts that are ready, then deadlines. Each turn takes a
+limited number of messages from either side, so that a flood from one does not keep the other
+waiting. Text is decoded and streamed while the target is busy.
 """
 
 import logging
@@ -285,7 +285,7 @@ class Orchestrator:
             for request in list(self._requests.running.values()):
                 self._executor.run(request, request.on_service_lost, role)
 
-    # ------------------------------------------------------------ who caused a death
+    # ------------------------------------------------------------ the cause of a death
 
     def _blame(self, role: Role, named: int) -> None:
         """A service died: suspect those that it worked for, and stop trying the guilty."""

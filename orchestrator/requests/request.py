@@ -1,4 +1,4 @@
-"""One request between its client and its sequence: who asked, the text so far, the answer."""
+"""One request between its client and its sequence: its text so far, and the last messages."""
 
 import logging
 from collections.abc import Iterable
@@ -48,7 +48,7 @@ class Request:
     is_stopped: bool = False
     """A stop string is complete; what the round in flight adds is not part of the answer."""
     is_unreachable: bool = False
-    """A message did not reach the client, who will ask again."""
+    """A message did not reach the client, which will ask again."""
     is_background: bool = False
     """Others may go before it."""
     is_over: bool = False

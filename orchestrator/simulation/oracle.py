@@ -100,6 +100,6 @@ def _draw_ranks(
 ) -> npt.NDArray[np.int64]:
     """Ranks R with Pr[R >= F] = (1 - first) F^-exponent for F >= 1, from uniform numbers."""
     ratio = (1.0 - first) / np.maximum(uniform, 1e-12)
-    # The cap keeps huge ranks, which nobody prepares for, within integers.
+    # The cap keeps huge ranks, which are never prepared for, within integers.
     ranks = np.minimum(np.maximum(ratio, 1e-9) ** (1.0 / exponent), 1e6)
     return np.where(ratio > 1.0, np.floor(ranks), 0).astype(np.int64)

@@ -106,7 +106,7 @@ class _Answer:
             self._do_all(self._sequence.on_drafter_up(0))
         while self._sequence.phase is not Phase.FINISHED:
             if not self._events.step():
-                raise RuntimeFailure("the simulation stands still: nobody has anything to do")
+                raise RuntimeFailure("the simulation stands still: no event is left")
         statistics = self._recorder.summarise()
         books, waits = self._books, self._recorder.phases.get("draft_wait", [])
         return Run(

@@ -95,7 +95,7 @@ class PromptEncoder:
             UsageError: it is too long, the chat template refuses it, or its grammar is known
                 to be unusable.
         """
-        grammar = self._unchecked_grammar(message)
+        grammar = self._find_unchecked_grammar(message)
         if message.tokens and not grammar:
             return message.tokens
         prompt = _prompt_of(message)
@@ -122,7 +122,7 @@ class PromptEncoder:
         self._submit(ticket, message, _Job(digest, prompt))
         return None
 
-    def _unchecked_grammar(self, message: Generate) -> str:
+    def _find_unchecked_grammar(self, message: Generate) -> str:
         """The request's grammar, unless it is known to be usable; raises UsageError if not."""
         options = message.sampling.logits_options
         if options is None or not options.grammar:

@@ -37,7 +37,7 @@ def run(settings: PromptWorkerSettings) -> None:
     tokenizer = TargetTokenizer(Path(settings.model))
     _limit_memory(settings.max_bytes)
     with contextlib.suppress(OSError):
-        os.nice(5)  # who is decoding goes first
+        os.nice(5)  # decoding goes first
     channel.send(WorkerReady())
     with contextlib.suppress(StreamEnded):
         while True:
