@@ -1,5 +1,7 @@
 """`ssd models`: models on this machine, and pairs worth having."""
 
+import shutil
+import sys
 from pathlib import Path
 
 import click
@@ -12,6 +14,7 @@ from launch.models.catalog import Fit, Model, add_folder, list_models, pairs, re
 from launch.models.default_pair import DEFAULT, add_default
 from launch.models.hub import download
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
+from launch.settings.machine import compute_threads
 from launch.terminal import console
 from launch.terminal.dashboard import format_bytes
 from launch.workers.layers import describe_layers
@@ -140,7 +143,7 @@ def recommend_(purpose: Purpose | None, memory: float | None, *, as_json: bool) 
     is also the most that speculation could gain. `ssd bench` measures what it gains here.
     """
     total = round(memory * 1e9) if memory else psutil.virtual_memory().total
-    found = recommend(total, purpose)
+    found = recommend(total, purpose, cpu_cores=0 if memory else _computing_cores())
     if as_json:
         _print({"memory_bytes": total, "pairs": found})
         return
@@ -150,6 +153,12 @@ def recommend_(purpose: Purpose | None, memory: float | None, *, as_json: bool) 
         f"For {format_bytes(total)} of memory. Expected, not measured: tokens per round are the "
         "most that speculation could gain, if the assumed share of drafts is accepted."
     )
+
+
+def _computing_cores() -> int:
+    """Cores that compute where there is no GPU; 0 with one."""
+    has_gpu = sys.platform == "darwin" or shutil.which("nvidia-smi") is not None
+    return 0 if has_gpu else compute_threads()
 
 
 def _print(value: object) -> None:
@@ -197,10 +206,11 @@ def _card(model: Model) -> Table:
 
 
 def _format_recommendation(r: Recommendation) -> Text:
-    fits = "" if r.fits else ", too much"
+    fits = "" if r.fits else ", too much for this machine"
+    speed = f", about {r.plain_tok_s:.1f} tok/s plainly" if r.plain_tok_s else ""
     facts = [
         f"drafter  {r.draft_model}",
-        f"{', '.join(r.purposes)}; {format_bytes(r.memory_bytes)}{fits}",
+        f"{', '.join(r.purposes)}; {format_bytes(r.memory_bytes)}{speed}{fits}",
         f"expected up to {r.expected_tokens_per_round:.1f} tokens a round "
         f"({r.assumed_acceptance:.2f} of the drafts accepted: assumed)",
     ]

@@ -18,6 +18,11 @@ _KV_AND_WORKING_SPACE = 1.2
 _SHARE = 0.75
 """Of the memory that a pair may take: the rest belongs to others."""
 
+_CPU_BITS = 32
+_CORE_BYTES_S = 9e9
+"""What one core reads: 0.54 GB of weights 17 times a second, as measured on a Xeon."""
+_SLOWEST_TOK_S = 3.0
+
 Positive = Annotated[float, msgspec.Meta(gt=0.0)]
 
 
@@ -50,6 +55,9 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     """Estimated, for both models with some context."""
     fits: bool
+    """Into the memory; on a CPU, also at a speed that one can read along."""
+    plain_tok_s: float
+    """Estimated speed of plain decoding on a CPU; 0 elsewhere: unknown."""
     assumed_acceptance: float
     expected_tokens_per_round: float
     """With 4 draft tokens, if the assumption holds; the most that speed-up could be."""
@@ -65,10 +73,19 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
         return f"ssd launch --model {self.model} --draft-model {self.draft_model}"
 
 
-def recommend(memory_bytes: int, purpose: Purpose | None = None) -> list[Recommendation]:
-    """Pairs for this purpose, the largest that fit first, then those that do not fit."""
+def recommend(
+    memory_bytes: int, purpose: Purpose | None = None, *, cpu_cores: int = 0
+) -> list[Recommendation]:
+    """Pairs for this purpose, the largest that fit first, then those that do not fit.
+
+    Args:
+        memory_bytes: of the machine.
+        purpose: only pairs for this.
+        cpu_cores: cores that compute where there is no GPU, else 0. A CPU holds weights in
+            float32, and what it reads in a second bounds the speed.
+    """
     found = [
-        _estimate(entry, memory_bytes)
+        _estimate(entry, memory_bytes, cpu_cores)
         for entry in read_pairs()
         if purpose is None or purpose in entry.purposes
     ]
@@ -84,8 +101,10 @@ def read_pairs() -> list[_Entry]:
         raise UsageError(f"{_FILE} of this installation is damaged: {error}") from error
 
 
-def _estimate(entry: _Entry, memory_bytes: int) -> Recommendation:
-    weights = (entry.parameters + entry.draft_parameters) * 1e9 * entry.bits / 8
+def _estimate(entry: _Entry, memory_bytes: int, cpu_cores: int) -> Recommendation:
+    bits = _CPU_BITS if cpu_cores else entry.bits
+    weights = (entry.parameters + entry.draft_parameters) * 1e9 * bits / 8
+    speed = _CORE_BYTES_S * cpu_cores / (entry.parameters * 1e9 * bits / 8)
     needed = round(weights * _KV_AND_WORKING_SPACE)
     return Recommendation(
         model=entry.model,
@@ -93,7 +112,8 @@ def _estimate(entry: _Entry, memory_bytes: int) -> Recommendation:
         family=entry.family,
         purposes=entry.purposes,
         memory_bytes=needed,
-        fits=needed <= _SHARE * memory_bytes,
+        fits=needed <= _SHARE * memory_bytes and (not cpu_cores or speed >= _SLOWEST_TOK_S),
+        plain_tok_s=speed,
         assumed_acceptance=entry.acceptance,
         expected_tokens_per_round=tokens_per_round(entry.acceptance, _NUM_DRAFT_TOKENS),
         measured=entry.measured,

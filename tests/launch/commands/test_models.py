@@ -256,6 +256,18 @@ def test_the_largest_that_fits_comes_first() -> None:
     assert not any(r.fits for r in recommend(10**8))
 
 
+def test_a_cpu_is_given_what_it_can_decode() -> None:
+    """Weights are float32 there, and a large target is too slow whatever memory there is."""
+    on_gpu = {r.model: r for r in recommend(10**12)}
+    on_cpu = {r.model: r for r in recommend(10**12, cpu_cores=2)}
+    assert all(r.fits for r in on_gpu.values())
+    assert on_cpu["default"].fits
+    assert on_cpu["default"].plain_tok_s > 10
+    large = max(on_cpu.values(), key=lambda r: r.memory_bytes)
+    assert not large.fits
+    assert large.memory_bytes > on_gpu[large.model].memory_bytes
+
+
 def test_expectations() -> None:
     """Tokens per round follow from the assumed acceptance: 1 + a + a^2 + a^3 + a^4."""
     assert tokens_per_round(0.5, 4) == 1 + 0.5 + 0.25 + 0.125 + 0.0625
