@@ -35,8 +35,8 @@ bench: $(VENV)/.pair
 
 # The environment, rebuilt when the project's dependencies change.
 $(VENV)/.installed: pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	@$(PYTHON) -m venv $(VENV)
 	@echo "installing the packages into $(VENV)"
 	@$(PIP) --upgrade pip
 	@$(PIP) --editable ".[$(EXTRAS)]"
