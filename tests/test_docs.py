@@ -114,6 +114,15 @@ def options(parameter: click.Parameter) -> list[str]:
     return [] if hidden else [*parameter.opts, *parameter.secondary_opts, "--help"]
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_modules_that_documents_run_exist(document: Path) -> None:
+    """`python -m MODULE` in a page names a module of ours."""
+    text = document.read_text(encoding="utf-8")
+    for module in re.findall(rf"python -m ((?:{'|'.join(_ROOMS)})(?:\.\w+)+)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
+
+
 def test_the_readme_is_short() -> None:
     """The README is read in one sitting: at most 200 lines."""
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
