@@ -207,7 +207,7 @@ def flood(me: Hostile, trees: list[Map]) -> None:
 
 
 def absurd(me: Hostile, trees: list[Map]) -> None:
-    """Messages that are valid and make no sense."""
+    """Values that make no sense, in fields of the right kind."""
     for tree in trees:
         sequence, number = tree["sequence"], tree["round"]
         wild = [[-5, 1], [99, 2**31 - 1], [0, 1], [0, 1]]
