@@ -443,7 +443,7 @@ def test_what_the_dead_left_is_removed(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.usefixtures("run_dir")
 def test_stacks_remember(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stack leaves one file, and the next of the same pair knows plain decoding's speed;
+    """A stack leaves one file, and the next of the same pair knows speculation's speed;
     without a memory it is neither read nor written."""
     monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
     folders = [str(write_tiny_model(tmp_path / name, "llama", seed=1)) for name in "td"]
@@ -458,9 +458,9 @@ def test_stacks_remember(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     [file] = (tmp_path / "cache" / "learned").iterdir()
     assert file.suffix == ".json"
     with running(settings, memory=True) as stack:
-        assert plain_tok_s(stack, 2) > 0.0
+        assert stack.client.status().planner.speculative_tok_s > 0.0
     left = file.read_bytes(), file.stat().st_mtime_ns
     with running(settings) as stack:
-        assert plain_tok_s(stack, 2) == 0.0
+        assert stack.client.status().planner.speculative_tok_s == 0.0
     assert left == (file.read_bytes(), file.stat().st_mtime_ns)
     assert [file] == list(file.parent.iterdir())
