@@ -135,9 +135,11 @@ def _attend(  # noqa: PLR0917  # mlx-lm's signature
 
     Without a cache this may be a step of training, which needs gradients.
     """
-    kernel = _KERNELS.get(compute_unit())
+    unit = compute_unit()
+    kernel = _KERNELS.get(unit)
     plain = sinks is None and not hasattr(cache, "bits")
-    if kernel is not None and plain and cache is not None:
+    in_graph = unit == "cpu" and getattr(cache, "is_traced", False)
+    if kernel is not None and plain and cache is not None and not in_graph:
         own = kernel(queries, keys, values, scale, mask)
         if own is not None:
             return own

@@ -18,8 +18,11 @@ from services.kv.cache import KVStore, SlotCache, round_to_bucket
 
 _log = logging.getLogger(__name__)
 
-MOST_ROWS = 16
+MOST_ROWS = 9
 """Longer chains are rare, and each length is a trace of its own."""
+TRACED_SLOTS = (256, 512)
+"""Sizes of the buffers that are traced. A new shape compiles kernels for about a second, which
+nobody should wait for in the middle of an answer: what is not traced at load never is."""
 
 _TOLERANCE = 0.02
 """Relative difference of the logits in the trial; half precision rounds coarsely."""
@@ -35,6 +38,9 @@ Forward = Callable[[mx.array, KVStore], mx.array]
 
 class _LayerInputs:
     """One layer's buffers inside the trace; what mlx-lm takes for a KV cache."""
+
+    is_traced = True
+    """Attention over it may not be computed by itself, outside the graph."""
 
     def __init__(self, keys: mx.array, values: mx.array, offset: mx.array) -> None:
         self.keys = keys
@@ -73,9 +79,29 @@ class TracedForward:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._replay: Any = mx.compile(self._forward)
+        self._shapes: set[tuple[int, int]] = set()
+        """(rows, slots) that have been traced."""
 
     def serves(self, store: KVStore) -> bool:
-        """Whether the store's current frame is a chain that can be replayed."""
+        """Whether the store's current frame is a chain of a shape that has been traced."""
+        frame = store.frame
+        keys = store.caches[0].keys
+        if keys is None:
+            return False
+        slots = max(keys.shape[2], round_to_bucket(frame.start + frame.count))
+        return (frame.count, slots) in self._shapes and self.can_trace(store)
+
+    def prepare(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
+        """Trace this shape, and compute it once."""
+        store = _prefill(self._model, new_store)
+        for cache in store.caches:
+            cache.keys, cache.values = _grow(cache.keys, slots), _grow(cache.values, slots)
+        store.chain(rows)
+        mx.eval(self(mx.arange(1, 1 + rows)[None], store))
+        self._shapes.add((rows, slots))
+
+    def can_trace(self, store: KVStore) -> bool:
+        """Whether the store's current frame is a chain in plain slots."""
         frame = store.frame
         return (
             1 < frame.count <= MOST_ROWS
@@ -136,7 +162,12 @@ def trace_if_faster(model: Any, new_store: Callable[[], KVStore]) -> TracedForwa
         1e3 * own,
         "used" if used else "not used",
     )
-    return traced if used else None
+    if not used:
+        return None
+    for slots in TRACED_SLOTS:
+        for rows in range(2, MOST_ROWS + 1):
+            traced.prepare(rows, slots, new_store)
+    return traced
 
 
 def _compare(model: Any, traced: TracedForward, new_store: Callable[[], KVStore]) -> float | None:
@@ -147,7 +178,7 @@ def _compare(model: Any, traced: TracedForward, new_store: Callable[[], KVStore]
         tokens = mx.arange(start, start + _TRIAL_ROWS)[None]
         store.chain(_TRIAL_ROWS)
         other.chain(_TRIAL_ROWS)
-        if not traced.serves(other):
+        if not traced.can_trace(other):
             return None
         expected = model(tokens, cache=store.caches).astype(mx.float32)
         # Evaluated first: kernels that are tried out before their first use cannot be so in

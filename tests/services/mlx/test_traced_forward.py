@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from services.batching.forward import Batcher
+from services.batching.packing import enable_packing
 from services.kv.cache import KVStore, windows_of
 from services.mlx.loader import load
 from services.mlx.traced_forward import MOST_ROWS, TracedForward, trace_if_faster
@@ -30,7 +31,7 @@ def _assert_same(model: Any, traced: TracedForward, own: KVStore, other: KVStore
     row = mx.array([[7, own.length % 100 + 1, 9]])
     own.chain(3)
     other.chain(3)
-    assert traced.serves(other)
+    assert traced.can_trace(other)
     expected = model(row, cache=own.caches)
     np.testing.assert_allclose(np.array(traced(row, other)), np.array(expected), atol=1e-4)
 
@@ -50,6 +51,12 @@ def test_a_replay_is_right_at_every_place(model: Any) -> None:
             store.trim(length + 1)
 
 
+def test_a_trace_leaves_out_kernels_beside_the_graph(model: Any) -> None:
+    """The CPU's own attention computes at once, which no trace can hold."""
+    enable_packing(model)
+    test_a_replay_is_right_at_every_place(model)
+
+
 def test_forks_keep_their_own_tokens(model: Any) -> None:
     """A traced pass over a fork writes nothing into the buffers that both began with."""
     traced = TracedForward(model)
@@ -64,11 +71,27 @@ def test_forks_keep_their_own_tokens(model: Any) -> None:
 def test_which_chains_are_served(model: Any, rows: int, *, served: bool) -> None:
     store = _prefill(model, 4)
     store.chain(rows)
-    assert TracedForward(model).serves(store) is served
+    traced = TracedForward(model)
+    assert traced.can_trace(store) is served
+    assert not traced.serves(store)  # nobody traced this shape at load
+
+
+def test_only_shapes_that_were_traced_at_load_are_served(model: Any) -> None:
+    traced = TracedForward(model)
+    traced.prepare(3, 256, lambda: KVStore(windows_of(model), bucketed=False))
+    short, long = _prefill(model, 40), _prefill(model, 254)
+    for store in (short, long):
+        store.chain(3)
+    assert traced.serves(short)
+    assert not traced.serves(long)  # its buffers would have to grow
+    short.trim(40)
+    short.chain(2)
+    assert not traced.serves(short)
 
 
 def test_the_batcher_runs_single_sequences_by_it(model: Any) -> None:
     traced, plain = TracedForward(model), Batcher(model, 16)
+    traced.prepare(3, 256, lambda: KVStore(windows_of(model), bucketed=False))
     batcher, logits = Batcher(model, 16, traced), []
     for one in (batcher, plain):
         store = _prefill(model, 6)
