@@ -89,7 +89,7 @@ class Rounds:
     def play(self, sampling: Sampling) -> tuple[Tokens, Tokens]:
         """The chain of a round with two draft tokens, and what it commits."""
         opened = OpenSequence(sequence=1, tokens=self.prompt, sampling=sampling)
-        self.verifier._sequences[1].judge = AcceptanceRule(opened, self.folder)
+        self.verifier._sequences[1].rule = AcceptanceRule(opened, self.folder)
         self.drafter._sequences[1].sampling = drafter_sampling(sampling)
         draft: list[DraftedToken] = said(self.drafter.draft(1, self.pending, 2, RoundOptions(1, 3)))
         chain = [self.pending, *(found.token for found in draft)]

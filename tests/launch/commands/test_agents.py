@@ -40,17 +40,16 @@ def write_program(folder: Path, name: str, source: str) -> None:
     program.chmod(0o755)
 
 
-def test_a_server_is_started_for_the_program(tmp_path: Path) -> None:
+def test_a_server_is_started_for_the_program(tmp_path: Path, run_dir: Path) -> None:
     """It answers the program, ends with it, and its exit code is the program's."""
     write_program(tmp_path, "claude", ASK_CLAUDE)
     target = write_tiny_model(tmp_path / "target", "llama", seed=1)
-    runs = tmp_path / "r"
     done = ssd(
         "claude", "--model", str(target), "--draft-backend", "ngram", "--port", "1", "--", "hello",
-        path=tmp_path, SSD_RUN_DIR=str(runs),
+        path=tmp_path, SSD_RUN_DIR=str(run_dir),
     )  # fmt: skip
     assert (done.returncode, done.stdout.strip()) == (7, "3"), done.stderr
-    assert leftovers(runs) == []
+    assert leftovers(run_dir) == []
 
 
 def test_a_server_that_is_running_is_used(tmp_path: Path) -> None:

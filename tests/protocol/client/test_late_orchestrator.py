@@ -44,7 +44,7 @@ class Orchestrator:
 
     def finish(self) -> Finished:
         """The end of the answer."""
-        statistics = Recorder(0.0).summary()
+        statistics = Recorder(0.0).summarise()
         end = Finished(request=1, reason="length", prompt_tokens=2, statistics=statistics)
         self.hub.send(self.client, end)
         return end

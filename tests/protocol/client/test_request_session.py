@@ -130,7 +130,7 @@ def test_a_failed_request_is_an_error() -> None:
         request=3,
         reason="error",
         prompt_tokens=1,
-        statistics=Recorder(0.0).summary(),
+        statistics=Recorder(0.0).summarise(),
         error="no luck",
     )
     with pytest.raises(RuntimeFailure, match="no luck"):

@@ -124,7 +124,7 @@ def not_json(folder: Path) -> None:
         (recurrent, [], 3, "mamba"),
         (not_json, [], 3, "not JSON"),
         (None, ["--layers", "7"], 2, "has 3 layers"),
-        (None, ["--prompts", "/none.jsonl"], 2, "cannot be read"),
+        (None, ["--prompts", "/none.jsonl"], 2, "cannot read the prompts file"),
         (None, ["--length", "3"], 2, "length"),
         (None, ["--out", "/proc/none"], 2, "cannot write"),
         (None, ["--evaluate", "/proc"], 2, "either --out"),

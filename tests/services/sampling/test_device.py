@@ -132,7 +132,7 @@ def test_a_verifier_on_a_gpu_commits_the_same(sampling: Sampling) -> None:
     """The code path of GPUs, computed here on a CPU: the tokens of plain decoding."""
     prompt = (11, 200, 5)
     expected = plain("llama", prompt, 12, sampling)
-    with patch("services.verifier.verifier.compute_unit", lambda: "cuda"):
+    with patch("services.verifier.target_model.compute_unit", lambda: "cuda"):
         verifier = Verifier(load(tiny_folder("llama")), 512)
         list(verifier.handle(OpenSequence(sequence=1, tokens=[11, 200], sampling=sampling)))
         tokens = list(prompt)
