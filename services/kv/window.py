@@ -61,7 +61,8 @@ class WindowCache:
             return "causal"
         distances = np.arange(self.offset, self.offset + n)[:, None] - keys[None]
         near = (keys[None] < self.keep) | (distances < window - self.keep)
-        return mx.array(np.pad((distances >= 0) & near, ((0, 0), (0, padding))))
+        padded: Any = np.pad((distances >= 0) & near, ((0, 0), (0, padding)))
+        return mx.array(padded)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store [1, heads, n, size]; return the rows that one of these tokens may see."""
