@@ -1,7 +1,7 @@
 """Which tokens a model speaks: a hash of its token -> id map, read from `tokenizer.json`.
 
 Two models can work as a pair only if their maps are equal; the heights of their heads may
-differ by padding (ALGORITHM, pitfall 9).
+differ by padding.
 """
 
 import hashlib

@@ -95,7 +95,7 @@ def predict(figures: Figures, costs: Costs) -> SpeedUpPrediction:
     """The fastest (lookahead, branches) for these figures.
 
     A hit emits E(K) tokens for the longer of verification and preparation; after a miss the
-    target goes on with one token alone (ALGORITHM.md, sections 2 and 5).
+    target goes on with one token alone.
     """
     plain = costs.verify_ms["1"]
     alpha = min(figures.greedy_agreement, 0.999)

@@ -5,7 +5,7 @@ last ones can be taken back; when the slack is used up, the rows that no later t
 dropped, between two passes. mlx-lm's ring overwrites what a rejected draft would need again.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np

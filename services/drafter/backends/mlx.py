@@ -1,7 +1,7 @@
 """The neural backend on MLX: tree drafting in one flat forward per depth.
 
 Per sequence there is a *trunk*, the committed tokens and the chain under verification, in
-the first slots of a `KVStore`, and one *tree* behind it in scratch slots (ALGORITHM §2):
+the first slots of a `KVStore`, and one *tree* behind it in scratch slots:
 
 1. The chain is fed to the trunk; the row after chain[j] is the draft's distribution of the bonus
    token if exactly j draft tokens are accepted.
