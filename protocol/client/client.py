@@ -30,6 +30,8 @@ class Client:
         self._channel: Channel[FromOrchestrator] = Channel(address, Decoder(FromOrchestrator))
         self._numbers = itertools.count(1)
         self._asked = 0
+        self._missed: deque[FromOrchestrator] = deque()
+        """Parts of answers that came while a status was waited for."""
         """How often the status was asked for."""
 
     def status(self, timeout_s: float = _REPLY_S) -> Status:
@@ -47,6 +49,7 @@ class Client:
                 # Not what was asked before and came too late.
                 if isinstance(reply, Status) and not reply.request and reply.question >= first:
                     return reply
+                self._missed.append(reply)
             if deadline.passed:
                 raise DeadlineExceeded(f"no status of the orchestrator within {timeout_s:g} s")
 
@@ -59,7 +62,10 @@ class Client:
         latest: Status | None = None
         while self._channel.ready(0.0):
             reply = self._channel.receive(0.0, "status of the orchestrator")
-            latest = reply if isinstance(reply, Status) else latest
+            if isinstance(reply, Status):
+                latest = reply
+            else:
+                self._missed.append(reply)
         return latest
 
     def number(self) -> int:
@@ -88,6 +94,7 @@ class Client:
         """
         self.status()  # raises if nobody is there
         self._channel.await_news(0.0)  # what is new is new from now on
+        self._missed.clear()
         waiting = deque(requests)
         sessions: dict[int, RequestSession] = {}
         try:
@@ -109,11 +116,11 @@ class Client:
 
         Whether they are still served is also asked when the connection is a new one.
         """
-        if not self._channel.await_news(SILENCE_S):
+        if not self._missed and not self._channel.await_news(SILENCE_S):
             for session in sessions.values():
                 self._channel.send(session.on_silence())
             return []
-        message = self._channel.receive(0.0, "answer")
+        message = self._missed.popleft() if self._missed else self._channel.receive(0.0, "answer")
         events = [(number, session.take(message)) for number, session in sessions.items()]
         for _, event in events:
             if isinstance(event, Generate):
