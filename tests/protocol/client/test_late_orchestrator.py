@@ -8,7 +8,7 @@ import pytest
 from orchestrator.telemetry.recorder import Recorder
 from protocol.client.client import Client
 from protocol.client.request_session import RequestSession
-from protocol.messages import Finished, Generate, Status, StatusRequest, ToOrchestrator
+from protocol.messages import Finished, Generate, Status, StatusRequest, Text, ToOrchestrator
 from protocol.transport.address import ipc_address
 from protocol.transport.channel import Hub
 from protocol.transport.codec import Decoder
@@ -134,3 +134,29 @@ def test_a_lost_question_is_asked_again(address: str, monkeypatch: pytest.Monkey
     assert got == [2]
     client.close()
     second.hub.close()
+
+
+def test_a_status_in_the_middle_of_an_answer_loses_none_of_it(address: str) -> None:
+    """Parts that arrive before the status are taken in their order afterwards."""
+    got: list[object] = []
+    client = Client(address)
+
+    def ask() -> None:
+        for event in client.generate(REQUEST):
+            got.append(event)
+            if len(got) == 1:
+                client.status()
+
+    thread = threading.Thread(target=ask)
+    orchestrator = Orchestrator(address, pid=1)
+    thread.start()
+    orchestrator.serve(generates=1, questions=1)
+    texts = [Text(request=1, tokens=[n], origins=["target"], pieces=["x"]) for n in (7, 8)]
+    for text in texts:
+        orchestrator.hub.send(orchestrator.client, text)
+    orchestrator.serve(generates=1, questions=2)
+    end = orchestrator.finish()
+    thread.join(PATIENCE_S)
+    client.close()
+    orchestrator.hub.close()
+    assert [*texts, end] == got
