@@ -7,14 +7,23 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 "$(BIN)/python" -m pip install --quiet --quiet
 EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
 
-.PHONY: demo test check audit bench tree chaos soak clean
+.PHONY: demo test test-gpu check audit bench tree chaos soak hostile clean
 
 demo: $(VENV)/.pair
 	@"$(BIN)/ssd" demo $(FLAGS)
 
-# Two at a time: most tests wait for processes; those of a file stay together.
+# Two at a time: most tests wait for processes; those of a file stay together, and the files come
+# in the order of tests/conftest.py.
 test: $(VENV)/.pair
-	"$(BIN)/python" -m pytest --numprocesses 2 --dist loadfile --durations 12
+	"$(BIN)/python" -m pytest --numprocesses 2 --dist loadfile \
+		--no-loadscope-reorder --durations 12
+
+# What computes with MLX, on a CUDA device; its products in whole float32 there, as on a CPU.
+test-gpu: EXTRAS := dev,cuda
+test-gpu: $(VENV)/.installed
+	@"$(BIN)/python" -c 'import mlx.core as mx, sys; sys.exit(0 if mx.cuda.is_available() else "no CUDA device that MLX can use: pip install -e .[dev,cuda]")'
+	MLX_ENABLE_TF32=0 "$(BIN)/python" -m pytest tests/services/mlx tests/services/sampling \
+		tests/services/kv tests/services/batching tests/services/verifier tests/services/drafter
 
 check: $(VENV)/.installed
 	"$(BIN)/ruff" check .
@@ -48,7 +57,7 @@ $(VENV)/.pair: $(VENV)/.installed $(wildcard launch/models/default_drafter/*)
 	@touch $@
 
 # Faults against a running stack under load; a long load. FLAGS="--help" shows what can be set.
-chaos soak: $(VENV)/.pair
+chaos soak hostile: $(VENV)/.pair
 	"$(BIN)/python" -m tests.chaos $@ $(FLAGS)
 
 clean:

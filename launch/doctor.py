@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import psutil
 
+from launch.bench.bandwidth import describe_ceiling, read_weight_bytes
 from launch.models.coreml_models import conversion_in, find_converted, is_converted
 from launch.models.pair import Pair, pair_of
 from launch.models.weights import Weights, weights_of
@@ -193,8 +194,15 @@ def _examine_pair(settings: StackSettings, survey: HardwareReport, free: int) ->
         *_check_conversions(pair),
         *_check_vocabulary(pair),
         _check_memory(needs, survey, free),
+        *_examine_reading(pair, survey),
         _check_stack(pair, survey),
     ]
+
+
+def _examine_reading(pair: Pair, survey: HardwareReport) -> list[Finding]:
+    """How fast the machine reads weights, and what that means for the target."""
+    text = describe_ceiling(read_weight_bytes(pair.model, survey.device), survey.read_bytes_s)
+    return [Finding("ok", "reading", text)] if text else []
 
 
 def _needs_here(target: Needs, settings: StackSettings) -> Needs:
@@ -248,6 +256,8 @@ def _describe(folder: Path, size: Weights) -> str:
 def _check_vocabulary(pair: Pair) -> list[Finding]:
     if not pair.draft_model:
         return []
+    if pair.backend == "head":
+        return [Finding("ok", "pair", "the head was made for a target of this shape")]
     try:
         prints = {read_vocabulary(Path(f)).fingerprint for f in (pair.model, pair.draft_model)}
     except ModelError as error:
@@ -274,7 +284,7 @@ def _check_stack(pair: Pair, survey: HardwareReport) -> Finding:
     cores = share_cores(pair.backend)
     where = f" on cores {cores.verifier} and {cores.drafter}" if survey.device == "cpu" else ""
     text = f"target by MLX and drafter by {pair.backend}{where}, and an orchestrator"
-    shared = pair.backend == "mlx" and survey.device != "cpu" and survey.devices < 2
+    shared = pair.backend in {"mlx", "head"} and survey.device != "cpu" and survey.devices < 2
     if shared:
         text += "; both models on one device take turns: ngram or the Neural Engine overlap"
     return Finding("note" if shared else "ok", "stack", text)

@@ -102,6 +102,7 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
     "serve": [
         ("ssd serve", "on 127.0.0.1:8080"),
         ("ssd serve --host 0.0.0.0 --port 9000", "reachable for others: needs SSD_API_KEY"),
+        ("ssd serve --models models.toml", "several models, loaded on demand"),
         ("ssd serve --prompt-cache-file FILE", "keep the prefix cache over restarts"),
     ],
     "simulate": [

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import structs
 
 from protocol.errors import UsageError
+from protocol.validation import describe
 
 PromptId = str | int
 
@@ -23,7 +24,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a JSONL file; raises UsageError naming the line that is wrong."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UsageError(f"cannot read the prompts file {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise UsageError(f"cannot read the prompts file {str(path)!r}: {error}") from error
     prompts = []
     for number, line in enumerate(lines, start=1):
@@ -31,6 +34,8 @@ def read_prompts(path: Path) -> list[Prompt]:
             continue
         try:
             prompt = msgspec.json.decode(line, type=Prompt)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"{str(path)!r}, line {number}: {describe(error)}") from error
         except msgspec.DecodeError as error:
             raise UsageError(f"{str(path)!r}, line {number}: {error}") from error
         if not prompt.prompt.strip():

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -15,7 +16,14 @@ _second_signal: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def on_second_signal(kill: Callable[[], None]) -> Iterator[None]:
-    """Inside, another signal calls `kill` instead of breaking off the orderly end."""
+    """Inside, another signal calls `kill` instead of breaking off the orderly end.
+
+    Only in the main thread, which handles signals: what other threads end is a part of the
+    program's work.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     _second_signal.append(kill)
     try:
         yield

@@ -85,18 +85,21 @@ class Executor:
     def commit(self, request: Request, outcome: VerificationOutcome, now: float) -> None:
         """A verification ended: the next one leaves first, then come the books and the text."""
         self.run(request, self._decide, request, outcome, now)
-        self.run(request, request.sequence.record, now)
+        if not request.is_over:
+            self.run(request, request.sequence.record, now)
 
     def _decide(self, request: Request, outcome: VerificationOutcome, now: float) -> list[Action]:
         sequence = request.sequence
         precomputed = sequence.is_precomputed(outcome)
         if precomputed:
-            self._send("verifier", request.frames[outcome.accepted, outcome.bonus])
+            self._send("verifier", request.frames[outcome.row, outcome.bonus])
             sequence.recorder.add_dispatch(now, time.monotonic())
+        if sequence.is_awaiting(outcome.round):
+            request.frames.clear()  # a long answer has many outcomes that did not come
         sequence.recorder.verifying_since = None
         actions = sequence.decide(outcome, now)
+        self._timeouts.start(request, now)  # even where nothing is sent: the next outcome is due
         if precomputed:
-            self._timeouts.start(request, now)
             actions = [action for action in actions if not _is_verify(action)]
         return actions
 
@@ -107,8 +110,8 @@ class Executor:
             case ToVerifier(message) | ToDrafter(message):
                 self._send("verifier" if isinstance(action, ToVerifier) else "drafter", message)
                 self._timeouts.start(request, time.monotonic())
-            case PrecomputeVerify(accepted, bonus, verify):
-                request.frames[accepted, bonus] = encode(verify)
+            case PrecomputeVerify(row, bonus, verify):
+                request.frames[row, bonus] = encode(verify)
             case Emit(tokens):
                 if not request.is_stopped and tokens:
                     self._emit(request, action)

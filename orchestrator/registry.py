@@ -116,10 +116,23 @@ class Registry:
         return context_of(verifier.hello) if verifier is not None else 0
 
     @property
+    def memory_limit(self) -> str:
+        """What `context_length` follows from, if that is memory rather than the model."""
+        verifier = self.peers.get("verifier")
+        if verifier is None or self.context_length == verifier.hello.context_length:
+            return ""
+        return verifier.hello.kv_limit
+
+    @property
     def kv_tokens(self) -> int:
         """What the target's KV may hold in all; 0 while there is none, or no limit."""
         verifier = self.peers.get("verifier")
         return verifier.hello.kv_tokens if verifier is not None else 0
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether verifier and drafter both take trees of draft tokens."""
+        return len(self.peers) > 1 and all(peer.hello.takes_trees for peer in self.peers.values())
 
     def is_outdated(self, peer: Peer) -> bool:
         """Whether a younger process has this service's place already."""

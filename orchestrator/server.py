@@ -20,7 +20,7 @@ from orchestrator.requests.probation import Probation
 from orchestrator.requests.queue import RequestQueue
 from orchestrator.requests.request import Request
 from orchestrator.requests.timeouts import Timeouts, seconds_left
-from orchestrator.sequence.sequence import Phase
+from orchestrator.sequence.phase import Phase
 from orchestrator.status import StatusReporter
 from orchestrator.text.prompt_encoder import PromptEncoder
 from orchestrator.text.tokenizer import TargetTokenizer
@@ -37,6 +37,7 @@ from protocol.messages import (
     Hello,
     Identify,
     Prefilled,
+    PrefillProgress,
     ReadTarget,
     Rejected,
     Role,
@@ -87,7 +88,7 @@ class Orchestrator:
         self._timeouts = Timeouts(cost_model, settings.draft_timeout_s, settings.verify_timeout_s)
         self._executor = self._create_executor(journal)
         admission = Admission(
-            tokenizer, vocabulary.size, cost_model, limits=_admission_limits(settings)
+            tokenizer, vocabulary.size, cost_model, limits=AdmissionLimits.of(settings)
         )
         self._intake = self._create_intake(admission, journal)
         self._status = StatusReporter(
@@ -99,8 +100,7 @@ class Orchestrator:
         )
         self._now = 0.0
         """When the loop woke up last."""
-        self._reads_target = False
-        """Whether the verifier was asked for features."""
+        self._asked = ReadTarget()  # the last one
 
     def _create_executor(self, journal: CrashJournal) -> Executor:
         return Executor(
@@ -169,6 +169,8 @@ class Orchestrator:
                 self._on_features(peer, message)
             case Failed():
                 self._on_failed(peer.hello.role, message)
+            case PrefillProgress():
+                self._on_prefill_progress(peer, message)
             case Prefilled():
                 self._on_prefilled(peer.hello.role, message)
             case Hello() | VerificationOutcome():
@@ -217,22 +219,31 @@ class Orchestrator:
         if request := self._requests.running.get(message.sequence):
             self._executor.run(request, request.on_prefilled, message, role, self._now)
 
+    def _on_prefill_progress(self, peer: Peer, message: PrefillProgress) -> None:
+        request = self._requests.running.get(message.sequence)
+        if request is not None and peer.hello.role == "verifier":
+            self._timeouts.start(request, self._now)
+            if (progress := request.on_prefill_progress(message)) is not None:
+                self._clients.send(request.peer, progress)
+
     def _on_features(self, peer: Peer, message: Features) -> None:
         """What the drafter reads of the target goes to it as it came."""
         drafter = self._registry.peers.get("drafter")
         if peer.hello.role == "drafter":
             self._mark_for_kill(peer, "the drafter sent an invalid message: features")
-        elif drafter is not None and drafter.hello.features is not None:
+        elif drafter is not None and message.request == self._asked.number:
             self._services.send(drafter.address, message)
+            if request := self._requests.running.get(message.sequence):
+                request.sequence.recorder.count_states(len(message.data))
 
     def _request_features(self) -> None:
         """Have the verifier send what the present drafter reads of the target, if anything."""
         verifier, drafter = (self._registry.peers.get(role) for role in ("verifier", "drafter"))
         wanted = drafter.hello.features if drafter is not None else None
         self._registry.unreadable = ""
-        if verifier is not None and (wanted is not None or self._reads_target):
-            self._services.send(verifier.address, ReadTarget(features=wanted))
-            self._reads_target = wanted is not None
+        if verifier is not None and (wanted is not None or self._asked.features is not None):
+            self._asked = ReadTarget(features=wanted, number=self._asked.number + 1)
+            self._services.send(verifier.address, self._asked)
 
     def _on_failed(self, role: Role, message: Failed) -> None:
         if role == "verifier" and message.sequence == 0:
@@ -266,7 +277,7 @@ class Orchestrator:
         if role == "verifier":
             self._intake.closed_because = ""
         self._request_features()
-        self._intake.context_length = self._registry.context_length
+        self._set_context()
         for request in list(self._requests.running.values()):
             self._executor.run(request, request.on_service_replaced, peer.hello)
         self._open_requests(role)
@@ -275,7 +286,7 @@ class Orchestrator:
         role, peer = message.role, self._registry.peers.get(message.role)
         named = self._registry.working_on(peer) if peer is not None else 0
         current = self._registry.remove(role, message.pid)
-        self._intake.context_length = self._registry.context_length
+        self._set_context()
         if role == "verifier" and message.final:
             self._intake.closed_because = message.reason
             for request in list(self._requests):
@@ -284,6 +295,10 @@ class Orchestrator:
             self._blame(role, named)
             for request in list(self._requests.running.values()):
                 self._executor.run(request, request.on_service_lost, role)
+
+    def _set_context(self) -> None:
+        self._intake.context_length = self._registry.context_length
+        self._intake.memory_limit = self._registry.memory_limit
 
     # ------------------------------------------------------------ the cause of a death
 
@@ -301,10 +316,9 @@ class Orchestrator:
             if role == "drafter":
                 request.has_drafter_ban = True  # the answer is the same without one
                 continue
-            reason = (
-                f"the verifier died {self._max_deaths} times while it worked on this request, "
-                "which is not tried again (max_deaths)"
-            )
+            reason = f"the verifier died {self._max_deaths} times while it worked on this request, "
+            reason += "which is not tried again (max_deaths)"
+            self._intake.ban(request.digest)
             self._executor.run(request, request.sequence.finish, "error", reason)
 
     def _count_progress(self, request: Request) -> None:
@@ -384,11 +398,3 @@ class Orchestrator:
             self._mark_for_kill(peer, reason)
         self._services.keep_bound(now)
         self._clients.keep_bound(now)
-
-
-def _admission_limits(settings: OrchestratorSettings) -> AdmissionLimits:
-    return AdmissionLimits(
-        max_prompt_tokens=settings.max_prompt_tokens,
-        max_stop_strings=settings.max_stop_strings,
-        max_stop_bytes=settings.max_stop_bytes,
-    )

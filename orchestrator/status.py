@@ -6,8 +6,8 @@ from orchestrator.learning.cost_model import CostModel
 from orchestrator.registry import Peer, Registry
 from orchestrator.requests.queue import RequestQueue
 from orchestrator.requests.request import Request
+from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.sequence import Phase
 from orchestrator.telemetry.recorder import ratio
 from protocol.messages import (
     PlannerState,
@@ -70,8 +70,13 @@ class StatusReporter:
             marked_for_kill=registry.marked_for_kill,
             degraded=self._list_problems(),
             window=requests.recent(now),
-            planner=describe_planner(Planner("ssd", self._estimates)),
-            sequences=[_describe_request(request, now) for request in running],
+            planner=describe_planner(
+                Planner("ssd", self._estimates), now, takes_trees=registry.takes_trees
+            ),
+            sequences=[
+                _describe_request(request, now, takes_trees=registry.takes_trees)
+                for request in running
+            ],
         )
 
     def _list_problems(self) -> list[str]:
@@ -98,22 +103,25 @@ class StatusReporter:
         )
 
 
-def describe_planner(planner: Planner) -> PlannerState:
-    """What this planner would do in the next round."""
+def describe_planner(planner: Planner, now: float, *, takes_trees: bool) -> PlannerState:
+    """What this planner would do in the next round; `now` on the monotonic clock."""
     switch = planner.estimates.switch(planner.mode)
     speculating = planner.should_speculate
+    plain = planner.report_plain(now)
     longest = planner.sequential_length if planner.mode == "sd" else planner.depth
     return PlannerState(
         mode=planner.mode,
         speculating=speculating,
         num_draft_tokens=longest if speculating else 0,
         branches=planner.branches if speculating and planner.mode == "ssd" else 0,
-        speculative_tok_s=switch.speculative_tok_s if switch is not None else 0.0,
-        plain_tok_s=planner.plain_tok_s,
+        siblings=planner.siblings if speculating and takes_trees else 0,
+        speculative_tok_s=switch.report_speculative_tok_s(now) if switch is not None else 0.0,
+        plain_tok_s=plain.tok_s,
+        plain_age_s=plain.age_s,
     )
 
 
-def _describe_request(request: Request, now: float) -> SequenceStatus:
+def _describe_request(request: Request, now: float, *, takes_trees: bool) -> SequenceStatus:
     sequence, recorder = request.sequence, request.sequence.recorder
     return SequenceStatus(
         sequence=sequence.number,
@@ -121,11 +129,12 @@ def _describe_request(request: Request, now: float) -> SequenceStatus:
         age_s=now - recorder.received_at,
         prompt_tokens=request.prompt_tokens,
         cached_tokens=request.cached_tokens or 0,
+        computed_tokens=request.computed_tokens,
         tokens=recorder.emitted,
         tok_s=recorder.tok_s,
         acceptance_rate=ratio(recorder.accepted, recorder.drafted),
         hit_rate=ratio(recorder.hits, recorder.hits + recorder.misses),
-        planner=describe_planner(sequence.planner),
+        planner=describe_planner(sequence.planner, now, takes_trees=takes_trees),
     )
 
 

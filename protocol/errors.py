@@ -9,6 +9,7 @@ SsdError
 │   ├── BackendLost          what drafts in another program is gone; this process must end
 │   ├── StreamEnded          the program at the other end of a pipe has closed it
 │   ├── ServiceLost          a process that was needed is gone for good
+│   ├── OutOfMemory          a request needs more memory than there is left for it
 │   └── Busy                 too many requests wait already
 ├── LosslessnessError 5   two modes disagreed although the margin was not a rounding tie
 └── ParityError       6   a converted model does not say what its source says
@@ -57,6 +58,10 @@ class StreamEnded(RuntimeFailure):
 
 class ServiceLost(RuntimeFailure):
     """A process that was needed is gone and its restart budget is spent."""
+
+
+class OutOfMemory(RuntimeFailure):
+    """A request needs more memory than there is left for it; the others go on."""
 
 
 class Busy(RuntimeFailure):

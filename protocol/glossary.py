@@ -6,12 +6,17 @@
 |                     |         | filters applied                                                  |
 | num_draft_tokens    | K       | most draft tokens that a round offers                            |
 | chain               |         | pending token followed by the draft tokens now being verified    |
+| token tree          |         | the same with several drafts that share beginnings: a chain      |
+|                     |         | that forks                                                       |
+| node, row           |         | one token of it; its index, the pending token's is 0             |
+| sibling             |         | another candidate for the place of a draft token                 |
 | round               | T       | one verification by the target                                   |
 | accepted            | k       | accepted draft tokens of a round, 0..K                           |
 | bonus token         | t*      | token that the target adds: the correction if k < K, one more    |
 |                     |         | if k = K                                                         |
 | pending token       |         | the last bonus token: emitted, but not yet in any KV cache       |
-| outcome             | (k, t*) | what a verification returns                                      |
+| outcome             | (k, t*) | what a verification returns; of a tree, the last node that       |
+|                     |         | stands, and the bonus token                                      |
 | speculation cache   | S       | map outcome -> prepared draft                                    |
 | hit, miss           | p_hit   | the outcome was, or was not, in S when the verification ended    |
 | fan-out             | F_k     | outcomes prepared for each acceptance length k: a list           |
@@ -31,7 +36,8 @@
 | prefix cache        |         | KV of sequences that are over, for prompts that begin alike      |
 | peer                |         | whoever is at the other end of a connection                      |
 | host                |         | the program that a draft server drafts for                       |
-| backend             |         | a way to draft: mlx, coreml, ngram, stdio, remote                |
+| backend             |         | a way to draft: mlx, head, coreml, ngram, stdio, remote          |
+| head                |         | a small drafter that reads the target's states, as published     |
 | fallback            |         | a round without the drafter, for a reason that is counted        |
 
 `position` is always the index of a token in the whole sequence, prompt included, from 0.

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Role = Literal["verifier", "drafter"]
 Mode = Literal["ar", "sd", "ssd"]
@@ -31,12 +31,19 @@ MAX_GRAMMAR_CHARACTERS = 128 * 1024
 
 MAX_DEPTH = 256
 """Deepest tree, and longest draft."""
+MAX_NODES = 64
+"""Most draft tokens of a tree that is verified."""
+MAX_SIBLINGS = 15
+"""Most candidates that a drafter names beside the best one."""
 
 Milliseconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_TOKENS)]
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
 """The name of a model, a backend or a device; a model's may be a path."""
+
+Parents = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_BRANCHES)]
+"""Of each token of a tree but its first ones, an index; see where it is used."""
 
 END_OF_BRANCH = -1
 """Stands in `DraftTree.tokens` for a branch that has no further token."""
@@ -126,11 +133,14 @@ class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class FeatureRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a drafter reads of the target: hidden states of some layers, for every committed token.
 
-    Each layer's output is divided by its root mean square; they stand side by side.
+    The layers' outputs stand side by side.
     """
 
     layers: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
     """From 0."""
+    normalization: Literal["layer", "joint", "final", "none"] = "layer"
+    """What is done to the outputs first. layer, joint: each, or all together, are divided by their
+    root mean square. final: they go through the target's own last norm."""
     projection: str = ""
     """A safetensors file whose `fc.weight` the verifier applies; empty: none."""
     dtype: Literal["float16", "float32"] = "float16"
@@ -157,6 +167,8 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """Verifier: longest draft it can roll back (0: it decodes plainly). Drafter: deepest tree."""
     kv_tokens: int = 0
     """Verifier: tokens that the KV of all open sequences may hold together; 0 means any number."""
+    kv_limit: Name = ""
+    """Verifier: what `kv_tokens` follows from, for people."""
     emulated_cost: Name = ""
     """Verifier: what was added to its model so that it costs more (measurements); else empty."""
     rewinding: Name = ""
@@ -167,6 +179,9 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """Verifier: the processes that the model is spread over; empty for a single one."""
     features: FeatureRequest | None = None
     """Drafter: what it reads of the target; None if it reads nothing."""
+    takes_trees: bool = False
+    """Verifier: whether `Verify` may carry a tree. Drafter: whether `Prepare` may, and whether it
+    answers with trees if it is asked for siblings."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -241,6 +256,16 @@ class Prefilled(Message, frozen=True, tag="prefilled", kw_only=True):
     """When it was sent, on the sender's monotonic clock; 0 if unknown."""
 
 
+class PrefillProgress(Message, frozen=True, tag="prefilling", kw_only=True):
+    """Verifier -> orchestrator: the sequence holds `length` tokens so far. No answer.
+
+    Sent now and then while a long prompt is computed.
+    """
+
+    sequence: int
+    length: Annotated[int, msgspec.Meta(ge=0)]
+
+
 class CloseSequence(Message, frozen=True, tag="close", kw_only=True):
     """Orchestrator -> service: the sequence is over. No answer.
 
@@ -263,6 +288,8 @@ class Features(Message, frozen=True, tag="features", kw_only=True):
     count: Annotated[int, msgspec.Meta(ge=1)]
     data: bytes
     """[count, width] numbers of `FeatureRequest.dtype`, little-endian."""
+    request: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """`ReadTarget.number`: what was under way for another drafter is not for this one."""
 
 
 # ---------------------------------------------------------------- verifier
@@ -275,28 +302,48 @@ class ReadTarget(Message, frozen=True, tag="read", kw_only=True):
     """
 
     features: FeatureRequest | None = None
+    number: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Later ones have larger numbers."""
     sequence: Literal[0] = 0
     """None; every sequence is meant."""
 
 
-class Verify(Message, frozen=True, tag="verify", kw_only=True):
-    """Orchestrator -> verifier: verify chain[1:] after chain[0]. Answer: VerificationOutcome.
+class Verify(Message, frozen=True, tag="verify", kw_only=True, omit_defaults=True):
+    """Orchestrator -> verifier: verify a tree of draft tokens. Answer: VerificationOutcome.
 
-    `position` is the position of chain[0], the pending token; the KV holds exactly the
-    tokens before it, which the verifier checks.
+    nodes[0] is the pending token and `position` its position; the KV holds exactly the tokens
+    before it, which the verifier checks. nodes[i] follows nodes[parents[i - 1]], an earlier one;
+    without parents each follows the one before it: a chain. Siblings differ
+    (`protocol.decoding.token_tree`).
     """
 
     sequence: int
     round: int
     position: int
-    chain: Tokens
+    nodes: Tokens
+    parents: Parents = []
     distributions: Annotated[list[DraftDistribution], msgspec.Meta(max_length=MAX_BRANCHES)] = []
-    """What chain[1:] was drawn from, under the rejection rule; empty if nothing was drawn."""
-    pipelined: bool = False
-    """Whether the next chain will probably be the bonus token alone, so that the verifier may
-    begin with it."""
+    """What nodes[1:] was drawn from, under the rejection rule, which judges chains alone; empty
+    if nothing was drawn."""
+    granted: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """How many tokens may follow the outcome unasked. Each comes from a pass over the token before
+    it alone, and as if asked for by a `Verify`: an outcome of its own, in rounds counted on."""
+    stop_ids: Tokens = []
+    """Tokens after which none follows unasked."""
     drafter_idle: bool = False
     """Whether no draft is prepared meanwhile, so that the drafter's cores are free."""
+
+
+class Revoke(Message, frozen=True, tag="revoke", kw_only=True):
+    """Orchestrator -> verifier: no more tokens unasked than are announced already.
+
+    The outcome that was announced last says that none follows. A verifier that has ended them by
+    itself meanwhile has said so, and does nothing.
+    """
+
+    sequence: int
+    round: int
+    """Of the `Verify` that granted them."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -306,13 +353,17 @@ class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     best: list[tuple[Token, float]]
 
 
-class VerificationOutcome(Message, frozen=True, tag="outcome", kw_only=True):
+class VerificationOutcome(Message, frozen=True, tag="outcome", kw_only=True, omit_defaults=True):
     """Verifier -> orchestrator: `accepted` draft tokens stand, then comes `bonus`."""
 
     sequence: int
     round: int
     accepted: Annotated[int, msgspec.Meta(ge=0)]
     bonus: Token
+    goes_on: bool = False
+    """Whether the next token follows unasked (`Verify.granted`)."""
+    node: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Of a tree: the index of the last token that stands, `accepted` steps from the first."""
     verify_ms: float
     idle_ms: float
     """Time the verifier waited between its last answers and this forward pass."""
@@ -321,40 +372,54 @@ class VerificationOutcome(Message, frozen=True, tag="outcome", kw_only=True):
     logprobs: list[TokenLogprobs] = []
     """Of the accepted tokens and the bonus token, if the request asked for them."""
     rows: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Tokens of all their chains; 0 stands for this chain's own."""
+    """Tokens of all their trees; 0 stands for this tree's own."""
     at_ns: int = 0
     """When it was sent, on the sender's monotonic clock; 0 if unknown."""
+
+    @property
+    def row(self) -> int:
+        """The index of the last token that stands, of a tree or a chain."""
+        return self.accepted if self.node is None else self.node
 
 
 # ---------------------------------------------------------------- drafter
 
 
-class Prepare(Message, frozen=True, tag="prepare", kw_only=True):
-    """Orchestrator -> drafter: prepare branches for the outcomes of the verification of `chain`.
+class Prepare(Message, frozen=True, tag="prepare", kw_only=True, omit_defaults=True):
+    """Orchestrator -> drafter: prepare branches for the outcomes of a verification.
 
     `tokens` are the committed tokens from position `base` on, so that a drafter can first
-    rewind to `base`; the pending token chain[0] follows them. `fan_out[k]` outcomes are
-    wanted for acceptance length k, each up to `depth` tokens deep. Answer: a stream of
-    DraftTree, one per depth, until done or until a newer message arrives.
+    rewind to `base`. What is verified follows them, `nodes` and `parents` as in `Verify`.
+    `fan_out[i]` bonus tokens are wanted behind nodes[i], none of them a child of it, each
+    continued for up to `depth` tokens. Answer: a stream of DraftTree, one per depth, until
+    done or until a newer message arrives.
     """
 
     sequence: int
     round: int
     base: Annotated[int, msgspec.Meta(ge=0)]
     tokens: Tokens
-    chain: Tokens
+    nodes: Tokens
     fan_out: Annotated[
         list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_BRANCHES)
     ]
     depth: Annotated[int, msgspec.Meta(ge=0)]
+    parents: Parents = []
     held_back: Annotated[int, msgspec.Meta(ge=0)] = 0
     """How many of the best tokens Saguaro sampling holds back (F)."""
+    siblings: Annotated[int, msgspec.Meta(ge=0, le=MAX_SIBLINGS)] = 0
+    """How many candidates are wanted beside the best one, wherever a token is drafted. They
+    cost the drafter no forward pass."""
+    grown_siblings: Annotated[int, msgspec.Meta(ge=0, le=MAX_PREPARED)] = 0
+    """How many of these candidates, of all branches together, are continued at each depth, the
+    likeliest first. The best one of each branch is continued anyway."""
 
 
-class DraftNow(Message, frozen=True, tag="draft", kw_only=True):
+class DraftNow(Message, frozen=True, tag="draft", kw_only=True, omit_defaults=True):
     """Orchestrator -> drafter: the target waits; draft `count` tokens after `pending` at once.
 
-    Answer: DraftTree with the single branch (accepted, pending), one per depth.
+    Answer: DraftTree with the single branch (accepted, pending), one per depth. With a count of 0
+    there is no answer: it ends a draft that nobody waits for any more.
     """
 
     sequence: int
@@ -365,29 +430,35 @@ class DraftNow(Message, frozen=True, tag="draft", kw_only=True):
     accepted: Annotated[int, msgspec.Meta(ge=0)]
     count: Annotated[int, msgspec.Meta(ge=0)]
     held_back: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """See `Prepare`."""
+    """See `Prepare`, as for the next two."""
+    siblings: Annotated[int, msgspec.Meta(ge=0, le=MAX_SIBLINGS)] = 0
+    grown_siblings: Annotated[int, msgspec.Meta(ge=0, le=MAX_PREPARED)] = 0
 
 
-class DraftTree(Message, frozen=True, tag="tree", kw_only=True):
+class DraftTree(Message, frozen=True, tag="tree", kw_only=True, omit_defaults=True):
     """Drafter -> orchestrator: one depth of every branch prepared in `round`.
 
-    Depth 1 carries `outcomes`, a pair (accepted, bonus token) per branch, which later depths
-    leave empty; `tokens[b]` is the depth-th draft token of branch b, or END_OF_BRANCH. `last` says
-    that no deeper message of this round follows.
+    Depth 1 carries `outcomes`, a pair (index of the last node that stands, bonus token) per
+    branch, which later depths leave empty; in a chain that index is the number of accepted
+    tokens. Without `parents`, tokens[b] is the depth-th draft token of branch b, or
+    END_OF_BRANCH. With them, tokens[b] follows token parents[b] of the depth before, at depth 1
+    outcome parents[b]; siblings stand in falling order of likelihood. `last` says that no deeper
+    message of this round follows.
     """
 
     sequence: int
     round: int
     depth: Annotated[int, msgspec.Meta(ge=1, le=MAX_DEPTH)]
-    outcomes: Annotated[list[tuple[int, Token]], msgspec.Meta(max_length=MAX_BRANCHES)]
+    outcomes: Annotated[list[tuple[int, Token]], msgspec.Meta(max_length=MAX_BRANCHES)] = []
     tokens: Annotated[
         list[Annotated[int, msgspec.Meta(ge=END_OF_BRANCH, lt=2**31)]],
         msgspec.Meta(max_length=MAX_BRANCHES),
     ]
+    parents: Parents = []
     confidences: Annotated[
         list[Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]], msgspec.Meta(max_length=MAX_BRANCHES)
     ]
-    """Per branch, how sure the drafter is of its token: its own probability, 0 to 1."""
+    """Per token, how sure the drafter is of it: its own probability, 0 to 1."""
     distributions: Annotated[list[DraftDistribution], msgspec.Meta(max_length=MAX_BRANCHES)] = []
     """Per branch, what its token was drawn from; empty if none was drawn."""
     draft_ms: Milliseconds
@@ -401,12 +472,31 @@ Greeting = Welcome | Rejected | Identify | Heartbeat | Stop
 ToDrafter = OpenSequence | Prepare | DraftNow | CloseSequence | Features | Greeting
 FromDrafter = Hello | Prefilled | DraftTree | Failed | Heartbeat
 FromDraftServer = FromDrafter | Rejected  # over a network it may be busy
-ToVerifier = OpenSequence | Verify | CloseSequence | ReadTarget | Greeting
-FromVerifier = Hello | Prefilled | VerificationOutcome | Features | Failed | Heartbeat
-ToService = (
-    OpenSequence | Prepare | DraftNow | Verify | CloseSequence | ReadTarget | Features | Greeting
+ToVerifier = OpenSequence | Verify | Revoke | CloseSequence | ReadTarget | Greeting
+FromVerifier = (
+    Hello | Prefilled | PrefillProgress | VerificationOutcome | Features | Failed | Heartbeat
 )
-FromService = Hello | Prefilled | DraftTree | VerificationOutcome | Features | Failed | Heartbeat
+ToService = (
+    OpenSequence
+    | Prepare
+    | DraftNow
+    | Verify
+    | Revoke
+    | CloseSequence
+    | ReadTarget
+    | Features
+    | Greeting
+)
+FromService = (
+    Hello
+    | Prefilled
+    | PrefillProgress
+    | DraftTree
+    | VerificationOutcome
+    | Features
+    | Failed
+    | Heartbeat
+)
 
 
 # ---------------------------------------------------------------- clients of the orchestrator
@@ -451,8 +541,12 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     mode: Mode = "ssd"
     num_draft_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     """Draft tokens per round; 0: the planner decides."""
+    max_draft_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    """Most draft tokens per round that the planner may choose; 0: any number."""
     branches: Annotated[int, msgspec.Meta(ge=0, le=MAX_PREPARED)] = 0
     """Branches prepared per round (B); 0 leaves it to the orchestrator."""
+    tree_nodes: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES)] | None = None
+    """Draft tokens of the trees that are verified; 0 and 1 mean chains; None: what pays."""
     fan_out_policy: FanOutPolicy = "online"
     trace: bool = False
     """Whether `Finished` is to hold the timeline."""
@@ -467,6 +561,8 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """Whether requests that are not may go before it: nobody waits for its answer."""
     count_only: bool = False
     """Only count the prompt's tokens: Finished comes at once, without an answer."""
+    progress: bool = False
+    """Whether the client wants `Progress` while a long prompt is computed."""
     choose_saguaro: bool = False
     """Whether the orchestrator chooses `sampling.saguaro`, by the speed it brought others."""
 
@@ -481,6 +577,8 @@ Origin = Literal["target", "hit", "miss", "lookup"]
 """Where an emitted token came from: the target's own, or an accepted draft token of a
 chain that was prepared in time (hit), drafted while the target waited (miss), or found by
 lookup in prompt and answer (lookup)."""
+TokenOrigin = Literal["target", "hit", "miss", "lookup", "branch"]
+"""The same, with accepted draft tokens that only a tree offered beside the likeliest chain."""
 
 
 class ShownToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -507,7 +605,7 @@ class Text(Message, frozen=True, tag="text", kw_only=True):
 
     request: int
     tokens: Tokens
-    origins: list[Origin]
+    origins: list[TokenOrigin]
     pieces: list[str]
     logprobs: list[Logprobs] = []
     """One per token, if asked for."""
@@ -516,6 +614,15 @@ class Text(Message, frozen=True, tag="text", kw_only=True):
     def text(self) -> str:
         """All pieces together."""
         return "".join(self.pieces)
+
+
+class Progress(Message, frozen=True, tag="progress", kw_only=True):
+    """Orchestrator -> client, if it asked for it: how much of the prompt is computed."""
+
+    request: int
+    prompt_tokens: int
+    computed: int
+    """Or taken from the KV of earlier requests."""
 
 
 class RoundStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -568,7 +675,22 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Messages of the drafter that were dropped: too late, twice, or out of order."""
     plain_tok_s: float
     """Speed of plain decoding beside which speculation was judged; 0 if it was not measured
-    since the orchestrator started, or too many rounds ago."""
+    since the orchestrator started, too long ago, or on a machine that has become slower or
+    faster since."""
+    plain_age_s: float = 0.0
+    """How long before the end of the answer it was measured last."""
+    tree_rounds: int = 0
+    """Rounds that verified a tree that is no chain."""
+    branch_tokens: int = 0
+    """Accepted draft tokens that stood beside the likeliest chain: what trees added."""
+    drafter: str = ""
+    """Backend and model that drafted, the last if there were several; empty: none."""
+    state_bytes: int = 0
+    """The target's states that went to the drafter while it decoded, in bytes."""
+    offered_by_lag: list[int] = []
+    """Draft tokens by lag, from 1: how many tokens before them the target had not seen yet when
+    they were drafted. In a chain that was prepared these are the chain before it, too."""
+    accepted_by_lag: list[int] = []
     emulated_cost: str = ""
     """What was added to the target so that it costs more (measurements); else empty."""
     rewinding: str = ""
@@ -685,10 +807,14 @@ class PlannerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Longest draft that would be verified; 0 for plain decoding."""
     branches: int = 0
     """Branches that would be prepared (B); 0 where none are."""
+    siblings: int = 0
+    """Runners-up beside each draft token that may be verified, too; 0 where chains pay more."""
     speculative_tok_s: float = 0.0
-    """Speed of recent speculative rounds, per request; 0 if there were none."""
+    """Speed of recent speculative rounds, per request; 0 if there were none lately."""
     plain_tok_s: float = 0.0
-    """Speed of recent plain rounds, per request; 0 if never measured."""
+    """Speed of plain rounds, per request; 0 if not measured, as in `Statistics`."""
+    plain_age_s: float = 0.0
+    """How long ago it was measured last."""
 
 
 SequenceState = Literal["prefill", "verify", "draft", "stranded"]
@@ -704,6 +830,8 @@ class SequenceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Since the request arrived."""
     prompt_tokens: int
     cached_tokens: int
+    computed_tokens: int = 0
+    """Of the prompt, while it is computed; told now and then."""
     tokens: int
     """Emitted."""
     tok_s: float
@@ -752,7 +880,7 @@ class ServiceDown(Message, frozen=True, tag="down", kw_only=True):
 
 
 ToOrchestrator = Generate | Cancel | StatusRequest | ServiceDown
-FromOrchestrator = Text | Finished | Rejected | Status
+FromOrchestrator = Text | Progress | Finished | Rejected | Status
 
 
 # ---------------------------------------------------------------- the orchestrator's helper
@@ -841,3 +969,64 @@ class Done(Message, frozen=True, tag="done"):
 
 ToSupervisor = SwapDrafter | StackRequest
 FromSupervisor = Stack | Done | Rejected
+
+
+# ---------------------------------------------------------------- several models
+
+ModelState = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+"""`failed`: it could not be loaded, or ended by itself; it is tried again when it is asked for."""
+
+
+class ModelStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One of the models that are served."""
+
+    name: Name
+    state: ModelState
+    stack: Name
+    """Name of its stack while it is loaded, as in `ssd top --name`."""
+    note: str = ""
+    """More about the state, for people: why it failed, what it waits for."""
+    memory_bytes: int = 0
+    """What its processes hold; of one that is not loaded an estimate, 0 if there is none."""
+    answering: int = 0
+    """Requests that hold it."""
+    waiting: int = 0
+    """Requests that wait for it to be loaded."""
+
+
+class UseModel(Message, frozen=True, tag="use", kw_only=True):
+    """Gateway -> model server: load this model if it is not, and keep it until it is released.
+
+    Each use has a connection of its own. Answer: ModelReady or Rejected, when it is known.
+    """
+
+    model: Name
+    drafter: Name = ""
+    """One of the model's own drafters; empty: whichever runs."""
+
+
+class ReleaseModel(Message, frozen=True, tag="release"):
+    """Gateway -> model server: the use of this connection is over, or not wanted. No answer."""
+
+
+class ModelReady(Message, frozen=True, tag="usable", kw_only=True):
+    """Model server -> gateway: the model is loaded and stays so."""
+
+    folder: Name
+    """Of the target."""
+    sampling: Sampling
+    """What requests get that do not say otherwise."""
+
+
+class ModelsRequest(Message, frozen=True, tag="models?"):
+    """Gateway or CLI -> model server: describe your models. Answer: Models."""
+
+
+class Models(Message, frozen=True, tag="models", kw_only=True):
+    """Model server -> gateway or CLI: all models, in the order of their file."""
+
+    models: list[ModelStatus]
+
+
+ToModelServer = UseModel | ReleaseModel | ModelsRequest | StackRequest | SwapDrafter
+FromModelServer = ModelReady | Models | Stack | Rejected

@@ -4,14 +4,13 @@ A child gets its settings as one JSON argument. Defaults live here and nowhere e
 command line reads them from here (`launch/settings/settings.py`).
 """
 
-import shutil
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args
 
 import msgspec
 
 from protocol.errors import UsageError
-from protocol.messages import Sampling
+from protocol.process.files import remove_folder
 from protocol.process.logs import LogLevel as LogLevel  # noqa: PLC0414  # a setting like the others
 from protocol.process.orphans import kill_children
 
@@ -22,7 +21,7 @@ PROMPT_CACHE_BYTES = 2 * 1024**3
 DRAFT_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 180.0
 
-BackendName = Literal["mlx", "coreml", "ngram", "stdio", "remote"]
+BackendName = Literal["mlx", "head", "coreml", "ngram", "stdio", "remote"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 OWN_BACKENDS = tuple(name for name in BACKENDS if name not in {"stdio", "remote"})
 """They draft by themselves."""
@@ -141,6 +140,8 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     """Most memory for the KV of open sequences; 0 is half of what is free after loading."""
     emulated_cost: str = ""
     """Size of the target whose cost is emulated; empty for none."""
+    adapter: str = ""
+    """Folder of the target's LoRA adapter; empty without one."""
     prompt_cache_file: str = ""
     """Where the KV of sequences that are over outlives the process; empty: nowhere."""
     spare_cores: list[int] = []
@@ -158,6 +159,8 @@ class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):
     """One drafter process."""
 
     backend: BackendName
+    target: str = ""
+    """Folder of the target, for the head backend."""
     compute_units: ComputeUnits = "auto"
     """Of the coreml backend."""
     command: list[str] = []
@@ -183,7 +186,8 @@ class ReferenceSettings(Settings, frozen=True, kw_only=True):
     draft_model: str = ""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     device: Device = ""
-    emulated_cost: str = ""  # as `VerifierSettings`
+    emulated_cost: str = ""  # as `VerifierSettings`, and the next
+    adapter: str = ""
 
 
 class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
@@ -227,7 +231,7 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     def on_orphaned(self) -> None:
         """End who cannot end by itself and remove the run folder: the supervisor cannot."""
         kill_children(Path(self.run_dir))
-        shutil.rmtree(self.run_dir, ignore_errors=True)
+        remove_folder(Path(self.run_dir))
 
 
 class PromptWorkerSettings(ChildSettings, frozen=True, kw_only=True):
@@ -237,38 +241,6 @@ class PromptWorkerSettings(ChildSettings, frozen=True, kw_only=True):
     """Folder of the target model."""
     max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Memory that prompts may take; 0 is no limit."""
-
-
-class GatewaySettings(ChildSettings, frozen=True, kw_only=True):
-    """The gateway process."""
-
-    clients_address: str
-    """Where the orchestrator listens for clients."""
-    listener: int
-    """File descriptor of the listening socket. It is the supervisor's, so that connections wait
-    in line while a gateway is replaced."""
-    names: Annotated[list[str], msgspec.Meta(min_length=1)]
-    """What requests may call the model; the first is its name in answers."""
-    hosts: list[str] = []
-    """Names, besides those of loopback, that requests may be addressed to without a key."""
-    key_file: str = ""
-    """File with the API key, since arguments can be read by everybody; empty: no key."""
-    allowed_origins: list[str] = []
-    """Web pages that may use this server from a browser."""
-    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 4 * 1024**2
-    strict: bool = False
-    """Whether requests with fields that the gateway does not know are refused."""
-    rate_limit: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Requests for answers that an address may make in a minute; 0 is any number."""
-    model: str = ""
-    """Folder of the target, for how it writes calls of tools."""
-    sampling: Sampling = Sampling()
-    """What requests get that do not say otherwise."""
-
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """See `ChildSettings`."""
-        return (self.lifeline, self.listener)
 
 
 Objective = Literal["ce", "tv", "coupled", "rank"]
@@ -317,7 +289,7 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     data_tokens: _Count = 0
     """Tokens to generate; 0 leaves it to `data_minutes`."""
     data_minutes: _Amount = 0.0
-    """Time to generate; 0 with `data_tokens` 0: half of `minutes`."""
+    """Time to generate; 0 with `data_tokens` 0: a third of `minutes`."""
     held_out: Annotated[float, msgspec.Meta(gt=0, le=0.5)] = 0.05
     """Share of the sequences that is kept for validation."""
 
@@ -346,9 +318,9 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     on_policy: _Share = 0.0
     """Share of the answer tokens that is replaced by the drafter's own guess."""
     minutes: _Amount = 10.0
-    """Training time, over all resumptions."""
+    """The run's time over all resumptions: texts, training and evaluation."""
     steps: _Count = 0
-    """Training steps, over all resumptions; 0 leaves it to `minutes`."""
+    """Training steps, over all resumptions, instead of a time limit; 0 leaves it to `minutes`."""
     session_minutes: _Amount = 0.0
     """Stop this call, resumable, after so long; 0 is no limit."""
     batch: _Count = 0

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ load_blas(threads=1)
 # No test knows what an earlier one learned, nor leaves anything behind.
 os.environ["SSD_LEARNED_ESTIMATES"] = "false"
 
+# Nor is each module compiled again in each process that a test starts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # The same examples in every run: a failure is a fact about the code, not about the day.
 settings.register_profile(
     "repeatable", derandomize=True, max_examples=40, deadline=None, database=None
@@ -29,3 +33,11 @@ def run_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ssd-t-") as folder:
         monkeypatch.setenv("SSD_RUN_DIR", folder)
         yield Path(folder)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with many processes first: at the end, what is left is shared out evenly."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    costly = Counter(item.path for item in items if item.get_closest_marker("processes"))
+    items.sort(key=lambda item: -costly[item.path])

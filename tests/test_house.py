@@ -54,8 +54,6 @@ SYNONYMS = {
     "reach": "limit",
     "reception": "listener",
     "shelf": "catalog",
-    "sibling": "fused",
-    "siblings": "fused",
     "telling": "worker",
     "verb": "command",
     "verbs": "commands",
@@ -219,3 +217,33 @@ def test_prose_is_plain(room: str) -> None:
         if PROSE.search(line)
     ]
     assert found == []
+
+
+MOVERS = {
+    "protocol/process/files.py",
+    "services/coreml/runtime/native.py",  # from a folder that `files` made
+    "services/mlx/blas.py",  # from a folder that `tempfile` made
+}
+
+
+def test_files_are_moved_into_place_in_one_module() -> None:
+    """Whoever writes beside a file does so by `files`, which makes its temporary file anew."""
+    found = {
+        name(path)
+        for room in ROOMS
+        for path in files(room)
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and _moves_a_file(node)
+    }
+    assert found == MOVERS
+
+
+def _moves_a_file(call: ast.Call) -> bool:
+    """By `os` or `shutil`, `rename`, or a `replace` that is not a string's or a struct's."""
+    function = call.func
+    if not isinstance(function, ast.Attribute):
+        return False
+    if isinstance(function.value, ast.Name) and function.value.id in {"os", "shutil"}:
+        return function.attr in {"rename", "renames", "replace", "move"}
+    is_path = function.attr == "replace" and len(call.args) == 1 and not call.keywords
+    return is_path or function.attr == "rename"

@@ -120,7 +120,7 @@ static long prepare(void)
 
 int main(void)
 {
-    putchar(0x8b), named("type", "hello"), field("protocol", 2), named("role", "drafter");
+    putchar(0x8b), named("type", "hello"), field("protocol", 3), named("role", "drafter");
     field("pid", 0), named("backend", "lookup"), named("model", "");
     named("tokenizer_fingerprint", ""), field("vocabulary_size", 0);
     field("context_length", MOST - 256), named("compute_unit", "cpu");
@@ -132,7 +132,7 @@ int main(void)
         while (fields--) {
             value(&other);
             strcpy(key, text);
-            List *list = !strcmp(key, "tokens") ? &tokens : !strcmp(key, "chain") ? &chain : &fan_out;
+            List *list = !strcmp(key, "tokens") ? &tokens : !strcmp(key, "nodes") ? &chain : &fan_out;
             long v = value(list);
             if (!strcmp(key, "type")) strcpy(type, text);
             if (!strcmp(key, "sequence")) sequence = v;

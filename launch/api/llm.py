@@ -116,6 +116,11 @@ class LLM(Closeable):
         self._numbers = itertools.count(1)
         self._async_client = self._exit.enter_context(AsyncClient(address))
 
+    def get_default_sampling_params(self, **others: Any) -> SamplingParams:
+        """What the model's makers recommend (`generation_config.json`), else greedy."""
+        with contextlib.closing(Client(self._address)) as client:
+            return SamplingParams.of_model(client.status().model, **others)
+
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Answer]:

@@ -7,6 +7,7 @@ import msgspec
 
 from launch.terminal.generate import new_seed
 from protocol.decoding.grammar import check_grammar, json_grammar
+from protocol.decoding.model_sampling import read_model_sampling
 from protocol.decoding.sampling_params import (
     PRESETS,
     PresetName,
@@ -44,6 +45,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode = "ssd"
     num_draft_tokens: int = 0
     """Draft tokens per round; 0: the planner decides."""
+    max_draft_tokens: int = 0
+    """Most of them that it may choose; 0: any number."""
     acceptance: Acceptance = "coupled"
     """coupled: the tokens of plain decoding; rejection: their distribution."""
     draft_temp: float | None = None
@@ -70,10 +73,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def preset(cls, name: PresetName, **others: Any) -> Self:
-        """Parameters for a purpose: default, greedy, creative or conservative."""
+        """Parameters for a purpose: default, greedy, balanced, creative or conservative."""
         if name not in PRESETS:
             raise UsageError(f"there is no preset {name!r}; known: {', '.join(PRESETS)}")
-        return cls(**{**get_preset(name), **others})
+        preset = get_preset(name)
+        values = {"max_draft_tokens": preset.max_draft_tokens, **preset.sampling}
+        return cls(**{**values, **others})
+
+    @classmethod
+    def of_model(cls, folder: str, **others: Any) -> Self:
+        """What the makers of the model in this folder recommend; greedy if they do not."""
+        values = read_model_sampling(folder)
+        options: LogitsOptions | None = values.pop("logits_options", None)
+        if options is not None:
+            values["repetition_penalty"] = options.repetition_penalty
+        return cls(**{**values, **others})
 
     def request(self, number: int, prompt: Prompt) -> Generate:
         """The orchestrator's request for one prompt; raises UsageError if a value is invalid."""
@@ -90,6 +104,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                     "stop": list(self.stop),
                     "mode": self.mode,
                     "num_draft_tokens": self.num_draft_tokens,
+                    "max_draft_tokens": self.max_draft_tokens,
                 },
                 Generate,
             )

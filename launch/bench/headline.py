@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from launch.bench.bandwidth import describe_share
 from launch.bench.result import BenchFile, BenchRun
 
 _OURS = "ssd"
@@ -20,6 +21,15 @@ def headline(result: BenchFile) -> list[str]:
         for name, runs in _groups([r for r in result.runs if r.temperature == temperature])
         if (sentence := _compare(name, runs))
     ]
+
+
+def describe_reading(result: BenchFile) -> str:
+    """Plain decoding's share of what the memory gives; empty where that is not known."""
+    plain = [r.decode_tps for r in result.runs if r.mode == "ar" and not r.temperature]
+    if result.reading is None or not plain:
+        return ""
+    reading = result.reading
+    return describe_share(median(plain), reading.weight_bytes, reading.read_bytes_s)
 
 
 def total_seconds(runs: Sequence[BenchRun]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from launch.bench.bandwidth import describe_ceiling, describe_share
 from protocol.jobs.coreml_probe import ProbeResult
 
 TEMPERATURE = 0.8
@@ -42,6 +43,10 @@ class MacReport(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     package: dict[str, Any]
     """What the manifest of the converted model says of it, the comparison included."""
+    weight_bytes: int = 0
+    """Of the target, for each pass of plain decoding."""
+    read_bytes_s: float = 0.0
+    """How fast this machine reads them."""
     probes: list[ProbeResult] = []
     overlap: dict[str, list[ProbeResult]] = {}
     """"alone": draft and target loop one after the other; "together": at the same time."""
@@ -73,11 +78,13 @@ def _bare(value: Any) -> Any:
 def lines(report: MacReport) -> Iterator[str]:
     """The same for people."""
     yield f"{report.model} on {report.machine['system']}, {report.date}"
+    if ceiling := describe_ceiling(report.weight_bytes, report.read_bytes_s):
+        yield ceiling
     for found in report.probes:
-        yield from _format_probe(found)
+        yield from format_probe(found)
     for when, loops in report.overlap.items():
         for loop in loops:
-            for text in _format_probe(loop):
+            for text in format_probe(loop):
                 yield f"{when}: {text}"
     for answer in report.answers:
         yield (
@@ -86,6 +93,9 @@ def lines(report: MacReport) -> Iterator[str]:
             f"{_format_drafts(answer)}, "
             f"{'same' if answer.same_as_plain else 'OTHER'} tokens as plain decoding"
         )
+        share = describe_share(answer.tok_s, report.weight_bytes, report.read_bytes_s)
+        if answer.mode == "ar" and share:
+            yield share
     if report.answers_failed:
         yield f"answers: no more figures, {report.answers_failed}"
     for what in report.not_measured:
@@ -98,7 +108,16 @@ def _format_drafts(answer: MeasuredAnswer) -> str:
     return f"{answer.accepted} of {answer.drafted} accepted"
 
 
-def _format_probe(found: ProbeResult) -> Iterator[str]:
+def _format_speed(tokens: int, milliseconds: float, unit: str = "") -> str:
+    """Tokens a second; what the reference runtime takes says nothing of a Mac, and is said so."""
+    if not tokens or not milliseconds:
+        return ""
+    what = "decoding" if tokens == 1 else f"{tokens} tokens a call"
+    caveat = "; the reference runtime, not CoreML's speed" if "reference" in unit else ""
+    return f" ({what}: {1e3 * tokens / milliseconds:.1f} tok/s{caveat})"
+
+
+def format_probe(found: ProbeResult) -> Iterator[str]:
     """The figures of one probe, a line each."""
     if found.failed:
         yield f"{found.kind} {found.compute_units}: no figure, {found.failed}"
@@ -106,7 +125,8 @@ def _format_probe(found: ProbeResult) -> Iterator[str]:
     match found.kind:
         case "functions":
             for cost in found.costs:
-                yield f"{found.compute_units} {cost.name}: {cost.call_ms:.1f} ms on {cost.unit}"
+                text = f"{found.compute_units} {cost.name}: {cost.call_ms:.1f} ms on {cost.unit}"
+                yield f"{text}{_format_speed(cost.tokens, cost.call_ms, cost.unit)}"
         case "device":
             yield (
                 f"{found.compute_units}: best token of the reference on {found.same_best:.3f}, "
@@ -126,8 +146,10 @@ def _format_probe(found: ProbeResult) -> Iterator[str]:
         case "prefill":
             for one in found.prefills:
                 yield (
-                    f"prefill of {one.tokens} tokens: {one.mlx_ms:.0f} ms by MLX, "
-                    f"{one.coreml_ms:.0f} through the package on {found.compute_unit}"
+                    f"prefill of {one.tokens} tokens: {one.mlx_ms:.0f} ms by MLX"
+                    f"{_format_speed(one.tokens, one.mlx_ms)}; {one.coreml_ms:.0f} through the "
+                    f"package on {found.compute_unit}"
+                    f"{_format_speed(one.tokens, one.coreml_ms, found.compute_unit)}"
                 )
         case _:
             yield f"{found.kind} {found.per_second:.1f} a second on {found.compute_unit}"

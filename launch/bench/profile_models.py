@@ -44,6 +44,7 @@ class ProfilerWorker(JsonWorker):
             cores=cores,
             device=settings.target_device if target else settings.draft_device,
             emulated_cost=settings.emulate_target_cost if target else "",
+            adapter=pair.adapter if target else "",
         )
         super().__init__("profiler", "services.tools.profiler", told, device=told.device)
         self.part = part

@@ -4,7 +4,7 @@ import html
 from collections.abc import Iterable
 from pathlib import Path
 
-from launch.bench.headline import headline, speeds_by_prompt, total_seconds
+from launch.bench.headline import describe_reading, headline, speeds_by_prompt, total_seconds
 from launch.bench.plots import costs, guesses, predictions, speeds, timeline
 from launch.bench.result import BenchFile, ModeSummary
 from launch.bench.runs import verdict
@@ -23,6 +23,10 @@ th,td{padding:.28rem .55rem;text-align:right;border-bottom:1px solid #e3e6e8;whi
 th:first-child,td:first-child,.left td{text-align:left}th{color:#5c6b73;font-weight:600}
 svg{max-width:100%;height:auto}code{background:#eef0f0;padding:.1rem .35rem;border-radius:4px;
 font-size:.86rem;overflow-wrap:anywhere}dt{font-weight:600;margin-top:.5rem}dd{margin:0 0 0 1rem}
+:root{color-scheme:light dark}@media (prefers-color-scheme:dark){
+body{color:#e2e6ea;background:#14181d}.small,th{color:#9aa7b1}th,td{border-color:#2c343c}
+.good{background:#17322a}.bad{background:#3d1f1e}.note{background:#3a2f17}code{background:#222931}
+svg{filter:invert(.9) hue-rotate(180deg)}}
 """
 
 _WORDS = {
@@ -84,6 +88,8 @@ def _head(result: BenchFile) -> str:
         )
     for sentence in headline(result):
         found += f"<p class=headline>{_e(sentence)}</p>"
+    if reading := describe_reading(result):
+        found += f"<p>{_e(reading.capitalize())}.</p>"
     kind = {True: "good", False: "bad", None: "note"}[result.checks.lossless]
     if result.checks.lossless is False:
         said = f"NOT LOSSLESS: {len(result.checks.divergences)} answers differ from plain decoding."

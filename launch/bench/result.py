@@ -11,7 +11,7 @@ from launch.bench.variant import Variant
 from launch.prompts import PromptId
 from protocol.messages import Sampling, Statistics, Tokens, TraceEvent
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 Positive = Annotated[float, msgspec.Meta(ge=0.0)]
 
@@ -99,6 +99,12 @@ class ModeSummary(msgspec.Struct, frozen=True, kw_only=True):
     acceptance_rate: float | None = None
     mean_acceptance_length: float | None = None
     per_position: list[float] = []
+    drafter: str = ""
+    state_bytes_per_round: float | None = None
+    """The target's states that a drafter read; None: it reads none."""
+    offered_by_lag: list[int] = []
+    accepted_by_lag: list[int] = []
+    """As in `Statistics`, of all runs."""
     hit_rate: float | None = None
     hit_rate_after: dict[str, float] = {}
     """By the origin of the round's chain."""
@@ -185,6 +191,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     prediction: SpeedPrediction | None = None
 
 
+class WeightReading(msgspec.Struct, frozen=True, kw_only=True):
+    """What decoding reads, and how fast this machine does."""
+
+    weight_bytes: int
+    """Of the target, for each pass."""
+    read_bytes_s: float
+
+
 class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
     """The whole."""
 
@@ -202,4 +216,6 @@ class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
     """The same by category, if there are several."""
     profile: Profile | None = None
     overlap: Overlap | None = None
+    reading: WeightReading | None = None
+    """None if the target's cost is emulated, or nothing was decoded."""
     checks: Checks

@@ -13,13 +13,15 @@ from typing import NamedTuple
 import msgspec
 
 from launch.bench import machine
+from launch.bench.bandwidth import read_weight_bytes
 from launch.bench.memory import MemoryWatch
 from launch.bench.profile import profile, sample
 from launch.bench.profile_models import open_profilers
-from launch.bench.result import BenchFile, Config, Hardware, Overlap, Profile
+from launch.bench.result import BenchFile, Config, Hardware, Overlap, Profile, WeightReading
 from launch.bench.runs import Bench, Progress
 from launch.bench.summary import categories, summary
 from launch.bench.variant import Variant
+from launch.doctor import ask_hardware
 from launch.models.pair import Pair
 from launch.prompts import Prompt
 from launch.settings.settings import StackSettings
@@ -58,6 +60,7 @@ class Measured(NamedTuple):
     cold: dict[str, float]
     profile: Profile | None
     overlap: Overlap | None
+    reading: WeightReading | None
 
 
 def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFile:
@@ -68,6 +71,7 @@ def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFi
     """
     tokenizer = TargetTokenizer(Path(config.pair.model))
     text = tokenizer.encode([ChatMessage("user", config.prompts[0].prompt)])
+    survey = ask_hardware() if config.runs else None
     verify_ms, draft_ms, overlap = _measure_alone(config, text, progress(2))
     began = time.monotonic()
     with _open_stack(config.settings) as client, _open_others(config) as others:
@@ -82,7 +86,11 @@ def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFi
         bench = _runs(config, {"": client, **others}, tokenizer, progress)
         hardware = machine.hardware({s.role: s.compute_unit for s in status.services})
         emulated = next((s.emulated_cost for s in status.services if s.emulated_cost), "")
-        measured = Measured(cold, found, overlap)
+        reading = None
+        if survey is not None and not emulated and survey.read_bytes_s:
+            weight_bytes = read_weight_bytes(config.pair.model, survey.device)
+            reading = WeightReading(weight_bytes=weight_bytes, read_bytes_s=survey.read_bytes_s)
+        measured = Measured(cold, found, overlap, reading)
         return _result(bench, _config(config, emulated), hardware, measured)
 
 
@@ -183,6 +191,7 @@ def _result(bench: Bench, config: Config, hardware: Hardware, measured: Measured
         categories=categories(bench.runs),
         profile=measured.profile,
         overlap=measured.overlap,
+        reading=measured.reading,
         checks=bench.checks(),
     )
 

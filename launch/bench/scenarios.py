@@ -12,6 +12,7 @@ from orchestrator.simulation.run import Run
 from orchestrator.simulation.scenario import AcceptanceModel, Device, Scenario
 from orchestrator.simulation.sweep import Comparison
 from protocol.errors import UsageError
+from protocol.validation import describe
 
 HEADLINE = "SIMULATION: models of a device and of a pair of models, nothing here was measured"
 
@@ -44,21 +45,26 @@ def scenario_of(file: Path | None, preset: str | None, flags: dict[str, Any]) ->
     try:
         return msgspec.convert(values, Scenario)
     except msgspec.ValidationError as error:
-        hint = "" if path else " (give --t-verify, --t-draft and --alpha, a file, or --preset)"
-        raise UsageError(f"{path or 'the device'}: {error}{hint}") from error
+        if path:
+            raise UsageError(f"{path}: {describe(error)}") from error
+        hint = "give --t-verify, --t-draft and --alpha, a file, or --preset"
+        raise UsageError(f"{describe(error)} ({hint})") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
 
 
 def table(runs: list[Run], plain: Run) -> Table:
     """One row per way to decode."""
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    columns = ("", "tok/s", "x ar", "bound", "eff.", "hits", "accepted", "len", "hidden", "plain")
+    columns = ("", "tok/s", "x ar", "bound", "eff.", "hits", "accepted", "nodes", "len",
+               "hidden", "plain")  # fmt: skip
     for name in columns:
         result.add_column(name, justify="right" if name else "left")
     for run in runs:
@@ -72,6 +78,7 @@ def table(runs: list[Run], plain: Run) -> Table:
             f"{run.efficiency:.2f}",
             f"{s.hit_rate:.2f}" if looked_up else "-",
             f"{s.acceptance_rate:.2f}" if s.drafted else "-",
+            f"{s.drafted / s.rounds:.1f}",
             f"{s.mean_acceptance_length:.2f}",
             f"{s.overlap_ratio:.2f}" if looked_up else "-",
             f"{s.plain_rounds / s.rounds:.2f}",
@@ -80,8 +87,9 @@ def table(runs: list[Run], plain: Run) -> Table:
 
 
 LEGEND = (
-    "bound: Theorem 7 with this run's hits, lengths and times; eff.: tok/s over it; len: tokens "
-    "per round; hidden: drafting under verification; plain: share of rounds without a draft"
+    "bound: Theorem 7 with this run's hits, lengths and times; eff.: tok/s over it; nodes: draft "
+    "tokens verified per round; len: tokens per round; hidden: drafting under verification; "
+    "plain: share of rounds without a draft"
 )
 
 
@@ -105,7 +113,8 @@ def verdict(comparison: Comparison) -> str:
     """The planner beside the best fixed pair, in a sentence."""
     best = comparison.best_fixed
     sentence = (
-        f"adaptive {comparison.adaptive.tok_s:.1f} tok/s, {comparison.against_plain:.2f} x ar"
+        f"adaptive {comparison.adaptive.tok_s:.1f} tok/s, {comparison.against_plain:.2f} x ar, "
+        f"{comparison.against_chains:.2f} x the same with chains"
     )
     if best is None:
         return f"{sentence}."
@@ -126,6 +135,7 @@ def as_json(scenario: Scenario, runs: list[Run], comparison: Comparison) -> byte
             "runs": [{"label": run.strategy.label, **msgspec.to_builtins(run),
                       "efficiency": run.efficiency} for run in runs],
             "speedup_vs_ar": comparison.against_plain,
+            "speedup_vs_chains": comparison.against_chains,
             "best_fixed": best.strategy if best else None,
             "adaptive_over_best_fixed": comparison.against_fixed if best else None,
         }

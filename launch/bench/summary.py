@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from statistics import median, quantiles
 from typing import Any
 
@@ -105,6 +106,10 @@ def _speculation(runs: Sequence[BenchRun], told: Sequence[Statistics]) -> dict[s
         "acceptance_rate": accepted / drafted,
         "mean_acceptance_length": 1.0 + accepted / rounds,
         "per_position": _per_position(told),
+        "drafter": next((s.drafter for s in told if s.drafter), ""),
+        "state_bytes_per_round": sum(s.state_bytes for s in told) / rounds or None,
+        "offered_by_lag": _add([s.offered_by_lag for s in told]),
+        "accepted_by_lag": _add([s.accepted_by_lag for s in told]),
         "hit_rate": hits / (hits + misses) if hits + misses else None,
         "hit_rate_after": {kind: found[kind] / n for kind, n in looked_up.items() if n},
         "hits_within": [
@@ -142,6 +147,11 @@ def _per_position(told: Sequence[Statistics]) -> list[float]:
         weight = sum(s.rounds for s in with_it)
         rates.append(sum(s.per_position[position] * s.rounds for s in with_it) / weight)
     return rates
+
+
+def _add(counts: Sequence[Sequence[int]]) -> list[int]:
+    """The sums place by place, of lists of any lengths."""
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
 def _phases(told: Sequence[Statistics]) -> dict[str, float]:

@@ -75,6 +75,25 @@ def phases(result: BenchFile) -> Table:
     return table
 
 
+def drafting(result: BenchFile) -> Table:
+    """What drafted, what it read of the target, and how drafts fared by their lag."""
+    modes = {name: s for name, s in result.summary.items() if s.acceptance_rate is not None}
+    table = _empty("drafting", *modes)
+    table.add_row("drafter", *(s.drafter or "-" for s in modes.values()))
+    read = [s.state_bytes_per_round for s in modes.values()]
+    table.add_row("states, kB a round", *(_number(b / 1e3 if b else None) for b in read))
+    for lag in range(1, max((len(s.offered_by_lag) for s in modes.values()), default=0) + 1):
+        cells = [_rate_at(s, lag) for s in modes.values()]
+        if any(cell is not None for cell in cells):
+            table.add_row(f"accepted at lag {lag}", *(_number(cell) for cell in cells))
+    return table
+
+
+def _rate_at(s: ModeSummary, lag: int) -> float | None:
+    offered = s.offered_by_lag[lag - 1] if lag <= len(s.offered_by_lag) else 0
+    return s.accepted_by_lag[lag - 1] / offered if offered else None
+
+
 def _natural(name: str) -> tuple[str, int]:
     """`verify_10` after `verify_2`."""
     stem, _, number = name.rpartition("_")

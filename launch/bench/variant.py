@@ -1,6 +1,6 @@
 """What a column of the benchmark is: a mode, perhaps with some knobs fixed.
 
-Written `mode[:knob]...`, as in `ssd`, `ssd:k=4:b=16`, `ssd:uniform`, `sd:k=3`,
+Written `mode[:knob]...`, as in `ssd`, `ssd:k=4:b=16`, `ssd:tree-nodes=1`, `ssd:uniform`, `sd:k=3`,
 `ssd:rejection:saguaro=0.4`, `mlx-lm-draft:k=5`, `ssd:drafter=NAME`.
 """
 
@@ -33,6 +33,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """K; 0 is adaptive."""
     branches: int = 0
     """B; 0 is adaptive."""
+    tree_nodes: int | None = None
+    """Draft tokens of verified trees; 0 and 1 are chains, None is adaptive."""
     policy: FanOutPolicy = "online"
     acceptance: Acceptance | None = None
     """None: as the command line says."""
@@ -66,6 +68,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
             mode=msgspec.convert(self.mode, Mode),
             num_draft_tokens=self.num_draft_tokens,
             branches=self.branches,
+            tree_nodes=self.tree_nodes,
             fan_out_policy=self.policy,
         )
 
@@ -73,6 +76,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 _KNOBS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "k": ("num_draft_tokens", int),
     "b": ("branches", int),
+    "tree-nodes": ("tree_nodes", int),
     "saguaro": ("saguaro", float),
     "drafter": ("drafter", str),
 }
@@ -114,7 +118,7 @@ def _knob(knob: str, text: str) -> dict[str, Any]:
             return {field: convert(value)}
         except ValueError as error:
             raise UsageError(f"{text!r}: {knob!r} needs a number") from error
-    known = ["k=N", "b=N", "saguaro=C", "drafter=MODEL", *_POLICIES, *_ACCEPTANCES]
+    known = ["k=N", "b=N", "tree-nodes=N", "saguaro=C", "drafter=MODEL", *_POLICIES, *_ACCEPTANCES]
     raise UsageError(f"{text!r}: unknown knob {knob!r}; known: {', '.join(known)}")
 
 

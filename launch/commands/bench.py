@@ -1,5 +1,7 @@
 """`ssd bench`: what the modes gain here, side by side."""
 
+import contextlib
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,18 +12,24 @@ import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from launch.bench import tables
-from launch.bench.headline import headline
+from launch.bench.headline import describe_reading, headline
+from launch.bench.mac_report import format_probe
 from launch.bench.result import BenchFile
 from launch.bench.run import BenchConfig, measure
 from launch.bench.runs import require_lossless, verdict
 from launch.bench.variant import NAMES, default_modes, parse_all, require_draft_model
-from launch.models.pair import pair_of
+from launch.models.coreml_models import find_converted
+from launch.models.pair import Pair, pair_of
 from launch.prompts import Prompt, chosen_prompts
 from launch.settings.flags import Command
-from launch.settings.options import sampling_options, settings_of, stack_options, take_sampling
+from launch.settings.options import sampling_options, settings_of, stack_options
+from launch.settings.sampling import take_sampling
+from launch.stack.child import Lifeline
 from launch.terminal import console
+from launch.workers.coreml_probe import ProbeWorker
 from protocol.errors import UsageError
 from protocol.messages import Sampling
+from protocol.validation import describe
 from protocol.version import install_hint
 
 
@@ -52,6 +60,11 @@ from protocol.version import install_hint
 @click.option("--profile", is_flag=True, help="Only predict the gain here, in half a minute.")
 @click.option("--overlap", is_flag=True, help="Only measure whether both models can run at once.")
 @click.option(
+    "--coreml",
+    is_flag=True,
+    help="Only measure the pair's converted models: decoding, and prefill by length.",
+)
+@click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Write all figures as JSON."
 )
 @click.option("--report", type=click.Path(path_type=Path), help="Write a page with plots.")
@@ -61,6 +74,9 @@ def command(**options: Any) -> None:  # fmt: skip
     --report adds the profile and the overlap.
     """
     json_file, report = options.pop("json_file"), options.pop("report")
+    if options.pop("coreml"):
+        _measure_coreml(_config(options, everything=False).pair, json_file)
+        return
     write = None if report is None else _writer()
     config = _config(options, everything=report is not None)
     columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(),
@@ -74,9 +90,39 @@ def command(**options: Any) -> None:  # fmt: skip
     _show(result)
     for sentence in headline(result):
         console.stdout().print(sentence, style="bold", markup=False)
+    if reading := describe_reading(result):
+        console.stdout().print(reading, markup=False)
     require_lossless(result.checks)
     if config.runs:
         console.stdout().print(verdict(result.checks), markup=False)
+
+
+def _measure_coreml(pair: Pair, json_file: Path | None) -> None:
+    """Each converted model of the pair: what a call of its functions takes, and prompts."""
+    models = [Path(folder) for folder in (pair.model, pair.draft_model) if folder]
+    converted = [(folder, one) for folder in models if (one := find_converted(folder))]
+    if not converted:
+        raise UsageError("neither model is converted; `ssd convert --model MODEL` does that")
+    units = "cpu_and_ne" if sys.platform == "darwin" else "reference"
+    found = []
+    with contextlib.closing(Lifeline()) as lifeline:
+        for folder, one in converted:
+            console.stdout().print(one.name, style="bold", markup=False)
+            common: dict[str, Any] = {"model": str(one), "compute_units": units}
+            kinds: list[dict[str, Any]] = [{"kind": "functions"}]
+            if one != folder:  # there is a model to compute the same prompts by MLX
+                kinds.append({"kind": "prefill", "target": str(folder), "seconds": _PREFILL_S})
+            for kind in kinds:
+                with ProbeWorker(lifeline, **common, **kind) as worker:
+                    found.append(worker.measure())
+                for line in format_probe(found[-1]):
+                    console.stdout().print(f"  {line}", markup=False)
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+
+
+_PREFILL_S = 30.0
+"""After which no longer prompt is begun."""
 
 
 def _writer() -> Callable[[BenchFile, Path], None]:
@@ -149,7 +195,9 @@ def _samplings(temps: str | None, sampling: Sampling) -> tuple[Sampling, ...]:
             msgspec.convert({**msgspec.structs.asdict(sampling), "temperature": t}, Sampling)
             for t in dict.fromkeys(temperatures)
         )
-    except (ValueError, msgspec.ValidationError) as error:
+    except msgspec.ValidationError as error:
+        raise UsageError(f"--temps {temps!r}: {describe(error)}") from error
+    except ValueError as error:
         raise UsageError(f"--temps {temps!r}: {error}") from error
 
 
@@ -178,6 +226,7 @@ def _show(result: BenchFile) -> None:
         out.print(tables.LEGEND, markup=False)
         out.print(tables.prompts(result))
         out.print(tables.phases(result))
+        out.print(tables.drafting(result))
         out.print(tables.memory(result), markup=False)
         cold = result.cold_start
         out.print(

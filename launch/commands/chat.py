@@ -3,9 +3,11 @@
 from typing import Any
 
 import click
+from msgspec.structs import replace
 
 from launch.settings.flags import Command
-from launch.settings.options import sampling_options, settings_of, stack_options, take_sampling
+from launch.settings.options import sampling_options, settings_of, stack_options
+from launch.settings.sampling import take_sampling_choice
 from launch.stack.run_dir import DEFAULT_NAME
 from launch.stack.session import session
 from launch.terminal import console
@@ -32,9 +34,11 @@ from protocol.messages import Generate
 @click.option("-v", "--verbose", is_flag=True, help="Show processes as they start.")
 def command(**options: Any) -> None:
     """Chat with the model: /help for help, Ctrl-D quits."""
+    choice = take_sampling_choice(options)
+    choice.check()
     template = Generate(
         request=0,
-        sampling=take_sampling(options),
+        max_draft_tokens=choice.max_draft_tokens,
         max_tokens=options.pop("max_tokens") or UNLIMITED,
         mode=options.pop("mode"),
         num_draft_tokens=options.pop("num_draft_tokens"),
@@ -43,4 +47,5 @@ def command(**options: Any) -> None:
     report = console.process_line if options.pop("verbose") else console.report_trouble
     name = options.pop("name")
     with session(settings_of(**options), name, report) as client:
+        template = replace(template, sampling=choice.resolve(client.status().model))
         Chat(client, template, system_prompt=system_prompt, show_draft=show_draft).run()

@@ -48,11 +48,11 @@ def _numbers(kind: type) -> Any:
 @click.option("--evaluate", help="Evaluate this drafter instead of training one.")
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSONL file: prompt, category.")
 @click.option("--texts", multiple=True, help="Reuse the texts of this run (repeatable).")
-@_option("--minutes", "Training time, over all resumptions.")
-@_option("--steps", "Training steps instead of time.")
+@_option("--minutes", "The whole run, over all resumptions: texts, training, evaluation.")
+@_option("--steps", "Training steps instead of a time limit.")
 @_option("--session-minutes", "Stop this call, resumable, after so long.")
 @_option("--data-tokens", "Tokens to generate; 0: see --data-minutes.")
-@_option("--data-minutes", "Time to generate; 0: half of --minutes.")
+@_option("--data-minutes", "Time to generate; 0: a third of --minutes.")
 @_option("--data-batch", "Sequences generated together; 0: 1024 on CUDA, 64 on Metal, 8 on a CPU.")
 @_option("--length", "Tokens of a sequence, prompt included.")
 @_option("--user-tokens", "Longest invented prompt.")
@@ -190,8 +190,34 @@ def _details(event: DistillProgress) -> str:
         parts.append(f"loss {event.loss:.3f}")
     if event.acceptance is not None:
         parts.append(f"acceptance {event.acceptance:.3f}")
-    minutes, seconds = divmod(int(event.seconds_left), 60)
-    return ", ".join([*parts, f"{minutes}:{seconds:02d} left"])
+    left = f"{_minutes(event.seconds_left)} left"
+    if event.run_seconds_left is not None:
+        left += f", {_minutes(event.run_seconds_left)} of the run"
+    return ", ".join([*parts, left])
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+_USELESS, _POOR = 0.2, 0.4
+"""Agreement below which drafting costs more than it brings, and below which it rarely pays: of
+four draft tokens .25 and .65 stand on average."""
+
+
+def judge_drafter(agreement: float) -> str:
+    """What a reader must know of a drafter that agrees this rarely; empty if it may pay."""
+    if agreement < _USELESS:
+        return (
+            f"USELESS: {agreement:.0%} of its tokens are the target's, so drafts would only cost "
+            "time; train longer (--minutes), on more texts (--data-minutes), or with more layers"
+        )
+    if agreement < _POOR:
+        return (
+            f"poor: {agreement:.0%} of its tokens are the target's; it pays only where drafting is "
+            "nearly free, on another device"
+        )
+    return ""
 
 
 def _show(finished: DistillFinished, *, as_json: bool) -> None:
@@ -206,6 +232,8 @@ def _show(finished: DistillFinished, *, as_json: bool) -> None:
         return
     out = console.stdout()
     out.print(f"greedy agreement {figures['greedy_agreement']:.3f}")
+    if verdict := judge_drafter(figures["greedy_agreement"]):
+        out.print(verdict, style="bold", markup=False)
     for name, value in figures["by_category"].items():
         out.print(f"  {name} {value:.3f}")
     for one in figures["acceptance"]:

@@ -6,6 +6,7 @@ import sys
 import click
 
 from launch.keyring import check_address, own_keys, public_key
+from launch.models.hub import resolve
 from launch.models.pair import drafter_folder
 from launch.settings.machine import compute_threads
 from launch.workers.worker import module_command
@@ -31,6 +32,7 @@ from protocol.settings import OWN_BACKENDS, BackendName, encode_settings
 @click.option(
     "--model", default="", help="Draft model: folder or hub name; else the default drafter."
 )
+@click.option("--target", default="", help="For head: the target, as folder or hub name.")
 @click.option("--threads", type=click.IntRange(min=1), help="BLAS threads; else one per core.")
 @click.option(
     "--prefill-step-size",
@@ -47,6 +49,7 @@ def command(
     key: str,
     backend: BackendName,
     model: str,
+    target: str,
     threads: int | None,
     prefill_step_size: int,
 ) -> None:
@@ -60,9 +63,12 @@ def command(
         raise UsageError("the line protocol is for --stdio")
     if bool(listen) != bool(trust):
         raise UsageError("--listen and --trust go together: --trust names who may connect")
+    if (backend == "head") != bool(target):
+        raise UsageError("the head backend needs --target, and no other backend takes it")
     settings = DraftServerSettings(
         backend=backend,
         model=drafter_folder(backend, model),
+        target=str(resolve(target)) if target else "",
         lines=lines,
         listen=check_address(listen) if listen else "",
         key_file=str(own_keys(key)) if listen else "",

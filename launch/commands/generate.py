@@ -8,18 +8,13 @@ import click
 
 from launch.prompts import Prompt, read_prompts
 from launch.settings.flags import Command, Option
-from launch.settings.options import (
-    sampling_options,
-    settings_of,
-    stack_options,
-    take_saguaro_choice,
-    take_sampling,
-)
+from launch.settings.options import sampling_options, settings_of, stack_options
+from launch.settings.sampling import SamplingChoice, take_saguaro_choice, take_sampling_choice
 from launch.stack.run_dir import DEFAULT_NAME
 from launch.stack.session import session
 from launch.terminal import console, generate
 from protocol.errors import UsageError
-from protocol.messages import FanOutPolicy, Generate, Mode
+from protocol.messages import MAX_NODES, FanOutPolicy, Generate, Mode
 
 _prompt = partial(click.option, cls=Option, group="Prompt")
 _answer = partial(click.option, cls=Option, group="Answer")
@@ -71,6 +66,11 @@ _speculation = partial(click.option, cls=Option, group="Speculation")
     help="Branches prepared per round; 0 leaves it to the planner.",
 )
 @_speculation(
+    "--tree-nodes",
+    type=click.IntRange(0, MAX_NODES),
+    help="Draft tokens of verified trees; 0 or 1: chains. Left out: what pays.",
+)
+@_speculation(
     "--fan-out-policy",
     type=click.Choice(get_args(FanOutPolicy)),
     default="online",
@@ -84,12 +84,14 @@ def command(**options: Any) -> None:
     verbose = options.pop("verbose")
     report = console.process_line if verbose else console.report_trouble
     name = options.pop("name")
-    answer_options = _answer_options(options, details=verbose)
+    sampling_choice, answer_options = _answer_options(options, details=verbose)
     settings = settings_of(**options)
     with session(settings, name, report) as client:
-        for sentence in client.status().degraded:
+        status = client.status()
+        for sentence in status.degraded:
             console.note(sentence)
-        generate.answer_all(client, prompts, answer_options)
+        sampling = sampling_choice.resolve(status.model)
+        generate.answer_all(client, prompts, answer_options.with_sampling(sampling))
 
 
 def _prompts(text: str | None, prompt: str | None, file: Path | None) -> list[Prompt]:
@@ -101,23 +103,27 @@ def _prompts(text: str | None, prompt: str | None, file: Path | None) -> list[Pr
     return [Prompt(generate.read_prompt(str(given[0])))]
 
 
-def _answer_options(options: dict[str, Any], *, details: bool) -> generate.Options:
+def _answer_options(
+    options: dict[str, Any], *, details: bool
+) -> tuple[SamplingChoice, generate.Options]:
     """Take the options of the answer out of `options`; what is left configures the stack."""
     choose_saguaro = take_saguaro_choice(options)
-    sampling = take_sampling(options)
+    choice = take_sampling_choice(options)
+    choice.check()
     template = Generate(
         request=0,
-        sampling=sampling,
         max_tokens=options.pop("max_tokens") or generate.UNLIMITED,
         stop=list(options.pop("stop")),
         mode=options.pop("mode"),
         num_draft_tokens=options.pop("num_draft_tokens"),
+        max_draft_tokens=choice.max_draft_tokens,
         branches=options.pop("branches"),
+        tree_nodes=options.pop("tree_nodes"),
         fan_out_policy=options.pop("fan_out_policy"),
         trace=options["trace"] is not None,
         choose_saguaro=choose_saguaro,
     )
-    return generate.Options(
+    return choice, generate.Options(
         template=template,
         system_prompt=options.pop("system_prompt"),
         as_json=options.pop("as_json"),

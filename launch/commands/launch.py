@@ -1,5 +1,7 @@
 """`ssd launch`: a stack that keeps running."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -7,6 +9,8 @@ import click
 from launch.models.pair import pair_of
 from launch.settings.flags import Command
 from launch.settings.options import http_options, settings_of, stack_options
+from launch.settings.settings import StackSettings
+from launch.stack.log_file import LogFile, parse_line
 from launch.stack.run_dir import DEFAULT_NAME, RunDir
 from launch.stack.supervisor import Supervisor
 from launch.terminal import console
@@ -19,12 +23,11 @@ from launch.terminal import console
 @click.option("--name", default=DEFAULT_NAME, show_default=True, help="Name of the stack.")
 def command(name: str, **options: Any) -> None:
     """Start a stack and keep it running until Ctrl-C."""
-    run(name, options)
+    run(settings_of(**options), name)
 
 
-def run(name: str, options: dict[str, Any]) -> None:
-    """Keep the stack that these options describe running until it is interrupted."""
-    settings = settings_of(**options)
+def run(settings: StackSettings, name: str) -> None:
+    """Keep the stack that these settings describe running until it is interrupted."""
     supervisor = Supervisor(settings, pair_of(settings), RunDir(name), console.process_line)
     ready = False
     try:
@@ -36,8 +39,23 @@ def run(name: str, options: dict[str, Any]) -> None:
             else ""
         )
         console.stderr().print(f"ready;{where} Ctrl-C stops everything")
-        supervisor.wait()
+        supervisor.wait(print_requests(supervisor.run_dir) if supervisor.listener else None)
     finally:
         supervisor.stop()
         if ready:
             console.stderr().print("stopped")
+
+
+def print_requests(run_dir: RunDir) -> Callable[[], None]:
+    """What prints a line for each HTTP request that has ended since the last call."""
+    log = LogFile(run_dir.log("gateway"))
+
+    def print_new() -> None:
+        for _, line in log.read_new():
+            fields = parse_line(line)
+            if "route" in fields:
+                clock = time.strftime("%H:%M:%S", time.localtime(float(str(fields["time"]))))
+                text = f"{clock}  {fields['route']}  {fields['message']}"
+                console.stderr().print(text, markup=False)
+
+    return print_new

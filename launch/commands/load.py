@@ -12,7 +12,8 @@ from launch.bench.http_load import Server
 from launch.models.pair import pair_of
 from launch.prompts import chosen_prompts
 from launch.settings.flags import Command
-from launch.settings.options import sampling_options, settings_of, stack_options, take_sampling
+from launch.settings.options import sampling_options, settings_of, stack_options
+from launch.settings.sampling import take_sampling
 from launch.stack.session import private_stack
 from launch.terminal import console
 from launch.workers.reference import ReferenceWorker

@@ -1,67 +1,17 @@
 """`ssd logs`: the logs of a running stack."""
 
-import json
 import time
 from pathlib import Path
 
 import click
 
+from launch.stack.log_file import LogFile, format_line, parse_line
 from launch.stack.run_dir import DEFAULT_NAME, RunDir
 from launch.terminal import console
 from protocol.errors import UsageError
 
 _TICK_S = 0.2
 _LEVELS = ("debug", "info", "warning", "error")
-
-
-class LogFile:
-    """One process's log, read on from where the last reading ended."""
-
-    def __init__(self, path: Path) -> None:
-        self.role = path.stem
-        self._path = path
-        self._offset = 0
-        self._half = b""
-        self._time = 0.0
-
-    def read_new(self) -> list[tuple[float, str]]:
-        """Complete lines that were added, with their times; others take that of the line before."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                added = file.read()
-        except OSError:
-            return []
-        self._offset += len(added)
-        *lines, self._half = (self._half + added).split(b"\n")
-        found: list[tuple[float, str]] = []
-        for line in lines:
-            text = line.decode("utf-8", "replace")
-            self._time = float(str(parse_line(text).get("time", self._time)))
-            found.append((self._time, text))
-        return found
-
-
-def parse_line(line: str) -> dict[str, object]:
-    """The fields of a structured line; an empty dict for any other."""
-    try:
-        fields = json.loads(line)
-    except ValueError:
-        return {}
-    return fields if isinstance(fields, dict) and isinstance(fields.get("time"), float) else {}
-
-
-def format_line(role: str, line: str) -> str:
-    """A line for people: time, role, level, ids, message."""
-    fields = parse_line(line)
-    if not fields:
-        return f"{'':12} {role:12} {line}"
-    clock = time.strftime("%H:%M:%S", time.localtime(float(str(fields["time"]))))
-    known = ("time", "role", "level", "message", "trace")
-    ids = " ".join(f"{name}={value}" for name, value in fields.items() if name not in known)
-    trace = f"\n{fields['trace']}" if "trace" in fields else ""
-    parts = (f"{clock:12}", f"{role:12}", f"{fields.get('level', ''):8}", ids, fields["message"])
-    return " ".join(str(part) for part in parts if part) + trace
 
 
 def _reaches_level(line: str, level: str) -> bool:

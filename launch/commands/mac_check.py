@@ -12,8 +12,9 @@ import click
 import msgspec
 import psutil
 
+from launch.bench.bandwidth import read_weight_bytes
 from launch.bench.mac_report import TEMPERATURE, MacReport, MeasuredAnswer, lines, without_paths
-from launch.doctor import versions
+from launch.doctor import ask_hardware, versions
 from launch.models.coreml_models import find_converted, read_facts, require_converted
 from launch.models.default_pair import default_drafter
 from launch.models.hub import resolve
@@ -84,6 +85,7 @@ def command(model: str | None, target: str | None, out: Path, **options: Any) ->
 
 
 def _measure(folder: Path, target: Path, options: dict[str, Any]) -> MacReport:
+    survey = ask_hardware()
     with contextlib.closing(Lifeline()) as lifeline:
         common: dict[str, Any] = {"lifeline": lifeline, "model": str(folder)}
         own = find_converted(target)
@@ -106,6 +108,8 @@ def _measure(folder: Path, target: Path, options: dict[str, Any]) -> MacReport:
         versions=versions(),
         model=folder.name,
         package=read_facts(folder),
+        weight_bytes=read_weight_bytes(str(target), survey.device),
+        read_bytes_s=survey.read_bytes_s,
         probes=probes,
         overlap=overlap,
         answers=answers,

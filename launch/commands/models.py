@@ -208,8 +208,9 @@ def _card(model: Model) -> Table:
 def _format_recommendation(r: Recommendation) -> Text:
     fits = "" if r.fits else ", too much for this machine"
     speed = f", about {r.plain_tok_s:.1f} tok/s plainly" if r.plain_tok_s else ""
+    what = f" (a head: {r.head}; licence: {r.licence})" if r.head else ""
     facts = [
-        f"drafter  {r.draft_model}",
+        f"drafter  {r.draft_model}{what}",
         f"{', '.join(r.purposes)}; {format_bytes(r.memory_bytes)}{speed}{fits}",
         f"expected up to {r.expected_tokens_per_round:.1f} tokens a round "
         f"({r.assumed_acceptance:.2f} of the drafts accepted: assumed)",

@@ -11,7 +11,7 @@ from launch.terminal import console
 from orchestrator.simulation.run import simulate
 from orchestrator.simulation.scenario import Scenario, Strategy
 from orchestrator.simulation.sweep import compare, strategy_grid
-from protocol.messages import FanOutPolicy
+from protocol.messages import MAX_NODES, FanOutPolicy
 
 UNIT = click.FloatRange(0, 1)
 
@@ -55,6 +55,11 @@ UNIT = click.FloatRange(0, 1)
 @click.option("--num-draft-tokens", type=click.IntRange(1, 64), help="Also try this K, fixed.")
 @click.option("--branches", type=click.IntRange(1, 256), help="Also try this B, fixed.")
 @click.option(
+    "--tree-nodes",
+    type=click.IntRange(0, MAX_NODES),
+    help="Also try verified trees of this many draft tokens, fixed; 0 or 1: chains.",
+)
+@click.option(
     "--fan-out-policy",
     type=click.Choice(get_args(FanOutPolicy)),
     default="online",
@@ -81,6 +86,7 @@ def _take_strategy(options: dict[str, Any]) -> Strategy:
         num_draft_tokens=options.pop("num_draft_tokens") or 0,
         branches=options.pop("branches") or 0,
         fan_out_policy=options.pop("fan_out_policy"),
+        tree_nodes=options.pop("tree_nodes"),
     )
 
 
@@ -90,8 +96,8 @@ def _run(scenario: Scenario, asked: Strategy, *, sweep: bool, as_json: bool) -> 
         found = compare(
             scenario, strategy_grid(policy=policy) if sweep else (), policy, status.update
         )
-        runs = [found.plain, found.sequential, found.adaptive]
-        if asked.num_draft_tokens or asked.branches:
+        runs = [found.plain, found.sequential, found.chains, found.adaptive]
+        if asked.num_draft_tokens or asked.branches or asked.tree_nodes is not None:
             runs.append(simulate(scenario, asked))
     if found.best_fixed is not None:
         runs.append(found.best_fixed)

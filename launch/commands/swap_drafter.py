@@ -8,13 +8,17 @@ from launch.settings.settings import stack_settings
 from launch.stack.control import ask_supervisor
 from launch.stack.run_dir import DEFAULT_NAME
 from launch.terminal import console
+from protocol.errors import RuntimeFailure
 from protocol.messages import SwapDrafter
 from protocol.settings import BACKENDS
+from protocol.transport.address import find_tcp_error
+
+_CONNECT_S = 3.0
 
 
 @click.command("swap-drafter")
 @click.option("--backend", type=click.Choice(BACKENDS), required=True)
-@click.option("--draft-model", default="", help="For mlx and coreml: model folder or hub name.")
+@click.option("--draft-model", default="", help="For mlx, head and coreml: folder or hub name.")
 @click.option("--draft-command", default="", help="For stdio: the program that drafts.")
 @click.option("--draft-lines", is_flag=True, help="For stdio: it speaks the line protocol.")
 @click.option("--draft-server", default="", help="For remote: where it listens, tcp://HOST:PORT.")
@@ -42,5 +46,7 @@ def command(
         server=draft_server,
         server_key=public_key(draft_server_key) if draft_server_key else "",
     )
+    if draft_server and (reason := find_tcp_error(draft_server, _CONNECT_S)):
+        raise RuntimeFailure(reason)
     ask_supervisor(name, swap, timeout_s)
     console.stderr().print(f"the stack {name!r} now drafts with {backend}")

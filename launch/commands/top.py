@@ -43,7 +43,8 @@ def command(name: str, interval: float, *, once: bool, as_json: bool) -> None:
             while not once and keys.wait(interval) not in {"q", "Q"}:
                 _print_json(observer.look())
         elif once or not console.stdout().is_terminal:
-            console.stdout().print(draw(snapshot, [], ""))
+            out = console.stdout()
+            out.print(draw(snapshot, [], ""), width=min(out.width, console.FRAME_COLUMNS))
         else:
             _watch(observer, keys, snapshot, interval)
 

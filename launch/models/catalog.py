@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from launch.models.default_pair import DEFAULT
+from launch.models.default_pair import DEFAULT, default_target, require_default
 from launch.models.weights import Weights, weights_of
 from launch.settings.paths import cache_dir
 from protocol.decoding.vocabulary import Vocabulary, read_vocabulary
@@ -63,13 +63,14 @@ def list_models() -> list[Model]:
 
 
 def read(reference: str) -> Model:
-    """One model: a folder, or a name that is in a cache. Nothing is downloaded.
+    """One model: a folder, `default`, or a name that is in a cache. Nothing is downloaded.
 
     Raises:
         UsageError: it is not on this machine.
         ModelError: its files are missing or not what they should be.
     """
-    folder = Path(reference).expanduser()
+    is_default = reference == DEFAULT
+    folder = require_default(default_target()) if is_default else Path(reference).expanduser()
     found: Model | None
     if folder.is_dir():
         found = _describe(str(folder), folder.resolve(), "folder", _disk(folder))

@@ -13,7 +13,9 @@ from launch.models.default_pair import DEFAULT, default_drafter, default_target,
 from launch.models.hub import resolve
 from launch.settings.machine import require_mlx
 from launch.settings.settings import StackSettings
-from protocol.errors import UsageError
+from protocol.adapter import ADAPTER_FILES
+from protocol.errors import ModelError, UsageError
+from protocol.heads import describe_head
 from protocol.settings import BACKENDS, BackendName
 
 
@@ -31,6 +33,8 @@ class Pair:
     """Whether it speaks the line protocol."""
     server: RemoteServer | None = None
     """The draft server, for the remote backend."""
+    adapter: str = ""
+    """Folder of the target's LoRA adapter; empty without one."""
 
     @property
     def drafts_with(self) -> str:
@@ -64,7 +68,7 @@ class Pair:
                 raise UsageError(
                     "a draft server has its own model: leave out --draft-model and --draft-command"
                 )
-            return Pair(self.model, "", "remote", server=server)
+            return Pair(self.model, "", "remote", server=server, adapter=self.adapter)
         if name == "stdio":
             if model:
                 raise UsageError(
@@ -72,12 +76,13 @@ class Pair:
                 )
             if not command:
                 raise UsageError("the stdio backend needs --draft-command")
-            return Pair(self.model, "", name, tuple(command), lines)
+            return Pair(self.model, "", name, tuple(command), lines, adapter=self.adapter)
         if command or lines:
             raise UsageError(f"--draft-command is for the stdio backend, not for {name}")
         if name != "ngram" and not model and self.model != str(default_target()):
             raise UsageError("give --draft-model: a model with the target's tokenizer")
-        return Pair(self.model, drafter_folder(name, model), name)
+        folder = drafter_folder(name, model)
+        return Pair(self.model, folder, _recognise(name, folder, self.model), adapter=self.adapter)
 
 
 def pair_of(settings: StackSettings) -> Pair:
@@ -92,15 +97,33 @@ def pair_of(settings: StackSettings) -> Pair:
     backend: str = settings.draft_backend
     if backend == "auto":
         backend = _automatic(settings, target)
-    if backend != "mlx" and settings.draft_device not in {"", "cpu"}:
+    if backend not in {"mlx", "head"} and settings.draft_device not in {"", "cpu"}:
         raise UsageError(f"the {backend} backend does not use MLX; leave out --draft-device")
-    return Pair(str(target), "", "ngram").with_drafter(
+    return Pair(str(target), "", "ngram", adapter=adapter_folder(settings)).with_drafter(
         backend,
         settings.draft_model,
         command_of(settings.draft_command),
         lines=settings.draft_lines,
         server=remote_server_of(settings.draft_server, settings.draft_server_key, settings.key),
     )
+
+
+def adapter_folder(settings: StackSettings) -> str:
+    """The folder of the target's adapter; empty without one.
+
+    Raises:
+        ModelError: it holds no adapter.
+        UsageError: the way in which the target runs takes none.
+    """
+    if not settings.adapter_path:
+        return ""
+    if settings.target_ranks > 1 or settings.hosts or settings.prefill != "mlx":
+        raise UsageError("--adapter-path needs the whole target under MLX: no ranks, no CoreML")
+    folder = Path(settings.adapter_path).expanduser().resolve()
+    for file in ADAPTER_FILES:
+        if not (folder / file).is_file():
+            raise ModelError(f"the adapter folder {str(folder)!r} has no {file}")
+    return str(folder)
 
 
 def drafter_folder(backend: BackendName, model: str) -> str:
@@ -117,6 +140,24 @@ def drafter_folder(backend: BackendName, model: str) -> str:
     named = model and model != DEFAULT
     folder = resolve(model) if named else require_default(default_drafter())
     return str(require_converted(folder) if backend == "coreml" else folder)
+
+
+def _recognise(backend: BackendName, folder: str, target: str) -> BackendName:
+    """The backend for a folder: a published head has one of its own.
+
+    Raises:
+        ModelError: the head is not for this target.
+        UsageError: a head is asked for, and the folder holds none.
+    """
+    if backend not in {"mlx", "head"}:
+        return backend
+    if describe_head(Path(folder), Path(target)) is not None:
+        return "head"
+    if backend == "head":
+        raise UsageError(
+            f"{folder!r} holds no head of a known format: EAGLE-3, MTP, DFlash, DFlash 2 or DSpark"
+        )
+    return backend
 
 
 def command_of(text: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from protocol.errors import UsageError
+from protocol.heads import HeadFormat
 
 Purpose = Literal["try", "small", "chat", "code", "maths"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
@@ -36,9 +37,12 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     parameters: Positive
     draft_parameters: Positive
     bits: Positive
+    draft_bits: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     acceptance: Annotated[float, msgspec.Meta(gt=0.0, lt=1.0)]
     measured: str = ""
     note: str = ""
+    head: HeadFormat | Literal[""] = ""
+    licence: str = ""
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,6 +68,10 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     measured: str
     """Where this project's own measurements stand; empty: there are none."""
     note: str
+    head: str
+    """Format of the drafter, if it is a published head; empty: a model."""
+    licence: str
+    """The head's, as its authors state it."""
 
     @property
     def command(self) -> str:
@@ -103,7 +111,8 @@ def read_pairs() -> list[_Entry]:
 
 def _estimate(entry: _Entry, memory_bytes: int, cpu_cores: int) -> Recommendation:
     bits = _CPU_BITS if cpu_cores else entry.bits
-    weights = (entry.parameters + entry.draft_parameters) * 1e9 * bits / 8
+    draft_bits = _CPU_BITS if cpu_cores else entry.draft_bits or bits
+    weights = (entry.parameters * bits + entry.draft_parameters * draft_bits) * 1e9 / 8
     speed = _CORE_BYTES_S * cpu_cores / (entry.parameters * 1e9 * bits / 8)
     needed = round(weights * _KV_AND_WORKING_SPACE)
     return Recommendation(
@@ -118,6 +127,8 @@ def _estimate(entry: _Entry, memory_bytes: int, cpu_cores: int) -> Recommendatio
         expected_tokens_per_round=tokens_per_round(entry.acceptance, _NUM_DRAFT_TOKENS),
         measured=entry.measured,
         note=entry.note,
+        head=entry.head,
+        licence=entry.licence,
     )
 
 

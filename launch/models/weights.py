@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocol.errors import ModelError
+from protocol.safetensors import read_header
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_LARGEST_HEADER = 100 * 1024**2
 
 
 class Weights(NamedTuple):
@@ -41,7 +41,7 @@ def weights_of(folder: Path) -> Weights:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         files = sorted(folder.glob("*.safetensors"))
         tensors = {name: entry for file in files for name, entry in _header(file).items()}
-        text = config.get("text_config") or config
+        text = config.get("text_config") or config.get("transformer_layer_config") or config
         heads = int(text.get("num_key_value_heads") or text["num_attention_heads"])
         size = int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
         layers, context = int(text["num_hidden_layers"]), text.get("max_position_embeddings") or 0
@@ -56,11 +56,7 @@ def weights_of(folder: Path) -> Weights:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if length > _LARGEST_HEADER:
-            raise ValueError(f"{file.name} claims a header of {length} bytes")
-        header: dict[str, Any] = json.loads(stream.read(length))
+    header = read_header(file)
     header.pop("__metadata__", None)
     return header
 

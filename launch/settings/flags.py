@@ -19,6 +19,7 @@ ORDER = (
     "Answer",
     "HTTP",
     "Models",
+    "Several models",
     "Processes",
     "Ranks",
     "Speculation",

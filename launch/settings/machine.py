@@ -17,6 +17,7 @@ from protocol.settings import BackendName, Device
 from protocol.version import install_hint
 
 _CUDA = "cuda:"
+_CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
 # MLX on CUDA keeps 400 graphs, and gives up for good after 800 that were new, however long
 # that took; verifications of all lengths and trees of all widths are many more.
 _MLX_ON_CUDA = {"MLX_ENABLE_CACHE_THRASHING_CHECK": "0", "MLX_CUDA_GRAPH_CACHE_SIZE": "2000"}
@@ -52,6 +53,16 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = ""
     return found
+
+
+def has_cuda() -> bool:
+    """Whether MLX is installed with its CUDA backend."""
+    return any(package_versions(_CUDA_PACKAGES).values())
+
+
+def computes_on_cpu(device: Device) -> bool:
+    """Whether MLX would compute there if told to use this device; "" is its own choice."""
+    return device == "cpu" or (not device and sys.platform != "darwin" and not has_cuda())
 
 
 def require_mlx() -> None:

@@ -9,12 +9,9 @@ import msgspec
 
 from launch.settings.flags import Option
 from launch.settings.settings import StackSettings, stack_settings
-from launch.terminal import console
-from launch.terminal.generate import new_seed
-from protocol.decoding.grammar import check_grammar, json_grammar
-from protocol.decoding.sampling_params import PRESETS, check_sampling, get_preset
+from protocol.decoding.sampling_params import PRESETS
 from protocol.errors import UsageError
-from protocol.messages import Acceptance, LogitsOptions, Sampling
+from protocol.messages import Acceptance, Sampling
 from protocol.settings import BACKENDS, COMPUTE_UNITS, PREFILLS, RANK_BACKENDS, LogLevel
 from protocol.validation import describe
 
@@ -112,6 +109,8 @@ def _model_options() -> Callable[[F], F]:
     return _group(
         "Models",
         _setting("--model", "Target model: folder or hub name. Left out: the default pair's."),
+        _setting("--adapter-path", "LoRA adapter for the target: a folder of mlx-lm's training.",
+                 metavar="FOLDER"),
         _setting("--draft-model", "Draft model: folder or hub name."),
         _setting("--draft-backend", "What drafts; auto: a model where there is one, else ngram.",
                  click.Choice(["auto", *BACKENDS])),
@@ -188,6 +187,19 @@ def http_options() -> Callable[[F], F]:
     )  # fmt: skip
 
 
+def several_models_options() -> Callable[[F], F]:
+    """Which models a server offers, and how many at a time."""
+    return _group(
+        "Several models",
+        _setting("--models", "Several models, loaded on demand: a TOML file with a table for each, "
+                 "or a folder of model folders.", metavar="PATH"),
+        _setting("--idle-unload", "Unload a model that nobody used for so long; 0: never.",
+                 click.FloatRange(min=0), metavar="SECONDS"),
+        _setting("--memory-bytes", "Most memory for all models; 0: what the machine has free.",
+                 click.IntRange(min=0)),
+    )  # fmt: skip
+
+
 def sampling_options() -> Callable[[F], F]:
     """How tokens are drawn; `take_sampling` reads them."""
     d = Sampling()
@@ -203,7 +215,8 @@ def sampling_options() -> Callable[[F], F]:
         _flag("--min-p", type=below, help="Only tokens at least this likely relative to the most "
               f"likely one.  [default: {d.min_p:g}]"),
         _flag("--preset", type=click.Choice(PRESETS), default="default", show_default=True,
-              help="A starting point; the flags above override it."),
+              help="A starting point; the flags above override it. default: as the model's "
+                   "generation_config.json says, else greedy."),
         _flag("--seed", type=click.IntRange(0, 2**63 - 1),
               help="Same seed, same answer.  [default: drawn, and reported]"),
         _flag("--repetition-penalty", type=click.FloatRange(0, 10, min_open=True),
@@ -238,57 +251,3 @@ class _Weight(click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if value == "auto" else super().convert(value, param, ctx)
-
-
-def take_saguaro_choice(options: dict[str, Any]) -> bool:
-    """Whether `--saguaro-c auto` was given; then a number takes its place in `options`."""
-    chosen: bool = options["saguaro_c"] == "auto"
-    if chosen:
-        options["saguaro_c"] = Sampling().saguaro
-    return chosen
-
-
-def take_sampling(options: dict[str, Any]) -> Sampling:
-    """Take the sampling options out of `options`; raises UsageError if they contradict."""
-    seed = options.pop("seed")
-    if options["saguaro_c"] == "auto":
-        raise UsageError("--saguaro-c auto is for `generate`; give a number here")
-    given = {
-        "temperature": options.pop("temp"),
-        "top_p": options.pop("top_p"),
-        "top_k": options.pop("top_k"),
-        "min_p": options.pop("min_p"),
-    }
-    chosen = {name: value for name, value in given.items() if value is not None}
-    sampling = Sampling(
-        **{**get_preset(options.pop("preset")), **chosen},
-        seed=new_seed() if seed is None else seed,
-        acceptance=options.pop("acceptance"),
-        draft_temperature=options.pop("draft_temp"),
-        draft_top_p=options.pop("draft_top_p"),
-        saguaro=options.pop("saguaro_c"),
-        logits_options=_take_shape(options),
-    )
-    check_sampling(sampling)
-    if seed is None and sampling.temperature:
-        console.note(f"seed {sampling.seed}")
-    return sampling
-
-
-def _take_shape(options: dict[str, Any]) -> LogitsOptions | None:
-    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    penalties = {name: options.pop(name) for name in names}
-    schema: Path | None = options.pop("json_schema")
-    asked = {name: value for name, value in penalties.items() if value is not None}
-    if schema is not None:
-        asked["grammar"] = json_grammar(_read_schema(schema))
-        check_grammar(asked["grammar"])
-    shape = LogitsOptions(**asked)
-    return shape if shape != LogitsOptions() else None
-
-
-def _read_schema(path: Path) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
-        raise UsageError(f"{str(path)!r} is not a JSON schema: {error}") from error

@@ -4,13 +4,12 @@ The hosts file has the format of `mlx.launch`, which `mlx.distributed_config` wr
 """
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from launch.settings.machine import child_environment
+from launch.settings.machine import child_environment, has_cuda
 from launch.settings.settings import StackSettings
 from protocol.errors import UsageError
 from protocol.settings import RANK_BACKENDS, RankBackend, RankGroupSettings, RankHost
@@ -18,7 +17,6 @@ from protocol.settings import RANK_BACKENDS, RankBackend, RankGroupSettings, Ran
 _HOST_S = 30.0
 """Longest wait for a host's first word; the whole start must be shorter than its own limit."""
 _LOCAL = frozenset({"127.0.0.1", "localhost"})
-_CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
 _MLX_VARIABLES = ("MLX_ENABLE_CACHE_THRASHING_CHECK", "MLX_CUDA_GRAPH_CACHE_SIZE")
 _GPU_VARIABLES = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES")
 
@@ -61,6 +59,8 @@ def rank_group(settings: StackSettings, cores: Sequence[int] = ()) -> RankGroupS
     if split and len(split) != len(file.hosts):
         raise UsageError(f"--split has {len(split)} numbers for {len(file.hosts)} ranks")
     backend = _backend(settings.backend or file.backend)
+    if split and backend == "nccl":
+        raise UsageError("--split needs another --backend: MLX cannot pipeline over nccl")
     return RankGroupSettings(
         hosts=_share_cores(_hosts(file, backend), cores),
         backend=backend,
@@ -97,19 +97,11 @@ def _read_hosts(path: Path) -> _HostsFile:
 
 def _backend(name: str) -> RankBackend:
     if not name:
-        return "nccl" if any(map(_is_installed, _CUDA_PACKAGES)) else "ring"
+        return "nccl" if has_cuda() else "ring"
     for backend in RANK_BACKENDS:
         if name == backend:
             return backend
     raise UsageError(f"there is no backend {name!r}; choose one of {', '.join(RANK_BACKENDS)}")
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        distribution(package)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def _hosts(file: _HostsFile, backend: RankBackend) -> list[RankHost]:

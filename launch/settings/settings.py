@@ -13,11 +13,11 @@ import msgspec
 
 from protocol.decoding.sampling_params import PresetName
 from protocol.errors import UsageError
+from protocol.gateway import GatewaySettings
 from protocol.jobs.cost_emulation import parse_size
 from protocol.settings import (
     ComputeUnits,
     Device,
-    GatewaySettings,
     LogLevel,
     OrchestratorSettings,
     Prefill,
@@ -25,12 +25,14 @@ from protocol.settings import (
 )
 from protocol.validation import describe
 
-BackendChoice = Literal["auto", "mlx", "coreml", "ngram", "stdio", "remote"]
+BackendChoice = Literal["auto", "mlx", "head", "coreml", "ngram", "stdio", "remote"]
 
 CONFIG_FILE = "ssd.toml"
 _PREFIX = "SSD_"
 # Environment variables with our prefix that are not settings of a stack.
 _OTHER_VARIABLES = frozenset({"SSD_RUN_DIR", "SSD_CACHE_DIR", "SSD_KEYS_DIR"})
+_HUGE = 10**18
+"""Of no setting anybody has so much; it still fits into what goes over the wire."""
 _RENAMED = {"memory": "learned_estimates"}
 """Former names of settings, which this version still takes."""
 
@@ -45,11 +47,14 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     model: str = ""
     """Target: a model folder or hub name; empty is the default pair's target."""
+    adapter_path: str = ""
+    """Folder of a LoRA adapter of mlx-lm for the target; empty: none."""
     draft_model: str = ""
-    """Drafter: a model folder or hub name; empty is the default pair's, if the target is too."""
+    """Drafter: a model or a published head, as folder or hub name; empty is the default pair's, if
+    the target is too."""
     draft_backend: BackendChoice = "auto"
     """`auto`: stdio with a draft command, remote with a draft server; with a draft model coreml
-    (on macOS, if it is converted) or mlx; else ngram."""
+    (on macOS, if it is converted), head (a published head) or mlx; else ngram."""
     compute_units: ComputeUnits = "auto"
     """Where a converted model runs."""
     draft_command: str = ""
@@ -147,6 +152,12 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Whether HTTP requests with fields that are not known here are refused."""
     rate_limit: Annotated[int, msgspec.Meta(ge=0)] = _default(GatewaySettings, "rate_limit")
     """HTTP requests for answers that an address may make in a minute; 0 is any number."""
+    models: str = ""
+    """`ssd serve`: several models, loaded on demand: a file with a table for each, or a folder."""
+    idle_unload: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Seconds after which a model that nobody uses is unloaded; 0: never."""
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Most memory for all models together; 0: what the machine has free."""
     preset: PresetName = "default"
     """What HTTP requests get that do not say otherwise."""
     learned_estimates: bool = True
@@ -193,12 +204,23 @@ def _take_former_names(values: dict[str, Any], source: str) -> dict[str, Any]:
     return {_RENAMED.get(name, name): value for name, value in values.items()}
 
 
+def check_numbers(settings: StackSettings) -> None:
+    """Raises UsageError for a number that processes cannot be told: it is infinite or huge."""
+    for name in settings.__struct_fields__:
+        value = getattr(settings, name)
+        if isinstance(value, int | float) and not -_HUGE < value < _HUGE:
+            raise UsageError(f"{name} must be below {_HUGE:.0e}")
+
+
 def _convert(values: dict[str, Any], source: str) -> StackSettings:
     try:
-        return msgspec.convert(values, StackSettings, strict=False)
-    except msgspec.ValidationError as error:
-        reason = describe(error).replace("there is no ", "unknown setting ")
+        settings = msgspec.convert(values, StackSettings, strict=False)
+        check_numbers(settings)
+    except (msgspec.ValidationError, UsageError) as error:
+        wrong = describe(error) if isinstance(error, msgspec.ValidationError) else str(error)
+        reason = wrong.replace("there is no ", "unknown setting ")
         raise UsageError(f"{source}: {reason}") from error
+    return settings
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -206,7 +228,7 @@ def _from_file(path: Path) -> dict[str, Any]:
         return {}
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
     values = _take_former_names(values, str(path))
     _convert(values, str(path))

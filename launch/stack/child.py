@@ -11,9 +11,11 @@ from pathlib import Path
 from launch.settings.machine import child_environment
 from launch.workers.worker import module_command
 from protocol.process.child import find_error
-from protocol.settings import ChildSettings, ServiceSettings, encode_settings
+from protocol.settings import ChildSettings, DrafterSettings, ServiceSettings, encode_settings
 
 _KILL_S = 5.0
+
+_SILENT = "; it has not said Hello: does it speak the line protocol (--draft-lines)?"
 
 
 class Child:
@@ -23,8 +25,13 @@ class Child:
     however we die, the pipe closes and the child ends itself.
     """
 
+    hint = ""
+    """What may be wrong if it takes long to start."""
+
     def __init__(self, role: str, module: str, settings: ChildSettings, log: Path) -> None:
         self.role = role
+        if isinstance(settings, DrafterSettings) and settings.command and not settings.lines:
+            self.hint = _SILENT
         self.log = log
         self._killed_because = ""
         self._shutdown_s = settings.shutdown_timeout_s

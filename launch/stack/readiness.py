@@ -28,41 +28,42 @@ def await_ready(
     report: ReportState,
     listener: HttpListener | None,
     optional: frozenset[str],
+    ended: Callable[[], bool],
 ) -> set[str]:
     """Wait until all processes are ready; returns those of `optional` that are not.
 
     Raises:
         ModelError, UsageError: a child could not start, with its reason.
-        RuntimeFailure: a child died, or was not ready in time.
+        RuntimeFailure: a child died, was not ready in time, or the stack `ended` meanwhile.
     """
     deadline, optional_deadline = Deadline(timeout_s), Deadline(_OPTIONAL_TIMEOUT_S)
     quiet = Deadline(_REPORT_EVERY_S)
     needed = [child for role, child in children.items() if role not in optional]
     missing = {"verifier", "drafter"}
     with OrchestratorLink(address) as link:
-        for _ in _looks(needed, deadline, missing):
+        for _ in _looks(needed, deadline, missing, ended):
             status = link.await_status(_STATUS_TIMEOUT_S)
             for role in missing & {s.role for s in status.services} if status else set():
                 missing.remove(role)
                 report(role, "running", "")
-            if not missing or (
-                missing <= optional and _may_start_without(children, missing, optional_deadline)
-            ):
+            may_miss = missing <= optional
+            if may_miss and _may_start_without(children, missing, optional_deadline):
                 break
             if quiet.passed:
                 quiet = Deadline(_REPORT_EVERY_S)
                 note = f"still loading, {timeout_s - deadline.remaining:.0f} s so far"
                 for late in sorted(missing):
-                    report(late, "starting", note)
+                    report(late, "starting", note + getattr(children.get(late), "hint", ""))
     report("orchestrator", "running", "")
     if listener is not None:
-        _await_gateway(listener, needed, deadline)
+        await_gateway(listener, needed, deadline.remaining)
         report("gateway", "running", f"at {listener.url}")
     return missing
 
 
-def _await_gateway(listener: HttpListener, needed: list[Child], deadline: Deadline) -> None:
-    for _ in _looks(needed, deadline, {"gateway"}):
+def await_gateway(listener: HttpListener, needed: list[Child], timeout_s: float) -> None:
+    """Wait until a gateway answers, which needs these processes; errors as for `await_ready`."""
+    for _ in _looks(needed, Deadline(timeout_s), {"gateway"}):
         if listener.answers(timeout_s=1.0):
             return
 
@@ -105,9 +106,16 @@ def await_drafter(
             return
 
 
-def _looks(needed: list[Child], deadline: Deadline, missing: Collection[str]) -> Iterator[None]:
+def _looks(
+    needed: list[Child],
+    deadline: Deadline,
+    missing: Collection[str],
+    ended: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
     """Look after look, until the caller has seen enough; raises once waiting is useless."""
     while True:
+        if ended():
+            raise RuntimeFailure("the stack was stopped before it was ready")
         _raise_if_dead(needed)
         if deadline.passed:
             raise DeadlineExceeded(
@@ -121,7 +129,11 @@ def _looks(needed: list[Child], deadline: Deadline, missing: Collection[str]) ->
 def _may_start_without(
     children: Mapping[str, Child], missing: set[str], deadline: Deadline
 ) -> bool:
-    return deadline.passed or any(children[role].exit_code is not None for role in missing)
+    return (
+        not missing
+        or deadline.passed
+        or any(children[role].exit_code is not None for role in missing)
+    )
 
 
 def _raise_if_dead(needed: list[Child]) -> None:

@@ -31,7 +31,10 @@ class Description(msgspec.Struct, frozen=True):
     started: float
     """Creation time of that process: a pid alone may be somebody else's by now."""
     model: str
+    """Empty for a server of several models, which have stacks of their own."""
     draft_model: str
+    adapter: str = ""
+    """Folder of the target's adapter."""
 
 
 class RunDir:
@@ -79,21 +82,22 @@ class RunDir:
                 f"a stack named {self.path.name!r} is already running; stop it or use --name"
             ) from error
 
-    def describe(self, pid: int, model: str, draft_model: str) -> None:
+    def describe(self, pid: int, model: str, draft_model: str, adapter: str = "") -> None:
         """Make the stack known to clients; call when it is ready."""
-        description = Description(pid, psutil.Process(pid).create_time(), model, draft_model)
+        started = psutil.Process(pid).create_time()
+        description = Description(pid, started, model, draft_model, adapter)
         (self.path / _DESCRIPTION).write_bytes(msgspec.json.encode(description))
 
     def note(self, pids: list[int]) -> None:
         """Write down the stack's processes, for whoever finds the folder without its owner."""
         record_children(self.path, pids)
 
-    def restore(self, pid: int, model: str, draft_model: str) -> None:
+    def restore(self, pid: int, model: str, draft_model: str, adapter: str = "") -> None:
         """Make the folder anew after somebody else deleted it."""
         with contextlib.suppress(FileExistsError):
             self.path.mkdir(parents=True, mode=0o700)
         claim(self.path, pid)
-        self.describe(pid, model, draft_model)
+        self.describe(pid, model, draft_model, adapter)
 
     def running(self) -> Description | None:
         """The stack that lives here, if it does.

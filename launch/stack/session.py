@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator
 
 from launch.models.hub import resolve
-from launch.models.pair import pair_of
+from launch.models.pair import adapter_folder, pair_of
 from launch.settings.settings import StackSettings
 from launch.stack.run_dir import RunDir
 from launch.stack.supervisor import Report, Supervisor
@@ -51,12 +51,16 @@ def _fits(run_dir: RunDir, settings: StackSettings) -> bool:
     """
     running = run_dir.running()
     names_drafter = settings.draft_model or settings.draft_command or settings.draft_server
-    if running is None or names_drafter or settings.draft_backend != "auto":
+    if running is None or not running.model:
         return False
-    if settings.target_device or settings.draft_device or settings.emulate_target_cost:
+    if names_drafter or settings.draft_backend != "auto":
         return False
     if (
-        settings.target_ranks != 1
+        settings.target_device
+        or settings.draft_device
+        or settings.emulate_target_cost
+        or running.adapter != adapter_folder(settings)
+        or settings.target_ranks != 1
         or settings.hosts
         or settings.prefill != "mlx"
         or settings.compute_units != "auto"

@@ -6,11 +6,11 @@ from typing import Literal
 import msgspec
 import psutil
 
-from launch.stack.control import ask_supervisor
+from launch.stack.control import ask_supervisor, list_models
 from launch.stack.run_dir import RunDir
 from protocol.client.client import Client
 from protocol.errors import RuntimeFailure, SsdError, UsageError
-from protocol.messages import ProcessState, ProcessStatus, Stack, StackRequest, Status
+from protocol.messages import ModelStatus, ProcessState, ProcessStatus, Stack, StackRequest, Status
 from protocol.process.closeable import Closeable
 
 _ANSWER_S = 2.0
@@ -49,6 +49,8 @@ class StackSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """What the orchestrator says; None if it does not answer."""
     problems: list[str]
     """Who did not answer, and why."""
+    models: list[ModelStatus] = []
+    """Of a server of several models; each that is loaded has a stack of its own."""
 
 
 class StackObserver(Closeable):
@@ -81,7 +83,8 @@ class StackObserver(Closeable):
         self._description = description
         problems: list[str] = []
         processes = self._processes(problems)
-        status = self._status(problems)
+        several = not description.model
+        status = None if several else self._status(problems)
         return StackSnapshot(
             name=self._name,
             at=time.time(),
@@ -90,7 +93,15 @@ class StackObserver(Closeable):
             free_memory_bytes=psutil.virtual_memory().available,
             status=status,
             problems=problems,
+            models=self._models(problems) if several else [],
         )
+
+    def _models(self, problems: list[str]) -> list[ModelStatus]:
+        try:
+            return list_models(self._name, _ANSWER_S)
+        except SsdError as error:
+            problems.append(f"the server does not answer: {error}")
+            return []
 
     def _status(self, problems: list[str]) -> Status | None:
         try:

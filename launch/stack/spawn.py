@@ -11,11 +11,13 @@ from launch.settings.settings import StackSettings
 from launch.stack.child import Child
 from launch.stack.http_listener import HttpListener, write_key
 from launch.stack.run_dir import RunDir
+from protocol.adapter import identify_adapter
+from protocol.decoding.model_sampling import read_model_sampling
 from protocol.decoding.sampling_params import get_preset
+from protocol.gateway import GatewayModel, GatewaySettings
 from protocol.messages import ProcessStatus, Sampling
 from protocol.settings import (
     DrafterSettings,
-    GatewaySettings,
     OrchestratorSettings,
     VerifierSettings,
 )
@@ -46,11 +48,22 @@ def start_orchestrator(
         hang_timeout_s=settings.hang_timeout_s,
         first_timeout_s=settings.start_timeout_s,
         learned_dir=str(cache_dir() / "learned") if settings.learned_estimates else "",
-        # All that times depend on, besides the models.
-        machine=f"{machine_name()} {settings.target_device} {settings.draft_device} "
-        f"{settings.emulate_target_cost} {describe_ranks(rank_group(settings))}".strip(),
+        machine=describe_machine(settings, pair),
     )
     return Child("orchestrator", "orchestrator.main", told, run_dir.log("orchestrator"))
+
+
+def describe_machine(settings: StackSettings, pair: Pair) -> str:
+    """All that times and drafts' worth depend on, besides the model folders."""
+    words = (
+        machine_name(),
+        settings.target_device,
+        settings.draft_device,
+        settings.emulate_target_cost,
+        describe_ranks(rank_group(settings)),
+        identify_adapter(pair.adapter),
+    )
+    return " ".join(words).strip()
 
 
 def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int) -> Child:
@@ -75,6 +88,7 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         prefill_model=_prefill_model(settings, pair),
         compute_units=settings.compute_units,
         emulated_cost=settings.emulate_target_cost,
+        adapter=pair.adapter,
         spare_cores=[] if ranks else shared.drafter,
         ranks=ranks,
     )
@@ -101,6 +115,7 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         compute_units=settings.compute_units,
         # Lookup drafts without a model, but the target's tokenizer tells what a schema allows.
         model=pair.model if pair.backend == "ngram" else pair.draft_model,
+        target=pair.model if pair.backend == "head" else "",
         command=list(pair.command),
         lines=pair.lines,
         server=pair.server.address if pair.server else "",
@@ -114,33 +129,65 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         prompt_cache_size=settings.prompt_cache_size,
         prompt_cache_bytes=settings.prompt_cache_bytes,
         # Other backends have no device to choose; one may have been swapped in.
-        device=settings.draft_device if pair.backend == "mlx" else "",
+        device=settings.draft_device if pair.backend in {"mlx", "head"} else "",
     )
     return Child("drafter", "services.drafter.main", told, run_dir.log("drafter"))
 
 
+def preset_sampling(settings: StackSettings, pair: Pair | None = None) -> Sampling:
+    """What HTTP requests get that do not say otherwise, for a model if one is given."""
+    asks = pair is not None and settings.preset == "default"
+    recommended = read_model_sampling(pair.model) if pair is not None and asks else {}
+    return Sampling(**{**recommended, **get_preset(settings.preset).sampling})
+
+
+def name_model(settings: StackSettings, pair: Pair, run_dir: RunDir) -> GatewayModel:
+    """The model of a stack, as its gateway offers it."""
+    called = [Path(pair.model).name, settings.model, pair.model, "default", "default_model"]
+    return GatewayModel(
+        names=[name for name in dict.fromkeys(called) if name],
+        clients_address=run_dir.clients_address,
+        folder=pair.model,
+        sampling=preset_sampling(settings, pair),
+    )
+
+
 def start_gateway(
-    settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int, listener: HttpListener
+    settings: StackSettings,
+    models: list[GatewayModel],
+    run_dir: RunDir,
+    lifeline: int,
+    listener: HttpListener,
+    *,
+    model_server: str = "",
 ) -> Child:
-    """Start a gateway behind the listener."""
-    folder = Path(pair.model)
-    called = [folder.name, settings.model, pair.model, "default", "default_model"]
+    """Start a gateway for these models behind the listener."""
     told = GatewaySettings(
         lifeline=lifeline,
-        clients_address=run_dir.clients_address,
+        models=models,
+        model_server=model_server,
+        load_timeout_s=3 * settings.start_timeout_s,
+        # A stack's folder goes with its orchestrator.
+        run_dir=str(run_dir.path) if model_server else "",
         listener=listener.listener,
-        names=[name for name in dict.fromkeys(called) if name],
         hosts=[settings.host, *_list_words(settings.allowed_hosts)],
         key_file=write_key(run_dir.path, settings.api_key),
         allowed_origins=_list_words(settings.allowed_origins),
         max_body_bytes=settings.max_body_bytes,
         strict=settings.strict,
         rate_limit=settings.rate_limit,
-        model=pair.model,
-        sampling=Sampling(**get_preset(settings.preset)),
+        sampling=models[0].sampling if not model_server else preset_sampling(settings),
+        max_draft_tokens=get_preset(settings.preset).max_draft_tokens,
         log_level=settings.log_level,
     )
     return Child("gateway", "services.gateway.main", told, run_dir.log("gateway"))
+
+
+def describe_gateway(child: Child) -> ProcessStatus:
+    """A gateway, for people and programs."""
+    return ProcessStatus(
+        role=child.role, pid=child.pid, backend="", model="", state="running", restarts=0
+    )
 
 
 def describe_child(child: Child, settings: StackSettings, pair: Pair) -> ProcessStatus:

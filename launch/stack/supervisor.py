@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from launch.keyring import remote_server_of
+from launch.keyring import RemoteServer, remote_server_of
 from launch.models.pair import Pair
 from launch.settings.settings import StackSettings
 from launch.signals import on_second_signal
@@ -25,6 +25,7 @@ from launch.stack.readiness import TICK_S, await_drafter, await_ready
 from launch.stack.run_dir import RunDir, claim
 from launch.stack.spawn import (
     describe_child,
+    name_model,
     start_drafter,
     start_gateway,
     start_orchestrator,
@@ -44,11 +45,14 @@ from protocol.messages import (
     SwapDrafter,
     ToSupervisor,
 )
+from protocol.transport.address import find_tcp_error
 from protocol.transport.channel import Hub
 
 _log = logging.getLogger(__name__)
 
 _WAIT_S = 3600.0
+_CONNECT_S = 3.0
+"""How soon a draft server must take a connection, or it is said that it does not."""
 
 Report = Callable[[ProcessStatus], None]
 
@@ -88,6 +92,7 @@ class Supervisor:
         self.failure: SsdError | None = None
         """Why the stack ended by itself, if it did."""
         self._has_folder = False
+        self._post: SupervisorPost | None = None
 
     def start(self) -> None:
         """Start all processes and wait until they are ready; `stop` it also if that fails.
@@ -104,6 +109,10 @@ class Supervisor:
             self._spawn(role)
         if self.listener is not None:
             self._spawn("gateway")
+        if self._pair.server is not None:
+            threading.Thread(
+                target=self._try_server, args=(self._pair.server,), daemon=True
+            ).start()
         missing = await_ready(
             self.run_dir.clients_address,
             self._children,
@@ -111,6 +120,7 @@ class Supervisor:
             report=self._report_state,
             listener=self.listener,
             optional=frozenset({"drafter"} if self._pair.server else ()),
+            ended=self._stopping.is_set,
         )
         self._starting |= missing
         for role in missing:
@@ -118,12 +128,34 @@ class Supervisor:
         self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._watcher.start()
         # Last: who sees the description may stop us.
-        self.run_dir.describe(os.getpid(), self._pair.model, self._pair.draft_model)
+        pair = self._pair
+        self.run_dir.describe(os.getpid(), pair.model, pair.draft_model, pair.adapter)
+
+    def _try_server(self, server: RemoteServer) -> None:
+        """In a thread of its own, for names may take long: say so if nobody is there."""
+        if reason := find_tcp_error(server.address, _CONNECT_S):
+            self._report_state("drafter", "starting", reason)
+
+    def cancel_start(self) -> None:
+        """Let a `start` in another thread fail soon; it is still to be stopped."""
+        self._stopping.set()
+
+    @property
+    def answering(self) -> int:
+        """Requests that are answered or wait, as far as is known."""
+        status = self._post.watchdog.status if self._post is not None else None
+        return status.active + status.waiting if status is not None else 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Its processes."""
+        return [child.pid for child in list(self._children.values())]
 
     def _spawn(self, role: str) -> None:
         told = self._settings, self._pair, self.run_dir, self._lifeline.child_end
         if role == "gateway" and self.listener is not None:
-            self._adopt(start_gateway(*told, self.listener))
+            models = [name_model(self._settings, self._pair, self.run_dir)]
+            self._adopt(start_gateway(self._settings, models, *told[2:], self.listener))
         else:
             self._adopt(_START[role](*told))
 
@@ -135,6 +167,7 @@ class Supervisor:
     def _watch(self) -> None:
         try:
             with SupervisorPost(self.run_dir, self._settings) as post:
+                self._post = post
                 while not self._stopping.is_set() and self.failure is None:
                     post.control.ready(TICK_S)
                     self._tick(post)
@@ -161,7 +194,8 @@ class Supervisor:
     def _keep_reachable(self, control: Hub[ToSupervisor]) -> None:
         """Somebody may have tidied up our folder."""
         if not self.run_dir.path.exists():
-            self.run_dir.restore(os.getpid(), self._pair.model, self._pair.draft_model)
+            pair = self._pair
+            self.run_dir.restore(os.getpid(), pair.model, pair.draft_model, pair.adapter)
             self.run_dir.note([child.pid for child in self._children.values()])
         control.keep_bound(time.monotonic())
 
@@ -226,11 +260,7 @@ class Supervisor:
         try:
             match message:
                 case StackRequest():
-                    return Stack(
-                        processes=[
-                            self._status_of(role, self._state_of(role)) for role in self._children
-                        ]
-                    )
+                    return Stack(processes=self.processes)
                 case SwapDrafter():
                     self._swap(message, post)
                     return Done()
@@ -292,6 +322,11 @@ class Supervisor:
             return "lost"
         return "starting" if role in {*self._starting, *self._absent} else "running"
 
+    @property
+    def processes(self) -> list[ProcessStatus]:
+        """All of them, as they are now."""
+        return [self._status_of(role, self._state_of(role)) for role in list(self._children)]
+
     def _status_of(self, role: str, state: ProcessState, note: str = "") -> ProcessStatus:
         status = describe_child(self._children[role], self._settings, self._pair)
         restarts = self._budgets[role].used
@@ -301,17 +336,27 @@ class Supervisor:
         with contextlib.suppress(OSError):  # nobody reads our output any more
             self._report(self._status_of(role, state, note))
 
-    def wait(self) -> None:
-        """Return only by an exception: the caller's interrupt, or the stack's own failure."""
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Return only by an exception: the caller's interrupt, or the stack's own failure.
+
+        Args:
+            meanwhile: called again and again until then.
+        """
         while self.failure is None:
-            self._ended.wait(_WAIT_S)
+            self._ended.wait(_WAIT_S if meanwhile is None else TICK_S)
+            if meanwhile is not None:
+                meanwhile()
         raise self.failure
 
     def stop(self) -> None:
         """Stop everything and leave nothing behind; safe to call twice."""
         self._stopping.set()
-        with on_second_signal(lambda: kill_all(self._children.values())):
+        with on_second_signal(self.kill):
             self._stop()
+
+    def kill(self) -> None:
+        """End all processes at once; it is still to be stopped."""
+        kill_all(list(self._children.values()))
 
     def _stop(self) -> None:
         if self._watcher is not None and self._watcher.is_alive():

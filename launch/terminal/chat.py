@@ -9,6 +9,7 @@ import msgspec
 
 from launch.signals import Terminated
 from launch.terminal import console
+from launch.terminal.generate import stream_with_progress
 from launch.terminal.line_editor import LineEditor, typing_hidden
 from launch.terminal.statistics import notes, peak_memory, statistics_table
 from protocol.client.client import Client
@@ -101,7 +102,7 @@ class Chat:
             self._template, request=self._client.number(), messages=list(self._messages)
         )
         tokens = 0
-        with contextlib.closing(self._client.generate(request)) as events:
+        with contextlib.closing(stream_with_progress(self._client, request)) as events:
             for event in events:
                 if isinstance(event, Finished):
                     self._last = event, tokens

@@ -3,18 +3,21 @@
 import sys
 
 from rich.console import Console
+from rich.status import Status
 from rich.text import Text as RichText
 
-from protocol.messages import ProcessStatus
+from protocol.messages import ProcessStatus, Progress
 
-STYLES = {"target": "", "hit": "green", "miss": "yellow", "lookup": "cyan"}
+STYLES = {"target": "", "hit": "green", "miss": "yellow", "lookup": "cyan", "branch": "magenta"}
 
-_FILE_COLUMNS = 160
-"""In a file or pipe nothing is cut to a terminal's width."""
+FRAME_COLUMNS = 160
+"""In a file or pipe: of what fills the width that it is given."""
+_FILE_COLUMNS = 1_000_000
+"""Of a file or pipe: tables are as wide as what they hold, whatever COLUMNS says."""
 
 LEGEND = (
     "colours: plain = target's own, green = accepted draft after a hit, yellow = after a miss, "
-    "cyan = looked up"
+    "cyan = looked up, magenta = of a tree's side branch"
 )
 
 
@@ -31,7 +34,7 @@ def stdout() -> Console:
 def _console(*, stderr: bool) -> Console:
     console = Console(stderr=stderr, highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = max(console.width, _FILE_COLUMNS)
+        console.width = _FILE_COLUMNS
     return console
 
 
@@ -75,6 +78,34 @@ def report_trouble(status: ProcessStatus) -> None:
     """Of the processes of a private stack, those that load for long, died or are lost."""
     if status.note and status.state != "running":
         process_line(status)
+
+
+class PromptProgress:
+    """How much of a long prompt is computed: a line on the terminal, gone with the first token."""
+
+    def __init__(self) -> None:
+        self._console = stderr()
+        self._status: Status | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody would see it."""
+        return self._console.is_terminal
+
+    def show(self, progress: Progress) -> None:
+        """The line, or the line anew."""
+        text = f"reading the prompt: {progress.computed} of {progress.prompt_tokens} tokens"
+        if self._status is None:
+            self._status = self._console.status(text)
+            self._status.start()
+        else:
+            self._status.update(text)
+
+    def clear(self) -> None:
+        """Take the line away; does nothing where there is none."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
 
 
 def note(sentence: str) -> None:

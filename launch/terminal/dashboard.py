@@ -8,15 +8,34 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.stack.snapshot import ProcessFigures, StackSnapshot
-from protocol.messages import PlannerState, RankStatus, SequenceStatus, Status, WindowStats
+from launch.terminal.statistics import describe_age
+from protocol.messages import (
+    ModelState,
+    ModelStatus,
+    PlannerState,
+    RankStatus,
+    SequenceStatus,
+    Status,
+    WindowStats,
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
 _STATES = {"running": "green", "starting": "yellow", "stopped": "yellow", "gone": "yellow"}
+
+_MODEL_STATES: dict[ModelState, str] = {
+    "unloaded": "dim",
+    "loading": "yellow",
+    "loaded": "green",
+    "unloading": "yellow",
+    "failed": "red",
+}
 
 
 def draw(snapshot: StackSnapshot, speeds: Sequence[float], hint: str) -> RenderableType:
     """The whole picture; `speeds` are the last tok/s, oldest first."""
     parts: list[RenderableType] = [_head(snapshot, hint), _processes(snapshot.processes)]
+    if snapshot.models:
+        parts.append(_models(snapshot.models))
     if snapshot.status is not None:
         parts += [_ranks(service.ranks) for service in snapshot.status.services if service.ranks]
         parts += [_speculation(snapshot.status, speeds), _sequences(snapshot.status)]
@@ -26,6 +45,8 @@ def draw(snapshot: StackSnapshot, speeds: Sequence[float], hint: str) -> Rendera
 
 def _head(snapshot: StackSnapshot, hint: str) -> RenderableType:
     model = _last(snapshot.status.model) if snapshot.status else "?"
+    if snapshot.models:
+        model = f"{len(snapshot.models)} models"
     return Text.assemble(
         ("ssd top", "bold"),
         f"  stack {snapshot.name}, {model}, up {format_duration(snapshot.uptime_s)}, "
@@ -54,6 +75,26 @@ def _processes(processes: Iterable[ProcessFigures]) -> RenderableType:
             _last(p.model) or "-",
         )
     return Panel(table, title="processes", title_align="left", border_style="dim")
+
+
+def _models(models: Sequence[ModelStatus]) -> RenderableType:
+    """The models of a server, and under which name to look at each."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=True)
+    for name in ("model", "state", "memory", "answering", "waiting", "look at it"):
+        right = name in {"memory", "answering", "waiting"}
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    table.add_column("note", ratio=1)
+    for one in models:
+        table.add_row(
+            one.name,
+            Text(one.state, style=_MODEL_STATES[one.state]),
+            format_bytes(one.memory_bytes) if one.memory_bytes else "-",
+            str(one.answering),
+            str(one.waiting),
+            f"ssd top --name {one.stack}" if one.state == "loaded" else "-",
+            one.note,
+        )
+    return Panel(table, title="models", title_align="left", border_style="dim")
 
 
 def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
@@ -105,11 +146,14 @@ def format_plan(choice: PlannerState) -> str:
     if choice.speculative_tok_s:
         speeds.append(f"speculating {choice.speculative_tok_s:.1f} tok/s")
     if choice.plain_tok_s:
-        speeds.append(f"plain {choice.plain_tok_s:.1f} tok/s")
-    measured = f"; recently {', '.join(speeds)}" if speeds else ""
+        age = describe_age(choice.plain_age_s)
+        speeds.append(f"plain {choice.plain_tok_s:.1f} tok/s ({age})")
+    measured = f"; measured {', '.join(speeds)}" if speeds else ""
     if not choice.speculating:
         return f"plain decoding{measured}"
     width = f", {choice.branches} branches" if choice.branches else ""
+    if choice.siblings:
+        width += f", trees of {choice.siblings} siblings per token"
     return f"speculates, up to {choice.num_draft_tokens} draft tokens{width}{measured}"
 
 
@@ -130,12 +174,16 @@ def _sequences(status: Status) -> RenderableType:
 def _row(seen: SequenceStatus) -> list[str]:
     choice = seen.planner
     width = f" x {choice.branches}" if choice.branches else ""
+    width += " trees" if choice.siblings else ""
     plan = f"{choice.mode} {choice.num_draft_tokens}{width}" if choice.speculating else "plain"
+    prompt = str(seen.prompt_tokens)
+    if seen.state == "prefill" and seen.computed_tokens:
+        prompt = f"{seen.computed_tokens} of {prompt}"
     return [
         str(seen.sequence),
         seen.state if seen.state != "stranded" else "a verifier",
         format_duration(seen.age_s),
-        str(seen.prompt_tokens),
+        prompt,
         str(seen.cached_tokens),
         str(seen.tokens),
         f"{seen.tok_s:.1f}",

@@ -1,5 +1,6 @@
 """What was chosen for an answer, and why, in sentences that a user understands."""
 
+from launch.terminal.statistics import describe_age
 from protocol.messages import Mode, Statistics
 
 _MOSTLY = 0.5
@@ -37,7 +38,17 @@ def _what(s: Statistics) -> str:
             f". In {s.hit_rate:.0%} of the rounds with a prepared tree the next draft was ready in "
             "time"
         )
-    return text + "." + _describe_lookups(s)
+    return text + "." + _describe_trees(s) + _describe_lookups(s)
+
+
+def _describe_trees(s: Statistics) -> str:
+    if not s.tree_rounds:
+        return ""
+    return (
+        f" In {_plural(s.tree_rounds, 'round')} the draft was a tree, since further rows cost "
+        f"little or trees were asked for: {_plural(s.branch_tokens, 'token')} came from side "
+        "branches."
+    )
 
 
 def _describe_lookups(s: Statistics) -> str:
@@ -71,6 +82,7 @@ def _how_well(s: Statistics) -> str:
     if s.predicted_tok_s:
         parts.insert(0, f"predicted {s.predicted_tok_s:.1f}")
     if s.plain_tok_s:
-        parts.append(f"plain decoding {s.plain_tok_s:.1f}")
+        age = describe_age(s.plain_age_s)
+        parts.append(f"plain decoding {s.plain_tok_s:.1f} (measured {age})")
     text = ", ".join(parts) + "."
     return text[0].upper() + text[1:]

@@ -1,8 +1,10 @@
 """`ssd generate`: prompts in, answers out."""
 
+import contextlib
 import json
 import secrets
 import sys
+from collections.abc import Generator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from launch.terminal.statistics import notes, peak_memory, statistics_table
 from launch.terminal.trace import write_trace
 from protocol.client.client import Client
 from protocol.errors import UsageError
-from protocol.messages import ChatMessage, Finished, Generate, Text, TraceEvent
+from protocol.messages import ChatMessage, Finished, Generate, Sampling, Text, TraceEvent
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +35,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     explain: bool = False
     trace: Path | None = None
     """Where to write who did what when."""
+
+    def with_sampling(self, sampling: Sampling) -> "Options":
+        """The same, with tokens drawn like this."""
+        template = msgspec.structs.replace(self.template, sampling=sampling)
+        return msgspec.structs.replace(self, template=template)
 
 
 UNLIMITED = 2**31 - 1
@@ -70,6 +77,20 @@ def answer_all(client: Client, prompts: list[Prompt], options: Options) -> None:
         write_trace(options.trace, slices)
 
 
+def stream_with_progress(client: Client, request: Generate) -> Generator[Text | Finished]:
+    """The answer; until it begins, a line on the terminal says how much of the prompt is read."""
+    line = console.PromptProgress()
+    client.on_progress = line.show
+    request = msgspec.structs.replace(request, progress=line.is_wanted)
+    try:
+        with contextlib.closing(client.generate(request)) as events:
+            for event in events:
+                line.clear()
+                yield event
+    finally:
+        line.clear()
+
+
 def _request(client: Client, prompt: Prompt, options: Options) -> Generate:
     messages = [ChatMessage("user", prompt.prompt)]
     if options.system_prompt:
@@ -81,7 +102,7 @@ def _print_text(client: Client, prompt: Prompt, options: Options) -> list[TraceE
     out = console.stdout() if options.show_draft else None
     finished, tokens = None, 0
     request = _request(client, prompt, options)
-    for message in client.generate(request):
+    for message in stream_with_progress(client, request):
         if isinstance(message, Finished):
             finished = message
             continue
@@ -111,7 +132,7 @@ def _print_json(client: Client, prompt: Prompt, options: Options) -> list[TraceE
     text, tokens = "", list[int]()
     timeline: list[TraceEvent] = []
     request = _request(client, prompt, options)
-    for message in client.generate(request):
+    for message in stream_with_progress(client, request):
         if isinstance(message, Text):
             text += message.text
             tokens += message.tokens

@@ -11,6 +11,8 @@ from protocol.messages import Finished, Generate, Origin, Statistics
 DRAFTER: tuple[Origin, ...] = ("hit", "miss")
 """Where a drafter's own tokens come from; what is looked up is not its merit."""
 
+_JUST_NOW_S, _MINUTE_S = 2.0, 60.0
+
 
 def statistics_table(
     finished: Finished, tokens: int, *, memory: str = "", details: bool = False
@@ -31,6 +33,21 @@ def count_accepted(s: Statistics, origins: tuple[Origin, ...]) -> tuple[int, int
     """Draft tokens of these origins: how many were accepted, and how many were verified."""
     known = [s.by_origin[origin] for origin in origins if origin in s.by_origin]
     return sum(one.tokens - one.rounds for one in known), sum(one.drafted for one in known)
+
+
+def describe_lags(offered: list[int], accepted: list[int]) -> str:
+    """The rate of acceptance at each lag, from 1, that was drafted at."""
+    pairs = enumerate(zip(offered, accepted, strict=True), 1)
+    return " ".join(f"{lag}: {kept / count:.2f}" for lag, (count, kept) in pairs if count)
+
+
+def describe_age(seconds: float) -> str:
+    """How long ago something was measured, in words."""
+    if seconds < _JUST_NOW_S:
+        return "just now"
+    if seconds < 2 * _MINUTE_S:
+        return f"{seconds:.0f} s ago"
+    return f"{seconds / _MINUTE_S:.0f} min ago"
 
 
 def peak_memory(client: Client) -> str:
@@ -64,13 +81,19 @@ def _rows(finished: Finished, tokens: int) -> Iterator[tuple[str, str]]:
     yield "answer", f"{tokens} tokens, {s.tok_s:.1f} tok/s ({s.decode_s:.2f} s)"
     yield "first token", f"after {s.ttft_ms:.0f} ms"
     if s.plain_tok_s and s.tok_s and s.drafted:
-        times = s.tok_s / s.plain_tok_s
-        yield "times plain", f"{times:.2f} (plain decoding: {s.plain_tok_s:.1f} tok/s, measured)"
+        plain = f"{s.plain_tok_s:.1f} tok/s, measured {describe_age(s.plain_age_s)}"
+        yield "times plain", f"{s.tok_s / s.plain_tok_s:.2f} (plain decoding: {plain})"
     accepted, drafted = count_accepted(s, DRAFTER)
-    yield "drafts", f"{_share(accepted, drafted)} accepted" if drafted else "none verified"
+    by = f" ({s.drafter})" if s.drafter else ""
+    yield "drafts", (f"{_share(accepted, drafted)} accepted" if drafted else "none verified") + by
+    if s.state_bytes and s.rounds:
+        yield "states read", f"{s.state_bytes / s.rounds / 1e3:.1f} kB a round"
     accepted, found = count_accepted(s, ("lookup",))
     if found:
         yield "prompt lookup", f"{_share(accepted, found)} accepted"
+    if s.tree_rounds:
+        trees = f"in {s.tree_rounds} of {s.rounds} rounds"
+        yield "trees", f"{trees}; {s.branch_tokens} tokens from side branches"
     if s.rounds:
         yield "tokens per round", f"{s.mean_acceptance_length:.2f} ({s.rounds} rounds)"
     if prepared := s.cache_hits + s.cache_misses:
@@ -100,6 +123,8 @@ def _details(s: Statistics) -> Iterator[tuple[str, str]]:
         yield "predicted", f"{s.predicted_tok_s:.1f} tok/s"
     if s.per_position:
         yield "by position", " ".join(f"{rate:.2f}" for rate in s.per_position)
+    if s.offered_by_lag:
+        yield "by lag", describe_lags(s.offered_by_lag, s.accepted_by_lag)
     names = sorted(s.phase_ms, key=_natural)
     yield "per round, median ms", ", ".join(f"{name} {s.phase_ms[name]:.2f}" for name in names)
     if s.plain_rounds:
@@ -125,4 +150,7 @@ def notes(finished: Finished, request: Generate) -> Iterator[str]:
     s = finished.statistics
     missing = s.fallbacks.get("no_drafter", 0)
     if missing and request.mode != "ar":
-        yield f"there was no drafter in {missing} of {s.rounds} rounds (`ssd logs` says why)"
+        yield (
+            f"there was no drafter in {missing} of {s.rounds} rounds "
+            "(the lines above say why, or `ssd logs` of a running stack)"
+        )

@@ -27,6 +27,7 @@ class ReferenceWorker(JsonWorker):
             threads=os.cpu_count() or 1,
             device=device,
             emulated_cost=emulated_cost,
+            adapter=pair.adapter,
         )
         super().__init__("reference", "services.tools.reference", settings, device=device)
 

@@ -83,12 +83,12 @@ class BatchEstimates:
         """How each mode has fared in batches of each size, for a snapshot."""
         return {key: switch.save() for key, switch in self._switches.items()}
 
-    def restore(self, saved: Mapping[str, Trial]) -> None:
-        """Forget how batches fared, then start from a snapshot."""
+    def restore(self, saved: Mapping[str, Trial], age_s: float = 0.0) -> None:
+        """Forget how batches fared, then start from a snapshot of this age."""
         self._switches = {}
         for key in _KEYS & saved.keys():
             self._switches[key] = SpeculationSwitch.for_batch(_TRIAL)
-            self._switches[key].restore(saved[key])
+            self._switches[key].restore(saved[key], age_s)
 
 
 class Passes(Generic[P]):

@@ -4,24 +4,31 @@ Shared by all requests of a stack. Pure: fed with events, asked for numbers.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
 from typing import Any, Protocol, TypeVar
 
 from orchestrator.learning.averages import DiscountedRatio, Ema, restore_shares, save_shares
 from orchestrator.learning.batch_estimates import BatchEstimates, Passes
-from orchestrator.learning.calibration import Calibration
+from orchestrator.learning.calibration import (
+    Calibration,
+    acceptance_rates,
+    calibrate_siblings,
+)
 from orchestrator.learning.fan_out import (
     AFTER_ALL,
     AFTER_REJECTION,
     acceptance_distribution,
+    count_children,
     hit_chances,
 )
 from orchestrator.learning.hit_curve import HitCurve
 from orchestrator.learning.latency import StepLatency, VerifyLatency
+from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.learning.saguaro import SaguaroChoice
 from orchestrator.learning.snapshot import EstimateSnapshot
 from orchestrator.learning.speculation_switch import SpeculationSwitch
+from orchestrator.learning.tree_growth import GROWN, TreeGrowth, rank_chances, value_by_depth
 from orchestrator.learning.tree_width import WIDTHS, TreeWidth, gains_by_depth, interpolate
 from protocol.messages import Mode, Origin
 
@@ -45,49 +52,13 @@ _ASSUMED_LENGTH, _SHRINK = 2.0, 0.05
 _LONGEST = 64.0
 """The longest such draft that is believed if restored."""
 
+MOST_SIBLINGS = 4
+"""Runners-up that are asked for beside a draft token: later ones are hardly ever right."""
+_MOST_ROWS = 32
+"""Draft tokens of the largest tree whose worth is weighed."""
+
 _SHORTEST_MS = 1e-3
 """A clock may be too coarse to see a tree step."""
-
-
-@dataclass(frozen=True)
-class RoundObservation:
-    """What one round showed."""
-
-    mode: Mode
-    by_hand: bool
-    """Whether the draft length was fixed: then its speed is not the planner's doing."""
-    speculating: bool
-    """Whether a drafter worked for it, or beside it."""
-    origin: Origin
-    """Where its chain came from."""
-    confidences: Sequence[float]
-    """Of the draft tokens that were verified."""
-    accepted: int
-    prepared: int
-    """How many bonus tokens were prepared for at this acceptance length."""
-    rank: int | None
-    """Which of them it was, 0 for the best; None if none of them."""
-    verify_ms: float
-    idle_ms: float | None
-    """Between the verification before and this one; None for a request's first."""
-    tried_saguaro: float | None = None
-    """C that was chosen for the request; None if it was not the planner's choice."""
-    sequences: int = 1
-    """How many requests shared the pass."""
-    all_tokens: int = 0
-    """Tokens of all their chains; 0 stands for this chain's own."""
-    unverified_lookup: tuple[float, bool] | None = None
-    """Confidence of the first token of a lookup that was not verified, and whether it was right."""
-
-    @property
-    def tokens(self) -> int:
-        """Of the chain."""
-        return len(self.confidences) + 1
-
-    @property
-    def rows(self) -> int:
-        """Tokens of the pass."""
-        return self.all_tokens or self.tokens
 
 
 class CostModel:
@@ -96,24 +67,32 @@ class CostModel:
     def __init__(self) -> None:
         self.verify_latency = VerifyLatency()
         """While a drafter works beside the target, which may slow it down."""
+        self.tree_latency = VerifyLatency(self.verify_latency)
+        """The same of trees, whose passes may run through other kernels than those of chains."""
         self.plain_latency = VerifyLatency()
         self.calibrations: dict[Origin, Calibration] = {origin: Calibration() for origin in ORIGINS}
+        """Of a drafter's first choices."""
+        self.siblings: dict[Origin, Calibration] = {
+            origin: calibrate_siblings() for origin in ORIGINS
+        }
+        """Of the runners-up beside them."""
         self.after_rejection: dict[Origin, HitCurve] = {
             origin: HitCurve(AFTER_REJECTION) for origin in ORIGINS
         }
         self.after_all: dict[Origin, HitCurve] = {origin: HitCurve(AFTER_ALL) for origin in ORIGINS}
         self.idle_ms: dict[Origin, Ema] = {origin: Ema() for origin in ORIGINS}
         self.acceptance: dict[Origin, Ema] = {origin: Ema(_UNSEEN_RATE) for origin in ORIGINS}
-        """alpha: share of the draft tokens that were looked at and accepted."""
+        """alpha: share of the first choices that were looked at and accepted."""
         self.tree_step_ms = Ema()
         """T_d(B): one depth of all branches."""
         self.backup_ms = Ema()
         """Per token drafted while the target waited."""
         self._backups = DiscountedRatio()
-        """Tokens of backups: accepted of offered."""
+        """Depths of backups: accepted of offered."""
         self.step_latency = StepLatency()
         """T_d(B) by the number of branches."""
         self.tree_width = TreeWidth()
+        self.tree_growth = TreeGrowth()
         self.draft_length = _ASSUMED_LENGTH
         """Longest draft that was verified recently."""
         self.switches: dict[Mode, SpeculationSwitch] = {
@@ -128,6 +107,12 @@ class CostModel:
     def switch(self, mode: Mode) -> SpeculationSwitch | None:
         """Whether speculation pays now; None for plain decoding."""
         return self.batch.switch(mode, self.switches)
+
+    def latency(self, *, speculating: bool, tree: bool) -> VerifyLatency:
+        """T_v(m) beside a drafter at work or without, of chains or of trees."""
+        if not speculating:
+            return self.plain_latency
+        return self.tree_latency if tree else self.verify_latency
 
     def on_new_text(self, mode: Mode) -> None:
         """A request of this mode is about to start."""
@@ -146,19 +131,25 @@ class CostModel:
         assumed = self.acceptance["hit"].value if known else _UNSEEN_BACKUP_RATE
         return self._backups.with_prior(assumed, _BACKUP_PRIOR)
 
+    def acceptance_rates(
+        self, confidences: Sequence[float], parents: Sequence[int], origin: Origin
+    ) -> list[float]:
+        """Per draft token, the probability that it is accepted, given that its parent is."""
+        first, siblings = self.calibrations[origin], self.siblings[origin]
+        return acceptance_rates(confidences, parents, first, siblings)
+
     # ------------------------------------------------------------ events
 
     def observe_round(self, seen: RoundObservation) -> None:
         """Take in one round."""
-        self.draft_length = max(len(seen.confidences), self.draft_length - _SHRINK)
-        latency = self.verify_latency if seen.speculating else self.plain_latency
-        latency.observe(seen.rows, seen.verify_ms)
+        self.draft_length = max(seen.depth, self.draft_length - _SHRINK)
+        self.latency(speculating=seen.speculating, tree=seen.is_tree).observe(
+            seen.rows, seen.verify_ms
+        )
         self.batch.observe(seen)
-        self._observe_acceptance(seen)
-        if seen.prepared:
-            rejected = seen.accepted < len(seen.confidences)
-            curves = self.after_rejection if rejected else self.after_all
-            curves[seen.origin].observe(seen.rank, seen.prepared)
+        choices = seen.choices
+        self._observe_acceptance(seen, choices)
+        self._observe_ranks(seen, choices)
         if seen.idle_ms is not None:
             self.idle_ms[seen.origin].observe(seen.idle_ms)
             if seen.tried_saguaro is not None and seen.speculating:
@@ -167,18 +158,40 @@ class CostModel:
         if shared := self._passes.complete(seen):
             self._observe_pass(shared)
 
-    def _observe_acceptance(self, seen: RoundObservation) -> None:
-        self.calibrations[seen.origin].observe(seen.confidences, seen.accepted)
+    def _observe_acceptance(
+        self, seen: RoundObservation, choices: Sequence[tuple[list[float], int | None]]
+    ) -> None:
+        first, siblings = self.calibrations[seen.origin], self.siblings[seen.origin]
+        for confidences, chosen in choices:
+            first.observe(confidences[0], accepted=chosen == 0)
+            for place, confidence in enumerate(confidences[1:], 1):
+                siblings.observe(confidence, accepted=chosen == place)
+            self.acceptance[seen.origin].observe(float(chosen == 0))
+        for confidence, right in seen.unverified:
+            siblings.observe(confidence, accepted=right)
         if seen.unverified_lookup is not None:
             confidence, right = seen.unverified_lookup
-            self.calibrations["lookup"].observe([confidence], int(right))
-        compared = min(seen.accepted + 1, len(seen.confidences))
+            self.calibrations["lookup"].observe(confidence, accepted=right)
         backed_up = seen.origin == "miss"
         self._backups.observe(
-            seen.accepted if backed_up else 0, compared if backed_up else 0, fade=_BACKUP_FADE
+            seen.accepted if backed_up else 0, len(choices) if backed_up else 0, fade=_BACKUP_FADE
         )
-        for index in range(compared):
-            self.acceptance[seen.origin].observe(float(index < seen.accepted))
+
+    def _observe_ranks(
+        self, seen: RoundObservation, choices: Sequence[tuple[list[float], int | None]]
+    ) -> None:
+        """Which candidate the target chose where it did not choose the first one."""
+        after_rejection = self.after_rejection[seen.origin]
+        for confidences, chosen in choices:
+            if chosen:
+                after_rejection.observe(chosen - 1, len(confidences) - 1)
+        if not choices or choices[-1][1] is not None:
+            if seen.prepared:
+                self.after_all[seen.origin].observe(seen.rank, seen.prepared)
+            return
+        skipped = len(choices[-1][0]) - 1
+        if seen.prepared or skipped:
+            after_rejection.observe(seen.rank, seen.prepared, skipped=skipped)
 
     def _observe_pass(self, shared: Sequence[RoundObservation]) -> None:
         """Feed the switch with what a pass brought, if that says anything about it."""
@@ -200,10 +213,21 @@ class CostModel:
             return
         tokens = sum(part.accepted + 1 for part in shared) / self.batch.scale
         drafted = [part.accepted for part in shared if part.origin != "lookup"]
-        switch.observe(tokens, idle_ms + shared[0].verify_ms, sum(drafted), len(drafted))
+        if switch.speculating:
+            switch.freshness.observe(shared[0].rows, shared[0].verify_ms)
+        switch.observe(
+            tokens,
+            idle_ms + shared[0].verify_ms,
+            sum(drafted),
+            len(drafted),
+            now=shared[0].ended_at,
+        )
         alone = len(shared) == self.batch.streams == 1
         if alone and mode == "ssd" and switch.speculating and self.step_latency.is_known:
-            self.tree_width.observe(self._gains_by_width(shared[0], switch.speculative_tok_s / 1e3))
+            speed = switch.speculative_tok_s / 1e3
+            self.tree_width.observe(self._gains_by_width(shared[0], speed))
+            if self.verify_latency.has_cheap_rows and self.tree_growth.is_due():
+                self.tree_growth.observe(self._gains_by_growth(shared[0], speed))
 
     def observe_step(self, depth: int, branches: int, milliseconds: float) -> None:
         """The drafter took this long for one depth of a tree."""
@@ -212,15 +236,20 @@ class CostModel:
         if depth > 1:  # the first depth also takes in the chain
             self.tree_step_ms.observe(milliseconds)
 
-    def _gains_by_width(self, seen: RoundObservation, speed: float) -> list[float]:
-        """What preparing beside this round gains by each of WIDTHS: hits, times their depth."""
-        rates = [self.calibrations[seen.origin].rate(c) for c in seen.confidences]
-        hits = hit_chances(
-            acceptance_distribution(rates),
+    def _hits_by_width(self, seen: RoundObservation) -> list[float]:
+        """Chances of a hit with 0, 1, ... branches prepared beside this round."""
+        rates = self.acceptance_rates(seen.confidences, seen.shape, seen.origin)
+        return hit_chances(
+            acceptance_distribution(rates, seen.shape),
             WIDTHS[-1],
             self.after_rejection[seen.origin],
             self.after_all[seen.origin],
+            count_children(seen.shape),
         )
+
+    def _gains_by_width(self, seen: RoundObservation, speed: float) -> list[float]:
+        """What preparing beside this round gains by each of WIDTHS: hits, times their depth."""
+        hits = self._hits_by_width(seen)
         deepest = ceil(self.draft_length) + 2
         costs = [self.verify_latency.of(drafted + 1) for drafted in range(deepest + 1)]
         gains = gains_by_depth(self.acceptance["hit"].value, speed, costs)
@@ -229,12 +258,37 @@ class CostModel:
         depths = [interpolate(gains, time_ms / step) for step in steps]
         return [hits[b] * depth for b, depth in zip(WIDTHS, depths, strict=True)]
 
+    def _gains_by_growth(self, seen: RoundObservation, speed: float) -> list[float]:
+        """What the trees gain that are prepared beside this round, by each of GROWN."""
+        branches = self.tree_width.branches
+        hits = self._hits_by_width(seen)[: branches + 1]
+        outcomes = [more - less for less, more in pairwise(hits)]
+        ranks = self.rank_chances
+        row_ms = [self.tree_latency.of(rows) for rows in range(1, _MOST_ROWS + 2)]
+        costs = [speed * max(0.0, more - less) for less, more in pairwise(row_ms)]
+        time_ms = seen.verify_ms + self.idle_ms["hit"].value - self.step_latency.chain_ms
+        deepest = ceil(self.draft_length) + 2
+        gains = []
+        for grown in GROWN:
+            step_ms = max(_SHORTEST_MS, self.step_latency.of(branches + grown))
+            depth = min(float(deepest), max(0.0, time_ms / step_ms))
+            gains.append(value_by_depth(outcomes, ranks, grown, depth, costs))
+        return gains
+
+    @property
+    def rank_chances(self) -> list[float]:
+        """How likely the target's token is the first, second, ... choice of a prepared draft."""
+        curve = self.after_rejection["hit"]
+        hits = [curve.hit(count) for count in range(MOST_SIBLINGS + 1)]
+        return rank_chances(self.acceptance["hit"].value, hits)
+
     # ------------------------------------------------------------ between two runs
 
     def save(self) -> EstimateSnapshot:
         """What is worth keeping for another run."""
         return EstimateSnapshot(
             verify_latency=self.verify_latency.save(),
+            tree_latency=self.tree_latency.save(),
             plain_latency=self.plain_latency.save(),
             calibrations={origin: one.save() for origin, one in self.calibrations.items()},
             after_rejection={origin: one.save() for origin, one in self.after_rejection.items()},
@@ -250,27 +304,32 @@ class CostModel:
             backups=save_shares([self._backups]) if self._backups.whole > 0.0 else None,
             batch_trials=self.batch.save(),
             saguaro=self.saguaro.save(),
+            siblings={origin: one.save() for origin, one in self.siblings.items()},
         )
 
-    def restart(self, saved: EstimateSnapshot | None) -> None:
-        """Forget everything, then start from a snapshot, which counts for little."""
+    def restart(self, saved: EstimateSnapshot | None, age_s: float = 0.0) -> None:
+        """Forget everything, then start from a snapshot of this age, which counts for little."""
         # In place: the planners of running requests hold this object.
         fresh = {name: value for name, value in vars(CostModel()).items() if name != "batch"}
         vars(self).update(fresh)
-        self.batch.restore(saved.batch_trials if saved is not None else {})
+        self.batch.restore(saved.batch_trials if saved is not None else {}, age_s)
         if saved is None:
             return
         self.verify_latency.restore(saved.verify_latency)
+        self.tree_latency.restore(saved.tree_latency)
         self.plain_latency.restore(saved.plain_latency)
         self.tree_step_ms.restore(saved.tree_step_ms)
         self.backup_ms.restore(saved.backup_ms)
         self.draft_length = min(saved.draft_length, _LONGEST)
         _restore(self.calibrations, saved.calibrations)
+        _restore(self.siblings, saved.siblings)
         _restore(self.after_rejection, saved.after_rejection)
         _restore(self.after_all, saved.after_all)
         _restore(self.idle_ms, saved.idle_ms)
         _restore(self.acceptance, saved.acceptance)
-        _restore(self.switches, saved.trials)
+        for mode, trial in saved.trials.items():
+            if mode in self.switches:
+                self.switches[mode].restore(trial, age_s)
         self.saguaro.restore(saved.saguaro)
         self.step_latency.restore(saved.step_latency)
         if saved.tree_width is not None:

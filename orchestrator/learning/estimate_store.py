@@ -6,6 +6,7 @@ and ignored, and so is one that cannot be written.
 
 import hashlib
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -47,7 +48,10 @@ class EstimateStore:
             self.save()
             self._path = path
             remove_leftovers(self._folder)
-            self.cost_model.restart(_read(path))
+            saved = _read(path)
+            # A clock that was set back does not make measurements of the future.
+            age_s = max(0.0, time.time() - saved.saved_at) if saved is not None else 0.0
+            self.cost_model.restart(saved, age_s)
 
     def save_if_due(self, now: float) -> None:
         """Save once a minute; `now` in seconds of a monotonic clock."""
@@ -61,7 +65,8 @@ class EstimateStore:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, msgspec.json.encode(self.cost_model.save()))
+            snapshot = msgspec.structs.replace(self.cost_model.save(), saved_at=time.time())
+            write_atomically(self._path, msgspec.json.encode(snapshot))
         except OSError as error:
             _log.warning("cannot save what the planner measured to %s: %s", self._path, error)
 

@@ -1,5 +1,7 @@
 """How many bonus-token candidates to prepare at each acceptance length (Theorem 12).
 
+Under a tree a length is a row: the last accepted node.
+
 Misses follow a power law, 1 - h(F) = a F^-r, the miss curve. Maximising sum_k P(k) h(F_k) under
 sum_k F_k = B gives, for P(k) = alpha^k (1 - alpha), P(K) = alpha^K and one curve for all k, a
 geometric series with a wider last term (`geometric`). In general, each branch goes where it
@@ -34,30 +36,53 @@ AFTER_ALL = MissCurve(0.40, 0.47)
 """k = K: .60 .71 .76 .80 .85 .89 for the same F."""
 
 
-def geometric(alpha: float, r: float, budget: int, num_draft_tokens: int) -> list[float]:
+def geometric(alpha: float, r: float, budget: int, parents: Sequence[int]) -> list[float]:
     """Theorem 12: F_0..F_K as real numbers that sum to `budget`.
+
+    The theorem is about chains. In a tree a row is treated as a chain's of the same depth, and
+    as its last one if nothing follows it.
 
     Args:
         alpha: acceptance rate of a draft token, in (0, 1).
         r: exponent of the miss curve, positive.
         budget: B, the number of branches.
-        num_draft_tokens: K, the draft tokens of the chain under verification.
+        parents: the row of each draft token's parent; of a chain range(K).
     """
     beta = alpha ** (1.0 / (1.0 + r))
     last = (1.0 - alpha) ** (-1.0 / (1.0 + r))
-    weights = [beta**k for k in range(num_draft_tokens)] + [beta**num_draft_tokens * last]
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    pairs = zip(depths, count_children(parents), strict=True)
+    weights = [beta**depth * (1.0 if children else last) for depth, children in pairs]
     total = sum(weights)
     return [budget * weight / total for weight in weights]
 
 
-def acceptance_distribution(rates: Sequence[float]) -> list[float]:
-    """P(k) for k = 0..K, given the acceptance probability of each draft token in turn."""
-    chances: list[float] = []
-    reached = 1.0
-    for rate in rates:
-        chances.append(reached * (1.0 - rate))
-        reached *= rate
-    return [*chances, reached]
+def acceptance_distribution(
+    rates: Sequence[float], parents: Sequence[int] | None = None
+) -> list[float]:
+    """P(k) for k = 0..K: the probability that the accepted path ends in row k of a tree.
+
+    Args:
+        rates: the probability that each draft token is accepted, given that its parent is.
+        parents: the row of each draft token's parent, which comes before it; None is a chain,
+            where k is the number of accepted tokens.
+    """
+    reached, stays = [1.0], [1.0]
+    for parent, rate in zip(range(len(rates)) if parents is None else parents, rates, strict=True):
+        reached.append(reached[parent] * rate)
+        stays[parent] = max(0.0, stays[parent] - rate)
+        stays.append(1.0)
+    return [chance * stay for chance, stay in zip(reached, stays, strict=True)]
+
+
+def count_children(parents: Sequence[int]) -> list[int]:
+    """Per row of a tree, how many draft tokens stand behind it; row 0 is the pending token."""
+    counts = [0] * (len(parents) + 1)
+    for parent in parents:
+        counts[parent] += 1
+    return counts
 
 
 def uniform(budget: int, num_draft_tokens: int) -> list[int]:
@@ -84,39 +109,71 @@ class Curve(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LaterCandidates:
+    """h(F) where more than one draft token was rejected: the first candidates are ruled out."""
+
+    curve: Curve
+    """After a single rejection."""
+    skipped: int
+    """Further draft tokens that were rejected."""
+
+    def hit(self, candidates: int) -> float:
+        """Probability that the bonus token is among the `candidates` that follow those."""
+        before = self.curve.hit(self.skipped)
+        if before >= 1.0:
+            return 0.0
+        return (self.curve.hit(self.skipped + candidates) - before) / (1.0 - before)
+
+
+def curves_of(drafted: Sequence[int], rejection: Curve, full: Curve) -> list[Curve]:
+    """h(F) of each row, by how many draft tokens stood behind it and were rejected."""
+    later: dict[int, Curve] = {0: full, 1: rejection}
+    return [later.setdefault(n, LaterCandidates(rejection, n - 1)) for n in drafted]
+
+
 def allocate(
     chances: Sequence[float],
     budget: int,
     rejection: Curve = AFTER_REJECTION,
     full: Curve = AFTER_ALL,
+    drafted: Sequence[int] | None = None,
 ) -> list[int]:
     """F_0..F_K as integers: each of `budget` branches where P(k) (h(F+1) - h(F)) is largest.
 
     Args:
         chances: P(k) for k = 0..K.
         budget: B, the number of branches.
-        rejection: h where a draft token was rejected, k < K.
-        full: h where all were accepted, k = K.
+        rejection: h where a draft token was rejected.
+        full: h where there was none.
+        drafted: how many draft tokens stand behind each row; None is a chain, where one stands
+            behind each k < K.
     """
     fan_out = [0] * len(chances)
-    for position, _ in islice(_rank_branches(chances, rejection, full), budget):
+    for position, _ in islice(_rank_branches(chances, rejection, full, drafted), budget):
         fan_out[position] += 1
     return fan_out
 
 
 def hit_chances(
-    chances: Sequence[float], largest: int, rejection: Curve, full: Curve
+    chances: Sequence[float],
+    largest: int,
+    rejection: Curve,
+    full: Curve,
+    drafted: Sequence[int] | None = None,
 ) -> list[float]:
     """Probability of a hit with 0, 1, ... `largest` branches, each where it gains most."""
-    gains = (gain for _, gain in islice(_rank_branches(chances, rejection, full), largest))
-    return list(accumulate(gains, initial=0.0))
+    ranked = islice(_rank_branches(chances, rejection, full, drafted), largest)
+    return list(accumulate((gain for _, gain in ranked), initial=0.0))
 
 
 def _rank_branches(
-    chances: Sequence[float], rejection: Curve, full: Curve
+    chances: Sequence[float], rejection: Curve, full: Curve, drafted: Sequence[int] | None
 ) -> Iterator[tuple[int, float]]:
-    """The acceptance length where the next branch gains most, and that gain, without end."""
-    curves = [rejection] * (len(chances) - 1) + [full]
+    """The row where the next branch gains most, and that gain, without end."""
+    if drafted is None:
+        drafted = [1] * (len(chances) - 1) + [0]
+    curves = curves_of(drafted, rejection, full)
     counts = [1] * len(chances)
     hits = [curve.hit(1) for curve in curves]
     gains = [chance * hit for chance, hit in zip(chances, hits, strict=True)]

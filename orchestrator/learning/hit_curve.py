@@ -32,8 +32,13 @@ class HitCurve:
         before = self._prior.hit(rank)
         return (self._prior.hit(rank + 1) - before) / (1.0 - before)
 
-    def observe(self, rank: int | None, prepared: int) -> None:
-        """The bonus token was candidate `rank` (0 is the best) of `prepared`, or None of them."""
+    def observe(self, rank: int | None, prepared: int, *, skipped: int = 0) -> None:
+        """The bonus token was candidate `rank` (0 is the best) of `prepared`, or None of them.
+
+        `skipped` candidates stood before them: siblings of the draft token, which fell with it.
+        """
+        prepared += skipped
+        rank = rank + skipped if rank is not None else None
         for index in range(min(prepared if rank is None else rank + 1, _RANKS)):
             self._hazards[index].observe(float(index == rank), fade=_FADE)
         self._missed = [1.0]

@@ -10,6 +10,18 @@ _SHORTEST_MS = 1e-3
 _UNSEEN_STEP = 0.15
 """Assumed extra time per token, as a share of one token's, where nothing was measured."""
 
+_CHEAP_ROW = 0.04
+"""A row that adds less than this share of a pass is cheap: siblings may pay."""
+_WIDEST = 32
+"""Rows up to which the price of a row is fitted: the tree that is worth verifying is smaller."""
+_ASSUMED_ROW, _ROW_RIDGE = 0.08, 3.0
+"""Assumed price of a row in that fit, as a share of a pass, and its weight: a variance of the row
+counts, times samples."""
+_MOST_SAMPLES = 10.0
+"""What a count of rows counts for in that fit, however often it was measured."""
+_OUTLIER = 1.5
+"""A first sample beyond this multiple of what was expected must be seen twice."""
+
 _STEP_SMOOTHING = 0.01
 _STEP_RECALLED = 8.0
 _RIDGE = 0.2
@@ -19,36 +31,113 @@ _ASSUMED_SLOPE = 0.02
 
 
 class VerifyLatency:
-    """T_v(m): time of a verification of m tokens."""
+    """T_v(m): time of a verification of m tokens.
 
-    def __init__(self) -> None:
+    Args:
+        alike: what holds until anything was measured here; None: assumptions.
+    """
+
+    def __init__(self, alike: "VerifyLatency | None" = None) -> None:
+        self._alike = alike
         self._mean: dict[int, float] = {}
+        self._samples: dict[int, float] = {}
+        self._doubtful: set[int] = set()
         self._restored: dict[int, float] = {}
         self._points: dict[int, float] = {}
+        self._row_ms: float | None = None
+        self._known: dict[int, float] = {}
+        """What `of` said since something was measured: it is asked far more often."""
 
     def observe(self, tokens: int, milliseconds: float) -> None:
         """A verification of `tokens` tokens took this long."""
         milliseconds = max(milliseconds, _SHORTEST_MS)
+        if self._is_doubtful(tokens, milliseconds):
+            return
         old = self._mean.get(tokens, milliseconds)
         # A single outlier (a page fault storm, a sleeping core) must not change plans.
         self._mean[tokens] = smooth(old, min(milliseconds, 2.0 * old))
+        self._samples[tokens] = min(_MOST_SAMPLES, self._samples.get(tokens, 0.0) + 1.0)
         self._points = self._merge()
+        self._row_ms = self._fit_row_ms()
+        self._known = {}
+
+    def _is_doubtful(self, tokens: int, milliseconds: float) -> bool:
+        """Whether this is the first sample of a wide pass, and much longer than expected.
+
+        Where rows are cheap a wide tree is tried because it should cost little. Its first pass may
+        have compiled a kernel; believing that would end the trials for good.
+        """
+        cheap = self.has_cheap_rows or (self._alike is not None and self._alike.has_cheap_rows)
+        if tokens in self._mean or tokens in self._doubtful or not cheap:
+            return False
+        if milliseconds <= _OUTLIER * self.of(tokens):
+            return False
+        self._doubtful.add(tokens)
+        return True
 
     def of(self, tokens: int) -> float:
         """T_v(tokens): measured, between its measured neighbours, or assumed."""
+        if not self._points and self._alike is not None:
+            return self._alike.of(tokens)
+        if (known := self._known.get(tokens)) is None:
+            measured = self._points.get(tokens)
+            known = measured if measured is not None else self._estimate(tokens)
+            self._known[tokens] = known
+        return known
+
+    def _estimate(self, tokens: int) -> float:
         points = self._points
-        if tokens in points:
-            return points[tokens]
         below = max((m for m in points if m < tokens), default=None)
         above = min((m for m in points if m > tokens), default=None)
         if below is not None and above is not None:
             share = (tokens - below) / (above - below)
             return points[below] + share * (points[above] - points[below])
+        row_ms = self._cheap_row_ms
+        if below is not None and row_ms is not None:
+            return points[below] + (tokens - below) * row_ms
         if below is not None:
             return points[below] * _assume(tokens) / _assume(below)
         if above is not None:
-            return points[above] * _assume(tokens) / _assume(above)
+            lower = points[above] * _assume(tokens) / _assume(above)
+            if row_ms is None or self._alike is None:
+                return lower
+            return max(lower, points[above] - (above - tokens) * row_ms)
         return _assume(tokens)
+
+    @property
+    def has_cheap_rows(self) -> bool:
+        """Whether further rows were measured to add little to a pass of two or more."""
+        if self._row_ms is None:
+            return False
+        return self._row_ms < _CHEAP_ROW * min(ms for m, ms in self._points.items() if m > 1)
+
+    @property
+    def _cheap_row_ms(self) -> float | None:
+        """What a further row adds, where it adds little; of what is alike if it is not known."""
+        if self._row_ms is None and self._alike is not None:
+            return self._alike._cheap_row_ms  # of the same class
+        return self._row_ms if self.has_cheap_rows else None
+
+    def _fit_row_ms(self) -> float | None:
+        """What a row adds, by least squares; None where two counts above 1 were not measured.
+
+        The step from one row to two is left out: other kernels begin there.
+        """
+        points = [(m, ms) for m, ms in self._points.items() if 1 < m <= _WIDEST]
+        if len(points) < 2:
+            return None
+        weights = [self._samples.get(m, 1.0) for m, _ in points]
+        total = sum(weights)
+        pairs = list(zip(weights, points, strict=True))
+        mean_m = sum(w * m for w, (m, _) in pairs) / total
+        mean_ms = sum(w * ms for w, (_, ms) in pairs) / total
+        spread = sum(w * (m - mean_m) ** 2 for w, (m, _) in pairs)
+        common = sum(w * (m - mean_m) * (ms - mean_ms) for w, (m, ms) in pairs)
+        # A little of the assumed price keeps a few samples from meaning anything.
+        assumed = _ASSUMED_ROW * mean_ms
+        if self._alike is not None:
+            assumed = min(assumed, self._alike._cheap_row_ms or assumed)
+        return max(0.0, (common + _ROW_RIDGE * assumed) / (spread + _ROW_RIDGE))
 
     def save(self) -> dict[int, float]:
         """For a snapshot."""
@@ -58,6 +147,8 @@ class VerifyLatency:
         """Start from a snapshot; its shape holds, its scale only until something is measured."""
         self._restored = dict(saved)
         self._points = self._merge()
+        self._row_ms = self._fit_row_ms()
+        self._known = {}
 
     def _merge(self) -> dict[int, float]:
         """What was measured, and what was restored at the speed of what was measured."""

@@ -67,8 +67,11 @@ class EstimateSnapshot(_Record, frozen=True, kw_only=True):
     """Everything, for one pair of models on one machine."""
 
     version: Literal[2] = 2
+    saved_at: _Amount = 0.0
+    """Seconds since 1970; 0 is long ago."""
     verify_latency: dict[Annotated[int, msgspec.Meta(ge=1)], _Positive]
     plain_latency: dict[Annotated[int, msgspec.Meta(ge=1)], _Positive]
+    tree_latency: dict[Annotated[int, msgspec.Meta(ge=1)], _Positive] = {}
     calibrations: dict[Origin, Shares]
     after_rejection: dict[Origin, Shares]
     after_all: dict[Origin, Shares]
@@ -86,5 +89,7 @@ class EstimateSnapshot(_Record, frozen=True, kw_only=True):
     """Draft tokens of backups, accepted of offered: one place."""
     batch_trials: dict[str, Trial] = {}
     """By mode and size class of the batch, as `ssd 3`."""
+    siblings: dict[Origin, Shares] = {}
+    """Runners-up beside draft tokens, by confidence."""
     saguaro: dict[str, Arm] = {}
     """By the weight C, as `0.4`."""

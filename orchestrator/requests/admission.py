@@ -2,6 +2,7 @@
 
 import logging
 from itertools import count
+from typing import Self
 
 import msgspec
 from msgspec.structs import replace
@@ -23,6 +24,7 @@ from protocol.decoding.sampling_params import (
 )
 from protocol.errors import UsageError
 from protocol.messages import Generate, Sampling, Tokens
+from protocol.settings import OrchestratorSettings
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +35,15 @@ class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_tokens: int = 0
     max_stop_strings: int = 0
     max_stop_bytes: int = 0
+
+    @classmethod
+    def of(cls, settings: OrchestratorSettings) -> Self:
+        """Those of a stack."""
+        return cls(
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_stop_strings=settings.max_stop_strings,
+            max_stop_bytes=settings.max_stop_bytes,
+        )
 
 
 class Admission:
@@ -70,16 +81,25 @@ class Admission:
             )
 
     def admit(
-        self, peer: bytes, message: Generate, prompt: Tokens, *, context_length: int, now: float
+        self,
+        peer: bytes,
+        message: Generate,
+        prompt: Tokens,
+        *,
+        context_length: int,
+        memory_limit: str = "",
+        now: float,
     ) -> Request:
         """A request that waits for its turn; `context_length` 0 is unlimited.
+
+        `memory_limit`: what the length follows from, if that is memory.
 
         Raises:
             UsageError: the prompt is empty, too long, or not of this vocabulary, or the
                 sampling parameters contradict each other.
         """
         sampling, tried = self._choose_saguaro(message)
-        self._check_prompt(prompt, context_length)
+        self._check_prompt(prompt, context_length, memory_limit)
         self._estimates.on_new_text(message.mode)
         sequence = Sequence(
             number=next(self._numbers),
@@ -93,16 +113,9 @@ class Admission:
         )
         marks = bool(message.tools) or message.special_text
         text = StoppableText(self._tokenizer.stream(marks=marks), message.stop)
-        most = len(prompt) + message.max_tokens
-        most_tokens = min(most, context_length) if context_length else most
-        request = Request(
-            peer,
-            message.request,
-            sequence,
-            text,
-            len(prompt),
-            most_tokens=most_tokens,
-        )
+        request = Request(peer, message.request, sequence, text, len(prompt))
+        request.most_tokens = _count_most_tokens(message, len(prompt), context_length)
+        request.wants_progress = message.progress
         _log.info("request of %d tokens, mode %s", len(prompt), message.mode, extra=request.ids)
         return request
 
@@ -117,6 +130,8 @@ class Admission:
             message.fan_out_policy,
             sampled=uses_rejection(sampling),
             tried_saguaro=tried_saguaro,
+            max_draft_tokens=message.max_draft_tokens,
+            tree_nodes=message.tree_nodes,
         )
 
     def _complete(self, sampling: Sampling, prompt_length: int) -> Sampling:
@@ -128,6 +143,11 @@ class Admission:
         if largest >= self._vocabulary_size:
             raise UsageError(f"logit_bias: token {largest} is not in the vocabulary")
         stop_ids = tuple(sorted(self._tokenizer.stop_ids))
+        if options.grammar and not stop_ids:
+            raise UsageError(
+                "this model's files name no token that ends an answer (eos_token), so its answers "
+                "cannot be bound to a schema, a grammar or a forced call"
+            )
         return replace(
             sampling,
             logits_options=replace(options, answer_from=prompt_length, stop_ids=stop_ids),
@@ -144,7 +164,7 @@ class Admission:
         weight = self._estimates.saguaro.choose()
         return replace(message.sampling, saguaro=weight), weight
 
-    def _check_prompt(self, prompt: Tokens, context_length: int) -> None:
+    def _check_prompt(self, prompt: Tokens, context_length: int, memory_limit: str) -> None:
         limit = self._limits.max_prompt_tokens
         if 0 < limit < len(prompt):
             raise UsageError(
@@ -153,6 +173,11 @@ class Admission:
             )
         if not prompt:
             raise UsageError("the prompt is empty")
+        if memory_limit and len(prompt) >= context_length:
+            raise UsageError(
+                f"the prompt has {len(prompt)} tokens, more than there is memory for: "
+                f"{context_length} ({memory_limit}); shorten it"
+            )
         if context_length and len(prompt) >= context_length:
             raise UsageError(
                 f"the prompt has {len(prompt)} tokens, but the model's context holds "
@@ -162,3 +187,9 @@ class Admission:
             raise UsageError(
                 f"token {max(prompt)} is not in the vocabulary of {self._vocabulary_size}"
             )
+
+
+def _count_most_tokens(message: Generate, prompt_length: int, context_length: int) -> int:
+    """What its KV may have to hold at its end."""
+    most = prompt_length + message.max_tokens
+    return min(most, context_length) if context_length else most

@@ -11,6 +11,8 @@ import contextlib
 import hashlib
 import logging
 import mmap
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -28,6 +30,8 @@ _NOBODY = bytes(_BYTES)
 _SAME_PLACE = 32
 """Tokens by which two deaths may differ and still be the same: a few rounds."""
 _MOST_REMEMBERED = 1000
+_BAN_S = 600.0
+"""How long a request is refused of which a service died: clients repeat what fails."""
 
 
 class _Deaths(msgspec.Struct, forbid_unknown_fields=True):
@@ -39,18 +43,27 @@ class _Deaths(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def fingerprint(message: Generate) -> bytes:
-    """The same for the same request, whichever client asks, and whenever."""
-    plain = msgspec.structs.replace(message, request=0)
+    """The same for the same request, whichever client asks, whenever, and with what seed."""
+    sampling = msgspec.structs.replace(message.sampling, seed=0)
+    plain = msgspec.structs.replace(message, request=0, sampling=sampling)
     return hashlib.blake2b(encode(plain), digest_size=_DIGEST_BYTES).digest()
 
 
 class CrashJournal:
     """Without a folder it remembers nothing."""
 
-    def __init__(self, folder: Path | None, max_deaths: int) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        max_deaths: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._max_deaths = max_deaths
         self._deaths: dict[str, _Deaths] = {}
         self._page: mmap.mmap | bytearray = bytearray(_BYTES)
+        self._clock = clock
+        self._banned: dict[bytes, float] = {}
+        """Since when."""
         if folder is not None and folder.is_dir():
             self._file = folder / "deaths.json"
             self._open(folder / "at_work")
@@ -80,9 +93,20 @@ class CrashJournal:
         write_atomically(self._file, msgspec.json.encode(self._deaths))
 
     def is_guilty(self, digest: bytes) -> bool:
-        """Whether this process died of the request too often to try it again."""
+        """Whether this process, or a service, died of the request too often to try it again."""
+        if self._clock() - self._banned.get(digest, -_BAN_S) < _BAN_S:
+            return True
         deaths = self._deaths.get(digest.hex())
         return deaths is not None and deaths.count >= self._max_deaths
+
+    def ban(self, digest: bytes) -> None:
+        """A service died of the request too often: it is not to be tried again for a while.
+
+        Not for ever: it may have been there by coincidence.
+        """
+        self._banned[digest] = self._clock()
+        for oldest in list(self._banned)[:-_MOST_REMEMBERED]:
+            del self._banned[oldest]
 
     def enter(self, digest: bytes, length: int) -> bytes:
         """Note the request at hand, of this many tokens; returns what to `leave` to."""

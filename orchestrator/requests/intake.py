@@ -9,7 +9,7 @@ from orchestrator.requests.crash_journal import CrashJournal, fingerprint
 from orchestrator.requests.queue import RequestQueue
 from orchestrator.telemetry.recorder import Recorder
 from orchestrator.text.prompt_encoder import PromptEncoder
-from protocol.errors import UsageError
+from protocol.errors import Busy, SsdError, UsageError
 from protocol.messages import (
     Finished,
     Generate,
@@ -24,9 +24,7 @@ from protocol.transport.channel import Hub
 _log = logging.getLogger(__name__)
 
 _BUSY = "too many requests are waiting; try again later"
-_GUILTY = (
-    "this request is not tried again: the orchestrator died each time it worked on it (max_deaths)"
-)
+_GUILTY = "this request is not tried again: a process died each time it worked on it (max_deaths)"
 
 
 class Intake:
@@ -56,6 +54,8 @@ class Intake:
         """Why no request can be answered any more, if so."""
         self.context_length = 0
         """What the current target can attend to; 0 means unlimited, or that there is none."""
+        self.memory_limit = ""
+        """What that follows from, if it is memory."""
 
     def is_known(self, peer: bytes, number: int) -> bool:
         """Whether this client's request is answered or waits."""
@@ -75,8 +75,9 @@ class Intake:
     def collect(self, now: float) -> None:
         """Go on with the requests whose prompts were tokenised meanwhile."""
         for (peer, _), message, result in self._prompts.collect():
-            if isinstance(result, UsageError):
-                self._reject(peer, message, str(result), "invalid")
+            if isinstance(result, SsdError):
+                kind: RejectedKind = "busy" if isinstance(result, Busy) else "invalid"
+                self._reject(peer, message, str(result), kind)
             else:
                 self._guard(peer, message, partial(self._admit, peer, message, result, now))
 
@@ -88,6 +89,10 @@ class Intake:
         end = Finished(request=number, reason="cancelled", prompt_tokens=0, statistics=statistics)
         self._clients.send(peer, end)
         return True
+
+    def ban(self, digest: bytes) -> None:
+        """Refuse a request that this one is a copy of; a service died of it."""
+        self._journal.ban(digest)
 
     def _guard(self, peer: bytes, message: Generate, work: Callable[[bytes], None]) -> None:
         """Do this; whatever goes wrong in it rejects this request alone."""
@@ -119,7 +124,12 @@ class Intake:
         self, peer: bytes, message: Generate, prompt: Tokens, now: float, digest: bytes
     ) -> None:
         request = self._admission.admit(
-            peer, message, prompt, context_length=self.context_length, now=now
+            peer,
+            message,
+            prompt,
+            context_length=self.context_length,
+            memory_limit=self.memory_limit,
+            now=now,
         )
         request.digest = digest
         request.is_background = message.is_background

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from orchestrator.registry import context_of
 from orchestrator.sequence.actions import Action
@@ -13,11 +14,13 @@ from protocol.messages import (
     Finished,
     FinishReason,
     Hello,
-    Origin,
     Prefilled,
+    PrefillProgress,
+    Progress,
     Role,
     Text,
     TokenLogprobs,
+    TokenOrigin,
     Tokens,
 )
 from protocol.process.logs import about
@@ -41,6 +44,10 @@ class Request:
     """What its KV may have to hold at its end."""
     cached_tokens: int | None = None
     """Prompt tokens that the target did not have to compute; None while it computes."""
+    computed_tokens: int = 0
+    """Prompt tokens that the target has, while it computes."""
+    wants_progress: bool = False
+    """Whether its client wants to know that."""
     frames: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """Outcome of the verification in flight -> the encoded `Verify` that it leads to."""
     deadline: float | None = None
@@ -55,6 +62,8 @@ class Request:
     """Its client got the last message."""
     open_at: set[Role] = field(default_factory=set)
     """The services that it was opened at."""
+    has_had_drafter: bool = False
+    """A drafter worked for it; the next one is a replacement."""
     has_drafter_ban: bool = False
     """Drafters died of it: it is decoded without one."""
 
@@ -73,18 +82,22 @@ class Request:
     def on_service_up(self, hello: Hello) -> list[Action]:
         """It meets a service for the first time."""
         if hello.role == "drafter":
-            return self.sequence.on_drafter_up(hello.context_length)
+            self.has_had_drafter = True
+            self.sequence.recorder.drafter = f"{hello.backend} {Path(hello.model).name}".strip()
+            return self.sequence.on_drafter_up(hello.context_length, takes_trees=hello.takes_trees)
         self.sequence.recorder.emulated_cost = hello.emulated_cost
         self.sequence.recorder.rewinding = hello.rewinding
         actions = self.sequence.limit_context(context_of(hello))
-        return actions + self.sequence.on_verifier_up(hello.max_draft_tokens)
+        return actions + self.sequence.on_verifier_up(
+            hello.max_draft_tokens, takes_trees=hello.takes_trees
+        )
 
     def on_service_replaced(self, hello: Hello) -> list[Action]:
         """A service takes the place of another while the request runs."""
         if hello.role == "verifier":
             self.sequence.recorder.verifier_restarts += int(self.sequence.round > 0)
         else:
-            self.sequence.recorder.drafter_restarts += 1
+            self.sequence.recorder.drafter_restarts += int(self.has_had_drafter)
         return self.on_service_lost(hello.role, "drafter_swapped")
 
     def on_service_lost(self, role: Role, reason: str = "drafter_died") -> list[Action]:
@@ -111,7 +124,7 @@ class Request:
     # ------------------------------------------------------------ the client
 
     def add_tokens(
-        self, tokens: Tokens, origins: list[Origin], logprobs: Iterable[TokenLogprobs] = ()
+        self, tokens: Tokens, origins: list[TokenOrigin], logprobs: Iterable[TokenLogprobs] = ()
     ) -> Text:
         """The message for newly emitted tokens, cut after the one that completes a stop string."""
         _log.debug("%d tokens", len(tokens), extra=self.ids)
@@ -123,8 +136,7 @@ class Request:
                 self.is_stopped = True
                 break
         used = len(pieces)
-        drafted = sum(origin != "target" for origin in origins[used:])
-        self.sequence.recorder.retract(len(tokens) - used, drafted)
+        self.sequence.recorder.retract(origins[used:])
         pairs = zip(tokens[:used], logprobs, strict=False)
         return Text(
             request=self.number,
@@ -132,6 +144,15 @@ class Request:
             origins=origins[:used],
             pieces=pieces,
             logprobs=[self.text.describe(token, entry) for token, entry in pairs],
+        )
+
+    def on_prefill_progress(self, message: PrefillProgress) -> Progress | None:
+        """The target has computed a part of the prompt; what its client is to know of that."""
+        self.computed_tokens = min(message.length, self.prompt_tokens)
+        if not self.wants_progress:
+            return None
+        return Progress(
+            request=self.number, prompt_tokens=self.prompt_tokens, computed=self.computed_tokens
         )
 
     def last_messages(self, reason: FinishReason, error: str) -> list[Text | Finished]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.requests.request import Request
 from orchestrator.sequence.actions import Action
-from orchestrator.sequence.sequence import Phase
+from orchestrator.sequence.phase import Phase
 
 _SHORTEST_DRAFT_WAIT_S = 0.5
 _USUAL_TIMES = 10.0

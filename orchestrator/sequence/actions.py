@@ -7,9 +7,10 @@ from protocol.messages import (
     DraftNow,
     FinishReason,
     OpenSequence,
-    Origin,
     Prepare,
+    Revoke,
     TokenLogprobs,
+    TokenOrigin,
     Tokens,
     Verify,
 )
@@ -19,7 +20,7 @@ from protocol.messages import (
 class ToVerifier:
     """Send this to the verifier."""
 
-    message: OpenSequence | Verify | CloseSequence
+    message: OpenSequence | Verify | Revoke | CloseSequence
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class ToDrafter:
 class PrecomputeVerify:
     """If the verification in flight ends with this outcome, `verify` will follow: get it ready."""
 
-    accepted: int
+    row: int
+    """Of the last accepted node."""
     bonus: int
     verify: Verify
 
@@ -43,7 +45,7 @@ class Emit:
     """These tokens are part of the answer."""
 
     tokens: Tokens
-    origins: list[Origin]
+    origins: list[TokenOrigin]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One per token, if asked for."""
 

@@ -1,5 +1,6 @@
 """How far the drafter knows a sequence, and the messages that bring it up to date."""
 
+from orchestrator.sequence.limits import RoundLimits
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.round import Round
 from protocol.messages import DraftNow, Prepare, Tokens
@@ -13,38 +14,82 @@ class DrafterSync:
         self._planner = planner
         self._sent = 0
         """Committed tokens that it knows of."""
+        self.awaited: DraftNow | None = None
+        """The draft that the target waits for, or waited for last."""
+        self._is_drafting = False
 
     def on_open(self, tokens: Tokens) -> None:
         """It was sent all tokens but the pending one."""
         self._sent = len(tokens) - 1
+        self._is_drafting = False
 
-    def prepare(self, tokens: Tokens, number: int, current: Round) -> Prepare:
+    def on_last_depth(self) -> None:
+        """The draft that it was asked for is complete."""
+        self._is_drafting = False
+
+    def prepare(self, tokens: Tokens, number: int, current: Round, limits: RoundLimits) -> Prepare:
         """Ask for branches for what round `number` may end with."""
         base, fresh = self._take_unsent(tokens)
+        self._is_drafting = False
+        draft = current.draft
+        if not limits.drafter_takes_trees and not draft.is_chain:
+            # Its rows come first (`Draft.arrange`), so that outcomes keep their numbers.
+            draft = draft.pick(draft.main)
         return Prepare(
             sequence=self._sequence,
             round=number,
             base=base,
             tokens=fresh,
-            chain=current.chain,
-            fan_out=self._planner.fan_out(current.draft.confidences, current.origin),
+            nodes=current.nodes[: len(draft) + 1],
+            parents=draft.sent_parents,
+            fan_out=self._planner.fan_out(draft, current.origin),
             depth=self._planner.depth,
             held_back=self._planner.held_back,
+            siblings=limits.siblings,
+            grown_siblings=limits.grown_siblings,
         )
 
-    def draft_now(self, tokens: Tokens, number: int, accepted: int, count: int) -> DraftNow:
-        """Ask for `count` tokens at once; the last round accepted `accepted`."""
+    def draft_now(
+        self, tokens: Tokens, number: int, row: int, count: int, limits: RoundLimits
+    ) -> DraftNow:
+        """Ask for `count` tokens at once; the last round ended in this row."""
         base, fresh = self._take_unsent(tokens)
-        return DraftNow(
+        self._is_drafting = True
+        self.awaited = DraftNow(
             sequence=self._sequence,
             round=number,
             base=base,
             tokens=fresh,
             pending=tokens[-1],
-            accepted=accepted,
+            accepted=row,
             count=count,
             held_back=self._planner.held_back,
+            siblings=limits.siblings,
+            grown_siblings=limits.grown_siblings,
         )
+        return self.awaited
+
+    def stop(self, tokens: Tokens, number: int) -> list[DraftNow]:
+        """End a draft that nobody waits for any more, in round `number`.
+
+        A drafter goes on until something newer comes, and where it prepares for no outcome nothing
+        else would: it would work beside a verification that takes it to be idle.
+        """
+        if not self._is_drafting:
+            return []
+        self._is_drafting = False
+        base, fresh = self._take_unsent(tokens)
+        return [
+            DraftNow(
+                sequence=self._sequence,
+                round=number,
+                base=base,
+                tokens=fresh,
+                pending=tokens[-1],
+                accepted=0,
+                count=0,
+            )
+        ]
 
     def _take_unsent(self, tokens: Tokens) -> tuple[int, Tokens]:
         """The committed tokens that it was not sent yet, and where they start."""

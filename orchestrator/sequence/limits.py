@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.speculation_cache import Draft
 from protocol.messages import FinishReason, Origin, Tokens
 
 
@@ -46,10 +46,9 @@ class Limits:
             room = min(room, self.context_length - length - 1)
         return max(0, room)
 
-    def count_known(self, tokens: Tokens) -> int:
-        """How many of the first of these tokens are in the vocabulary."""
-        wrong = (i for i, token in enumerate(tokens) if not 0 <= token < self.vocabulary_size)
-        return next(wrong, len(tokens))
+    def is_known(self, token: int) -> bool:
+        """Whether this token is in the vocabulary."""
+        return 0 <= token < self.vocabulary_size
 
 
 @dataclass
@@ -66,7 +65,9 @@ class RoundLimits:
     drafter_context: int = 0
     """What the drafter can attend to; 0 means unlimited."""
     max_draft: int = 0
-    """Longest draft that the verifier takes."""
+    """Most draft tokens that the verifier takes."""
+    verifier_takes_trees: bool = False
+    drafter_takes_trees: bool = False
 
     def set_context(self, context_length: int) -> None:
         """Set what the target can attend to, in tokens; 0 means unlimited."""
@@ -85,17 +86,38 @@ class RoundLimits:
         """Whether a draft can be made, and verified."""
         return self.can_draft(length) and self.longest_draft(length) > 0
 
-    def goes_on(self, length: int) -> bool:
-        """Whether the answer may have more than one token from here on."""
-        return self.limits.longest_draft(length, length - self.prompt_length) > 0
+    def count_ahead(self, length: int) -> int:
+        """How many tokens the answer may have after the next one."""
+        return self.limits.longest_draft(length, length - self.prompt_length)
 
     def longest_draft(self, length: int) -> int:
         """Longest draft that can be verified."""
-        room = self.limits.longest_draft(length, length - self.prompt_length)
-        return min(self.max_draft, room)
+        return min(self.max_draft, self.count_ahead(length))
 
-    def clip(self, draft: Draft, length: int, origin: Origin) -> Draft:
-        """As much of the draft as is worth verifying, and can be."""
-        worth = self.planner.verify_length(draft.confidences, origin)
-        known = self.limits.count_known(draft.largest)
-        return draft.first(min(worth, self.longest_draft(length), known))
+    @property
+    def siblings(self) -> int:
+        """How many runners-up to ask the drafter for beside each token; 0 asks for chains."""
+        if self.verifier_takes_trees and self.drafter_takes_trees:
+            return self.planner.siblings
+        return 0
+
+    @property
+    def grown_siblings(self) -> int:
+        """How many of all these the drafter should continue at each depth."""
+        return self.planner.grown_siblings if self.siblings else 0
+
+    @property
+    def verifies_trees(self) -> bool:
+        """Whether a verification may be of a tree."""
+        return self.verifier_takes_trees and not self.planner.is_chain_only
+
+    def choose(self, draft: Draft, length: int, origin: Origin) -> list[int]:
+        """The rows of the draft that are worth verifying, and can be; in the order to send them."""
+        rows = self.planner.choose_nodes(draft, origin, takes_trees=self.verifier_takes_trees)
+        longest, largest, depths = self.longest_draft(length), draft.largest, draft.depths
+        kept = {0}
+        for row in rows[: self.max_draft]:
+            fits = depths[row] <= longest and self.limits.is_known(largest[row - 1])
+            if fits and draft.parents[row - 1] in kept:
+                kept.add(row)
+        return draft.arrange(kept - {0})

@@ -5,26 +5,34 @@ throughput (renewal reward): maximising tokens - throughput * time in each round
 tokens per second of the whole. docs/planner.md explains every decision.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
-from orchestrator.learning.cost_model import CostModel
+from orchestrator.learning.cost_model import MOST_SIBLINGS, CostModel
 from orchestrator.learning.fan_out import (
     AFTER_REJECTION,
     acceptance_distribution,
     allocate,
+    count_children,
     geometric,
     round_shares,
     uniform,
 )
+from orchestrator.sequence.draft import Draft
+from orchestrator.sequence.tree_choice import count_chain, count_siblings, find_best, rank_nodes
 from protocol.messages import FanOutPolicy, Mode, Origin
 
 _DEEPEST = 16
 _BEYOND = 2
 """How much deeper branches are prepared than drafts were worth verifying recently."""
 _LEAST_BRANCHES = 2
+_PLANNED = 6
+"""Rounds that are planned beforehand where drafts fork."""
+_GROWN_BY_HAND = 8
+"""Runners-up that grow on where the size of trees is fixed."""
 
 
 class Prediction(NamedTuple):
@@ -32,6 +40,13 @@ class Prediction(NamedTuple):
 
     tokens: float
     milliseconds: float
+
+
+class MeasuredSpeed(NamedTuple):
+    """A speed, and how long ago it was measured."""
+
+    tok_s: float
+    age_s: float
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,10 @@ class Planner:
     """Drafts are drawn at random (rejection rule): what was drawn must not decide its use."""
     tried_saguaro: float | None = None
     """C that was chosen for this request, whose speed is to be measured."""
+    max_draft_tokens: int = 0
+    """Most draft tokens per round that may be decided; 0 is any number."""
+    tree_nodes: int | None = None
+    """Draft tokens of the trees that are verified; 0 and 1: chains only; None: what pays."""
 
     # ------------------------------------------------------------ speculate or not
 
@@ -66,25 +85,56 @@ class Planner:
         switch = self.estimates.switch(self.mode)
         return switch is not None and switch.is_paused
 
-    @property
-    def plain_tok_s(self) -> float:
-        """Speed of plain decoding, as measured in this run and not long ago; else 0."""
+    def report_plain(self, now: float) -> MeasuredSpeed:
+        """Speed of plain decoding, if it was measured in this run and still holds; else 0."""
         switch = self.estimates.switch(self.mode)
-        measured = switch.measured_plain_tok_s if switch is not None else 0.0
-        return measured / self.estimates.batch.scale
+        tok_s = switch.report_plain_tok_s(now) if switch is not None else 0.0
+        if switch is None or not tok_s:
+            return MeasuredSpeed(0.0, 0.0)
+        age_s = switch.freshness.age_s(now) or 0.0
+        return MeasuredSpeed(tok_s / self.estimates.batch.scale, age_s)
 
     # ------------------------------------------------------------ what to verify
 
-    def verify_length(self, confidences: Sequence[float], origin: Origin) -> int:
-        """How many tokens of a draft to verify: as many as are worth their time."""
-        if self.num_draft_tokens:
-            return min(self.num_draft_tokens, len(confidences))
+    @property
+    def is_chain_only(self) -> bool:
+        """Whether chains are verified whatever trees would bring.
+
+        The rejection rule is proved for chains; a draft length fixed by hand means a chain.
+        """
+        if self.sampled or self.tree_nodes is None:
+            return self.sampled or self.num_draft_tokens > 0
+        return self.tree_nodes < 2
+
+    def choose_nodes(self, draft: Draft, origin: Origin, *, takes_trees: bool = True) -> list[int]:
+        """The rows of a draft to verify: as many as are worth their time.
+
+        The likeliest path comes first, so that the beginning of what is returned is a tree, too.
+        `takes_trees` says whether the verifier does.
+        """
+        if self.is_chain_only or not takes_trees:
+            return self._choose_chain(draft, origin)
+        rows, chances = rank_nodes(draft.parents, self._acceptance_rates(draft, origin))
+        if self.tree_nodes:
+            deepest, depths = self.num_draft_tokens or len(rows), draft.depths
+            return [row for row in rows if depths[row] <= deepest][: self.tree_nodes]
         if origin == "lookup":
-            return len(confidences)  # `lookup_length` has decided
-        rates = self._acceptance_rates(confidences, origin)
+            return rows  # `lookup_nodes` has decided
+        chances = chances[: self.max_draft_tokens or None]
+        return rows[: find_best(self._values(chances, count_chain(rows, draft.parents)))]
+
+    def _choose_chain(self, draft: Draft, origin: Origin) -> list[int]:
+        main = draft.main
+        if self.num_draft_tokens:
+            return main[: self.num_draft_tokens]
+        if origin == "lookup":
+            return main  # `lookup_nodes` has decided
+        first = self.estimates.calibrations[origin]
+        most = self.max_draft_tokens or None
+        rates = [first.rate(draft.confidences[row - 1]) for row in main[:most]]
         if self.sampled:
-            return self._length_if_sampled(rates)
-        return _best([self._value(rates[:count]) for count in range(len(rates) + 1)])
+            return main[: self._length_if_sampled(rates)]
+        return main[: find_best(self._values(list(_multiply(rates))))]
 
     def _length_if_sampled(self, rates: Sequence[float]) -> int:
         """The length where neither a token nor what follows it influences its own use.
@@ -95,29 +145,69 @@ class Planner:
         for count, rate in enumerate(rates):
             used = list(rates[:count])
             ahead = range(1, len(rates) - count + 1)
-            if max(self._value(used + [rate] * more) for more in ahead) <= self._value(used):
+            if max(self._value_of_chain(used + [rate] * more) for more in ahead) <= (
+                self._value_of_chain(used)
+            ):
                 return count
         return len(rates)
 
-    def lookup_length(self, confidences: Sequence[float], *, alone: bool = False) -> int:
-        """How many tokens of a prompt lookup to verify; `alone`: no drafter works beside."""
-        return _best(self._lookup_values(confidences, alone=alone))
+    def lookup_nodes(self, draft: Draft, *, alone: bool = False) -> list[int]:
+        """The rows of a prompt lookup to verify; `alone`: no drafter works beside."""
+        rows = rank_nodes(draft.parents, self._acceptance_rates(draft, "lookup")).rows
+        count = find_best(self._lookup_values(draft, alone=alone))
+        return rows[: self.tree_nodes] if count and self.tree_nodes else rows[:count]
 
-    def _lookup_values(self, confidences: Sequence[float], *, alone: bool = False) -> list[float]:
-        """What verifying 0, 1, ... of these tokens is worth, in tokens."""
-        rates = self._acceptance_rates(confidences, "lookup")
-        counts = range(len(rates) + 1)
+    def _lookup_values(self, draft: Draft, *, alone: bool = False) -> list[float]:
+        """What verifying the 0, 1, ... likeliest of these tokens is worth, in tokens."""
+        rates = self._acceptance_rates(draft, "lookup")
+        rows, chances = rank_nodes(draft.parents, rates)
         if not alone or self.estimates.batch.other_tokens:
-            return [self._value(rates[:count]) for count in counts]
+            return self._values(chances, count_chain(rows, draft.parents))
         plain = self.estimates.plain_latency
         throughput = 1.0 / plain.of(1)
         return [
-            _count_expected(rates[:count]) - throughput * plain.of(count + 1) for count in counts
+            expected - throughput * plain.of(count + 1)
+            for count, expected in enumerate(accumulate(chances, initial=1.0))
         ]
+
+    @property
+    def siblings(self) -> int:
+        """How many runners-up to ask for beside each draft token; 0 asks for chains.
+
+        Where a row was measured to cost a good part of a pass none is asked for.
+        """
+        if self.is_chain_only:
+            return 0
+        if self.tree_nodes:
+            return min(MOST_SIBLINGS, self.tree_nodes - 1)
+        known = self.estimates
+        if not known.verify_latency.has_cheap_rows:
+            return 0
+        length = ceil(known.draft_length)
+        rows_ms = self._verify_ms(length + MOST_SIBLINGS, tree=True) - self._verify_ms(
+            length, tree=True
+        )
+        curve = known.after_rejection["hit"]
+        hits = [curve.hit(count) for count in range(MOST_SIBLINGS + 1)]
+        row_cost = self.throughput * max(0.0, rows_ms) / MOST_SIBLINGS
+        return count_siblings(known.acceptance["hit"].value, hits, row_cost)
+
+    @property
+    def grown_siblings(self) -> int:
+        """How many runners-up of all branches are continued at each depth; 0: they are leaves.
+
+        Each makes a depth longer for the drafter, so that trees are shallower in the same time.
+        """
+        if not self.siblings:
+            return 0
+        # By hand, a tree has no room for more runners-up than nodes.
+        if self.tree_nodes:
+            return min(_GROWN_BY_HAND, self.tree_nodes // 2)
+        return self.estimates.tree_growth.grown // self.estimates.batch.streams
 
     # ------------------------------------------------------------ what to wait for
 
-    def backup_length(self, looked_up: Sequence[float] = ()) -> int:
+    def backup_length(self, lookup: Draft | None = None) -> int:
         """After a miss, how many tokens to draft while the target waits.
 
         With 0 the target does not wait: it verifies a prompt lookup, if that pays, or the
@@ -125,41 +215,43 @@ class Planner:
         round.
 
         Args:
-            looked_up: confidences of the prompt lookup.
+            lookup: what the prompt lookup found, if anything.
         """
         if self.num_draft_tokens:
             return self.num_draft_tokens
         if self.estimates.batch.other_tokens:
             return 0  # the pass of the others would leave without this request
         values = self.value_of_waiting([])
-        count = _best(values)
-        return count if values[count] > max(self._lookup_values(looked_up)) else 0
+        count = find_best(values)
+        return count if values[count] > max(self._lookup_values(lookup or Draft())) else 0
 
     @property
     def sequential_length(self) -> int:
         """Most tokens to draft between two verifications (mode `sd`)."""
         unmeasured = not self.estimates.draft_token_ms
-        pays = self.num_draft_tokens or unmeasured or _best(self.value_of_waiting([]))
+        pays = self.num_draft_tokens or unmeasured or find_best(self.value_of_waiting([]))
         return self.depth if pays else 0
 
-    def should_extend(self, confidences: Sequence[float]) -> bool:
+    def should_extend(self, draft: Draft) -> bool:
         """Whether the target should wait for another token behind those of a backup.
 
         It depends on what is drafted already, and is verified, not on what would come.
         """
         if self.num_draft_tokens:
             return True
-        return _best(self.value_of_waiting(self._acceptance_rates(confidences, "miss"))) > 0
+        first = self.estimates.calibrations["miss"]
+        rates = [first.rate(draft.confidences[row - 1]) for row in draft.main]
+        return find_best(self.value_of_waiting(rates)) > 0
 
     def value_of_waiting(self, rates: Sequence[float]) -> list[float]:
         """What waiting for 0, 1, ... tokens behind those with these rates is worth, in tokens."""
         rate, token_ms = self.estimates.backup_rate, self.estimates.draft_token_ms
         if not token_ms:
-            return [self._value(rates)]  # nothing was drafted yet
+            return [self._value_of_chain(rates)]  # nothing was drafted yet
         # While one request waits, the target works for the others.
         token_cost = self.throughput / self.estimates.batch.streams * token_ms
         return [
-            self._value([*rates, *[rate] * count]) - count * token_cost
+            self._value_of_chain([*rates, *[rate] * count]) - count * token_cost
             for count in range(max(0, self.depth - len(rates)) + 1)
         ]
 
@@ -169,7 +261,8 @@ class Planner:
     def depth(self) -> int:
         """How deep branches are prepared, and the longest draft that is verified."""
         usual = ceil(self.estimates.draft_length) + _BEYOND
-        return self.num_draft_tokens or min(_DEEPEST, usual)
+        deepest = self.max_draft_tokens or _DEEPEST
+        return self.num_draft_tokens or min(deepest, usual)
 
     @property
     def branches(self) -> int:
@@ -183,31 +276,53 @@ class Planner:
         """For Saguaro sampling: branches that a row can expect (F), at least one."""
         return max(1, self.branches // (self.depth + 1))
 
-    def fan_out(self, confidences: Sequence[float], origin: Origin) -> list[int]:
-        """F_0..F_K for a chain from `origin` whose draft tokens have these confidences."""
-        estimates, length = self.estimates, len(confidences)
+    def fan_out(self, draft: Draft, origin: Origin) -> list[int]:
+        """F_0..F_K, the outcomes to prepare behind each row of a draft that is verified."""
+        estimates, length = self.estimates, len(draft)
         match self.policy:
             case "uniform":
                 return uniform(self.branches, length)
             case "geometric":
                 alpha = min(0.95, max(0.05, estimates.acceptance["hit"].value))
-                shares = geometric(alpha, AFTER_REJECTION.exponent, self.branches, length)
-                return round_shares(shares)
+                exponent = AFTER_REJECTION.exponent
+                return round_shares(geometric(alpha, exponent, self.branches, draft.parents))
             case "online":
                 return allocate(
-                    acceptance_distribution(self._acceptance_rates(confidences, origin)),
+                    acceptance_distribution(self._acceptance_rates(draft, origin), draft.parents),
                     self.branches,
                     estimates.after_rejection[origin],
                     estimates.after_all[origin],
+                    count_children(draft.parents),
                 )
+
+    def choose_planned(
+        self, outcomes: Sequence[tuple[int, int]], draft: Draft, origin: Origin
+    ) -> Sequence[tuple[int, int]]:
+        """Of prepared outcomes, row and bonus, those whose rounds are worth planning beforehand.
+
+        Planning a chain takes no time to speak of. A tree takes a good part of a millisecond at
+        every depth, and what the target says meanwhile waits for it: so only the likeliest are.
+        """
+        if not self.siblings or len(outcomes) <= _PLANNED:
+            return outcomes
+        ends = acceptance_distribution(self._acceptance_rates(draft, origin), draft.parents)
+        behind: dict[int, int] = {}
+        chances = []
+        for row, _ in outcomes:
+            behind[row] = behind.get(row, 0) + 1
+            chances.append(ends[row] / behind[row] ** 2)
+        ranked = sorted(range(len(outcomes)), key=chances.__getitem__, reverse=True)
+        return [outcomes[index] for index in ranked[:_PLANNED]]
 
     # ------------------------------------------------------------ what that is worth
 
-    def predict(self, confidences: Sequence[float], origin: Origin) -> Prediction:
-        """What verifying a draft of these confidences brings."""
-        rates = self._acceptance_rates(confidences, origin)
+    def predict(self, draft: Draft, origin: Origin) -> Prediction:
+        """What verifying this draft brings."""
+        chances = rank_nodes(draft.parents, self._acceptance_rates(draft, origin)).chances
         waiting = self.estimates.idle_ms[origin].value
-        return Prediction(_count_expected(rates), self._verify_ms(len(rates)) + waiting)
+        *_, tokens = accumulate(chances, initial=1.0)
+        verify_ms = self._verify_ms(len(draft), tree=not draft.is_chain)
+        return Prediction(tokens, verify_ms + waiting)
 
     @property
     def throughput(self) -> float:
@@ -217,38 +332,51 @@ class Planner:
         measured = batch.scale * known / 1e3
         return measured or batch.streams / self.estimates.verify_latency.of(batch.streams)
 
-    def _acceptance_rates(self, confidences: Sequence[float], origin: Origin) -> list[float]:
-        calibration = self.estimates.calibrations[origin]
-        return [calibration.rate(confidence) for confidence in confidences]
+    def _acceptance_rates(self, draft: Draft, origin: Origin) -> list[float]:
+        return self.estimates.acceptance_rates(draft.confidences, draft.parents, origin)
 
-    def _value(self, rates: Sequence[float]) -> float:
-        """What verifying a draft with these acceptance rates is worth, in tokens.
+    def _values(self, chances: Sequence[float], chain: int | None = None) -> list[float]:
+        """What verifying the first 0, 1, ... of some nodes is worth, by their paths' chances.
 
-        A chain of m draft tokens yields 1 + sum_i prod_{j<=i} p_j tokens in T_v(m + 1), or in
+        The first `chain` of them are a chain, and with one more they are not; None: all are.
+        """
+        longest = len(chances) if chain is None else chain
+        expected = accumulate(chances, initial=1.0)
+        return [
+            self._value(tokens, count, tree=count > longest)
+            for count, tokens in enumerate(expected)
+        ]
+
+    def _value(self, tokens: float, drafted: int, *, tree: bool = False) -> float:
+        """What verifying so many draft tokens is worth that are expected to bring `tokens`.
+
+        A tree yields one token, and of every node the chance of its path, in T_v(m + 1), or in
         what it adds to a pass that others are part of.
         """
         others = self.estimates.batch.other_tokens
         shared = self._pass_ms(others) if others else 0.0
-        return _count_expected(rates) - self.throughput * (self._verify_ms(len(rates)) - shared)
+        return tokens - self.throughput * (self._verify_ms(drafted, tree=tree) - shared)
 
-    def _verify_ms(self, drafted: int) -> float:
+    def _value_of_chain(self, rates: Sequence[float]) -> float:
+        return self._value(_count_expected(rates), len(rates))
+
+    def _verify_ms(self, drafted: int, *, tree: bool = False) -> float:
         """Time of the pass, with this many draft tokens of this request."""
-        return self._pass_ms(self.estimates.batch.other_tokens + drafted + 1)
+        return self._pass_ms(self.estimates.batch.other_tokens + drafted + 1, tree=tree)
 
-    def _pass_ms(self, tokens: int) -> float:
-        known = self.estimates
-        return (known.verify_latency if self.should_speculate else known.plain_latency).of(tokens)
+    def _pass_ms(self, tokens: int, *, tree: bool = False) -> float:
+        return self.estimates.latency(speculating=self.should_speculate, tree=tree).of(tokens)
 
 
-def _best(values: Sequence[float]) -> int:
-    """Where the largest value stands."""
-    return values.index(max(values))
+def _multiply(rates: Sequence[float]) -> Iterator[float]:
+    """The chances that 1, 2, ... tokens of a chain are accepted."""
+    reached = 1.0
+    for rate in rates:
+        reached *= rate
+        yield reached
 
 
 def _count_expected(rates: Sequence[float]) -> float:
     """Tokens that a chain with these acceptance rates is expected to bring."""
-    tokens, reached = 1.0, 1.0
-    for rate in rates:
-        reached *= rate
-        tokens += reached
+    *_, tokens = accumulate(_multiply(rates), initial=1.0)
     return tokens

@@ -3,19 +3,32 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from orchestrator.learning.cost_model import RoundObservation
+from orchestrator.learning.round_observation import RoundObservation
+from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.speculation_cache import Draft, SpeculationCache
-from protocol.messages import DraftTree, Origin, Prepare, Tokens, VerificationOutcome, Verify
+from orchestrator.sequence.speculation_cache import OutcomeKey, SpeculationCache
+from protocol.messages import (
+    DraftNow,
+    DraftTree,
+    FinishReason,
+    Origin,
+    Prepare,
+    TokenOrigin,
+    Tokens,
+    VerificationOutcome,
+    Verify,
+)
 
 
 class NextRound(NamedTuple):
     """How a round would begin."""
 
     draft: Draft
-    """What is verified of the draft."""
-    rest: Draft
-    """What is not."""
+    """What is verified."""
+    offered: Draft
+    """The draft that it is taken from."""
+    rows: list[int]
+    """Which rows of that."""
     verify: Verify
 
 
@@ -23,17 +36,20 @@ class NextRound(NamedTuple):
 class Round:
     """Replaced as a whole when the next one starts."""
 
-    chain: Tokens = field(default_factory=list)
+    nodes: Tokens = field(default_factory=list)
+    """The pending token and the draft tokens."""
     draft: Draft = field(default_factory=Draft)
-    """The draft tokens of the chain."""
-    rest: Draft = field(default_factory=Draft)
-    """What the draft has beyond them."""
+    """The draft tokens that are verified."""
+    offered: Draft = field(default_factory=Draft)
+    """The draft that they were taken from."""
+    rows: list[int] = field(default_factory=list)
+    """Their rows in it."""
     origin: Origin = "target"
-    """Where the chain came from."""
+    """Where the draft came from."""
     speculating: bool = False
     """Whether a drafter works beside the verification, or drafted for it."""
     cache: SpeculationCache = field(default_factory=SpeculationCache)
-    next_rounds: dict[tuple[int, int], NextRound] = field(default_factory=dict)
+    next_rounds: dict[OutcomeKey, NextRound] = field(default_factory=dict)
     """The rounds that the prepared outcomes lead to."""
     asked: Prepare | None = None
     """What the drafter was asked to prepare beside it, if anything."""
@@ -48,16 +64,22 @@ class Round:
 
     def is_asked_for(self, tree: DraftTree) -> bool:
         """Whether the drafter was asked to prepare a tree of this size, or a larger one."""
-        if self.asked is None or not 1 <= tree.depth <= self.asked.depth:
+        asked = self.asked
+        if asked is None or not all(0 <= row < len(asked.nodes) for row, _ in tree.outcomes):
             return False
-        within = all(0 <= accepted < len(self.chain) for accepted, _ in tree.outcomes)
-        return within and len(tree.tokens) <= sum(self.asked.fan_out)
+        return fits(tree, asked, sum(asked.fan_out))
+
+    def origins(self, outcome: VerificationOutcome) -> list[TokenOrigin]:
+        """Where each token came from that the outcome adds."""
+        main = set(self.draft.main)
+        path = self.draft.path(outcome.row)
+        return [*(self.origin if row in main else "branch" for row in path), "target"]
 
     def observe(
-        self, outcome: VerificationOutcome, planner: Planner, *, first: bool
+        self, outcome: VerificationOutcome, planner: Planner, *, first: bool, ended_at: float
     ) -> RoundObservation:
         """What the round showed; before the `first` of a request the verifier was idle."""
-        rank, prepared = self.cache.rank(outcome.accepted, outcome.bonus)
+        rank, prepared = self.cache.rank(outcome.row, outcome.bonus)
         lookup = self.unverified_lookup
         right = len(lookup) > 0 and lookup.tokens[0] == outcome.bonus
         return RoundObservation(
@@ -74,5 +96,49 @@ class Round:
             idle_ms=None if first else outcome.idle_ms,
             sequences=outcome.sequences,
             all_tokens=outcome.rows,
+            parents=self.draft.parents,
+            path=self.draft.path(outcome.row),
+            unverified=self._judge_siblings(outcome),
             unverified_lookup=(lookup.confidences[0], right) if len(lookup) else None,
+            ended_at=ended_at,
         )
+
+    def _judge_siblings(self, outcome: VerificationOutcome) -> list[tuple[float, bool]]:
+        """Siblings that were not verified, though their parents stood: confidence, and whether
+        the target chose them."""
+        path = [0, *self.draft.path(outcome.row)]
+        offered = {self.rows[row - 1] if row else 0: row for row in path}
+        verified = set(self.rows)
+        judged = []
+        for row, parent in enumerate(self.offered.parents, 1):
+            place = offered.get(parent)
+            if place is None or row in verified or place not in self.draft.parents:
+                continue
+            right = place == outcome.row and self.offered.tokens[row - 1] == outcome.bonus
+            judged.append((self.offered.confidences[row - 1], right))
+        return judged
+
+
+def fits(tree: DraftTree, asked: Prepare | DraftNow | None, branches: int) -> bool:
+    """Whether one depth of so many branches is no deeper, no wider and no other than asked for."""
+    if asked is None:
+        return False
+    deepest = asked.depth if isinstance(asked, Prepare) else asked.count
+    if not 1 <= tree.depth <= deepest or (tree.parents and not asked.siblings):
+        return False
+    return len(tree.tokens) <= (branches + asked.grown_siblings) * (1 + asked.siblings)
+
+
+def count_fed(tree: DraftTree) -> int:
+    """How many tokens the drafter was fed for a depth: each led to one token or several."""
+    return len(set(tree.parents)) if tree.parents else len(tree.tokens)
+
+
+class EndedRound(NamedTuple):
+    """A round whose end is not in the books yet."""
+
+    round: Round
+    outcome: VerificationOutcome
+    emitted: Tokens
+    """Those that belong to the answer."""
+    ends: FinishReason | None

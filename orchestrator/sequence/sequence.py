@@ -7,8 +7,9 @@ target is busy again. The committed tokens are the truth; a verifier or a drafte
 is rebuilt from them.
 """
 
-from enum import Enum, auto
-from typing import NamedTuple, assert_never
+from typing import assert_never
+
+from msgspec.structs import replace
 
 from orchestrator.sequence.actions import (
     Action,
@@ -18,14 +19,16 @@ from orchestrator.sequence.actions import (
     ToDrafter,
     ToVerifier,
 )
+from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.drafter_sync import DrafterSync
+from orchestrator.sequence.free_run import MOST_GRANTED, FreeRun
 from orchestrator.sequence.limits import Limits, RoundLimits
+from orchestrator.sequence.lookup import LookupDrafts
+from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.round import NextRound, Round
-from orchestrator.sequence.speculation_cache import Draft
+from orchestrator.sequence.round import EndedRound, NextRound, Round, count_fed, fits
+from orchestrator.sequence.speculation_cache import BACKUP, SpeculationCache
 from orchestrator.telemetry.recorder import Recorder
-from protocol.decoding.logits_processor import BannedTokens
-from protocol.decoding.prompt_lookup import find_continuation
 from protocol.messages import (
     CloseSequence,
     DraftTree,
@@ -37,27 +40,6 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-
-
-class Phase(Enum):
-    """What a sequence waits for between two events."""
-
-    VERIFYING = auto()
-    DRAFTING = auto()
-    """The target waits for a draft."""
-    STRANDED = auto()
-    """There is no verifier."""
-    FINISHED = auto()
-
-
-class _Decided(NamedTuple):
-    """A round whose end is not in the books yet."""
-
-    round: Round
-    outcome: VerificationOutcome
-    emitted: Tokens
-    """Those that belong to the answer."""
-    ends: FinishReason | None
 
 
 class Sequence:
@@ -83,30 +65,30 @@ class Sequence:
         """How its rounds are decided."""
         self.current = Round()
         self._sampling = sampling
-        self._bans = BannedTokens(sampling.logits_options)
         self._limits = RoundLimits(limits, planner, len(prompt))
+        self._lookups = LookupDrafts(planner, self._limits, sampling.logits_options)
         self._drafter_sync = DrafterSync(number, planner)
-        self._decided: _Decided | None = None
-        self._accepted = 0  # of the last outcome
-        self._backup = Draft()  # what has arrived of the draft that the target waits for
-        self._wanted = 0  # how many tokens that draft may have
+        self._free_run = FreeRun(number, planner, self._limits, self._lookups)
+        self._decided: EndedRound | None = None
+        self._row = 0  # where the last outcome ended
+        self._backup = SpeculationCache()  # what has arrived of the draft the target waits for
         self._waiting_since = 0.0
 
     # ------------------------------------------------------------ services come and go
 
-    def on_verifier_up(self, max_draft_tokens: int) -> list[Action]:
+    def on_verifier_up(self, max_draft_tokens: int, *, takes_trees: bool = False) -> list[Action]:
         """A verifier is ready: (re)open there and verify the pending token."""
         if self.phase is Phase.FINISHED:
             return []
         self._limits.max_draft = max_draft_tokens
-        actions: list[Action] = [ToVerifier(self._open())]
-        return actions + self._verify(Draft(), "target") + self._look_ahead()
+        self._limits.verifier_takes_trees = takes_trees
+        return [ToVerifier(self._open()), *self._verify(Draft(), "target"), *self._look_ahead()]
 
     def limit_context(self, context_length: int) -> list[Action]:
         """What the verifier that is about to be used can attend to; 0 means unlimited."""
         self._limits.set_context(context_length)
         if context_length and len(self.tokens) >= context_length:
-            reason = f"{len(self.tokens)} tokens do not fit the model's context, {context_length}"
+            reason = f"{len(self.tokens)} tokens are more than the target takes, {context_length}"
             return self.finish("error", reason)
         return []
 
@@ -114,18 +96,20 @@ class Sequence:
         """The verifier died; the sequence waits for another."""
         if self.phase is not Phase.FINISHED:
             self.phase = Phase.STRANDED
+            self.round += MOST_GRANTED if self.round else 0  # its last outcomes mean nothing
 
-    def on_drafter_up(self, context_length: int) -> list[Action]:
+    def on_drafter_up(self, context_length: int, *, takes_trees: bool = False) -> list[Action]:
         """A drafter is ready: open there, and prepare for the round in flight."""
         if self.phase is Phase.FINISHED or self.planner.mode == "ar":
             return []
         self._limits.has_drafter = True
         self._limits.drafter_context = context_length
+        self._limits.drafter_takes_trees = takes_trees
         self._drafter_sync.on_open(self.tokens)
         actions: list[Action] = [ToDrafter(self._open())]
         if self.phase is Phase.VERIFYING:
             self.current.speculating = self._should_speculate()
-            actions += self._prepare()
+            actions += self._prepare() + self._check_free_run()
         return actions
 
     def on_drafter_lost(self, reason: str) -> list[Action]:
@@ -150,8 +134,9 @@ class Sequence:
 
     def is_precomputed(self, outcome: VerificationOutcome) -> bool:
         """Whether the last `PrecomputeVerify` for this outcome is what it will lead to."""
-        known = (outcome.accepted, outcome.bonus) in self.current.next_rounds
-        return known and self.is_awaiting(outcome.round) and self.planner.should_speculate
+        known = (outcome.row, outcome.bonus) in self.current.next_rounds
+        awaited = self.is_awaiting(outcome.round) and not outcome.goes_on
+        return known and awaited and self.planner.should_speculate
 
     def decide(self, outcome: VerificationOutcome, now: float) -> list[Action]:
         """Commit the outcome, look it up in the cache, and start the next round.
@@ -161,13 +146,14 @@ class Sequence:
         if not self.is_awaiting(outcome.round):
             return []
         draft = self.current.draft
-        if outcome.accepted > len(draft):
-            return self.finish("error", "the verifier accepted more than it was offered")
-        emitted = [*draft.tokens[: outcome.accepted], outcome.bonus]
+        if outcome.row > len(draft) or len(draft.path(outcome.row)) != outcome.accepted:
+            return self.finish("error", "the verifier accepted what it was not offered")
+        emitted = [*draft.tokens_to(outcome.row), outcome.bonus]
         kept, ends = self._limits.cut(len(self.tokens), emitted)
         self.tokens += emitted[:kept]
-        self._accepted = outcome.accepted
-        self._decided = _Decided(self.current, outcome, emitted[:kept], ends)
+        self._row = outcome.row
+        self._decided = EndedRound(self.current, outcome, emitted[:kept], ends)
+        self._free_run.on_outcome(outcome)
         return self._next_round(outcome, now) if ends is None else []
 
     def record(self, now: float) -> list[Action]:
@@ -176,35 +162,46 @@ class Sequence:
             return []
         (done, outcome, emitted, ends), self._decided = self._decided, None
         actions = self._look_ahead() if ends is None else []
-        seen = done.observe(outcome, self.planner, first=self.recorder.rounds == 0)
+        first = self.recorder.rounds == 0
+        seen = done.observe(outcome, self.planner, first=first, ended_at=now)
         self.planner.estimates.observe_round(seen)
-        drafted = len(done.draft)
+        actions += self._check_free_run() if ends is None else []
         self.recorder.plain_rounds += not done.speculating and done.origin != "lookup"
-        self.recorder.add_times(outcome, drafted + 1, done.origin, now)
+        self.recorder.add_times(outcome, done.draft, done.origin, now)
         self.recorder.add_round(seen)
-        self.recorder.count_verified(drafted, min(outcome.accepted, len(emitted)))
-        self.recorder.count_emitted(len(emitted), now)
-        origins: list[Origin] = [done.origin for _ in range(outcome.accepted)]
-        origins.append("target")
-        kept = len(emitted)
+        kept, origins = len(emitted), done.origins(outcome)
+        accepted = origins[: min(kept, outcome.accepted)]
+        self.recorder.count_verified(done.draft, accepted, done.origin)
+        self.recorder.count_emitted(kept, now)
         actions.append(Emit(emitted, origins[:kept], outcome.logprobs[:kept]))
         return actions + (self.finish(ends) if ends is not None else [])
 
     def _next_round(self, outcome: VerificationOutcome, now: float) -> list[Action]:
+        if outcome.goes_on:
+            return self._go_on_unasked()
         if not self.planner.should_speculate:
             if self.planner.is_paused:
-                return self._go_on(self._look_up(), alone=True)
+                return self._go_on(self._lookups.find(self.tokens), alone=True)
             return self._verify(Draft(), "target")
-        prepared = self.current.next_rounds.get((outcome.accepted, outcome.bonus))
+        prepared = self._find_prepared(outcome)
         if prepared is not None:
             self.recorder.hits += 1
             return self._start(prepared, "hit")
         return self._on_miss(now)
 
+    def _find_prepared(self, outcome: VerificationOutcome) -> NextRound | None:
+        """The round that was prepared for this outcome; planned now, if its draft alone was."""
+        current, length = self.current, len(self.tokens)
+        planned = current.next_rounds.get((outcome.row, outcome.bonus))
+        draft = current.cache.draft(outcome.row, outcome.bonus)
+        if planned is not None or not draft or not self._limits.can_speculate(length):
+            return planned
+        return self._plan_round(length, outcome.bonus, draft, "hit")
+
     def _on_miss(self, now: float) -> list[Action]:
         """No draft is prepared for the outcome."""
         length = len(self.tokens)
-        lookup = self._look_up()
+        lookup = self._lookups.find(self.tokens)
         if not self._limits.can_speculate(length):
             drafter = self._limits.can_draft(length)
             return self._go_on(lookup, "" if drafter else "no_drafter", alone=not drafter)
@@ -213,30 +210,14 @@ class Sequence:
             return self._draft_now(count, now) if count else self._go_on(lookup)
         if self.current.speculating:
             self.recorder.misses += 1
-        if count := self.planner.backup_length(lookup.confidences):
+        if count := self.planner.backup_length(lookup):
             self.recorder.fallbacks["draft"] += 1
             return self._draft_now(count, now)
         return self._go_on(lookup, "plain")
 
-    def _look_up(self) -> Draft:
-        """What followed these tokens the last time, in prompt or answer: costs no drafter.
-
-        Empty where the draft length is fixed. What a bias rules out is not proposed; what a
-        grammar forbids the verifier leaves out. Under the rejection rule these are named
-        tokens, a function of those before them.
-        """
-        draft = Draft()
-        if not self.planner.num_draft_tokens:
-            allowed = self._bans.count_allowed
-            found, confidence = find_continuation(self.tokens, self.planner.depth, allowed)
-            for token in found:
-                draft.add(token, confidence)
-        return draft
-
     def _go_on(self, lookup: Draft, without: str = "", *, alone: bool = False) -> list[Action]:
         """The target does not wait: it verifies the prompt lookup, or nothing."""
-        worth = lookup.first(self.planner.lookup_length(lookup.confidences, alone=alone))
-        used = self._limits.clip(worth, len(self.tokens), "lookup")
+        used = self._lookups.choose(lookup, len(self.tokens), alone=alone)
         if fallback := "lookup" if used else without:
             self.recorder.fallbacks[fallback] += 1
         actions = self._verify(used, "lookup" if used else "target")
@@ -244,23 +225,38 @@ class Sequence:
             self.current.unverified_lookup = lookup
         return actions
 
+    def _go_on_unasked(self) -> list[Action]:
+        """The next round has begun by itself."""
+        self.round, self.current = self.round + 1, Round([self.tokens[-1]])
+        if self.planner.should_speculate and not self._limits.has_drafter:
+            self.recorder.fallbacks["no_drafter"] += 1
+        return []
+
+    def _check_free_run(self) -> list[Action]:
+        return self._free_run.check(self.current, self.tokens, speculates=self._should_speculate())
+
     # ------------------------------------------------------------ a round begins
 
     def _plan_round(self, length: int, pending: int, draft: Draft, origin: Origin) -> NextRound:
         """The next round; the pending token is the last of `length`."""
-        clipped = self._limits.clip(draft, length, origin)
-        planner = self.planner
+        rows = self._limits.choose(draft, length, origin)
+        chosen, planner = draft.pick(rows), self.planner
         speculates = planner.should_speculate and self._limits.can_speculate(length)
+        granted = self._free_run.count_granted(
+            self.round + 1, length, len(chosen), speculates=speculates
+        )
         verify = Verify(
             sequence=self.number,
             round=self.round + 1,
             position=length - 1,
-            chain=[pending, *clipped.tokens],
-            distributions=clipped.drawn_from,
-            pipelined=planner.mode == "ar" and self._limits.goes_on(length),
+            nodes=[pending, *chosen.tokens],
+            parents=chosen.sent_parents,
+            distributions=chosen.drawn_from,
+            granted=granted,
+            stop_ids=sorted(self._limits.limits.stop_ids) if granted else [],
             drafter_idle=not speculates or planner.mode != "ssd",
         )
-        return NextRound(clipped, draft.after(len(clipped)), verify)
+        return NextRound(chosen, draft, rows, verify)
 
     def _verify(self, draft: Draft, origin: Origin) -> list[Action]:
         """Start a round with as much of this draft as pays."""
@@ -268,14 +264,16 @@ class Sequence:
         return self._start(self._plan_round(length, self.tokens[-1], draft, origin), origin)
 
     def _verify_backup(self) -> list[Action]:
-        return self._verify(self._backup, "miss") + self._look_ahead()
+        return self._verify(self._backup.draft(*BACKUP), "miss") + self._look_ahead()
 
     def _start(self, planned: NextRound, origin: Origin) -> list[Action]:
-        """Start a round: the verifier checks the chain while the drafter prepares."""
-        draft, rest, verify = planned
+        """Start a round: the verifier checks the draft while the drafter prepares."""
+        draft, offered, rows, verify = planned
         self.round = verify.round
-        self.current = Round(verify.chain, draft, rest, origin, self._should_speculate())
+        speculating = self._should_speculate()
+        self.current = Round(verify.nodes, draft, offered, rows, origin, speculating)
         self.phase = Phase.VERIFYING
+        self._free_run.on_verify(verify)
         return [ToVerifier(verify), *self._prepare()]
 
     def _should_speculate(self) -> bool:
@@ -283,8 +281,9 @@ class Sequence:
 
     def _prepare(self) -> list[Action]:
         if self.planner.mode != "ssd" or not self.current.speculating:
-            return []
-        asked = self._drafter_sync.prepare(self.tokens, self.round, self.current)
+            stops = self._drafter_sync.stop(self.tokens, self.round)
+            return [ToDrafter(stop) for stop in stops if self._limits.has_drafter]
+        asked = self._drafter_sync.prepare(self.tokens, self.round, self.current, self._limits)
         self.current.asked = asked
         return [ToDrafter(asked)]
 
@@ -292,10 +291,10 @@ class Sequence:
         self.round += 1
         self._waiting_since = now
         self.phase = Phase.DRAFTING
-        self.current, self._backup = Round(), Draft()
-        self._wanted = count = min(count, self._limits.longest_draft(len(self.tokens)))
-        sync = self._drafter_sync
-        return [ToDrafter(sync.draft_now(self.tokens, self.round, self._accepted, count))]
+        self.current, self._backup = Round(), SpeculationCache()
+        count = min(count, self._limits.longest_draft(len(self.tokens)))
+        sync, row = self._drafter_sync, self._row
+        return [ToDrafter(sync.draft_now(self.tokens, self.round, row, count, self._limits))]
 
     # ------------------------------------------------------------ while the target works
 
@@ -304,29 +303,31 @@ class Sequence:
         if self.phase is not Phase.VERIFYING:
             return []
         current = self.current
-        self.recorder.count_predicted(
-            *self.planner.predict(current.draft.confidences, current.origin)
-        )
-        if self.planner.mode == "ssd" and current.cache.inherit(len(current.draft), current.rest):
+        self.recorder.count_predicted(*self.planner.predict(current.draft, current.origin))
+        if self.planner.mode == "ssd" and current.cache.inherit(current.offered, current.rows):
             return self._precompute()
         return []
 
     def _precompute(self) -> list[Action]:
-        """Plan the rounds that outcomes with a newly grown draft lead to."""
+        """Plan the rounds that outcomes with a newly grown draft lead to, the likeliest ones."""
         actions: list[Action] = []
-        for accepted, bonus in self.current.cache.latest_outcomes():
-            length = len(self.tokens) + accepted + 1
-            emitted = [*self.current.draft.tokens[:accepted], bonus]
+        current = self.current
+        grown = [one for one in current.cache.latest_outcomes() if one[0] <= len(current.draft)]
+        likeliest = self.planner.choose_planned(grown, current.draft, current.origin)
+        for outcome in set(grown) - set(likeliest):
+            current.next_rounds.pop(outcome, None)  # planned with less of its draft
+        for row, bonus in likeliest:
+            emitted = [*current.draft.tokens_to(row), bonus]
+            length = len(self.tokens) + len(emitted)
             ends = self._limits.cut(len(self.tokens), emitted)[1]
-            offered = len(self.current.draft)
-            if ends or accepted > offered or not self._limits.can_speculate(length):
+            if ends or not self._limits.can_speculate(length):
                 continue
-            draft = self.current.cache.draft(accepted, bonus)
+            draft = current.cache.draft(row, bonus)
             planned = self._plan_round(length, bonus, draft, "hit")
-            old = self.current.next_rounds.get((accepted, bonus))
-            self.current.next_rounds[accepted, bonus] = planned
+            old = current.next_rounds.get((row, bonus))
+            current.next_rounds[row, bonus] = planned
             if old is None or old.verify != planned.verify:
-                actions.append(PrecomputeVerify(accepted, bonus, planned.verify))
+                actions.append(PrecomputeVerify(row, bonus, planned.verify))
         return actions
 
     def is_asked_for(self, tree: DraftTree) -> bool:
@@ -334,7 +335,7 @@ class Sequence:
         if tree.round != self.round or self.phase in (Phase.STRANDED, Phase.FINISHED):
             return tree.round <= self.round
         if self.phase is Phase.DRAFTING:
-            return len(tree.tokens) == 1 and 1 <= tree.depth <= self._wanted
+            return bool(tree.tokens) and fits(tree, self._drafter_sync.awaited, 1)
         return self.current.is_asked_for(tree)
 
     def on_tree(self, tree: DraftTree, now: float) -> list[Action]:
@@ -347,7 +348,7 @@ class Sequence:
                 if not self.current.cache.add(tree):
                     self.recorder.stale_trees += 1  # again, or out of order
                     return []
-                self.planner.estimates.observe_step(tree.depth, len(tree.tokens), tree.draft_ms)
+                self.planner.estimates.observe_step(tree.depth, count_fed(tree), tree.draft_ms)
                 return self._precompute()
             case Phase.DRAFTING:
                 return self._on_backup(tree, now)
@@ -357,14 +358,19 @@ class Sequence:
                 assert_never(self.phase)
 
     def _on_backup(self, tree: DraftTree, now: float) -> list[Action]:
-        """A token of the draft that the target waits for."""
-        if tree.depth != len(self._backup) + 1:
+        """A depth of the draft that the target waits for."""
+        if tree.depth != self._backup.depth + 1:
             return []  # out of order
-        grown = self._backup.grow(tree, 0)
-        confidences = self._backup.confidences
+        if tree.last:
+            self._drafter_sync.on_last_depth()
+        if tree.depth == 1:
+            tree = replace(tree, outcomes=[BACKUP])
+        grown = self._backup.add(tree) and bool(self._backup.latest_outcomes())
+        draft = self._backup.draft(*BACKUP)
         # A last token that is not worth verifying ends the drafting too.
-        short = self.planner.verify_length(confidences, "miss") < len(self._backup)
-        if not (tree.last or not grown or short) and self.planner.should_extend(confidences):
+        chosen = self._limits.choose(draft, len(self.tokens), "miss")
+        useful = grown and draft.main[-1] in chosen
+        if useful and not tree.last and self.planner.should_extend(draft):
             return []
         waited_ms = 1e3 * (now - self._waiting_since)
         self.recorder.add_wait(self._waiting_since, now)
@@ -385,7 +391,8 @@ class Sequence:
         if self.phase is Phase.FINISHED:
             return []
         self.phase = Phase.FINISHED
-        self.recorder.plain_tok_s = self.planner.plain_tok_s
+        now = self.recorder.last_token_at or self.recorder.received_at
+        self.recorder.plain_tok_s, self.recorder.plain_age_s = self.planner.report_plain(now)
         actions: list[Action] = [ToVerifier(CloseSequence(sequence=self.number))]
         if self._limits.has_drafter:
             actions.append(ToDrafter(CloseSequence(sequence=self.number)))

@@ -1,6 +1,13 @@
-"""Theorem 7: the tokens per second of rounds whose every wait brings something."""
+"""Theorem 7: the tokens per second of rounds whose every wait brings something.
 
+The rounds' own tokens and times are those of the chains and trees that were verified. What better
+trees would have brought is a bound of its own.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
 
 
 @dataclass
@@ -36,3 +43,45 @@ def upper_bound_tok_s(hit: Rounds, miss: Rounds, backup_ms: float) -> float:
     """
     milliseconds = hit.verify_ms + miss.verify_ms + backup_ms
     return 1e3 * (hit.tokens + miss.tokens) / milliseconds if milliseconds else 0.0
+
+
+def tree_bound_tok_s(
+    hit: Rounds,
+    miss: Rounds,
+    backup_ms: float,
+    *,
+    ranks: Sequence[float],
+    verify_ms: Sequence[float],
+) -> float:
+    """The same if each round whose draft was ready had verified the best tree of the best size.
+
+    The tree has any depth, and all of it is ready; places in the text are taken as alike. What is
+    lost against it besides waiting: trees that were shallower, smaller, or otherwise chosen.
+
+    Args:
+        hit: as in `upper_bound_tok_s`, as the next two.
+        miss: all other rounds.
+        backup_ms: total wait for drafts.
+        ranks: how likely the target's token is the drafter's first, second, ... choice.
+        verify_ms: T_v(1), T_v(2), ... of trees.
+    """
+    own = upper_bound_tok_s(hit, miss, backup_ms)
+    sizes = zip(accumulate(_likeliest_paths(ranks), initial=1.0), verify_ms, strict=False)
+    return max(
+        own,
+        *(
+            1e3 * (hit.count * tokens + miss.tokens) / (hit.count * ms + miss.verify_ms + backup_ms)
+            for tokens, ms in sizes
+        ),
+    )
+
+
+def _likeliest_paths(ranks: Sequence[float]) -> Iterator[float]:
+    """The chances of the nodes of an endless tree, falling: no node is likelier than its parent."""
+    waiting = [-chance for chance in ranks]
+    heapify(waiting)
+    while True:
+        best = -heappop(waiting)
+        yield best
+        for chance in ranks:
+            heappush(waiting, -best * chance)

@@ -11,12 +11,13 @@ from functools import partial
 
 import numpy as np
 
+from orchestrator.simulation.branch import BranchModel
 from orchestrator.simulation.event_queue import EventQueue
 from orchestrator.simulation.latency_curve import curve
 from orchestrator.simulation.oracle import Oracle
 from orchestrator.simulation.scenario import Device
+from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.messages import (
-    END_OF_BRANCH,
     DraftNow,
     DraftTree,
     Prepare,
@@ -113,28 +114,34 @@ class DrafterModel:
     def _time(self, branches: int) -> float:
         return self._cost.of(branches) * self._noise.factor()
 
-    def _feed(self, chain: list[int]) -> float:
-        """Taking in the last token of a chain, unless it was a branch deeper than the chain."""
-        adopted = chain[0] in self._roots and self._tree_depths >= len(chain)
+    def _feed(self, tree: TokenTree) -> float:
+        """Taking in what is verified: siblings, and the last token of the likeliest chain unless
+        that was a branch, grown deeper; all of it in one pass."""
+        adopted = tree.tokens[0] in self._roots and self._tree_depths > max(tree.depths)
         self._roots, self._tree_depths = set(), 0
-        return 0.0 if adopted else self._time(1)
+        rows = len(tree) - tree.stem + (0 if adopted else 1)
+        return self._time(rows) if rows else 0.0
 
     def _prepare(self, message: Prepare) -> Iterator[_Step]:
-        chain, oracle = message.chain, self._oracle
+        tree, oracle = read_tree(message.nodes, message.parents), self._oracle
         pending = message.base + len(message.tokens)
-        milliseconds = self._feed(chain)
+        milliseconds = self._feed(tree)
         roots: list[tuple[int, int]] = []
-        for accepted, wanted in enumerate(message.fan_out[: len(chain)]):
-            rejected = accepted + 1 < len(chain)
-            bonuses = oracle.bonuses(pending + accepted + 1, wanted, rejected=rejected)
-            roots += [(accepted, bonus) for bonus in bonuses]
+        for row, wanted in enumerate(message.fan_out[: len(tree)]):
+            position = pending + tree.depths[row] + 1
+            bonuses = oracle.bonuses(position, wanted, rejected=len(tree.children[row]))
+            roots += [(row, bonus) for bonus in bonuses]
         self._roots = {bonus for _, bonus in roots}
-        coming = oracle.outcome(pending, chain)
-        on_track = True
+        row, bonus = oracle.outcome(pending, tree)
+        coming = roots.index((row, bonus)) if (row, bonus) in roots else None
+        shares = oracle.shares(pending, tree, message.fan_out)
+        branch = BranchModel(oracle, pending + tree.depths[row] + 2, message, shares, coming)
+        fed = len(roots)
         for depth in range(1, message.depth + 1 if roots else 1):
-            milliseconds += self._time(len(roots))
+            milliseconds += self._time(fed)
             self._tree_depths = depth
-            position = pending + coming[0] + 1 + depth
+            layer = branch.grow(len(roots))
+            fed = len(roots) + message.grown_siblings
             yield (
                 milliseconds,
                 DraftTree(
@@ -142,27 +149,22 @@ class DrafterModel:
                     round=message.round,
                     depth=depth,
                     outcomes=roots if depth == 1 else [],
-                    # Drafts for other outcomes are dropped unseen; planning for them is most of
-                    # the work of a simulation.
-                    tokens=[
-                        oracle.best_guess(position) if root == coming else END_OF_BRANCH
-                        for root in roots
-                    ],
-                    confidences=[oracle.confidence(position, on_track=on_track)] * len(roots),
                     draft_ms=milliseconds,
                     last=depth == message.depth,
+                    **layer,
                 ),
             )
-            on_track = on_track and oracle.best_guess(position) == oracle.token(position)
             milliseconds = 0.0
 
     def _draft(self, message: DraftNow) -> Iterator[_Step]:
         self._roots = set()
-        position = message.base + len(message.tokens)
-        on_track = True
+        first = message.base + len(message.tokens) + 1
+        branch = BranchModel(self._oracle, first, message, [1.0], 0)
+        fed = 1
         for depth in range(1, message.count + 1):
-            position += 1
-            milliseconds = self._time(1)
+            milliseconds = self._time(fed)
+            layer = branch.grow(1)
+            fed = 1 + message.grown_siblings
             yield (
                 milliseconds,
                 DraftTree(
@@ -170,19 +172,15 @@ class DrafterModel:
                     round=message.round,
                     depth=depth,
                     outcomes=[(message.accepted, message.pending)] if depth == 1 else [],
-                    tokens=[self._oracle.best_guess(position)],
-                    confidences=[self._oracle.confidence(position, on_track=on_track)],
                     draft_ms=milliseconds,
                     last=depth == message.count,
+                    **layer,
                 ),
-            )
-            on_track = on_track and self._oracle.best_guess(position) == self._oracle.token(
-                position
             )
 
 
 class VerifierModel:
-    """Verifies chains against the script, slower while the drafter works if they contend."""
+    """Verifies trees against the script, slower while the drafter works if they contend."""
 
     def __init__(
         self,
@@ -201,7 +199,7 @@ class VerifierModel:
 
     def receive(self, message: Verify) -> None:
         """Start verifying; the verifier is always idle then."""
-        alone_ms = self._time(len(message.chain))
+        alone_ms = self._time(len(message.nodes))
         started, worked = self._events.now, self._drafter.worked_ms
         self._events.after(alone_ms, partial(self._check, message, started, worked, alone_ms))
 
@@ -229,12 +227,14 @@ class VerifierModel:
         self._send(outcome)
 
     def _outcome(self, message: Verify, started: float) -> VerificationOutcome:
-        accepted, bonus = self._oracle.outcome(message.position, message.chain)
+        tree = read_tree(message.nodes, message.parents)
+        row, bonus = self._oracle.outcome(message.position, tree)
         return VerificationOutcome(
             sequence=message.sequence,
             round=message.round,
-            accepted=accepted,
+            accepted=tree.depths[row],
             bonus=bonus,
+            node=row,
             verify_ms=self._events.now - started,
             idle_ms=started - self._idle_since,
         )

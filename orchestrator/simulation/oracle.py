@@ -9,10 +9,14 @@ drawn from a Beta law around the stretch's rate). What is not modelled: a candid
 that is better where the drafter is surer, and a confidence that is wrong on average.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
+from orchestrator.learning.fan_out import acceptance_distribution
 from orchestrator.simulation.scenario import AcceptanceModel
+from protocol.decoding.token_tree import TokenTree
 from protocol.errors import UsageError
 
 _RANKS = 512
@@ -37,6 +41,7 @@ class Oracle:
         full = ranks
         if acceptance.r_all is not None and acceptance.first_all is not None:
             full = _draw_ranks(acceptance.first_all, acceptance.r_all, random.random(count))
+        self._acceptance = acceptance
         known = rates if acceptance.insight else np.full(count, acceptance.alpha)
         self._ranks: list[int] = ranks.tolist()
         self._full_ranks: list[int] = np.minimum(full, _RANKS - 1).tolist()
@@ -47,14 +52,16 @@ class Oracle:
         """The target's token there."""
         return position * _RANKS + self._ranks[position]
 
-    def outcome(self, position: int, chain: list[int]) -> tuple[int, int]:
-        """What verifying the chain, whose first token stands at `position`, will return."""
-        accepted = 0
-        for drafted in chain[1:]:
-            if drafted != self.token(position + accepted + 1):
-                break
-            accepted += 1
-        return accepted, self.token(position + accepted + 1)
+    def outcome(self, position: int, tree: TokenTree) -> tuple[int, int]:
+        """What verifying a tree, whose first token stands at `position`, will return.
+
+        Returns:
+            The row of the last token that stands, and the bonus token.
+        """
+        row, depth = 0, 0
+        while (following := tree.children[row].get(self.token(position + depth + 1))) is not None:
+            row, depth = following, depth + 1
+        return row, self.token(position + depth + 1)
 
     @staticmethod
     def best_guess(position: int) -> int:
@@ -65,11 +72,48 @@ class Oracle:
         """How sure the drafter is of its guess; `on_track`: what precedes it is right."""
         return (self._confidences if on_track else self._strays)[position]
 
-    def bonuses(self, position: int, count: int, *, rejected: bool) -> list[int]:
-        """The drafter's best candidates for a bonus token, the rejected guess excluded."""
+    def siblings(self, position: int, count: int, *, on_track: bool) -> list[tuple[int, float]]:
+        """The drafter's next guesses behind the best one, and how sure it is of each."""
+        fell = 1.0 - self.confidence(position, on_track=on_track)
+        hits = [0.0, *(self._hit(rank) for rank in range(1, count + 1))]
+        start = position * _RANKS
+        return [
+            (start + rank, fell * (hits[rank] - hits[rank - 1])) for rank in range(1, count + 1)
+        ]
+
+    def _hit(self, candidates: int) -> float:
+        curve = self._acceptance
+        return 1.0 - float((1.0 - curve.first) * candidates**-curve.r)
+
+    def shares(self, position: int, tree: TokenTree, fan_out: Sequence[int]) -> list[float]:
+        """How likely the drafter takes each prepared outcome to be.
+
+        Args:
+            position: of the pending token.
+            tree: what is verified.
+            fan_out: how many outcomes are prepared behind each row.
+        """
+        rates = []
+        for row, parent in enumerate(tree.parents, start=1):
+            place = position + tree.depths[row]
+            rank = list(tree.children[parent].values()).index(row)
+            sure = self.confidence(place, on_track=True)
+            rates.append(sure if rank == 0 else self.siblings(place, rank, on_track=True)[-1][1])
+        found = []
+        stays = acceptance_distribution(rates, tree.parents)
+        for row, wanted in enumerate(fan_out[: len(tree)]):
+            skipped = max(0, len(tree.children[row]) - 1)
+            hits = [
+                self._hit(skipped + rank) if skipped + rank else 0.0 for rank in range(wanted + 1)
+            ]
+            found += [stays[row] * (hits[i + 1] - hits[i]) for i in range(wanted)]
+        return found
+
+    def bonuses(self, position: int, count: int, *, rejected: int) -> list[int]:
+        """The drafter's best candidates for a bonus token, but for the first ones, `rejected`."""
         start = position * _RANKS
         if rejected:
-            return list(range(start + 1, start + 1 + count))
+            return list(range(start + rejected, start + rejected + count))
         token, rank = self.token(position), self._full_ranks[position]
         others = [t for t in range(start, start + count + 1) if t != token]
         return [*others[:rank], token, *others[rank:]][:count]

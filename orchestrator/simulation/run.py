@@ -16,9 +16,10 @@ from orchestrator.sequence.actions import (
     ToVerifier,
 )
 from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.sequence import Phase, Sequence
-from orchestrator.simulation.bound import Rounds, upper_bound_tok_s
+from orchestrator.sequence.sequence import Sequence
+from orchestrator.simulation.bound import Rounds, tree_bound_tok_s, upper_bound_tok_s
 from orchestrator.simulation.event_queue import EventQueue
 from orchestrator.simulation.models import DrafterModel, Noise, VerifierModel
 from orchestrator.simulation.oracle import Oracle
@@ -45,6 +46,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     tok_s: float
     bound_tok_s: float
     """Theorem 7 with the rounds' own hit rate, lengths and times (`bound`)."""
+    tree_bound_tok_s: float
+    """The same with the best trees in place of what was verified in rounds that hit."""
     tokens_per_hit: float
     """E_hit: tokens that a round brought whose draft was ready; 0 if there was none."""
     tokens_per_miss: float
@@ -55,6 +58,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     def efficiency(self) -> float:
         """tok/s over the bound."""
         return self.tok_s / self.bound_tok_s if self.bound_tok_s else 0.0
+
+    @property
+    def tree_efficiency(self) -> float:
+        """tok/s over the bound of the best trees."""
+        return self.tok_s / self.tree_bound_tok_s if self.tree_bound_tok_s else 0.0
 
 
 def simulate(scenario: Scenario, strategy: Strategy, estimates: CostModel | None = None) -> Run:
@@ -72,7 +80,7 @@ class _Answer:
     """The edge around a sequence, as `pipeline` is, with an agenda in place of sockets."""
 
     def __init__(self, scenario: Scenario, strategy: Strategy, estimates: CostModel) -> None:
-        self._strategy = strategy
+        self._strategy, self._estimates = strategy, estimates
         self._ipc = scenario.device.ipc
         self._events = events = EventQueue()
         oracle = Oracle(scenario.acceptance, scenario.tokens, scenario.seed)
@@ -95,15 +103,16 @@ class _Answer:
                 strategy.num_draft_tokens,
                 strategy.branches,
                 strategy.fan_out_policy,
+                tree_nodes=strategy.tree_nodes,
             ),
             recorder=self._recorder,
         )
         self._books = _Books()
 
     def decode(self) -> Run:
-        self._do_all(self._sequence.on_verifier_up(_LONGEST_DRAFT))
+        self._do_all(self._sequence.on_verifier_up(_LONGEST_DRAFT, takes_trees=True))
         if self._strategy.mode != "ar":
-            self._do_all(self._sequence.on_drafter_up(0))
+            self._do_all(self._sequence.on_drafter_up(0, takes_trees=True))
         while self._sequence.phase is not Phase.FINISHED:
             if not self._events.step():
                 raise RuntimeFailure("the simulation stands still: no event is left")
@@ -113,6 +122,13 @@ class _Answer:
             strategy=self._strategy,
             tok_s=statistics.tok_s,
             bound_tok_s=upper_bound_tok_s(books.hit, books.other, sum(waits)),
+            tree_bound_tok_s=tree_bound_tok_s(
+                books.hit,
+                books.other,
+                sum(waits),
+                ranks=self._estimates.rank_chances,
+                verify_ms=[self._estimates.tree_latency.of(rows) for rows in range(1, 34)],
+            ),
             tokens_per_hit=books.hit.tokens_per_round,
             tokens_per_miss=books.other.tokens_per_round,
             statistics=statistics,

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.messages import FanOutPolicy, Mode
+from protocol.messages import MAX_NODES, FanOutPolicy, Mode
 
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
@@ -89,6 +89,8 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     branches: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     """B; 0 is adaptive."""
     fan_out_policy: FanOutPolicy = "online"
+    tree_nodes: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES)] | None = None
+    """Draft tokens of the trees that are verified; 0 and 1 mean chains; None is adaptive."""
 
     @property
     def label(self) -> str:
@@ -99,4 +101,6 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if self.mode == "ssd":
             knobs += [f"B={self.branches}"] if self.branches else []
             knobs += [self.fan_out_policy] if self.fan_out_policy != "online" else []
+        if self.tree_nodes is not None:
+            knobs += [f"N={self.tree_nodes}" if self.tree_nodes > 1 else "chains"]
         return f"{self.mode} {' '.join(knobs)}"

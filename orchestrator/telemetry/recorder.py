@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from orchestrator.learning.cost_model import RoundObservation
+from orchestrator.learning.round_observation import RoundObservation
+from orchestrator.sequence.draft import Draft
 from orchestrator.telemetry.timeline import Timeline
 from protocol.messages import (
     HISTOGRAM_BOUNDS_MS,
@@ -17,6 +18,7 @@ from protocol.messages import (
     RoundStats,
     Statistics,
     TimingHistogram,
+    TokenOrigin,
     VerificationOutcome,
 )
 
@@ -45,6 +47,13 @@ class Recorder:
     verifying_since: float | None = None
     plain_rounds: int = 0
     plain_tok_s: float = 0.0
+    plain_age_s: float = 0.0
+    tree_rounds: int = 0
+    branch_tokens: int = 0
+    drafter: str = ""
+    state_bytes: int = 0
+    offered_by_lag: Counter[int] = field(default_factory=Counter)
+    accepted_by_lag: Counter[int] = field(default_factory=Counter)
     stale_trees: int = 0
     emulated_cost: str = ""
     rewinding: str = ""
@@ -55,6 +64,8 @@ class Recorder:
     _predicted_tokens: float = 0.0
     _predicted_s: float = 0.0
     _last_accepted: int = 0
+    _first_lag: int = 0
+    """Of the last round's draft; 0 if no drafter made it."""
 
     def count_emitted(self, tokens: int, now: float) -> None:
         """Count tokens that became part of the answer."""
@@ -66,13 +77,14 @@ class Recorder:
         self.emitted += tokens
 
     def add_times(
-        self, outcome: VerificationOutcome, tokens: int, origin: Origin, now: float
+        self, outcome: VerificationOutcome, draft: Draft, origin: Origin, now: float
     ) -> None:
-        """Add the times of a verification of `tokens` tokens; its chain came from `origin`."""
+        """Add the times of a verification of this draft, which came from `origin`."""
+        tokens = len(draft) + 1
         if outcome.sequences == 1 and outcome.rows:
             tokens = outcome.rows  # what a grammar rules out was not looked at
         if self.timeline is not None:
-            self.timeline.add_verification(outcome, tokens, origin, now)
+            self.timeline.add_verification(outcome, tokens, draft.depth, origin, now)
         self.add_time("verify", outcome.verify_ms)
         self.add_time(f"verify_{tokens}", outcome.verify_ms)
         if self.rounds:  # before the first round the verifier had nothing to do
@@ -94,25 +106,44 @@ class Recorder:
         if seen.rank is not None:
             self.ranks[seen.rank] += 1
 
-    def count_verified(self, drafted: int, accepted: int) -> None:
-        """Count a verification of `drafted` draft tokens, `accepted` of which were emitted."""
+    def count_states(self, size: int) -> None:
+        """Count states that went to the drafter; those of the prompt are its prefill's."""
+        if self.rounds:
+            self.state_bytes += size
+
+    def count_verified(self, draft: Draft, accepted: Sequence[TokenOrigin], origin: Origin) -> None:
+        """Count a verification of a draft from `origin`; where those tokens came from that
+        became the answer."""
         self.rounds += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        self.offered_at.update(range(drafted))
-        self.accepted_at.update(range(accepted))
-        self._last_accepted = accepted
+        # A hit was drafted before its round: behind the last one's chain and bonus token.
+        lags: dict[Origin, int] = {"hit": self._last_accepted + 2, "miss": 1}
+        self._first_lag = lags.get(origin, 0)
+        if self._first_lag:
+            self.offered_by_lag.update(range(self._first_lag, self._first_lag + draft.depth))
+            self.accepted_by_lag.update(range(self._first_lag, self._first_lag + len(accepted)))
+        self.drafted += len(draft)
+        self.accepted += len(accepted)
+        self.tree_rounds += not draft.is_chain
+        self.branch_tokens += accepted.count("branch")
+        self.offered_at.update(range(draft.depth))
+        self.accepted_at.update(range(len(accepted)))
+        self._last_accepted = len(accepted)
 
     def count_predicted(self, tokens: float, milliseconds: float) -> None:
         """Count what was predicted of a round as it began."""
         self._predicted_tokens += tokens
         self._predicted_s += milliseconds / 1e3
 
-    def retract(self, tokens: int, drafted: int) -> None:
-        """Take back the last `tokens` tokens, `drafted` of them drafted: a stop string cut them."""
-        self.emitted -= tokens
+    def retract(self, origins: Sequence[TokenOrigin]) -> None:
+        """Take back the last tokens, which came from here: a stop string cut them."""
+        drafted = len(origins) - origins.count("target")
+        self.emitted -= len(origins)
         self.accepted -= drafted
-        self.accepted_at.subtract(range(self._last_accepted - drafted, self._last_accepted))
+        self.branch_tokens -= origins.count("branch")
+        first, last = self._last_accepted - drafted, self._last_accepted
+        self.accepted_at.subtract(range(first, last))
+        if self._first_lag:
+            self.accepted_by_lag.subtract(range(self._first_lag + first, self._first_lag + last))
 
     def add_time(self, name: str, milliseconds: float) -> None:
         """Add one sample of a phase."""
@@ -156,6 +187,12 @@ class Recorder:
         return histograms
 
     @property
+    def ttft_ms(self) -> float:
+        """From the request to the first token."""
+        first = self.first_token_at
+        return 1e3 * (first - self.received_at) if first is not None else 0.0
+
+    @property
     def decode_s(self) -> float:
         """From the first token to the last."""
         if self.first_token_at is None or self.last_token_at is None:
@@ -169,10 +206,9 @@ class Recorder:
 
     def summarise(self) -> Statistics:
         """The request's statistics so far."""
-        first = self.first_token_at
         positions = range(max(self.offered_at, default=-1) + 1)
         return Statistics(
-            ttft_ms=1e3 * (first - self.received_at) if first is not None else 0.0,
+            ttft_ms=self.ttft_ms,
             decode_s=self.decode_s,
             tok_s=self.tok_s,
             rounds=self.rounds,
@@ -194,6 +230,13 @@ class Recorder:
             plain_rounds=self.plain_rounds,
             predicted_tok_s=ratio(self._predicted_tokens, self._predicted_s),
             plain_tok_s=self.plain_tok_s,
+            plain_age_s=self.plain_age_s,
+            tree_rounds=self.tree_rounds,
+            branch_tokens=self.branch_tokens,
+            drafter=self.drafter,
+            state_bytes=self.state_bytes,
+            offered_by_lag=_by_lag(self.offered_by_lag, self.offered_by_lag),
+            accepted_by_lag=_by_lag(self.accepted_by_lag, self.offered_by_lag),
             stale_trees=self.stale_trees,
             emulated_cost=self.emulated_cost,
             rewinding=self.rewinding,
@@ -201,6 +244,10 @@ class Recorder:
             hits_by_rank=[self.ranks[i] for i in range(max(self.ranks, default=-1) + 1)],
             draft_wait_ms=sum(self.phases.get("draft_wait", ())),
         )
+
+
+def _by_lag(counts: Counter[int], offered: Counter[int]) -> list[int]:
+    return [counts[lag] for lag in range(1, max(offered, default=0) + 1)]
 
 
 def ratio(part: float, whole: float) -> float:

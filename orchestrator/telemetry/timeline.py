@@ -24,13 +24,14 @@ class Timeline:
         self.add(role, "prefill", ended - message.prefill_ms / 1e3, ended, details)
 
     def add_verification(
-        self, outcome: VerificationOutcome, tokens: int, origin: str, now: float
+        self, outcome: VerificationOutcome, tokens: int, depth: int, origin: str, now: float
     ) -> None:
-        """The verifier checked a chain of `tokens` tokens."""
+        """The verifier checked `tokens` tokens: a chain, or a tree of this depth."""
         ended = _end_of(outcome.at_ns, now)
         details: dict[str, int | str] = {
             "round": outcome.round,
             "m": tokens,
+            "depth": depth,
             "accepted": outcome.accepted,
             "chain": origin,
         }

@@ -1,6 +1,13 @@
 """Tokenises prompts: short ones at once, long ones in a worker process with a deadline.
 
-A request with a grammar waits until that has been checked, in a process with a deadline too.
+A short prompt that a chat template makes much of, or takes long for, goes to the worker too, and
+so do all conversations that follow it.
+
+Very long prompts have a worker of their own, so that others wait for none of them, and for both
+workers short prompts go before longer ones that came a little earlier.
+
+A request with a grammar waits until that has been checked, in a process with a deadline too,
+but not for ever, if others send many that take long.
 
 A prompt is tokenised once, however many choices are asked for: results are kept for a
 while, and whoever asks for a prompt that is in work waits for the same result.
@@ -8,21 +15,26 @@ while, and whoever asks for a prompt that is in work waits for the same result.
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import queue
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict, deque
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from orchestrator.text.tokenizer import TargetTokenizer
+from protocol.decoding.chat_template import OutOfBounds, limit_work
 from protocol.decoding.grammar_check import GrammarChecker
-from protocol.errors import DeadlineExceeded, SsdError, UsageError
+from protocol.errors import Busy, DeadlineExceeded, SsdError, UsageError
 from protocol.messages import (
     EncodePrompt,
     FromPromptWorker,
@@ -39,11 +51,22 @@ _log = logging.getLogger(__name__)
 
 INLINE_BYTES = 8192
 """Longest prompt that is tokenised at once: at worst some ten milliseconds."""
+_INLINE_S = 0.5
+"""What a template may take for such a prompt; usually it is a millisecond."""
+_INLINE_CHARACTERS = 8 * INLINE_BYTES
+_INLINE_MEMORY = 512 << 20
+_VERY_LONG_BYTES = 16 * INLINE_BYTES
+"""From here on, prompts have a worker of their own: some take it seconds."""
+_YIELD_S = 1e-5
+"""For how long a prompt lets shorter ones go first, per byte: a few times what it takes."""
 _KEPT_BYTES = 512
 """Shortest prompt whose tokens are worth keeping."""
 _MOST_KEPT_TOKENS = 1 << 21
 _START_S = 60.0
 """Longest wait for the worker to load the tokenizer."""
+
+_WAIT_S = 15.0
+"""Longest wait of a grammar for those of others."""
 
 Ticket = tuple[bytes, int]
 """A client, and its number of the request."""
@@ -63,30 +86,40 @@ class _Job(NamedTuple):
 
     digest: bytes
     prompt: EncodePrompt
+    size: int
+    """Of the prompt's message, in bytes."""
     grammar: str = ""
     """To be checked; empty: there is none, or it is known."""
     tokens: Tokens | None = None
     """The prompt, if it came as tokens."""
+    since: float = 0.0
+    """When it was asked for."""
+
+
+Result: TypeAlias = Tokens | UsageError | Busy
 
 
 class PromptEncoder:
-    """One tokenizer in this process, and one in a worker that is started when it is needed."""
+    """One tokenizer in this process, and one in each worker, which start when they are needed."""
 
     def __init__(self, tokenizer: TargetTokenizer, folder: str, limits: PromptLimits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
+        self._template_is_slow = False
         self._kept: OrderedDict[bytes, Tokens] = OrderedDict()
         self._tickets: dict[Ticket, tuple[bytes, Generate]] = {}
         self._grammars = GrammarChecker(folder)
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self._results: deque[tuple[bytes, Tokens | UsageError]] = deque()
+        self._results: deque[tuple[bytes, Result]] = deque()
         self.descriptor, self._waker = os.pipe()
         """Readable while results wait."""
         os.set_blocking(self.descriptor, False)
         for end in (self.descriptor, self._waker):
             weakref.finalize(self, os.close, end)
-        self._worker = _Worker(folder, limits)
-        self._thread = threading.Thread(target=self._work, name="prompts", daemon=True)
+        self._workers = [_Worker(folder, limits) for _ in range(2)]
+        self._prompts, self._very_long = (
+            _Lane("prompts", partial(self._tokenise, worker)) for worker in self._workers
+        )
+        self._checks = _Lane("grammars", self._check)
 
     def encode(self, ticket: Ticket, message: Generate) -> Tokens | None:
         """The prompt's tokens, or None if `collect` will return them.
@@ -109,18 +142,34 @@ class PromptEncoder:
         digest = hashlib.blake2b(data, digest_size=16).digest()
         if grammar or message.tokens:
             digest = hashlib.blake2b(repr((data, grammar, message.tokens)).encode()).digest()
-            self._submit(ticket, message, _Job(digest, prompt, grammar, message.tokens))
+            job = _Job(digest, prompt, len(data), grammar, message.tokens, time.monotonic())
+            self._submit(ticket, message, job)
             return None
         if (known := self._kept.get(digest)) is not None:
             self._kept.move_to_end(digest)
             return list(known)
         if len(data) <= INLINE_BYTES and not message.template_options:
-            tokens = self._tokenizer.encode_prompt(prompt)
-            if len(data) >= _KEPT_BYTES:
-                self._keep(digest, tokens)
-            return tokens
-        self._submit(ticket, message, _Job(digest, prompt))
+            tokens = self._encode_here(prompt)
+            if tokens is not None:
+                if len(data) >= _KEPT_BYTES:
+                    self._keep(digest, tokens)
+                return tokens
+        self._submit(ticket, message, _Job(digest, prompt, len(data)))
         return None
+
+    def _encode_here(self, prompt: EncodePrompt) -> Tokens | None:
+        """The tokens of a short prompt, or None if its template takes too much for this process."""
+        if prompt.text:
+            return self._tokenizer.encode_prompt(prompt)
+        if self._template_is_slow:
+            return None
+        try:
+            with limit_work(_INLINE_S, _INLINE_MEMORY):
+                return self._tokenizer.encode_prompt(prompt, most_characters=_INLINE_CHARACTERS)
+        except (OutOfBounds, MemoryError):
+            self._template_is_slow = True
+            _log.warning("the chat template takes long: prompts are rendered by a worker now")
+            return None
 
     def _find_unchecked_grammar(self, message: Generate) -> str:
         """The request's grammar, unless it is known to be usable; raises UsageError if not."""
@@ -135,10 +184,14 @@ class PromptEncoder:
     def _submit(self, ticket: Ticket, message: Generate, job: "_Job") -> None:
         is_new = all(job.digest != other for other, _ in self._tickets.values())
         self._tickets[ticket] = job.digest, message
-        if is_new:
-            self._jobs.put(job)
-        if not self._thread.is_alive():
-            self._thread.start()
+        if is_new and job.grammar:
+            self._checks.put(job)
+        elif is_new:
+            self._put_prompt(job)
+
+    def _put_prompt(self, job: "_Job") -> None:
+        lane = self._very_long if job.size >= _VERY_LONG_BYTES else self._prompts
+        lane.put(job, job.size * _YIELD_S)
 
     def __len__(self) -> int:
         """How many requests wait for their prompt."""
@@ -151,25 +204,26 @@ class PromptEncoder:
         """Forget a request that waits; False if it does not."""
         return self._tickets.pop(ticket, None) is not None
 
-    def collect(self) -> list[tuple[Ticket, Generate, Tokens | UsageError]]:
+    def collect(self) -> list[tuple[Ticket, Generate, Result]]:
         """The requests whose prompts are done, or cannot be made."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
         done = []
         while self._results:
             digest, result = self._results.popleft()
-            if not isinstance(result, UsageError):
+            if isinstance(result, list):
                 self._keep(digest, result)
             for ticket, (wanted, message) in list(self._tickets.items()):
                 if wanted == digest:
                     del self._tickets[ticket]
-                    own = result if isinstance(result, UsageError) else list(result)
+                    own = list(result) if isinstance(result, list) else result
                     done.append((ticket, message, own))
         return done
 
     def close(self) -> None:
         """End the workers, if there are any."""
-        self._worker.kill()
+        for worker in self._workers:
+            worker.close()
         self._grammars.close()
 
     def _keep(self, digest: bytes, tokens: Tokens) -> None:
@@ -177,23 +231,64 @@ class PromptEncoder:
         while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _MOST_KEPT_TOKENS:
             self._kept.popitem(last=False)
 
-    def _work(self) -> None:
-        """The thread that waits for the workers."""
+    def _check(self, job: _Job) -> None:
+        """In a thread of its own: check the grammar, then pass the prompt on."""
+        if time.monotonic() - job.since > _WAIT_S:
+            self._answer(job, Busy("too many grammars are being checked; try again later"))
+            return
+        try:
+            self._grammars.check(job.grammar)
+        except UsageError as error:
+            self._answer(job, error)
+        # Whatever it is: the request must hear of it, and the thread must go on.
+        except Exception as error:  # noqa: BLE001
+            _log.exception("a grammar could not be checked")
+            self._answer(job, UsageError(f"the grammar cannot be checked: {error}"))
+        else:
+            if job.tokens:
+                self._answer(job, job.tokens)
+            else:
+                self._put_prompt(job)
+
+    def _tokenise(self, worker: "_Worker", job: _Job) -> None:
+        """In a thread of its own: wait for the worker."""
+        result: Result
+        try:
+            result = worker.encode(job.prompt)
+        # As above.
+        except Exception as error:  # noqa: BLE001
+            _log.exception("a prompt could not be tokenised")
+            result = UsageError(f"the prompt cannot be tokenised: {error}")
+        self._answer(job, result)
+
+    def _answer(self, job: _Job, result: Result) -> None:
+        self._results.append((job.digest, result))
+        os.write(self._waker, b"x")
+
+
+class _Lane:
+    """A thread that does jobs one after the other, from the first one on."""
+
+    def __init__(self, name: str, work: Callable[[_Job], None]) -> None:
+        self._jobs: queue.PriorityQueue[tuple[float, int, _Job]] = queue.PriorityQueue()
+        self._numbers = itertools.count()
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def put(self, job: _Job, yields_s: float = 0.0) -> None:
+        """Have this done, too, after what comes in the next `yields_s` and yields for less."""
+        self._jobs.put((time.monotonic() + yields_s, next(self._numbers), job))
+        with _starting:
+            if not self._thread.is_alive():
+                self._thread.start()
+
+    def _run(self) -> None:
         while True:
-            job = self._jobs.get()
-            result: Tokens | UsageError
-            try:
-                if job.grammar:
-                    self._grammars.check(job.grammar)
-                result = job.tokens or self._worker.encode(job.prompt)
-            except UsageError as error:
-                result = error
-            # Whatever it is: the request must hear of it, and the thread must go on.
-            except Exception as error:  # noqa: BLE001
-                _log.exception("a prompt could not be tokenised")
-                result = UsageError(f"the prompt cannot be tokenised: {error}")
-            self._results.append((job.digest, result))
-            os.write(self._waker, b"x")
+            self._work(self._jobs.get()[-1])
+
+
+_starting = threading.Lock()
+"""Lanes are put into by the loop, and by each other."""
 
 
 class _Worker:
@@ -206,22 +301,31 @@ class _Worker:
         self._channel: PipeChannel[FromPromptWorker] | None = None
         self._ends: list[int] = []
         """Our ends of its pipes."""
+        self._turn = threading.Lock()
+        """Held by who talks to the process."""
+        self._closed = False
 
     def encode(self, prompt: EncodePrompt) -> Tokens | UsageError:
         """The tokens, or why there are none."""
+        with self._turn:
+            if self._closed:
+                return UsageError("prompts are not tokenised any more")
+            return self._ask(prompt)
+
+    def _ask(self, prompt: EncodePrompt) -> Tokens | UsageError:
         try:
             channel = self._channel or self._start()
             channel.send(prompt)
             timeout_s = self._limits.timeout_s or threading.TIMEOUT_MAX
             answer = channel.receive(timeout_s, "tokens of the prompt")
         except DeadlineExceeded:
-            self.kill()
+            self._end()
             return UsageError(
                 f"the prompt could not be tokenised within {self._limits.timeout_s:g} s "
                 "(prompt_timeout_s)"
             )
         except (SsdError, OSError) as error:
-            self.kill()
+            self._end()
             _log.warning("the prompt worker was lost: %s", error)
             return UsageError("the prompt cannot be tokenised: the process that tried it ended")
         if isinstance(answer, PromptTokens):
@@ -252,7 +356,15 @@ class _Worker:
         self._channel = channel
         return channel
 
-    def kill(self) -> None:
+    def close(self) -> None:
+        """End it, whatever it is at work on; no prompt is tokenised after that."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()  # whoever waits for it goes on
+        with self._turn:
+            self._end()
+
+    def _end(self) -> None:
         """End it; the next prompt gets a new one."""
         self._channel = None
         if self._process is not None:

@@ -61,7 +61,9 @@ def _limit_memory(max_bytes: int) -> None:
     """Let allocations beyond what is in use now and `max_bytes` fail (Linux)."""
     if max_bytes and sys.platform == "linux":
         limit = psutil.Process().memory_info().vms + max_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        if most == resource.RLIM_INFINITY or limit < most:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 if __name__ == "__main__":

@@ -5,18 +5,16 @@ of `tokenizer_config.json` or `chat_template.jinja`, the stop tokens of `config.
 `generation_config.json`.
 """
 
-import datetime
 import json
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import msgspec
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from orchestrator.text.detokenizer import Detokenizer, TextStream
+from protocol.decoding.chat_template import OutOfBounds, compile_template
 from protocol.errors import ModelError, UsageError
 from protocol.messages import ChatMessage, EncodePrompt, Tokens
 
@@ -56,6 +54,8 @@ class TargetTokenizer:
         messages: list[ChatMessage],
         tools: list[dict[str, Any]] | None = None,
         options: dict[str, Any] | None = None,
+        *,
+        most_characters: int = 0,
     ) -> Tokens:
         """The prompt tokens of a conversation, ready for the assistant's answer.
 
@@ -63,6 +63,7 @@ class TargetTokenizer:
 
         Raises:
             UsageError: the template refuses the messages, or knows no tools.
+            OutOfBounds: it makes more of them than `most_characters`; 0 is no limit.
         """
         if tools and not self._knows_tools:
             raise UsageError("this model's chat template knows no tools")
@@ -76,20 +77,30 @@ class TargetTokenizer:
                 tools=tools or None,
                 **{**self._special_tokens(), **(options or {})},
             )
+        except (OutOfBounds, MemoryError):
+            raise
         # A template is a program of the model's makers: anything may go wrong in it.
         except Exception as error:
             raise UsageError(f"the chat template refuses these messages: {error}") from error
+        if 0 < most_characters < len(text):
+            raise OutOfBounds
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def encode_prompt(self, prompt: EncodePrompt) -> Tokens:
+    def encode_prompt(self, prompt: EncodePrompt, most_characters: int = 0) -> Tokens:
         """The tokens of a request's prompt, with the beginning of the answer if it has one.
 
         Raises:
             UsageError: the chat template refuses it.
+            OutOfBounds: what the template makes of it is too long (`encode`).
         """
         if prompt.text:
             return self.encode_text(prompt.text)
-        tokens = self.encode(prompt.messages, prompt.tools, prompt.template_options)
+        tokens = self.encode(
+            prompt.messages,
+            prompt.tools,
+            prompt.template_options,
+            most_characters=most_characters,
+        )
         return tokens + prompt.answer_tokens + self.encode_part(prompt.answer_start)
 
     def encode_text(self, text: str) -> Tokens:
@@ -153,20 +164,7 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str:
 
 
 def _compile(source: str, folder: Path) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(
-        value, ensure_ascii=False, **options
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
-        return environment.from_string(source)
+        return compile_template(source)
     except jinja2.TemplateError as error:
         raise ModelError(f"the chat template in {str(folder)!r} is broken: {error}") from error
-
-
-def _raise_exception(message: str) -> None:
-    """What chat templates call to refuse a conversation."""
-    raise jinja2.TemplateError(message)

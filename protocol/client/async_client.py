@@ -1,6 +1,7 @@
 """The client's end for programs that run on asyncio: many requests at once."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from typing import Generic, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -13,6 +14,7 @@ from protocol.messages import (
     FromOrchestrator,
     Generate,
     Message,
+    Progress,
     Status,
     StatusRequest,
     Text,
@@ -21,13 +23,18 @@ from protocol.process.closeable import Closeable
 from protocol.transport.channel import Deadline, configure
 from protocol.transport.codec import Decoder, encode
 
+Inbound = TypeVar("Inbound", bound=Message)
+
 _DECODER: Decoder[FromOrchestrator] = Decoder(FromOrchestrator)
 
 
-class _Connection:
+class AsyncConnection(Generic[Inbound]):
     """One connection. Each request has its own, so that no two answers can be mixed up."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, address: str, decoder: Decoder[Inbound]
+    ) -> None:
+        self._decoder = decoder
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         # The plain socket below it: sending must be possible where nothing may be awaited.
         self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
@@ -35,18 +42,20 @@ class _Connection:
         self._plain.connect(address)
 
     def send(self, message: Message) -> None:
+        """Queue a message; raises RuntimeFailure when the peer reads nothing any more."""
         try:
             self._plain.send(encode(message), zmq.NOBLOCK)
         except zmq.Again as error:
             raise RuntimeFailure("the orchestrator has stopped reading its messages") from error
 
-    async def receive(self, timeout_s: float) -> FromOrchestrator | None:
+    async def receive(self, timeout_s: float) -> Inbound | None:
         """The next message; None if there is none within `timeout_s` seconds."""
         if not await self._socket.poll(max(0, round(1e3 * timeout_s))):
             return None
-        return _DECODER.decode(await self._socket.recv())
+        return self._decoder.decode(await self._socket.recv())
 
     def close(self) -> None:
+        """Close the connection; what was sent is still delivered."""
         self._socket.close()
 
 
@@ -59,7 +68,7 @@ class AsyncClient(Closeable):
 
     async def status(self, timeout_s: float = 10.0) -> Status:
         """Who is there; raises DeadlineExceeded if nobody answers."""
-        line = _Connection(self._context, self._address)
+        line = AsyncConnection(self._context, self._address, _DECODER)
         try:
             line.send(StatusRequest())
             deadline = Deadline(timeout_s)
@@ -73,11 +82,14 @@ class AsyncClient(Closeable):
             line.close()
         raise DeadlineExceeded(f"no status of the orchestrator within {timeout_s:g} s")
 
-    async def generate(self, request: Generate) -> AsyncGenerator[Text | Finished]:
+    async def generate(
+        self, request: Generate, on_progress: Callable[[Progress], None] = lambda _: None
+    ) -> AsyncGenerator[Text | Finished]:
         """Stream an answer: Text messages, then one Finished. Closing the generator cancels.
 
         Args:
             request: its number need only be unlike 0.
+            on_progress: called while its prompt is computed, if it asks for that.
 
         Raises:
             UsageError: the request is wrong.
@@ -85,7 +97,7 @@ class AsyncClient(Closeable):
             RuntimeFailure: the request failed, or the orchestrator is gone.
         """
         session = RequestSession(request)
-        line = _Connection(self._context, self._address)
+        line = AsyncConnection(self._context, self._address, _DECODER)
         done = False
         try:
             line.send(request)
@@ -93,6 +105,9 @@ class AsyncClient(Closeable):
                 message = await line.receive(SILENCE_S)
                 if message is None:
                     line.send(session.on_silence())
+                elif isinstance(message, Progress):
+                    session.take(message)  # a sign of life
+                    on_progress(message)
                 elif isinstance(event := session.take(message), Generate):
                     line.send(event)
                 elif event is not None:

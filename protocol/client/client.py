@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 
 from protocol.client.request_session import SILENCE_S, RequestSession
 from protocol.errors import DeadlineExceeded
@@ -12,6 +12,7 @@ from protocol.messages import (
     Finished,
     FromOrchestrator,
     Generate,
+    Progress,
     ServiceDown,
     Status,
     StatusRequest,
@@ -29,6 +30,8 @@ class Client:
     def __init__(self, address: str) -> None:
         self._channel: Channel[FromOrchestrator] = Channel(address, Decoder(FromOrchestrator))
         self._numbers = itertools.count(1)
+        self.on_progress: Callable[[Progress], None] = lambda _: None
+        """Called while the prompt of a request is computed that asked for it (`Generate`)."""
         self._asked = 0
         self._missed: deque[FromOrchestrator] = deque()
         """Parts of answers that came while a status was waited for."""
@@ -121,6 +124,8 @@ class Client:
                 self._channel.send(session.on_silence())
             return []
         message = self._missed.popleft() if self._missed else self._channel.receive(0.0, "answer")
+        if isinstance(message, Progress) and message.request in sessions:
+            self.on_progress(message)
         events = [(number, session.take(message)) for number, session in sessions.items()]
         for _, event in events:
             if isinstance(event, Generate):

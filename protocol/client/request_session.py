@@ -30,6 +30,11 @@ _ERRORS: dict[RejectedKind, type[SsdError]] = {
 }
 
 
+def to_error(kind: RejectedKind, reason: str) -> SsdError:
+    """The error that a refusal of this kind is."""
+    return _ERRORS[kind](reason)
+
+
 class RequestSession:
     """One request.
 
@@ -61,7 +66,7 @@ class RequestSession:
                 lost = question > self._questions_before and not message.serving
                 return self._again() if lost else None
             case Rejected(reason=reason, kind=kind, request=asked) if asked in (0, number):
-                raise _ERRORS[kind](reason)
+                raise to_error(kind, reason)
             case Finished(request=asked, reason="error", error=why) if asked == number:
                 raise RuntimeFailure(why)
             case Finished(request=asked) if asked == number:

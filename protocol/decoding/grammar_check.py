@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 from protocol.decoding.grammar import MAX_GRAMMAR_BYTES
 from protocol.decoding.grammar_worker import DEADLINE_S
-from protocol.errors import Busy, RuntimeFailure, UsageError
+from protocol.errors import RuntimeFailure, UsageError
 from protocol.process.closeable import Closeable
 from protocol.transport.channel import Deadline
 from protocol.transport.pipes import READ_BYTES, readable, write_all
@@ -19,8 +19,6 @@ _log = logging.getLogger(__name__)
 
 _START_S = 30.0
 """For the process to start, libraries and tokenizer included."""
-_WAIT_S = 15.0
-"""For the grammars of others."""
 _REMEMBERED = 256
 _ATTEMPTS = 2
 """A process may die for other reasons; a grammar that it dies of twice is to blame."""
@@ -51,7 +49,6 @@ class GrammarChecker(Closeable):
 
         Raises:
             UsageError: it cannot be used, or costs too much, with the limit.
-            Busy: too many other grammars are being checked.
             RuntimeFailure: the process that checks them does not start.
         """
         if (reason := self._known.get(grammar)) is None:
@@ -69,16 +66,12 @@ class GrammarChecker(Closeable):
                 f"the answer's grammar or schema has {len(grammar)} characters; "
                 f"at most {MAX_GRAMMAR_BYTES} are taken: shorten it, descriptions first"
             )
-        if not self._turn.acquire(timeout=_WAIT_S):
-            raise Busy("too many grammars are being checked; try again later")
-        try:
+        with self._turn:
             if (reason := self._known.get(grammar)) is None:
                 reason = self._known[grammar] = self._ask(grammar)
                 while len(self._known) > _REMEMBERED:
                     self._known.popitem(last=False)
             return reason
-        finally:
-            self._turn.release()
 
     def _ask(self, grammar: str) -> str:
         reason: str | None = "the answer's grammar or schema cannot be compiled; simplify it"

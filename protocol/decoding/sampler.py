@@ -26,6 +26,8 @@ Ids = npt.NDArray[np.int64]
 
 # Tokens this far (in nats) below the best one are looked at only if their noise demands it.
 _NEAR = 12.0
+_DROPPED = np.float32(1e4)
+"""How far the scores of what a filter drops are put below the others."""
 
 
 def sample(logits: Floats, positions: Sequence[int], sampling: Sampling) -> list[int]:
@@ -140,8 +142,10 @@ def _needs_more(row: Floats, near: Ids, top: np.float32, total: float, sampling:
     return not (reaches_k or reaches_p or reaches_min)
 
 
-def rank_candidates(ids: Ids, logits: Floats, positions: Sequence[int], sampling: Sampling) -> Ids:
-    """A drafter's candidates, best first, by the same noise as the target's.
+def score_candidates(
+    ids: Ids, logits: Floats, positions: Sequence[int], sampling: Sampling
+) -> Floats:
+    """What decides which of a drafter's candidates is chosen: logits under the target's noise.
 
     Args:
         ids: [rows, n] candidate ids, in falling order of logit.
@@ -149,15 +153,30 @@ def rank_candidates(ids: Ids, logits: Floats, positions: Sequence[int], sampling
         positions: [rows] the absolute position that the chosen token will have.
 
     Returns:
+        [rows, n] logits over the temperature plus noise; of what the filters drop, far below the
+        rest. Of greedy sampling, the logits.
+    """
+    if is_greedy(sampling):
+        return logits
+    scores: Floats = logits / np.float32(sampling.temperature)
+    scores = scores + gumbel(np, sampling.seed, positions, ids.astype(np.uint32))
+    if has_filter(sampling):
+        for row in range(ids.shape[0]):
+            scores[row, filter_tokens(logits[row], sampling).size :] -= _DROPPED
+    return scores
+
+
+def rank_candidates(ids: Ids, logits: Floats, positions: Sequence[int], sampling: Sampling) -> Ids:
+    """A drafter's candidates, best first, by the same noise as the target's.
+
+    Arguments as for `score_candidates`.
+
+    Returns:
         [rows, n] the ids reordered by score; what the filters drop comes last.
     """
     if is_greedy(sampling):
         return ids
-    scores = logits / np.float32(sampling.temperature)
-    scores = scores + gumbel(np, sampling.seed, positions, ids.astype(np.uint32))
-    if has_filter(sampling):
-        for row in range(ids.shape[0]):
-            scores[row, filter_tokens(logits[row], sampling).size :] -= np.float32(1e4)
+    scores = score_candidates(ids, logits, positions, sampling)
     order = np.argsort(-scores, axis=-1, kind="stable")
     result: Ids = np.take_along_axis(ids, order, axis=-1)
     return result

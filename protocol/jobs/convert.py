@@ -107,6 +107,8 @@ class FunctionCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     name: str
     call_ms: float
     """Median of a few calls."""
+    tokens: int = 0
+    """That a call computes; 0 if that is not known."""
     load_ms: float = 0.0
     unit: str = ""
     """Where it runs: "reference", or what CoreML's compute plan says."""

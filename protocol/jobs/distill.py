@@ -26,6 +26,9 @@ class DistillProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress")
     done: float
     """Share of the phase's budget, 0 to 1."""
     seconds_left: float
+    """Of this phase."""
+    run_seconds_left: float | None = None
+    """Of the whole run, if it has a time limit."""
     tok_s: float
     loss: float | None = None
     acceptance: float | None = None

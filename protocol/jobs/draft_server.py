@@ -21,6 +21,8 @@ class DraftServerSettings(Settings, frozen=True, kw_only=True):
     backend: BackendName
     model: str = ""
     """Folder of the model; empty for a backend that needs none."""
+    target: str = ""
+    """Folder of the target, for the head backend."""
     lines: bool = False
     """Whether it speaks the line protocol instead of messages."""
     listen: str = ""

@@ -17,6 +17,9 @@ class HardwareReport(msgspec.Struct, frozen=True, kw_only=True):
     """How many of them."""
     matrix_kernels: str
     """What multiplies matrices on a CPU; empty elsewhere."""
+    read_bytes_s: float = 0.0
+    """How fast weights are read: by a product of a matrix, larger than any cache, with a
+    vector, which is what decoding does."""
     coreml: str
     """Version of coremltools; empty if it is not installed."""
     coreml_units: list[str] = []

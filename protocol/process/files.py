@@ -20,6 +20,9 @@ _SUFFIX = ".tmp"
 _LONGEST_NAME = 40
 """Characters of the destination's name in the temporary one: file systems allow 255 bytes."""
 
+_ATTEMPTS = 10
+"""Each takes longer than another thread needs to make one file."""
+
 PRIVATE = 0o600
 """Mode of a file that only its owner may read."""
 PUBLIC = 0o666
@@ -95,6 +98,14 @@ def remove_temporaries(path: Path) -> None:
     for temporary, writer in _temporaries(path.parent, path.name):
         if writer == os.getpid():
             _remove(temporary)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder with all that is in it, and what is put into it meanwhile."""
+    for _ in range(_ATTEMPTS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
 
 
 def remove_leftovers(folder: Path, name: str = "") -> None:

@@ -1,10 +1,12 @@
 """Where a socket listens: paths of Unix sockets, and hosts."""
 
 import ipaddress
+import socket
 
 from protocol.errors import RuntimeFailure
 
 IPC = "ipc://"
+TCP = "tcp://"
 _LONGEST_PATH = 103
 """`sun_path` holds 104 bytes on macOS, 108 on Linux."""
 
@@ -27,3 +29,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def find_tcp_error(address: str, timeout_s: float) -> str:
+    """Why nothing can be reached at `tcp://HOST:PORT`, found out by connecting once; empty if it
+    can be. Resolving a name takes as long as the system lets it."""
+    host, _, port = address.removeprefix(TCP).rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout_s):
+            return ""
+    except (OSError, ValueError, OverflowError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return f"nothing can be reached at {address}: {reason}"

@@ -1,13 +1,13 @@
 """Prompts on their way into the target's KV: in pieces, and those that wait share a pass.
 
 A pass over few tokens costs nearly as much as one over many, so the short prompts of several
-new requests are computed together. A prompt that begins like one in work waits for that one,
-and takes its KV.
+new requests are computed together, and a long one lets them by (`prefill_order`). A prompt that
+begins like one in work waits for that one, and takes its KV.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,6 +16,8 @@ import mlx.core as mx
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Tokens
 from services.batching.forward import Batcher
+from services.batching.pass_memory import PassMemory
+from services.batching.prefill_order import PrefillOrder
 from services.kv.state import SequenceState
 
 _WORTH = 8
@@ -25,8 +27,11 @@ _STALL_S = 0.25
 """How long the answers that are being decoded may wait for a piece of another's prompt."""
 _GRID = 256
 """Distance of checkpoints in a prompt, unless the chunks that were asked for are smaller."""
+_TURNS = 4
+"""Messages that end within that distance may have a checkpoint each."""
 _FIRST = 32
-_LEAST = 16
+LEAST_CHUNK = 16
+"""Tokens."""
 
 
 class Prompted(Protocol):
@@ -62,7 +67,7 @@ class ChunkSizer:
             return self._step
         if not self._tokens_per_s:
             return min(self._step, _FIRST)
-        return min(self._step, max(_LEAST, int(_STALL_S * self._tokens_per_s)))
+        return min(self._step, max(LEAST_CHUNK, int(_STALL_S * self._tokens_per_s)))
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A chunk was computed."""
@@ -78,7 +83,9 @@ class ChunkedPrefill:
         step: most tokens of a pass.
         shares: whether the model takes several sequences in a pass (`packing`).
         checkpoints: whether later prompts may begin in the middle of one.
+        end_ids: tokens that end a message of a chat.
         reader: keeps what a drafter reads of the model.
+        memory: shortens chunks that do not fit, or refuses them.
     """
 
     def __init__(
@@ -88,14 +95,21 @@ class ChunkedPrefill:
         *,
         shares: bool,
         checkpoints: bool = False,
+        end_ids: Collection[int] = (),
         reader: Reader | None = None,
+        memory: PassMemory | None = None,
     ) -> None:
         self._checkpoints = checkpoints
+        self._end_ids = frozenset(end_ids)
         self._reader = reader
-        self._batcher = Batcher(model, 0, read=reader.take if reader is not None else None)
+        self._memory = memory
+        read = reader.take if reader is not None else None
+        self._batcher = Batcher(model, 0, read=read, memory=memory)
         self._shares = shares
         self._chunk_sizer = ChunkSizer(step)
         self._grid = min(step, _GRID)
+        self._least_turn = self._grid // _TURNS
+        self._order = PrefillOrder()
         self._wanted: dict[int, Tokens] = {}
         """By sequence: the prompts in work."""
 
@@ -108,26 +122,32 @@ class ChunkedPrefill:
 
     @contextlib.contextmanager
     def register(self, number: int, tokens: Tokens) -> Iterator[None]:
-        """While this prompt is in work, others may wait for its KV."""
+        """While this prompt is in work, here or elsewhere, others may wait for its KV."""
         self._wanted[number] = tokens
         try:
             yield
         finally:
             del self._wanted[number]
+            self._order.remove(number)
 
     def fill(
-        self, sequence: Prompted, tokens: Tokens, alone: Callable[[], bool]
+        self, number: int, sequence: Prompted, tokens: Tokens, alone: Callable[[], bool]
     ) -> Generator[None]:
         """Make the KV hold these tokens; yields where others may join in or have their turn.
 
         Args:
+            number: under which the prompt was registered.
             sequence: holds a beginning of the tokens.
             tokens: of the whole prompt.
             alone: whether no answer waits meanwhile.
         """
         state = sequence.state
+        self._order.add(number, len(tokens) - state.length, time.perf_counter())
         while state.length < len(tokens):
-            size = self._size(state, alone=alone())
+            size = self._size(state, tokens, alone=alone())
+            if not self._order.may_go(number, size, time.perf_counter()):
+                yield  # another prompt's turn
+                continue
             chunk = tokens[state.length : state.length + size]
             asked = self._batcher.submit(chunk, state, partial(_begin_chunk, state, len(chunk)))
             try:
@@ -142,22 +162,30 @@ class ChunkedPrefill:
                     self._reader.log(sequence, len(sequence.tokens), asked.features)
             finally:
                 self._batcher.withdraw(asked)
+            self._order.on_chunk(number, len(chunk), time.perf_counter() - began)
             sequence.tokens += chunk
             if state.needs_checkpoints and self._checkpoints:
-                state.checkpoint()
+                state.checkpoint(ends_turn=chunk[-1] in self._end_ids)
             if own:
                 self._chunk_sizer.observe(by.rows, time.perf_counter() - began)
             yield
 
-    def _size(self, state: SequenceState, *, alone: bool) -> int:
+    def _size(self, state: SequenceState, tokens: Tokens, *, alone: bool) -> int:
         """Most tokens of the next chunk.
 
-        Where forks begin at checkpoints, chunks end at multiples of a length: a prompt that is
-        resumed goes through the passes of a fresh one, and has its bits.
+        Where forks begin at checkpoints, chunks end at multiples of a length, and with messages
+        of a chat that are not too short: a prompt that is resumed goes through the passes of a
+        fresh one, and has its bits.
         """
         if state.needs_checkpoints:
-            return self._grid - state.length % self._grid
-        return self._chunk_sizer.size(alone=alone)
+            size = self._grid - state.length % self._grid
+            chunk = tokens[state.length : state.length + size]
+            ends = range(self._least_turn, len(chunk))
+            return next((end for end in ends if chunk[end - 1] in self._end_ids), size)
+        size = self._chunk_sizer.size(alone=alone)
+        return (
+            size if self._memory is None else self._memory.fit(state, size, min(size, LEAST_CHUNK))
+        )
 
 
 def _begin_chunk(state: SequenceState, size: int) -> Tokens:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.messages import Tokens
-from services.kv.cache import round_to_bucket
+from services.kv.slots import round_to_bucket
 from services.kv.state import SequenceState
 
 _log = logging.getLogger(__name__)

@@ -2,19 +2,26 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
-from protocol.messages import Tokens
-from services.batching.packing import pack_caches
+from protocol.messages import Sampling, Tokens
+from services.batching.packing import batches_recurrences, pack_pass
+from services.batching.pass_memory import PassMemory
+from services.batching.slot_table import SlotTable
 from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
 from services.mlx.loader import compute_unit
 from services.mlx.traced_forward import TracedForward
+from services.sampling import device
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +42,23 @@ class ForwardPass:
     """Seconds that the model was idle before; for whoever keeps the times."""
     ended: float = 0.0
     """When its first result was there; likewise."""
+    logits: mx.array | None = None
+    """[rows, vocabulary] of a shared pass, until the likeliest tokens are known."""
+    _best: npt.NDArray[np.int32] | None = None
+
+    def best(self, rows: slice) -> npt.NDArray[np.int32]:
+        """The likeliest token after each of these rows, negative if a logit is NaN.
+
+        Of all rows at once: each sequence's own way to the host would cost a launch and a wait.
+        """
+        chosen: Any = self._best
+        if chosen is None:
+            if self.logits is None:
+                raise RuntimeError("a pass of one sequence has no common choice")
+            chosen = np.array(device.begin(self.logits, [], Sampling()))
+            self._best, self.logits = chosen, None
+        own: npt.NDArray[np.int32] = chosen[rows]
+        return own
 
 
 @dataclass(eq=False)
@@ -49,6 +73,8 @@ class BatchRequest:
     """[tokens, head], lazy."""
     features: mx.array | None = None
     """[tokens, width] of what is read of the model beside its logits, lazy."""
+    best: Callable[[], npt.NDArray[np.int32]] | None = None
+    """The likeliest tokens, where they are found for all sequences of a pass at once."""
     by: ForwardPass = field(default_factory=lambda: ForwardPass(0, 0))
     error: Exception | None = None
 
@@ -58,7 +84,7 @@ class Batcher:
 
     A pass has at most `most_rows` tokens, unless a single sequence asks for more. `traced`
     runs the passes of one sequence that it serves. `read` returns what was read of the model in
-    its last pass, None if nothing is.
+    its last pass, None if nothing is. `memory` refuses passes that do not fit.
     """
 
     def __init__(
@@ -67,8 +93,12 @@ class Batcher:
         most_rows: int,
         traced: TracedForward | None = None,
         read: Callable[[], mx.array | None] | None = None,
+        memory: PassMemory | None = None,
     ) -> None:
         self._model = model
+        self._memory = memory
+        self.table: SlotTable | None = None
+        """Of the slots of sequences that share passes, where one attention serves all of them."""
         self._read = read
         self.traced = traced
         self.most_rows = most_rows
@@ -128,6 +158,8 @@ class Batcher:
                 self._run([asked])
 
     def _forward(self, asks: list[BatchRequest]) -> None:
+        if self._memory is not None:
+            self._memory.check([(asked.state, len(asked.tokens)) for asked in asks])
         row: Tokens = []
         ends = []
         for asked in asks:
@@ -140,6 +172,8 @@ class Batcher:
         for asked, end in zip(asks, ends, strict=True):
             rows = slice(end - len(asked.tokens), end)
             asked.logits, asked.by = logits[rows], now
+            if len(asks) > 1:
+                now.logits, asked.best = logits, partial(now.best, rows)
             asked.features = None if features is None else features[rows]
 
     def _call(self, row: mx.array, states: list[SequenceState]) -> mx.array:
@@ -148,9 +182,21 @@ class Batcher:
             batch: mx.array = self._model(row.swapaxes(0, 1), cache=state.caches)
             return batch.swapaxes(0, 1)
         if len(states) > 1:
-            logits: mx.array = self._model(row, cache=pack_caches(states))
+            with self._pack(states) as caches:
+                logits: mx.array = self._model(row, cache=caches)
         elif self.traced is not None and isinstance(state, KVStore) and self.traced.serves(state):
             logits = self.traced(row, state)
         else:
             logits = self._model(row, cache=state.caches)
+            if self.table is not None:
+                self.table.drop_if_empty()
         return logits
+
+    def _pack(self, states: list[SequenceState]) -> AbstractContextManager[Sequence[Any]]:
+        stores = [state for state in states if isinstance(state, KVStore)]
+        caches = None
+        if self.table is not None and len(stores) == len(states):
+            caches = self.table.pack(stores)
+        if caches is not None:
+            return nullcontext(caches)
+        return pack_pass(states, in_batches=batches_recurrences())

@@ -1,4 +1,4 @@
-"""Several sequences in one flat row of tokens: attention part by part, all else at once.
+"""Several sequences in one flat row of tokens: attention and recurrences part by part.
 
 To the linear layers a row is one matrix, so the weights are read once for all sequences.
 A `PackedCache` stands for one layer's caches of all sequences: it hands the model `PackedKV`
@@ -8,8 +8,10 @@ alone. A model that treats keys in a way of its own fails on `PackedKV`, and is 
 `supports_packing`.
 """
 
+import contextlib
+import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -18,13 +20,21 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import ArraysCache, CacheList
 
+from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ModelError
+from services.batching.slot_table import SlotTable, TableKV
 from services.kv.cache import KVStore
+from services.kv.layered import LayeredState, flatten_caches
+from services.kv.recording import record_pass
+from services.kv.shared_recurrence import SharedPass
 from services.kv.state import SequenceState
 from services.mlx import cpu_attention, decode_attention
 from services.mlx.loader import compute_unit
-from services.mlx.rope import allow_branches
+from services.mlx.rope import allow_branches, has_rope
+
+_log = logging.getLogger(__name__)
 
 _NAME = "scaled_dot_product_attention"
 _TOLERANCE = 0.05
@@ -82,14 +92,59 @@ class PackedCache:
         )
 
 
-def pack_caches(states: Sequence[SequenceState]) -> list[PackedCache]:
-    """The caches for one forward over the passes of these sequences, laid end to end."""
+def pack_caches(states: Sequence[SequenceState], shared: SharedPass | None = None) -> list[Any]:
+    """The caches for one forward over the passes of these sequences, laid end to end.
+
+    Layers with recurrent states need the `shared` pass, which must then be in work.
+
+    Raises:
+        TypeError: a layer has a recurrent state that cannot be replayed.
+    """
     positions = [state.positions for state in states]
     borders = [int(end) for end in np.cumsum([len(rows) for rows in positions])[:-1]]
     # One array for all layers: they share the sines of a position by its identity.
     offset = mx.array(np.concatenate(positions), dtype=mx.int32)
-    layers = zip(*(state.caches for state in states), strict=True)
-    return [PackedCache(layer, borders, offset) for layer in layers]
+    sources = iter(_recurrent_sources(states))
+
+    def pack(caches: Sequence[Any]) -> Any:
+        if type(caches[0]) is CacheList:
+            inner = zip(*(cache.caches for cache in caches), strict=True)
+            joined: Any = CacheList
+            return joined(*map(pack, inner))
+        if type(caches[0]) is ArraysCache and shared is not None:
+            return shared.pack(caches, next(sources))
+        return PackedCache(caches, borders, offset)
+
+    return [pack(layer) for layer in zip(*(state.caches for state in states), strict=True)]
+
+
+def batches_recurrences() -> bool:
+    """Whether recurrences of equal length are one batch here: MLX has no kernel of its own for
+    them on CUDA, and each of its steps is a few launches. On a CPU the copies cost more."""
+    return compute_unit() == "cuda"
+
+
+@contextlib.contextmanager
+def pack_pass(states: Sequence[SequenceState], *, in_batches: bool) -> Iterator[list[Any]]:
+    """The caches for one forward over the passes of these sequences, inside this context.
+
+    `in_batches`: see `SharedPass`.
+    """
+    recordings = [state.recording if isinstance(state, LayeredState) else None for state in states]
+    counts = [len(state.positions) for state in states]
+    shared = SharedPass(counts, recordings, in_batches=in_batches)
+    with shared:
+        yield pack_caches(states, shared)
+
+
+def _recurrent_sources(states: Sequence[SequenceState]) -> list[list[int | None]]:
+    """Of each recurrent layer: see `PackedArrays`."""
+    first = states[0]
+    if not any(type(cache) is ArraysCache for cache in flatten_caches(first.caches)):
+        return []
+    if not isinstance(first, LayeredState) or first.replay is None:
+        raise TypeError("recurrent states of an unknown kind take no company")
+    return first.replay.sources
 
 
 _KERNELS: dict[str, Callable[..., mx.array | None]] = {
@@ -111,6 +166,10 @@ def _by_parts(attend: Callable[..., mx.array]) -> Callable[..., mx.array]:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
+        if isinstance(keys, TableKV):
+            if sinks is not None:
+                raise TypeError("attention over a table has no sinks")
+            return keys.attend(queries, keys.buffer, values.buffer, keys.mask, keys.first, scale)
         if not isinstance(keys, PackedKV):
             return attend(queries, keys, values, cache, scale, mask, sinks)
         rows = mx.split(queries, keys.borders, axis=2)
@@ -156,9 +215,10 @@ def enable_packing(model: nn.Module) -> None:
     """Let the model's attention take `PackedKV`, and its RoPE a position per token.
 
     Raises:
-        ModelError: the model has no RoPE that takes positions (see `allow_branches`).
+        ModelError: its RoPE takes no positions (see `allow_branches`).
     """
-    allow_branches(model)
+    if has_rope(model):
+        allow_branches(model)
     for module in {type(layer).__module__ for _, layer in model.named_modules()}:
         home = sys.modules[module]
         if getattr(home, _NAME, None) is scaled_dot_product_attention:
@@ -173,22 +233,104 @@ def supports_packing(model: Any, make_state: Callable[[], SequenceState]) -> boo
         flat = _try_passes(model, make_state, flat=True)
     except (ModelError, AttributeError, TypeError, ValueError, KeyError):
         return False  # attention written out for arrays
+    finally:
+        record_pass(wanted=False)
     distance = np.array(mx.linalg.norm(flat - alone) / mx.linalg.norm(alone))
     return bool(mx.all(mx.isfinite(flat)).item()) and float(distance) < _TOLERANCE
 
 
-def _try_passes(model: Any, make_state: Callable[[], SequenceState], *, flat: bool) -> mx.array:
-    """[5, vocabulary] logits of three tokens after four others, and of the first two of a text."""
+def supports_table(
+    model: Any, make_state: Callable[[], SequenceState], attend: Callable[..., mx.array]
+) -> bool:
+    """Whether two sequences at one table get the logits that each gets alone: tried out.
+
+    `enable_packing` has been called.
+    """
+    try:
+        alone = _try_passes(model, make_state, flat=False)
+        seated = _try_passes(model, make_state, flat=True, table=SlotTable(attend))
+    # Whatever a model does with keys that are not arrays, or a kernel that does not compile.
+    except Exception as error:  # noqa: BLE001
+        _log.info("shared passes of this model attend sequence by sequence: %s", error)
+        return False
+    distance = np.array(mx.linalg.norm(seated - alone) / mx.linalg.norm(alone))
+    return bool(np.isfinite(distance)) and float(distance) < _TOLERANCE
+
+
+def supports_trees(model: Any, make_state: Callable[[], SequenceState]) -> bool:
+    """Whether a token of a tree gets the logits that it gets at the end of a chain: tried out."""
+    tree = read_tree([5, 6, 7, 8, 9], [0, 0, 1, 2])
+    try:
+        allow_branches(model)
+        if not make_state().takes_trees:
+            return False
+        rows = _try_tree(model, make_state(), tree)
+        ends = [_try_tree(model, make_state(), tree.keep(tree.path(row)))[-1] for row in (3, 4)]
+    except (ModelError, AttributeError, TypeError, ValueError, KeyError):
+        return False  # positions or masks in a form of its own
+    alone, flat = mx.stack(ends), rows[3:]
+    distance = np.array(mx.linalg.norm(flat - alone) / mx.linalg.norm(alone))
+    return bool(np.isfinite(distance)) and float(distance) < _TOLERANCE
+
+
+def _try_tree(model: Any, state: SequenceState, tree: TokenTree) -> mx.array:
+    """[rows, vocabulary] logits of a tree after four tokens."""
+    state.append(4)
+    model(mx.array([[1, 2, 3, 4]]), cache=state.caches)
+    state.commit(4)
+    state.append(len(tree)) if tree.is_chain else state.append_tree(tree)
+    rows: mx.array = model(mx.array([tree.tokens]), cache=state.caches)[0]
+    return rows.astype(mx.float32)
+
+
+def _try_passes(
+    model: Any,
+    make_state: Callable[[], SequenceState],
+    *,
+    flat: bool,
+    table: SlotTable | None = None,
+) -> mx.array:
+    """[7, vocabulary] logits of two sequences that share a pass, or do not.
+
+    Of three tokens after four others, and of the first two of a text; then, as one token of
+    each is rejected, of the next one of each.
+    """
     first, second = make_state(), make_state()
     first.append(4)
     model(mx.array([[1, 2, 3, 4]]), cache=first.caches)
-    first.append(3)
+    first.commit(4)
+    tokens = ([5, 6, 7], [8, 9])
     if flat:
-        second.append(2)
-        caches: Any = pack_caches([first, second])
-        row: mx.array = model(mx.array([[5, 6, 7, 8, 9]]), cache=caches)[0]
-        return row.astype(mx.float32)
-    rows = [model(mx.array([[5, 6, 7]]), cache=first.caches)[0]]
-    second.append(2)
-    rows.append(model(mx.array([[8, 9]]), cache=second.caches)[0])
+        rows = [_run_flat(model, (first, second), tokens, table)]
+    else:
+        rows = [_run_alone(model, *one) for one in zip((first, second), tokens, strict=True)]
+    first.commit(6)
+    second.commit(1)
+    for state, stood in ((first, [5, 6]), (second, [8])):
+        owed = stood[len(stood) - state.owed :]
+        rows.append(_run_alone(model, state, [*owed, 10])[-1:])
     return mx.concatenate(rows).astype(mx.float32)
+
+
+def _run_alone(model: Any, state: SequenceState, tokens: list[int]) -> mx.array:
+    state.append(len(tokens) - state.owed)
+    rows: mx.array = model(mx.array([tokens]), cache=state.caches)[0]
+    return rows
+
+
+def _run_flat(
+    model: Any,
+    states: Sequence[Any],
+    tokens: Sequence[list[int]],
+    table: SlotTable | None,
+) -> mx.array:
+    for state, own in zip(states, tokens, strict=True):
+        state.append(len(own))
+    packed: Any = (
+        pack_pass(states, in_batches=batches_recurrences())
+        if table is None
+        else contextlib.nullcontext(table.pack(states))
+    )
+    with packed as caches:
+        rows: mx.array = model(mx.array([[*tokens[0], *tokens[1]]]), cache=caches)[0]
+    return rows

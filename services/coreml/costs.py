@@ -24,6 +24,7 @@ def measure(model: ConvertedModel, calls: int) -> list[FunctionCost]:
             FunctionCost(
                 name=function.name,
                 call_ms=statistics.median(times),
+                tokens=function.tokens,
                 load_ms=getattr(executor, "load_ms", {}).get(function.name, 0.0),
                 unit=unit_of(model, function.name),
                 devices=placement.devices if placement else {},

@@ -6,6 +6,7 @@ from protocol.process.child import run_child
 from protocol.settings import DistillSettings
 from services.distill.run_control import RunControl
 from services.mlx.blas import load_blas
+from services.mlx.lean_imports import leave_out_unused_libraries
 
 
 def run(settings: DistillSettings) -> None:
@@ -13,6 +14,7 @@ def run(settings: DistillSettings) -> None:
     control = RunControl(60 * settings.session_minutes)
     control.listen()
     load_blas(settings.threads)
+    leave_out_unused_libraries()
     # MLX must be imported after the BLAS is in place.
     from services.distill.phases import distill, judge  # noqa: PLC0415
 

@@ -19,6 +19,10 @@ from services.distill.run_control import RunControl
 _ROOM = 16
 """Tokens that an answer must have room for."""
 _LOOK_STEPS = 32
+_SHARE = 1 / 3
+"""Of a run's time that its texts take, unless something else is asked for."""
+_LARGEST_SHARE = 2 / 3
+"""Of a run's time that is left to its texts if they are asked for by number."""
 
 
 def chat_of(settings: DistillSettings) -> ChatFormat:
@@ -55,7 +59,8 @@ class Corpus:
 
     def fill(self, target: Any, vocabulary: int, control: RunControl) -> bool:
         """Generate what is missing; False if the session stopped it."""
-        while self._budget_share() < 1:
+        last_s = 0.0
+        while self._budget_share() < 1 and not self._is_late(control, last_s / 2):
             if control.stopping:
                 return False
             rows, infos = self._next_rows()
@@ -65,25 +70,42 @@ class Corpus:
             started = time.monotonic()
             steps = iter(range(_LOOK_STEPS, 1 << 30, _LOOK_STEPS))
             look = partial(self._report_progress, control, len(infos), steps, started)
-            made = generate(target, vocabulary, rows, chat_of(self._settings), look)
+            enough = partial(self._is_enough, control, started)
+            made = generate(target, vocabulary, rows, chat_of(self._settings), look, enough=enough)
             if made is None:
                 return False
             tokens, kinds = made
             generated = int(((kinds == ANSWER) | (kinds == USER)).sum())
-            seconds = time.monotonic() - started
-            self._shards.add(self._number, tokens, kinds, ShardInfo(infos, generated, seconds))
+            last_s = time.monotonic() - started
+            self._shards.add(self._number, tokens, kinds, ShardInfo(infos, generated, last_s))
             self._number += 1
             self._rows += len(infos)
             self._tokens += generated
-            self._seconds += seconds
+            self._seconds += last_s
         return True
+
+    def _is_late(self, control: RunControl, next_s: float) -> bool:
+        """Whether the texts' time is over, or will be before so much more has passed."""
+        if not self._number:
+            return False
+        settings = self._settings
+        if settings.data_tokens:
+            return control.run_left_s - next_s < (1 - _LARGEST_SHARE) * 60 * settings.minutes
+        return self._budget_share(seconds=next_s) > 1
+
+    def _is_enough(self, control: RunControl, started: float) -> bool:
+        """Whether the batch in work must end for want of time."""
+        settings = self._settings
+        if settings.data_tokens:
+            return control.run_left_s < (1 - _LARGEST_SHARE) * 60 * settings.minutes
+        return self._budget_share(seconds=time.monotonic() - started) >= 1
 
     def _budget_share(self, tokens: int = 0, seconds: float = 0.0) -> float:
         """Share of the budget that is spent, with so much more."""
         settings = self._settings
         if settings.data_tokens:
             return (self._tokens + tokens) / settings.data_tokens
-        minutes = settings.data_minutes or settings.minutes / 2
+        minutes = settings.data_minutes or settings.minutes * _SHARE
         return (self._seconds + seconds) / max(60 * minutes, 1e-9)
 
     def _report_progress(

@@ -1,5 +1,7 @@
 """How good a drafter is: both distributions, position by position, on texts not trained on."""
 
+import math
+import time
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -84,7 +86,13 @@ class DeployedDrafter(NamedTuple):
 
 
 def evaluate(
-    target: Any, drafter: DeployedDrafter, vocabulary: int, texts: Texts, batch: int
+    target: Any,
+    drafter: DeployedDrafter,
+    vocabulary: int,
+    texts: Texts,
+    batch: int,
+    *,
+    seconds: float = math.inf,
 ) -> Figures:
     """Compare the two distributions at every answer token of the texts.
 
@@ -92,7 +100,9 @@ def evaluate(
         target: an mlx-lm model.
         vocabulary: tokens that exist.
         batch: texts per forward pass.
+        seconds: what it may take: the texts that do not fit are left out, but for one pass.
     """
+    started = time.monotonic()
     batches = Batches(texts, min(batch, len(texts.rows)))
     head = None if drafter.head_ids is None else mx.array(drafter.head_ids)
     distribution = TargetDistribution(target, vocabulary, head, drafter.layers)
@@ -109,6 +119,8 @@ def evaluate(
         rows = one.rows[one.positions // tokens.shape[1]]
         lag = np.zeros_like(one.positions) if lags is None else lags.reshape(-1)[one.positions]
         measured.append(_Row(rank[real], overlaps[real], coupled[real], rows[real], lag[real]))
+        if (time.monotonic() - started) * (number + 2) / (number + 1) > seconds:
+            break
     distribution.close()
     whole = _Row(*(np.concatenate(parts) for parts in zip(*measured, strict=True)))
     return _figures(whole, texts)

@@ -25,6 +25,8 @@ Integers = npt.NDArray[np.int32]
 PADDING, GIVEN, USER, ANSWER = range(4)
 """Kinds of tokens in a sequence."""
 
+_SHORTEST_ANSWER = 16
+"""Of every row, however little time there is."""
 _LOOK_EVERY = 32
 """Steps between two looks at whether rows are finished: each waits for the device."""
 
@@ -79,6 +81,11 @@ class _Machine:
         self._temperatures = mx.array(rows.temperatures, dtype=mx.float32)
         shortest = min(map(len, rows.given))
         self._user_ends = shortest + chat.user_tokens
+        prompts_end = max(map(len, rows.given))
+        if rows.invents:
+            prompts_end += chat.user_tokens + len(chat.turn)
+        self.all_answer_from = prompts_end + _SHORTEST_ANSWER
+        """The first position at which every row has some of its answer."""
         first = 0 if rows.invents else self.answering
         self.phase = mx.full((count,), first, dtype=mx.int32)
 
@@ -109,25 +116,28 @@ class _Machine:
 
 
 def generate(
-    model: Any, vocabulary: int, rows: Rows, chat: ChatFormat, stopping: Callable[[], bool]
+    model: Any,
+    vocabulary: int,
+    rows: Rows,
+    chat: ChatFormat,
+    stopping: Callable[[], bool],
+    *,
+    enough: Callable[[], bool] = lambda: False,
 ) -> tuple[Integers, Integers] | None:
-    """Complete the rows.
+    """Complete the rows: their tokens and kinds, both [rows, length], or None if given up.
 
     Args:
         model: an mlx-lm model.
         vocabulary: tokens that exist; a padded head has columns that stand for none.
         stopping: called now and then; if it returns true, the batch is given up.
-
-    Returns:
-        tokens and kinds, both [rows, length], or None if given up.
+        enough: likewise; if it returns true, the rows end where they are, once all answer.
     """
     machine = _Machine(rows, chat)
     store = BatchStore(windows_of(model))
     common = _common(rows.given)
     tokens = [mx.array(machine.given[:, i]) for i in range(common)]
     kinds = [mx.full((len(rows.given),), GIVEN, dtype=mx.int32)] * common
-    fed = mx.stack(tokens, axis=1)
-    phase = machine.phase
+    fed, phase = mx.stack(tokens, axis=1), machine.phase
     for position in range(common, rows.length):
         store.advance(fed.shape[1])
         logits = model(fed, cache=store.caches)[:, -1, :vocabulary]
@@ -140,7 +150,8 @@ def generate(
         if position % _LOOK_EVERY == 0:
             if stopping():
                 return None
-            if bool(mx.all(phase == machine.done).item()):
+            is_cut = position >= machine.all_answer_from and enough()
+            if is_cut or bool(mx.all(phase == machine.done).item()):
                 break
     return _collect(tokens, rows.length), _collect(kinds, rows.length)
 

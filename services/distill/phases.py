@@ -1,5 +1,7 @@
 """The phases of a distillation, in order: texts, training, drafter, figures."""
 
+import math
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +45,8 @@ from services.mlx.target_reader import ReaderDescription, load_reader
 _ROWS = {"cpu": 8, "metal": 64, "cuda": 1024}
 _BATCH = {"cpu": 4, "metal": 8, "cuda": 64}
 _SPARE_BYTES = 64_000_000
+_EVALUATION_SHARE = 0.1
+"""Of a run's time that is kept for what follows training."""
 
 
 class _Plan(NamedTuple):
@@ -75,17 +79,18 @@ def distill(settings: DistillSettings, control: RunControl) -> None:
 
 
 def _distill(settings: DistillSettings, control: RunControl, folder: RunFolder) -> None:
+    _check_minutes(settings)
     target, plan = _target(settings), _plan(settings)
     folder.check_space(_estimate_bytes(settings, target.module, plan))
     state = checkpoint.load(folder.path)
+    trained_s = 0.0 if state is None else state.position.seconds
+    if not settings.steps:
+        generating_s = sum(info.seconds for info in folder.shards.infos())
+        control.limit_run(60 * settings.minutes, generating_s + trained_s)
     # Once training has begun its texts are fixed.
-    if state is None and not settings.texts:
-        corpus = Corpus(settings, folder.shards, _rows(settings))
-        if not corpus.fill(target.module, target.vocabulary.size, control):
-            control.say(DistillFinished(out=settings.out, complete=False))
-            return
-    # The buffers of generation have other shapes than those of training.
-    mx.clear_cache()
+    if state is None and not _fill_texts(settings, folder, target, control):
+        control.say(DistillFinished(out=settings.out, complete=False))
+        return
     sources = _sources(settings, folder)
     texts = join_texts([source.read() for source in sources])
     learned, held = split_texts(texts, settings.held_out, len(settings.temperatures))
@@ -96,23 +101,50 @@ def _distill(settings: DistillSettings, control: RunControl, folder: RunFolder) 
     if settings.init_drafter:
         start_from(student, Path(settings.init_drafter))
     trainer = _trainer(settings, plan, student, target, (learned, held))
-    state = trainer.run(
-        state or trainer.start(), control, lambda reached: checkpoint.save(folder.path, reached)
-    )
+    budget = _training_budget(settings, control, trained_s)
+    save = partial(checkpoint.save, folder.path)
+    state = trainer.run(state or trainer.start(), budget, control, save)
     trainer.close()
-    if Budget(settings.steps, 60 * settings.minutes).share(state.position) < 1:
+    if budget.share(state.position) < 1:
         control.say(DistillFinished(out=settings.out, complete=False))
         return
     control.say(DistillNote("training is done; writing and judging the drafter"))
     drafter = Trained(state.weights, plan.config, head_ids, plan.description)
     export(folder.path, target, drafter)
-    figures = _judge(settings, target, folder.path, held)
+    figures = _judge(settings, target, folder.path, held, control.run_left_s)
     costs = measure(target, folder.path, [int(token) for token in held.tokens[0]])
     seconds = sum(info.seconds for source in sources for info in source.infos())
     facts = _Facts(learned, held, seconds, head_ids)
     report = _report(settings, plan, state, facts, (figures, costs))
     card.write(folder.path, report)
     control.say(_finish_event(settings, report))
+
+
+def _fill_texts(
+    settings: DistillSettings, folder: RunFolder, target: LoadedModel, control: RunControl
+) -> bool:
+    """Generate the run's own texts, if it has any; False if the session stopped it."""
+    if settings.texts:
+        return True
+    corpus = Corpus(settings, folder.shards, _rows(settings))
+    filled = corpus.fill(target.module, target.vocabulary.size, control)
+    # The buffers of generation have other shapes than those of training.
+    mx.clear_cache()
+    return filled
+
+
+def _training_budget(settings: DistillSettings, control: RunControl, trained_s: float) -> Budget:
+    """What training may take over all calls: at least one step."""
+    reserved_s = _EVALUATION_SHARE * 60 * settings.minutes
+    return Budget(settings.steps, max(1e-9, trained_s + control.run_left_s - reserved_s))
+
+
+def _check_minutes(settings: DistillSettings) -> None:
+    if not settings.steps and settings.data_minutes >= settings.minutes and not settings.texts:
+        raise UsageError(
+            f"--data-minutes {settings.data_minutes:g} leave nothing of --minutes "
+            f"{settings.minutes:g} for training; --minutes is for the whole run"
+        )
 
 
 def judge(settings: DistillSettings, control: RunControl) -> None:
@@ -258,8 +290,14 @@ def _greedy_answers(settings: DistillSettings, target: LoadedModel, control: Run
     return join_texts(parts)
 
 
-def _judge(settings: DistillSettings, target: LoadedModel, folder: Path, texts: Texts) -> Figures:
-    """The figures of the drafter in `folder`, as it is deployed."""
+def _judge(
+    settings: DistillSettings,
+    target: LoadedModel,
+    folder: Path,
+    texts: Texts,
+    seconds: float = math.inf,
+) -> Figures:
+    """The figures of the drafter in `folder`, as it is deployed, in about this time."""
     drafter = load(folder)
     if drafter.vocabulary.fingerprint != target.vocabulary.fingerprint:
         raise ModelError(f"{str(folder)!r} does not share the target's vocabulary")
@@ -270,7 +308,9 @@ def _judge(settings: DistillSettings, target: LoadedModel, folder: Path, texts: 
     if reading is not None:
         deployed = deployed._replace(layers=tuple(reading[0].layers), reader=reading[1])
     size = target.vocabulary.size
-    return evaluate(target.module, deployed, size, texts, _training_batch(settings))
+    return evaluate(
+        target.module, deployed, size, texts, _training_batch(settings), seconds=seconds
+    )
 
 
 class _Facts(NamedTuple):

@@ -1,4 +1,4 @@
-"""One call of the process: its voice, its clock, and whether it was asked to stop."""
+"""One call of the process: its voice, its clocks, and whether it was asked to stop."""
 
 import signal
 import sys
@@ -13,10 +13,16 @@ _SAY_EVERY_S = 1.0
 
 
 class RunControl:
-    """Speaks JSON lines on stdout; SIGINT, SIGTERM and the time limit ask it to stop."""
+    """Speaks JSON lines on stdout; SIGINT, SIGTERM and the time limit ask it to stop.
+
+    Args:
+        limit_s: for this call; 0 is no limit.
+    """
 
     def __init__(self, limit_s: float = 0.0) -> None:
-        self._ends = time.monotonic() + limit_s if limit_s else float("inf")
+        self._started = time.monotonic()
+        self._ends = self._started + limit_s if limit_s else float("inf")
+        self._run_ends = float("inf")
         self._asked = False
         self._last_event = 0.0
 
@@ -28,6 +34,15 @@ class RunControl:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         self._asked = True
+
+    def limit_run(self, limit_s: float, spent_s: float) -> None:
+        """The run may take this long over all its calls; earlier ones took `spent_s` of it."""
+        self._run_ends = self._started + limit_s - spent_s
+
+    @property
+    def run_left_s(self) -> float:
+        """Of the run's time, infinite if it has no limit; negative once that is over."""
+        return self._run_ends - time.monotonic()
 
     @property
     def stopping(self) -> bool:
@@ -41,5 +56,8 @@ class RunControl:
             if now - self._last_event < _SAY_EVERY_S and event.done < 1:
                 return
             self._last_event = now
+            if self._run_ends < float("inf"):
+                left_s = max(0.0, self.run_left_s)
+                event = msgspec.structs.replace(event, run_seconds_left=left_s)
         sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
         sys.stdout.flush()

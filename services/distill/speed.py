@@ -63,7 +63,7 @@ def _verify_ms(target: LoadedModel, context: Tokens) -> dict[str, float]:
         times = []
         for _ in range(_REPEATS):
             chain = [context[0]] * count
-            question = Verify(sequence=0, round=0, position=position, chain=chain)
+            question = Verify(sequence=0, round=0, position=position, nodes=chain)
             for answer in verifier.handle(question):
                 if isinstance(answer, VerificationOutcome):
                     times.append(answer.verify_ms)

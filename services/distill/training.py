@@ -101,11 +101,11 @@ class Trainer:
     def run(
         self,
         checkpoint: TrainingCheckpoint,
+        budget: Budget,
         control: RunControl,
         save: Callable[[TrainingCheckpoint], None],
     ) -> TrainingCheckpoint:
         """Train until the budget is spent or the session stops; returns where it ended."""
-        budget = Budget(self._settings.steps, 60 * self._settings.minutes)
         weights, moments, position = checkpoint
         clock = _Clock(position.seconds)
         saved, losses = clock.seconds(), list[float]()

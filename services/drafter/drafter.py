@@ -5,11 +5,12 @@ holds and with what the backend can do before the backend sees it.
 """
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from math import isfinite
 
 import numpy as np
 
+from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ProtocolError
 from protocol.messages import (
     END_OF_BRANCH,
@@ -24,7 +25,15 @@ from protocol.messages import (
     Prepare,
     Tokens,
 )
-from services.drafter.backends.base import DraftBackend, RoundOptions, Rows, TargetReading
+from services.drafter.backends.base import (
+    DraftBackend,
+    DraftedToken,
+    RoundOptions,
+    Rows,
+    TargetReading,
+    TreeDrafting,
+    TreeLayer,
+)
 from services.runtime.inbox import Work
 from services.runtime.sequence_table import SequenceTable, check_rewind
 
@@ -102,71 +111,44 @@ class Drafter:
         )
 
     def _prepare(self, message: Prepare) -> Generator[FromService | None]:
-        started = time.perf_counter()
-        self._check_prepare(message)
+        answers = _Answers(message, [])
+        tree = self._check_prepare(message)
         self._commit(message)
-        options = RoundOptions(message.round, message.held_back)
-        layers = self._backend.prepare(
-            message.sequence, message.chain, message.fan_out, self._clip(message.depth), options
-        )
-        depth = 0
-        for layer in layers:
-            if layer is None:
-                yield None
-                continue
-            depth += 1
-            now = time.perf_counter()
-            yield DraftTree(
-                sequence=message.sequence,
-                round=message.round,
-                depth=depth,
-                outcomes=[(o.accepted, o.bonus) for o in layer.outcomes] if depth == 1 else [],
-                tokens=layer.tokens,
-                confidences=[_to_probability(c) for c in layer.confidences],
-                distributions=layer.distributions,
-                draft_ms=1e3 * (now - started),
-                last=depth == message.depth,
-            )
-            started = time.perf_counter()
+        options, depth = self._options(message), self._clip(message.depth)
+        sequence, fan_out, backend = message.sequence, message.fan_out, self._backend
+        if self._takes_trees and isinstance(backend, TreeDrafting):
+            layers = backend.prepare_tree(sequence, tree, fan_out, depth, options)
+        else:
+            layers = backend.prepare(sequence, tree.tokens, fan_out, depth, options)
+        yield from answers.send(layers)
 
     def _draft(self, message: DraftNow) -> Generator[FromService | None]:
-        started = time.perf_counter()
+        answers = _Answers(message, [(message.accepted, message.pending)])
         self._check_tokens([message.pending])
         self._commit(message)
-        outcome = (message.accepted, message.pending)
-        options = RoundOptions(message.round, message.held_back)
-        depth = 0
-        for drafted in self._backend.draft(
-            message.sequence, message.pending, self._clip(message.count), options
-        ):
-            if drafted is None:
-                yield None
-                continue
-            token, confidence, distribution = drafted
-            depth += 1
-            yield DraftTree(
-                sequence=message.sequence,
-                round=message.round,
-                depth=depth,
-                outcomes=[outcome] if depth == 1 else [],
-                tokens=[token],
-                confidences=[_to_probability(confidence)],
-                distributions=[distribution] if distribution.tokens else [],
-                draft_ms=1e3 * (time.perf_counter() - started),
-                last=depth == message.count,
-            )
-            started = time.perf_counter()
-        if depth < message.count:
-            yield DraftTree(
-                sequence=message.sequence,
-                round=message.round,
-                depth=depth + 1,
-                outcomes=[outcome] if depth == 0 else [],
-                tokens=[END_OF_BRANCH],
-                confidences=[0.0],
-                draft_ms=1e3 * (time.perf_counter() - started),
-                last=True,
-            )
+        if not message.count:
+            return  # it only ends what was being drafted
+        options, count = self._options(message), self._clip(message.count)
+        sequence, pending, backend = message.sequence, message.pending, self._backend
+        layers: Iterable[TreeLayer | None]
+        if options.siblings and isinstance(backend, TreeDrafting):
+            layers = backend.draft_tree(sequence, pending, count, options)
+        else:
+            layers = _as_layers(backend.draft(sequence, pending, count, options))
+        yield from answers.send(layers)
+        yield from answers.finish()
+
+    @property
+    def _takes_trees(self) -> bool:
+        return self._backend.identity.takes_trees
+
+    def _options(self, message: Prepare | DraftNow) -> RoundOptions:
+        return RoundOptions(
+            message.round,
+            message.held_back,
+            siblings=message.siblings if self._takes_trees else 0,
+            grown_siblings=message.grown_siblings,
+        )
 
     def _commit(self, message: Prepare | DraftNow) -> None:
         """Bring the backend up to date; raises ProtocolError if the message does not fit."""
@@ -175,11 +157,14 @@ class Drafter:
         self._backend.commit(message.sequence, message.base, message.tokens)
         self._lengths[message.sequence] = message.base + len(message.tokens)
 
-    def _check_prepare(self, message: Prepare) -> None:
-        self._check_tokens(message.chain)
-        rows, most = len(message.chain), 1 + self._backend.identity.max_draft_tokens
+    def _check_prepare(self, message: Prepare) -> TokenTree:
+        self._check_tokens(message.nodes)
+        rows, most = len(message.nodes), 1 + self._backend.identity.max_draft_tokens
         if not 1 <= rows <= most:
             raise ProtocolError(f"a chain of {rows} tokens is not 1 to {most} long")
+        tree = read_tree(message.nodes, message.parents)
+        if not (tree.is_chain or self._takes_trees):
+            raise ProtocolError("this drafter prepares for chains, not for trees")
         if len(message.fan_out) > rows:
             raise ProtocolError(
                 f"a fan-out of {len(message.fan_out)} lengths does not fit a chain of {rows} tokens"
@@ -188,6 +173,7 @@ class Drafter:
             raise ProtocolError(
                 f"{sum(message.fan_out)} branches are more than {MAX_PREPARED}, the most in a round"
             )
+        return tree
 
     def _clip(self, depth: int) -> int:
         """A backend may always draft less than it is asked for."""
@@ -197,6 +183,62 @@ class Drafter:
         size = self._backend.identity.vocabulary_size
         if size and tokens and max(tokens) >= size:
             raise ProtocolError(f"token {max(tokens)} is not in the vocabulary of {size}")
+
+
+class _Answers:
+    """The trees that answer one message.
+
+    Args:
+        message: what was asked.
+        known: the branch that was asked for; empty: the layers say which branches there are.
+    """
+
+    def __init__(self, message: Prepare | DraftNow, known: list[tuple[int, int]]) -> None:
+        self._message, self._known = message, known
+        self._most = message.depth if isinstance(message, Prepare) else message.count
+        self._began = time.monotonic_ns()
+        self._depth, self._width = 0, 1
+
+    def send(self, layers: Iterable[TreeLayer | None]) -> Generator[FromService | None]:
+        """One tree per layer."""
+        for layer in layers:
+            yield None if layer is None else self._tree(layer)
+
+    def finish(self) -> Generator[FromService]:
+        """A last tree, if there were fewer layers than were asked for."""
+        if self._depth < self._most:
+            ends = [END_OF_BRANCH] * self._width
+            yield self._tree(TreeLayer([], ends, [0.0] * self._width), is_last=True)
+
+    def _tree(self, layer: TreeLayer, *, is_last: bool = False) -> DraftTree:
+        self._depth, self._width = self._depth + 1, len(layer.tokens)
+        outcomes = self._known or [(o.accepted, o.bonus) for o in layer.outcomes]
+        # Where one layer ends the next begins, however long it takes to send the first.
+        now = time.monotonic_ns()
+        began, self._began = self._began, now
+        return DraftTree(
+            sequence=self._message.sequence,
+            round=self._message.round,
+            depth=self._depth,
+            outcomes=outcomes if self._depth == 1 else [],
+            tokens=layer.tokens,
+            parents=layer.parents,
+            confidences=[_to_probability(c) for c in layer.confidences],
+            distributions=layer.distributions,
+            draft_ms=(now - began) / 1e6,
+            at_ns=now,
+            last=is_last or self._depth == self._most,
+        )
+
+
+def _as_layers(drafted: Iterable[DraftedToken | None]) -> Iterator[TreeLayer | None]:
+    """A draft as a tree that does not fork."""
+    for draft in drafted:
+        if draft is None:
+            yield None
+            continue
+        drawn = [draft.distribution] if draft.distribution.tokens else []
+        yield TreeLayer([], [draft.token], [draft.confidence], drawn)
 
 
 def _to_probability(confidence: float) -> float:

@@ -7,10 +7,11 @@ missing. The rest is the backend's own business, and a shorter memory costs acce
 """
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from protocol.decoding.token_tree import TokenTree
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
@@ -20,6 +21,7 @@ from services.drafter.backends.base import (
     RoundOptions,
     Rows,
     TargetReading,
+    TreeDrafting,
     TreeLayer,
 )
 from services.runtime.sequence_table import SequenceTable, check_rewind
@@ -34,6 +36,13 @@ class _Window:
     """Position of the first token that the backend has."""
     held: bool = False
     """Whether the backend has the sequence open, from there on."""
+    states: list[tuple[int, Rows]] = field(default_factory=list)
+    """The target's states that came, with the positions at which they begin."""
+
+    def states_since_first(self) -> list[tuple[int, Rows]]:
+        """Of tokens that the backend has, by its own positions."""
+        cut = [(first, rows[max(0, self.first - first) :]) for first, rows in self.states]
+        return [(max(0, first - self.first), rows) for first, rows in cut if len(rows)]
 
 
 class SlidingContextBackend:
@@ -68,9 +77,14 @@ class SlidingContextBackend:
         window = self._windows.get(sequence)
         if window is None or not isinstance(self._backend, TargetReading):
             return
-        rows = rows[max(0, window.first - first) :]
-        if len(rows):
-            self._backend.read(sequence, max(first, window.first) - window.first, rows)
+        window.states.append((first, rows))
+        # What lies further back will not be in the context again.
+        oldest = first + len(rows) - self._context
+        while window.states[0][0] + len(window.states[0][1]) <= oldest:
+            del window.states[0]
+        if window.held and first + len(rows) > window.first:
+            skipped = max(0, window.first - first)
+            self._backend.read(sequence, first + skipped - window.first, rows[skipped:])
 
     def prepare(
         self,
@@ -87,6 +101,33 @@ class SlidingContextBackend:
         yield from self._make_room(sequence, window, len(chain) + depth)
         shifted = options._replace(shift=window.first)
         yield from self._backend.prepare(sequence, chain, fan_out, depth, shifted)
+
+    def prepare_tree(
+        self,
+        sequence: int,
+        tree: TokenTree,
+        fan_out: list[int],
+        depth: int,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
+    ) -> Generator[TreeLayer | None]:
+        """As `prepare`, for a backend that takes trees."""
+        window, backend = self._windows[sequence], self._backend
+        if not self._roomy(len(tree) + depth) or not isinstance(backend, TreeDrafting):
+            return
+        yield from self._make_room(sequence, window, len(tree) + depth)
+        shifted = options._replace(shift=window.first)
+        yield from backend.prepare_tree(sequence, tree, fan_out, depth, shifted)
+
+    def draft_tree(
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
+    ) -> Generator[TreeLayer | None]:
+        """As `draft`, for a backend that takes trees."""
+        window, backend = self._windows[sequence], self._backend
+        if not self._roomy(1 + count) or not isinstance(backend, TreeDrafting):
+            return
+        yield from self._make_room(sequence, window, 1 + count)
+        shifted = options._replace(shift=window.first)
+        yield from backend.draft_tree(sequence, pending, count, shifted)
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
@@ -122,4 +163,9 @@ class SlidingContextBackend:
             begins = max(0, shape.answer_from - window.first)
             sampling = replace(sampling, logits_options=replace(shape, answer_from=begins))
         yield from self._backend.open(sequence, window.tokens[window.first :], sampling)
+        if isinstance(self._backend, TargetReading):
+            states = window.states_since_first()
+            for first, rows in states:
+                self._backend.read(sequence, first, rows)
+            window.states = [(window.first + first, rows) for first, rows in states]
         window.held = True

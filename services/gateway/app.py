@@ -3,12 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from pathlib import Path
-from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,10 +16,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from protocol.client.async_client import AsyncClient
-from protocol.decoding.grammar_check import GrammarChecker
 from protocol.errors import SsdError, UsageError
-from protocol.messages import Finished, Status, Text
-from protocol.settings import GatewaySettings
+from protocol.gateway import GatewaySettings
+from protocol.messages import Finished, Text
 from services.gateway.auth import Guard
 from services.gateway.body import read_body, to_header
 from services.gateway.dialects.base import Reader, Reading, Reply, merge
@@ -36,13 +31,13 @@ from services.gateway.dialects.responses_reply import read_responses
 from services.gateway.errors import ApiError, ClientLeft, find_prompt_length, to_api_error
 from services.gateway.generation import generate
 from services.gateway.metrics import Metrics
+from services.gateway.models import STATUS_S, Connect, Lease, ServedModel, ServedModels
+from services.gateway.request_log import RequestLog
+from services.gateway.server_info import ServerInfo
 from services.gateway.stream import EventStream, wait_for_disconnect, watch_events
-from services.gateway.task import Choice, Task, TaskPlanner
-from services.gateway.template import ModelText
-from services.gateway.web import render_page
+from services.gateway.task import Choice, Task
 
 _KEEP_ALIVE_S = 5.0
-_STATUS_S = 5.0
 
 _APIS: tuple[tuple[str, Reader], ...] = (
     ("/v1/chat/completions", read_chat),
@@ -52,15 +47,17 @@ _APIS: tuple[tuple[str, Reader], ...] = (
 
 
 class Gateway:
-    """Answers HTTP requests by asking an orchestrator."""
+    """Answers HTTP requests by asking orchestrators.
 
-    def __init__(self, settings: GatewaySettings, client: AsyncClient) -> None:
+    Args:
+        settings: of the gateway.
+        connect: makes the client of an orchestrator.
+    """
+
+    def __init__(self, settings: GatewaySettings, connect: Connect = AsyncClient) -> None:
         self._settings = settings
-        self._client = client
+        self._models = ServedModels(settings, connect)
         self._metrics = Metrics()
-        self._started = int(time.time())
-        self._planner = TaskPlanner(ModelText(Path(settings.model) if settings.model else None))
-        self._grammars = GrammarChecker(settings.model)
         self._conversations = Conversations()
 
     def app(self, key: str) -> ASGIApp:
@@ -100,12 +97,10 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _run(self, application: Starlette) -> AsyncIterator[None]:
-        """The application's life; the process that checks grammars ends with it."""
+        """The application's life; connections and helper processes end with it."""
         del application
-        try:
+        with self._models:
             yield
-        finally:
-            self._grammars.close()
 
     def _routes(self) -> list[Route]:
         return [
@@ -114,12 +109,7 @@ class Gateway:
             Route("/v1/responses/{name}", self._response, methods=["GET", "DELETE"]),
             Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
             *(Route(path, _refuse_api, methods=["GET", "POST"]) for path in _REFUSED),
-            Route("/v1/models", self._models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
-            Route("/", self._page, methods=["GET"]),
-            Route("/recent", self._recent, methods=["GET"]),
-            Route("/health", self._health, methods=["GET"]),
-            Route("/metrics", self._show_metrics, methods=["GET"]),
+            *ServerInfo(self._models, self._metrics).routes(),
         ]
 
     # ------------------------------------------------------------ answers
@@ -128,14 +118,64 @@ class Gateway:
         """The endpoint of an API."""
 
         async def answer(request: Request) -> Response:
-            body = await read_body(request, self._settings.max_body_bytes)
-            reading = read(body, self._settings)
-            if request.headers.get("x-priority", "").lower() == "background":
-                task = dataclasses.replace(reading.task, is_background=True)
-                reading = reading._replace(task=task)
-            return await self._answer(request, reading)
+            log = RequestLog(self._metrics, f"{request.method} {request.url.path}")
+            try:
+                return await self._read_and_answer(request, read, log)
+            except (ApiError, SsdError) as error:
+                log.on_refusal(to_api_error(error) if isinstance(error, SsdError) else error)
+                raise
 
         return answer
+
+    async def _read_and_answer(self, request: Request, read: Reader, log: RequestLog) -> Response:
+        body = await read_body(request, self._settings.max_body_bytes)
+        reading = read(body, self._settings)
+        lease = self._models.lease(reading.task)
+        reply = reading.make_reply(lease.model.name)
+        log.name = reply.name
+
+        def plan() -> Task:
+            return self._adapt(request, read, body, reading.task, lease.model)
+
+        events = self._generate(lease, plan, reply)
+        headers = {_IGNORED: to_header(unknown)} if (unknown := reading.task.unknown) else {}
+        try:
+            if not reading.task.stream:
+                return await self._whole(request, events, reply, log, headers)
+            stream = EventStream(events, reply, log, silence_s=_KEEP_ALIVE_S, headers=headers)
+            await stream.begin(request.receive)
+        except BaseException:
+            lease.close()
+            raise
+        return stream
+
+    def _adapt(
+        self, request: Request, read: Reader, body: bytes, task: Task, model: ServedModel
+    ) -> Task:
+        """The task as it is for a model whose own defaults are known by now."""
+        if model.sampling != self._settings.sampling:
+            task = read(body, replace(self._settings, sampling=model.sampling)).task
+        is_background = request.headers.get("x-priority", "").lower() == "background"
+        return dataclasses.replace(task, is_background=is_background)
+
+    async def _generate(
+        self, lease: Lease, plan: Callable[[], Task], reply: Reply
+    ) -> AsyncGenerator[tuple[int, Text | Finished]]:
+        """The events of all choices, once the model is loaded.
+
+        The model is released at the end, however it comes.
+        """
+        with lease:
+            await lease.await_ready(self._settings.load_timeout_s)
+            task, model = plan(), lease.model
+            choices = model.planner.plan(task)
+            status = await model.client.status(STATUS_S)
+            model.check_drafter(task.drafter, status)
+            reply.open(choices, status)
+            merged = merge([generate(model.client, choice) for choice in choices])
+            async with contextlib.aclosing(merged) as events:
+                async for event in events:
+                    yield event
 
     def _read_responses(self, body: bytes, settings: GatewaySettings) -> Reading:
         return read_responses(body, settings, self._conversations)
@@ -155,41 +195,41 @@ class Gateway:
         """Anthropic's API to count a prompt's tokens."""
         body = await read_body(request, self._settings.max_body_bytes)
         task = parse_count(body, strict=self._settings.strict)
-        question = replace(self._planner.plan(task)[0].request, count_only=True)
-        status = await self._client.status(_STATUS_S)
-        self._check_models(task, status)
-        try:
-            async with contextlib.aclosing(self._client.generate(question)) as events:
-                counts = [e.prompt_tokens async for e in events if isinstance(e, Finished)]
-        except UsageError as error:
-            # A prompt that is too long is counted too.
-            counts = [count] if (count := find_prompt_length(str(error))) else []
-            if not counts:
-                raise
+        with self._models.lease(task) as lease:
+            await self._await_ready(request, lease)
+            model = lease.model
+            question = replace(model.planner.plan(task)[0].request, count_only=True)
+            try:
+                async with contextlib.aclosing(model.client.generate(question)) as events:
+                    counts = [e.prompt_tokens async for e in events if isinstance(e, Finished)]
+            except UsageError as error:
+                # A prompt that is too long is counted too.
+                counts = [count] if (count := find_prompt_length(str(error))) else []
+                if not counts:
+                    raise
         return JSONResponse({"input_tokens": counts[0]})
 
-    async def _answer(self, request: Request, reading: Reading) -> Response:
-        task = reading.task
-        choices = self._planner.plan(task)
-        options = choices[0].request.sampling.logits_options
-        if options is not None and options.grammar:
-            await asyncio.to_thread(self._grammars.check, options.grammar)
-        status = await self._client.status(_STATUS_S)
-        self._check_models(task, status)
-        reply = reading.make_reply(choices, status, self._settings.names[0])
-        headers = {_IGNORED: to_header(task.unknown)} if task.unknown else {}
-        events = merge([generate(self._client, choice) for choice in choices])
-        if not task.stream:
-            return await self._whole(request, events, reply, headers)
-        stream = EventStream(events, reply, self._metrics, silence_s=_KEEP_ALIVE_S, headers=headers)
-        await stream.begin(request.receive)
-        return stream
+    async def _await_ready(self, request: Request, lease: Lease) -> None:
+        """Wait for the model; raises ClientLeft if nobody waits for the answer any more."""
+        if lease.is_ready:
+            return
+        gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
+        ready = asyncio.ensure_future(lease.await_ready(self._settings.load_timeout_s))
+        try:
+            await asyncio.wait({gone, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                raise ClientLeft
+            ready.result()
+        finally:
+            gone.cancel()
+            ready.cancel()
 
     async def _whole(
         self,
         request: Request,
         events: AsyncGenerator[tuple[int, Text | Finished]],
         reply: Reply,
+        log: RequestLog,
         headers: dict[str, str],
     ) -> Response:
         gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
@@ -197,9 +237,12 @@ class Gateway:
             async with contextlib.aclosing(watch_events(events, gone, _KEEP_ALIVE_S)) as watched:
                 async for numbered in watched:
                     if numbered is not None:
-                        self._take(reply.choices[numbered[0]], numbered[1])
-        except (SsdError, ClientLeft) as error:
-            self._metrics.count_failure("cancelled" if isinstance(error, ClientLeft) else "error")
+                        _take(reply.choices[numbered[0]], numbered[1], log)
+        except SsdError as error:
+            log.on_failure(to_api_error(error))
+            raise
+        except ClientLeft:
+            log.on_departure()
             raise
         finally:
             gone.cancel()
@@ -207,94 +250,15 @@ class Gateway:
             choice.transcript.end(cut_off=choice.is_cut_off)
         return JSONResponse(reply.whole(), headers=headers)
 
-    def _take(self, choice: Choice, event: Text | Finished) -> None:
-        if isinstance(event, Text):
-            choice.transcript.push(event)
-            return
-        choice.finished = event
-        self._metrics.count_answer(event, choice.transcript.tokens, choice.request.mode)
-        if event.reason == "cancelled":
-            raise ApiError(503, "the request was cancelled", code="cancelled")
 
-    def _check_models(self, task: Task, status: Status) -> None:
-        """This server has one pair; a client that wants another is not left in the dark."""
-        names = self._settings.names
-        if task.model is not None and task.model not in names:
-            raise ApiError(
-                404,
-                f"there is no model {task.model!r} here, only {names[0]!r}",
-                code="model_not_found",
-                param="model",
-            )
-        if task.drafter is None:
-            return
-        drafter = next((s for s in status.services if s.role == "drafter"), None)
-        here = {drafter.model, _last(drafter.model), drafter.backend} - {""} if drafter else set()
-        if task.drafter not in here:
-            raise ApiError(
-                404,
-                f"the drafter {task.drafter!r} is not running here; running: "
-                f"{', '.join(sorted(here)) or 'none'}",
-                code="model_not_found",
-                param="draft_model",
-            )
-
-    # ------------------------------------------------------------ about the server
-
-    async def _models(self, request: Request) -> Response:
-        del request
-        card = self._card(self._settings.names[0])
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": [card],
-                # As Anthropic's clients read it.
-                "has_more": False,
-                "first_id": card["id"],
-                "last_id": card["id"],
-            }
-        )
-
-    async def _model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in self._settings.names:
-            raise ApiError(404, f"there is no model {name!r} here", code="model_not_found")
-        return JSONResponse(self._card(name))
-
-    def _card(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "local",
-            "type": "model",
-            "display_name": name,
-            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started)),
-        }
-
-    async def _health(self, request: Request) -> Response:
-        status = await self._client.status(_STATUS_S)
-        roles = {service.role for service in status.services}
-        healthy = "verifier" in roles
-        state = "ok" if "drafter" in roles else "no drafter: decoding plainly"
-        body: dict[str, Any] = {"status": state if healthy else "no verifier"}
-        if request.state.trusted:
-            body["stack"] = msgspec.to_builtins(status)
-        return JSONResponse(body, status_code=200 if healthy else 503)
-
-    async def _page(self, request: Request) -> Response:
-        del request
-        return render_page()
-
-    async def _recent(self, request: Request) -> Response:
-        """For the page: what the last answers were like."""
-        del request
-        return JSONResponse({"answers": list(self._metrics.recent)})
-
-    async def _show_metrics(self, request: Request) -> Response:
-        del request
-        page = self._metrics.page(await self._client.status(_STATUS_S))
-        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+def _take(choice: Choice, event: Text | Finished, log: RequestLog) -> None:
+    if isinstance(event, Text):
+        choice.transcript.push(event)
+        return
+    choice.finished = event
+    log.on_answer(choice, event)
+    if event.reason == "cancelled":
+        raise ApiError(503, "the request was cancelled", code="cancelled")
 
 
 _IGNORED = "X-Ignored-Fields"
@@ -310,10 +274,6 @@ _REFUSED = {
 async def _refuse_api(request: Request) -> Response:
     """An API that clients may look for."""
     raise ApiError(404, _REFUSED[request.url.path], code="unknown_url")
-
-
-def _last(path: str) -> str:
-    return path.rstrip("/").rsplit("/", 1)[-1]
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

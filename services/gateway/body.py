@@ -16,6 +16,7 @@ import msgspec
 import msgspec.inspect as types
 from starlette.requests import ClientDisconnect, Request
 
+from protocol.validation import describe
 from services.gateway.errors import ApiError, ClientLeft
 
 T = TypeVar("T")
@@ -111,10 +112,9 @@ def _log_unknown(name: str) -> None:
 
 def to_field_error(error: msgspec.ValidationError) -> ApiError:
     """The error of a field that does not fit, with its path."""
-    sentence = str(error)
-    place = _PLACE.search(sentence)
+    place = _PLACE.search(str(error))
     path = place["path"] if place else ""
-    return ApiError(400, sentence, code="invalid_value", param=path or None)
+    return ApiError(400, describe(error), code="invalid_value", param=path or None)
 
 
 def check_free_form(value: Any, where: str) -> None:

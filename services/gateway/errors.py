@@ -127,9 +127,11 @@ def _refuse(why: str) -> ApiError:
     return ApiError(400, why, code="invalid_value", param=param)
 
 
-def to_api_error(error: SsdError) -> ApiError:
+def to_api_error(error: SsdError | ApiError) -> ApiError:
     """What a failure of the stack is over HTTP."""
     match error:
+        case ApiError():
+            return error
         case UsageError():
             return _refuse(str(error))
         case Busy():

@@ -18,7 +18,7 @@ async def generate(client: AsyncClient, choice: Choice) -> AsyncGenerator[Text |
     """
     limit = choice.thought_limit
     tokens: Tokens = []
-    async with contextlib.aclosing(client.generate(choice.request)) as events:
+    async with contextlib.aclosing(client.generate(choice.request, choice.on_progress)) as events:
         async for event in events:
             yield event
             if limit is None or isinstance(event, Finished):

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import uvicorn
 
-from protocol.client.async_client import AsyncClient
 from protocol.errors import UsageError
+from protocol.gateway import GatewaySettings
 from protocol.process.child import run_child
-from protocol.settings import GatewaySettings
 from services.gateway.app import Gateway
 
 _KEEP_ALIVE_S = 30
@@ -19,19 +18,17 @@ _SHUTDOWN_S = 1
 
 def run(settings: GatewaySettings) -> None:
     """Serve HTTP on the socket that the supervisor listens on, until told to end."""
-    key = _key(settings.key_file)
-    with AsyncClient(settings.clients_address) as client:
-        config = uvicorn.Config(
-            Gateway(settings, client).app(key),
-            log_config=None,
-            log_level=settings.log_level,
-            access_log=settings.log_level == "debug",
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_SHUTDOWN_S,
-        )
-        with socket.socket(fileno=settings.listener) as listener:
-            uvicorn.Server(config).run(sockets=[listener])
+    config = uvicorn.Config(
+        Gateway(settings).app(_key(settings.key_file)),
+        log_config=None,
+        log_level=settings.log_level,
+        access_log=settings.log_level == "debug",
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
+    with socket.socket(fileno=settings.listener) as listener:
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 def _key(file: str) -> str:

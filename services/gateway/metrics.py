@@ -1,7 +1,7 @@
 """Metrics for Prometheus: counts of everything that this gateway answered."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -140,12 +140,13 @@ class Metrics:
         if tokens > 1:
             self._per_token.observe(s.decode_s / (tokens - 1))
 
-    def page(self, status: Status) -> bytes:
-        """Everything, in Prometheus' text format."""
-        self._running.set(status.active)
-        self._waiting.set(status.waiting)
-        self._dropped.set(status.dropped)
-        self._speculating.set(status.planner.speculating)
-        self._num_draft_tokens.set(status.planner.num_draft_tokens)
-        self._fan_out.set(status.planner.branches)
+    def page(self, statuses: Sequence[Status]) -> bytes:
+        """Everything, in Prometheus' text format; what several models do is added up."""
+        plans = [status.planner for status in statuses]
+        self._running.set(sum(status.active for status in statuses))
+        self._waiting.set(sum(status.waiting for status in statuses))
+        self._dropped.set(sum(status.dropped for status in statuses))
+        self._speculating.set(any(plan.speculating for plan in plans))
+        self._num_draft_tokens.set(max((plan.num_draft_tokens for plan in plans), default=0))
+        self._fan_out.set(max((plan.branches for plan in plans), default=0))
         return generate_latest(self._registry)

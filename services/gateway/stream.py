@@ -12,7 +12,7 @@ from protocol.errors import SsdError
 from protocol.messages import Finished, Text
 from services.gateway.dialects.base import Reply
 from services.gateway.errors import ApiError, ClientLeft, to_api_error
-from services.gateway.metrics import Metrics
+from services.gateway.request_log import RequestLog
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[tuple[int, Text | Finished]],
         reply: Reply,
-        metrics: Metrics,
+        log: RequestLog,
         *,
         silence_s: float,
         headers: Mapping[str, str],
@@ -76,7 +76,7 @@ class EventStream(Response):
         del self.headers["content-length"]  # nobody knows it yet
         self._source = events
         self._reply = reply
-        self._metrics = metrics
+        self._log = log
         self._silence_s = silence_s
         self._gone: asyncio.Task[None] | None = None
         self._events: AsyncGenerator[tuple[int, Text | Finished] | None] | None = None
@@ -87,22 +87,25 @@ class EventStream(Response):
         """Wait for the first event, or for the time after which a client wants a sign of life.
 
         Raises:
-            SsdError: the request was refused.
+            SsdError, ApiError: the request was refused.
             ClientLeft: the client went away.
         """
         self._gone = asyncio.ensure_future(wait_for_disconnect(receive))
         self._events = watch_events(self._source, self._gone, self._silence_s)
         try:
             self._first = await anext(self._events)
-        except SsdError as error:
+        except (SsdError, ApiError) as error:
             self._gone.cancel()
-            self._metrics.count_failure("error")
             self._refusal = to_api_error(error)
+            self._log.on_failure(self._refusal)
             if self._refusal.code not in self._reply.streamed_refusals:
                 raise
         except BaseException as error:
             self._gone.cancel()
-            self._metrics.count_failure("cancelled" if isinstance(error, ClientLeft) else "error")
+            if isinstance(error, ClientLeft):
+                self._log.on_departure()
+            else:
+                self._log.on_failure(ApiError(500, f"internal error: {type(error).__name__}"))
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,7 +118,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientLeft:
-            self._metrics.count_failure("cancelled")
+            self._log.on_departure()
         finally:
             if self._gone is not None:
                 self._gone.cancel()
@@ -136,19 +139,33 @@ class EventStream(Response):
                     for chunk in self._render(event):
                         yield chunk
             ending = self._reply.end()
-        except SsdError as error:
-            self._metrics.count_failure("error")
-            ending = self._reply.fail(to_api_error(error))
+        except (SsdError, ApiError) as error:
+            failure = to_api_error(error)
+            self._log.on_failure(failure)
+            ending = self._reply.fail(failure)
         for chunk in ending:
             yield chunk
 
+    def _comments(self) -> list[bytes]:
+        """What is waited for, for people who look at the stream; clients ignore comments."""
+        if not self._reply.choices:
+            return [b": the model is being loaded\n\n"]
+        waiting = [
+            choice.progress for choice in self._reply.choices if not choice.transcript.tokens
+        ]
+        return [
+            f": prefill {one.computed} of {one.prompt_tokens} tokens\n\n".encode()
+            for one in waiting
+            if one is not None
+        ]
+
     def _render(self, numbered: tuple[int, Text | Finished] | None) -> list[bytes]:
         if numbered is None:
-            return [self._reply.keep_alive()]
+            return [*self._comments(), self._reply.keep_alive()]
         choice, event = self._reply.choices[numbered[0]], numbered[1]
         if isinstance(event, Text):
             return self._reply.add(choice, choice.transcript.push(event))
         choice.finished = event
-        self._metrics.count_answer(event, choice.transcript.tokens, choice.request.mode)
         rest = choice.transcript.end(cut_off=choice.is_cut_off)
+        self._log.on_answer(choice, event)
         return self._reply.finish(choice, rest)

@@ -1,5 +1,6 @@
 """A request for an answer, whichever API it came through, and what the orchestrator is asked."""
 
+import itertools
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,9 +10,18 @@ import msgspec
 from msgspec.structs import replace
 
 from protocol.decoding.grammar import MAX_GRAMMAR_BYTES, json_grammar
+from protocol.decoding.model_sampling import merge_options
 from protocol.decoding.sampling_params import check_sampling
 from protocol.errors import RuntimeFailure, UsageError
-from protocol.messages import ChatMessage, Finished, Generate, LogitsOptions, Sampling, Tokens
+from protocol.messages import (
+    ChatMessage,
+    Finished,
+    Generate,
+    LogitsOptions,
+    Progress,
+    Sampling,
+    Tokens,
+)
 from services.gateway.body import check_free_form, to_field_error
 from services.gateway.errors import invalid, refuse_value
 from services.gateway.reasoning import ThoughtLimit
@@ -37,6 +47,8 @@ class PromptInput:
     answer_start: str = ""
     """What the answer to the conversation begins with; the client has it already."""
     text: str = ""
+    suffix: str = ""
+    """What follows the continuation of the text."""
     tokens: Tokens = field(default_factory=list)
 
 
@@ -91,6 +103,12 @@ class Choice:
     transcript: Transcript
     thought_limit: ThoughtLimit | None = None
     finished: Finished | None = None
+    progress: Progress | None = None
+    """How much of its prompt is computed, while that takes long."""
+
+    def on_progress(self, progress: Progress) -> None:
+        """More of its prompt is computed."""
+        self.progress = progress
 
     @property
     def end(self) -> Finished:
@@ -108,7 +126,9 @@ class Choice:
 class TaskPlanner:
     """Turns tasks into requests to the orchestrator, for one model."""
 
-    def __init__(self, text: ModelText) -> None:
+    def __init__(self, text: ModelText, *, max_draft_tokens: int = 0) -> None:
+        self._max_draft_tokens = max_draft_tokens
+        self._numbers = itertools.count(1)
         self._text = text
         self._format = find_answer_format(text)
 
@@ -184,9 +204,9 @@ class TaskPlanner:
         messages = self._fit_system(messages)
         try:
             return Generate(
-                request=1,
+                request=next(self._numbers),
                 messages=messages,
-                text=prompt.text,
+                text=self._write_text(prompt),
                 tokens=prompt.tokens,
                 tools=tools,
                 template_options=options,
@@ -197,11 +217,23 @@ class TaskPlanner:
                 stop=task.stop,
                 mode="ar" if task.plain else "ssd",
                 num_draft_tokens=task.num_draft_tokens,
+                max_draft_tokens=self._max_draft_tokens,
                 is_background=task.is_background,
+                progress=task.stream,
                 choose_saguaro=task.choose_saguaro,
             )
         except msgspec.ValidationError as error:
             raise to_field_error(error) from error
+
+    def _write_text(self, prompt: PromptInput) -> str:
+        """The text that the model continues."""
+        if not prompt.suffix:
+            return prompt.text
+        text = self._text.fill_in(prompt.text, prompt.suffix)
+        if text is None:
+            why = "this model has no tokens for filling in; leave it out to continue the prompt"
+            raise refuse_value("suffix", why)
+        return text
 
     def _fit_system(self, messages: list[ChatMessage]) -> list[ChatMessage]:
         """System messages where the template takes them; elsewhere they are the user's."""
@@ -284,14 +316,12 @@ def make_sampling(
     asked: dict[str, Any] = {
         n: value for n, value in (penalties or {}).items() if value is not None
     }
-    options = LogitsOptions(
-        logit_bias=tuple(sorted((int(t), value) for t, value in (bias or {}).items() if value)),
-        **asked,
-    )
+    if bias:
+        asked["logit_bias"] = tuple(sorted((int(t), value) for t, value in bias.items() if value))
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return replace(
         defaults,
         seed=secrets.randbits(31) if seed is None else seed % 2**63,
-        logits_options=options if options != LogitsOptions() else None,
+        logits_options=merge_options(defaults.logits_options, asked),
         **chosen,
     )

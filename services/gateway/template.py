@@ -4,7 +4,6 @@ Read from the model folder, without `transformers`. The orchestrator renders pro
 the question is answered how a prompt ends, because an answer may begin within a thought.
 """
 
-import datetime
 import json
 import logging
 from collections.abc import Mapping
@@ -12,12 +11,26 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import msgspec
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from protocol.decoding.chat_template import compile_template, limit_work
 
 _log = logging.getLogger(__name__)
+
+_RENDER_S = 0.5
+_RENDER_BYTES = 512 << 20
+"""Far more than any template takes for a few words."""
+
+_PREFIX_FIRST = "{0}{prefix}{1}{suffix}{2}"
+_SUFFIX_FIRST = "{1}{suffix}{0}{prefix}"
+_FILL_IN = (
+    (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), _PREFIX_FIRST),
+    (("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), _PREFIX_FIRST),
+    (("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"), _PREFIX_FIRST),
+    (("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"), _PREFIX_FIRST),  # noqa: RUF001
+    (("[PREFIX]", "[SUFFIX]"), _SUFFIX_FIRST),
+)
+"""Tokens by which models fill in a text, and how they stand."""
 
 _PROBE = "What is the answer to this question?"
 
@@ -63,6 +76,13 @@ class ModelText:
             return {}
         return {token.content: token.special for token in tokens}
 
+    def fill_in(self, prefix: str, suffix: str) -> str | None:
+        """The prompt for what stands between the two; None if the model has no tokens for it."""
+        for marks, layout in _FILL_IN:
+            if all(mark in self.added_tokens for mark in marks):
+                return layout.format(*marks, prefix=prefix, suffix=suffix)
+        return None
+
     def prompt_end(self, options: Mapping[str, Any]) -> str:
         """What the template puts between the user's last word and the answer.
 
@@ -83,30 +103,19 @@ def _render(template: str, roles: tuple[str, ...], options: bytes) -> str:
     """A prompt in which each turn is the probe; empty if there is none."""
     if not template:
         return ""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, **more: json.dumps(
-        value, ensure_ascii=False, **more
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
-        text = environment.from_string(template).render(
-            messages=[{"role": role, "content": _PROBE} for role in roles],
-            add_generation_prompt=True,
-            **msgspec.json.decode(options),
-        )
+        with limit_work(_RENDER_S, _RENDER_BYTES):
+            text = compile_template(template).render(
+                messages=[{"role": role, "content": _PROBE} for role in roles],
+                add_generation_prompt=True,
+                **msgspec.json.decode(options),
+            )
     # A template is a program of the model's makers: anything may go wrong in it.
     except Exception as error:  # noqa: BLE001
-        _log.info("the chat template refuses the roles %s: %s", ", ".join(roles), error)
+        why = str(error) or type(error).__name__
+        _log.info("the chat template refuses the roles %s: %s", ", ".join(roles), why)
         return ""
     return text
-
-
-def _raise_exception(message: str) -> None:
-    """What chat templates call to refuse a conversation."""
-    raise jinja2.TemplateError(message)
 
 
 def _read_template(folder: Path, config: dict[str, Any]) -> str:

@@ -7,7 +7,15 @@ from importlib.resources import files
 
 from starlette.responses import HTMLResponse
 
-_SOURCE = (files("services.gateway") / "page.html").read_text(encoding="utf-8")
+_FOLDER = files("services.gateway") / "page"
+
+
+def _read(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+_SOURCE = re.sub(r"{{ ([a-z.]+) }}", lambda part: _read(part[1]), _read("page.html"))
+"""With its style and its scripts in their places."""
 
 
 def render_page() -> HTMLResponse:

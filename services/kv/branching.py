@@ -18,8 +18,11 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from services.kv.cache import KVStore, SlotCache
-from services.kv.replay import Recording, ReplayPlan
+from protocol.decoding.token_tree import TokenTree
+from services.kv.cache import KVStore
+from services.kv.recording import Recording, record_pass
+from services.kv.replay import ReplayPlan
+from services.kv.slots import SlotCache
 
 _PASSES = 8
 """Passes of the trunk that can be gone back into."""
@@ -88,6 +91,7 @@ class BranchingState:
 
     needs_checkpoints = True
     owed = 0
+    most_owed = 0
 
     def __init__(
         self, make_caches: Callable[[], Sequence[Any]], plan: ReplayPlan, *, bucketed: bool
@@ -132,7 +136,7 @@ class BranchingState:
         self._set(self._states_at(start), in_batch=False)
         self._tree = []
         self._store.chain(count)
-        self._recording = self._plan.record() if 1 < count <= _MOST_RECORDED else None
+        self._recording = record_pass(wanted=1 < count <= _MOST_RECORDED)
         recording = self._recording
 
         def settle() -> None:
@@ -163,6 +167,7 @@ class BranchingState:
         else:
             states = self._tree[-1].states
         self._set(states, in_batch=True)
+        record_pass(wanted=False)
         self._store.branches(start, positions, visible)
         self._open = lambda: self._tree.append(_Depth(start, self._now()))
 
@@ -231,6 +236,19 @@ class BranchingState:
         """See `SequenceState`."""
         self.trim(length)
 
+    @property
+    def takes_trees(self) -> bool:
+        """A trunk's pass is over a chain."""
+        return False
+
+    def append_tree(self, tree: TokenTree) -> None:
+        """Raises ValueError: a recurrence has no branches in a row."""
+        raise ValueError(f"a recurrent state takes no tree of {len(tree)} tokens")
+
+    def commit_rows(self, rows: Sequence[int]) -> None:
+        """As `append_tree`."""
+        raise ValueError(f"a recurrent state has no rows {list(rows)} of a tree")
+
     def suspend(self) -> Any:
         """Raises ValueError: a drafter does not run ahead of its tokens."""
         raise ValueError("a drafter's pass cannot be suspended")
@@ -272,7 +290,7 @@ class BranchingState:
         new._points[length] = states
         return new
 
-    def checkpoint(self) -> None:
+    def checkpoint(self, *, ends_turn: bool = False) -> None:
         """Nothing: the last passes are held."""
 
     @property

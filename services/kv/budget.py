@@ -1,43 +1,52 @@
 """How many tokens of KV fit into the memory that is meant for them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-import psutil
 
-from services.kv.cache import BUCKET
+from services.kv.slots import BUCKET
 from services.kv.state import SequenceState
-from services.mlx.loader import compute_unit
+from services.mlx.free_memory import free_for_mlx
 
 _SHARE = 0.5
 """Of the free memory, where nothing was said: the rest is for drafts, prompts and the system."""
 
 
-def kv_tokens(model: Any, make_state: Callable[[], SequenceState], kv_bytes: int) -> int:
-    """Tokens that fit into `kv_bytes`; 0 bytes stand for a share of what is free now.
+class KVSize(NamedTuple):
+    """Memory of one sequence's state."""
 
-    Returns 0, which means any number, if a token adds nothing, or the free memory is unknown.
-    """
-    budget = kv_bytes or int(_SHARE * _free_bytes())
-    if not budget:
-        return 0
+    per_token: int
+    """Bytes, in the long run."""
+    fixed: int
+    """What a sequence holds besides its tokens: windows and recurrent states."""
+
+
+class KVTokens(NamedTuple):
+    """What the states of all sequences may hold together."""
+
+    tokens: int
+    """0 stands for any number."""
+    limit: str
+    """What it follows from, for people."""
+
+
+def measure_kv(model: Any, make_state: Callable[[], SequenceState]) -> KVSize:
+    """Ask the model for shapes; nothing is computed."""
     state = make_state()
     state.append(1, whole=True)
-    model(mx.array([[1]]), cache=state.caches)  # lazy: only shapes are asked for
+    model(mx.array([[1]]), cache=state.caches)
     state.commit(1)
-    if not state.bytes_per_token:
-        return 0
-    return max(1, (budget - _count_fixed_bytes(state)) // state.bytes_per_token)
+    per_token = state.bytes_per_token
+    return KVSize(per_token, max(0, state.nbytes - BUCKET * per_token))
 
 
-def _count_fixed_bytes(state: SequenceState) -> int:
-    """What a sequence holds besides its tokens: windows and recurrent states."""
-    return max(0, state.nbytes - BUCKET * state.bytes_per_token)
-
-
-def _free_bytes() -> int:
-    if compute_unit() == "cuda":
-        info: dict[str, Any] = mx.device_info()
-        return int(info.get("free_memory", info.get("total_memory", 0)))
-    return psutil.virtual_memory().available
+def count_kv_tokens(size: KVSize, kv_bytes: int) -> KVTokens:
+    """Tokens that fit into `kv_bytes`; 0 bytes stand for a share of what is free now."""
+    free = free_for_mlx()
+    budget, limit = kv_bytes, "kv_bytes"
+    if not kv_bytes:
+        budget, limit = int(_SHARE * free.bytes), f"kv_bytes; half of what {free.limit} leaves"
+    if not size.per_token:
+        return KVTokens(0, limit)
+    return KVTokens(max(1, (budget - size.fixed) // size.per_token), limit)

@@ -1,18 +1,14 @@
 """KV memory in slots: one buffer per layer, an append-only trunk and scratch slots behind it.
 
-mlx-lm asks a cache for its mask (`make_mask`), for the RoPE offset (`offset`) and to store
-keys and values (`update_and_fetch`). A `SlotCache` answers all three from the current
-`Frame`, which its `KVStore` sets before each forward. So one flat sequence of tokens can be
-a chain (a prompt, a verification) or a row of parallel branches, each token with its own
+A `KVStore` sets the `Frame` before each forward (`kv.slots`). So one flat sequence of tokens can
+be a chain (a prompt, a verification) or a row of parallel branches, each token with its own
 position and its own view of the slots, and no KV is ever copied to make a branch.
 
 Sliding-window layers of a `KVStore` keep all slots; the window is a condition in the mask, as
 a tree of branches needs it. Targets hold the window alone (`kv.window`).
 """
 
-import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -20,102 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from protocol.decoding.token_tree import TokenTree
 from protocol.errors import ModelError
-
-BUCKET = 256
-"""Slots a buffer grows by, and the bucket of key lengths on CUDA."""
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One forward's view of the slots. The new tokens go to slots [start, start + count)."""
-
-    start: int
-    count: int
-    offset: int | mx.array
-    """RoPE positions: the first of a chain, or [count] of parallel branches."""
-    positions: npt.NDArray[np.int64]
-    """[start + count] position of the token in each slot."""
-    visible: npt.NDArray[np.bool_] | None
-    """[count, start + count] which slots each new token sees; None for a chain."""
-
-
-class SlotCache:
-    """One layer's keys and values; what mlx-lm takes for a KV cache."""
-
-    def __init__(self, store: "KVStore", window: int | None) -> None:
-        # The store owns its caches; a cycle would keep a closed sequence's KV until the
-        # garbage collector comes by.
-        self._store: KVStore = weakref.proxy(store)
-        self.window = window
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
-
-    @property
-    def stores(self) -> list["KVStore"]:
-        """The one sequence whose layer this is (see `PackedCache.stores`)."""
-        return [self._store]
-
-    @property
-    def offset(self) -> int | mx.array:
-        """What mlx-lm passes to RoPE: a position, or an array of them."""
-        return self._store.frame.offset
-
-    def make_mask(
-        self, n: int, *, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
-        """The attention mask of the current frame; `n` is the frame's count."""
-        if n != self._store.frame.count:
-            raise ValueError(f"the model asks for a mask of {n}, not {self._store.frame.count}")
-        return self._store.mask(window_size or self.window, as_array=return_array)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store [1, heads, count, size] at the frame's slots; return all slots up to there."""
-        frame = self._store.frame
-        end = frame.start + frame.count
-        self.keys = _store_rows(self.keys, keys, frame.start)
-        self.values = _store_rows(self.values, values, frame.start)
-        key_length = self._store.key_length(end)
-        return self.keys[..., :key_length, :], self.values[..., :key_length, :]
-
-    def move(self, slots: mx.array, to: int) -> None:
-        """Copy the rows in `slots` to the consecutive slots from `to` on."""
-        if self.keys is None or self.values is None:
-            raise ValueError("an empty cache has no slots to move")
-        end = to + slots.size
-        self.keys[..., to:end, :] = mx.take(self.keys, slots, axis=2)
-        self.values[..., to:end, :] = mx.take(self.values, slots, axis=2)
-
-    def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
-        """The buffers up to the current frame's end; for layers that read another's."""
-        if self.keys is None or self.values is None:
-            return None, None
-        limit = self._store.key_length(self._store.frame.start + self._store.frame.count)
-        return self.keys[..., :limit, :], self.values[..., :limit, :]
-
-    @property
-    def state(self) -> list[mx.array]:
-        """The buffers, for evaluation."""
-        return [array for array in (self.keys, self.values) if array is not None]
-
-
-def round_to_bucket(length: int) -> int:
-    """Slots of a buffer that holds so many tokens."""
-    return -(-length // BUCKET) * BUCKET
-
-
-def _store_rows(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
-    """`buffer` with `rows` at slot `start`, grown if it must be."""
-    end = start + rows.shape[2]
-    capacity = 0 if buffer is None else buffer.shape[2]
-    if buffer is None or end > capacity:
-        slots = round_to_bucket(end)
-        grown = mx.zeros((1, rows.shape[1], slots, rows.shape[3]), rows.dtype)
-        if buffer is not None:
-            grown[..., :capacity, :] = buffer
-        buffer = grown
-    buffer[..., start:end, :] = rows
-    return buffer
+from services.kv.slots import Frame, SlotCache, TableSeat, round_to_bucket, store_rows
 
 
 class KVStore:
@@ -131,6 +34,16 @@ class KVStore:
         self._narrowest = min((window for window in windows if window is not None), default=None)
         self._masks: dict[tuple[int | None, bool], mx.array | str | None] = {}
         self.frame = Frame(0, 0, 0, np.zeros(0, np.int64), None)
+        self.seat: TableSeat | None = None
+        """Where its slots are, while it shares passes on a GPU."""
+
+    def leave_table(self) -> None:
+        """Have the slots in buffers of its own."""
+        seat, self.seat = self.seat, None
+        if seat is not None:
+            length = max(self.length, self.frame.start + self.frame.count)
+            for cache, (keys, values) in zip(self.caches, seat.leave(length), strict=True):
+                cache.keys, cache.values = keys, values
 
     def _set(self, frame: Frame) -> None:
         self.frame = frame
@@ -160,8 +73,31 @@ class KVStore:
         self._set(Frame(start, count, offsets, positions, visible))
 
     @property
+    def takes_trees(self) -> bool:
+        """Any token can see any slots."""
+        return True
+
+    def append_tree(self, tree: TokenTree) -> None:
+        """See `SequenceState`."""
+        start, count = self.length, len(tree)
+        positions = np.concatenate([np.arange(start), start + np.array(tree.depths)])
+        before = np.ones((count, start), np.bool_)
+        self.branches(start, positions, np.concatenate([before, tree.visible()], axis=1))
+        self.length = start + count
+
+    def commit_rows(self, rows: Sequence[int]) -> None:
+        """See `SequenceState`."""
+        start = self.length = self.frame.start
+        self.move([start + row for row in rows])
+
+    @property
     def owed(self) -> int:
         """None: slots go back to any length."""
+        return 0
+
+    @property
+    def most_owed(self) -> int:
+        """None, as it owes none."""
         return 0
 
     @property
@@ -196,7 +132,7 @@ class KVStore:
         """See `SequenceState`."""
         return min(length, self.length)
 
-    def checkpoint(self) -> None:
+    def checkpoint(self, *, ends_turn: bool = False) -> None:
         """Nothing: forks can begin anywhere."""
 
     def fork(self, length: int) -> "KVStore":
@@ -241,8 +177,8 @@ class KVStore:
         if len(arrays) != 2 * len(self.caches) or len(lengths) > 1 or self.length:
             raise ValueError(f"{len(arrays)} arrays of {lengths} tokens do not fit here")
         for layer, cache in enumerate(self.caches):
-            cache.keys = _store_rows(None, arrays[f"{layer}.keys"], 0)
-            cache.values = _store_rows(None, arrays[f"{layer}.values"], 0)
+            cache.keys = store_rows(None, arrays[f"{layer}.keys"], 0)
+            cache.values = store_rows(None, arrays[f"{layer}.values"], 0)
         self.length = max(lengths, default=0)
 
     def take(self, buffers: Sequence[tuple[mx.array, mx.array]], length: int) -> None:
@@ -265,8 +201,8 @@ class KVStore:
         if start > self.length:
             raise ValueError(f"cannot write at {start} behind {self.length} tokens")
         for cache, (keys, values) in zip(self.caches, rows, strict=True):
-            cache.keys = _store_rows(cache.keys, keys, start)
-            cache.values = _store_rows(cache.values, values, start)
+            cache.keys = store_rows(cache.keys, keys, start)
+            cache.values = store_rows(cache.values, values, start)
         self.length = start + rows[0][0].shape[2]
 
     @property
@@ -286,11 +222,15 @@ class KVStore:
         self.length = length
 
     def move(self, slots: Sequence[int]) -> None:
-        """Append the tokens in these scratch slots to the trunk."""
-        indices = mx.array(list(slots), dtype=mx.int32)
-        for cache in self.caches:
-            cache.move(indices, self.length)
-        self.length += len(slots)
+        """Append the tokens in these scratch slots to the trunk; rising slots may overlap it."""
+        pairs = enumerate(slots, start=self.length)
+        stay = next((i for i, (to, slot) in enumerate(pairs) if slot != to), len(slots))
+        self.length += stay
+        if stay < len(slots):
+            indices = mx.array(list(slots[stay:]), dtype=mx.int32)
+            for holder in self.caches if self.seat is None else [self.seat]:
+                holder.move(indices, self.length)
+            self.length += len(slots) - stay
 
     def key_length(self, end: int) -> int:
         """How many slots attention is given when `end` of them are in use.
@@ -325,11 +265,19 @@ class KVStore:
         if frame.visible is None and not (windowed or self._bucketed or as_array):
             return "causal"
         queries = frame.positions[frame.start :, None]
-        visible = queries >= frame.positions[None] if frame.visible is None else frame.visible
+        visible = self.visible_rows()
         if window is not None:
             visible = visible & (queries - frame.positions[None] < window)
         padded: Any = np.pad(visible, ((0, 0), (0, padding)))
         return mx.array(padded)
+
+    def visible_rows(self) -> npt.NDArray[np.bool_]:
+        """[count, start + count] which slots each token of the frame sees, without a window."""
+        frame = self.frame
+        if frame.visible is not None:
+            return frame.visible
+        rows: npt.NDArray[np.bool_] = frame.positions[frame.start :, None] >= frame.positions[None]
+        return rows
 
     @property
     def arrays(self) -> list[mx.array]:

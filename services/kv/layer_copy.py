@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache
 
 from protocol.errors import ModelError
 
@@ -24,6 +25,9 @@ def copy_cache(cache: Any) -> Copy:
     Raises:
         ModelError: it holds something that cannot be copied.
     """
+    if type(cache) is ArraysCache:
+        # Its arrays are replaced, never written to.
+        return vars(cache) | {"cache": [*cache.cache]}
     return {name: _copy(value, cache) for name, value in vars(cache).items()}
 
 
@@ -31,6 +35,10 @@ def restore_cache(cache: Any, copied: Copy) -> None:
     """Let a cache of the same class hold what another one held."""
     if vars(cache).keys() != copied.keys():
         raise ValueError(f"this copy is not of a {type(cache).__name__}")
+    if type(cache) is ArraysCache:
+        cache.cache = [*copied["cache"]]
+        cache.left_padding, cache.lengths = copied["left_padding"], copied["lengths"]
+        return
     for name, value in copied.items():
         setattr(cache, name, _copy(value, cache))
 
@@ -79,3 +87,13 @@ def join_arrays(value: Any, arrays: Mapping[int, mx.array]) -> Any:
             return arrays[value[_ARRAY]]
         return {key: join_arrays(item, arrays) for key, item in value.items()}
     return value
+
+
+def is_trimmable(cache: Any) -> bool:
+    """Whether the last rows can be cut off: those of the present chunk, for `ChunkedKVCache`."""
+    return type(cache) in (KVCache, ChunkedKVCache)
+
+
+def copy_position(cache: Any) -> Any:
+    """Enough to bring the cache back to this moment: its offset, or a copy."""
+    return cache.offset if is_trimmable(cache) else copy_cache(cache)

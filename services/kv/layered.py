@@ -16,30 +16,24 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
+from protocol.decoding.token_tree import TokenTree
 from services.kv.cache import KVStore
+from services.kv.checkpoints import Checkpoint, add_checkpoint, read_checkpoint
 from services.kv.layer_copy import (
     copy_cache,
+    copy_position,
     count_bytes,
-    join_arrays,
+    is_trimmable,
     restore_cache,
     split_arrays,
 )
-from services.kv.replay import Recording, ReplayPlan
-from services.kv.window import WindowCache, WindowSnapshot
+from services.kv.recording import Recording, record_pass
+from services.kv.replay import ReplayPlan
+from services.kv.window import WindowCache
 
-_MOST_CHECKPOINTS = 4
-"""Of a sequence; each holds a copy of every recurrent state and window."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A moment from which the sequence can go on. Slots need no copy."""
-
-    length: int
-    windows: list[WindowSnapshot]
-    others: list[dict[str, Any]]
+_MOST_OWED = 16
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,8 @@ class LayeredState:
         own: bool,
     ) -> None:
         self._make_caches, self._bucketed, self._own = make_caches, bucketed, own
-        self._replay = replay
+        self.replay = replay
+        """How its recurrent layers are computed again."""
         caches = make_caches()
         flat = flatten_caches(caches)
         slots = sum(type(cache) is KVCache for cache in flat) if own else 0
@@ -98,7 +93,8 @@ class LayeredState:
         unused = iter(self._slots.caches)
         self.caches = [self._adopt(cache, unused, own=own, bucketed=bucketed) for cache in caches]
         self._mark: _Mark | None = None
-        self._recording: Recording | None = None
+        self.recording: Recording | None = None
+        """What the layers were given in the pass in work."""
         self._checkpoints: list[Checkpoint] = []
         self.owed = 0
 
@@ -125,6 +121,12 @@ class LayeredState:
         return self._slots.length + self.owed
 
     @property
+    def most_owed(self) -> int:
+        """See `SequenceState`. On CUDA every new length of a pass is compiled; so they are fed
+        alone, in lengths that chains have anyway."""
+        return 0 if self._bucketed else _MOST_OWED
+
+    @property
     def needs_checkpoints(self) -> bool:
         """Of windows and recurrent states, only the last moment is held."""
         return bool(self._windows or self._others)
@@ -139,31 +141,48 @@ class LayeredState:
         """The caches that are mlx-lm's own."""
         return self._others
 
-    @property
-    def recording(self) -> Recording | None:
-        """What the layers were given in the pass in work."""
-        return self._recording
-
     def append(self, count: int, *, whole: bool = False) -> None:
         """See `SequenceState`."""
-        others = [_position_or_copy(cache) for cache in self._others]
+        others = [copy_position(cache) for cache in self._others]
         self._mark = _Mark(self._slots.length, self.owed, others)
         self._slots.chain(self.owed + count)
         self.owed = 0
-        self._recording = None
-        if self._replay is not None and self._slots.frame.count > 1 and not whole:
-            self._recording = self._replay.record()
+        # Of a single row there is nothing to go back into.
+        wanted = self.replay is not None and self._slots.frame.count > 1 and not whole
+        self.recording = record_pass(wanted=wanted, keeps_steps=True)
+
+    @property
+    def takes_trees(self) -> bool:
+        """Slots and windows do; a recurrence cannot fork within a pass."""
+        return not self._others
+
+    def append_tree(self, tree: TokenTree) -> None:
+        """See `SequenceState`."""
+        if self._others:
+            raise ValueError("layers of other kinds than slots and windows take no trees")
+        self._mark = _Mark(self._slots.length, 0, [])
+        self._slots.append_tree(tree)
+        for window in self._windows:
+            window.begin_tree(self._slots.frame)
+
+    def commit_rows(self, rows: Sequence[int]) -> None:
+        """See `SequenceState`."""
+        self._slots.commit_rows(rows)
+        self._mark = None
+        for window in self._windows:
+            window.keep_rows(rows)
+            window.compact()
 
     def commit(self, length: int) -> None:
         """See `SequenceState`."""
         mark, count = self._mark, self._slots.frame.count
-        if self._recording is not None:
-            self._recording.stop()
+        if self.recording is not None:
+            self.recording.stop()
         if length != self.length:
             if mark is None or not mark.length + mark.owed <= length < self.length:
                 raise ValueError(f"cannot go back from {self.length} tokens to {length}")
             self._go_back(mark, length - mark.length, count)
-        self._mark, self._recording = None, None
+        self._mark, self.recording = None, None
         for window in self._windows:
             window.compact()
 
@@ -180,19 +199,19 @@ class LayeredState:
 
     def _go_back_exactly(self, keep: int, count: int) -> bool:
         """Whether every cache of mlx-lm's own could be brought to the first `keep` rows."""
-        states = [cache for cache in self._others if not _is_trimmable(cache)]
+        states = [cache for cache in self._others if not is_trimmable(cache)]
         if states:
-            if self._replay is None or self._recording is None:
+            if self.replay is None or self.recording is None:
                 return False
-            self._replay.rewind(self._others, self._recording, keep)
+            self.replay.rewind(self._others, self.recording, keep)
         for cache in self._others:
-            if _is_trimmable(cache):
+            if is_trimmable(cache):
                 cache.trim(count - keep)
         return True
 
     def _restore(self, mark: _Mark) -> None:
         for cache, before in zip(self._others, mark.others, strict=True):
-            if _is_trimmable(cache):
+            if is_trimmable(cache):
                 cache.trim(cache.offset - before)
             else:
                 restore_cache(cache, before)
@@ -203,7 +222,7 @@ class LayeredState:
         if mark is None or mark.owed:
             raise ValueError("there is no pass to suspend")
         after = _Suspended(
-            count, [copy_cache(c) for c in self._others], [w.offset for w in self._windows]
+            count, [copy_cache(c) for c in self._others], [w.length for w in self._windows]
         )
         self._slots.trim(mark.length)
         for window in self._windows:
@@ -222,21 +241,17 @@ class LayeredState:
 
     # ------------------------------------------------------------ forks
 
-    def checkpoint(self) -> None:
-        """See `SequenceState`; of many, those stay that are farthest apart."""
+    def checkpoint(self, *, ends_turn: bool = False) -> None:
+        """See `SequenceState`."""
         if self._mark is not None or self.owed:
             raise ValueError("a checkpoint stands between two passes")
-        if self._checkpoints and self._checkpoints[-1].length == self.length:
-            return
-        self._checkpoints.append(self._capture())
-        if len(self._checkpoints) > _MOST_CHECKPOINTS:
-            lengths = [0, *(point.length for point in self._checkpoints)]
-            gaps = [lengths[i + 2] - lengths[i] for i in range(len(lengths) - 2)]
-            del self._checkpoints[gaps.index(min(gaps))]
+        if not self._checkpoints or self._checkpoints[-1].length != self.length:
+            add_checkpoint(self._checkpoints, self._capture(ends_turn=ends_turn))
 
-    def _capture(self) -> Checkpoint:
+    def _capture(self, *, ends_turn: bool = False) -> Checkpoint:
         windows = [window.capture() for window in self._windows]
-        return Checkpoint(self._slots.length, windows, [copy_cache(c) for c in self._others])
+        others = [copy_cache(cache) for cache in self._others]
+        return Checkpoint(self._slots.length, windows, others, ends_turn)
 
     def _begin(self) -> int:
         """How many tokens were held when the pass in work began."""
@@ -273,7 +288,7 @@ class LayeredState:
 
     def _empty(self) -> "LayeredState":
         return LayeredState(
-            self._make_caches, bucketed=self._bucketed, replay=self._replay, own=self._own
+            self._make_caches, bucketed=self._bucketed, replay=self.replay, own=self._own
         )
 
     def _begin_at(self, point: Checkpoint, slots: KVStore, length: int) -> None:
@@ -293,7 +308,7 @@ class LayeredState:
     def nbytes(self) -> int:
         """See `SequenceState`; what checkpoints share with the present state counts once."""
         windows = sum(array.nbytes for window in self._windows for array in window.state)
-        points = sum(_bytes_of(point) for point in self._checkpoints)
+        points = sum(point.nbytes for point in self._checkpoints)
         others = sum(count_bytes(copy_cache(cache)) for cache in self._others)
         return self._slots.nbytes + windows + others + points
 
@@ -330,7 +345,7 @@ class LayeredState:
             for name, array in arrays.items()
             if name.startswith("points.")
         }
-        points = [_read_point(p, numbered) for p in json.loads(content.tobytes())]
+        points = [read_checkpoint(p, numbered) for p in json.loads(content.tobytes())]
         slots = {
             name.removeprefix("slots."): array
             for name, array in arrays.items()
@@ -357,25 +372,6 @@ class LayeredState:
             else:
                 slots.append((keys, values))
         self._slots.take(slots, length)
-
-
-def _read_point(plain: Any, arrays: Mapping[int, mx.array]) -> Checkpoint:
-    joined = join_arrays(plain, arrays)
-    windows = [WindowSnapshot(*window) for window in joined["windows"]]
-    return Checkpoint(joined["length"], windows, joined["others"])
-
-
-def _bytes_of(point: Checkpoint) -> int:
-    return count_bytes(list(point.windows)) + count_bytes(point.others)
-
-
-def _is_trimmable(cache: Any) -> bool:
-    """Whether the last rows can be cut off: those of the present chunk, for `ChunkedKVCache`."""
-    return type(cache) in (KVCache, ChunkedKVCache)
-
-
-def _position_or_copy(cache: Any) -> Any:
-    return cache.offset if _is_trimmable(cache) else copy_cache(cache)
 
 
 def _is_copied(mark: Any) -> bool:

@@ -46,6 +46,13 @@ class PrefixCache:
         while len(self._kept) > self._most or self.nbytes > self._most_bytes:
             self._kept.pop(0)
 
+    def drop_oldest(self) -> bool:
+        """Forget what was not used for longest; False if nothing is kept."""
+        if not self._kept:
+            return False
+        del self._kept[0]
+        return True
+
     def fork(self, tokens: Tokens, running: Iterable[CachedPrefix] = ()) -> SequenceState | None:
         """A state with the longest beginning of `tokens` that can be resumed.
 

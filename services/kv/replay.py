@@ -6,6 +6,9 @@ stand, from where it began, without the projections around it, and the convoluti
 cut out of its recorded input. The recurrence walks the tokens in order, so that this gives the
 state that these tokens alone would have left.
 
+Without a kernel of its own (on a CPU and on CUDA) mlx-lm walks a gated delta net row by row. The
+states in between are then kept as they come by, and nothing is computed again.
+
 Mamba-2 in mlx-lm takes another way for several tokens at once than for one, and rounds
 differently. A chain is therefore walked token by token, as plain decoding does; the states in
 between are kept, and the right one is simply taken.
@@ -14,61 +17,26 @@ between are kept, and the right one is simply taken.
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.gated_delta import gated_delta_update
 from mlx_lm.models.ssm import ssm_update
+
+from services.kv.recording import Recording, Recurrence, Tape
+from services.kv.shared_recurrence import Recur, SharedPass
 
 _TIMED = {
     "gated_delta_update": ("q", "k", "v", "a", "b"),
     "ssm_update": ("hidden_states", "B", "C", "dt"),
 }
 """Arguments that have a row per token, on axis 1."""
-
-
-@dataclass
-class _Call:
-    """One recurrence over the rows of a pass."""
-
-    state: mx.array
-    """After the last row."""
-    state_after: Callable[[int], mx.array]
-    """After the first rows."""
-
-
-@dataclass
-class Recording:
-    """What the layers of one sequence were given in one pass."""
-
-    convolved: dict[int, mx.array] = field(default_factory=dict)
-    """By convolution (its id): its input, [1, window + rows, channels]."""
-    calls: list[_Call] = field(default_factory=list)
-
-    def stop(self) -> None:
-        """Record no more."""
-        if _Tape.current is self:
-            _Tape.current = None
-
-    def call_of(self, state: Any) -> _Call | None:
-        """The recurrence that left this state."""
-        return next((call for call in self.calls if call.state is state), None)
-
-
-class _Tape:
-    """Where recurrences of this process are recorded now; MLX has one thread here."""
-
-    current: Recording | None = None
-
-
-def start_recording() -> Recording:
-    """Record the pass that comes now."""
-    _Tape.current = Recording()
-    return _Tape.current
+_MOST_STEPS = 8
+"""Rows between which states are kept: each is as large as the layer's state."""
 
 
 class RecordingConv1d(nn.Conv1d):  # type: ignore[misc]
@@ -76,52 +44,98 @@ class RecordingConv1d(nn.Conv1d):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         """[1, window + rows, channels] -> [1, rows, channels]."""
-        if _Tape.current is not None:
-            _Tape.current.convolved[id(self)] = x
+        if SharedPass.current is not None:
+            return SharedPass.current.convolve(id(self), x, super().__call__)
+        if Tape.current is not None:
+            Tape.current.convolved[id(self)] = x
         result: mx.array = super().__call__(x)
         return result
 
 
-def _record_gated_delta(update: Callable[..., Any]) -> Callable[..., Any]:
-    """`gated_delta_update` that notes its arguments."""
+def _hook(update: Callable[..., Any], recur: Callable[..., Any]) -> Callable[..., Any]:
+    """The recurrence `update`, which is computed by `recur` where it is recorded or shared."""
     signature = inspect.signature(update)
+    run: Recur = partial(recur, update)
 
     @wraps(update)
-    def record(*args: Any, **options: Any) -> Any:
-        out, state = update(*args, **options)
-        if _Tape.current is not None:
-            given = signature.bind(*args, **options).arguments
-
-            def state_after(rows: int) -> mx.array:
-                found: mx.array = update(**_first_rows(update, given, slice(rows)))[1]
-                return found
-
-            _Tape.current.calls.append(_Call(state, state_after))
+    def compute(*args: Any, **options: Any) -> Any:
+        if Tape.current is None and SharedPass.current is None:
+            return update(*args, **options)
+        given = signature.bind(*args, **options).arguments
+        if SharedPass.current is not None:
+            return SharedPass.current.recur(run, given, _TIMED[update.__name__])
+        out, state, state_after = run(given, True)  # noqa: FBT003  # positional in `Recur`
+        if Tape.current is not None:
+            Tape.current.calls.append(Recurrence(state, state_after))
         return out, state
 
-    return record
+    return compute
 
 
-def _walk_ssm(update: Callable[..., Any]) -> Callable[..., Any]:
-    """`ssm_update` that takes the rows of a recorded pass one by one."""
-    signature = inspect.signature(update)
+def _replay_later(
+    update: Callable[..., Any],
+    given: dict[str, Any],
+    recorded: bool,  # noqa: FBT001  # `Recur`
+) -> tuple[mx.array, mx.array, Callable[[int], mx.array]]:
+    """All rows at once; the first ones of them again when they are asked for.
 
-    @wraps(update)
-    def walk(*args: Any, **options: Any) -> Any:
-        given = signature.bind(*args, **options).arguments
-        rows = given["hidden_states"].shape[1]
-        if _Tape.current is None or given.get("mask") is not None:
-            return update(*args, **options)
-        state, outs, states = given.get("state"), [], list[mx.array]()
-        for row in range(rows):
-            one = _first_rows(update, given, slice(row, row + 1)) | {"state": state}
-            out, state = update(**one)
-            outs.append(out)
-            states.append(state)
-        _Tape.current.calls.append(_Call(states[-1], lambda kept: states[kept - 1]))
-        return mx.concatenate(outs, axis=1), states[-1]
+    Unless the states after each row came by.
+    """
+    rows = given[_TIMED[update.__name__][0]].shape[1]
+    keeps = recorded and rows <= _MOST_STEPS and _keeps_steps()
+    steps: list[mx.array] = []
+    Tape.steps = steps if keeps else None
+    try:
+        out, state = update(**given)
+    finally:
+        Tape.steps = None
 
-    return walk
+    def state_after(kept: int) -> mx.array:
+        if len(steps) == rows:
+            return steps[kept - 1]
+        found: mx.array = update(**_first_rows(update, given, slice(kept)))[1]
+        return found
+
+    return out, state, state_after
+
+
+def _keeps_steps() -> bool:
+    """Whether a recording of the pass in work keeps the states between rows."""
+    shared = SharedPass.current
+    if shared is not None:
+        return shared.keeps_steps
+    return Tape.current is not None and Tape.current.keeps_steps
+
+
+def _note_steps(step: Callable[..., Any]) -> Callable[..., Any]:
+    """mlx-lm's step of a gated delta net over one row, whose state is noted."""
+
+    @wraps(step)
+    def compute(*args: Any, **options: Any) -> Any:
+        found = step(*args, **options)
+        if Tape.steps is not None:
+            Tape.steps.append(found[1])
+        return found
+
+    return compute
+
+
+def _walk(
+    update: Callable[..., Any],
+    given: dict[str, Any],
+    recorded: bool,  # noqa: FBT001  # `Recur`
+) -> tuple[mx.array, mx.array, Callable[[int], mx.array]]:
+    """The rows of a recorded pass one by one, as plain decoding takes them."""
+    rows = given["hidden_states"].shape[1]
+    if not recorded or given.get("mask") is not None:
+        return _replay_later(update, given, recorded)
+    state, outs, states = given.get("state"), [], list[mx.array]()
+    for row in range(rows):
+        one = _first_rows(update, given, slice(row, row + 1)) | {"state": state}
+        out, state = update(**one)
+        outs.append(out)
+        states.append(state)
+    return mx.concatenate(outs, axis=1), states[-1], lambda kept: states[kept - 1]
 
 
 def _first_rows(update: Callable[..., Any], given: dict[str, Any], rows: slice) -> dict[str, Any]:
@@ -130,13 +144,20 @@ def _first_rows(update: Callable[..., Any], given: dict[str, Any], rows: slice) 
 
 
 _HOOKS = {
-    gated_delta_update: _record_gated_delta(gated_delta_update),
-    ssm_update: _walk_ssm(ssm_update),
+    gated_delta_update: _hook(gated_delta_update, _replay_later),
+    ssm_update: _hook(ssm_update, _walk),
 }
+
+
+_STEP = "_gated_delta_step_ops"
+"""What mlx-lm calls for each row; where it is called otherwise, rows are computed again."""
 
 
 def install_hooks(model: nn.Module) -> list[nn.Module]:
     """Let the model's recurrences and convolutions be recorded; returns the convolutions."""
+    step = getattr(gated_delta, _STEP, None)
+    if step is not None and not hasattr(step, "__wrapped__"):
+        setattr(gated_delta, _STEP, _note_steps(step))
     convolutions: list[nn.Module] = []
     homes = set()
     for _, module in model.named_modules():
@@ -169,11 +190,7 @@ class ReplayPlan:
 
     def __init__(self, sources: list[list[int | None]]) -> None:
         """`sources`: per cache and array the id of a convolution, or None for a recurrence."""
-        self._sources = sources
-
-    def record(self) -> Recording:
-        """A recording of the pass that comes now."""
-        return start_recording()
+        self.sources = sources
 
     def rewind(self, caches: Sequence[Any], recording: Recording, keep: int) -> None:
         """Bring the caches to the first `keep` rows of the pass, of which there is at least one.
@@ -182,7 +199,7 @@ class ReplayPlan:
             ValueError: the pass did something else than the one that the plan was made from.
         """
         states = [cache for cache in caches if type(cache) is ArraysCache]
-        for cache, sources in zip(states, self._sources, strict=True):
+        for cache, sources in zip(states, self.sources, strict=True):
             for index, source in enumerate(sources):
                 cache[index] = _rewound(cache[index], recording, source, keep)
 

@@ -23,12 +23,12 @@ from protocol.errors import ModelError
 from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState, flatten_caches
+from services.kv.recording import record_pass, start_recording
 from services.kv.replay import (
     ReplayPlan,
     has_known_recurrence,
     install_hooks,
     plan_replay,
-    start_recording,
 )
 from services.kv.state import SequenceState
 
@@ -223,6 +223,8 @@ class _Trial:
             self.reason = f"{type(error).__name__}: {error}"
             _log.warning("%s does not work for this model: %s", way, self.reason)
             return False
+        finally:
+            record_pass(wanted=False)
         distance = _distance(found, self._expected)
         limit = min(self._tolerance, 0.25 * _distance(self._wrong, self._expected))
         if distance <= max(_CLOSE, limit):

@@ -12,6 +12,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from protocol.decoding.token_tree import TokenTree
+
 
 class SequenceState(Protocol):
     """The state of one sequence in every layer of a model."""
@@ -27,6 +29,11 @@ class SequenceState(Protocol):
     @property
     def owed(self) -> int:
         """The last tokens of `length` that the next pass must feed again, before its own."""
+        ...
+
+    @property
+    def most_owed(self) -> int:
+        """How many owed tokens may be fed beside others; more of them get a pass of their own."""
         ...
 
     @property
@@ -56,6 +63,25 @@ class SequenceState(Protocol):
         """
         ...
 
+    @property
+    def takes_trees(self) -> bool:
+        """Whether a pass may be over a tree of tokens."""
+        ...
+
+    def append_tree(self, tree: TokenTree) -> None:
+        """Begin a pass over the tokens of a tree, each seeing its ancestors alone.
+
+        Nothing is owed. The pass ends with `commit_rows`, or `commit` of no more than stood.
+
+        Raises:
+            ValueError: the state takes chains only.
+        """
+        ...
+
+    def commit_rows(self, rows: Sequence[int]) -> None:
+        """End a pass over a tree: these rows stand, a path from its first one."""
+        ...
+
     def commit(self, length: int) -> None:
         """End the pass: `length` tokens stand, those behind them are forgotten.
 
@@ -83,8 +109,11 @@ class SequenceState(Protocol):
         """
         ...
 
-    def checkpoint(self) -> None:
-        """Remember this point, so that forks can begin here later on."""
+    def checkpoint(self, *, ends_turn: bool = False) -> None:
+        """Remember this point, so that forks can begin here later on.
+
+        `ends_turn`: a message of a chat ends here. Of many points a few stay.
+        """
         ...
 
     def evaluate(self) -> None:

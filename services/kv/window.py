@@ -5,13 +5,14 @@ last ones can be taken back; when the slack is used up, the rows that no later t
 dropped, between two passes. mlx-lm's ring overwrites what a rejected draft would need again.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from services.kv.cache import round_to_bucket
+from services.kv.slots import Frame, round_to_bucket
 
 _SLACK = 64
 """Rows behind the window before the buffer is compacted."""
@@ -24,7 +25,7 @@ class WindowSnapshot(NamedTuple):
 
     keys: mx.array | None
     values: mx.array | None
-    offset: int
+    length: int
     start: int
 
 
@@ -42,11 +43,33 @@ class WindowCache:
         self.keep = keep
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
-        self.offset = 0
-        """Position of the next token; mlx-lm passes it to RoPE."""
+        self.length = 0
+        """Position of the next token."""
+        self._tree: Frame | None = None
+        """The pass in work, if it is over a tree."""
         self._start = keep
         """Position of the token in row `keep`; the rows before hold the first tokens."""
         self._bucketed = bucketed
+
+    @property
+    def offset(self) -> int | mx.array:
+        """What mlx-lm passes to RoPE: a position, or an array of them."""
+        return self.length if self._tree is None else self._tree.offset
+
+    def begin_tree(self, frame: Frame) -> None:
+        """The next pass is over a tree, until it is cut or its rows are kept."""
+        self._tree = frame
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """End the pass over a tree: these rows stand, a path from its first one."""
+        if self._tree is None or self.keys is None or self.values is None:
+            raise ValueError("there is no tree in work")
+        start = self._row(self._tree.start)
+        if list(rows) != list(range(len(rows))):
+            indices = mx.array([start + row for row in rows], dtype=mx.int32)
+            for buffer in (self.keys, self.values):
+                buffer[..., start : start + len(rows), :] = mx.take(buffer, indices, axis=2)
+        self.cut(self._tree.start + len(rows))
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
@@ -55,26 +78,31 @@ class WindowCache:
         window = min(window_size or self.window, self.window)
         if n == 1 and window == self.window:
             return None
-        keys = self._positions(n)
-        padding = self._pad(n) - len(keys)
-        if self.offset + n <= window and not padding and not return_array:
+        slots = self._positions(n)
+        padding = self._pad(n) - len(slots)
+        tree = self._tree
+        if tree is None and self.length + n <= window and not padding and not return_array:
             return "causal"
-        distances = np.arange(self.offset, self.offset + n)[:, None] - keys[None]
+        keys = slots if tree is None else tree.positions[slots]
+        distances = keys[-n:, None] - keys[None]
+        before = distances >= 0
+        if tree is not None and tree.visible is not None:
+            before = tree.visible[:, slots]
         near = (keys[None] < self.keep) | (distances < window - self.keep)
-        padded: Any = np.pad((distances >= 0) & near, ((0, 0), (0, padding)))
+        padded: Any = np.pad(before & near, ((0, 0), (0, padding)))
         return mx.array(padded)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store [1, heads, n, size]; return the rows that one of these tokens may see."""
         count = keys.shape[2]
-        row, first = self._row(self.offset), self._row(self._first())
+        row, first = self._row(self.length), self._row(self._first())
         # The kept rows lie right before the window's, or are fetched apart.
         apart = self.keep > 0 and first > self.keep
         begin = first if apart else first - self.keep
         end = begin + self._pad(count) - (self.keep if apart else 0)
         self.keys = _write(self.keys, keys, row, end)
         self.values = _write(self.values, values, row, end)
-        self.offset += count
+        self.length += count
         if not apart:
             return self.keys[..., begin:end, :], self.values[..., begin:end, :]
         return self._with_kept(self.keys, begin, end), self._with_kept(self.values, begin, end)
@@ -83,24 +111,24 @@ class WindowCache:
         """All rows up to the last token's; for layers that read another's."""
         if self.keys is None or self.values is None:
             return None, None
-        end = self._row(self.offset)
+        end = self._row(self.length)
         return self.keys[..., :end, :], self.values[..., :end, :]
 
     def can_cut(self, length: int) -> bool:
         """Whether the first `length` tokens can go on from here."""
         first = max(self.keep, length - (self.window - self.keep) + 1)
-        return length == self.offset or (length <= self.offset and self._start <= first)
+        return length == self.length or (length <= self.length and self._start <= first)
 
     def cut(self, length: int) -> None:
         """Forget the tokens from `length` on."""
-        self.offset = length
+        self.length, self._tree = length, None
 
     def compact(self) -> None:
         """Drop rows that no later token sees, if there are many; only between two passes."""
-        first = max(self.keep, self.offset - (self.window - self.keep) + 1 - _MARGIN)
+        first = max(self.keep, self.length - (self.window - self.keep) + 1 - _MARGIN)
         if self.keys is None or self.values is None or first - self._start < _SLACK:
             return
-        begin, end = self._row(first), self._row(self.offset)
+        begin, end = self._row(first), self._row(self.length)
         self.keys = _copy(self._with_kept(self.keys, begin, end))
         self.values = _copy(self._with_kept(self.values, begin, end))
         self._start = first
@@ -109,17 +137,17 @@ class WindowCache:
         """This moment; later writes copy the buffers once."""
         keys = None if self.keys is None else self.keys[...]
         values = None if self.values is None else self.values[...]
-        return WindowSnapshot(keys, values, self.offset, self._start)
+        return WindowSnapshot(keys, values, self.length, self._start)
 
     def restore(self, snapshot: WindowSnapshot) -> None:
         """Be as at that moment."""
         self.keys = None if snapshot.keys is None else snapshot.keys[...]
         self.values = None if snapshot.values is None else snapshot.values[...]
-        self.offset, self._start = snapshot.offset, snapshot.start
+        self.length, self._start = snapshot.length, snapshot.start
 
     def take(self, keys: mx.array, values: mx.array, length: int) -> None:
         """Begin with [1, heads, slots, size], of which the first `length` are tokens."""
-        self.keys, self.values, self.offset, self._start = keys, values, length, self.keep
+        self.keys, self.values, self.length, self._start = keys, values, length, self.keep
         self.compact()
 
     @property
@@ -129,14 +157,14 @@ class WindowCache:
 
     def _first(self) -> int:
         """Position of the earliest token but the kept ones that the next token sees."""
-        return max(self._start, self.offset - (self.window - self.keep) + 1)
+        return max(self._start, self.length - (self.window - self.keep) + 1)
 
     def _row(self, position: int) -> int:
         return position if position < self.keep else self.keep + position - self._start
 
     def _positions(self, count: int) -> npt.NDArray[np.int64]:
         """Of the rows that a pass over `count` tokens gets."""
-        end = self.offset + count
+        end = self.length + count
         return np.concatenate([np.arange(min(self.keep, end)), np.arange(self._first(), end)])
 
     def _pad(self, count: int) -> int:

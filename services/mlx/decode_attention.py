@@ -44,7 +44,7 @@ def attend(
         return None
     if not _works(queries.dtype, queries.shape[-1]):
         return None
-    return _launch(queries, keys, values, scale, mask)
+    return _attend_alone(queries, keys, values, scale, mask)
 
 
 def _takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) -> bool:
@@ -64,17 +64,24 @@ def _takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) 
     )
 
 
-def _launch(
+def _attend_alone(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array
 ) -> mx.array:
+    there = _on_device(scale)
+    return _launch(_SOURCE, keys.shape[1], q=queries, k=keys, v=values, mask=mask, scale=there)
+
+
+def _launch(source: str, kv_heads: int, **inputs: mx.array) -> mx.array:
+    """What this kernel makes of its inputs, which have their names in the source."""
+    queries = inputs["q"]
     _, heads, count, size = queries.shape
-    out = _kernel()(
-        inputs=[queries, keys, values, mask, _on_device(scale)],
+    out = _kernel(source, tuple(inputs))(
+        inputs=list(inputs.values()),
         template=[
             ("T", queries.dtype),
             ("D", size),
             ("WARPS", _WARPS),
-            ("GROUP", heads // keys.shape[1]),
+            ("GROUP", heads // kv_heads),
         ],
         grid=(heads * _WARPS * 32, count, 1),
         threadgroup=(_WARPS * 32, 1, 1),
@@ -86,22 +93,57 @@ def _launch(
     return rows.swapaxes(1, 2)
 
 
+def attend_table(  # noqa: PLR0917  # `slot_table.Attend`
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array,
+    first: mx.array,
+    scale: float,
+) -> mx.array:
+    """[1, heads, rows, size] attention of rows that see slots of different sequences.
+
+    Args:
+        queries: [1, heads, rows, size].
+        keys: [kv heads, all slots, size], as values; the last axis of both is contiguous.
+        mask: bool [rows, slots], which slots each query sees, counted from its first.
+        first: [rows] int32, where its sequence begins.
+        scale: factor of the products.
+
+    Raises:
+        TypeError: the arrays are of a kind that the kernel does not take.
+    """
+    size = queries.shape[-1]
+    if size not in _SIZES or queries.dtype not in _TYPES or keys.dtype != queries.dtype:
+        raise TypeError(f"no attention over a table for {queries.dtype} of size {size}")
+    return _launch(
+        _TABLE_SOURCE,
+        keys.shape[0],
+        q=queries,
+        k=keys,
+        v=values,
+        mask=mask,
+        first=first,
+        scale=_on_device(scale),
+    )
+
+
 @functools.cache
 def _on_device(scale: float) -> mx.array:
     return mx.array([scale], mx.float32)
 
 
 @functools.cache
-def _kernel() -> Any:
+def _kernel(source: str, inputs: tuple[str, ...]) -> Any:
     header = Path(__file__).with_suffix(".cuh").read_text(encoding="utf-8")
     # MLX keeps compiled kernels by their name, some versions of it across runs.
-    digest = hashlib.sha256((header + _SOURCE).encode()).hexdigest()[:12]
+    digest = hashlib.sha256((header + source).encode()).hexdigest()[:12]
     make: Any = mx.fast.cuda_kernel
     return make(
         name=f"few_queries_{digest}",
-        input_names=["q", "k", "v", "mask", "scale"],
+        input_names=list(inputs),
         output_names=["out"],
-        source=_SOURCE,
+        source=source,
         header=header,
         ensure_row_contiguous=False,
     )
@@ -114,6 +156,16 @@ attend_one<T, D, WARPS>(
     v + (blockIdx.x / GROUP) * v_strides[1], v_strides[2],
     mask + blockIdx.y * mask_strides[0], mask_strides[1],
     k_shape[2], scale[0], out + (blockIdx.y * gridDim.x + blockIdx.x) * D);
+"""
+
+
+_TABLE_SOURCE = """
+attend_one<T, D, WARPS>(
+    q + (blockIdx.x * q_strides[1] + blockIdx.y * q_strides[2]), q_strides[3],
+    k + ((blockIdx.x / GROUP) * k_strides[0] + first[blockIdx.y] * k_strides[1]), k_strides[1],
+    v + ((blockIdx.x / GROUP) * v_strides[0] + first[blockIdx.y] * v_strides[1]), v_strides[1],
+    mask + blockIdx.y * mask_strides[0], mask_strides[1],
+    mask_shape[1], scale[0], out + (blockIdx.y * gridDim.x + blockIdx.x) * D);
 """
 
 
@@ -133,7 +185,7 @@ def _works(dtype: mx.Dtype, size: int) -> bool:
     mask = mx.arange(70)[None] <= mx.array([[40], [66], [69]])
     expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     try:
-        found = _launch(queries, keys, values, scale, mask)
+        found = _attend_alone(queries, keys, values, scale, mask)
         distance = mx.linalg.norm((found - expected).astype(mx.float32))
         relative: Any = (distance / mx.linalg.norm(expected.astype(mx.float32))).item()
     except (RuntimeError, ValueError, OSError) as error:

@@ -50,7 +50,7 @@ def trim_head(model: Any, folder: Path) -> Ids | None:
     path = folder / FILE_NAME
     if not path.exists():
         return None
-    ids = _read_ids(path, model.model.embed_tokens.weight.shape[0])
+    ids = read_head_ids(path, model.model.embed_tokens.weight.shape[0])
     keep_rows(model, ids)
     return ids
 
@@ -60,13 +60,14 @@ def keep_rows(model: Any, ids: Ids) -> None:
     embedding = model.model.embed_tokens
     if "lm_head" in model:
         head = nn.Linear(1, 1, bias=False)
-        head.weight = _rows(model.lm_head, ids)
+        head.weight = rows_of(model.lm_head, ids)
         model.lm_head = head
     else:
-        model.model.embed_tokens = _TrimmedEmbedding(embedding, _rows(embedding, ids))
+        model.model.embed_tokens = _TrimmedEmbedding(embedding, rows_of(embedding, ids))
 
 
-def _read_ids(path: Path, height: int) -> Ids:
+def read_head_ids(path: Path, height: int) -> Ids:
+    """The distinct ids below `height` that a file lists; raises ModelError if it does not."""
     try:
         ids = np.array(msgspec.json.decode(path.read_bytes(), type=list[Token]), dtype=np.int64)
     except (OSError, msgspec.DecodeError) as error:
@@ -78,7 +79,7 @@ def _read_ids(path: Path, height: int) -> Ids:
     return ids
 
 
-def _rows(layer: Any, ids: Ids) -> mx.array:
+def rows_of(layer: Any, ids: Ids) -> mx.array:
     """The rows of a linear or embedding layer's weight, dequantised if it is quantised."""
     index = mx.array(ids)
     if hasattr(layer, "scales"):

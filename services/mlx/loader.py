@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
-import psutil
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_model
 
 from protocol.decoding.vocabulary import Vocabulary, read_vocabulary
 from protocol.errors import ModelError
+from protocol.process.free_memory import free_memory
 
 
 class LoadedModel(NamedTuple):
@@ -24,6 +24,8 @@ class LoadedModel(NamedTuple):
     folder: Path
     vocabulary: Vocabulary
     context_length: int
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end an answer, and in most chat templates every message."""
 
 
 def compute_unit() -> str:
@@ -33,15 +35,21 @@ def compute_unit() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def load(folder: Path, shard: Callable[[Any], None] | None = None) -> LoadedModel:
+def load(
+    folder: Path, shard: Callable[[Any], None] | None = None, adapter: str = ""
+) -> LoadedModel:
     """Load the model in `folder`.
 
     On a CPU the weights become float32, because MLX's quantised and half-precision kernels
-    are slow there; elsewhere they stay in the checkpoint's own format. `shard` is called before
-    any weight is read, to leave only a part of the model.
+    are slow there; elsewhere they stay in the checkpoint's own format.
+
+    Args:
+        folder: in mlx-lm's format.
+        shard: called before any weight is read, to leave only a part of the model.
+        adapter: folder of a LoRA adapter for it; empty: none.
 
     Raises:
-        ModelError: the folder is missing, broken, of an unknown architecture, or too large.
+        ModelError: a folder is missing, broken, of an unknown architecture, or too large.
     """
     if not folder.is_dir():
         raise ModelError(f"there is no model folder at {str(folder)!r}")
@@ -49,8 +57,9 @@ def load(folder: Path, shard: Callable[[Any], None] | None = None) -> LoadedMode
         raise ModelError(f"the model folder {str(folder)!r} has no config.json")
     _refuse_code(folder)
     vocabulary = read_vocabulary(folder)
-    module, config = _load(folder, shard)
-    return LoadedModel(module, folder, vocabulary, _context_length(config, folder))
+    module, config = _load(folder, shard, adapter)
+    length = _context_length(config, folder)
+    return LoadedModel(module, folder, vocabulary, length, _end_ids(config))
 
 
 def _refuse_code(folder: Path) -> None:
@@ -69,10 +78,14 @@ def _refuse_code(folder: Path) -> None:
         )
 
 
-def _load(folder: Path, shard: Callable[[Any], None] | None) -> tuple[Any, dict[str, Any]]:
+def _load(
+    folder: Path, shard: Callable[[Any], None] | None, adapter: str
+) -> tuple[Any, dict[str, Any]]:
     on_cpu = compute_unit() == "cpu"
     try:
         module, config = load_model(folder, lazy=True)
+        if adapter:
+            _adapt(module, Path(adapter))
         if on_cpu:
             to_dense(module, mx.float32)
         if shard is not None:
@@ -93,15 +106,33 @@ def _load(folder: Path, shard: Callable[[Any], None] | None) -> tuple[Any, dict[
     return module, config
 
 
+def _adapt(module: nn.Module, adapter: Path) -> None:
+    """Add the adapter's layers, as mlx-lm does; the module then is for inference.
+
+    They are not merged into the weights: of quantised ones that would give another model.
+    """
+    from mlx_lm.tuner.utils import load_adapters  # noqa: PLC0415  # heavy, rarely needed
+
+    try:
+        load_adapters(module, str(adapter))
+        module.eval()
+    # mlx-lm and MLX raise whatever the broken file leads them into.
+    except Exception as error:
+        raise ModelError(
+            f"cannot use the adapter {str(adapter)!r} with this model: "
+            f"{type(error).__name__}: {_one_line(error)}"
+        ) from error
+
+
 def _check_memory(module: nn.Module, folder: Path) -> None:
     """Refuse a model that does not fit, before the system starts to kill processes."""
     parameters: Any = tree_flatten(module.parameters())
     needed = sum(array.nbytes for _, array in parameters)
-    free = psutil.virtual_memory().available
-    if needed > free:
+    free = free_memory()
+    if needed > free.bytes:
         raise ModelError(
             f"not enough memory for the model {str(folder)!r}: "
-            f"it needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
+            f"it needs {needed / 1e9:.1f} GB and {free.limit} leaves {free.bytes / 1e9:.1f} GB"
         )
 
 
@@ -142,6 +173,15 @@ def to_dense(module: nn.Module, dtype: mx.Dtype) -> None:
             module.parameters(),
         )
     )
+
+
+def _end_ids(config: dict[str, Any]) -> frozenset[int]:
+    """Of `eos_token_id`, wherever it stands; mlx-lm has put generation_config.json's there."""
+    found: set[int] = set()
+    for part in (config, config.get("text_config") or {}):
+        value = part.get("eos_token_id")
+        found.update(one for one in (value if isinstance(value, list) else [value]) if one)
+    return frozenset(found)
 
 
 def _context_length(config: dict[str, Any], folder: Path) -> int:

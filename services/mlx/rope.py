@@ -113,6 +113,11 @@ def _attentions(model: nn.Module) -> Iterator[tuple[Any, Any]]:
             yield module, rope
 
 
+def has_rope(model: nn.Module) -> bool:
+    """Whether any layer of the model rotates."""
+    return next(_attentions(model), None) is not None
+
+
 def allow_branches(model: nn.Module) -> None:
     """Wrap the RoPE of every attention layer of an mlx-lm model.
 

@@ -7,12 +7,15 @@ states into a run over other tokens, which must then end in the first run's logi
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 
 from protocol.errors import ModelError
+
+Normalization = Literal["layer", "joint", "final", "none"]
+"""See `FeatureRequest.normalization`."""
 
 _TOLERANCE = 0.02
 """Relative difference of the logits in the proof; half precision rounds coarsely."""
@@ -48,7 +51,8 @@ class Taps:
     """The taps of one model.
 
     Args:
-        model: an mlx-lm model with its decoder in `model.model.layers`.
+        model: an mlx-lm model with its decoder in `model.model.layers`, or in the same place of
+            its `language_model`.
         layers: numbers of the layers whose output is wanted, from 0.
 
     Raises:
@@ -57,7 +61,9 @@ class Taps:
 
     def __init__(self, model: Any, layers: Sequence[int]) -> None:
         self.layers = list(layers)
-        decoder: Any = getattr(getattr(model, "model", None), "layers", None)
+        inner: Any = getattr(getattr(model, "language_model", model), "model", None)
+        decoder: Any = getattr(inner, "layers", None)
+        self._final_norm: Any = getattr(inner, "norm", None)
         if decoder is None:
             kind = getattr(model, "model_type", type(model).__name__)
             raise ModelError(f"models of type {kind!r} cannot be read: no model.layers in them")
@@ -66,6 +72,8 @@ class Taps:
                 f"the layers {self.layers} cannot be read: the target has layers "
                 f"0 to {len(decoder) - 1}"
             )
+        if len(set(layers)) < len(layers):
+            raise ModelError(f"the layers {self.layers} cannot be read: one is named twice")
         self._tapped = [decoder[number] for number in layers]
         if any(hasattr(layer, "tap") for layer in self._tapped):
             raise ModelError(f"some of the layers {self.layers} are read already")
@@ -100,9 +108,16 @@ class Taps:
             raise RuntimeError("a tapped layer was not run")
         return found
 
-    def features(self) -> mx.array:
-        """`take`, each state divided by its root mean square, side by side."""
-        return join_states(self.take())
+    def features(self, normalization: Normalization = "layer") -> mx.array:
+        """`take`, side by side, normalised as `FeatureRequest.normalization` says."""
+        states = self.take()
+        match normalization:
+            case "layer":
+                return join_states(states)
+            case "final":
+                states = [self._final_norm(state) for state in states]
+        joint = mx.concatenate(states, axis=-1)
+        return _normalise(joint) if normalization == "joint" else joint
 
 
 def join_states(states: Sequence[mx.array]) -> mx.array:

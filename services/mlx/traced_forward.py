@@ -1,5 +1,8 @@
 """The model's forward over a few tokens of one sequence, traced once for each shape.
 
+A chain's shape is its number of tokens. A tree, whose size differs from round to round, is padded
+to one of a few sizes; which slots its rows see, and their positions, are inputs too.
+
 Building the graph of a forward costs the host milliseconds that a GPU spends waiting. Here
 `mx.compile` records it once per number of tokens and size of the KV buffers, fuses its small
 operations, and replays it in every later pass of that shape. Whatever changes from pass to
@@ -10,16 +13,21 @@ buffers. A plain number in their place would become a part of the trace.
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
-from services.kv.cache import KVStore, SlotCache, round_to_bucket
+from protocol.decoding.token_tree import read_tree
+from services.kv.cache import KVStore
+from services.kv.slots import Frame, SlotCache, round_to_bucket
 
 _log = logging.getLogger(__name__)
 
 MOST_ROWS = 9
 """Longer chains are rare, and each length is a trace of its own."""
+TREE_ROWS = (4, 8, 16, 32)
+"""Sizes that trees are padded to; larger ones are not traced."""
 TRACED_SLOTS = (256, 512)
 """Sizes of the buffers that are traced. A new shape compiles kernels for about a second, which
 nobody should wait for in the middle of an answer: what is not traced at load never is."""
@@ -28,12 +36,38 @@ _TOLERANCE = 0.02
 """Relative difference of the logits in the trial; half precision rounds coarsely."""
 _TRIAL_PROMPT = 24
 _TRIAL_ROWS = 4
+_TRIAL_TREE = read_tree([5, 9, 3, 11, 4, 7], [0, 1, 0, 1, 3])
 _TRIALS = 5
 """Passes of each kind that are timed; the fastest counts."""
 _WORTHWHILE = 0.97
 """A replay must take at most this share of the time of the model's own forward."""
 
 Forward = Callable[[mx.array, KVStore], mx.array]
+Place = Callable[[KVStore], None]
+"""Sets the frame of what comes next."""
+
+
+class _Shape(NamedTuple):
+    """What a trace is for."""
+
+    rows: int
+    slots: int
+    forks: bool
+
+
+def place_chain(store: KVStore) -> None:
+    """The chain of the trials."""
+    store.chain(_TRIAL_ROWS)
+
+
+def place_tree(store: KVStore) -> None:
+    """The tree of the trials."""
+    store.append_tree(_TRIAL_TREE)
+
+
+def pad_rows(count: int) -> int:
+    """The size that a tree of so many rows is padded to; 0 if it is too large."""
+    return next((size for size in TREE_ROWS if size >= count), 0)
 
 
 class _LayerInputs:
@@ -42,32 +76,47 @@ class _LayerInputs:
     is_traced = True
     """Attention over it may not be computed by itself, outside the graph."""
 
-    def __init__(self, keys: mx.array, values: mx.array, offset: mx.array) -> None:
+    def __init__(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        start: mx.array,
+        positions: mx.array | None = None,
+        visible: mx.array | None = None,
+    ) -> None:
         self.keys = keys
         self.values = values
-        self.offset = offset
-        """[] position of the first token."""
+        self._start = start
+        """[] slot of the first token, and in a chain its position."""
+        self.offset = start if positions is None else positions
+        """What RoPE takes: [] or [rows]."""
+        self._visible = visible
+        """[rows, slots] which slots each row of a tree sees."""
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
         """Which slots each of the `n` tokens sees, bool [n, slots]."""
         del return_array
-        queries = self.offset + mx.arange(n)[:, None]
+        if self._visible is not None:
+            if window_size is not None:
+                raise ValueError("a tree is not traced through a sliding window")
+            return self._visible
+        queries = self._start + mx.arange(n)[:, None]
         slots = mx.arange(self.keys.shape[2])[None]
         visible = slots <= queries
         return visible if window_size is None else visible & (queries - slots < window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store [1, heads, n, size] from the offset on; return the whole buffers."""
-        start = self.offset[None]
+        """Store [1, heads, n, size] from the first slot on; return the whole buffers."""
+        start = self._start[None]
         self.keys = mx.slice_update(self.keys, keys, start, axes=(2,))
         self.values = mx.slice_update(self.values, values, start, axes=(2,))
         return self.keys, self.values
 
 
 class TracedForward:
-    """Replays a model's forward over chains of 2 to `MOST_ROWS` tokens; see the module.
+    """Replays a model's forward over chains of 2 to `MOST_ROWS` tokens, and trees; see the module.
 
     A single token is left to the model: its attention has a kernel for any length, which a
     trace over whole buffers cannot use.
@@ -79,107 +128,175 @@ class TracedForward:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._replay: Any = mx.compile(self._forward)
-        self._shapes: set[tuple[int, int]] = set()
-        """(rows, slots) that have been traced."""
+        self._replay_tree: Any = mx.compile(self._forward_tree)
+        self._shapes: set[_Shape] = set()
+        """What has been traced."""
 
     def serves(self, store: KVStore) -> bool:
-        """Whether the store's current frame is a chain of a shape that has been traced."""
+        """Whether the current frame is a chain or a tree of a shape that has been traced."""
         frame = store.frame
         keys = store.caches[0].keys
-        if keys is None:
+        if keys is None or not self.can_trace(store):
             return False
-        slots = max(keys.shape[2], round_to_bucket(frame.start + frame.count))
-        return (frame.count, slots) in self._shapes and self.can_trace(store)
+        rows = _count_rows(frame)
+        slots = max(keys.shape[2], round_to_bucket(frame.start + rows))
+        return _Shape(rows, slots, frame.visible is not None) in self._shapes
 
     def prepare(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
-        """Trace this shape, and compute it once."""
+        """Trace chains of this shape, and compute one."""
         store = _prefill(self._model, new_store)
-        for cache in store.caches:
-            cache.keys, cache.values = _grow(cache.keys, slots), _grow(cache.values, slots)
+        _widen(store, slots)
         store.chain(rows)
         mx.eval(self(mx.arange(1, 1 + rows)[None], store))
-        self._shapes.add((rows, slots))
+        self._shapes.add(_Shape(rows, slots, forks=False))
 
-    def can_trace(self, store: KVStore) -> bool:
-        """Whether the store's current frame is a chain in plain slots."""
+    def prepare_tree(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
+        """Trace trees that are padded to so many rows, and compute one."""
+        store = _prefill(self._model, new_store)
+        _widen(store, slots)
+        tree = read_tree(list(range(1, 1 + rows)), [0] * (rows - 1))
+        store.append_tree(tree)
+        mx.eval(self(mx.array(tree.tokens)[None], store))
+        self._shapes.add(_Shape(rows, slots, forks=True))
+
+    @staticmethod
+    def can_trace(store: KVStore) -> bool:
+        """Whether the store's current frame is a chain or a tree in plain slots."""
         frame = store.frame
+        fits = 1 < frame.count <= MOST_ROWS if frame.visible is None else pad_rows(frame.count) > 0
         return (
-            1 < frame.count <= MOST_ROWS
+            fits
             and frame.start > 0
-            and frame.visible is None
             and all(type(cache) is SlotCache and cache.window is None for cache in store.caches)
         )
 
     def __call__(self, tokens: mx.array, store: KVStore) -> mx.array:
         """[1, n, vocabulary] logits of [1, n] tokens, lazy; they are `store`'s current frame."""
         frame = store.frame
-        end = frame.start + frame.count
+        end = frame.start + _count_rows(frame)
         keys = [_grow(cache.keys, end) for cache in store.caches]
         values = [_grow(cache.values, end) for cache in store.caches]
         # MLX writes in place only what nobody else holds.
         for cache in store.caches:
             cache.keys = cache.values = None
+        start = mx.array(frame.start)
         logits: mx.array
-        logits, keys, values = self._replay(tokens, mx.array(frame.start), keys, values)
+        if frame.visible is None:
+            logits, keys, values = self._replay(tokens, start, keys, values)
+        else:
+            inputs = _pad_tree(tokens, frame, keys[0].shape[2])
+            logits, keys, values = self._replay_tree(*inputs, start, keys, values)
         for cache, own_keys, own_values in zip(store.caches, keys, values, strict=True):
             cache.keys, cache.values = own_keys, own_values
-        return logits
+        return logits[:, : frame.count]
 
     def _forward(
-        self, tokens: mx.array, offset: mx.array, keys: list[mx.array], values: list[mx.array]
+        self, tokens: mx.array, start: mx.array, keys: list[mx.array], values: list[mx.array]
     ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-        layers = [_LayerInputs(k, v, offset) for k, v in zip(keys, values, strict=True)]
+        layers = [_LayerInputs(k, v, start) for k, v in zip(keys, values, strict=True)]
+        logits: mx.array = self._model(tokens, cache=layers)
+        return logits, [layer.keys for layer in layers], [layer.values for layer in layers]
+
+    def _forward_tree(  # noqa: PLR0917  # arrays that change from pass to pass
+        self,
+        tokens: mx.array,
+        positions: mx.array,
+        visible: mx.array,
+        start: mx.array,
+        keys: list[mx.array],
+        values: list[mx.array],
+    ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+        pairs = zip(keys, values, strict=True)
+        layers = [_LayerInputs(k, v, start, positions, visible) for k, v in pairs]
         logits: mx.array = self._model(tokens, cache=layers)
         return logits, [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
-def trace_if_faster(model: Any, new_store: Callable[[], KVStore]) -> TracedForward | None:
+def _count_rows(frame: Frame) -> int:
+    """Rows of the pass over this frame, padding included."""
+    return frame.count if frame.visible is None else pad_rows(frame.count)
+
+
+def _pad_tree(tokens: mx.array, frame: Frame, slots: int) -> tuple[mx.array, mx.array, mx.array]:
+    """[1, rows] tokens, [rows] positions and [rows, slots] which slots each row sees.
+
+    A row of padding sees itself alone; it goes to a slot behind the tree, where the next tokens are
+    written over it.
+    """
+    start, count, rows = frame.start, frame.count, _count_rows(frame)
+    positions = np.full(rows, start, np.int32)
+    positions[:count] = frame.positions[start:]
+    visible: Any = np.eye(rows, slots, start, dtype=np.bool_)
+    visible[:count, : start + count] = frame.visible
+    padded = mx.pad(tokens, [(0, 0), (0, rows - count)])
+    return padded, mx.array(positions), mx.array(visible)
+
+
+def trace_if_faster(
+    model: Any, new_store: Callable[[], KVStore], *, takes_trees: bool = False
+) -> TracedForward | None:
     """A traced forward for this model, or None where it is wrong or not faster here.
 
     Args:
         model: see `TracedForward`.
         new_store: an empty store for a sequence of this model.
+        takes_trees: whether trees are verified, and so worth traces of their own.
     """
     traced = TracedForward(model)
-    try:
-        distance = _compare(model, traced, new_store)
-    # Whatever a model does that cannot be traced: control flow on values, caches of its own.
-    except Exception as error:  # noqa: BLE001
-        _log.info("the forward of this model is not traced: %s", error)
-        return None
-    if distance is None:
-        return None
-    if not distance < _TOLERANCE:
-        _log.warning("the traced forward is %.2g from the model's own: not used", distance)
-        return None
-    own = _time(lambda tokens, store: model(tokens, cache=store.caches), model, new_store)
-    replayed = _time(traced, model, new_store)
-    used = replayed < _WORTHWHILE * own
-    _log.info(
-        "verifying %d tokens takes %.1f ms traced, %.1f ms otherwise: traces are %s",
-        _TRIAL_ROWS,
-        1e3 * replayed,
-        1e3 * own,
-        "used" if used else "not used",
-    )
-    if not used:
+    if not _is_worth_it(model, traced, new_store, place_chain, "chains"):
         return None
     for slots in TRACED_SLOTS:
         for rows in range(2, MOST_ROWS + 1):
             traced.prepare(rows, slots, new_store)
+    if takes_trees and _is_worth_it(model, traced, new_store, place_tree, "trees"):
+        for slots in TRACED_SLOTS:
+            for rows in TREE_ROWS:
+                traced.prepare_tree(rows, slots, new_store)
     return traced
 
 
-def _compare(model: Any, traced: TracedForward, new_store: Callable[[], KVStore]) -> float | None:
+def _is_worth_it(
+    model: Any, traced: TracedForward, new_store: Callable[[], KVStore], place: Place, what: str
+) -> bool:
+    """Whether replays of what `place` sets are right, and faster than the model's own forward."""
+    try:
+        distance = _compare(model, traced, new_store, place)
+    # Whatever a model does that cannot be traced: control flow on values, caches of its own.
+    except Exception as error:  # noqa: BLE001
+        _log.info("the forward of this model is not traced for %s: %s", what, error)
+        return False
+    if distance is None:
+        return False
+    if not distance < _TOLERANCE:
+        _log.warning(
+            "the traced forward of %s is %.2g from the model's own: not used", what, distance
+        )
+        return False
+    own = _time(lambda tokens, store: model(tokens, cache=store.caches), model, new_store, place)
+    replayed = _time(traced, model, new_store, place)
+    used = replayed < _WORTHWHILE * own
+    _log.info(
+        "verifying %s takes %.1f ms traced, %.1f ms otherwise: traces are %s",
+        what,
+        1e3 * replayed,
+        1e3 * own,
+        "used" if used else "not used",
+    )
+    return used
+
+
+def _compare(
+    model: Any, traced: TracedForward, new_store: Callable[[], KVStore], place: Place
+) -> float | None:
     """Largest relative difference of the logits at two places of a text; None if unserved."""
     distances = []
     store, other = _prefill(model, new_store), _prefill(model, new_store)
-    for start in (5, 9):  # the second replays the trace of the first, somewhere else
-        tokens = mx.arange(start, start + _TRIAL_ROWS)[None]
-        store.chain(_TRIAL_ROWS)
-        other.chain(_TRIAL_ROWS)
+    for first in (5, 9):  # the second replays the trace of the first, somewhere else
+        place(store)
+        place(other)
         if not traced.can_trace(other):
             return None
+        tokens = mx.arange(first, first + store.frame.count)[None]
         expected = model(tokens, cache=store.caches).astype(mx.float32)
         # Evaluated first: kernels that are tried out before their first use cannot be so in
         # the middle of a trace.
@@ -190,19 +307,25 @@ def _compare(model: Any, traced: TracedForward, new_store: Callable[[], KVStore]
     return float(max(distances))
 
 
-def _time(forward: Forward, model: Any, new_store: Callable[[], KVStore]) -> float:
+def _time(forward: Forward, model: Any, new_store: Callable[[], KVStore], place: Place) -> float:
     """Seconds of the fastest pass."""
     store = _prefill(model, new_store)
-    tokens = mx.arange(5, 5 + _TRIAL_ROWS)[None]
     seconds = []
     for _ in range(_TRIALS):
         length = store.length
-        store.chain(_TRIAL_ROWS)
+        place(store)
+        tokens = mx.arange(5, 5 + store.frame.count)[None]
         started = time.perf_counter()
         mx.eval(forward(tokens, store))
         seconds.append(time.perf_counter() - started)
         store.trim(length)
     return min(seconds)
+
+
+def _widen(store: KVStore, slots: int) -> None:
+    """Let the buffers have room for so many slots."""
+    for cache in store.caches:
+        cache.keys, cache.values = _grow(cache.keys, slots), _grow(cache.values, slots)
 
 
 def _prefill(model: Any, new_store: Callable[[], KVStore]) -> KVStore:

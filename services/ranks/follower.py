@@ -14,8 +14,9 @@ from protocol.process.logs import configure_logging
 from protocol.transport.codec import Decoder
 from protocol.transport.pipes import PipeChannel, Pipes
 from services.mlx.blas import load_blas
+from services.mlx.lean_imports import leave_out_unused_libraries
 from services.ranks.build import build_of
-from services.ranks.environment import Variables
+from services.ranks.environment import Variables, export_variables
 from services.ranks.messages import (
     Beat,
     Begin,
@@ -106,6 +107,7 @@ def follow(leader: LeaderChannel) -> None:
     configure_logging(f"rank {join.rank}", join.log_level)
     pin_to_cores(join.cores)
     load_blas(join.threads or os.cpu_count() or 1)
+    leave_out_unused_libraries()
     leader.send(Joined(pid=os.getpid(), build=build_of(join.model)))
     leader.watch(join.silence_timeout_s)
     if isinstance(leader.receive(_BEGIN_S), Begin):
@@ -113,10 +115,11 @@ def follow(leader: LeaderChannel) -> None:
 
 
 def _serve(join: Join, leader: LeaderChannel) -> None:
-    # MLX reads its environment when it is first used, and must be imported after the BLAS.
-    from services.ranks.sharding import join_group  # noqa: PLC0415
-
     variables = Variables(join.environment, join.files)
+    # Which GPUs there are is settled when MLX is imported, which must be after the BLAS.
+    with export_variables(variables):
+        from services.ranks.sharding import join_group  # noqa: PLC0415
+
     group = join_group(join.backend, variables, join.device, join.start_timeout_s)
     if join.loads:
         from services.ranks.mirror import StoreTwins  # noqa: PLC0415

@@ -12,12 +12,14 @@ from protocol.jobs.ranks import RankProbeResult, RankProbeSettings
 from protocol.process.child import read_argument, run_reporting_errors
 from protocol.settings import VerifierSettings, decode_settings
 from services.mlx.blas import load_blas
+from services.mlx.lean_imports import leave_out_unused_libraries
 from services.ranks.group import RankGroup
 
 
 def probe(settings: RankProbeSettings) -> RankProbeResult:
     """What the ranks of this group are and how fast their links are; errors as for `RankGroup`."""
     load_blas(1)
+    leave_out_unused_libraries()
     from services.ranks.sharding import bare_facts, join_group  # noqa: PLC0415  # MLX after it
 
     whole = VerifierSettings(lifeline=0, address="", model=settings.model, device=settings.device)

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from protocol.errors import ModelError, RuntimeFailure
 from protocol.settings import Device, RankBackend
-from services.kv.budget import kv_tokens
+from services.kv.budget import count_kv_tokens, measure_kv
 from services.mlx.device import bind
 from services.mlx.loader import LoadedModel, compute_unit, load
 from services.ranks.environment import Variables, export_variables
@@ -51,10 +51,10 @@ def join_group(
     """
     # MLX calls the ring of JACCL by the same name.
     name = "jaccl" if backend == "jaccl-ring" else backend
-    bind(device)
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     try:
         with export_variables(variables):
+            bind(device)
             return mx.distributed.init(strict=True, backend=name)
     except (RuntimeError, ValueError) as error:
         raise RuntimeFailure(f"the ranks do not find each other over {backend}: {error}") from error
@@ -87,7 +87,7 @@ def load_part(
     facts = RankFacts(
         compute_unit=compute_unit(),
         shares_passes=target.shares_passes,
-        kv_tokens=kv_tokens(module, target.states.make, kv_bytes),
+        kv_tokens=count_kv_tokens(measure_kv(module, target.states.make), kv_bytes).tokens,
         weight_bytes=sum(array.nbytes for _, array in weights),
         latency_ms=latency_ms,
         mbytes_per_s=mbytes_per_s,

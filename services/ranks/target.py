@@ -37,7 +37,8 @@ def open_target(settings: VerifierSettings) -> Iterator[OpenTarget]:
     """
     if settings.ranks is None:
         unit = bind(settings.device)
-        yield OpenTarget(load(Path(settings.model)), None, unit, None)
+        model = load(Path(settings.model), adapter=settings.adapter)
+        yield OpenTarget(model, None, unit, None)
         return
     with _spread(settings, settings.ranks) as spread:
         yield spread
@@ -81,6 +82,7 @@ def _refuse_what_needs_the_whole_model(settings: VerifierSettings) -> None:
         (settings.prefill != "mlx", "--prefill"),
         (settings.prompt_cache_file, "--prompt-cache-file"),
         (settings.emulated_cost, "--emulate-target-cost"),
+        (settings.adapter, "--adapter-path"),
     ):
         if given:
             raise UsageError(f"{flag} needs the whole model in one process, not ranks of it")

@@ -14,6 +14,7 @@ from protocol.messages import (
     Prepare,
     ReadTarget,
     Rejected,
+    Revoke,
     Stop,
     ToService,
     Verify,
@@ -21,7 +22,7 @@ from protocol.messages import (
 )
 from services.runtime.heartbeat import HeartbeatTimer, Sender
 
-Work = OpenSequence | CloseSequence | Verify | Prepare | DraftNow | ReadTarget | Features
+Work = OpenSequence | CloseSequence | Verify | Revoke | Prepare | DraftNow | ReadTarget | Features
 
 
 class Connection(Sender, Protocol):

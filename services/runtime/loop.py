@@ -12,7 +12,7 @@ from collections import deque
 
 import msgspec
 
-from protocol.errors import BackendLost, ModelError, ProtocolError
+from protocol.errors import BackendLost, ModelError, OutOfMemory, ProtocolError
 from protocol.messages import (
     MAX_ERROR,
     PROTOCOL_VERSION,
@@ -55,10 +55,12 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     compute_unit: str
     max_draft_tokens: int
     kv_tokens: int = 0
+    kv_limit: str = ""
     emulated_cost: str = ""
     rewinding: str = ""
     ranks: list[RankStatus] = []
     features: FeatureRequest | None = None
+    takes_trees: bool = False
 
 
 def serve(channel: Connection, identity: Identity, service: Service) -> None:
@@ -120,7 +122,8 @@ def _step(job: Job, channel: Connection, inbox: Inbox, queue: WorkQueue, service
             "%s of sequence %d failed", type(message).__name__, message.sequence, extra=ids
         )
         queue.finish(job)
-        sentence = f"{type(error).__name__}: {error}"[:MAX_ERROR]
+        kind = "" if isinstance(error, OutOfMemory) else f"{type(error).__name__}: "
+        sentence = f"{kind}{error}"[:MAX_ERROR]
         channel.send(Failed(sequence=message.sequence, error=sentence))
         return
     if isinstance(answer, _Done):
@@ -131,8 +134,8 @@ def _step(job: Job, channel: Connection, inbox: Inbox, queue: WorkQueue, service
 
 
 def _stamp(answer: FromService) -> FromService:
-    """With the time at which the work for it ended."""
-    if isinstance(answer, Prefilled | VerificationOutcome | DraftTree):
+    """With the time at which the work for it ended: now, unless it says so itself."""
+    if isinstance(answer, Prefilled | VerificationOutcome | DraftTree) and not answer.at_ns:
         return msgspec.structs.replace(answer, at_ns=time.monotonic_ns())
     return answer
 

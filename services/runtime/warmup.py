@@ -24,7 +24,7 @@ def warm_verifier(verifier: Verifier) -> None:
         for _ in verifier.handle(prompt):
             pass
         chain = _PROMPT[: drafted + 1]
-        message = Verify(sequence=_SEQUENCE, round=1, position=len(_PROMPT), chain=chain)
+        message = Verify(sequence=_SEQUENCE, round=1, position=len(_PROMPT), nodes=chain)
         for _ in verifier.handle(message):
             pass
     for _ in verifier.handle(CloseSequence(sequence=_SEQUENCE)):

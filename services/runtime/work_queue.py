@@ -15,6 +15,7 @@ from protocol.messages import (
     FromService,
     OpenSequence,
     Prepare,
+    Revoke,
 )
 from protocol.process.logs import about
 from services.runtime.inbox import Work
@@ -73,7 +74,13 @@ class WorkQueue:
         return bool(self._lines)
 
     def add(self, message: Work) -> None:
-        """Take in a message; work that it makes pointless ends, or never begins."""
+        """Take in a message; work that it makes pointless ends, or never begins.
+
+        A `Revoke` is about work in progress, and is handled beside it.
+        """
+        if isinstance(message, Revoke):
+            deque(self._service.handle(message), maxlen=0)
+            return
         if isinstance(message, OpenSequence):
             self._opened.add(message.sequence)
         if isinstance(message, CloseSequence):

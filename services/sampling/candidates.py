@@ -1,21 +1,25 @@
 """The best few tokens of each row of a drafter's logits, and the draft tokens among them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from protocol.decoding.logits_processor import LogitsProcessor
 from protocol.decoding.rejection import drafter_distribution, draw_draft_token, to_message
-from protocol.decoding.sampler import Floats, Ids, rank_candidates
-from protocol.decoding.sampling_params import uses_rejection
+from protocol.decoding.sampler import Floats, Ids, score_candidates
+from protocol.decoding.sampling_params import is_greedy, uses_rejection
 from protocol.errors import RuntimeFailure
 from protocol.messages import Sampling
 from services.drafter.backends.base import DraftedToken, RoundOptions
 
 
 class Top(NamedTuple):
-    """The best candidates after some tokens, in falling order of logit."""
+    """The best candidates after some tokens, in falling order of logit.
+
+    The logits are the model's, or those under the noise of the token to be chosen (`perturb`).
+    """
 
     ids: Ids
     """[rows, width] ids in the target's vocabulary."""
@@ -29,10 +33,10 @@ class Top(NamedTuple):
         rows = slice(row, row + 1)
         return Top(self.ids[rows], self.logits[rows], self.totals[rows])
 
-    def confidence(self, row: int, token: int) -> float:
-        """The drafter's own probability of one of the candidates."""
-        column = int(np.flatnonzero(self.ids[row] == token)[0])
-        return float(np.exp(self.logits[row, column] - self.totals[row]))
+    def confidences(self, row: int, count: int) -> list[float]:
+        """The drafter's own probabilities of the first `count` candidates."""
+        found: list[float] = np.exp(self.logits[row, :count] - self.totals[row]).tolist()
+        return found
 
 
 def best_of(rows: Floats, width: int, head_ids: Ids | None) -> Top:
@@ -99,19 +103,76 @@ def _process_row(processor: LogitsProcessor, top: Top, vocabulary: int) -> Top:
     return Top(ids[order][None], logits[order][None], np.array([total], np.float32))
 
 
-def best_bonuses(top: Top, position: int, sampling: Sampling) -> Ids:
+def perturb(top: Top, positions: Sequence[int], sampling: Sampling) -> Top:
+    """The candidates under the noise with which the target chooses, the likeliest choice first.
+
+    The target's choice is the argmax of its logits + T g, and g is known. So the drafter's best
+    guess is the argmax of its own logits + T g, the runners-up are those next to it, and how sure
+    it is of each follows from how far they are apart: the two models' logits differ by as much
+    whatever T is, so that the law of the target's choice is softmax(logits + T g), at T = 0 the
+    drafter's own. Its plain probabilities at T > 0 say how often a token is drawn, not how often
+    the target draws it where the drafter does.
+
+    What is not among the candidates keeps its share, as if its noise were none. Under the
+    rejection rule the noise cannot be known: nothing is changed.
+
+    Args:
+        top: as the model has it.
+        positions: [rows] the positions that the chosen tokens will have.
+        sampling: the drafter's.
+    """
+    if is_greedy(sampling) or uses_rejection(sampling):
+        return top
+    scores = score_candidates(top.ids, top.logits, positions, sampling)
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    ids = np.take_along_axis(top.ids, order, axis=-1)
+    logits = np.take_along_axis(scores, order, axis=-1) * np.float32(sampling.temperature)
+    # Largest first, so that no exponential overflows.
+    peaks = np.maximum(logits[:, 0], top.totals).astype(np.float64)[:, None]
+    rest = np.exp(top.totals[:, None] - peaks) - _sum_exp(top.logits - peaks)
+    totals = peaks + np.log(np.maximum(rest, 0.0) + _sum_exp(logits - peaks))
+    return Top(ids, logits, totals[:, 0].astype(np.float32))
+
+
+def _sum_exp(exponents: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
+    """[rows, 1]."""
+    found: npt.NDArray[np.float64] = np.exp(exponents.astype(np.float64)).sum(-1, keepdims=True)
+    return found
+
+
+def rank_bonuses(top: Top, position: int, sampling: Sampling) -> Top:
     """The candidates for a bonus token, best first; `top` has one row.
 
     Under the rejection rule its noise cannot be known, so the best are the likeliest.
     What a grammar forbids is no candidate.
     """
     possible = np.isfinite(top.logits[0])
-    ids, logits = top.ids[:, possible], top.logits[:, possible]
-    if uses_rejection(sampling):
-        best: Ids = ids[0]
-    else:
-        best = rank_candidates(ids, logits, [position], sampling)[0]
+    allowed = Top(top.ids[:, possible], top.logits[:, possible], top.totals)
+    return perturb(allowed, [position], sampling)
+
+
+def best_bonuses(top: Top, position: int, sampling: Sampling) -> Ids:
+    """The ids of `rank_bonuses`."""
+    best: Ids = rank_bonuses(top, position, sampling).ids[0]
     return best
+
+
+def name_candidates(
+    top: Top, positions: Sequence[int], sampling: Sampling, turn: RoundOptions
+) -> list[list[DraftedToken]]:
+    """As `draft_tokens`, with as many siblings behind each as are wanted: the next best guesses.
+
+    What is drawn has none, so none may be wanted under the rejection rule.
+    """
+    if not turn.siblings:
+        return [[draft] for draft in draft_tokens(top, positions, sampling, turn)]
+    ranked = perturb(top, [position + turn.shift for position in positions], sampling)
+    found = []
+    for row, tokens in enumerate(ranked.ids[:, : 1 + turn.siblings].tolist()):
+        pairs = list(zip(tokens, ranked.confidences(row, len(tokens)), strict=True))
+        likely = [DraftedToken(*pair) for pair in pairs[1:] if pair[1] > 0.0]
+        found.append([DraftedToken(*pairs[0]), *likely])
+    return found
 
 
 def draft_tokens(
@@ -128,8 +189,11 @@ def draft_tokens(
     """
     positions = [position + turn.shift for position in positions]
     if not uses_rejection(sampling):
-        tokens = rank_candidates(top.ids, top.logits, positions, sampling)[:, 0].tolist()
-        return [DraftedToken(token, top.confidence(row, token)) for row, token in enumerate(tokens)]
+        ranked = perturb(top, positions, sampling)
+        return [
+            DraftedToken(token, ranked.confidences(row, 1)[0])
+            for row, token in enumerate(ranked.ids[:, 0].tolist())
+        ]
     found = []
     for ids, logits, position in zip(top.ids, top.logits, positions, strict=True):
         q = drafter_distribution(ids, logits, sampling, turn.held_back)

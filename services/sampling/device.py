@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from protocol.decoding import sampler
 from protocol.decoding.gumbel import gumbel
@@ -71,7 +72,10 @@ def begin(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.
 
 
 def finish(
-    begun: mx.array, logits: mx.array, positions: Sequence[int], sampling: Sampling
+    begun: mx.array | npt.NDArray[np.int32],
+    logits: mx.array,
+    positions: Sequence[int],
+    sampling: Sampling,
 ) -> list[int]:
     """The tokens on the host; rows in doubt are decided there.
 

@@ -27,6 +27,7 @@ from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcom
 from protocol.process.child import pin_to_cores
 from protocol.settings import PREFILL_STEP_SIZE, decode_settings
 from services.mlx.blas import load_blas
+from services.mlx.lean_imports import leave_out_unused_libraries
 
 _REPEATS = 7
 _DEPTHS = 4
@@ -51,7 +52,7 @@ class Profiler:
         from services.mlx.loader import load  # noqa: PLC0415
         from services.verifier.verifier import Verifier  # noqa: PLC0415
 
-        model = load(Path(self._settings.model))
+        model = load(Path(self._settings.model), adapter=self._settings.adapter)
         if self._settings.emulated_cost:
             emulate(model.module, parse_size(self._settings.emulated_cost))
         verifier = Verifier(model, prefill_step_size=PREFILL_STEP_SIZE)
@@ -66,7 +67,7 @@ class Profiler:
                 times = []
                 for _ in range(repeats):
                     chain = [context[0]] * min(count, 1 + verifier.max_draft_tokens)
-                    question = Verify(sequence=0, round=0, position=position, chain=chain)
+                    question = Verify(sequence=0, round=0, position=position, nodes=chain)
                     for answer in verifier.handle(question):
                         if isinstance(answer, VerificationOutcome):
                             times.append(answer.verify_ms)
@@ -122,6 +123,7 @@ def main() -> int:
         settings = decode_settings(sys.argv[1], ProfilerSettings)
         pin_to_cores(settings.cores)
         load_blas(settings.threads)
+        leave_out_unused_libraries()
         profiler = Profiler(settings)
         _say(ProfilerReady(profiler.unit))
         for line in sys.stdin:

@@ -40,7 +40,7 @@ class Reference:
         from services.mlx.loader import load  # noqa: PLC0415
 
         bind(settings.device)
-        self._target = load(Path(settings.model)).module
+        self._target = load(Path(settings.model), adapter=settings.adapter).module
         if settings.emulated_cost:
             emulate(self._target, parse_size(settings.emulated_cost))
         self._draft = load(Path(settings.draft_model)).module if settings.draft_model else None

@@ -1,17 +1,19 @@
-"""What becomes of a chain: the target's logits in, accepted tokens and the bonus token out."""
+"""What becomes of a tree of drafts: logits in; which path stands, and the bonus token, out."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import replace
 
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.decoding.rejection import verify_draft
 from protocol.decoding.sampler import Floats, sample
 from protocol.decoding.sampling_params import is_greedy, uses_rejection
+from protocol.decoding.token_tree import TokenTree
+from protocol.errors import ProtocolError
 from protocol.messages import OpenSequence, TokenLogprobs, Tokens, Verify
 from services.mlx.loader import compute_unit
 from services.sampling import device
@@ -20,14 +22,15 @@ from services.sampling import device
 class AcceptanceResult(NamedTuple):
     """An outcome."""
 
-    accepted: int
+    rows: list[int]
+    """Of the tree: those that stand, from the pending token's on."""
     bonus: int
     logprobs: list[TokenLogprobs]
     """Of the accepted tokens and the bonus token, if asked for."""
 
 
 class AcceptanceRule:
-    """Decides how much of a chain stands, for the chains of one sequence.
+    """Decides which path of a tree stands, for the trees of one sequence.
 
     Args:
         opened: the sequence.
@@ -39,32 +42,53 @@ class AcceptanceRule:
         shape = opened.sampling.logits_options
         self._processor = None if shape is None else LogitsProcessor(shape, folder, opened.tokens)
 
-    def drop_impossible(self, message: Verify) -> Verify:
-        """The chain up to the first draft token that the request's shape rules out.
+    def check(self, message: Verify, tree: TokenTree) -> None:
+        """Raise ProtocolError if the rule does not judge such trees.
 
-        It would be rejected, and the row before it draws the same bonus token without it. A
-        token that was drawn stays: its rejection changes that distribution
+        Under the rejection rule a draft token stands or falls by itself, whatever else was
+        drafted in its place; that the output follows p is proved for chains only.
+        """
+        if uses_rejection(self._sampling) and not tree.is_chain:
+            raise ProtocolError("the rejection rule judges chains, not trees")
+        if len(message.distributions) not in (0, len(tree) - 1):
+            raise ProtocolError(
+                f"{len(message.distributions)} distributions for {len(tree) - 1} draft tokens"
+            )
+
+    def drop_impossible(self, message: Verify, tree: TokenTree) -> TokenTree:
+        """The tree without the draft tokens that the request's shape rules out.
+
+        They would be rejected, and the rows before them draw the same bonus token without
+        them. A token that was drawn stays: its rejection changes that distribution
         (`protocol.decoding.rejection`).
         """
-        if self._processor is None:
-            return message
-        pending, *draft = message.chain
-        possible = self._processor.count_allowed([pending], draft)
-        if possible == len(draft) or (
-            message.distributions and message.distributions[possible].tokens
-        ):
-            return message
-        return replace(
-            message,
-            chain=[pending, *draft[:possible]],
-            distributions=message.distributions[:possible],
-        )
+        if self._processor is None or len(tree) == 1:
+            return tree
+        possible = [0]
+        for row in range(1, len(tree)):
+            if tree.parents[row - 1] in possible and self._allows(message, tree, row):
+                possible.append(row)
+        return tree if len(possible) == len(tree) else tree.keep(possible)
 
-    def begin(self, logits: mx.array, message: Verify) -> mx.array | None:
-        """The target's own choice after each row, [chain], perhaps still in the making.
+    def _allows(self, message: Verify, tree: TokenTree, row: int) -> bool:
+        if self._processor is None or (
+            message.distributions and message.distributions[row - 1].tokens
+        ):
+            return True
+        *before, token = tree.tokens_to(row)
+        return self._processor.count_allowed(before, [token]) == 1
+
+    def begin(
+        self,
+        logits: mx.array,
+        message: Verify,
+        tree: TokenTree,
+        best: Callable[[], npt.NDArray[np.int32]] | None = None,
+    ) -> mx.array | npt.NDArray[np.int32] | None:
+        """The target's own choice after each row, [rows], perhaps still in the making.
 
         None where the rows must be looked at on the host. See `accept` for the arguments, and
-        `device.begin`.
+        `device.begin`; `best` gives the likeliest tokens if they are found for others too.
         """
         if self._processor is not None or self._sampling.logprobs is not None:
             return None
@@ -72,59 +96,72 @@ class AcceptanceRule:
             compute_unit() == "cpu" or uses_rejection(self._sampling)
         ):
             return None
-        return device.begin(logits, _positions(message), self._sampling)
+        if best is not None and is_greedy(self._sampling):
+            return best()
+        return device.begin(logits, _positions(message, tree), self._sampling)
 
-    def accept(self, logits: mx.array, message: Verify, begun: mx.array | None) -> AcceptanceResult:
-        """How many draft tokens of the chain stand, and the bonus token.
+    def accept(
+        self,
+        logits: mx.array,
+        message: Verify,
+        tree: TokenTree,
+        begun: mx.array | npt.NDArray[np.int32] | None,
+    ) -> AcceptanceResult:
+        """Which rows of the tree stand, and the bonus token.
 
         Args:
-            logits: [chain, vocabulary], possibly not computed yet.
-            message: the chain, which follows the tokens judged so far.
+            logits: [rows, vocabulary], possibly not computed yet.
+            message: what was asked.
+            tree: as much of it as is judged; it follows the tokens judged so far.
             begun: what `begin` made of them.
 
         Raises:
             RuntimeFailure: a logit is NaN.
         """
         if begun is not None:
-            chosen = device.finish(begun, logits, _positions(message), self._sampling)
-            return self._compare(chosen, message)
+            chosen = device.finish(begun, logits, _positions(message, tree), self._sampling)
+            stands = tree.walk(chosen)
+            return AcceptanceResult(stands, chosen[stands[-1]], [])
         device.check_finite(logits)
         rows = host_floats(logits)
-        judgement = self._draw(process_rows(self._processor, message.chain, rows), message)
-        emitted = [*message.chain[1 : judgement.accepted + 1], judgement.bonus]
-        if self._processor is not None:
-            self._processor.rewind(message.position + judgement.accepted + 1)
-        if self._sampling.logprobs is None:
-            return judgement
-        return judgement._replace(logprobs=logprobs(rows, emitted, self._sampling.logprobs))
-
-    def _draw(self, rows: Floats, message: Verify) -> AcceptanceResult:
-        draft, first = message.chain[1:], message.position + 1
         if uses_rejection(self._sampling):
-            accepted, bonus = verify_draft(
-                rows, draft, message.distributions, first, self._sampling
-            )
-            return AcceptanceResult(accepted, bonus, [])
-        return self._compare(sample(rows, _positions(message), self._sampling), message)
+            judged = self._reject(rows, message, tree)
+        else:
+            judged = self._walk(rows, message, tree)
+        if self._processor is not None:
+            self._processor.rewind(message.position + len(judged.rows))
+        if self._sampling.logprobs is None:
+            return judged
+        emitted = [*(tree.tokens[row] for row in judged.rows[1:]), judged.bonus]
+        found = logprobs(rows[judged.rows], emitted, self._sampling.logprobs)
+        return judged._replace(logprobs=found)
 
-    @staticmethod
-    def _compare(chosen: Tokens, message: Verify) -> AcceptanceResult:
-        accepted = count_accepted(message.chain[1:], chosen)
-        return AcceptanceResult(accepted, chosen[accepted], [])
+    def _walk(self, rows: Floats, message: Verify, tree: TokenTree) -> AcceptanceResult:
+        """Coupled: from row to row, as far as the target's own token is a child.
+
+        Only rows that stand are looked at: what shapes their logits has seen their path alone.
+        """
+        stands = [0]
+        while True:
+            row = stands[-1]
+            shaped = process_rows(self._processor, [tree.tokens[row]], rows[row : row + 1])
+            [chosen] = sample(shaped, [message.position + len(stands)], self._sampling)
+            child = tree.children[row].get(chosen)
+            if child is None:
+                return AcceptanceResult(stands, chosen, [])
+            stands.append(child)
+
+    def _reject(self, rows: Floats, message: Verify, tree: TokenTree) -> AcceptanceResult:
+        """The rejection rule, of a chain."""
+        shaped = process_rows(self._processor, tree.tokens, rows)
+        draft, sent = tree.tokens[1:], message.distributions[: len(tree) - 1]
+        accepted, bonus = verify_draft(shaped, draft, sent, message.position + 1, self._sampling)
+        return AcceptanceResult(list(range(accepted + 1)), bonus, [])
 
 
-def _positions(message: Verify) -> range:
-    """Of the tokens that are chosen after each token of the chain."""
-    first = message.position + 1
-    return range(first, first + len(message.chain))
-
-
-def count_accepted(draft: Tokens, chosen: Tokens) -> int:
-    """How many draft tokens equal the target's own choice, counted from the first (k)."""
-    for index, (drafted, target) in enumerate(zip(draft, chosen, strict=False)):
-        if drafted != target:
-            return index
-    return len(draft)
+def _positions(message: Verify, tree: TokenTree) -> list[int]:
+    """Of the tokens that are chosen after each token of the tree."""
+    return [message.position + 1 + depth for depth in tree.depths]
 
 
 def logprobs(rows: Floats, tokens: Tokens, best: int) -> list[TokenLogprobs]:

@@ -22,29 +22,33 @@ class FeatureLog:
         self.request = request
         self.end = 0
         self._parts: list[Rows] = []
+        self._count = 0
+        """Rows of all parts, of which a long answer has one per round."""
 
     @property
     def first(self) -> int:
         """Position of the first row."""
-        return self.end - sum(map(len, self._parts))
+        return self.end - self._count
 
     def append(self, position: int, rows: Rows) -> None:
         """Add rows from `position` on; where one is missing before them, begin anew."""
         if position < self.first or position > self.end:
-            self._parts = []
+            self._parts, self._count = [], 0
         elif position < self.end:
             self.trim(position)
         self._parts.append(rows)
+        self._count += len(rows)
         self.end = position + len(rows)
-        while self._parts and self.end - self.first - len(self._parts[0]) >= self.request.window:
-            del self._parts[0]
+        while self._count - len(self._parts[0]) >= self.request.window:
+            self._count -= len(self._parts.pop(0))
 
     def trim(self, length: int) -> None:
         """Forget the rows from `length` on."""
         while self._parts and self.end > length:
-            kept = self._parts[-1][: max(0, len(self._parts[-1]) - (self.end - length))]
-            self.end = max(length, self.end - len(self._parts[-1]))
-            self._parts.pop()
+            last = self._parts.pop()
+            kept = last[: max(0, len(last) - (self.end - length))]
+            self.end -= len(last) - len(kept)
+            self._count -= len(last) - len(kept)
             if len(kept):
                 self._parts.append(kept)
         self.end = min(self.end, length)
@@ -52,7 +56,7 @@ class FeatureLog:
     def fork(self, length: int) -> "FeatureLog":
         """A log of the rows before `length`; what is appended to one the other never sees."""
         new = FeatureLog(self.request)
-        new.end, new._parts = self.end, list(self._parts)
+        new.end, new._parts, new._count = self.end, list(self._parts), self._count
         new.trim(length)
         return new
 

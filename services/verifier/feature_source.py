@@ -15,6 +15,8 @@ from services.verifier.feature_log import FeatureLog, Rows
 
 _BYTES = 1 << 20
 """Of a message, unless a single position has more."""
+_LARGEST_HALF = 65504.0
+"""States that are not normalised may be larger."""
 _KEPT = 4
 """Most sequences whose states are kept when they are over."""
 
@@ -36,17 +38,19 @@ class FeatureSource:
     def __init__(self, model: Any | None) -> None:
         self._model = model
         self.request: FeatureRequest | None = None
+        self._number = 0
         self._taps: Taps | None = None
         self._projection: mx.array | None = None
         self._kept: list[tuple[Tokens, FeatureLog]] = []
         """Of sequences that are over, the last few."""
 
-    def configure(self, request: FeatureRequest | None) -> None:
-        """Read this from now on.
+    def configure(self, request: FeatureRequest | None, number: int = 0) -> None:
+        """Read this from now on, and put this number on it.
 
         Raises:
             ModelError: it cannot be read; then nothing is.
         """
+        self._number = number
         if request == self.request:
             return
         if self._taps is not None:
@@ -69,9 +73,11 @@ class FeatureSource:
         """[tokens, width] of the last pass, lazy; None if nothing is read."""
         if self._taps is None or self.request is None:
             return None
-        features = self._taps.features()[0]
+        features = self._taps.features(self.request.normalization)[0]
         if self._projection is not None:
             features = features @ self._projection.T.astype(features.dtype)
+        if self.request.dtype == "float16":
+            features = mx.clip(features, -_LARGEST_HALF, _LARGEST_HALF)
         return features.astype(getattr(mx, self.request.dtype))
 
     def begin(self, tokens: Tokens, running: Iterable[ReadSequence]) -> FeatureLog | None:
@@ -107,16 +113,18 @@ class FeatureSource:
         if log is None or log.request != self.request:
             return
         for first, rows in log.blocks(_BYTES):
-            yield message_of(number, first, rows)
+            yield self.message(number, first, rows)
 
-
-def message_of(sequence: int, first: int, rows: Rows) -> Features:
-    """The message for these rows."""
-    data = np.ascontiguousarray(rows).tobytes()
-    return Features(sequence=sequence, first=first, count=len(rows), data=data)
+    def message(self, sequence: int, first: int, rows: Rows) -> Features:
+        """For these rows."""
+        data = np.ascontiguousarray(rows).tobytes()
+        return Features(
+            sequence=sequence, first=first, count=len(rows), data=data, request=self._number
+        )
 
 
 def _read_projection(request: FeatureRequest, width: int) -> mx.array | None:
+    """The projection as the request wants it, the weights of its norms in it."""
     if not request.projection:
         return None
     path = Path(request.projection)
@@ -124,7 +132,7 @@ def _read_projection(request: FeatureRequest, width: int) -> mx.array | None:
         raise ModelError(f"the projection {str(path)!r} is not a safetensors file")
     try:
         loaded: Any = mx.load(str(path))
-        projection: mx.array = loaded["fc.weight"]
+        projection = _fold_norms(loaded, request)
     except (OSError, RuntimeError, KeyError) as error:
         raise ModelError(f"the projection {str(path)!r} cannot be read: {error}") from error
     if projection.ndim != 2 or projection.shape[1] != width:
@@ -133,4 +141,16 @@ def _read_projection(request: FeatureRequest, width: int) -> mx.array | None:
             f"layers {request.layers} have {width}"
         )
     mx.eval(projection)
+    return projection
+
+
+def _fold_norms(tensors: dict[str, mx.array], request: FeatureRequest) -> mx.array:
+    """`fc.weight` [rows, columns] times the weights of the norm before it, if the file has one."""
+    projection = tensors["fc.weight"]
+    if request.normalization == "joint" and "input_norm.weight" in tensors:
+        return projection * tensors["input_norm.weight"].astype(projection.dtype)
+    names = [f"fc_norm.{index}.weight" for index in range(len(request.layers))]
+    if request.normalization == "layer" and all(name in tensors for name in names):
+        weights = mx.concatenate([tensors[name] for name in names])
+        return projection * weights.astype(projection.dtype)
     return projection

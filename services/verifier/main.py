@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from protocol.adapter import identify_adapter
 from protocol.jobs.cost_emulation import parse_size
 from protocol.messages import ToService, ToVerifier
 from protocol.process.child import run_child
@@ -11,33 +12,34 @@ from protocol.settings import VerifierSettings
 from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
 from services.mlx.blas import load_blas
+from services.mlx.lean_imports import leave_out_unused_libraries
 from services.runtime.loop import Identity, serve
 
 if TYPE_CHECKING:
+    from services.mlx.loader import LoadedModel
     from services.verifier.verifier import Verifier
 
 
 def run(settings: VerifierSettings) -> None:
     """Load the target model and serve the orchestrator until told to stop."""
     load_blas(settings.threads)
+    leave_out_unused_libraries()
     # MLX must be imported after the BLAS is in place.
     from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
-    from services.mlx.cost_emulation import emulate  # noqa: PLC0415
     from services.ranks.target import open_target  # noqa: PLC0415
     from services.runtime.warmup import warm_verifier  # noqa: PLC0415
     from services.verifier.prefix_cache_file import persist_prefixes  # noqa: PLC0415
     from services.verifier.verifier import Verifier  # noqa: PLC0415
 
     with open_target(settings) as (model, target, unit, ranks):
-        size = settings.emulated_cost
-        emulated = emulate(model.module, parse_size(size)) if size else ""
+        emulated = _emulate_cost(settings, model)
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
         verifier = Verifier(model, settings.prefill_step_size, prompts, target)
         verifier.spare_cores = tuple(settings.spare_cores)
         if unit != "cpu":
             warm_verifier(verifier)
-        if settings.prefill != "mlx":
-            _attach_coreml_prefill(verifier, settings, model.folder)
+        _attach_coreml_prefill(verifier, settings, model.folder)
+        kv = verifier.kv_tokens(settings.kv_bytes)
         identity = Identity(
             role="verifier",
             backend="mlx",
@@ -47,18 +49,30 @@ def run(settings: VerifierSettings) -> None:
             context_length=model.context_length,
             compute_unit=unit,
             max_draft_tokens=verifier.max_draft_tokens,
-            kv_tokens=ranks.kv_tokens if ranks else verifier.kv_tokens(settings.kv_bytes),
+            kv_tokens=ranks.kv_tokens if ranks else kv.tokens,
+            kv_limit=kv.limit,
             emulated_cost=emulated,
             rewinding=verifier.rewinding,
+            takes_trees=verifier.takes_trees,
             ranks=ranks.status if ranks else [],
         )
         channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))
-        how = f"{settings.prefill} {emulated}"
+        how = f"{settings.prefill} {emulated} {identify_adapter(settings.adapter)}"
         with channel, persist_prefixes(settings.prompt_cache_file, prompts, verifier, model, how):
             serve(channel, identity, verifier)
 
 
+def _emulate_cost(settings: VerifierSettings, model: "LoadedModel") -> str:
+    """Let the target cost what a larger one costs, if that is asked for; says what was added."""
+    from services.mlx.cost_emulation import emulate  # noqa: PLC0415
+
+    size = settings.emulated_cost
+    return emulate(model.module, parse_size(size)) if size else ""
+
+
 def _attach_coreml_prefill(verifier: "Verifier", settings: VerifierSettings, target: Path) -> None:
+    if settings.prefill == "mlx":
+        return
     from services.coreml.prefill import open_prefill  # noqa: PLC0415
 
     other = open_prefill(Path(settings.prefill_model), settings.compute_units, target)

@@ -1,17 +1,30 @@
 """Plain decoding without a pause: the next pass begins before its token has been read.
 
 The chosen token stays on the device and is fed to the next pass there, while this process
-reads it and the orchestrator answers. The orchestrator says when that pays
-(`Verify.pipelined`): a chain with a draft in it cannot be foreseen, and would have to wait
-for a pass that is not wanted.
+reads it and sends it. The orchestrator says when that pays (`Verify.granted`): a chain with a
+draft in it cannot be foreseen, and would have to wait for a pass that is not wanted.
 """
 
 from typing import Any
 
 import mlx.core as mx
+from msgspec.structs import replace
 
-from protocol.messages import Tokens
+from protocol.messages import Tokens, VerificationOutcome, Verify
 from services.kv.state import SequenceState
+
+
+def next_plain(message: Verify, outcome: VerificationOutcome) -> Verify:
+    """What the orchestrator would ask for next: the bonus token alone (`Verify.granted`)."""
+    return replace(
+        message,
+        round=message.round + 1,
+        position=message.position + outcome.accepted + 1,
+        nodes=[outcome.bonus],
+        parents=[],
+        distributions=[],
+        granted=message.granted - 1,
+    )
 
 
 class PipelinedStep:

@@ -1,9 +1,13 @@
 """One sequence at the target: its state, and when its next verification is likely to come."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
+from protocol.decoding.token_tree import TokenTree
 from protocol.messages import Tokens
 from services.batching.forward import BatchRequest
 from services.kv.state import SequenceState
@@ -29,9 +33,11 @@ class TargetSequence:
     features: FeatureLog | None = None
     """What a drafter reads of the target at these tokens."""
     read: mx.array | None = None
-    """[chain, width] the same of the pass in work, lazy."""
+    """[rows, width] the same of the pass in work, lazy."""
     pipelined: PipelinedStep | None = None
     """The pass that is likely to be asked for next."""
+    best: Callable[[], npt.NDArray[np.int32]] | None = None
+    """The likeliest tokens of the pass in work (`BatchRequest.best`)."""
     request: BatchRequest | None = None
     """The verification that waits for a pass."""
     drafter_idle: bool = False
@@ -46,21 +52,31 @@ class TargetSequence:
         """How many tokens stand, and are in a pass."""
         return self.state.length
 
-    def begin(self, count: int) -> Tokens:
-        """Begin a pass over `count` new tokens; returns those to be fed before them."""
+    def begin(self, tree: TokenTree | None) -> Tokens:
+        """Begin a pass over these new tokens, if any; returns those to be fed before them."""
         owed = self.tokens[len(self.tokens) - self.state.owed :]
-        self.state.append(count)
+        if tree is None or tree.is_chain:
+            self.state.append(len(tree) if tree is not None else 0)
+        else:
+            self.state.append_tree(tree)
         return owed
 
-    def commit(self, tokens: Tokens) -> None:
-        """End the pass: these tokens of it stand."""
-        self.state.commit(len(self.tokens) + len(tokens))
+    def commit(self, tree: TokenTree, rows: Sequence[int]) -> None:
+        """End the pass over a tree: these rows of it stand."""
+        tokens = [tree.tokens[row] for row in rows]
+        if tree.is_chain:
+            self.state.commit(len(self.tokens) + len(tokens))
+        else:
+            self.state.commit_rows(rows)
         self.tokens += tokens
 
-    def take_read(self, count: int) -> mx.array | None:
-        """What was read at the first `count` tokens of the pass."""
+    def take_read(self, places: Sequence[int]) -> mx.array | None:
+        """What was read at these rows of the pass, a path."""
         rows, self.read = self.read, None
-        return None if rows is None else rows[:count]
+        if rows is None:
+            return None
+        count = len(places)
+        return rows[:count] if places[-1] == count - 1 else rows[mx.array(list(places))]
 
     def on_verify(self, now: float, busy_since: float) -> None:
         """Its next verification is here; `busy_since` is when the last pass began."""

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import ModelError
-from services.batching.packing import supports_packing
+from services.batching.packing import supports_packing, supports_table, supports_trees
+from services.batching.slot_table import SlotTable
 from services.kv.cache import KVStore, windows_of
 from services.kv.rewinding import StateFactory, find_rewinding
+from services.mlx.decode_attention import attend_table
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit
 from services.mlx.rope import use_tables
@@ -28,10 +30,23 @@ class TargetModel:
     """See `KVStore`."""
     shares_passes: bool
     """Whether several sequences may share a pass."""
+    takes_trees: bool
+    """Whether a pass may be over a tree of tokens."""
+    table: SlotTable | None
+    """Of shared passes in which one attention serves all sequences."""
     pipelines: bool
     """Whether a pass may begin before its token has been read."""
     traced: TracedForward | None
     """On a GPU that would wait for this process to build its passes."""
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the chunks of several prompts may share a pass.
+
+        Products of many rows round differently in company, and a recurrent prompt that is
+        resumed has the bits of a fresh one.
+        """
+        return self.shares_passes and self.states.way != "replay"
 
 
 def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True) -> TargetModel:
@@ -53,15 +68,18 @@ def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True
         else find_rewinding(module, bucketed=bucketed)
     )
     shares = may_share_passes and states.rewinds and supports_packing(module, states.make)
+    takes_trees = states.rewinds and not is_part and supports_trees(module, states.make)
     return TargetModel(
         verify=module,
         prefill=module,
         states=states,
         bucketed=bucketed,
         shares_passes=shares,
+        takes_trees=takes_trees,
+        table=_find_table(module, states) if bucketed and shares and not is_part else None,
         # On a CPU the pass and this process would want the same cores.
         pipelines=not on_cpu,
-        traced=None if on_cpu or is_part else _trace(module, states),
+        traced=None if on_cpu or is_part else _trace(module, states, takes_trees=takes_trees),
     )
 
 
@@ -74,8 +92,15 @@ def _find_slots(module: Any, *, bucketed: bool) -> StateFactory:
     return StateFactory(lambda: KVStore(windows, bucketed=bucketed), "slots", "ranks")
 
 
-def _trace(module: Any, states: StateFactory) -> TracedForward | None:
+def _find_table(module: Any, states: StateFactory) -> SlotTable | None:
+    """A table for shared passes on CUDA, if the model and the kernel work with one."""
+    if not supports_table(module, states.make, attend_table):
+        return None
+    return SlotTable(attend_table)
+
+
+def _trace(module: Any, states: StateFactory, *, takes_trees: bool) -> TracedForward | None:
     store = states.make()
     if not isinstance(store, KVStore) or any(cache.window is not None for cache in store.caches):
         return None
-    return trace_if_faster(module, lambda: store.fork(0))
+    return trace_if_faster(module, lambda: store.fork(0), takes_trees=takes_trees)

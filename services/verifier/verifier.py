@@ -1,6 +1,6 @@
-"""The target model: prefill, and verification of chains in one forward pass.
+"""The target model: prefill, and verification of trees of drafts in one forward pass.
 
-Chains of several sequences that wait at the same time share a pass (`batching`).
+Trees of several sequences that wait at the same time share a pass (`batching`).
 """
 
 import contextlib
@@ -9,14 +9,18 @@ from collections.abc import Generator, Sequence
 from functools import partial
 
 import mlx.core as mx
+from msgspec.structs import replace
 
+from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ProtocolError, RuntimeFailure
 from protocol.messages import (
     CloseSequence,
     FromService,
     OpenSequence,
     Prefilled,
+    PrefillProgress,
     ReadTarget,
+    Revoke,
     Tokens,
     VerificationOutcome,
     Verify,
@@ -24,31 +28,32 @@ from protocol.messages import (
 from services.batching.chunked_prefill import ChunkedPrefill
 from services.batching.external_prefill import ExternalPrefill, PrefillSource
 from services.batching.forward import Batcher, ForwardPass, most_rows
-from services.kv.budget import kv_tokens
+from services.batching.pass_memory import PassMemory
+from services.kv.budget import KVSize, KVTokens, count_kv_tokens, measure_kv
+from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.kv.state import SequenceState
 from services.mlx.blas import use_spare_cores
 from services.mlx.loader import LoadedModel
 from services.runtime.inbox import Work
 from services.runtime.sequence_table import SequenceTable
-from services.verifier.acceptance import AcceptanceRule
-from services.verifier.feature_source import FeatureSource, message_of
-from services.verifier.pipelined_step import PipelinedStep
+from services.verifier.acceptance import AcceptanceResult, AcceptanceRule
+from services.verifier.feature_source import FeatureSource
+from services.verifier.pipelined_step import PipelinedStep, next_plain
 from services.verifier.sequence import TargetSequence
 from services.verifier.target_model import TargetModel, prepare
 
 MAX_DRAFT_TOKENS = 64
 
-_MOST_OWED = 16
-"""Tokens to be fed again beside a chain; more of them get a pass of their own."""
-
+_PROGRESS_S = 0.5
+"""How often a long prompt is reported on."""
 _LONGEST_WAIT = 0.15
 """Longest wait for the others of the last pass, as a share of its time. Two passes in the
 place of one cost far more."""
 
 
 class Verifier:
-    """Verifies chains; between two rounds a sequence holds exactly the committed tokens."""
+    """Verifies trees; between two rounds a sequence holds exactly the committed tokens."""
 
     def __init__(
         self,
@@ -64,25 +69,37 @@ class Verifier:
         self._folder = model.folder
         self._external: ExternalPrefill | None = None
         self._sequences: SequenceTable[TargetSequence] = SequenceTable()
-        shares = self._target.shares_passes
-        whole = self._target.verify is self._model
+        whole, shares = self._target.verify is self._model, self._target.shares_passes
         self._features = FeatureSource(self._model if whole else None)
-        read = self._features.take
+        self._kv_size = measure_kv(self._model, self._states.make) if whole else KVSize(0, 0)
+        self._memory = self._reckon(logits=False) if whole else None
         self._batcher = Batcher(
-            self._target.verify, most_rows() if shares else 0, self._target.traced, read
+            self._target.verify,
+            most_rows() if shares else 0,
+            self._target.traced,
+            self._features.take,
+            self._reckon(logits=True) if whole else None,
         )
+        self._batcher.table = self._target.table
         self._chunked_prefill = ChunkedPrefill(
             self._target.prefill,
             prefill_step_size,
-            shares=shares,
+            shares=self._target.shares_prompts,
             checkpoints=self._prompts.is_enabled,
+            end_ids=model.end_ids,
             reader=self._features,
+            memory=self._memory,
         )
-        self._last_pass = ForwardPass(0, 0)
+        self._last_pass, self._idle_since = ForwardPass(0, 0), time.perf_counter()
+        self._revoked: dict[int, int] = {}  # by sequence: see `Revoke.round`
         self.pipelines = self._target.pipelines
         self.spare_cores: Sequence[int] = ()
         """Of the drafter, for passes beside which it has nothing to do."""
-        self._idle_since = time.perf_counter()
+
+    def _reckon(self, *, logits: bool) -> PassMemory:
+        """What passes of the target take; prefixes that are kept give way to them."""
+        release = self._prompts.drop_oldest
+        return PassMemory(self._model, self._kv_size, release, logits=logits)
 
     def use_external_prefill(self, other: PrefillSource, *, whenever_it_fits: bool) -> None:
         """Let another device compute prompts: where it is faster, or all that it takes."""
@@ -97,13 +114,18 @@ class Verifier:
         return MAX_DRAFT_TOKENS if self._states.rewinds else 0
 
     @property
+    def takes_trees(self) -> bool:
+        """Whether drafts may fork."""
+        return self._target.takes_trees
+
+    @property
     def rewinding(self) -> str:
         """How this model gets back from a rejected draft, in words."""
         return self._states.description
 
-    def kv_tokens(self, kv_bytes: int) -> int:
+    def kv_tokens(self, kv_bytes: int) -> KVTokens:
         """Tokens that the KV of all open sequences may hold, given so much memory (`kv.budget`)."""
-        return kv_tokens(self._model, self._states.make, kv_bytes)
+        return count_kv_tokens(self._kv_size, kv_bytes)
 
     def supersedes(self, news: Work, current: Work) -> bool:
         """What a sequence waits for is pointless once it is closed or opened again."""
@@ -120,7 +142,10 @@ class Verifier:
                 yield from self._open(message)
             case Verify():
                 yield from self._verify(message)
+            case Revoke():
+                self._revoked[message.sequence] = message.round
             case CloseSequence():
+                self._revoked.pop(message.sequence, None)
                 self._retire(message.sequence)
             case ReadTarget():
                 yield from self._read(message)
@@ -144,6 +169,7 @@ class Verifier:
 
     def retire_all(self) -> None:
         """Forget all sequences, even in the middle of a pass: their tokens are what is sure."""
+        self._revoked.clear()
         for number in list(self._sequences):
             self._retire(number)
 
@@ -154,6 +180,8 @@ class Verifier:
     def _keep(self, sequence: TargetSequence) -> None:
         if sequence.state.length > len(sequence.tokens):
             sequence.state.commit(len(sequence.tokens))  # it was in the middle of a pass
+        if self._prompts.is_enabled and isinstance(sequence.state, KVStore):
+            sequence.state.leave_table()
         self._prompts.keep(CachedPrefix(sequence.tokens, sequence.state))
         self._features.keep(sequence)
 
@@ -180,9 +208,11 @@ class Verifier:
         self._retire(message.sequence)
         sequence = yield from self._new_sequence(message)
         cached = sequence.length
+        if self._memory is not None:
+            self._memory.check_prompt(cached, len(message.tokens))
         try:
             with self._chunked_prefill.register(message.sequence, message.tokens):
-                yield from self._prefill(sequence, message.tokens)
+                yield from self._prefill(message.sequence, sequence, message.tokens)
         except GeneratorExit:
             self._keep(sequence)  # who asks again need not begin again
             raise
@@ -198,7 +228,7 @@ class Verifier:
     def _read(self, message: ReadTarget) -> Generator[FromService | None]:
         """Send these features from now on, and first what there is of them."""
         try:
-            self._features.configure(message.features)
+            self._features.configure(message.features, message.number)
         finally:
             # A trace would not pass through the taps.
             reads = self._features.request is not None
@@ -206,33 +236,55 @@ class Verifier:
         for number, sequence in self._sequences.items():
             yield from self._features.messages(number, sequence)
 
-    def _prefill(self, sequence: TargetSequence, tokens: Tokens) -> Generator[None]:
-        """Compute these tokens, in pieces."""
+    def _prefill(
+        self, number: int, sequence: TargetSequence, tokens: Tokens
+    ) -> Generator[PrefillProgress | None]:
+        """Compute these tokens, in pieces, and say now and then how far that has come."""
+        reported, reported_at = sequence.length, time.perf_counter()
         if self._external is not None:
             yield from self._external.fill(sequence.state, sequence.tokens, tokens)
-        pieces = self._chunked_prefill.fill(sequence, tokens, lambda: not self._sequences)
+        pieces = self._chunked_prefill.fill(number, sequence, tokens, lambda: not self._sequences)
         with contextlib.closing(pieces):
             self._share_cores(drafter_idle=True)
             for _ in pieces:
-                self._idle_since = time.perf_counter()
-                yield
+                now = self._idle_since = time.perf_counter()
+                is_due = now - reported_at >= _PROGRESS_S
+                if is_due and reported < sequence.length < len(tokens):
+                    reported, reported_at = sequence.length, now
+                    yield PrefillProgress(sequence=number, length=sequence.length)
+                yield None
                 self._share_cores(drafter_idle=True)
 
     def _verify(self, message: Verify) -> Generator[FromService | None]:
-        sequence = self._validate(message)
-        message = sequence.rule.drop_impossible(message)
+        sequence, tree = self._validate(message)
         sequence.on_verify(time.perf_counter(), self._last_pass.started)
         sequence.drafter_idle = message.drafter_idle
+        granted_in = message.round
+        while True:
+            if self._revoked.get(message.sequence, 0) >= granted_in:
+                message = replace(message, granted=0)
+            outcome = yield from self._judge(sequence, message, tree)
+            yield outcome
+            if not outcome.goes_on:
+                return
+            message = next_plain(message, outcome)
+            tree = read_tree(message.nodes, [])
+            sequence.answered_at = 0.0  # nobody has to wait for it
+
+    def _judge(
+        self, sequence: TargetSequence, message: Verify, asked: TokenTree
+    ) -> Generator[FromService | None, None, VerificationOutcome]:
+        """Verify what was asked for, and begin the next pass if its token is granted."""
+        tree = sequence.rule.drop_impossible(message, asked)
         self._share_cores(drafter_idle=all(one.drafter_idle for one in self._sequences.values()))
         try:
-            logits, by = yield from self._logits(sequence, message.chain)
-            begun = sequence.rule.begin(logits, message)
-            if begun is not None and message.pipelined:
+            logits, by = yield from self._logits(sequence, tree)
+            begun = sequence.rule.begin(logits, message, tree, sequence.best)
+            if isinstance(begun, mx.array) and message.granted:
                 self._start_pipelined(sequence, begun)
-            judged = sequence.rule.accept(logits, message, begun)
-            kept = judged.accepted + 1
-            self._commit(sequence, message.chain[:kept])
-            read = self._features.log(sequence, message.position, sequence.take_read(kept))
+            judged = sequence.rule.accept(logits, message, tree, begun)
+            self._commit(sequence, tree, judged.rows)
+            read = self._features.log(sequence, message.position, sequence.take_read(judged.rows))
         except RuntimeFailure:
             sequence.state.commit(len(sequence.tokens))
             self._sequences.pop(message.sequence, None)  # its state is of no use any more
@@ -240,37 +292,28 @@ class Verifier:
         self._record_pass(by)
         sequence.answered_at = self._idle_since
         if read is not None:
-            yield message_of(message.sequence, message.position, read)
-        yield VerificationOutcome(
-            sequence=message.sequence,
-            round=message.round,
-            accepted=judged.accepted,
-            bonus=judged.bonus,
-            logprobs=judged.logprobs,
-            verify_ms=1e3 * (by.ended - by.started),
-            idle_ms=1e3 * by.waited,
-            sequences=by.sequences,
-            rows=by.rows,
-        )
+            yield self._features.message(message.sequence, message.position, read)
+        node = None if asked.is_chain else asked.find(sequence.tokens[message.position + 1 :])
+        return _outcome_of(message, judged, by, node)
 
     def _logits(
-        self, sequence: TargetSequence, chain: Tokens
+        self, sequence: TargetSequence, tree: TokenTree
     ) -> Generator[None, None, tuple[mx.array, ForwardPass]]:
-        """[chain, vocabulary] logits, perhaps still in the making; the KV holds the chain."""
-        ahead, sequence.pipelined = sequence.pipelined, None
-        if ahead is not None and (logits := ahead.take_up(chain)) is not None:
+        """[rows, vocabulary] logits, perhaps still in the making; the KV holds the tree."""
+        ahead, sequence.pipelined, sequence.best = sequence.pipelined, None, None
+        if ahead is not None and (logits := ahead.take_up(tree.tokens)) is not None:
             # It has been at work ever since: the device did not idle.
             return logits, ForwardPass(rows=1, sequences=1, started=self._idle_since)
-        if sequence.state.owed > _MOST_OWED:
+        if sequence.state.owed > sequence.state.most_owed:
             self._feed_owed(sequence)
-        begin = partial(sequence.begin, len(chain))
-        asked = self._batcher.submit(chain, sequence.state, begin)
+        begin = partial(sequence.begin, tree)
+        asked = self._batcher.submit(tree.tokens, sequence.state, begin)
         sequence.request = asked
         try:
             if len(self._sequences) > 1:
                 yield None  # others may join in
             result = self._batcher.result(asked)
-            sequence.read = asked.features
+            sequence.read, sequence.best = asked.features, asked.best
             return result
         finally:
             sequence.request = None
@@ -281,18 +324,18 @@ class Verifier:
         use_spare_cores(self.spare_cores if drafter_idle else ())
 
     @staticmethod
-    def _commit(sequence: TargetSequence, tokens: Tokens) -> None:
-        """These tokens of the sequence's pass stand."""
-        sequence.commit(tokens)
+    def _commit(sequence: TargetSequence, tree: TokenTree, rows: Sequence[int]) -> None:
+        """These rows of the sequence's pass stand."""
+        sequence.commit(tree, rows)
 
     def _feed_owed(self, sequence: TargetSequence) -> None:
         """A pass over the tokens that stand but have to be fed again, and no others."""
-        request = self._batcher.submit([], sequence.state, partial(sequence.begin, 0))
+        request = self._batcher.submit([], sequence.state, partial(sequence.begin, None))
         self._batcher.result(request)
         sequence.state.commit(len(sequence.tokens))
 
     def _start_pipelined(self, sequence: TargetSequence, choice: mx.array) -> None:
-        """Begin the next pass on a device that would idle until it is asked for.
+        """Begin the next pass on a device that would idle until its token has been read.
 
         After a draft it is not known where it begins; beside others a shared pass is worth more.
         """
@@ -310,18 +353,37 @@ class Verifier:
         # The next line may lose the core to whoever waited for the outcome.
         self._idle_since = now
 
-    def _validate(self, message: Verify) -> TargetSequence:
-        """The sequence, if it can be verified as asked."""
-        sequence, chain = self._sequences[message.sequence], message.chain
+    def _validate(self, message: Verify) -> tuple[TargetSequence, TokenTree]:
+        """The sequence, and what is to be verified, if it can be."""
+        sequence, nodes = self._sequences[message.sequence], message.nodes
         if message.position != sequence.length:
             raise ProtocolError(
                 f"the chain starts at position {message.position} "
                 f"but the KV holds {sequence.length} tokens"
             )
-        if not 1 <= len(chain) <= 1 + self.max_draft_tokens:
-            raise ProtocolError(f"cannot verify a chain of {len(chain)} tokens")
-        if len(message.distributions) not in (0, len(chain) - 1):
-            raise ProtocolError(
-                f"{len(message.distributions)} distributions for {len(chain) - 1} draft tokens"
-            )
-        return sequence
+        if not 1 <= len(nodes) <= 1 + self.max_draft_tokens:
+            raise ProtocolError(f"cannot verify a chain of {len(nodes)} tokens")
+        tree = read_tree(nodes, message.parents)
+        if not (tree.is_chain or self.takes_trees):
+            raise ProtocolError("this verifier takes chains, no trees")
+        sequence.rule.check(message, tree)
+        return sequence, tree
+
+
+def _outcome_of(
+    message: Verify, judged: AcceptanceResult, by: ForwardPass, node: int | None
+) -> VerificationOutcome:
+    return VerificationOutcome(
+        sequence=message.sequence,
+        round=message.round,
+        accepted=len(judged.rows) - 1,
+        bonus=judged.bonus,
+        goes_on=message.granted > 0 and judged.bonus not in message.stop_ids,
+        node=node,
+        logprobs=judged.logprobs,
+        verify_ms=1e3 * (by.ended - by.started),
+        at_ns=round(1e9 * by.ended),  # perf_counter and monotonic are one clock here
+        idle_ms=1e3 * by.waited,
+        sequences=by.sequences,
+        rows=by.rows,
+    )

@@ -1,9 +1,9 @@
-"""`python -m tests.chaos COMMAND`: what `make chaos` and `make soak` run."""
+"""`python -m tests.chaos COMMAND`: what `make chaos`, `make soak` and the like run."""
 
 import click
 
 from launch.cli import run
-from tests.chaos import chaos, soak
+from tests.chaos import chaos, hostile, models, soak
 
 
 @click.group()
@@ -13,6 +13,8 @@ def cli() -> None:
 
 cli.add_command(chaos.command)
 cli.add_command(soak.command)
+cli.add_command(hostile.command)
+cli.add_command(models.command)
 
 if __name__ == "__main__":
     run(cli, "python -m tests.chaos")

@@ -28,7 +28,9 @@ class Heard:
     """The sentence of a refusal."""
 
 
-def ask_http(url: str, request: Generate, on_text: Callable[[], None]) -> Heard:
+def ask_http(
+    url: str, request: Generate, on_text: Callable[[], None], model: str = "default"
+) -> Heard:
     """Ask the gateway for a stream; `on_text` is called with each piece of text.
 
     A connection that breaks is an outcome, not an exception.
@@ -36,7 +38,7 @@ def ask_http(url: str, request: Generate, on_text: Callable[[], None]) -> Heard:
     text = ""
     try:
         with contextlib.closing(_connection(url)) as connection:
-            body = json.dumps(_body(request))
+            body = json.dumps({**_body(request), "model": model})
             connection.request("POST", "/v1/chat/completions", body, _HEADERS)
             response = connection.getresponse()
             if response.status != 200:

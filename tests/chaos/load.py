@@ -195,6 +195,14 @@ class Load:
                     longest = max(longest, after - before)
         return longest
 
+    @property
+    def quiet_s(self) -> float:
+        """Since the last message of the client that has waited for longest."""
+        now = time.monotonic()
+        return max(
+            (now - tally.arrivals[-1] for tally in self.tallies if tally.arrivals), default=0.0
+        )
+
     def end(self, timeout_s: float) -> int:
         """Let the last answers finish; how many clients did not come back."""
         self._ending.set()

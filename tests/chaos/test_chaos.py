@@ -35,6 +35,16 @@ def test_a_soak_counts_and_weighs(tmp_path: Path, run_dir: Path) -> None:
     assert leftovers(run_dir) == []
 
 
+def test_a_hostile_load_hurts_no_bystander(tmp_path: Path, run_dir: Path) -> None:
+    """Seconds of an hour of attacks: their kinds counted, and no process was replaced."""
+    flags = ("--minutes", "0.2", "--quiet-minutes", "0.02", "--clients", "2", "--no-drafters")
+    outcome = outcome_of(tmp_path, "hostile", *flags)
+    assert outcome["answered"] > 0
+    assert outcome["replaced"] == []
+    assert sum(one["sent"] for one in outcome["attacks"].values()) > 0
+    assert leftovers(run_dir) == []
+
+
 def outcome_of(folder: Path, verb: str, *flags: str) -> dict[str, Any]:
     """What a run of this verb on a tiny pair wrote; it must have ended well."""
     pair = [

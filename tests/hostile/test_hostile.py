@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 
 from launch.settings.settings import StackSettings
@@ -88,6 +89,21 @@ def test_a_hostile_request_hurts_nobody(
     assert {name: status for name, status in statuses.items() if status >= 500} == {}
     assert {role: stack.pid(role) for role in before} == before
     assert stack.client.status().pid == orchestrator
+
+
+def test_a_grammar_is_checked_by_one_process(stack: RunningStack) -> None:
+    """The orchestrator's; what comes over HTTP is not checked by the gateway, too."""
+    # One that nobody asked for before: what is known already needs no process.
+    known = CORPUS["schema"]["a range of everything"]
+    body = known.replace(b"1e-300", b"-7").replace(b"1e+300", b"977")
+    assert body != known
+    assert post(stack, body) == 200
+    checkers = [
+        process.ppid()
+        for process in psutil.Process().children(recursive=True)
+        if "protocol.decoding.grammar_worker" in process.cmdline()
+    ]
+    assert checkers == [stack.client.status().pid]
 
 
 @pytest.mark.parametrize("kind", hostile_drafter.BY_SOCKET)

@@ -190,6 +190,24 @@ def test_new_requests_wait_for_the_suspects() -> None:
     assert opened(house, b"w") == [1, 2, 3]
 
 
+def test_a_copy_of_a_request_that_a_verifier_died_of_is_refused() -> None:
+    """It is ended after two deaths, and never reaches the third verifier; others do."""
+    house = house_of(1)
+    dies(house, "verifier", VERIFIER)
+    house.service(b"w", changed(VERIFIER, pid=21))
+    dies(house, "verifier", changed(VERIFIER, pid=21))
+    [(number, reason, error)] = ends(house)
+    assert (number, reason) == (1, "error")
+    assert "max_deaths" in error
+    house.service(b"x", changed(VERIFIER, pid=22))
+    house.client(ask(2))
+    [rejected] = house.told(b"c", Rejected)
+    assert (rejected.request, rejected.kind) == (2, "invalid")
+    assert "max_deaths" in rejected.reason
+    house.client(ask(3, max_tokens=98))
+    assert opened(house, b"x") == [2]
+
+
 def test_deaths_far_apart_end_nothing() -> None:
     """A verifier that is killed now and then costs no request its answer."""
     house = house_of(1)
@@ -222,7 +240,7 @@ def test_a_request_of_which_drafters_die_goes_on_without() -> None:
 
 
 def test_a_request_that_ended_the_orchestrator_twice_is_refused(tmp_path: Path) -> None:
-    """Its client is told; the same text with another seed, or another client's, is served."""
+    """Its client is told; another request is served."""
     for _ in range(2):
         CrashJournal(tmp_path, 2).enter(fingerprint(ask(1)), 7)
     house = House(journal=CrashJournal(tmp_path, 2))
@@ -233,6 +251,20 @@ def test_a_request_that_ended_the_orchestrator_twice_is_refused(tmp_path: Path) 
     assert "max_deaths" in rejected.reason
     house.client(ask(2, max_tokens=98))
     assert opened(house, b"v") == [1]
+
+
+def test_a_copy_of_a_request_that_killed_a_service_is_refused_for_a_while() -> None:
+    """Clients repeat what fails, with a seed that was drawn anew; later it may be tried again."""
+    now = [1000.0]
+    journal = CrashJournal(None, 2, lambda: now[0])
+    seeded = Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)
+    one, copy = (ask(number, sampling=sampling) for number, sampling in enumerate(seeded, 1))
+    assert not journal.is_guilty(fingerprint(one))
+    journal.ban(fingerprint(one))
+    assert journal.is_guilty(fingerprint(copy))
+    assert not journal.is_guilty(fingerprint(ask(3, sampling=Sampling())))
+    now[0] += 3600.0
+    assert not journal.is_guilty(fingerprint(copy))
 
 
 def test_the_request_at_hand_is_named_while_it_is_at_hand(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests.orchestrator.test_server import DRAFTER, VERIFIER, FakePoller, House
 from tests.support.fakes import Stack, Target
 
 PREPARE = Prepare(
-    sequence=1, round=1, base=0, tokens=[], chain=[1, 2], fan_out=[2, 2], depth=3, held_back=1
+    sequence=1, round=1, base=0, tokens=[], nodes=[1, 2], fan_out=[2, 2], depth=3, held_back=1
 )
 
 

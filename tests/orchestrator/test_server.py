@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from orchestrator.requests.crash_journal import CrashJournal
+from orchestrator.requests.request import Request
 from orchestrator.server import Orchestrator
 from orchestrator.text.prompt_encoder import PromptEncoder, PromptLimits
 from protocol.decoding.vocabulary import Vocabulary
@@ -29,7 +30,9 @@ from protocol.messages import (
     Message,
     OpenSequence,
     Prefilled,
+    PrefillProgress,
     Prepare,
+    Progress,
     ReadTarget,
     Rejected,
     ServiceDown,
@@ -184,6 +187,11 @@ class House:
         with pytest.raises(ScriptIsOver):
             self._orchestrator.run()
 
+    @property
+    def running(self) -> list[Request]:
+        """The requests that are answered."""
+        return list(self._orchestrator._requests.running.values())
+
     def told(self, peer: bytes, kind: type[M]) -> list[M]:
         """What a peer was sent of one kind."""
         sent = [*self.services.sent, *self.clients.sent]
@@ -204,8 +212,8 @@ class House:
             ),
         )
 
-    def drafted(self, token: int, confidence: float = 0.9) -> None:
-        """The drafter answers the last Prepare with one branch, for bonus token 5."""
+    def drafted(self, token: int, confidence: float = 0.9, *, bonus: int = 5) -> None:
+        """The drafter answers the last Prepare with one branch, for this bonus token."""
         asked = self.told(b"d", Prepare)[-1]
         self.service(
             b"d",
@@ -213,7 +221,7 @@ class House:
                 sequence=asked.sequence,
                 round=asked.round,
                 depth=1,
-                outcomes=[(0, 5)],
+                outcomes=[(0, bonus)],
                 tokens=[token],
                 confidences=[confidence],
                 draft_ms=1.0,
@@ -306,7 +314,7 @@ def test_a_request_is_answered(house: House) -> None:
     house.client(ask(max_tokens=3, num_draft_tokens=2))
     house.drafted(6)
     house.verified(0, 5)
-    assert house.told(b"v", Verify)[-1].chain == [5, 6]
+    assert house.told(b"v", Verify)[-1].nodes == [5, 6]
     house.verified(1, 7)
     texts = house.told(b"c", Text)
     assert [text.tokens for text in texts] == [[5], [6, 7]]
@@ -337,7 +345,7 @@ def test_a_replaced_drafter_is_stopped_and_ignored(house: House) -> None:
     assert len(house.told(b"e", OpenSequence)) == len(house.told(b"e", Prepare)) == 1
     house.drafted(6)
     house.verified(0, 5)
-    assert house.told(b"v", Verify)[-1].chain == [5]
+    assert house.told(b"v", Verify)[-1].nodes == [5]
 
 
 def test_an_older_process_does_not_take_the_place_of_a_younger(house: House) -> None:
@@ -397,8 +405,9 @@ def test_a_late_draft_is_not_waited_for() -> None:
     house.service(b"d", DRAFTER)
     house.client(ask(mode="sd"))
     house.verified(0, 5)
-    assert len(house.told(b"d", DraftNow)) == 1
-    assert house.told(b"v", Verify)[-1].chain == [5]
+    asked, stop = house.told(b"d", DraftNow)
+    assert asked.count > stop.count == 0
+    assert house.told(b"v", Verify)[-1].nodes == [5]
 
 
 def test_a_failing_drafter_costs_only_speed(house: House) -> None:
@@ -490,7 +499,7 @@ def test_a_drafters_nonsense_costs_only_speed(
     house.client(ServiceDown(role="drafter", pid=12, reason="died", final=True))
     house.verified(0, 6)
     house.verified(0, 7)
-    assert all(0 <= t < 2**31 for verify in house.told(b"v", Verify) for t in verify.chain)
+    assert all(0 <= t < 2**31 for verify in house.told(b"v", Verify) for t in verify.nodes)
     assert [finished.reason for finished in house.told(b"c", Finished)] == ["length"]
 
 
@@ -539,12 +548,32 @@ def test_a_request_that_comes_again_is_answered_once(house: House) -> None:
 def test_a_new_request_is_a_new_text(house: House) -> None:
     """While the drafter rests, a request that arrives makes its next trial come sooner."""
     pace = house._orchestrator.estimates.cost_model.switches["ssd"]
-    while pace.speculating:
+    while not pace.is_paused:
         pace.observe(1, 10.0, accepted=0)
     before = pace._left
     house.client(ask(1))
     assert pace.is_paused
     assert pace._left < before
+
+
+def test_progress_of_a_prompt_is_passed_on(house: House) -> None:
+    """To the client that asked for it, and into the status; a drafter has no say in it."""
+    house.client(ask(progress=True))
+    [opened] = house.told(b"v", OpenSequence)
+    house.service(b"d", PrefillProgress(sequence=opened.sequence, length=1))
+    assert house.told(b"c", Progress) == []
+    house.service(b"v", PrefillProgress(sequence=opened.sequence, length=2))
+    assert house.told(b"c", Progress) == [Progress(request=1, prompt_tokens=3, computed=2)]
+    house.client(StatusRequest())
+    assert house.told(b"c", Status)[-1].sequences[0].computed_tokens == 2
+
+
+def test_progress_is_for_those_who_asked(house: House) -> None:
+    """Others do not hear of it, as a program that does not know the message."""
+    house.client(ask())
+    [opened] = house.told(b"v", OpenSequence)
+    house.service(b"v", PrefillProgress(sequence=opened.sequence, length=2))
+    assert house.told(b"c", Progress) == []
 
 
 def test_what_nobody_reads_is_counted(house: House) -> None:
@@ -639,7 +668,7 @@ def test_condemned_until_it_is_dead(house: House) -> None:
 
 READS = FeatureRequest(layers=[1, 2])
 READER = msgspec.structs.replace(DRAFTER, pid=13, features=READS)
-STATES = Features(sequence=1, first=0, count=2, data=b"abcd")
+STATES = Features(sequence=1, first=0, count=2, data=b"abcd", request=1)
 
 
 def test_what_a_drafter_reads_is_asked_for_whoever_comes_last() -> None:
@@ -647,14 +676,14 @@ def test_what_a_drafter_reads_is_asked_for_whoever_comes_last() -> None:
     house = House()
     house.service(b"d", READER)
     house.service(b"v", VERIFIER)
-    assert house.told(b"v", ReadTarget) == [ReadTarget(features=READS)]
+    assert house.told(b"v", ReadTarget) == [ReadTarget(features=READS, number=1)]
     house.service(b"w", msgspec.structs.replace(VERIFIER, pid=14))
-    assert house.told(b"w", ReadTarget) == [ReadTarget(features=READS)]
+    assert house.told(b"w", ReadTarget) == [ReadTarget(features=READS, number=2)]
     house.service(b"e", msgspec.structs.replace(READER, pid=15))
     house.service(b"f", msgspec.structs.replace(DRAFTER, pid=16))
     house.service(b"g", msgspec.structs.replace(DRAFTER, pid=17))
-    wanted = [ReadTarget(features=READS), ReadTarget(features=READS), ReadTarget()]
-    assert house.told(b"w", ReadTarget) == wanted
+    wanted = [READS, READS, None]
+    assert [asked.features for asked in house.told(b"w", ReadTarget)] == wanted
 
 
 def test_a_drafter_that_reads_nothing_costs_nothing(house: House) -> None:
@@ -671,9 +700,12 @@ def test_states_go_to_the_drafter_as_they_came() -> None:
     house.service(b"d", READER)
     house.service(b"v", STATES)
     assert house.told(b"d", Features) == [STATES]
+    house.service(b"v", msgspec.structs.replace(STATES, request=0))
+    assert house.told(b"d", Features) == [STATES]  # the other was not asked for by this one
     house.service(b"d", STATES)
     house.client(StatusRequest())
     assert 13 in house.told(b"c", Status)[-1].marked_for_kill
+    assert house.told(b"d", Features) == [STATES]
 
 
 def test_a_target_that_cannot_be_read_is_said() -> None:
@@ -687,3 +719,30 @@ def test_a_target_that_cannot_be_read_is_said() -> None:
     house.service(b"e", msgspec.structs.replace(DRAFTER, pid=16))
     house.client(StatusRequest())
     assert house.told(b"c", Status)[-1].degraded == []
+
+
+def test_what_was_prepared_for_other_outcomes_does_not_pile_up(house: House) -> None:
+    """A long answer: the messages for outcomes that did not come are dropped with their round."""
+    house.client(ask(max_tokens=60, num_draft_tokens=2))
+    (request,) = house.running
+    for bonus in range(10, 60):
+        house.drafted(6, bonus=bonus)
+        assert len(request.frames) == 1
+        house.verified(0, bonus)
+    assert not request.is_over
+
+
+def test_nothing_follows_the_end_of_a_request_that_failed(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes wrong while the next round is decided is its end: no text comes after it."""
+    house.client(ask(max_tokens=9))
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("of the plan")
+
+    monkeypatch.setattr("orchestrator.sequence.sequence.Sequence._next_round", fail)
+    house.verified(0, 5)
+    (finished,) = house.told(b"c", Finished)
+    assert (finished.reason, "of the plan" in finished.error) == ("error", True)
+    assert house.clients.sent[-1] == (b"c", finished)

@@ -1,6 +1,5 @@
 """The examples for third parties: built by the system's compiler, run in real stacks."""
 
-import shlex
 import shutil
 import subprocess
 import sys
@@ -11,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from launch.settings.settings import StackSettings
-from protocol.messages import Sampling
-from tests.support.stack import RunningStack, running
+from launch.stack.control import ask_supervisor
+from protocol.messages import Done, Sampling, SwapDrafter
+from tests.support.stack import DEADLINE_S, Answered, RunningStack, running
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.processes
@@ -67,32 +67,47 @@ def test_an_example_drafts_without_changing_a_token(
         assert answer.statistics.drafter_restarts == 0
 
 
-@pytest.mark.model
-@pytest.mark.parametrize("lines", [False, True], ids=["messages", "lines"])
-def test_the_real_drafter_over_pipes_is_the_same_drafter(lines: bool) -> None:  # noqa: FBT001
-    """The mlx backend behind pipes gives the tokens and the acceptance of the one inside."""
-    flags = ["--lines"] if lines else []
-    command = [sys.executable, "-m", "launch.cli", "draft-server", "--stdio", *flags]
-    piped = StackSettings(draft_command=shlex.join(command), draft_lines=lines)
-    prompt = "Write a Python function that adds the even numbers of a list."
-    answers = []
-    for settings in (StackSettings(), piped):
-        with running(settings) as stack:
-            ask = partial(stack.answer, prompt, max_tokens=48, num_draft_tokens=4)
-            answers.append(
-                stack.until(
-                    lambda answer: "late" not in answer.statistics.fallbacks,
-                    "all drafts come in time",
-                    partial(ask, mode="sd"),
-                )
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> StackSettings:
+    base = tmp_path_factory.mktemp("models")
+    target = write_tiny_model(base / "target", "llama", seed=1)
+    draft = write_tiny_model(base / "draft", "llama", seed=1, noise=0.1)
+    return StackSettings(model=str(target), draft_model=str(draft))
+
+
+def test_the_mlx_drafter_over_pipes_is_the_same_drafter(models: StackSettings) -> None:
+    """Behind pipes, it gives the tokens and the acceptance of the one inside."""
+    server = ["draft-server", "--stdio", "--model", models.draft_model]
+    command = [sys.executable, "-m", "launch.cli", *server]
+    swaps = (
+        SwapDrafter(backend="stdio", command=command),
+        SwapDrafter(backend="stdio", command=[*command, "--lines"], lines=True),
+    )
+    with running(models) as stack:
+        ask = partial(stack.answer, PROMPT, max_tokens=48, num_draft_tokens=4)
+
+        def drafted() -> Answered:
+            return stack.until(
+                lambda answer: (
+                    answer.statistics.drafted > 0 and "late" not in answer.statistics.fallbacks
+                ),
+                "all drafts come in time",
+                partial(ask, mode="sd"),
             )
-            if settings is piped:
-                plain = stack.answer(prompt, mode="ar", max_tokens=48)
-                # Lines cannot ask again about a token that a draft was asked after: hits are rare.
-                ssd = stack.until(
-                    lambda answer: lines or answer.statistics.cache_hits > 0, "a hit", ask
-                )
-    inside, outside = answers
-    assert plain.tokens == inside.tokens == outside.tokens == ssd.tokens
-    assert inside.statistics.drafted == outside.statistics.drafted
-    assert inside.statistics.accepted == outside.statistics.accepted > 0
+
+        plain, inside = ask(mode="ar"), drafted()
+        assert plain.tokens == inside.tokens
+        for swap in swaps:
+            reply = ask_supervisor(stack.supervisor.run_dir.path.name, swap, DEADLINE_S)
+            assert reply == Done()
+            outside = drafted()
+            assert outside.tokens == plain.tokens
+            assert outside.statistics.drafted == inside.statistics.drafted
+            assert outside.statistics.accepted == inside.statistics.accepted > 0
+            # Lines cannot ask again about a token that a draft was asked after: hits are rare.
+            has_hit = partial(_has_hit, needed=not swap.lines)
+            assert stack.until(has_hit, "a hit", ask).tokens == plain.tokens
+
+
+def _has_hit(answer: Answered, *, needed: bool) -> bool:
+    return answer.statistics.cache_hits > 0 or not needed

@@ -87,6 +87,7 @@ def test_a_stack_gives_the_tokens_of_plain_decoding(target: Target, mode: Mode, 
     )
     assert answer.tokens == plain(target.family, PROMPT, LENGTH, SAMPLINGS[law])
     assert "recurrent" in answer.statistics.rewinding
+    assert answer.statistics.emulated_cost == ""
 
 
 @pytest.mark.processes

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -28,13 +29,16 @@ from protocol.messages import (
     Text,
     Tokens,
 )
+from tests.support.reference import Reference
 from tests.support.stack import Answered, RunningStack, eventually, gone, leftovers, running
-from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_models import EOS, write_tiny_model
 
 pytestmark = pytest.mark.processes
 
 PROMPT = "the quick brown fox"
+TEXT: Tokens = [0, 2, 97, 41, 250, 33, 8, 141, 77, 19, 203, 64]
 TOKENS = 40
+FEW = 20
 SAMPLINGS = {"T0": Sampling(), "T0.7": Sampling(temperature=0.7, seed=5)}
 
 FAKE_SSH = """#!/bin/sh
@@ -77,12 +81,19 @@ def pids_of(stack: RunningStack) -> list[int]:
     return [rank.pid for rank in ranks_of(stack)]
 
 
-def ask(stack: RunningStack, sampling: str, mode: Mode = "ssd", prompt: str = PROMPT) -> Answered:
+def ask(
+    stack: RunningStack,
+    sampling: str,
+    mode: Mode = "ssd",
+    prompt: str | Tokens = PROMPT,
+    max_tokens: int = TOKENS,
+) -> Answered:
     return stack.answer(
-        prompt,
+        prompt if isinstance(prompt, str) else "",
+        tokens=None if isinstance(prompt, str) else prompt,
         mode=mode,
         sampling=SAMPLINGS[sampling],
-        max_tokens=TOKENS,
+        max_tokens=max_tokens,
         num_draft_tokens=0 if mode == "ar" else 3,
     )
 
@@ -283,15 +294,19 @@ def test_doctor_measures_the_links_and_names_who_cannot_take_part(
 def test_other_shardings_have_the_tokens_of_plain_decoding(
     family: str, ranks: int, split: str, tmp_path: Path
 ) -> None:
-    """Layers by rank, experts by rank, three ranks: all modes agree, and with one process."""
+    """Layers by rank, experts by rank, three ranks: all modes agree, and with mlx-lm."""
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3} if ranks == 3 else None
     target = write_tiny_model(tmp_path / "target", family, seed=1, config=heads)
-    alone = StackSettings(model=str(target), draft_backend="ngram")
-    with running(alone) as stack:
-        whole = ask(stack, "T0", "ar").tokens
-    with running(msgspec.structs.replace(alone, target_ranks=ranks, split=split)) as stack:
-        answers = [ask(stack, "T0", mode).tokens for mode in ("ar", "sd", "ssd")]
-        drawn = [ask(stack, "T0.7", mode).tokens for mode in ("ar", "sd", "ssd")]
+    decoded = Reference(target).decoded(TEXT, FEW, Sampling())
+    whole = list(takewhile(lambda token: token != EOS, decoded))
+    settings = StackSettings(
+        model=str(target), draft_backend="ngram", target_ranks=ranks, split=split
+    )
+    with running(settings) as stack:
+        answers, drawn = (
+            [ask(stack, law, mode, TEXT, FEW).tokens for mode in ("ar", "sd", "ssd")]
+            for law in SAMPLINGS
+        )
     assert answers == [whole] * 3
     assert drawn == [drawn[0]] * 3
 

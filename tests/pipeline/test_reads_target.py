@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
-import psutil
 import pytest
 
 from launch.settings.settings import StackSettings
@@ -18,7 +17,14 @@ from services.mlx.target_reader import (
     new_reader,
     save_reader,
 )
-from tests.support.stack import DEADLINE_S, Answered, RunningStack, running
+from tests.support.stack import (
+    DEADLINE_S,
+    Answered,
+    RunningStack,
+    answer_beside_death,
+    answer_beside_swap,
+    running,
+)
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.processes
@@ -88,12 +94,7 @@ def test_tokens_are_those_of_plain_decoding(
 def test_a_drafter_that_dies_is_replaced_in_the_answer(stack: RunningStack) -> None:
     """Its successor gets the states of what is there already, and the answer stays the same."""
     victim = stack.pid("drafter")
-
-    def kill(tokens: int) -> None:
-        if tokens >= 8 and psutil.pid_exists(victim):
-            psutil.Process(victim).kill()
-
-    answer = stack.answer(PROMPT, max_tokens=40, num_draft_tokens=3, when=kill)
+    answer = answer_beside_death(stack, "drafter", PROMPT, max_tokens=40, num_draft_tokens=3)
     assert answer.tokens == plain(stack, Sampling())
 
     def drafts_again() -> Answered:
@@ -109,15 +110,8 @@ def test_swaps_between_drafters_that_read_and_do_not(
     """In the middle of an answer, to and fro; a drafter whose layers do not exist drafts, too."""
     expected = plain(stack, Sampling())
     for drafter in ("plain", "reads", "unreadable", "reads"):
-        swaps = iter([SwapDrafter(backend="mlx", model=models[drafter])])
-
-        def swap(tokens: int, swaps: Iterator[SwapDrafter] = swaps) -> None:
-            message = next(swaps, None) if tokens >= 6 else None
-            if message is not None:
-                name = stack.supervisor.run_dir.path.name
-                assert ask_supervisor(name, message, DEADLINE_S) == Done()
-
-        answer = stack.answer(PROMPT, max_tokens=40, num_draft_tokens=3, when=swap)
+        swap = SwapDrafter(backend="mlx", model=models[drafter])
+        answer = answer_beside_swap(stack, swap, PROMPT, max_tokens=40, num_draft_tokens=3)
         assert answer.tokens == expected
         degraded = " ".join(stack.client.status().degraded)
         assert ("without reading the target" in degraded) == (drafter == "unreadable")
@@ -147,11 +141,5 @@ def test_states_reach_a_drafter_in_another_program(
 
 def test_a_verifier_that_dies_sends_states_again(stack: RunningStack) -> None:
     """The answer goes on, and is the same."""
-    victim = stack.pid("verifier")
-
-    def kill(tokens: int) -> None:
-        if tokens >= 8 and psutil.pid_exists(victim):
-            psutil.Process(victim).kill()
-
-    answer = stack.answer(PROMPT, max_tokens=40, num_draft_tokens=3, when=kill)
+    answer = answer_beside_death(stack, "verifier", PROMPT, max_tokens=40, num_draft_tokens=3)
     assert answer.tokens == plain(stack, Sampling())

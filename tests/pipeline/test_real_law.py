@@ -64,7 +64,7 @@ class Rewinding(Verifier):
         return self.rows[key], ForwardPass(0, 0)
 
     @staticmethod
-    def _commit(sequence: Any, tokens: Tokens) -> None:
+    def _commit(sequence: Any, tree: Any, rows: Any) -> None:
         pass
 
     def distribution(self, chain: Tokens, row: int) -> Distribution:
@@ -94,7 +94,7 @@ class Rounds:
         draft: list[DraftedToken] = said(self.drafter.draft(1, self.pending, 2, RoundOptions(1, 3)))
         chain = [self.pending, *(found.token for found in draft)]
         laws = [found.distribution for found in draft]
-        asked = Verify(sequence=1, round=1, position=self.base, chain=chain, distributions=laws)
+        asked = Verify(sequence=1, round=1, position=self.base, nodes=chain, distributions=laws)
         [outcome] = self.verifier.handle(asked)
         assert isinstance(outcome, VerificationOutcome)
         accepted: int = outcome.accepted

@@ -85,6 +85,17 @@ def test_a_schema_and_penalties_cost_no_token(stack: RunningStack) -> None:
     assert plain.text.lstrip().startswith("{")
 
 
+def test_trees_cost_no_token(stack: RunningStack, undisturbed: list[int]) -> None:
+    """At T = .7, with runners-up that grow on: same tokens, and branches of trees among them."""
+    answer = stack.until(
+        lambda answer: answer.statistics.branch_tokens > 0,
+        "a side branch is accepted",
+        partial(stack.answer, PROMPT, sampling=SAMPLING, max_tokens=MAX_TOKENS, tree_nodes=12),
+    )
+    assert undisturbed == answer.tokens
+    assert answer.statistics.tree_rounds > 0
+
+
 def test_a_killed_drafter_costs_no_token(stack: RunningStack, undisturbed: list[int]) -> None:
     """SIGKILL of the drafter in mid-answer: same tokens, and it is back for the next answer."""
     old = stack.pid("drafter")

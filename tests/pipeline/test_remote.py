@@ -28,6 +28,7 @@ from protocol.messages import (
     ToDrafter,
     Welcome,
 )
+from protocol.transport.address import find_tcp_error
 from protocol.transport.channel import Channel, Hub
 from protocol.transport.codec import Decoder, encode
 from protocol.transport.curve import ClientLock, KeyPair, new_keys, read_keys
@@ -156,6 +157,26 @@ def test_wrong_keys_cost_speed_only(server: Server, keys: Keys, models: tuple[st
         assert len(stack.answer(PROMPT, max_tokens=24).tokens) == 24
         eventually(lambda: "does not trust our key" in drafter_lines(stack), "it is told why")
         assert not drafts(stack)
+
+
+def test_a_server_that_is_not_there_is_named(keys: Keys, models: tuple[str, str]) -> None:
+    """Before anything else is said of the drafter; requests are answered plainly."""
+    with socket.socket() as nobody:  # bound, but it does not listen
+        nobody.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        with stack_with(models, address, keys.own.public, "default") as stack:
+            notes = [line.note for line in stack.lines if line.role == "drafter" and line.note]
+            assert notes[0] == f"nothing can be reached at {address}: Connection refused"
+            assert len(stack.answer(PROMPT, max_tokens=8).tokens) == 8
+
+
+def test_a_host_without_an_address_is_named() -> None:
+    """What the system says of a name, a port, or a machine that does not answer."""
+    for address, words in (
+        ("tcp://nowhere.invalid:7", "nothing can be reached at tcp://nowhere.invalid:7"),
+        ("tcp://127.0.0.1:seven", "seven"),
+    ):
+        assert words in find_tcp_error(address, 5.0)
 
 
 class Visitor:
@@ -304,6 +325,10 @@ def test_a_ring_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("../evil", "", ".hidden", "a/b"):
         with pytest.raises(UsageError, match="key name"):
             keyring.make_keys(name)
+    victim = tmp_path / "victim"
+    (folder / "trusted" / "linked").symlink_to(victim)
+    keyring.trust("linked", other)  # the link is replaced, and nothing is written through it
+    assert not victim.exists()
     keyring.own_keys("default").chmod(0o644)
     with pytest.raises(UsageError, match="others may read"):
         keyring.own_keys("default")

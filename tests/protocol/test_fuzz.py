@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, ProtocolError, UsageError
-from protocol.settings import GatewaySettings, VerifierSettings, decode_settings
+from protocol.gateway import GatewayModel, GatewaySettings
+from protocol.settings import VerifierSettings, decode_settings
 from protocol.transport.codec import encode
 from services.gateway.dialects.base import Reader
 from services.gateway.dialects.chat_reply import read_chat
@@ -121,7 +122,9 @@ BODIES = (
 
 
 PLANNER = TaskPlanner(ModelText())
-GATEWAY = GatewaySettings(lifeline=0, listener=0, clients_address="", names=["m"])
+GATEWAY = GatewaySettings(
+    lifeline=0, listener=0, models=[GatewayModel(names=["m"], clients_address="")]
+)
 READERS: tuple[Reader, ...] = (
     read_chat,
     read_completion,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.commands.logs import LogFile, format_line, parse_line
+from launch.stack.log_file import LogFile, format_line, parse_line
 from protocol.process.logs import JsonFormatter, RepeatFilter, about
 
 

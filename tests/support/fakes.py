@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
+
 from orchestrator.learning.cost_model import CostModel
+from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import (
     Action,
@@ -24,6 +27,7 @@ from orchestrator.sequence.sequence import (
     ToVerifier,
 )
 from orchestrator.telemetry.recorder import Recorder
+from protocol.decoding.token_tree import read_tree
 from protocol.messages import (
     END_OF_BRANCH,
     CloseSequence,
@@ -31,15 +35,30 @@ from protocol.messages import (
     DraftTree,
     Mode,
     OpenSequence,
-    Origin,
     Prepare,
+    Revoke,
     Sampling,
+    TokenOrigin,
     Tokens,
     VerificationOutcome,
     Verify,
 )
 
 VOCABULARY = 7
+
+
+def chain_of(confidences: Iterable[float]) -> Draft:
+    """A chain of these confidences; its tokens are 0, 1, 2, ..."""
+    sure = list(confidences)
+    return tree_of(sure, range(len(sure)))
+
+
+def tree_of(confidences: Iterable[float], parents: Iterable[int]) -> Draft:
+    """A tree of these parents' rows; its tokens are 0, 1, 2, ..."""
+    draft = Draft()
+    for token, (confidence, parent) in enumerate(zip(confidences, parents, strict=True)):
+        draft.add(token, confidence, parent=parent)
+    return draft
 
 
 class Target:
@@ -66,42 +85,77 @@ class Target:
 
 
 class FakeVerifier:
-    """Keeps the KV's tokens and verifies chains as the protocol says."""
+    """Keeps the KV's tokens, verifies chains and goes on unasked as the protocol says."""
 
-    def __init__(self, target: Target, max_draft: int) -> None:
+    def __init__(
+        self, target: Target, max_draft: int, random: Random, *, takes_trees: bool, row_ms: float
+    ) -> None:
         self._target = target
         self._max_draft = max_draft
+        self.takes_trees = takes_trees
+        self._row_ms = row_ms
+        self._random = random
         self.kv: Tokens | None = None
-        self.answer: VerificationOutcome | None = None
+        self.answers: list[VerificationOutcome] = []
+        """On their way."""
+        self._granted_in, self._left = 0, 0
 
-    def receive(self, message: OpenSequence | Verify | CloseSequence) -> None:
+    def receive(self, message: OpenSequence | Verify | Revoke | CloseSequence) -> None:
         match message:
             case OpenSequence():
                 self.kv = list(message.tokens)
             case CloseSequence():
                 self.kv = None
             case Verify():
-                self.answer = self._verify(message)
+                assert not any(answer.goes_on for answer in self.answers)
+                self._granted_in, self._left = message.round, message.granted
+                self.answers = [self._announce(message, self._verify(message))]
+            case Revoke():
+                assert message.round <= self._granted_in
+                self._left = 0 if message.round == self._granted_in else self._left
+
+    def take(self) -> VerificationOutcome | None:
+        """The next answer, if there is one; what follows unasked may be on its way already."""
+        if not self.answers:
+            return None
+        first = self.answers.pop(0)
+        last = [first, *self.answers][-1]
+        while self.kv is not None and last.goes_on and len(self.answers) < 3:
+            message = Verify(
+                sequence=last.sequence,
+                round=last.round + 1,
+                position=len(self.kv),
+                nodes=[last.bonus],
+            )
+            last = self._announce(message, self._verify(message))
+            self.answers.append(last)
+            if self._random.random() < 0.7:
+                break
+        return first
+
+    def _announce(self, message: Verify, outcome: VerificationOutcome) -> VerificationOutcome:
+        goes_on = self._left > 0 and outcome.bonus not in message.stop_ids
+        self._left -= goes_on
+        return replace(outcome, goes_on=goes_on)
 
     def _verify(self, message: Verify) -> VerificationOutcome:
         assert self.kv is not None
         assert len(self.kv) == message.position
-        assert 1 <= len(message.chain) <= 1 + self._max_draft
-        assert all(0 <= token < VOCABULARY for token in message.chain)
-        chain = message.chain
-        accepted = 0
-        while True:
-            bonus = self._target.next([*self.kv, *chain[: accepted + 1]])
-            if accepted == len(chain) - 1 or chain[accepted + 1] != bonus:
-                break
-            accepted += 1
-        self.kv += chain[: accepted + 1]
+        assert 1 <= len(message.nodes) <= 1 + self._max_draft
+        assert all(0 <= token < VOCABULARY for token in message.nodes)
+        tree = read_tree(message.nodes, message.parents)
+        assert self.takes_trees or tree.is_chain
+        chosen = [self._target.next([*self.kv, *tree.tokens_to(row)]) for row in range(len(tree))]
+        path = tree.walk(chosen)
+        row, accepted = path[-1], len(path) - 1
+        self.kv += tree.tokens_to(row)
         return VerificationOutcome(
             sequence=message.sequence,
             round=message.round,
             accepted=accepted,
-            bonus=bonus,
-            verify_ms=10.0 + len(chain),
+            bonus=chosen[row],
+            node=None if tree.is_chain else row,
+            verify_ms=10.0 + self._row_ms * len(tree),
             idle_ms=1.0,
         )
 
@@ -110,13 +164,21 @@ class FakeDrafter:
     """Guesses the target's tokens, right with probability `skill`; news ends old work."""
 
     def __init__(
-        self, target: Target, skill: float, context: int, random: Random, draft_ms: float
+        self,
+        target: Target,
+        skill: float,
+        context: int,
+        random: Random,
+        draft_ms: float,
+        *,
+        takes_trees: bool,
     ) -> None:
         self._target = target
         self._skill = skill
         self._random = random
         self._context = context
         self._draft_ms = draft_ms
+        self.takes_trees = takes_trees
         self.known: Tokens | None = None
         self._work: Iterator[DraftTree] = iter(())
 
@@ -128,11 +190,12 @@ class FakeDrafter:
             case CloseSequence():
                 self.known = None
             case Prepare():
-                assert len(message.fan_out) == len(message.chain)
-                self._commit(message, len(message.chain))
+                assert len(message.fan_out) == len(message.nodes)
+                assert self.takes_trees or not (message.parents or message.siblings)
+                self._commit(message, max(read_tree(message.nodes, message.parents).depths) + 1)
                 self._work = self._tree(message)
             case DraftNow():
-                assert message.count > 0
+                assert self.takes_trees or not message.siblings
                 self._commit(message, 1)
                 self._work = self._draft(message)
 
@@ -153,29 +216,62 @@ class FakeDrafter:
             return right
         return (right + self._random.randrange(1, VOCABULARY)) % VOCABULARY
 
-    def _candidates(self, prefix: Tokens, wanted: int, rejected: int | None) -> Tokens:
-        """The guess first, then others; never the token that was rejected."""
+    def _candidates(self, prefix: Tokens, wanted: int, rejected: Iterable[int] = ()) -> Tokens:
+        """The guess first, then others; never a token that was rejected."""
         others = self._random.sample(range(VOCABULARY), VOCABULARY)
         ranked = dict.fromkeys([self._guess(prefix), *others])
-        return [token for token in ranked if token != rejected][:wanted]
+        return [token for token in ranked if token not in rejected][:wanted]
 
     def _tree(self, message: Prepare) -> Iterator[DraftTree]:
-        known = self.known or []
+        known, verified = self.known or [], read_tree(message.nodes, message.parents)
         outcomes: list[tuple[int, int]] = []
-        for accepted, wanted in enumerate(message.fan_out):
-            prefix = [*known, *message.chain[: accepted + 1]]
-            rejected = [*message.chain, None][accepted + 1]
-            outcomes += [(accepted, t) for t in self._candidates(prefix, wanted, rejected)]
-        branches = [[*known, *message.chain[: k + 1], bonus] for k, bonus in outcomes]
+        for row, wanted in enumerate(message.fan_out):
+            prefix, rejected = [*known, *verified.tokens_to(row)], verified.children[row]
+            outcomes += [(row, t) for t in self._candidates(prefix, wanted, rejected)]
+        branches = [[*known, *verified.tokens_to(row), bonus] for row, bonus in outcomes]
+        if message.siblings:
+            yield from self._branch(message, outcomes, branches, message.depth)
+            return
         for depth in range(1, message.depth + 1):
             tokens = [self._next_or_end(branch) for branch in branches]
             for branch, token in zip(branches, tokens, strict=True):
                 branch.append(max(token, 0))
             yield self._layer(message, depth, outcomes, tokens, last=depth == message.depth)
 
+    def _branch(
+        self,
+        message: Prepare | DraftNow,
+        outcomes: list[tuple[int, int]],
+        ends: list[Tokens],
+        depths: int,
+    ) -> Iterator[DraftTree]:
+        """Trees: each end gets its best candidates, unless it has none; some go on."""
+        for depth in range(1, depths + 1):
+            parents: list[int] = []
+            tokens: Tokens = []
+            following: list[Tokens] = []
+            grown = message.grown_siblings
+            for index, end in enumerate(ends):
+                ended = end == [] or self._next_or_end(end) == END_OF_BRANCH
+                found = [] if ended else self._candidates(end, 1 + message.siblings)
+                parents += [index] * len(found)
+                tokens += found
+                for place, token in enumerate(found):
+                    goes_on = place == 0 or grown > 0
+                    grown -= place > 0
+                    following.append([*end, token] if goes_on else [])
+            ends = following
+            last = depth == depths or not tokens
+            yield self._layer(message, depth, outcomes, tokens, last=last, parents=parents)
+            if last:
+                return
+
     def _draft(self, message: DraftNow) -> Iterator[DraftTree]:
         branch = [*(self.known or []), message.pending]
         outcome = [(message.accepted, message.pending)]
+        if message.siblings:
+            yield from self._branch(message, outcome, [branch], message.count)
+            return
         for depth in range(1, message.count + 1):
             token = self._next_or_end(branch)
             branch.append(max(token, 0))
@@ -196,6 +292,7 @@ class FakeDrafter:
         tokens: Tokens,
         *,
         last: bool,
+        parents: Iterable[int] = (),
     ) -> DraftTree:
         return DraftTree(
             sequence=message.sequence,
@@ -203,6 +300,7 @@ class FakeDrafter:
             depth=depth,
             outcomes=outcomes if depth == 1 else [],
             tokens=tokens,
+            parents=list(parents),
             confidences=[1.0 if self._skill == 1.0 else self._random.random() for _ in tokens],
             draft_ms=self._draft_ms,
             last=last,
@@ -228,7 +326,13 @@ class Stack:
         draft_ms: float = 1.0,
         estimates: CostModel | None = None,
         sampling: Sampling | None = None,
+        trees: bool = False,
+        tree_nodes: int | None = None,
+        row_ms: float = 1.0,
     ) -> None:
+        self.trees = trees
+        """Whether new services take trees."""
+        self._row_ms = row_ms
         self.random = Random(seed)  # noqa: S311  # no secret depends on it
         self.target = target
         self.limits = limits
@@ -253,7 +357,7 @@ class Stack:
             prompt=prompt,
             sampling=sampling or Sampling(),
             limits=limits,
-            planner=Planner(mode, self.estimates, num_draft_tokens, budget),
+            planner=Planner(mode, self.estimates, num_draft_tokens, budget, tree_nodes=tree_nodes),
             recorder=Recorder(0.0),
         )
 
@@ -271,19 +375,20 @@ class Stack:
                 case ToDrafter(message) if self.drafter is not None:
                     self.drafter.receive(message)
                     self._check_drafter(message)
-                case PrecomputeVerify(accepted, bonus, verify):
-                    self.precomputed[accepted, bonus] = verify
+                case PrecomputeVerify(row, bonus, verify):
+                    self.precomputed[row, bonus] = verify
                 case Emit(tokens, origins):
                     assert len(tokens) == len(origins)
 
-    def _check_verify(self, message: OpenSequence | Verify | CloseSequence) -> None:
+    def _check_verify(self, message: OpenSequence | Verify | Revoke | CloseSequence) -> None:
         tokens = self.sequence.tokens
         assert [*self.prompt, *self.truth][: len(tokens)] == tokens
         if isinstance(message, Verify):
             assert len(tokens) - 1 == message.position
-            assert tokens[-1] == message.chain[0]
-            assert len(message.chain) <= len(self.prompt) + self.limits.max_tokens - len(tokens)
-            assert len(message.chain) <= (self.limits.context_length or 10**9) - len(tokens)
+            assert tokens[-1] == message.nodes[0]
+            longest = max(read_tree(message.nodes, message.parents).depths) + 1
+            assert longest <= len(self.prompt) + self.limits.max_tokens - len(tokens)
+            assert longest <= (self.limits.context_length or 10**9) - len(tokens)
         if isinstance(message, OpenSequence):
             assert tokens[:-1] == message.tokens
 
@@ -294,7 +399,7 @@ class Stack:
         tokens = self.sequence.tokens
         assert tokens[:-1] == self.drafter.known
         if isinstance(message, Prepare):
-            assert tokens[-1] == message.chain[0]
+            assert tokens[-1] == message.nodes[0]
         if isinstance(message, DraftNow):
             assert tokens[-1] == message.pending
             room = len(self.prompt) + self.limits.max_tokens - len(tokens)
@@ -304,8 +409,14 @@ class Stack:
     # ------------------------------------------------------------ what may happen
 
     def verifier_comes(self) -> None:
-        self.verifier = FakeVerifier(self.target, self._max_draft)
-        self.do(self.sequence.on_verifier_up(self._max_draft))
+        self.verifier = FakeVerifier(
+            self.target,
+            self._max_draft,
+            self.random,
+            takes_trees=self.trees,
+            row_ms=self._row_ms,
+        )
+        self.do(self.sequence.on_verifier_up(self._max_draft, takes_trees=self.trees))
 
     def verifier_dies(self) -> None:
         """It is gone, and the orchestrator knows."""
@@ -319,10 +430,17 @@ class Stack:
     def drafter_comes(self) -> None:
         """A new one shakes hands; the pipeline first takes leave of the old one."""
         self.do(self.sequence.on_drafter_lost("drafter_swapped"))
+        # Another one may be of a foreign kind, which knows chains only.
+        takes_trees = self.trees and (self.drafter is None or self.random.random() < 0.7)
         self.drafter = FakeDrafter(
-            self.target, self._skill, self._drafter_context, self.random, self._draft_ms
+            self.target,
+            self._skill,
+            self._drafter_context,
+            self.random,
+            self._draft_ms,
+            takes_trees=takes_trees,
         )
-        self.do(self.sequence.on_drafter_up(self._drafter_context))
+        self.do(self.sequence.on_drafter_up(self._drafter_context, takes_trees=takes_trees))
 
     def drafter_dies(self) -> None:
         """It is gone, and the orchestrator knows; what it sent may still be on its way."""
@@ -359,9 +477,9 @@ class Stack:
 
     def outcome_arrives(self) -> bool:
         """The verification ends; False if there is none."""
-        if self.verifier is None or self.verifier.answer is None:
+        outcome = self.verifier.take() if self.verifier is not None else None
+        if outcome is None:
             return False
-        outcome, self.verifier.answer = self.verifier.answer, None
         self.past_outcomes.append(outcome)
         self.now += 1.0
         self._outcome(outcome)
@@ -375,7 +493,7 @@ class Stack:
         """What was foreseen of this outcome must be the first thing that happens."""
         expected = None
         if self.sequence.is_precomputed(outcome):
-            expected = self.precomputed[outcome.accepted, outcome.bonus]
+            expected = self.precomputed[outcome.row, outcome.bonus]
         before = len(self.actions)
         self.do(self.sequence.decide(outcome, self.now))
         self.do(self.sequence.record(self.now))
@@ -448,7 +566,7 @@ class Stack:
         return [t for action in self.actions if isinstance(action, Emit) for t in action.tokens]
 
     @property
-    def origins(self) -> list[Origin]:
+    def origins(self) -> list[TokenOrigin]:
         return [o for action in self.actions if isinstance(action, Emit) for o in action.origins]
 
     @property

@@ -126,7 +126,7 @@ class Hostile:
     def hello(self) -> Map:
         return {
             "type": "hello",
-            "protocol": 2,
+            "protocol": 3,
             "role": "verifier" if self.kind == "role" else "drafter",
             "pid": os.getpid(),
             "backend": "hostile",
@@ -136,14 +136,15 @@ class Hostile:
             "context_length": 0,
             "compute_unit": "cpu",
             "max_draft_tokens": 8,
+            "takes_trees": self.kind == "forked",
         }
 
 
 def trees(message: Map) -> list[Map]:
     """A good answer to Prepare or DraftNow: one branch, depth by depth."""
     now = message["type"] == "draft"
-    first = message["pending"] if now else message["chain"][-1]
-    outcome = [message["accepted"], first] if now else [len(message["chain"]) - 1, first + 1]
+    first = message["pending"] if now else message["nodes"][-1]
+    outcome = [message["accepted"], first] if now else [len(message["nodes"]) - 1, first + 1]
     count = message["count"] if now else message["depth"]
     return [
         {
@@ -223,6 +224,17 @@ def absurd(me: Hostile, trees: list[Map]) -> None:
             tree | {"round": number + 5, "sequence": 2**60},
             tree,
         )
+
+
+def fork(me: Hostile, trees: list[Map]) -> None:
+    """Trees that are none: parents that are not there, siblings alike, too many nodes."""
+    first = trees[0]
+    for parents in ([7], [0, 0], [0] * 4000, [1, 0], [], [4000] * 9):
+        for tokens in ([5] * len(parents), list(range(len(parents))), [3]):
+            shape = {"parents": parents, "tokens": tokens, "confidences": [0.9] * len(tokens)}
+            me.send(first | shape)
+    deeper = {"depth": 2, "outcomes": [], "parents": [9, 9, 0], "tokens": [1, 1, 1]}
+    me.send(first | deeper | {"confidences": [0.9] * 3}, *trees)
 
 
 def huge(me: Hostile, trees: list[Map]) -> None:
@@ -316,6 +328,7 @@ KINDS: dict[str, Callable[[Hostile, list[Map]], None]] = {
     "eof": close_output,
     "failing": fail,
     "flood": flood,
+    "forked": fork,
     "garbage": garble,
     "hang": hang,
     "huge": huge,
@@ -339,6 +352,7 @@ BY_SOCKET = (
     "duplicated",
     "failing",
     "flood",
+    "forked",
     "garbage",
     "huge",
     "huge hello",

@@ -10,8 +10,9 @@ import msgspec
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.sequence import Action, Phase, Sequence, ToDrafter, ToVerifier
+from orchestrator.sequence.sequence import Action, Sequence, ToDrafter, ToVerifier
 from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import (
     DraftTree,

@@ -29,6 +29,7 @@ from orchestrator.telemetry.recorder import Recorder
 from protocol.decoding.rejection import verify_draft
 from protocol.decoding.sampler import Floats, sample
 from protocol.decoding.sampling_params import drafter_sampling, uses_rejection
+from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import (
     CloseSequence,
     DraftDistribution,
@@ -51,7 +52,6 @@ from services.drafter.backends.base import (
 )
 from services.drafter.drafter import Drafter
 from services.sampling.candidates import best_bonuses, best_of, draft_tokens
-from services.verifier.acceptance import count_accepted
 from tests.protocol.decoding.test_sampler import allowed, softmax
 
 SIZE = 3
@@ -78,7 +78,7 @@ def law_of_answers(sampling: Sampling, length: int) -> dict[tuple[int, ...], flo
 
 
 class MarkovBackend:
-    """A drafter whose model is `DRAFT`."""
+    """A drafter whose model is `DRAFT`. It drafts chains only, and says so."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -251,7 +251,7 @@ class Answering:
         if verify is None:
             return
         assert verify.position == len(self._kv)
-        rows, draft = TARGET[verify.chain], verify.chain[1:]
+        rows, draft = TARGET[verify.nodes], verify.nodes[1:]
         if uses_rejection(self._sampling):
             assert len(verify.distributions) in (0, len(draft))
             accepted, bonus = verify_draft(
@@ -261,9 +261,9 @@ class Answering:
             assert verify.distributions == []
             first = verify.position + 1
             chosen = sample(rows, range(first, first + len(rows)), self._sampling)
-            accepted = count_accepted(draft, chosen)
+            accepted = common_prefix_length(draft, chosen)
             bonus = chosen[accepted]
-        self._kv += verify.chain[: accepted + 1]
+        self._kv += verify.nodes[: accepted + 1]
         cost = 10.0 + 5.0 * len(draft)
         self._do(
             self.sequence.decide(

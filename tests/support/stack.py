@@ -1,25 +1,31 @@
 """Helpers for tests with real processes: run directories, stacks, answers, children."""
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 
 from launch.settings.settings import StackSettings
+from launch.stack.control import ask_supervisor
 from launch.stack.session import private_stack
 from launch.stack.supervisor import Supervisor
 from protocol.client.client import Client
 from protocol.messages import (
     ChatMessage,
+    Done,
     Finished,
     Generate,
     Mode,
     ProcessStatus,
     Sampling,
     Statistics,
+    SwapDrafter,
     Text,
     Tokens,
 )
@@ -71,6 +77,7 @@ class RunningStack:
         stop: list[str] | None = None,
         tokens: Tokens | None = None,
         num_draft_tokens: int = 0,
+        tree_nodes: int | None = None,
         when: Callable[[int], None] | None = None,
     ) -> Answered:
         """Ask and wait; `when` is called with the number of tokens after each message."""
@@ -83,6 +90,7 @@ class RunningStack:
             stop=stop or [],
             mode=mode,
             num_draft_tokens=num_draft_tokens,
+            tree_nodes=tree_nodes,
         )
         got: Tokens = []
         text = ""
@@ -156,3 +164,32 @@ def _runs(pid: int) -> bool:
 def leftovers(base: Path) -> list[str]:
     """What is left in the run folder of all stacks."""
     return sorted(str(p.relative_to(base)) for p in base.rglob("*")) if base.exists() else []
+
+
+def answer_beside_death(stack: RunningStack, role: str, prompt: str, **request: Any) -> Answered:
+    """The process of this role is killed once there are ten tokens."""
+    alive = [stack.pid(role)]
+
+    def kill(tokens: int) -> None:
+        if tokens > 10 and alive:
+            os.kill(alive.pop(), signal.SIGKILL)
+
+    answer = stack.answer(prompt, when=kill, **request)
+    assert not alive, "the answer was over before anything was killed"
+    return answer
+
+
+def answer_beside_swap(
+    stack: RunningStack, swap: SwapDrafter, prompt: str, **request: Any
+) -> Answered:
+    """The drafter is replaced once there are six tokens, and the answer is read on after that."""
+    replies = []
+
+    def once(tokens: int) -> None:
+        if tokens > 6 and not replies:
+            name = stack.supervisor.run_dir.path.name
+            replies.append(ask_supervisor(name, swap, DEADLINE_S))
+
+    answer = stack.answer(prompt, when=once, **request)
+    assert replies == [Done()]
+    return answer

@@ -18,6 +18,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -211,6 +212,29 @@ def write_endless_model(folder: Path, family: str, **more: Any) -> Path:
     description = folder / "tokenizer_config.json"
     text = description.read_text(encoding="utf-8").replace('"eos_token"', '"no_eos_token"')
     description.write_text(text, encoding="utf-8")
+    return folder
+
+
+def write_adapter(folder: Path, model: Path, *, seed: int = 0) -> Path:
+    """Write a LoRA adapter for a tiny model that changes what it says, and return its folder."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    module = _module(config)
+    parameters = {"rank": 4, "scale": 8.0, "dropout": 0.0}
+    linear_to_lora_layers(module, config["num_hidden_layers"], parameters)
+    fresh: Any = tree_flatten(module.parameters())
+    weights = {
+        name: mx.array((0.2 * _normal(f"{seed}/{name}", array.shape)).astype(np.float32))
+        for name, array in fresh
+        if name.endswith(("lora_a", "lora_b"))
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    described = {
+        "fine_tune_type": "lora",
+        "num_layers": config["num_hidden_layers"],
+        "lora_parameters": parameters,
+    }
+    _write_json(folder / "adapter_config.json", described)
     return folder
 
 

@@ -202,7 +202,7 @@ def seeds(target: str) -> list[bytes]:
     return [
         encode(messages.Heartbeat(3)),
         encode(messages.Generate(request=1, tokens=[1, 2, 3])),
-        encode(messages.Verify(sequence=1, round=2, position=3, chain=[4, 5])),
+        encode(messages.Verify(sequence=1, round=2, position=3, nodes=[4, 5])),
         encode(
             messages.DraftTree(
                 sequence=1, round=1, depth=1, outcomes=[(0, 1)], tokens=[2], confidences=[0.5],

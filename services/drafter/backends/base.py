@@ -20,7 +20,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy.typing as npt
 
+from protocol.decoding.token_tree import TokenTree
 from protocol.messages import DraftDistribution, FeatureRequest, Sampling, Tokens
+
+MAX_DRAFT_TOKENS = 64
+"""The deepest tree that any of our own backends grows."""
 
 Rows = npt.NDArray[Any]
 """[tokens, width] of the target's states."""
@@ -43,6 +47,10 @@ class RoundOptions(NamedTuple):
     shift: int = 0
     """Tokens that a backend with a short context was not given (see `sliding_context`): what to
     add to its positions where the noise of a position is asked for."""
+    siblings: int = 0
+    """Candidates to name beside the best one, for `TreeDrafting`."""
+    grown_siblings: int = 0
+    """How many of them, of all branches together, to continue at each depth."""
 
 
 DEFAULT_ROUND_OPTIONS = RoundOptions()
@@ -70,6 +78,9 @@ class TreeLayer:
     the orchestrator learns how often tokens of a given confidence are accepted."""
     distributions: list[DraftDistribution] = field(default_factory=list)
     """What each of these tokens was drawn from; empty if none was drawn."""
+    parents: list[int] = field(default_factory=list)
+    """Which of the layer before each token follows, at the first layer which outcome; siblings
+    in falling order of likelihood. Empty: one token for each, in their order."""
 
 
 class BackendIdentity(NamedTuple):
@@ -84,6 +95,8 @@ class BackendIdentity(NamedTuple):
     max_draft_tokens: int
     features: FeatureRequest | None = None
     """What it reads of the target; then it is `TargetReading`, too."""
+    takes_trees: bool = False
+    """Whether it prepares for the outcomes of trees, and grows branches that fork."""
 
 
 @runtime_checkable
@@ -95,6 +108,35 @@ class TargetReading(Protocol):
 
         They may come before the tokens do, again, in any order, or never: then the backend
         drafts without. Sequences that are not open are ignored.
+        """
+        ...
+
+
+@runtime_checkable
+class TreeDrafting(Protocol):
+    """What a backend whose identity says `takes_trees` can do besides."""
+
+    def prepare_tree(
+        self,
+        sequence: int,
+        tree: TokenTree,
+        fan_out: list[int],
+        depth: int,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
+    ) -> Generator[TreeLayer | None]:
+        """As `DraftBackend.prepare`, for the outcomes of verifying a tree.
+
+        An outcome's first number is the row of the last token that stands; no child of that
+        row can be its bonus token.
+        """
+        ...
+
+    def draft_tree(
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
+    ) -> Generator[TreeLayer | None]:
+        """Up to `count` layers of the one branch after the pending token, with siblings.
+
+        The outcome in the first layer is (0, pending).
         """
         ...
 

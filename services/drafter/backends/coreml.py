@@ -24,6 +24,7 @@ from services.coreml.model import ConvertedModel, Feed, chain_feed
 from services.coreml.runtime.executor import State
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
+    MAX_DRAFT_TOKENS,
     BackendIdentity,
     DraftedToken,
     Outcome,
@@ -32,8 +33,6 @@ from services.drafter.backends.base import (
 )
 from services.runtime.sequence_table import SequenceTable, check_rewind
 from services.sampling.candidates import Top, best_bonuses, draft_tokens, process_candidates
-
-MAX_DRAFT_TOKENS = 64
 
 
 @dataclass

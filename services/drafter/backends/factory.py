@@ -7,6 +7,7 @@ from protocol.jobs.draft_server import DraftServerSettings
 from protocol.settings import DrafterSettings
 from services.drafter.backends.base import DraftBackend
 from services.mlx.blas import load_blas
+from services.mlx.lean_imports import leave_out_unused_libraries
 
 
 def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
@@ -19,6 +20,8 @@ def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBack
     match settings.backend:
         case "mlx":
             return _create_mlx(settings)
+        case "head":
+            return _create_head(settings)
         case "coreml":
             return _create_coreml(settings)
         case "ngram":
@@ -33,6 +36,7 @@ def create_backend(settings: DrafterSettings | DraftServerSettings) -> DraftBack
 
 def _create_mlx(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
     load_blas(settings.threads)
+    leave_out_unused_libraries()
     # MLX must be imported after the BLAS is in place, and only where it computes.
     from services.drafter.backends.mlx import MlxBackend  # noqa: PLC0415
     from services.drafter.backends.mlx_reading import ReadingBackend  # noqa: PLC0415
@@ -47,6 +51,27 @@ def _create_mlx(settings: DrafterSettings | DraftServerSettings) -> DraftBackend
     else:
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
         backend = MlxBackend(folder, step, unit, prompts)
+    if unit != "cpu":
+        warm_drafter(backend)
+    return backend
+
+
+def _create_head(settings: DrafterSettings | DraftServerSettings) -> DraftBackend:
+    load_blas(settings.threads)
+    leave_out_unused_libraries()
+    # MLX must be imported after the BLAS is in place, and only where it computes.
+    from services.drafter.backends.head.loading import load_head  # noqa: PLC0415
+    from services.mlx.device import bind  # noqa: PLC0415
+    from services.runtime.warmup import warm_drafter  # noqa: PLC0415
+
+    unit = bind(settings.device)
+    backend = load_head(
+        Path(settings.model),
+        Path(settings.target),
+        settings.prefill_step_size,
+        unit,
+        beside_target=isinstance(settings, DrafterSettings),
+    )
     if unit != "cpu":
         warm_drafter(backend)
     return backend

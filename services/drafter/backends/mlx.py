@@ -28,34 +28,37 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
-from protocol.decoding.sampling_params import drafter_sampling, is_greedy
+from protocol.decoding.sampling_params import drafter_sampling, is_greedy, uses_rejection
+from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Sampling, Tokens
-from services.batching.chunked_prefill import ChunkSizer
+from services.batching.chunked_prefill import LEAST_CHUNK, ChunkSizer
 from services.batching.forward import Batcher, most_rows
 from services.batching.packing import supports_packing
+from services.batching.pass_memory import PassMemory
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
+    MAX_DRAFT_TOKENS,
     BackendIdentity,
     DraftedToken,
     Outcome,
     RoundOptions,
     TreeLayer,
 )
-from services.drafter.backends.mlx_tree import Tree, Trunk, scratch_positions, visible
+from services.drafter.backends.growth import Tip, begin_tips, grow_layer, lay_out
+from services.drafter.backends.mlx_tree import Bud, Tree, Trunk
 from services.kv.branching import BranchingState
+from services.kv.budget import measure_kv
 from services.kv.cache import KVStore, windows_of
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.kv.rewinding import find_branching
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
-from services.mlx.loader import compute_unit, load
+from services.mlx.loader import LoadedModel, compute_unit, load
 from services.mlx.rope import allow_branches, use_tables
 from services.runtime.sequence_table import SequenceTable, check_rewind
-from services.sampling.candidates import draft_tokens
+from services.sampling.candidates import Top, draft_tokens, name_candidates
 from services.sampling.device import best_of
-
-MAX_DRAFT_TOKENS = 64
 
 _SAMPLED_WIDTH = 64
 """Candidates per row when noise decides: the best by logit are rarely the best by score.
@@ -63,7 +66,10 @@ Under the rejection rule, the tokens of the distribution that a draft token is d
 
 
 class MlxBackend:
-    """See `base.DraftBackend`."""
+    """See `base.DraftBackend` and `base.TreeDrafting`."""
+
+    _feeds_by_depth = False
+    """Whether a token can be fed only after the one before it."""
 
     def __init__(
         self,
@@ -71,8 +77,10 @@ class MlxBackend:
         prefill_step_size: int,
         unit: str = "",
         prompts: PrefixCache | None = None,
+        loaded: LoadedModel | None = None,
     ) -> None:
-        loaded = load(folder)
+        """Load the model in `folder`, unless it is given, `loaded`, with a head as it is to be."""
+        given, loaded = loaded is not None, loaded or load(folder)
         self._prompts = prompts if prompts is not None else PrefixCache()
         self._model = loaded.module
         if compute_unit() == "cpu":
@@ -80,14 +88,16 @@ class MlxBackend:
         if any(type(cache) is not ArraysCache for cache in make_prompt_cache(self._model)):
             allow_branches(self._model)
         self._folder = folder
-        self._head_ids = trim_head(self._model, folder)
+        self._head_ids = None if given else trim_head(self._model, folder)
         self._chunk_sizer = ChunkSizer(prefill_step_size)
         self._bucketed = compute_unit() == "cuda"
         if self._bucketed:
             fuse_linears(self._model)
         self._new_store = self._find_store()
         shares = supports_packing(self._model, self._new_store)
-        self._batcher = Batcher(self._model, most_rows() if shares else 0)
+        kv = measure_kv(self._model, self._new_store)
+        self._memory = PassMemory(self._model, kv, self._prompts.drop_oldest, logits=True)
+        self._batcher = Batcher(self._model, most_rows() if shares else 0, memory=self._memory)
         self._on_gpu = compute_unit() != "cpu"
         self._sequences: SequenceTable[Trunk] = SequenceTable()
         self.identity = BackendIdentity(
@@ -98,6 +108,7 @@ class MlxBackend:
             context_length=loaded.context_length,
             compute_unit=unit or compute_unit(),
             max_draft_tokens=MAX_DRAFT_TOKENS,
+            takes_trees=isinstance(self._new_store(), KVStore),
         )
         self._head_size = loaded.vocabulary.size if self._head_ids is None else len(self._head_ids)
 
@@ -121,6 +132,7 @@ class MlxBackend:
         while store.length < len(tokens):
             began = time.perf_counter()
             size = self._chunk_sizer.size(alone=not self._sequences)
+            size = self._memory.fit(store, size, least=min(size, LEAST_CHUNK))
             chunk = tokens[store.length : store.length + size]
             store.chain(len(chunk))
             self._model(mx.array(chunk)[None], cache=store.caches)
@@ -151,22 +163,39 @@ class MlxBackend:
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
-        """Fork every row of the chain, then grow all branches depth by depth."""
+        """A chain is the tree that does not fork."""
+        yield from self.prepare_tree(sequence, read_tree(chain, []), fan_out, depth, options)
+
+    def prepare_tree(
+        self,
+        sequence: int,
+        tree: TokenTree,
+        fan_out: list[int],
+        depth: int,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
+    ) -> Generator[TreeLayer | None]:
+        """Fork every row of the tree, then grow all branches depth by depth."""
         known = self._sequences[sequence]
-        width = self._width(known.sampling, max(fan_out, default=0) + 1)
-        yield from self._feed(known, known.committed, chain, rows=len(chain), width=width)
-        known.cut(known.committed + len(chain))
-        roots = known.fork(chain, fan_out, options.shift)
-        if not roots:
-            return
-        branches = {root: index for index, root in enumerate(roots)}
-        tree = known.tree = Tree(known.committed, branches, [], [], [])
-        tokens = [root.bonus for root in roots]
-        for _ in range(depth):
-            grown = yield from self._grow(known, tree, roots, tokens, options)
-            tokens = [draft.token for draft in grown]
-            distributions = [draft.distribution for draft in grown if draft.distribution.tokens]
-            yield TreeLayer(roots, tokens, [draft.confidence for draft in grown], distributions)
+        excluded = max(1, *map(len, tree.children))
+        width = self._width(known.sampling, max(fan_out, default=0) + excluded)
+        stem, base = tree.tokens[: tree.stem], known.committed
+        held = tree.stem
+        if len(tree) > tree.stem and not self._feeds_by_depth:
+            # What is missing of the stem is fed with the rows beside it, in one pass.
+            held = self._keep(known, known.tokens[:base] + stem, base, base, width) - base
+        yield from self._feed(known, base, stem[:held], rows=held, width=width)
+        known.cut(base + held)
+        known.tree = Tree(base, stem[:held])
+        tops = [known.tops[base + row] for row in range(held)]
+        layout = lay_out(tree, base, held=held, by_depth=self._feeds_by_depth)
+        found: dict[int, Top] = {}
+        for level in layout.levels:
+            top = yield from self._feed_buds(known, [bud for _, bud in level], width)
+            found |= {row: top.only(at) for at, (row, _) in enumerate(level)}
+        tops += [found[row] for row in range(held, len(tree))]
+        roots, ranked = known.fork(tree, tops, fan_out, options.shift)
+        tips = begin_tips(roots, tree, ranked, layout.places)
+        yield from self._grow(known, roots, tips, depth, options)
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
@@ -189,6 +218,17 @@ class MlxBackend:
         if known is not None:
             self._prompts.keep(CachedPrefix(known.tokens, known.store))
 
+    def draft_tree(
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
+    ) -> Generator[TreeLayer | None]:
+        """A tree of one branch, behind the committed tokens."""
+        known = self._sequences[sequence]
+        yield from self._feed(known, known.committed, [], rows=0)
+        known.cut(known.committed)
+        known.tree = Tree(known.committed, [])
+        tip = Tip(pending, -1, known.committed - 1, 0, is_best=True, score=0.0)
+        yield from self._grow(known, [Outcome(0, pending)], [tip], count, options)
+
     # ------------------------------------------------------------ the trunk
 
     @staticmethod
@@ -204,39 +244,43 @@ class MlxBackend:
         least `width` wide.
         """
         wanted = known.tokens[:base] + tokens
-        keep = base + common_prefix_length(known.tokens[base:], tokens)
-        keep = self._adopt(known, wanted, keep, width)
-        first_row = len(wanted) - rows
-        for position in range(first_row, keep):
-            top = known.tops.get(position)
-            if top is None or top.ids.shape[1] < min(width, self._head_size):
-                keep = position
-                break
+        keep = self._keep(known, wanted, base, len(wanted) - rows, width)
         if keep < len(wanted):
             keep = known.store.resumable(keep)
             known.cut(keep)
             yield from self._append(known, wanted[keep:], width if rows else 0)
 
+    def _keep(self, known: Trunk, wanted: Tokens, base: int, first_row: int, width: int) -> int:
+        """How many of the `wanted` tokens are there, those from `first_row` on with candidates.
+
+        The first `base` of them are; what a tree has of the others is moved to the trunk.
+        """
+        keep = base + common_prefix_length(known.tokens[base:], wanted[base:])
+        keep = self._adopt(known, wanted, keep, width)
+        for position in range(first_row, keep):
+            top = known.tops.get(position)
+            if top is None or top.ids.shape[1] < min(width, self._head_size):
+                return position
+        return keep
+
     def _adopt(self, known: Trunk, wanted: Tokens, keep: int, width: int) -> int:
-        """If `wanted` goes on along a branch of the tree, move that branch to the trunk."""
+        """If `wanted` goes on along a path of the tree, move that path to the trunk."""
         tree = known.tree
         if tree is None or keep >= len(wanted):
             return keep
-        branch = tree.branches.get(Outcome(keep - tree.pending_at - 1, wanted[keep]))
-        known.tree = None
-        if branch is None:
+        path = tree.follow(wanted, keep)
+        if not path:
+            known.tree = None
             return keep
-        fed = [layer[branch] for layer in tree.fed]
-        count = common_prefix_length(fed, wanted[keep:])
         known.cut(keep)
-        known.store.move([slot + branch for slot in tree.slots[:count]])
-        known.tokens = wanted[: keep + count]
+        known.store.move([tree.trunk + index for index in path])
+        tree.lost = max(tree.lost, keep + len(path))
+        known.tokens = wanted[: keep + len(path)]
         if known.processor is not None:
             known.processor.extend(known.tokens[keep:])
-        for depth in range(count):
-            row = tree.logits[depth][branch : branch + 1]
-            known.tops[keep + depth] = best_of(row, width, self._head_ids)
-        return keep + count
+        for position, index in enumerate(path, start=keep):
+            known.tops[position] = best_of(tree.logits(index), width, self._head_ids)
+        return keep + len(path)
 
     def _append(self, known: Trunk, tokens: Tokens, width: int) -> Generator[None]:
         start = len(known.tokens)
@@ -274,29 +318,39 @@ class MlxBackend:
     # ------------------------------------------------------------ the tree
 
     def _grow(
-        self, known: Trunk, tree: Tree, roots: list[Outcome], tokens: Tokens, options: RoundOptions
-    ) -> Generator[None, None, list[DraftedToken]]:
-        """Feed one token per branch; returns the next token of each."""
-        depth, count = len(tree.fed), len(roots)
-        trunk = len(known.tokens)
-        start = trunk + depth * count
-        forks = np.array([root.accepted for root in roots]) + tree.pending_at
-        positions = forks + 1 + depth
-        place = partial(
-            known.store.branches,
-            start,
-            np.concatenate([np.arange(trunk), *scratch_positions(forks, depth + 1)]),
-            visible(trunk, forks, depth + 1),
-        )
+        self,
+        known: Trunk,
+        roots: list[Outcome],
+        tips: list[Tip],
+        depth: int,
+        options: RoundOptions,
+    ) -> Generator[TreeLayer | None]:
+        """Depth by depth what follows these bonus tokens."""
+        if uses_rejection(known.sampling):
+            options = options._replace(siblings=0)  # what is drawn has none
+        width = self._width(known.sampling, 1 + options.siblings)
+        for _ in range(depth if tips else 0):
+            tree = known.tree
+            if tree is None:
+                return
+            buds = [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
+            first = len(tree.fed)
+            positions = [tree.position(bud) + 1 for bud in buds]
+            top = yield from self._feed_buds(known, buds, width)
+            candidates = name_candidates(top, positions, known.sampling, options)
+            layer, tips = grow_layer(roots, tips, candidates, first, options)
+            yield layer
+
+    def _feed_buds(self, known: Trunk, buds: list[Bud], width: int) -> Generator[None, None, Top]:
+        """Feed these to the tree; returns the candidates after each."""
+        tree = known.tree
+        if tree is None:
+            raise ValueError("there is no tree to be fed")
+        tokens = [bud.token for bud in buds]
+        place = partial(known.store.branches, *tree.frame(buds))
         logits = yield from self._forward(known, tokens, place)
-        rows = tree.process_logits(
-            known.processor, forks, tokens, self._rows(logits, known.processor)
-        )
-        tree.fed.append(tokens)
-        tree.slots.append(start)
-        tree.logits.append(rows)
-        top = best_of(rows, self._width(known.sampling, 1), self._head_ids)
-        return draft_tokens(top, [int(p) + 1 for p in positions], known.sampling, options)
+        rows = tree.add(buds, self._rows(logits, known.processor), known.processor)
+        return best_of(rows, width, self._head_ids)
 
     # ------------------------------------------------------------ the head
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from protocol.decoding.logits_processor import LogitsProcessor
 from protocol.decoding.sampling_params import drafter_sampling
+from protocol.decoding.token_tree import TokenTree
 from protocol.decoding.tokens import common_prefix_length
 from protocol.errors import ModelError
 from protocol.messages import FeatureRequest, Sampling, Tokens
@@ -95,17 +96,17 @@ class ReadingBackend(MlxBackend):
         known.committed = len(known.known)
         known.settled = min(known.settled, base)
 
-    def prepare(
+    def prepare_tree(
         self,
         sequence: int,
-        chain: Tokens,
+        tree: TokenTree,
         fan_out: list[int],
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
         """See `MlxBackend`."""
         yield from self._settle(self._reading(sequence))
-        yield from super().prepare(sequence, chain, fan_out, depth, options)
+        yield from super().prepare_tree(sequence, tree, fan_out, depth, options)
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
@@ -113,6 +114,13 @@ class ReadingBackend(MlxBackend):
         """See `MlxBackend`."""
         yield from self._settle(self._reading(sequence))
         yield from super().draft(sequence, pending, count, options)
+
+    def draft_tree(
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
+    ) -> Generator[TreeLayer | None]:
+        """See `MlxBackend`."""
+        yield from self._settle(self._reading(sequence))
+        yield from super().draft_tree(sequence, pending, count, options)
 
     def close(self, sequence: int) -> None:
         """Free the KV."""
@@ -146,8 +154,8 @@ class ReadingBackend(MlxBackend):
         """Put the keys and values that these states make into the trunk's slots from `first` on."""
         states = mx.array(rows)[None].astype(self._dtype)
         stop = first + len(rows)
-        if known.tree is not None and known.tree.slots and known.tree.slots[0] < stop:
-            known.tree = None
+        if known.tree is not None:
+            known.tree.lost = max(known.tree.lost, stop)
         known.cut(first)
         known.store.write(first, self._reader.rows(self._model, states, first))
         known.tokens += known.known[first:stop]

@@ -1,55 +1,139 @@
 """One sequence at the MLX backend: the trunk in its KV, and the tree of branches behind it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
+from protocol.decoding.token_tree import TokenTree
+from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import Outcome
 from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
-from services.sampling.candidates import Top, best_bonuses
+from services.sampling.candidates import Top, rank_bonuses
 
 _REMEMBERED = 64
 """How many of the last tokens have their candidates kept."""
 
 
-@dataclass
+class Bud(NamedTuple):
+    """A token that is fed to a tree."""
+
+    token: int
+    parent: int
+    """Which of the tree's tokens it follows; -1: the trunk's at `fork`."""
+    fork: int
+    """Position of the last trunk token that it sees."""
+
+
 class Tree:
-    """The branches behind the trunk, kept until the next round adopts one or drops all."""
+    """What was fed behind the trunk, kept until the next round adopts a path or drops all.
 
-    pending_at: int
-    """Position of the pending token of the round that the tree was grown for."""
-    branches: dict[Outcome, int]
-    fed: list[Tokens]
-    """Per depth, the token of each branch that is in the KV; depth 0 is the bonus token."""
-    slots: list[int]
-    """First scratch slot of each depth."""
-    logits: list[Any]
-    """Per depth, [branches, head] logits after it, shaped: numpy's on a CPU, else MLX's."""
-    processors: list[LogitsProcessor] = field(default_factory=list)
-    """Per branch, after its last fed token, if the request shapes logits."""
+    Its tokens are in scratch slots in the order in which they were fed.
 
-    def process_logits(
-        self, trunk: LogitsProcessor | None, forks: npt.NDArray[np.int64], tokens: Tokens, rows: Any
-    ) -> Any:
-        """The next depth's logits as tokens are drawn from them.
+    Args:
+        base: position of the pending token of the round that the tree is grown for.
+        chain: the trunk from there on.
+    """
+
+    def __init__(self, base: int, chain: Tokens) -> None:
+        self.base, self.chain = base, list(chain)
+        self.fed: list[Bud] = []
+        self.lost = self.trunk
+        """Slots before this one have been written to since, or are the trunk's."""
+        self._positions: list[int] = []
+        self._seen: list[npt.NDArray[np.bool_]] = []
+        """Of each token, which of those fed until then it sees."""
+        self._children: dict[tuple[int, int], int] = {}
+        self._rows: list[tuple[Any, int]] = []
+        self._processors: list[LogitsProcessor] = []
+
+    @property
+    def trunk(self) -> int:
+        """Slots of the trunk, behind which the scratch slots begin."""
+        return self.base + len(self.chain)
+
+    def position(self, bud: Bud) -> int:
+        """Of the token in the sequence; its parent is fed."""
+        return 1 + (self._positions[bud.parent] if bud.parent >= 0 else bud.fork)
+
+    def frame(
+        self, buds: Sequence[Bud]
+    ) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """What `KVStore.branches` takes to feed these; parents may be among them."""
+        first = len(self.fed)
+        seen = np.zeros((len(buds), first + len(buds)), np.bool_)
+        positions = list(self._positions)
+        for row, (_, parent, fork) in enumerate(buds):
+            if parent >= first:
+                seen[row] = seen[parent - first]
+            elif parent >= 0:
+                seen[row, : len(self._seen[parent])] = self._seen[parent]
+            seen[row, first + row] = True
+            positions.append(1 + (positions[parent] if parent >= 0 else fork))
+        forks = np.array([bud.fork for bud in buds])
+        trunk = np.arange(self.trunk)
+        visible = np.concatenate([trunk[None] <= forks[:, None], seen], axis=1)
+        return self.trunk + first, np.concatenate([trunk, np.array(positions)]), visible
+
+    def add(self, buds: Sequence[Bud], rows: Any, trunk: LogitsProcessor | None) -> Any:
+        """These were fed; returns the logits after them as tokens are drawn from them.
 
         Args:
-            trunk: after the trunk's tokens.
-            forks: [branches] position of the last trunk token that each branch sees.
-            tokens: [branches] what was fed.
-            rows: [branches, head] the logits after it.
+            buds: in the order of `frame`.
+            rows: [buds, head] logits: numpy's on a CPU or with a processor, else MLX's.
+            trunk: after the trunk's tokens, if the request shapes logits.
         """
-        if trunk is None:
-            return rows
-        if not self.processors:
-            self.processors = [trunk.branch(int(fork) + 1) for fork in forks]
-        pairs = zip(self.processors, tokens, rows, strict=True)
-        return np.concatenate([process_rows(s, [token], row[None]) for s, token, row in pairs])
+        _, positions, visible = self.frame(buds)
+        first = len(self.fed)
+        self._positions = [int(position) for position in positions[self.trunk :]]
+        self._seen += list(visible[:, self.trunk :])
+        for index, bud in enumerate(buds, start=first):
+            key = bud.parent if bud.parent >= 0 else -2 - bud.fork
+            self._children[key, bud.token] = index
+        self.fed += buds
+        if trunk is not None:
+            shaped = [self._process(trunk, bud, rows[i]) for i, bud in enumerate(buds)]
+            rows = np.concatenate(shaped)
+        self._rows += [(rows, row) for row in range(len(buds))]
+        return rows
+
+    def _process(self, trunk: LogitsProcessor, bud: Bud, row: Any) -> Any:
+        """One row, by the state of what is before it; a first child takes it over."""
+        processor = trunk if bud.parent < 0 else self._processors[bud.parent]
+        length = self.position(bud)
+        if bud.parent < 0 or len(processor) != length:
+            processor = processor.branch(length)
+        self._processors.append(processor)
+        return process_rows(processor, [bud.token], row[None])
+
+    def logits(self, index: int) -> Any:
+        """[1, head] after one of the tokens."""
+        rows, row = self._rows[index]
+        return rows[row : row + 1]
+
+    def follow(self, wanted: Tokens, start: int) -> list[int]:
+        """The tokens that a sequence goes on with from position `start`, as far as they are here.
+
+        Args:
+            wanted: the sequence, which begins like the trunk.
+            start: after the pending token.
+        """
+        shared = common_prefix_length(self.chain, wanted[self.base :])
+        path, key = list[int](), -1 - self.base - shared
+        begins_alike = bool(shared) or not self.chain
+        for token in wanted[self.base + shared :] if begins_alike else []:
+            found = self._children.get((key, token))
+            if found is None:
+                break
+            path.append(found)
+            key = found
+        path = path[start - self.base - shared :] if start >= self.base + shared else []
+        return path if all(self.trunk + index >= self.lost for index in path) else []
 
 
 @dataclass
@@ -78,27 +162,24 @@ class Trunk:
         oldest = length - _REMEMBERED
         self.tops = {p: top for p, top in self.tops.items() if oldest <= p < length}
 
-    def fork(self, chain: Tokens, fan_out: list[int], shift: int) -> list[Outcome]:
-        """The outcomes to prepare for: the best bonus tokens at each acceptance length.
+    def fork(
+        self, tree: TokenTree, tops: Sequence[Top], fan_out: list[int], shift: int
+    ) -> tuple[list[Outcome], list[Top]]:
+        """The outcomes to prepare for, the best bonus tokens behind each row; and those ranked.
 
-        `shift` is `RoundOptions.shift`.
+        Args:
+            tree: what is verified.
+            tops: of each row, the candidates after it.
+            fan_out: how many are wanted behind each row.
+            shift: `RoundOptions.shift`.
         """
         roots: list[Outcome] = []
-        for accepted, wanted in enumerate(fan_out[: len(chain)]):
-            position = self.committed + accepted
-            best = best_bonuses(self.tops[position], position + 1 + shift, self.sampling)
-            rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
-            bonuses = [int(token) for token in best[: wanted + 1] if token != rejected]
-            roots += [Outcome(accepted, bonus) for bonus in bonuses[:wanted]]
-        return roots
-
-
-def scratch_positions(forks: npt.NDArray[np.int64], depths: int) -> list[npt.NDArray[np.int64]]:
-    """Position of the token in every scratch slot, depth by depth."""
-    return [forks + 1 + depth for depth in range(depths)]
-
-
-def visible(trunk: int, forks: npt.NDArray[np.int64], depths: int) -> npt.NDArray[np.bool_]:
-    """[branches, trunk + depths * branches]: the trunk up to the fork, and one's own slots."""
-    own = np.tile(np.eye(len(forks), dtype=bool), (1, depths))
-    return np.concatenate([np.arange(trunk)[None] <= forks[:, None], own], axis=1)
+        ranked: list[Top] = []
+        for row, top in enumerate(tops):
+            position = self.committed + tree.depths[row] + 1
+            ranked.append(rank_bonuses(top, position + shift, self.sampling))
+            rejected = tree.children[row]
+            wanted = fan_out[row] if row < len(fan_out) else 0
+            few = ranked[-1].ids[0, : wanted + len(rejected)].tolist()
+            roots += [Outcome(row, token) for token in few if token not in rejected][:wanted]
+        return roots, ranked

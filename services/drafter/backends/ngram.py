@@ -9,14 +9,22 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from protocol.decoding.logits_processor import LogitsProcessor
-from protocol.decoding.prompt_lookup import find_continuation, find_successors
+from protocol.decoding.prompt_lookup import (
+    Continuations,
+    find_continuation,
+    find_continuations,
+    find_successors,
+)
+from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.messages import END_OF_BRANCH, LogitsOptions, Sampling, Tokens
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
+    MAX_DRAFT_TOKENS,
     BackendIdentity,
     DraftedToken,
     Outcome,
@@ -24,8 +32,6 @@ from services.drafter.backends.base import (
     TreeLayer,
 )
 from services.runtime.sequence_table import SequenceTable, check_rewind
-
-MAX_DRAFT_TOKENS = 64
 
 
 @dataclass
@@ -41,7 +47,7 @@ class _Sequence:
 
 
 class NgramBackend:
-    """See `base.DraftBackend`.
+    """See `base.DraftBackend` and `base.TreeDrafting`.
 
     Args:
         folder: the target's, for grammars, which need its tokenizer; None: they are not heeded.
@@ -58,6 +64,7 @@ class NgramBackend:
             context_length=0,
             compute_unit="cpu",
             max_draft_tokens=MAX_DRAFT_TOKENS,
+            takes_trees=True,
         )
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
@@ -92,31 +99,51 @@ class NgramBackend:
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer]:
-        """One branch per distinct continuation found after each prefix of the chain."""
-        del options  # nothing is drawn
+        """A chain is the tree that does not fork."""
+        yield from self.prepare_tree(sequence, read_tree(chain, []), fan_out, depth, options)
+
+    def prepare_tree(
+        self,
+        sequence: int,
+        tree: TokenTree,
+        fan_out: list[int],
+        depth: int,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
+    ) -> Generator[TreeLayer]:
+        """What is found behind each row and each distinct successor of it.
+
+        Siblings are what followed other places: a branch forks where these differ.
+        """
         known = self._sequences[sequence]
         outcomes: list[Outcome] = []
-        drafts: list[Tokens] = []
-        confidences: list[float] = []
-        for accepted, wanted in enumerate(fan_out):
-            rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
-            sure = chain[: accepted + 1]
+        drafts: list[Continuations] = []
+        for row, wanted in enumerate(fan_out):
+            sure = tree.tokens_to(row)
             prefix = known.tokens + sure
             likely = (
                 t
                 for t in find_successors(prefix)
-                if t != rejected and known.count_allowed(sure, [t])
+                if t not in tree.children[row] and known.count_allowed(sure, [t])
             )
             for bonus in islice(likely, max(0, wanted)):
                 possible = partial(known.count_allowed, [*sure, bonus])
-                draft, confidence = find_continuation([*prefix, bonus], depth, possible)
-                if draft:
-                    outcomes.append(Outcome(accepted, bonus))
-                    drafts.append(draft)
-                    confidences.append(confidence)
-        for level in range(max(map(len, drafts), default=0)):
-            tokens = [draft[level] if level < len(draft) else END_OF_BRANCH for draft in drafts]
-            yield TreeLayer(outcomes, tokens, confidences)
+                most = 1 + options.siblings
+                found = find_continuations([*prefix, bonus], depth, most, possible)
+                if found.tokens:
+                    outcomes.append(Outcome(row, bonus))
+                    drafts.append(found)
+        yield from _layers(outcomes, drafts, forks=options.siblings > 0)
+
+    def draft_tree(
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
+    ) -> Generator[TreeLayer]:
+        """What followed the latest similar places."""
+        known = self._sequences[sequence]
+        possible = partial(known.count_allowed, [pending])
+        most = 1 + options.siblings
+        found = find_continuations([*known.tokens, pending], count, most, possible)
+        if found.tokens:
+            yield from _layers([Outcome(0, pending)], [found], forks=True)
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
@@ -132,3 +159,46 @@ class NgramBackend:
     def close(self, sequence: int) -> None:
         """Forget the tokens."""
         self._sequences.pop(sequence, None)
+
+
+class _Node(NamedTuple):
+    """A token that was found, at its place in the tree of one outcome."""
+
+    outcome: int
+    row: int
+    parent: int
+    """Its parent's row; 0: it follows the bonus token."""
+    token: int
+    confidence: float
+
+
+def _layers(
+    outcomes: list[Outcome], drafts: list[Continuations], *, forks: bool
+) -> Generator[TreeLayer]:
+    """The drafts of each outcome, depth by depth.
+
+    Without `forks` each outcome has one, and layers say where it has ended.
+    """
+    if not forks:
+        for level in range(max((len(draft.tokens) for draft in drafts), default=0)):
+            ended = [level >= len(draft.tokens) for draft in drafts]
+            pairs = list(zip(ended, drafts, strict=True))
+            tokens = [END_OF_BRANCH if end else draft.tokens[level] for end, draft in pairs]
+            yield TreeLayer(outcomes, tokens, [draft.confidences[0] for draft in drafts])
+        return
+    nodes = [
+        _Node(outcome, row, *rest)
+        for outcome, draft in enumerate(drafts)
+        for row, rest in enumerate(
+            zip(draft.parents, draft.tokens, draft.confidences, strict=True), 1
+        )
+    ]
+    places = {(outcome, 0): outcome for outcome in range(len(outcomes))}
+    while level_nodes := [node for node in nodes if (node.outcome, node.parent) in places]:
+        yield TreeLayer(
+            outcomes,
+            [node.token for node in level_nodes],
+            [node.confidence for node in level_nodes],
+            parents=[places[node.outcome, node.parent] for node in level_nodes],
+        )
+        places = {(node.outcome, node.row): at for at, node in enumerate(level_nodes)}

@@ -74,6 +74,7 @@ def _identity(hello: FromDrafter, peer: DrafterPeer) -> Identity:
         compute_unit=hello.compute_unit,
         max_draft_tokens=hello.max_draft_tokens,
         features=hello.features,
+        takes_trees=hello.takes_trees,
     )
 
 
@@ -87,8 +88,12 @@ class _Relay:
 
     def run(self) -> None:
         """Introduce the drafter, then relay; errors as for `relay`."""
-        hello = self._peer.receive(self._settings.ready_timeout_s, "Hello (start_timeout_s)")
-        identity = _identity(hello, self._peer)
+        try:
+            hello = self._peer.receive(self._settings.ready_timeout_s, "Hello (start_timeout_s)")
+            identity = _identity(hello, self._peer)
+        except (ProtocolError, DeadlineExceeded) as error:
+            hint = "; a program of lines needs --draft-lines" if self._settings.command else ""
+            raise type(error)(f"{error}{hint}") from error
         _log.info("%s drafts: %s %s", self._peer.name, identity.backend, identity.model)
         channel: Channel[ToService] = Channel(self._settings.address, Decoder(ToDrafter))
         with channel:

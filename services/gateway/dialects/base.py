@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from protocol.gateway import GatewaySettings
 from protocol.messages import Status
-from protocol.settings import GatewaySettings
 from services.gateway.errors import ApiError
 from services.gateway.task import Choice, Task
 from services.gateway.transcript import Piece
@@ -23,8 +23,8 @@ class Reading(NamedTuple):
     """A request that was read: what is asked for, and who words the answer."""
 
     task: Task
-    make_reply: "Callable[[list[Choice], Status, str], Reply]"
-    """From the answers, the stack's status and the model's name."""
+    make_reply: "Callable[[str], Reply]"
+    """From the model's name."""
 
 
 Reader = Callable[[bytes, GatewaySettings], Reading]
@@ -38,23 +38,30 @@ def encode_event(body: dict[str, Any], name: str = "") -> bytes:
 
 @dataclass
 class Reply(ABC):
-    """An answer in the words of one API: whole, or as the events of a stream."""
+    """An answer in the words of one API: whole, or as the events of a stream.
 
-    choices: list[Choice]
-    status: Status
+    A stream may start before it is opened, while its model is being loaded.
+    """
+
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
     name: str = field(default_factory=lambda: secrets.token_hex(12))
+    choices: list[Choice] = field(default_factory=list, init=False)
+    status: Status = field(init=False)
 
     streamed_refusals: ClassVar[frozenset[str]] = frozenset()
     """Codes of errors that are events of a stream even if nothing was sent before."""
+
+    def open(self, choices: list[Choice], status: Status) -> None:
+        """The model is there: these are the answers that it gives, and this its stack's status."""
+        self.choices, self.status = choices, status
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
         """The answer to a request that does not stream, once all choices have ended."""
 
     def start(self) -> list[bytes]:
-        """The events before the first token."""
+        """The events before the first token, also before the reply is opened."""
         return []
 
     @abstractmethod

@@ -4,8 +4,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.messages import Logprobs, ShownToken, Status
-from protocol.settings import GatewaySettings
+from protocol.gateway import GatewaySettings
+from protocol.messages import Logprobs, ShownToken
 from services.gateway.dialects.base import Reading, Reply, encode_event
 from services.gateway.dialects.chat import parse_chat
 from services.gateway.dialects.openai import count_usage, report_speculation, report_timings
@@ -23,6 +23,8 @@ class CompletionsReply(Reply):
     """What chats and texts share: choices side by side, chunks, usage."""
 
     prompts: int = 1
+    answers: int = 1
+    """To all prompts together."""
     include_usage: bool = False
     include_origins: bool = False
 
@@ -118,7 +120,7 @@ class ChatReply(CompletionsReply):
     def start(self) -> list[bytes]:
         """See `Reply`."""
         delta = {"delta": {"role": "assistant", "content": ""}}
-        return [encode_event(self._chunk(choice.index, delta, None)) for choice in self.choices]
+        return [encode_event(self._chunk(index, delta, None)) for index in range(self.answers)]
 
     def _entry(self, choice: Choice) -> dict[str, Any]:
         transcript = choice.transcript
@@ -164,11 +166,10 @@ def read_chat(body: bytes, settings: GatewaySettings) -> Reading:
     """A request to this API; raises ApiError for what cannot be honoured."""
     task, options = parse_chat(body, settings.sampling, strict=settings.strict)
 
-    def make_reply(choices: list[Choice], status: Status, model: str) -> Reply:
+    def make_reply(model: str) -> Reply:
         return ChatReply(
-            choices=choices,
-            status=status,
-            model=model,
+            model,
+            answers=task.choices,
             include_usage=options.include_usage,
             include_origins=options.include_origins,
         )

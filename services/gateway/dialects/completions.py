@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from protocol.messages import Logprobs, Sampling, Status
-from protocol.settings import GatewaySettings
+from protocol.gateway import GatewaySettings
+from protocol.messages import Logprobs, Sampling
 from services.gateway.body import decode_body
 from services.gateway.dialects.base import Reading, Reply, encode_event
 from services.gateway.dialects.chat import StreamOptions, read_max_tokens
@@ -58,11 +58,9 @@ def parse_completion(
     request, unknown = decode_body(body, CompletionRequest, strict=strict)
     if request.stream_options and not request.stream:
         raise refuse_value("stream_options", "only with stream")
-    if request.suffix:
-        raise refuse_value("suffix", "filling in is not supported; continue the text before it")
     if (request.best_of or 1) > (request.n or 1):
         raise refuse_value("best_of", "choices are not ranked here; ask for n of them")
-    prompts = _read_prompts(request.prompt)
+    prompts = _read_prompts(request.prompt, request.suffix or "")
     choices = request.n or 1
     if len(prompts) * choices > MAX_ANSWERS:
         raise invalid("prompt", f"more than {MAX_ANSWERS} answers to one request")
@@ -98,20 +96,22 @@ def _read_options(
     )
 
 
-def _read_prompts(prompt: str | list[Any]) -> list[PromptInput]:
-    """The text, tokens, texts, or lists of tokens."""
+def _read_prompts(prompt: str | list[Any], suffix: str) -> list[PromptInput]:
+    """The text, tokens, texts, or lists of tokens; `suffix` follows the continuation of each."""
     if isinstance(prompt, str):
         several: list[Any] = [prompt]
     else:
         several = prompt if not all(type(part) is int for part in prompt) else [prompt]
     if not several or not all(several):
         raise invalid("prompt", "it is empty")
-    return [_read_prompt(one) for one in several]
+    return [_read_prompt(one, suffix) for one in several]
 
 
-def _read_prompt(prompt: Any) -> PromptInput:
+def _read_prompt(prompt: Any, suffix: str) -> PromptInput:
     if isinstance(prompt, str):
-        return PromptInput(text=prompt)
+        return PromptInput(text=prompt, suffix=suffix)
+    if suffix:
+        raise refuse_value("suffix", "only for prompts given as text")
     tokens = prompt if isinstance(prompt, list) else []
     if not tokens or not all(type(part) is int and 0 <= part < 2**31 for part in tokens):
         raise invalid("prompt", "a text or a list of token ids, or several of either")
@@ -170,11 +170,9 @@ def read_completion(body: bytes, settings: GatewaySettings) -> Reading:
     """A request to this API; raises ApiError for what cannot be honoured."""
     task, options = parse_completion(body, settings.sampling, strict=settings.strict)
 
-    def make_reply(choices: list[Choice], status: Status, model: str) -> Reply:
+    def make_reply(model: str) -> Reply:
         return TextReply(
-            choices=choices,
-            status=status,
-            model=model,
+            model,
             prompts=options.prompts,
             include_usage=options.include_usage,
             include_origins=options.include_origins,

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.settings import GatewaySettings
+from protocol.gateway import GatewaySettings
 from services.gateway.dialects.base import Reading, Reply, encode_event
 from services.gateway.dialects.messages import CALL_PREFIX, parse_messages
 from services.gateway.errors import ApiError

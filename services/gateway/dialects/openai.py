@@ -213,4 +213,5 @@ def report_speculation(finished: Finished, request: Generate) -> dict[str, Any]:
         "fallbacks": s.fallbacks,
         "predicted_tok_s": s.predicted_tok_s,
         "plain_tok_s": s.plain_tok_s,
+        "plain_age_s": s.plain_age_s,
     }

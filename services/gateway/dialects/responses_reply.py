@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace as replace_fields
 
-from protocol.messages import ChatMessage, Status
-from protocol.settings import GatewaySettings
+from protocol.gateway import GatewaySettings
+from protocol.messages import ChatMessage
 from services.gateway.dialects.base import Reading, Reply, encode_event
 from services.gateway.dialects.conversations import Conversations
 from services.gateway.dialects.openai import describe_call
@@ -247,15 +247,8 @@ def read_responses(body: bytes, settings: GatewaySettings, conversations: Conver
     """A request to this API; raises ApiError for what cannot be honoured."""
     task, request = parse_responses(body, settings.sampling, conversations, strict=settings.strict)
 
-    def make_reply(choices: list[Choice], status: Status, model: str) -> Reply:
-        return ResponsesReply(
-            choices=choices,
-            status=status,
-            model=model,
-            request=request,
-            task=task,
-            conversations=conversations,
-        )
+    def make_reply(model: str) -> Reply:
+        return ResponsesReply(model=model, request=request, task=task, conversations=conversations)
 
     return Reading(task, make_reply)
 

@@ -4,8 +4,8 @@
  * verification in a long text is more than the products; this takes about one. The queries
  * that share keys, several of a group's heads and neighbouring tokens, go through together.
  *
- * Every sum is in the order of the slots, with zeros for what is masked: a token's attention
- * is the same bits in plain decoding, in a verification and beside any number of free slots.
+ * Every sum is over what a token sees, in the order of the slots: its attention is the same bits
+ * in plain decoding, in a chain, in a tree, and beside any number of free slots.
  */
 #include <math.h>
 #include <stddef.h>
@@ -140,16 +140,28 @@ static int visible(const struct attention *call, int query)
     return call->causal ? call->slots - call->queries + query + 1 : call->slots;
 }
 
-static void hide(const struct attention *call, float *scores, int query, int padded)
+/* The softmax of what a query sees, and zeros for the rest; returns 1 over the sum. What it sees
+ * is brought side by side first: which lane adds a weight to the sum may not depend on hidden
+ * slots between. */
+static float weigh_visible(const struct attention *call, float *scores, int query, int padded)
 {
-    int seen = visible(call, query);
-    for (int s = seen; s < padded; s++)
-        scores[s] = -INFINITY;
+    int seen = visible(call, query), first = seen, count;
+    const unsigned char *mask = NULL;
     if (call->mask != NULL) {
-        const unsigned char *mask = call->mask + query * call->mask_row;
-        for (int s = 0; s < seen; s++)
-            scores[s] = mask[s] ? scores[s] : -INFINITY;
+        mask = call->mask + query * call->mask_row;
+        const unsigned char *hidden = memchr(mask, 0, seen);
+        first = hidden == NULL ? seen : (int)(hidden - mask);
     }
+    count = first;
+    for (int s = first; s < seen; s++)
+        if (mask[s])
+            scores[count++] = scores[s];
+    for (int s = count; s < padded; s++)
+        scores[s] = -INFINITY;
+    float factor = softmax(scores, padded);
+    for (int s = seen - 1; s >= first; s--)
+        scores[s] = mask[s] ? scores[--count] : 0.0f;
+    return factor;
 }
 
 static int parts_of_a_head(const struct attention *call)
@@ -189,8 +201,7 @@ static void attend_part(const void *context, int number)
         rows_by_columns(rows, c, c + COLUMNS < seen ? c + COLUMNS : seen, call->size, 1.0f, queries,
                         call->size, keys, (int)call->k_row, scores, padded);
     for (int r = 0; r < rows; r++) {
-        hide(call, scores + (size_t)r * padded, (first + r) / group, padded);
-        factors[r] = softmax(scores + (size_t)r * padded, padded);
+        factors[r] = weigh_visible(call, scores + (size_t)r * padded, (first + r) / group, padded);
     }
     weigh(call, rows, seen, scores, padded, call->v + head * call->v_head, to, factors);
 }

@@ -272,6 +272,19 @@ def test_only_the_overlap(run_dir: Path, pair: list[str]) -> None:
 def test_a_temperature_that_is_none() -> None:
     """Refused before anything starts."""
     complains(ssd("bench", "--temps", "0,warm"), USAGE, "warm")
+    complains(ssd("bench", "--temps", "0,-1"), USAGE, "temperature must be at least 0")
+
+
+def test_prompts_that_are_none(tmp_path: Path) -> None:
+    """The file, the line, and what is wrong with it, in our words."""
+    complains(ssd("bench", "--prompts", "/nofile"), USAGE, "'/nofile': No such file or directory")
+    file = tmp_path / "prompts.jsonl"
+    for line, words in (
+        ('{"prompt": 7}', "prompt must be text, not a whole number"),
+        ('{"id": 1}', "'prompt' is missing"),
+    ):
+        file.write_text(line)
+        complains(ssd("bench", "--prompts", str(file)), USAGE, f"line 1: {words}")
 
 
 @pytest.mark.processes
@@ -284,9 +297,9 @@ def test_a_lossy_patch_is_found_out(
         ignored = shutil.ignore_patterns("default_drafter", "__pycache__")
         shutil.copytree(ROOT / room, home / room, ignore=ignored)
     patched = home / "services" / "verifier" / "acceptance.py"
-    right = "        if drafted != target:\n"
+    right = "            stands = tree.walk(chosen)\n"
     assert right in patched.read_text()
-    wrong = "        if drafted != target and index:\n"
+    wrong = "            stands = tree.path(len(tree) - 1)\n"
     patched.write_text(patched.read_text().replace(right, wrong))
     monkeypatch.setenv("PYTHONPATH", str(home))
     file = tmp_path / "bench.json"

@@ -241,7 +241,19 @@ def test_every_pair_of_the_file_is_sound() -> None:
         assert 3 * entry.draft_parameters < 1.2 * entry.parameters
         assert entry.model == "default" or entry.model.count("/") == 1
     assert set(PURPOSES) == {purpose for entry in entries for purpose in entry.purposes}
-    assert {"Llama 3", "Qwen 2.5", "Qwen 3", "SmolLM2"} == {entry.family for entry in entries}
+    families = {"Llama 3", "Qwen 2.5", "Qwen 3", "Qwen 3.5", "SmolLM2"}
+    assert families == {entry.family for entry in entries}
+
+
+def test_published_heads_are_named_with_their_licence() -> None:
+    """A head of each format that has one, marked as such; models have no licence to name."""
+    entries = read_pairs()
+    assert {"eagle3", "mtp", "dflash", "dspark"} <= {entry.head for entry in entries}
+    assert all(bool(entry.head) == bool(entry.licence) for entry in entries)
+    shown = [r for r in recommend(10**12) if r.head]
+    assert all(r.licence and r.command.startswith("ssd launch --model") for r in shown)
+    same = {r.head: r for r in recommend(10**12) if r.model == "mlx-community/Qwen3-8B-4bit"}
+    assert same["dflash"].memory_bytes == round((8.19 * 4.5 + 1.05 * 16) * 1e9 / 8 * 1.2)
 
 
 def test_the_largest_that_fits_comes_first() -> None:

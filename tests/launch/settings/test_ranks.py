@@ -78,6 +78,7 @@ def test_gpus_of_this_machine_are_given_out_one_by_one(monkeypatch: pytest.Monke
         ({"split": "1,2"}, "need --target-ranks or --hosts"),
         ({"backend": "ring"}, "need --target-ranks or --hosts"),
         ({"target_ranks": 2, "split": "1,x"}, "not '1,x'"),
+        ({"target_ranks": 2, "split": "1,1", "backend": "nccl"}, "cannot pipeline over nccl"),
         ({"target_ranks": 2, "split": "0,2"}, "not '0,2'"),
         ({"target_ranks": 3, "split": "1,2"}, "2 numbers for 3 ranks"),
         ({"target_ranks": 2, "backend": "mpi"}, "no backend 'mpi'"),

@@ -1,6 +1,7 @@
 """What is said while the first processes of a stack, or a new one, are waited for."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from launch.stack.orchestrator_link import OrchestratorLink
 from launch.terminal import console
 from protocol.errors import DeadlineExceeded, RuntimeFailure
 from protocol.messages import ProcessStatus
+from protocol.settings import DrafterSettings
 from protocol.transport.address import ipc_address
 
 
@@ -27,6 +29,7 @@ def test_long_loading_is_said(
             report=lambda role, state, note: said.append((role, state, note)),
             listener=None,
             optional=frozenset(),
+            ended=lambda: False,
         )
     assert [line[:2] for line in said[:2]] == [("drafter", "starting"), ("verifier", "starting")]
     assert said[0][2].startswith("still loading, ")
@@ -37,6 +40,21 @@ def test_long_loading_is_said(
         )  # fmt: skip
         console.report_trouble(status)
     assert capsys.readouterr().err.count("verifier") == 1
+
+
+def test_a_silent_program_is_said_to_want_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever forgot --draft-lines learns it after the first wait, not after the last."""
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: None)
+    common: dict[str, Any] = {"lifeline": 0, "address": "", "ready_timeout_s": 1.0}
+    hints = []
+    for lines in (False, True):
+        settings = DrafterSettings(backend="stdio", command=["cat"], lines=lines, **common)
+        child = Child("drafter", "services.drafter.main", settings, tmp_path / "log")
+        hints.append(child.hint)
+    assert "--draft-lines" in hints[0]
+    assert hints[1] == ""
 
 
 class Living(Child):

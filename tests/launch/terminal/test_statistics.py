@@ -20,7 +20,7 @@ def rows(end: Finished, tokens: int = 20, **options: Any) -> dict[str, str]:
 
 
 BOTH = statistics(
-    rounds=12, tok_s=30.0, decode_s=2.0, plain_tok_s=20.0, drafted=19, accepted=8,
+    rounds=12, tok_s=30.0, decode_s=2.0, plain_tok_s=20.0, plain_age_s=40.0, drafted=19, accepted=8,
     phase_ms={"prefill_verifier": 100.0, "verify": 40.0},
     by_origin={
         "hit": RoundStats(rounds=5, tokens=10, drafted=8),
@@ -43,7 +43,7 @@ def test_what_everybody_prints() -> None:
     shown = rows(finished(BOTH, cached_tokens=10), memory="1.0 GB")
     assert shown["prompt"] == "30 tokens, 10 of them cached, 200.0 tok/s"
     assert shown["answer"] == "20 tokens, 30.0 tok/s (2.00 s)"
-    assert shown["times plain"] == "1.50 (plain decoding: 20.0 tok/s, measured)"
+    assert shown["times plain"] == "1.50 (plain decoding: 20.0 tok/s, measured 40 s ago)"
     assert shown["peak memory"] == "1.0 GB"
     assert "by position" not in shown
 

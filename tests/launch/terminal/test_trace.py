@@ -52,9 +52,9 @@ def test_a_verification_tells_its_outcome() -> None:
     outcome = VerificationOutcome(
         sequence=1, round=3, accepted=2, bonus=9, verify_ms=40.0, idle_ms=1.0
     )
-    timeline.add_verification(outcome, 4, "hit", now=1.0)
+    timeline.add_verification(outcome, tokens=4, depth=2, origin="hit", now=1.0)
     [found] = timeline.events
-    assert found.details == {"round": 3, "m": 4, "accepted": 2, "chain": "hit"}
+    assert found.details == {"round": 3, "m": 4, "depth": 2, "accepted": 2, "chain": "hit"}
 
 
 def events(path: Path) -> list[dict[str, Any]]:

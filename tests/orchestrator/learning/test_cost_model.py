@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from orchestrator.learning.averages import Ema
 from orchestrator.learning.calibration import Calibration
-from orchestrator.learning.cost_model import CostModel, RoundObservation
+from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.latency import VerifyLatency
+from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.planner import Planner
 from protocol.messages import Mode
+from tests.support.fakes import chain_of
 
 CONFIDENCES = st.lists(st.floats(0.0, 1.0), max_size=8)
 
@@ -66,15 +68,17 @@ def test_calibration_learns(accepted: int) -> None:
     """A confidence whose tokens always stand, or always fall, comes to mean that."""
     calibration = Calibration()
     for _ in range(500):
-        calibration.observe([0.55], accepted)
+        calibration.observe(0.55, accepted=bool(accepted))
     assert calibration.rate(0.55) == pytest.approx(accepted, abs=0.02)
     assert calibration.rate(0.95) == Calibration().rate(0.95)
 
 
 def test_tokens_behind_the_first_rejection_teach_nothing() -> None:
     """Of a chain, the accepted tokens and the first rejected one were judged; no others."""
-    calibration, fresh = Calibration(), Calibration()
-    calibration.observe([0.95, 0.75, 0.55, 0.35], 1)
+    estimates, fresh = CostModel(), Calibration()
+    confidences = [0.95, 0.75, 0.55, 0.35]
+    estimates.observe_round(lesson(origin="hit", confidences=confidences, accepted=1))
+    calibration = estimates.calibrations["hit"]
     assert calibration.rate(0.95) > fresh.rate(0.95)
     assert calibration.rate(0.75) < fresh.rate(0.75)
     assert fresh.rate(0.55) == calibration.rate(0.55)
@@ -86,7 +90,8 @@ def test_rates_are_probabilities(confidences: list[float], accepted: int, asked:
     """Whatever was observed, a rate lies between 0 and 1."""
     calibration = Calibration()
     for _ in range(20):
-        calibration.observe(confidences, min(accepted, len(confidences)))
+        for index, confidence in enumerate(confidences):
+            calibration.observe(confidence, accepted=index < accepted)
     assert 0.0 <= calibration.rate(asked) <= 1.0
 
 
@@ -101,28 +106,30 @@ def test_a_lookahead_that_was_asked_for_is_kept(
     """With a lookahead given, that many tokens are verified whatever their confidence."""
     fixed = plan(num_draft_tokens=num_draft_tokens)
     assert fixed.depth == num_draft_tokens
-    assert min(num_draft_tokens, len(confidences)) == fixed.verify_length(confidences, "hit")
+    assert min(num_draft_tokens, len(confidences)) == len(
+        fixed.choose_nodes(chain_of(confidences), "hit")
+    )
 
 
 @given(CONFIDENCES)
 def test_a_chosen_length_is_one_of_the_draft(confidences: list[float]) -> None:
     """The planner takes a beginning of the draft, possibly none of it."""
-    assert 0 <= plan().verify_length(confidences, "hit") <= len(confidences)
+    assert 0 <= len(plan().choose_nodes(chain_of(confidences), "hit")) <= len(confidences)
 
 
 def test_sure_tokens_are_verified_and_doubtful_ones_are_not() -> None:
     """A draft is cut where its tokens are no longer worth their verification."""
-    assert plan().verify_length([0.99, 0.99, 0.99], "hit") == 3
-    assert plan().verify_length([0.99, 0.99, 0.01], "hit") == 2
-    assert plan().verify_length([0.01, 0.99], "hit") == 0
-    assert plan().verify_length([], "hit") == 0
+    assert len(plan().choose_nodes(chain_of([0.99, 0.99, 0.99]), "hit")) == 3
+    assert len(plan().choose_nodes(chain_of([0.99, 0.99, 0.01]), "hit")) == 2
+    assert len(plan().choose_nodes(chain_of([0.01, 0.99]), "hit")) == 0
+    assert len(plan().choose_nodes(chain_of([]), "hit")) == 0
 
 
 @given(CONFIDENCES, st.lists(st.floats(1.0, 100.0), min_size=9, max_size=9))
 def test_the_chosen_length_is_the_best(confidences: list[float], costs: list[float]) -> None:
     """No other beginning of the draft is worth more: tokens less time at the speed of late."""
     estimates = CostModel()
-    for tokens, milliseconds in enumerate(costs, start=1):
+    for tokens, milliseconds in 2 * list(enumerate(costs, start=1)):  # a single one is doubted
         estimates.verify_latency.observe(tokens, milliseconds)
 
     def worth(count: int) -> float:
@@ -133,7 +140,9 @@ def test_the_chosen_length_is_the_best(confidences: list[float], costs: list[flo
         return expected - costs[count] / costs[0]
 
     best = max(worth(count) for count in range(len(confidences) + 1))
-    assert worth(Planner("ssd", estimates).verify_length(confidences, "hit")) == pytest.approx(best)
+    assert worth(
+        len(Planner("ssd", estimates).choose_nodes(chain_of(confidences), "hit"))
+    ) == pytest.approx(best)
 
 
 @settings(max_examples=200)
@@ -156,11 +165,13 @@ def test_what_was_drawn_does_not_decide_its_own_use(
     sampled = Planner("ssd", estimates, sampled=True)
     count = min(len(confidences), len(others))
     first, other = confidences[:count], [*confidences[:shared], *others[shared:]][:count]
-    assert min(shared, sampled.verify_length(first, "hit")) == min(
-        shared, sampled.verify_length(other, "hit")
+    assert min(shared, len(sampled.choose_nodes(chain_of(first), "hit"))) == min(
+        shared, len(sampled.choose_nodes(chain_of(other), "hit"))
     )
     # While the target waits, drafting ends at the first token that is not worth it.
-    lengths = [sampled.verify_length(first[:size], "hit") for size in range(count + 1)]
+    lengths = [
+        len(sampled.choose_nodes(chain_of(first[:size]), "hit")) for size in range(count + 1)
+    ]
     ends = next((size for size, length in enumerate(lengths) if length < size), count + 1)
     assert all(length == size for size, length in enumerate(lengths[:ends]))
     assert ends > count or lengths[ends] == ends - 1
@@ -173,12 +184,12 @@ def test_the_next_token_has_no_say_in_this_ones_use() -> None:
         estimates.verify_latency.observe(tokens, milliseconds)
     fastest, sampled = Planner("ssd", estimates), Planner("ssd", estimates, sampled=True)
     assert [
-        fastest.verify_length([0.4, 0.99], "hit"),
-        fastest.verify_length([0.4, 0.01], "hit"),
+        len(fastest.choose_nodes(chain_of([0.4, 0.99]), "hit")),
+        len(fastest.choose_nodes(chain_of([0.4, 0.01]), "hit")),
     ] == [2, 0]
     assert [
-        sampled.verify_length([0.4, 0.99], "hit"),
-        sampled.verify_length([0.4, 0.01], "hit"),
+        len(sampled.choose_nodes(chain_of([0.4, 0.99]), "hit")),
+        len(sampled.choose_nodes(chain_of([0.4, 0.01]), "hit")),
     ] == [2, 1]
 
 
@@ -188,9 +199,9 @@ def test_sampled_drafts_go_on_where_going_on_pays() -> None:
     for tokens, milliseconds in enumerate([10.0, 21.0, 22.0, 23.0, 24.0], start=1):
         estimates.verify_latency.observe(tokens, milliseconds)
     sampled = Planner("ssd", estimates, sampled=True)
-    assert sampled.verify_length([0.99] * 4, "hit") == 4
-    assert sampled.verify_length([0.99], "hit") == 0
-    assert sampled.verify_length([0.01, 0.99, 0.99, 0.99], "hit") == 0
+    assert len(sampled.choose_nodes(chain_of([0.99] * 4), "hit")) == 4
+    assert len(sampled.choose_nodes(chain_of([0.99]), "hit")) == 0
+    assert len(sampled.choose_nodes(chain_of([0.01, 0.99, 0.99, 0.99]), "hit")) == 0
 
 
 @pytest.mark.parametrize(
@@ -206,9 +217,9 @@ def test_saguaro_holds_back_what_a_row_can_expect(
 @given(CONFIDENCES, st.integers(0, 64))
 def test_fan_out_fits_the_chain(confidences: list[float], budget: int) -> None:
     """There is one count per acceptance length, and they sum to the budget or its default."""
-    counts = plan(fixed_branches=budget).fan_out(confidences, "hit")
+    counts = plan(fixed_branches=budget).fan_out(chain_of(confidences), "hit")
     assert len(counts) == len(confidences) + 1
-    assert sum(counts) == (budget or sum(plan().fan_out([], "hit")))
+    assert sum(counts) == (budget or sum(plan().fan_out(chain_of([]), "hit")))
 
 
 def lesson(**changes: Any) -> RoundObservation:
@@ -315,8 +326,12 @@ def test_in_a_crowd_lookups_leave_the_pace_its_sight() -> None:
     pace = estimates.switch("ssd")
     assert pace is not None
     for _ in range(12):
-        drafted, found = shared(4, 0, 100.0), shared(4, 1, 100.0, origin="lookup")
-        for part in [*drafted[:3], found[0]]:
+        if pace.speculating:
+            drafted, found = shared(4, 0, 100.0), shared(4, 1, 100.0, origin="lookup")
+            parts = [*drafted[:3], found[0]]
+        else:
+            parts = shared(4, 0, 80.0, confidences=[], speculating=False, origin="target")
+        for part in parts:
             estimates.observe_round(part)
     assert pace.speculative_tok_s * estimates.batch.scale == pytest.approx(50.0)
     assert pace.is_paused
@@ -354,12 +369,12 @@ def test_in_company_fewer_tokens_are_worth_verifying() -> None:
     for rows in range(1, 17):
         estimates.verify_latency.observe(rows, 40.0 + 8.0 * rows)
         estimates.plain_latency.observe(rows, 40.0 + 8.0 * rows)
-    alone = Planner("ssd", estimates).verify_length([0.45, 0.45, 0.45, 0.45], "hit")
+    alone = len(Planner("ssd", estimates).choose_nodes(chain_of([0.45, 0.45, 0.45, 0.45]), "hit"))
     estimates.batch.streams = 8
     for _ in range(20):
         for part in shared(8, 0, 104.0, confidences=[], prepared=0, rank=None):
             estimates.observe_round(part)
-    crowded = Planner("ssd", estimates).verify_length([0.45, 0.45, 0.45, 0.45], "hit")
+    crowded = len(Planner("ssd", estimates).choose_nodes(chain_of([0.45, 0.45, 0.45, 0.45]), "hit"))
     assert alone > crowded
 
 

@@ -12,11 +12,12 @@ import pytest
 
 from launch.settings.settings import StackSettings
 from orchestrator.learning.averages import Ema
-from orchestrator.learning.cost_model import ORIGINS, CostModel, RoundObservation
+from orchestrator.learning.cost_model import ORIGINS, CostModel
 from orchestrator.learning.estimate_store import EstimateStore
 from orchestrator.learning.fan_out import AFTER_ALL
 from orchestrator.learning.hit_curve import HitCurve
 from orchestrator.learning.latency import VerifyLatency
+from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.learning.saguaro import CHOICES
 from orchestrator.learning.snapshot import EstimateSnapshot
 from orchestrator.learning.speculation_switch import SpeculationSwitch
@@ -443,7 +444,7 @@ def test_what_the_dead_left_is_removed(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.usefixtures("run_dir")
 def test_stacks_remember(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stack leaves one file, and the next of the same pair knows speculation's speed;
+    """A stack leaves one file, and the next of the same pair knows whether speculation pays;
     without a memory it is neither read nor written."""
     monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
     folders = [str(write_tiny_model(tmp_path / name, "llama", seed=1)) for name in "td"]
@@ -457,10 +458,18 @@ def test_stacks_remember(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         eventually(lambda: plain_tok_s(stack, 300) > 0.0, "plain decoding is measured")
     [file] = (tmp_path / "cache" / "learned").iterdir()
     assert file.suffix == ".json"
+    saved = msgspec.json.decode(file.read_bytes())
+    assert saved["trials"]["ssd"]["plain"]["tokens"] > 0.0
+    assert saved["saved_at"] > 0.0
+    saved["trials"]["ssd"]["pausing"] = True
+    file.write_bytes(msgspec.json.encode(saved))
     with running(settings, memory=True) as stack:
-        assert stack.client.status().planner.speculative_tok_s > 0.0
+        recalled = stack.client.status().planner
+    assert not recalled.speculating
+    # What another run measured is used, and not stated.
+    assert recalled.speculative_tok_s == recalled.plain_tok_s == 0.0
     left = file.read_bytes(), file.stat().st_mtime_ns
     with running(settings) as stack:
-        assert stack.client.status().planner.speculative_tok_s == 0.0
+        assert stack.client.status().planner.speculating
     assert left == (file.read_bytes(), file.stat().st_mtime_ns)
     assert [file] == list(file.parent.iterdir())

@@ -35,7 +35,7 @@ def test_geometric_gives_the_published_numbers(
     alpha: float, r: float, budget: int, num_draft_tokens: int, expected: str
 ) -> None:
     """The closed form reproduces the test vectors to the printed digits."""
-    actual = geometric(alpha, r, budget, num_draft_tokens)
+    actual = geometric(alpha, r, budget, range(num_draft_tokens))
     assert expected == " ".join(f"{count:.2f}" for count in actual)
 
 
@@ -44,7 +44,7 @@ def test_geometric_spends_the_budget(
     alpha: float, r: float, budget: int, num_draft_tokens: int
 ) -> None:
     """The closed form has K + 1 terms that fall by one ratio before the last, and sum to B."""
-    counts = geometric(alpha, r, budget, num_draft_tokens)
+    counts = geometric(alpha, r, budget, range(num_draft_tokens))
     assert len(counts) == num_draft_tokens + 1
     assert sum(counts) == pytest.approx(budget)
     ratio = alpha ** (1 / (1 + r))
@@ -63,7 +63,7 @@ def test_geometric_cannot_be_improved(
         ]
         return sum(p * f**-r for p, f in zip(chances, counts, strict=True))
 
-    best = geometric(alpha, r, 24, num_draft_tokens)
+    best = geometric(alpha, r, 24, range(num_draft_tokens))
     moved = list(best)
     at %= num_draft_tokens
     shift = 0.5 * share * min(moved[at], moved[at + 1])
@@ -171,7 +171,7 @@ def test_rounding_keeps_the_budget(
     alpha: float, r: float, budget: int, num_draft_tokens: int
 ) -> None:
     """Whole numbers near the closed form's, with its sum."""
-    exact = geometric(alpha, r, budget, num_draft_tokens)
+    exact = geometric(alpha, r, budget, range(num_draft_tokens))
     counts = round_shares(exact)
     assert sum(counts) == budget
     assert all(abs(a - b) < 1.0 for a, b in zip(counts, exact, strict=True))

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.learning.cost_model import CostModel, RoundObservation
+from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION, allocate, hit_chances
 from orchestrator.learning.latency import StepLatency
+from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.learning.tree_width import WIDTHS, TreeWidth, gains_by_depth, interpolate
 from orchestrator.sequence.planner import Planner
 from protocol.messages import Origin
@@ -94,17 +95,23 @@ def _taught(step_ms: float, slope: float) -> int:
         branches = plan.branches
         for depth in (1, 2):
             estimates.observe_step(depth, branches, step_ms + slope * branches)
-        estimates.observe_round(_lesson("hit", 2, prepared=4, rank=1))
+        used = plan.should_speculate
+        estimates.observe_round(_lesson("hit", 2, prepared=4, rank=1, speculating=used))
     return plan.branches
 
 
 def _lesson(
-    origin: Origin, accepted: int, *, prepared: int = 0, rank: int | None = None
+    origin: Origin,
+    accepted: int,
+    *,
+    prepared: int = 0,
+    rank: int | None = None,
+    speculating: bool = True,
 ) -> RoundObservation:
     return RoundObservation(
         mode="ssd",
         by_hand=False,
-        speculating=True,
+        speculating=speculating,
         origin=origin,
         confidences=[0.75] * 3,
         accepted=accepted,

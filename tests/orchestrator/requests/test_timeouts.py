@@ -4,8 +4,9 @@ from orchestrator.learning.cost_model import CostModel
 from orchestrator.requests.request import Request
 from orchestrator.requests.timeouts import Timeouts
 from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.sequence import Phase, Sequence
+from orchestrator.sequence.sequence import Sequence
 from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import Sampling
 from tests.orchestrator.text.test_stop_strings import stoppable

@@ -1,7 +1,9 @@
 """How deep branches are prepared: what was worth verifying of late decides."""
 
-from orchestrator.learning.cost_model import CostModel, RoundObservation
+from orchestrator.learning.cost_model import CostModel
+from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.planner import Planner
+from tests.support.fakes import chain_of
 
 
 def verified(estimates: CostModel, count: int) -> None:
@@ -38,3 +40,16 @@ def test_a_lookahead_fixed_by_hand_is_the_depth() -> None:
     estimates = CostModel()
     verified(estimates, 9)
     assert Planner("ssd", estimates, num_draft_tokens=5).depth == 5
+
+
+def test_a_preset_may_cap_the_depth() -> None:
+    """No deeper than asked for, and no longer draft is verified; a fixed length is not capped."""
+    estimates = CostModel()
+    for _ in range(50):
+        verified(estimates, 9)
+    capped = Planner("ssd", estimates, max_draft_tokens=3)
+    assert Planner("ssd", estimates).depth > capped.depth == 3
+    fresh, sure = CostModel(), [0.999] * 8
+    assert len(Planner("ssd", fresh).choose_nodes(chain_of(sure), "hit")) > 3
+    assert len(Planner("ssd", fresh, max_draft_tokens=3).choose_nodes(chain_of(sure), "hit")) == 3
+    assert Planner("ssd", estimates, num_draft_tokens=5, max_draft_tokens=3).depth == 5

@@ -8,12 +8,12 @@ from launch.terminal.explain import explanation
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.actions import ToVerifier
 from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.sequence import Phase
 from protocol.decoding.logits_processor import BannedTokens
 from protocol.decoding.prompt_lookup import CONFIDENCE, find_continuation
 from protocol.messages import LogitsOptions, Sampling, Verify
-from tests.support.fakes import Stack, Target
+from tests.support.fakes import Stack, Target, chain_of
 
 LETTERS = st.integers(0, 2)
 TOKENS = st.lists(LETTERS, max_size=6) | st.lists(LETTERS, min_size=20, max_size=40)
@@ -105,7 +105,7 @@ def test_a_banned_token_is_not_looked_up() -> None:
     while alone.outcome_arrives():
         pass
     alone.assert_plain()  # this target knows no bias
-    chains = [a.message.chain for a in alone.actions if isinstance(a, ToVerifier)
+    chains = [a.message.nodes for a in alone.actions if isinstance(a, ToVerifier)
               and isinstance(a.message, Verify)]  # fmt: skip
     assert any(len(chain) > 1 for chain in chains)
     assert all(3 not in chain[1:] for chain in chains)
@@ -138,8 +138,8 @@ def test_a_draft_that_is_waited_for_must_be_better_than_what_was_found() -> None
     estimates.acceptance["hit"].observe(0.6)
     plan = Planner("ssd", estimates)
     assert plan.backup_length() > 0
-    assert plan.backup_length([CONFIDENCE[4]] * 4) == 0
-    assert plan.backup_length([0.05] * 4) == plan.backup_length()
+    assert plan.backup_length(chain_of([CONFIDENCE[4]] * 4)) == 0
+    assert plan.backup_length(chain_of([0.05] * 4)) == plan.backup_length()
 
 
 def test_while_the_drafter_rests_lookup_goes_on() -> None:
@@ -168,7 +168,7 @@ def test_a_lookup_that_was_not_verified_teaches_too() -> None:
         estimates.plain_latency.observe(tokens, 10.0 * tokens)
         estimates.verify_latency.observe(tokens, 10.0 * tokens)
     plan = Planner("ssd", estimates)
-    assert plan.lookup_length([0.75] * 4, alone=True) == 0  # a token costs a token
+    assert len(plan.lookup_nodes(chain_of([0.75] * 4), alone=True)) == 0  # a token costs a token
     dear = Stack(mode="ssd", target=Periodic(0), prompt=[1], limits=ENDLESS, estimates=estimates)
     dear.verifier_comes()
     before = estimates.calibrations["lookup"].rate(0.75)
@@ -184,7 +184,7 @@ def test_each_length_of_a_match_is_judged_by_what_came_of_it(rate: float, used: 
     for tokens in range(1, 9):
         estimates.verify_latency.observe(tokens, 20.0 + 4.0 * tokens)
     for _ in range(60):
-        estimates.calibrations["lookup"].observe([CONFIDENCE[2]], round(rate))
+        estimates.calibrations["lookup"].observe(CONFIDENCE[2], accepted=rate > 0.5)
     plan = Planner("ssd", estimates)
-    assert (plan.lookup_length([CONFIDENCE[2]] * 3) > 0) == used
-    assert plan.lookup_length([CONFIDENCE[4]] * 3) > 0
+    assert bool(plan.lookup_nodes(chain_of([CONFIDENCE[2]] * 3))) == used
+    assert plan.lookup_nodes(chain_of([CONFIDENCE[4]] * 3))

@@ -8,6 +8,7 @@ from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.fan_out import AFTER_REJECTION, geometric, round_shares
 from orchestrator.sequence.planner import Planner
 from protocol.messages import FanOutPolicy, Origin
+from tests.support.fakes import chain_of
 
 
 def taught(alpha: float = 0.5, token_ms: float = 0.0) -> CostModel:
@@ -64,15 +65,15 @@ def test_a_lookahead_is_kept_after_a_miss(
 def test_uniform_fan_out_is_even(origin: Origin, draft: int, expected: list[int]) -> None:
     """Whatever was learned, and whatever the drafter is sure of."""
     plan = Planner("ssd", taught(), fixed_branches=16, policy="uniform")
-    assert expected == plan.fan_out([0.9, 0.1, 0.5][:draft], origin)
+    assert expected == plan.fan_out(chain_of([0.9, 0.1, 0.5][:draft]), origin)
 
 
 @pytest.mark.parametrize(("alpha", "used"), [(0.3, 0.3), (0.8, 0.8), (1.0, 0.95), (0.0, 0.05)])
 def test_geometric_fan_out_is_that_of_the_theorem(alpha: float, used: float) -> None:
     """Theorem 12 with the measured acceptance rate, kept away from 0 and 1."""
     plan = Planner("ssd", taught(alpha), fixed_branches=24, policy="geometric")
-    expected = round_shares(geometric(used, AFTER_REJECTION.exponent, 24, 4))
-    assert expected == plan.fan_out([0.5] * 4, "miss")
+    expected = round_shares(geometric(used, AFTER_REJECTION.exponent, 24, range(4)))
+    assert expected == plan.fan_out(chain_of([0.5] * 4), "miss")
 
 
 def test_online_fan_out_follows_what_was_learned_of_its_kind() -> None:
@@ -82,7 +83,8 @@ def test_online_fan_out_follows_what_was_learned_of_its_kind() -> None:
         estimates.after_rejection["hit"].observe(0, 4)
         estimates.after_all["hit"].observe(None, 1)
     plan = Planner("ssd", estimates, fixed_branches=12)
-    sure, unsure = plan.fan_out([0.5, 0.5], "hit"), plan.fan_out([0.5, 0.5], "miss")
+    draft = chain_of([0.5, 0.5])
+    sure, unsure = plan.fan_out(draft, "hit"), plan.fan_out(draft, "miss")
     assert max(sure[:2]) <= 2
     assert sure[2] > unsure[2]
 
@@ -97,7 +99,7 @@ def test_every_policy_spends_the_budget(
 ) -> None:
     """One count per acceptance length; together they are the budget."""
     counts = Planner("ssd", taught(), fixed_branches=budget, policy=policy).fan_out(
-        confidences, "hit"
+        chain_of(confidences), "hit"
     )
     assert len(confidences) + 1 == len(counts)
     assert budget == sum(counts)

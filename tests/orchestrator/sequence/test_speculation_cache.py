@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.sequence.speculation_cache import Draft, SpeculationCache
+from orchestrator.sequence.draft import Draft
+from orchestrator.sequence.speculation_cache import SpeculationCache
 from protocol.messages import END_OF_BRANCH, DraftDistribution, DraftTree
 
 OUTCOMES = [(0, 5), (1, 5), (2, 7)]
@@ -138,9 +139,9 @@ def test_what_was_looked_up_does_not_grow() -> None:
 def test_the_beginning_of_a_draft_is_a_draft_of_its_own() -> None:
     """A shortened draft has the first tokens and confidences, and leaves the whole alone."""
     whole = Draft([1, 2, 3], [0.1, 0.2, 0.3])
-    assert Draft([1, 2], [0.1, 0.2]) == whole.first(2)
-    assert whole == whole.first(9)
-    whole.first(1).add(9, 0.9)
+    assert Draft([1, 2], [0.1, 0.2]) == whole.pick([1, 2])
+    assert whole == whole.pick([1, 2, 3])
+    whole.pick([1]).add(9, 0.9)
     assert Draft([1, 2, 3], [0.1, 0.2, 0.3]) == whole
 
 
@@ -165,7 +166,7 @@ def test_laws_stay_with_their_tokens() -> None:
     assert first.confidences == [0.75, confidence(4)]
     assert (second.drawn_from, second.largest) == ([], [2, 5])
     assert (third.drawn_from, third.largest) == ([laws[2]], [9])
-    assert first.first(1).drawn_from == [laws[0]]
+    assert first.pick([1]).drawn_from == [laws[0]]
 
 
 def test_a_law_that_cannot_be_ends_its_draft() -> None:
@@ -223,7 +224,8 @@ def test_a_rest_is_inherited(rest: list[int], verified: int, accepted: int, bonu
     """Where all was accepted and the bonus token is the first of the rest, the others remain."""
     cache = SpeculationCache()
     useful = len(rest) > 1
-    assert useful == cache.inherit(verified, draft_of(rest))
+    offered = draft_of([*range(verified), *rest])
+    assert useful == cache.inherit(offered, range(1, verified + 1))
     assert ([(verified, rest[0])] if useful else []) == cache.latest_outcomes()
     assert int(useful) == len(cache)
     expected = rest[1:] if useful and (verified, rest[0]) == (accepted, bonus) else []
@@ -239,7 +241,7 @@ def test_a_rest_is_inherited(rest: list[int], verified: int, accepted: int, bonu
 def test_the_longer_of_two_drafts_is_used(rest: list[int]) -> None:
     """What the drafter prepares replaces an inherited draft once it is as long."""
     cache = SpeculationCache()
-    cache.inherit(0, draft_of(rest))
+    cache.inherit(draft_of(rest), [])
     outcomes = [(0, rest[0]), (0, rest[0] + 1)]
     for depth in range(1, 8):
         assert cache.add(tree(depth, [50 + depth, 60], outcomes if depth == 1 else None))

@@ -37,7 +37,11 @@ def compared(shape: str, ratio: float, alpha: float) -> Comparison:
     plain = simulate(found, Strategy(mode="ar"))
     fixed = [simulate(found, strategy) for strategy in FIXED]
     return Comparison(
-        plain=plain, sequential=plain, adaptive=simulate(found, Strategy()), fixed=fixed
+        plain=plain,
+        sequential=plain,
+        adaptive=simulate(found, Strategy()),
+        chains=plain,
+        fixed=fixed,
     )
 
 
@@ -135,6 +139,31 @@ def test_texts_of_all_kinds_after_each_other(texts: str, gain: float) -> None:
         adaptive = answers(texts, Strategy(), seed)
         assert adaptive > gain * answers(texts, Strategy(mode="ar"), seed)
         assert adaptive > 0.97 * answers(texts, Strategy(num_draft_tokens=2, branches=8), seed)
+
+
+UNEVEN_TEXT = AcceptanceModel(alpha=0.45, burst=0.35, stretch=16.0)
+
+
+def test_where_rows_are_dear_chains_are_found() -> None:
+    """On two cores: no runner-up is asked for, and nothing is lost to asking."""
+    found = Scenario(device=TWO_CORES, acceptance=UNEVEN_TEXT, tokens=600)
+    chosen, chains = (simulate(found, Strategy(tree_nodes=nodes)) for nodes in (None, 1))
+    assert chosen.statistics.tree_rounds == 0
+    assert chosen.tok_s > 0.98 * chains.tok_s
+
+
+FLAT = Device(t_verify="1:10.5,2:8.2,8:9.0,16:9.4,32:10.2", t_draft="1:1.6,16:1.8,32:2.0", ipc=0.5)
+"""A GPU for the target, one for the drafter, as measured."""
+
+
+def test_where_rows_cost_nothing_trees_pay() -> None:
+    """Runners-up grow on, and bring more than chains do, and less than the best trees."""
+    found = Scenario(device=FLAT, acceptance=UNEVEN_TEXT, tokens=1000)
+    learned = CostModel()
+    trees = simulate(found, Strategy(), learned)
+    assert learned.tree_growth.grown > 0
+    assert trees.tok_s > 1.08 * simulate(found, Strategy(tree_nodes=1)).tok_s
+    assert trees.tok_s < trees.tree_bound_tok_s
 
 
 def test_the_paper_s_speed_up() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.simulation.bound import Rounds, upper_bound_tok_s
+from orchestrator.simulation.bound import Rounds, tree_bound_tok_s, upper_bound_tok_s
 from orchestrator.simulation.event_queue import EventQueue
 from orchestrator.simulation.latency_curve import curve
 from orchestrator.simulation.oracle import Oracle
@@ -193,6 +193,16 @@ def test_the_bound_counts_waiting_for_a_backup() -> None:
     assert upper_bound_tok_s(hit, miss, 8.0) == pytest.approx(1e3 * 14 / 50.0)
     assert (hit.tokens_per_round, miss.tokens_per_round) == (4.0, 2.0)
     assert upper_bound_tok_s(Rounds(), Rounds(), 0.0) == 0.0
+
+
+def test_the_bound_of_trees_is_that_of_the_best_tree() -> None:
+    """Of three nodes of .6 and .3, one behind the other counts .36; rows that are dear are left
+    out; and what was verified is never above it."""
+    hit, miss = Rounds(10, 20, 100.0), Rounds(2, 2, 20.0)
+    flat = tree_bound_tok_s(hit, miss, 5.0, ranks=[0.6, 0.3], verify_ms=[10.0] * 4)
+    assert flat == pytest.approx(1e3 * (10 * 2.26 + 2) / 125.0)
+    steep = tree_bound_tok_s(hit, miss, 5.0, ranks=[0.9, 0.1], verify_ms=[10.0, 12.0, 30.0])
+    assert steep == pytest.approx(max(1e3 * 22 / 125.0, 1e3 * (10 * 1.9 + 2) / 145.0))
 
 
 def test_a_link_adds_its_latency_and_the_time_of_what_it_carries() -> None:

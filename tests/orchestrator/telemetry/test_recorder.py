@@ -12,6 +12,7 @@ from orchestrator.sequence.sequence import Emit, Limits, Sequence
 from orchestrator.telemetry.recorder import Recorder
 from orchestrator.text.stop_strings import StoppableText
 from protocol.messages import DraftTree, Sampling, VerificationOutcome
+from tests.support.fakes import chain_of
 
 
 def test_nothing_happened_yet() -> None:
@@ -46,7 +47,7 @@ def test_acceptance_is_counted_by_position() -> None:
     """Rates are accepted over offered, in all and at each place of the draft."""
     recorder = Recorder(0.0)
     for drafted, accepted in [(0, 0), (4, 4), (4, 1), (2, 0)]:
-        recorder.count_verified(drafted, accepted)
+        recorder.count_verified(chain_of([0.5] * drafted), ["hit"] * accepted, "hit")
     summary = recorder.summarise()
     assert (summary.rounds, summary.drafted, summary.accepted) == (4, 10, 5)
     assert summary.acceptance_rate == 0.5
@@ -80,7 +81,7 @@ def test_a_verification_is_timed_by_what_was_looked_at(
         sequence=1, round=1, accepted=0, bonus=5, verify_ms=7.0, idle_ms=0.0,
         sequences=sequences, rows=rows,
     )  # fmt: skip
-    recorder.add_times(outcome, 5, "hit", 1.0)
+    recorder.add_times(outcome, chain_of([0.5] * 4), "hit", 1.0)
     assert recorder.summarise().phase_ms == {"verify": 7.0, f"verify_{told}": 7.0}
 
 
@@ -105,7 +106,7 @@ def test_summaries_are_snapshots() -> None:
     recorder.fallbacks["plain"] += 1
     before = recorder.summarise()
     recorder.fallbacks["plain"] += 1
-    recorder.count_verified(3, 2)
+    recorder.count_verified(chain_of([0.5] * 3), ["hit", "hit"], "hit")
     assert (before.fallbacks, before.rounds) == ({"plain": 1}, 0)
 
 
@@ -178,3 +179,20 @@ def test_only_what_was_emitted_was_accepted(
     recorder = answered(stop, stop_ids).sequence.recorder
     assert (emitted, accepted) == (recorder.emitted, recorder.accepted)
     assert accepted == sum(recorder.accepted_at.values())
+
+
+def test_acceptance_by_lag() -> None:
+    """A draft that was waited for begins at lag 1, one that was ready behind the last chain and
+    its bonus token; what was looked up has none; a stop string takes back what it cuts."""
+    recorder = Recorder(0.0)
+    recorder.count_states(1000)  # of the prompt
+    recorder.count_verified(chain_of([0.5] * 3), ["miss", "miss"], "miss")
+    recorder.count_states(40)
+    recorder.count_verified(chain_of([0.5] * 2), ["hit"], "hit")
+    recorder.count_verified(chain_of([0.5] * 2), ["lookup"], "lookup")
+    recorder.count_verified(chain_of([0.5] * 2), ["hit", "hit"], "hit")
+    recorder.retract(["hit", "target"])
+    found = recorder.summarise()
+    assert found.offered_by_lag == [1, 1, 2, 2, 1]
+    assert found.accepted_by_lag == [1, 1, 1, 1, 0]
+    assert found.state_bytes == 40

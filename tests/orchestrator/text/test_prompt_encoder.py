@@ -2,6 +2,7 @@
 
 import json
 import select
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,16 +11,31 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from orchestrator.text.prompt_encoder import INLINE_BYTES, PromptEncoder, PromptLimits
+from orchestrator.text import prompt_encoder
+from orchestrator.text.prompt_encoder import INLINE_BYTES, PromptEncoder, PromptLimits, Result
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.grammar import json_grammar
-from protocol.errors import UsageError
-from protocol.messages import ChatMessage, Generate, LogitsOptions, Sampling, Tokens
+from protocol.errors import Busy, UsageError
+from protocol.messages import (
+    ChatMessage,
+    EncodePrompt,
+    Generate,
+    LogitsOptions,
+    Sampling,
+    Tokens,
+)
 
+DEADLINE_S = 60.0
 LIMITS = PromptLimits(max_bytes=100_000, timeout_s=30.0, memory_bytes=0)
 TEMPLATE = (
     "{% for i in range(rounds or 1) %}{% for j in range(rounds or 1) %}{% endfor %}{% endfor %}"
-    "{{ 'x' * (size or 0) }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    "{% set ns = namespace(text='x') %}"
+    "{% for i in range(doublings or 0) %}{% set ns.text = ns.text ~ ns.text %}{% endfor %}"
+    "{% for m in messages %}{{ ns.text if doublings }}"
+    "{% if m['content'].strip() == 'hang' %}"
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    "{% elif m['content'] == 'much' %}{% for i in range(99999) %}the quick fox {% endfor %}"
+    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
 )
 LONG = "the quick fox " * (INLINE_BYTES // 10)
 
@@ -63,9 +79,9 @@ def chat(number: int, content: str, **options: Any) -> Generate:
     return Generate(request=number, messages=[message], template_options=options)
 
 
-def wait(encoder: PromptEncoder) -> dict[int, Tokens | UsageError]:
+def wait(encoder: PromptEncoder) -> dict[int, Result]:
     """The next results, by the client's number."""
-    assert select.select([encoder.descriptor], [], [], 60.0)[0]
+    assert select.select([encoder.descriptor], [], [], DEADLINE_S)[0]
     return {message.request: result for _, message, result in encoder.collect()}
 
 
@@ -84,8 +100,23 @@ def test_short_prompts_are_tokenised_at_once(make: Make, folder: Path) -> None:
     assert len(encoder) == 0
 
 
-def test_long_prompts_are_tokenised_elsewhere_and_once(make: Make, folder: Path) -> None:
+def watch_workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
+    """What the workers are given from now on: which one, and the prompt's text."""
+    encode, given = prompt_encoder._Worker.encode, []
+
+    def noted(worker: Any, prompt: EncodePrompt) -> Tokens | UsageError:
+        given.append((worker, prompt.text))
+        return encode(worker, prompt)
+
+    monkeypatch.setattr(prompt_encoder._Worker, "encode", noted)
+    return given
+
+
+def test_long_prompts_are_tokenised_elsewhere_and_once(
+    make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever asks for the same prompt meanwhile gets the same result; later it is known."""
+    given = watch_workers(monkeypatch)
     encoder = make()
     for number in (1, 2, 3):
         assert encoder.encode((b"c", number), Generate(request=number, text=LONG)) is None
@@ -96,6 +127,61 @@ def test_long_prompts_are_tokenised_elsewhere_and_once(make: Make, folder: Path)
     assert wait(encoder) == {1: tokens, 2: tokens}
     assert len(encoder) == 0
     assert encoder.encode((b"c", 4), Generate(request=4, text=LONG)) == tokens
+    assert [text for _, text in given] == [LONG]
+
+
+def test_equal_prompts_with_equal_grammars_are_prepared_once(
+    make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same prompt with another grammar is another job."""
+    given = watch_workers(monkeypatch)
+    encoder = make()
+    for number, grammar in enumerate(("start: /a/", "start: /a/", "start: /b/")):
+        message = grammatical(number, grammar, text=LONG)
+        assert encoder.encode((b"c", number), message) is None
+    results: dict[int, Result] = {}
+    while len(results) < 3:
+        results |= wait(encoder)
+    assert results == dict.fromkeys(range(3), expected(folder, LONG))
+    assert len(given) == 2
+
+
+def test_nobody_waits_for_a_very_long_prompt(make: Make, folder: Path) -> None:
+    """It has a worker of its own: while that hangs, other long prompts are answered."""
+    encoder = make(PromptLimits(max_bytes=0, timeout_s=DEADLINE_S, memory_bytes=0))
+    hanging = chat(1, "hang" + " " * prompt_encoder._VERY_LONG_BYTES)
+    assert encoder.encode((b"c", 1), hanging) is None
+    for number in (2, 3):
+        text = LONG + "fox " * number
+        assert encoder.encode((b"c", number), Generate(request=number, text=text)) is None
+        assert wait(encoder) == {number: expected(folder, text)}
+    assert (b"c", 1) in encoder
+
+
+def test_a_shorter_prompt_goes_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before longer ones that came a little earlier, not before those that wait for long."""
+    monkeypatch.setattr(prompt_encoder, "_YIELD_S", 1.0)
+    given, begun, go_on = [], threading.Event(), threading.Event()
+
+    def noted(_: object, prompt: EncodePrompt) -> Tokens:
+        given.append(len(prompt.text))
+        begun.set()
+        assert go_on.wait(DEADLINE_S)
+        return [1]
+
+    monkeypatch.setattr(prompt_encoder._Worker, "encode", noted)
+    encoder = make()
+    sizes = [9000, 9003, 9001, 9002]
+    for size in sizes:
+        assert encoder.encode((b"c", size), Generate(request=size, text="a" * size)) is None
+        assert begun.wait(DEADLINE_S)
+    monkeypatch.setattr(prompt_encoder, "_YIELD_S", 0.0)
+    assert encoder.encode((b"c", 1), Generate(request=1, text="a" * 9004)) is None
+    go_on.set()
+    done: dict[int, Result] = {}
+    while len(done) < 5:
+        done |= wait(encoder)
+    assert given == [9000, 9004, 9001, 9002, 9003]
 
 
 def test_a_prompt_that_is_too_long_is_refused_unseen(make: Make) -> None:
@@ -120,11 +206,31 @@ def test_a_template_that_takes_too_long_is_ended(make: Make, folder: Path) -> No
 def test_a_template_that_takes_too_much_memory_is_refused(make: Make, folder: Path) -> None:
     """The sandbox does not bound the length of a string; the process does."""
     encoder = make(PromptLimits(max_bytes=0, timeout_s=30.0, memory_bytes=256 * 1024**2))
-    assert encoder.encode((b"c", 1), chat(1, "the fox", size=2**32)) is None
+    assert encoder.encode((b"c", 1), chat(1, "the fox", doublings=40)) is None
     refused = wait(encoder)[1]
     assert isinstance(refused, UsageError)
     assert encoder.encode((b"c", 2), Generate(request=2, text=LONG)) is None
     assert wait(encoder)[2] == expected(folder, LONG)
+
+
+def test_a_template_that_hangs_on_a_short_prompt_hangs_elsewhere(make: Make, folder: Path) -> None:
+    """This process gives up soon, the worker at its deadline; from then on it renders them all."""
+    encoder = make(PromptLimits(max_bytes=0, timeout_s=2.0, memory_bytes=0))
+    started = time.process_time()
+    assert encoder.encode((b"c", 1), chat(1, "hang")) is None
+    assert time.process_time() - started < 10.0
+    refused = wait(encoder)[1]
+    assert isinstance(refused, UsageError)
+    assert "within 2 s (prompt_timeout_s)" in str(refused)
+    assert encoder.encode((b"c", 2), chat(2, "the fox")) is None
+    assert wait(encoder)[2] == expected(folder, "the fox")
+
+
+def test_a_template_that_makes_much_of_a_short_prompt(make: Make, folder: Path) -> None:
+    """A megabyte of text is not tokenised here."""
+    encoder = make()
+    assert encoder.encode((b"c", 1), chat(1, "much")) is None
+    assert wait(encoder)[1] == expected(folder, "the quick fox " * 99_999)
 
 
 def test_what_the_template_refuses_comes_back_as_its_sentence(make: Make) -> None:
@@ -147,7 +253,7 @@ def test_a_grammar_is_checked_before_its_request_is_admitted(make: Make, folder:
     good, bad = 'start: "fox" | "cat"', "start: /(/"
     assert encoder.encode((b"c", 1), grammatical(1, good, text="the fox")) is None
     assert encoder.encode((b"c", 2), grammatical(2, bad, tokens=[7, 8])) is None
-    results: dict[int, Tokens | UsageError] = {}
+    results: dict[int, Result] = {}
     while len(results) < 2:
         results |= wait(encoder)
     assert results[1] == expected(folder, "the fox")
@@ -164,3 +270,23 @@ def test_a_grammar_that_never_compiles_never_reaches_a_model(make: Make) -> None
     endless = json_grammar({"type": "integer", "multipleOf": 999_983})
     assert encoder.encode((b"c", 1), grammatical(1, endless, text="the fox")) is None
     assert "to compile; simplify" in str(wait(encoder)[1])
+
+
+def test_grammars_do_not_keep_prompts_waiting(
+    make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt is ready beside one that takes its time; what waits too long may come again."""
+    monkeypatch.setattr(prompt_encoder, "_WAIT_S", 1.5)
+    encoder = make()
+    endless = json_grammar({"type": "integer", "multipleOf": 999_983})
+    assert encoder.encode((b"c", 1), grammatical(1, "start: /x/", tokens=[7])) is None
+    assert wait(encoder) == {1: [7]}
+    assert encoder.encode((b"c", 2), grammatical(2, endless, text="the fox")) is None
+    assert encoder.encode((b"c", 3), grammatical(3, "start: /y/", text="the fox")) is None
+    assert encoder.encode((b"c", 4), Generate(request=4, text=LONG)) is None
+    results: dict[int, Result] = {}
+    while len(results) < 3:
+        results |= wait(encoder)
+    assert isinstance(results[2], UsageError)
+    assert isinstance(results[3], Busy)
+    assert results[4] == expected(folder, LONG)

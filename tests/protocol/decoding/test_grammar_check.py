@@ -11,7 +11,7 @@ import pytest
 
 from protocol.decoding.grammar import Grammar, json_grammar
 from protocol.decoding.grammar_check import GrammarChecker
-from protocol.errors import Busy, ProtocolError, RuntimeFailure, UsageError
+from protocol.errors import ProtocolError, RuntimeFailure, UsageError
 from tests.support.stack import DEADLINE_S, eventually
 from tests.support.tiny_models import write_tiny_model
 
@@ -102,28 +102,6 @@ def test_the_process_ends_with_its_parent(folder: Path) -> None:
     process.stdin.close()
     eventually(lambda: process.poll() is not None, "the process has ended")
     checker.close()
-
-
-def test_nobody_waits_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While others' grammars are being checked, a client is told to come again."""
-    monkeypatch.setattr("protocol.decoding.grammar_check._WAIT_S", 0.01)
-    with GrammarChecker(str(folder), deadline_s=30.0) as checker:
-        checker.check(PERSON)
-
-        def check_endless() -> None:
-            with pytest.raises(UsageError):
-                checker.check(ENDLESS)
-
-        other = threading.Thread(target=check_endless)
-        other.start()
-        eventually(checker._turn.locked, "the other grammar is being checked")
-        with pytest.raises(Busy):
-            checker.check("start: /z/")
-        checker.check(PERSON)  # it is known
-        process = checker._process
-        assert process is not None
-        process.kill()
-        other.join()
 
 
 def test_closing_does_not_wait_for_a_grammar(folder: Path) -> None:

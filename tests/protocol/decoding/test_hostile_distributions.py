@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from orchestrator.sequence.speculation_cache import Draft
+from orchestrator.sequence.draft import Draft
 from protocol.decoding.gumbel import ACCEPT, BONUS
 from protocol.decoding.rejection import verify_draft
 from protocol.errors import ProtocolError
@@ -123,7 +123,7 @@ def test_what_cannot_be_drawn_from_is_not_used(name: str, drafted: int) -> None:
         distributions=[sent],
         draft_ms=1.0,
     )
-    assert not Draft().grow(tree, 0)
+    assert Draft().grow(tree, 0, 0) is None
 
 
 @pytest.mark.parametrize("name", ["negative", "above one", "not a number", "infinite"])

@@ -115,7 +115,7 @@ class Case:
             sequence=1,
             round=1,
             position=1,
-            chain=[0, found.token],
+            nodes=[0, found.token],
             distributions=[found.distribution],
         )
         decoder: Decoder[Verify] = Decoder(Verify)

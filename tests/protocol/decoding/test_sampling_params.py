@@ -109,14 +109,17 @@ def test_a_law_is_sound_if_the_token_could_be_drawn(weights: list[float], index:
     ("sampling", "why"),
     [
         (Sampling(logits_options=LogitsOptions(repetition_penalty=1e-40)), r"repetition_penalty"),
-        (Sampling(logits_options=LogitsOptions(repetition_penalty=1e30)), r"must be <= 10"),
-        (Sampling(logits_options=LogitsOptions(logit_bias=((1, 1e30),))), r"logit_bias must be"),
+        (Sampling(logits_options=LogitsOptions(repetition_penalty=1e30)), r"must be at most 10"),
+        (
+            Sampling(logits_options=LogitsOptions(logit_bias=((1, 1e30),))),
+            r"logit_bias\[0\]\[1\] must be at most 100",
+        ),
         (Sampling(logits_options=LogitsOptions(logit_bias=((1, float("nan")),))), r"logit_bias"),
-        (Sampling(logits_options=LogitsOptions(frequency_penalty=-3.0)), r"must be >= -2"),
-        (Sampling(temperature=float("nan")), r"temperature must be >= 0"),
-        (Sampling(temperature=float("inf")), r"temperature must be <= 100"),
-        (Sampling(top_p=0.0), r"top_p must be > 0"),
-        (Sampling(min_p=1.0), r"min_p must be < 1"),
+        (Sampling(logits_options=LogitsOptions(frequency_penalty=-3.0)), r"must be at least -2"),
+        (Sampling(temperature=float("nan")), r"temperature must be at least 0"),
+        (Sampling(temperature=float("inf")), r"temperature must be at most 100"),
+        (Sampling(top_p=0.0), r"top_p must be above 0"),
+        (Sampling(min_p=1.0), r"min_p must be below 1"),
     ],
 )
 def test_a_range_that_makes_no_sense_is_refused(sampling: Sampling, why: str) -> None:

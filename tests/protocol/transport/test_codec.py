@@ -180,7 +180,7 @@ def test_wrong_and_missing_fields_are_refused(kind: type[Message], field: inspec
             continue
         with pytest.raises(ProtocolError, match=field.name):
             home(kind).decode(pack({**good, field.name: wrong}))
-    del good[field.name]
+    good.pop(field.name, None)  # some messages leave defaults out
     if field.required:
         with pytest.raises(ProtocolError, match=field.name):
             home(kind).decode(pack(good))
@@ -191,8 +191,8 @@ def test_wrong_and_missing_fields_are_refused(kind: type[Message], field: inspec
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        (messages.Verify, {"chain": [-1]}),
-        (messages.Verify, {"chain": [2**31]}),
+        (messages.Verify, {"nodes": [-1]}),
+        (messages.Verify, {"nodes": [2**31]}),
         (messages.VerificationOutcome, {"bonus": -1}),
         (messages.DraftTree, {"outcomes": [(0, -1)]}),
         (messages.DraftTree, {"tokens": [messages.END_OF_BRANCH - 1]}),
@@ -392,7 +392,7 @@ def test_damaged_messages_are_survived(
 
 def test_lengths_are_checked_before_room_is_made() -> None:
     """Lists that claim or have more elements than the field allows cost neither time nor memory."""
-    head = pack({"type": "verify", "sequence": 1, "round": 1, "position": 0, "chain": 0})[:-1]
+    head = pack({"type": "verify", "sequence": 1, "round": 1, "position": 0, "nodes": 0})[:-1]
     for length, body in ((2**32 - 1, b""), (messages.MAX_TOKENS + 1, b"\x01" * 8_000_000)):
         data = head + b"\xdd" + length.to_bytes(4, "big") + body
         tracemalloc.start()

@@ -57,7 +57,7 @@ def test_any_bytes_are_frames_or_an_error(data: bytes) -> None:
 def test_one_byte_at_a_time() -> None:
     """A message that trickles in is whole in the end, and not before."""
     message = encode(
-        Prepare(sequence=1, round=2, base=3, tokens=[70000], chain=[5], fan_out=[6], depth=7)
+        Prepare(sequence=1, round=2, base=3, tokens=[70000], nodes=[5], fan_out=[6], depth=7)
     )
     cutter = FrameReader()
     for byte in message[:-1]:

@@ -1,5 +1,7 @@
 """How prompts are cut, and that nobody waits for a whole one."""
 
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,7 +86,7 @@ def test_prompts_that_wait_share_a_pass() -> None:
     assert rows == [2 + 4 + 3]
     assert [(one.sequence, one.length) for one in answers] == [(0, 2), (1, 4), (2, 3)]
     for number, prompt in enumerate(prompts):
-        asked = Verify(sequence=number, round=1, position=len(prompt) - 1, chain=[prompt[-1]])
+        asked = Verify(sequence=number, round=1, position=len(prompt) - 1, nodes=[prompt[-1]])
         outcome = list(verifier.handle(asked))[-1]
         assert isinstance(outcome, VerificationOutcome)
         assert [outcome.bonus] == plain("llama", prompt, 1, Sampling())
@@ -97,6 +99,34 @@ def test_a_pass_of_prompts_has_its_limit() -> None:
     assert rows == [5, 5, 5]
     rows, _ = by_turns(verifier, [opening(n, (n + 100,) * 4) for n in range(3, 6)])
     assert rows == [8, 4]
+
+
+def test_chunks_are_as_long_as_memory_allows() -> None:
+    """Where a whole prompt's arrays do not fit at once, it goes in pieces that do."""
+
+    class Memory:
+        def fit(self, state: object, rows: int, least: int) -> int:
+            del state
+            assert least <= rows
+            return min(rows, 16)
+
+    verifier = Verifier(load(tiny_folder("llama")), 512)
+    prefill: Any = verifier._chunked_prefill
+    prefill._memory = Memory()
+    rows, answers = by_turns(verifier, [opening(1, tuple(range(20, 100)))])
+    assert rows == [16] * 5
+    assert [answer.length for answer in answers] == [80]
+
+
+def test_a_prompt_does_not_wait_for_what_another_device_computes() -> None:
+    """A shorter prompt is in work elsewhere: the longer one is computed here meanwhile."""
+    verifier = Verifier(load(tiny_folder("llama")), 8)
+    prefill, tokens = verifier._chunked_prefill, list(range(1, 21))
+    sequence: Any = SimpleNamespace(tokens=list[int](), state=verifier.new_state())
+    with prefill.register(1, [200] * 10), prefill.register(2, tokens):
+        pieces = prefill.fill(2, sequence, tokens, lambda: True)
+        assert len(list(islice(pieces, 20))) < 20
+    assert sequence.tokens == tokens
 
 
 def test_a_prompt_waits_for_the_same_prompt() -> None:
@@ -136,7 +166,7 @@ def test_a_long_prompt_does_not_stall_the_others() -> None:
     while not any(isinstance(answer, Prefilled) for answer in answers):
         if not any(line == 1 for line in queue._lines):
             queue.add(
-                Verify(sequence=1, round=1, position=len(committed) - 1, chain=[committed[-1]])
+                Verify(sequence=1, round=1, position=len(committed) - 1, nodes=[committed[-1]])
             )
         message, said = step(queue, verifier)
         for answer in said:

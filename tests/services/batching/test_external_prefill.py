@@ -43,7 +43,7 @@ def opened(verifier: Verifier, tokens: Tokens) -> None:
 def decoded(verifier: Verifier, pending: int, position: int, count: int) -> Tokens:
     found = []
     for number in range(count):
-        ask = Verify(sequence=1, round=number + 1, position=position + number, chain=[pending])
+        ask = Verify(sequence=1, round=number + 1, position=position + number, nodes=[pending])
         [outcome] = [message for message in verifier.handle(ask) if message is not None]
         pending = outcome.bonus
         found.append(pending)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.errors import OutOfMemory
 from protocol.messages import (
     CloseSequence,
     OpenSequence,
@@ -65,7 +66,7 @@ class Stream:
             sequence=self.number,
             round=self.round,
             position=len(self.committed) - 1,
-            chain=[self.committed[-1], *self.rest[:right], *others],
+            nodes=[self.committed[-1], *self.rest[:right], *others],
         )
 
     def check(self, asked: Verify, right: int, outcome: VerificationOutcome) -> None:
@@ -270,3 +271,35 @@ def test_trees_of_several_sequences_grow_together(family: str) -> None:
         assert [layer.tokens for layer in expected] == [layer.tokens for layer in found]
         for one, other in zip(expected, found, strict=True):
             np.testing.assert_allclose(one.confidences, other.confidences, atol=1e-4)
+
+
+class Held:
+    """A sequence's state, as far as a pass looks at it."""
+
+    length = 3
+    caches: tuple[()] = ()
+
+
+def test_a_pass_that_does_not_fit_ends_one_sequence() -> None:
+    """It is refused before the model is asked, and who waited beside it is served."""
+    fed: list[list[int]] = []
+    large, small = Held(), Held()
+
+    class Memory:
+        def check(self, asked: list[tuple[Held, int]]) -> None:
+            if any(state is large for state, _ in asked):
+                raise OutOfMemory("a pass needs more memory than there is")
+
+    def model(row: mx.array, cache: object) -> mx.array:
+        assert cache == ()
+        fed.append(np.array(row[0]).tolist())
+        return mx.zeros((1, row.shape[1], 4))
+
+    memory, states = cast(Any, Memory()), cast(Any, (large, small))
+    batcher = Batcher(model, 16, memory=memory)
+    refused, served = (batcher.submit([5, 6], state, list) for state in states)
+    with pytest.raises(OutOfMemory):
+        batcher.result(refused)
+    logits, by = batcher.result(served)
+    assert (logits.shape, by.sequences) == ((2, 4), 1)
+    assert fed == [[5, 6]]

@@ -99,3 +99,14 @@ def test_a_batch_can_be_given_up(target: Any) -> None:
     """A wish to stop ends the batch without a result."""
     rows = Rows([[5, 9]], invents=False, temperatures=[0.0], length=100, seed=0)
     assert generate(target, vocabulary_size(), rows, CHAT, lambda: True) is None
+
+
+def test_rows_end_early_with_some_answer(target: Any) -> None:
+    """Without more time, once every row has begun to answer; no earlier, and no later."""
+    rows = Rows([OPENING] * 8, invents=True, temperatures=[0.7] * 8, length=128, seed=3)
+    made = generate(target, vocabulary_size(), rows, CHAT, never, enough=lambda: True)
+    assert made is not None
+    kinds = made[1]
+    assert kinds.shape == (8, 128)
+    assert (kinds == 3).any(axis=1).all()
+    assert not kinds[:, 64:].any()

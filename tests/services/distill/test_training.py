@@ -146,6 +146,47 @@ def test_every_step_has_its_own_batch_once(
     assert asked == [0, 1, 2, 3, 4, 5]
 
 
+class Ticking:
+    """A clock that a hundredth of a second passes on whenever somebody looks."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def monotonic(self) -> float:
+        self._looks += 1
+        return self._looks / 100
+
+
+def test_minutes_are_for_the_whole_run(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts take a third, training leaves a tenth, and what earlier calls took counts."""
+    clock = Ticking()
+    for module in ("run_control", "corpus", "training", "evaluation"):
+        monkeypatch.setattr(f"services.distill.{module}.time", clock)
+    changes: dict[str, Any] = {"minutes": 0.03, "steps": 0, "data_tokens": 0, "data_batch": 16}
+    settings = settings_for(target, tmp_path / "out", **changes)
+    stopped = Quiet(stop_after=5)
+    distill(settings, stopped)
+    assert not stopped.finished.complete
+    assert 0 < stopped.run_left_s < 1.2
+
+    control = Quiet()
+    distill(settings, control)
+    assert control.finished.complete
+    report = json.loads((tmp_path / "out" / "distill.json").read_text())
+    assert report["generation_seconds"] == pytest.approx(0.6, abs=0.1)
+    assert report["training_seconds"] == pytest.approx(0.9 * 1.8 - 0.6, abs=0.15)
+    assert control.run_left_s > 0
+
+
+def test_the_texts_must_leave_time_for_training(target: Path, tmp_path: Path) -> None:
+    """As many minutes for the texts as for the run are refused before anything is loaded."""
+    settings = settings_for(target, tmp_path / "out", minutes=3, data_minutes=3, steps=0)
+    with pytest.raises(UsageError, match=r"--data-minutes 3 leave nothing of --minutes 3"):
+        distill(settings, Quiet())
+
+
 def test_another_run_is_refused(done: Run) -> None:
     """Other settings, or a folder of other things: one sentence, and nothing is touched."""
     other = msgspec.structs.replace(done.settings, layers=3)

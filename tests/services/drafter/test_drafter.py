@@ -1,7 +1,7 @@
 """The drafter service turns a backend's layers into DraftTrees, one per depth."""
 
 from collections.abc import Generator
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 from msgspec.structs import replace
@@ -30,6 +30,7 @@ from services.drafter.backends.base import (
     RoundOptions,
     TreeLayer,
 )
+from services.drafter.backends.ngram import NgramBackend
 from services.drafter.drafter import Drafter
 from services.runtime.inbox import Work
 
@@ -37,7 +38,7 @@ NOT_DRAWN = DraftDistribution()
 VOCABULARY, MOST = 50, 4
 ROOTS = [Outcome(0, 5), Outcome(2, 6)]
 OPEN = OpenSequence(sequence=3, tokens=[1, 2, 3], sampling=Sampling(temperature=0.5))
-PREPARE = Prepare(sequence=3, round=9, base=2, tokens=[3, 4], chain=[7, 8], fan_out=[1, 2], depth=3)
+PREPARE = Prepare(sequence=3, round=9, base=2, tokens=[3, 4], nodes=[7, 8], fan_out=[1, 2], depth=3)
 DRAFT = DraftNow(sequence=3, round=9, base=2, tokens=[3, 4], pending=7, accepted=1, count=3)
 
 
@@ -110,6 +111,8 @@ def trees(
     assert {(3, 9)} >= {(tree.sequence, tree.round) for tree in found}
     assert [tree.depth for tree in found] == list(range(1, len(found) + 1))
     assert all(tree.draft_ms >= 0 for tree in found)
+    for before, after in pairwise(found):  # one layer begins where the other ended
+        assert after.at_ns - round(1e6 * after.draft_ms) == before.at_ns
     return found
 
 
@@ -206,7 +209,7 @@ def test_closing_is_handed_on() -> None:
 def test_what_is_not_for_a_drafter_is_refused() -> None:
     """A verifier's message is a ProtocolError that names it."""
     with pytest.raises(ProtocolError, match="a drafter cannot handle Verify"):
-        list(Drafter(FakeBackend(0, 0)).handle(Verify(sequence=1, round=1, position=0, chain=[1])))
+        list(Drafter(FakeBackend(0, 0)).handle(Verify(sequence=1, round=1, position=0, nodes=[1])))
 
 
 def test_news_of_a_sequence_supersedes_its_older_work() -> None:
@@ -230,12 +233,16 @@ def test_news_of_a_sequence_supersedes_its_older_work() -> None:
         (replace(PREPARE, base=4), "cannot rewind 3 tokens to 4"),
         (replace(DRAFT, base=4), "cannot rewind 3 tokens to 4"),
         (replace(PREPARE, tokens=[VOCABULARY]), "token 50 is not in"),
-        (replace(PREPARE, chain=[1, 2**31 - 1]), "token 2147483647 is not in"),
+        (replace(PREPARE, nodes=[1, 2**31 - 1]), "token 2147483647 is not in"),
         (replace(DRAFT, pending=VOCABULARY), "token 50 is not in"),
-        (replace(PREPARE, chain=[], fan_out=[]), "a chain of 0 tokens is not 1 to 5 long"),
-        (replace(PREPARE, chain=[1] * 6), "a chain of 6 tokens is not 1 to 5 long"),
+        (replace(PREPARE, nodes=[], fan_out=[]), "a chain of 0 tokens is not 1 to 5 long"),
+        (replace(PREPARE, nodes=[1] * 6), "a chain of 6 tokens is not 1 to 5 long"),
         (replace(PREPARE, fan_out=[1] * 3), "a fan-out of 3 lengths does not fit a chain of 2"),
         (replace(PREPARE, fan_out=[1, 256]), "257 branches are more than 256"),
+        (replace(PREPARE, parents=[1]), "row 1 of a tree cannot follow row 1"),
+        (replace(PREPARE, parents=[0, 0]), "2 parents for 1 draft tokens"),
+        (replace(PREPARE, nodes=[1, 2, 2], parents=[0, 0]), "siblings of a tree are the same"),
+        (replace(PREPARE, nodes=[1, 2, 3], parents=[0, 0]), "chains, not for trees"),
     ],
 )
 def test_what_does_not_fit_the_sequence_never_reaches_the_backend(message: Work, why: str) -> None:
@@ -277,3 +284,36 @@ def test_a_confidence_is_a_probability(confidence: float, monkeypatch: pytest.Mo
         for answer in drafter.handle(message):
             assert answer is not None
             assert Decoder[FromDrafter](FromDrafter).decode(encode(answer)) == answer
+
+
+TEXT = [1, 2, 3, 4, 5, 9, 1, 2, 6, 7, 8, 9, 1, 2, 3, 3, 9, 1]
+
+
+def told(message: Prepare | DraftNow) -> list[DraftTree]:
+    """What a drafter answers that takes trees."""
+    drafter = Drafter(NgramBackend())
+    list(drafter.handle(OpenSequence(sequence=3, tokens=TEXT, sampling=Sampling())))
+    answers = list(drafter.handle(replace(message, base=len(TEXT), tokens=[])))
+    return [answer for answer in answers if isinstance(answer, DraftTree)]
+
+
+def test_trees_are_answered_with_trees() -> None:
+    """Layers come with the places of their parents; without siblings, with none."""
+    now = replace(DRAFT, pending=2, accepted=4, count=3, siblings=1)
+    found = told(now)
+    assert [(tree.depth, tree.tokens, tree.parents, tree.last) for tree in found] == [
+        (1, [3, 6], [0, 0], False),
+        (2, [3, 7], [0, 1], False),
+        (3, [9, 8], [0, 1], True),
+    ]
+    assert [tree.outcomes for tree in found] == [[(4, 2)], [], []]
+    assert all(not tree.parents for tree in told(replace(now, siblings=0)))
+    forked = replace(PREPARE, nodes=[2, 3, 6], parents=[0, 0], fan_out=[0, 0, 1], siblings=1)
+    assert told(forked)[0].outcomes == [(2, 7)]
+
+
+def test_a_tree_that_ends_early_says_so() -> None:
+    """One end for each token of the last layer, and nothing after it."""
+    *_, last = told(replace(DRAFT, pending=2, accepted=0, count=20, siblings=1))
+    assert set(last.tokens) == {END_OF_BRANCH}
+    assert (last.parents, last.last) == ([], True)

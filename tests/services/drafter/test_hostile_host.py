@@ -1,15 +1,17 @@
 """A host of another kind, or of no good will: whatever it says, the drafter answers or refuses."""
 
-from collections.abc import Iterator
+import contextlib
 from functools import cache
 from itertools import islice
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from protocol.errors import ProtocolError
 from protocol.messages import (
+    MAX_PREPARED,
     CloseSequence,
     DraftNow,
     DraftTree,
@@ -18,9 +20,10 @@ from protocol.messages import (
     OpenSequence,
     Prepare,
     Sampling,
+    Tokens,
 )
 from protocol.transport.codec import Decoder, encode
-from services.drafter.backends.base import DraftBackend
+from services.drafter.backends.base import MAX_DRAFT_TOKENS, DraftBackend
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.ngram import NgramBackend
 from services.drafter.drafter import Drafter
@@ -32,7 +35,9 @@ FOLDER = tiny_folder("llama")
 DECODER: Decoder[FromDrafter] = Decoder(FromDrafter)
 PROMPT = list(range(20, 40))
 
-tokens = st.lists(st.integers(0, vocabulary_size() + 3), max_size=6)
+VOCABULARY = vocabulary_size()
+some_token = st.one_of(*[st.integers(0, VOCABULARY - 1)] * 9, st.integers(VOCABULARY, 2**31 - 1))
+tokens = st.lists(some_token, max_size=6)
 numbers = st.integers(0, 2)
 small = st.integers(0, 5)
 messages: st.SearchStrategy[Work] = st.one_of(
@@ -52,10 +57,10 @@ messages: st.SearchStrategy[Work] = st.one_of(
         Prepare,
         sequence=numbers,
         round=small,
-        base=st.integers(0, 12),
+        base=st.integers(0, 22),
         tokens=tokens,
-        chain=tokens,
-        fan_out=st.lists(st.integers(0, 3), max_size=6),
+        nodes=tokens,
+        fan_out=st.lists(st.sampled_from((0, 1, 2, 3, MAX_PREPARED)), max_size=6),
         depth=st.integers(0, 3),
         held_back=st.integers(0, 400),
     ),
@@ -63,9 +68,9 @@ messages: st.SearchStrategy[Work] = st.one_of(
         DraftNow,
         sequence=numbers,
         round=small,
-        base=st.integers(0, 12),
+        base=st.integers(0, 22),
         tokens=tokens,
-        pending=st.integers(0, vocabulary_size() + 3),
+        pending=some_token,
         accepted=small,
         count=st.integers(0, 3),
         held_back=st.integers(0, 400),
@@ -79,15 +84,49 @@ def backend_of(kind: str) -> DraftBackend:
     return MlxBackend(FOLDER, prefill_step_size=4) if kind == "mlx" else NgramBackend(FOLDER)
 
 
-def answers(drafter: Drafter, message: Work, most: int) -> Iterator[FromDrafter]:
-    """What the drafter says to a message until it is interrupted; a refusal is an answer too."""
-    work = drafter.handle(message)
-    try:
-        yield from (answer for answer in islice(work, most) if answer is not None)  # type: ignore[misc]
-    except ProtocolError:
-        pass
-    finally:
-        work.close()
+def is_sound(drafter: Drafter, message: Work) -> bool:
+    """Whether a message fits what the drafter holds: by the rules, written down once more."""
+    lengths = drafter._lengths
+    match message:
+        case OpenSequence():
+            return fits(drafter, message.tokens)
+        case CloseSequence():
+            return True
+        case Prepare() | DraftNow():
+            known = message.sequence in lengths and message.base <= lengths[message.sequence]
+            if not known or not fits(drafter, message.tokens):
+                return False
+        case _:
+            raise AssertionError(message)
+    if isinstance(message, DraftNow):
+        return fits(drafter, [message.pending])
+    rows = len(message.nodes)
+    return (
+        fits(drafter, message.nodes)
+        and 1 <= rows <= 1 + MAX_DRAFT_TOKENS
+        and len(message.fan_out) <= rows
+        and sum(message.fan_out) <= MAX_PREPARED
+    )
+
+
+def fits(drafter: Drafter, numbers: Tokens) -> bool:
+    size = drafter._backend.identity.vocabulary_size or 2**31
+    return all(number < size for number in numbers)
+
+
+def answers(drafter: Drafter, message: Work, most: int) -> list[FromDrafter]:
+    """What the drafter says to a message until it is interrupted; it refuses what is unsound."""
+    sound, work = is_sound(drafter, message), drafter.handle(message)
+    found: list[FromDrafter] = []
+    refusal = ""
+    with contextlib.closing(work):
+        try:
+            found += (answer for answer in islice(work, most) if answer is not None)  # type: ignore[misc]
+        except ProtocolError as error:
+            refusal = str(error)
+    # Lookup takes any token, but a grammar is about the model's.
+    assert sound == (not refusal or "grammar" in refusal), refusal
+    return found
 
 
 def good_draft(drafter: Drafter) -> list[DraftTree]:
@@ -106,11 +145,67 @@ def test_a_host_can_say_anything(kind: str, said: list[tuple[Work, int]]) -> Non
     drafter = Drafter(backend_of(kind))
     expected = [tree.tokens for tree in good_draft(drafter)]
     drafter.forget()
+    for number in (0, 1):  # what is said about them is not refused for that alone
+        list(drafter.handle(OpenSequence(sequence=number, tokens=PROMPT, sampling=Sampling())))
     for message, most in said:
         for answer in answers(drafter, message, most):
             assert DECODER.decode(encode(answer)) == answer
     assert [tree.tokens for tree in good_draft(drafter)] == expected
     drafter.forget()
+
+
+LENGTH = len(PROMPT)
+PREPARE = Prepare(
+    sequence=1, round=1, base=LENGTH, tokens=[], nodes=[20, 21], fan_out=[1, 1], depth=1
+)
+DRAFT = DraftNow(sequence=1, round=1, base=LENGTH, tokens=[], pending=20, accepted=0, count=1)
+UNSOUND: dict[str, Work] = {
+    "a prompt of no tokens of ours": OpenSequence(
+        sequence=2, tokens=[1, VOCABULARY], sampling=Sampling()
+    ),
+    "a round of a sequence that is not open": replace(PREPARE, sequence=2),
+    "a round on tokens that were never sent": replace(PREPARE, base=LENGTH + 1),
+    "a round after an unknown token": replace(PREPARE, base=3, tokens=[VOCABULARY]),
+    "a chain with an unknown token": replace(PREPARE, nodes=[20, 2**31 - 1]),
+    "no chain": replace(PREPARE, nodes=[], fan_out=[]),
+    "a chain that is too long": replace(PREPARE, nodes=[20] * (2 + MAX_DRAFT_TOKENS)),
+    "a fan-out behind the chain": replace(PREPARE, fan_out=[0, 0, 1]),
+    "too many branches": replace(PREPARE, fan_out=[MAX_PREPARED, 1]),
+    "a draft of a sequence that is not open": replace(DRAFT, sequence=2),
+    "a draft on tokens that were never sent": replace(DRAFT, base=LENGTH + 1),
+    "a draft after an unknown token": replace(DRAFT, base=3, tokens=[VOCABULARY]),
+    "a draft from an unknown token": replace(DRAFT, pending=VOCABULARY),
+}
+
+
+@pytest.mark.parametrize("kind", ["mlx", "ngram"])
+@pytest.mark.parametrize("name", UNSOUND)
+def test_each_rule_is_kept(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that breaks one rule is refused, changes nothing, and no backend sees it."""
+    message = UNSOUND[name]
+    if kind == "ngram" and "token" in name and "tokens that were" not in name:
+        pytest.skip("lookup has no vocabulary: any token may be looked up")
+    drafter = Drafter(backend_of(kind))
+    list(drafter.handle(OpenSequence(sequence=1, tokens=PROMPT, sampling=Sampling())))
+    before = [list(drafter.handle(DRAFT)), dict(drafter._lengths)]
+    with monkeypatch.context() as watched:
+        for name_of_call in ("open", "commit", "prepare", "draft"):
+            watched.setattr(drafter._backend, name_of_call, fail_if_called)
+        with pytest.raises(ProtocolError):
+            list(drafter.handle(message))
+    after = [list(drafter.handle(DRAFT)), dict(drafter._lengths)]
+    assert [strip(one) for one in before[0]] == [strip(one) for one in after[0]]
+    assert before[1] == after[1]
+    drafter.forget()
+
+
+def fail_if_called(*arguments: object) -> None:
+    pytest.fail(f"a backend was given {arguments}")
+
+
+def strip(answer: object) -> object:
+    """A tree without its times."""
+    return replace(answer, draft_ms=0.0, at_ns=0) if isinstance(answer, DraftTree) else answer
 
 
 EXTREMES = [
@@ -147,7 +242,7 @@ def test_extreme_settings_make_valid_messages(sampling: Sampling) -> None:
         round=1,
         base=length,
         tokens=[],
-        chain=[20, 21, 22],
+        nodes=[20, 21, 22],
         fan_out=[3, 3, 3],
         depth=4,
         held_back=3,

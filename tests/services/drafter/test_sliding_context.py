@@ -20,6 +20,7 @@ from services.drafter.backends.base import (
     DraftedToken,
     Outcome,
     RoundOptions,
+    Rows,
     TreeLayer,
 )
 from services.drafter.backends.mlx import MlxBackend
@@ -131,6 +132,49 @@ def test_it_is_opened_anew_rarely() -> None:
         backend.commit(1, position, [5])
         assert len(said(backend.prepare(1, [7], [1], 4))) == 4
     assert 8 <= inner.prefills <= 20
+
+
+class Reader(Narrow):
+    """One that reads the target: what it was told at each position since it was opened last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[int, float] = {}
+
+    def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
+        self.told.clear()
+        yield from super().open(sequence, tokens, sampling)
+
+    def read(self, sequence: int, first: int, rows: Rows) -> None:
+        assert sequence in self.held
+        assert first >= 0
+        self.told |= {first + place: float(row[0]) for place, row in enumerate(rows)}
+
+
+def test_states_come_with_the_tokens_that_are_given_again() -> None:
+    """A state is told at the position that its token has in the window, however it is moved."""
+    inner = Reader()
+    backend = SlidingContextBackend(inner)
+    said(backend.open(1, list(range(30)), Sampling()))
+    backend.read(1, 0, np.arange(30.0)[:, None])
+    for position in range(30, 100):
+        backend.commit(1, position, [position])
+        backend.read(1, position, np.array([[float(position)]]))
+        said(backend.prepare(1, [7], [1], 4))
+        assert inner.told == dict(enumerate(map(float, inner.held[1])))
+
+
+def test_states_that_come_while_nothing_is_drafted_do_not_pile_up() -> None:
+    """A long answer in a pause: those that the next window has are kept, and no others."""
+    inner = Reader()
+    backend = SlidingContextBackend(inner)
+    said(backend.open(1, list(range(30)), Sampling()))
+    for position in range(30, 300):
+        backend.read(1, position, np.array([[float(position)]]))
+    assert len(backend._windows[1].states) == CONTEXT
+    backend.commit(1, 30, list(range(30, 300)))
+    said(backend.prepare(1, [7], [1], 4))
+    assert inner.told == dict(enumerate(map(float, inner.held[1])))
 
 
 def test_what_no_window_holds_is_not_drafted() -> None:

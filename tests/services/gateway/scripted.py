@@ -3,15 +3,15 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any, cast
 
 import uvicorn
 
-from protocol.messages import Finished, FinishReason, Generate, Statistics, Status, Text
-from protocol.settings import GatewaySettings
+from protocol.gateway import GatewayModel, GatewaySettings
+from protocol.messages import Finished, FinishReason, Generate, Progress, Statistics, Status, Text
 from services.gateway.app import Gateway
 from tests.support.tiny_models import tokenizer_json
 
@@ -50,7 +50,9 @@ class ScriptedClient:
     async def status(self, timeout_s: float) -> Status:
         return STATUS
 
-    async def generate(self, request: Generate) -> AsyncGenerator[Text | Finished]:
+    async def generate(
+        self, request: Generate, on_progress: Callable[[Progress], None] = lambda _: None
+    ) -> AsyncGenerator[Text | Finished]:
         self.requests.append(request)
         text = "" if request.count_only else self.texts.pop(0)
         self.open += 1
@@ -61,6 +63,9 @@ class ScriptedClient:
             yield finish(self.reason, stop_string=self.stop_string)
         finally:
             self.open -= 1
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def _cut(self, text: str) -> Iterator[str]:
         while True:
@@ -75,12 +80,12 @@ def serving(client: ScriptedClient, folder: Path | None = None, **settings: Any)
     full = GatewaySettings(
         lifeline=0,
         listener=0,
-        clients_address="",
-        names=["large"],
-        model=str(folder) if folder else "",
+        models=[
+            GatewayModel(names=["large"], clients_address="", folder=str(folder) if folder else "")
+        ],
         **settings,
     )
-    application = Gateway(full, cast("Any", client)).app("")
+    application = Gateway(full, lambda _: cast("Any", client)).app("")
     config = uvicorn.Config(application, port=0, log_config=None, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = Thread(target=server.run)

@@ -203,6 +203,36 @@ def test_several_texts_are_continued(tmp_path: Path) -> None:
     assert [request.tokens for request in stub.requests[-2:]] == [[5, 6], [7]]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"],
+         "<|fim_prefix|>def f(<|fim_suffix|>: pass<|fim_middle|>"),
+        (["[PREFIX]", "[SUFFIX]"], "[SUFFIX]: pass[PREFIX]def f("),
+    ],
+    ids=["prefix first", "suffix first"],
+)  # fmt: skip
+def test_a_gap_is_filled(tmp_path: Path, tokens: list[str], text: str) -> None:
+    """By models that have tokens for it; `echo` repeats the text before the gap."""
+    stub = ScriptedClient("x)")
+    asked: dict[str, Any] = {"model": "large", "prompt": "def f(", "suffix": ": pass"}
+    with (
+        serving(stub, write_template(tmp_path, PLAIN, tokens)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = client.completions.create(**asked, echo=True)
+    assert answer.choices[0].text == "def f(x)"
+    assert stub.requests[0].text == text
+
+
+def test_a_gap_is_left_to_those_who_can(tmp_path: Path) -> None:
+    """Others refuse, and so does a prompt of tokens."""
+    with asking(ScriptedClient(), tmp_path) as client:
+        for prompt, reason in (("a", "has no tokens for filling in"), ([5], "given as text")):
+            with pytest.raises(openai.BadRequestError, match=reason):
+                client.completions.create(model="large", prompt=prompt, suffix="b")
+
+
 def test_the_other_rule_is_there(tmp_path: Path) -> None:
     """Acceptance by rejection, with the drafter's own sampling and Saguaro's weight."""
     stub = ScriptedClient(*"abc")

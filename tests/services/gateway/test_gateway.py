@@ -304,6 +304,12 @@ def test_a_refusal_is_an_error_in_a_stream_too(client: openai.OpenAI) -> None:
         assert caught.value.code == "context_length_exceeded"
 
 
+def test_an_answer_without_an_end_follows_no_schema(client: openai.OpenAI) -> None:
+    """A model without a stop token cannot say that the JSON is complete: it is refused."""
+    with pytest.raises(openai.BadRequestError, match="eos_token"):
+        chat(client, response_format={"type": "json_object"})
+
+
 def test_other_models_are_not_pretended(client: openai.OpenAI) -> None:
     """There is one pair; asking for another model or drafter says so."""
     with pytest.raises(openai.NotFoundError, match="gpt-x"):

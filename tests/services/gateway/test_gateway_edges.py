@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
@@ -21,8 +20,8 @@ from protocol.errors import (
     SsdError,
     UsageError,
 )
-from protocol.messages import Finished, Generate, Status, Text
-from protocol.settings import GatewaySettings
+from protocol.gateway import GatewayModel, GatewaySettings
+from protocol.messages import Finished, Generate, Progress, Status, Text
 from services.gateway import app as app_module
 from services.gateway.app import Gateway
 from services.gateway.auth import RateLimit
@@ -34,6 +33,9 @@ from services.gateway.stream import watch_events
 
 STATUS = Status(pid=1, model="/models/large", services=[], active=0, waiting=0)
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+MODELS = [GatewayModel(names=["large"], clients_address="")]
 
 
 class FakeClient:
@@ -53,8 +55,12 @@ class FakeClient:
             raise self._error
         return STATUS
 
-    async def generate(self, request: Generate) -> AsyncGenerator[Text | Finished]:
+    async def generate(
+        self, request: Generate, on_progress: Callable[[Progress], None] = lambda _: None
+    ) -> AsyncGenerator[Text | Finished]:
         try:
+            if request.progress:
+                on_progress(Progress(request=request.request, prompt_tokens=6000, computed=1024))
             await self.speak.wait()
             for _ in range(self._words):
                 yield Text(request=request.request, tokens=[5], origins=["hit"], pieces=["word"])
@@ -71,8 +77,8 @@ def ask(
 ) -> tuple[int, str]:  # fmt: skip
     """Status and body of one request; the client leaves after so many pieces of the answer, and
     `when` is called with each."""
-    settings = GatewaySettings(lifeline=0, listener=0, clients_address="", names=["large"])
-    application = application or Gateway(settings, client).app(key)
+    settings = GatewaySettings(lifeline=0, listener=0, models=MODELS)
+    application = application or Gateway(settings, lambda _: client).app(key)
     given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
     scope = {
         "type": "http",
@@ -139,10 +145,8 @@ def test_a_stream_that_breaks_says_so() -> None:
 @pytest.mark.parametrize(("host", "status"), [("box.local:80", 429), ("other.local", 403)])
 def test_other_names_may_be_allowed(host: str, status: int) -> None:
     """Those of containers and tunnels, for instance."""
-    settings = GatewaySettings(
-        lifeline=0, listener=0, clients_address="", names=["large"], hosts=["Box.local"]
-    )
-    application = Gateway(settings, cast("Any", FakeClient(Busy("full")))).app("")
+    settings = GatewaySettings(lifeline=0, listener=0, models=MODELS, hosts=["Box.local"])
+    application = Gateway(settings, lambda _: cast("Any", FakeClient(Busy("full")))).app("")
     assert ask(None, BODY, headers={"host": host}, application=application)[0] == status
 
 
@@ -157,7 +161,10 @@ ALIVE: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_a_long_prefill_keeps_the_connection_alive(
     monkeypatch: pytest.MonkeyPatch, case: tuple[str, dict[str, Any], str]
 ) -> None:
-    """While nothing can be said, each API sends what its clients skip: not all count comments."""
+    """While nothing can be said, each API sends what its clients skip: not all count comments.
+
+    Comments say how much of the prompt is computed.
+    """
     path, fields, sign = case
     monkeypatch.setattr(app_module, "_KEEP_ALIVE_S", 0.01)
     client = FakeClient(RuntimeFailure("enough"), words=1, silence=True)
@@ -171,6 +178,7 @@ def test_a_long_prefill_keeps_the_connection_alive(
     _, text = ask(client, {**BODY, **fields, "stream": True}, path=path, when=hear)
     silence, _, _ = text.partition("word")
     assert silence.count(sign) >= 3
+    assert silence.count(": prefill 1024 of 6000 tokens\n\n") >= 2
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -275,10 +283,10 @@ def test_pages_of_others_stay_outside(headers: dict[str, str], status: int, key:
     With a key too: a browser may know it from elsewhere.
     """
     settings = GatewaySettings(
-        lifeline=0, listener=0, clients_address="", names=["large"],
+        lifeline=0, listener=0, models=MODELS,
         allowed_origins=["http://friend.example"],
     )  # fmt: skip
-    application = Gateway(settings, cast("Any", FakeClient(Busy("full")))).app(key)
+    application = Gateway(settings, lambda _: cast("Any", FakeClient(Busy("full")))).app(key)
     given = {"authorization": f"Bearer {key}", **headers}
     assert ask(None, BODY, headers=given, application=application)[0] == status
 
@@ -350,39 +358,6 @@ def test_requests_are_bounded(case: tuple[str, dict[str, Any]]) -> None:
     assert json.loads(text)["error"]["message"]
 
 
-def test_hostile_grammars_leave_a_bystander_alone() -> None:
-    """Its words come while a schema is looked at for as long as that may take."""
-    pattern = "^" + "a?" * 500 + "a" * 500 + "$"
-    schema = {"type": "string", "pattern": pattern}
-    hostile = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
-    settings = GatewaySettings(lifeline=0, listener=0, clients_address="", names=["large"])
-    client = FakeClient(RuntimeFailure("asked"), words=3)
-    gateway = Gateway(settings, cast("Any", client))
-    slow = threading.Event()
-    gateway._grammars = cast("Any", SlowChecker(slow))
-    application = gateway.app("")
-
-    async def both() -> tuple[int, int]:
-        attack = asyncio.ensure_future(send(application, {**BODY, **hostile}))
-        bystander = await send(application, {**BODY, "stream": True})
-        assert not attack.done()
-        slow.set()
-        return bystander, await attack
-
-    assert asyncio.run(both()) == (200, 400)
-
-
-class SlowChecker:
-    """Needs as long as it is let, and then refuses."""
-
-    def __init__(self, until: threading.Event) -> None:
-        self._until = until
-
-    def check(self, grammar: str) -> None:
-        assert self._until.wait(60)
-        raise UsageError("the schema takes too long")
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -422,10 +397,10 @@ def test_a_stranger_learns_little_from_health() -> None:
 
 def test_haste_is_refused_for_a_while() -> None:
     """So many requests a minute from an address; then 429 with the time to wait, and no answer."""
-    settings = GatewaySettings(
-        lifeline=0, listener=0, clients_address="", names=["large"], rate_limit=2
+    settings = GatewaySettings(lifeline=0, listener=0, models=MODELS, rate_limit=2)
+    application = Gateway(settings, lambda _: cast("Any", FakeClient(RuntimeFailure("asked")))).app(
+        ""
     )
-    application = Gateway(settings, cast("Any", FakeClient(RuntimeFailure("asked")))).app("")
     asked = [ask(None, BODY, application=application) for _ in range(3)]
     assert [status for status, _ in asked] == [500, 500, 429]
     error = json.loads(asked[-1][1])["error"]
@@ -470,7 +445,7 @@ def test_a_key_that_is_gone_opens_no_door(tmp_path: Path) -> None:
     empty.touch()
     for file in (empty, tmp_path / "missing"):
         settings = GatewaySettings(
-            lifeline=0, clients_address="", listener=-1, names=["m"], hosts=[], key_file=str(file)
+            lifeline=0, models=MODELS, listener=-1, hosts=[], key_file=str(file)
         )
         with pytest.raises(UsageError, match="the API key"):
             run(settings)

@@ -223,7 +223,7 @@ class RefusingClient(ScriptedClient):
         super().__init__()
         self._reason = reason
 
-    async def generate(self, request: Generate) -> Any:
+    async def generate(self, request: Generate, on_progress: Any = None) -> Any:
         raise UsageError(self._reason)
         yield
 

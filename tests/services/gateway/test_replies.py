@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.gateway import GatewayModel, GatewaySettings
 from protocol.messages import ChatMessage, Sampling, Text
-from protocol.settings import GatewaySettings
 from services.gateway.dialects.base import Reading, Reply
 from services.gateway.dialects.chat_reply import read_chat
 from services.gateway.dialects.conversations import Conversations
@@ -21,7 +21,9 @@ from services.gateway.template import ModelText
 from services.gateway.transcript import AnswerFormat, Transcript
 from tests.services.gateway.scripted import STATUS, finish
 
-GATEWAY = GatewaySettings(lifeline=0, listener=0, clients_address="", names=["m"])
+GATEWAY = GatewaySettings(
+    lifeline=0, listener=0, models=[GatewayModel(names=["m"], clients_address="")]
+)
 THINKS = AnswerFormat(thoughts=ThoughtFormat("<think>", "</think>"))
 WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}',
          "\n", " ", "word", "<", "</", "<tool_"]  # fmt: skip
@@ -128,7 +130,9 @@ def whole_chat(body: dict[str, Any]) -> Parts:
 def make_reply(reading: Reading) -> Reply:
     choice = TaskPlanner(ModelText()).plan(reading.task)[0]
     reader = THINKS.reader(reading.task.functions)
-    return reading.make_reply([Choice(0, choice.request, Transcript(reader))], STATUS, "m")
+    reply = reading.make_reply("m")
+    reply.open([Choice(0, choice.request, Transcript(reader))], STATUS)
+    return reply
 
 
 def read_response(body: bytes, settings: GatewaySettings) -> Reading:

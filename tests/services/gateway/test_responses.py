@@ -235,7 +235,7 @@ class FailingClient(ScriptedClient):
         super().__init__()
         self._error, self._words = error, words
 
-    async def generate(self, request: Generate) -> Any:
+    async def generate(self, request: Generate, on_progress: Any = None) -> Any:
         for _ in range(self._words):
             yield Text(request=1, tokens=[5], origins=["hit"], pieces=["word"])
         raise self._error

@@ -13,7 +13,8 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from protocol.errors import ModelError
-from services.kv.cache import KVStore, SlotCache, windows_of
+from services.kv.cache import KVStore, windows_of
+from services.kv.slots import SlotCache
 from tests.support.reference import reference
 from tests.support.tiny_models import FAMILIES, RECURRENT, SLOTTED, WINDOW
 
@@ -169,7 +170,7 @@ def test_only_what_is_there_can_be_trimmed(length: int) -> None:
 def test_an_empty_cache_has_nothing_to_move() -> None:
     """Moving before anything was stored is an error, not silence."""
     with pytest.raises(ValueError, match="no slots to move"):
-        KVStore([None], bucketed=False).move([0])
+        KVStore([None], bucketed=False).move([1])
     assert KVStore([None], bucketed=False).caches[0].state == []
 
 

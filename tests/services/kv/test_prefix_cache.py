@@ -60,7 +60,7 @@ class Turn:
                 sequence=self.number,
                 round=1,
                 position=len(self.tokens) - 1,
-                chain=[self.tokens[-1], *draft],
+                nodes=[self.tokens[-1], *draft],
             )
             [outcome] = said(self.verifier.handle(asked))
             assert isinstance(outcome, VerificationOutcome)
@@ -277,7 +277,7 @@ def test_kv_is_counted_in_tokens() -> None:
     store.chain(256)
     module(mx.array([[1] * 256]), cache=store.caches)
     verifier = verifier_of("llama")
-    assert verifier.kv_tokens(store.nbytes) == 256
-    assert verifier.kv_tokens(10 * store.nbytes) == 2560
-    assert verifier.kv_tokens(0) > 2560
-    assert verifier_of("mamba").kv_tokens(10**6) == 0
+    assert verifier.kv_tokens(store.nbytes).tokens == 256
+    assert verifier.kv_tokens(10 * store.nbytes).tokens == 2560
+    assert verifier.kv_tokens(0).tokens > 2560
+    assert verifier_of("mamba").kv_tokens(10**6).tokens == 0

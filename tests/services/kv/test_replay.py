@@ -8,7 +8,8 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import gated_delta, mamba2, qwen3_next, ssm
 
-from services.kv.replay import Recording, RecordingConv1d, install_hooks, start_recording
+from services.kv.recording import Recording, start_recording
+from services.kv.replay import RecordingConv1d, install_hooks
 from services.mlx.loader import load
 from tests.support.reference import tiny_folder
 

@@ -12,6 +12,7 @@ from protocol.errors import ModelError
 from protocol.messages import OpenSequence, Sampling
 from services.kv import replay
 from services.kv.layered import LayeredState
+from services.kv.recording import Tape
 from services.kv.rewinding import find_rewinding
 from services.kv.state import SequenceState
 from services.mlx.loader import load
@@ -54,6 +55,23 @@ def test_without_hooks_tokens_are_fed_again() -> None:
     assert found.description == (
         "2 x recurrent, 1 x attention; accepted tokens are fed again after a rejection"
     )
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "mamba2"])
+def test_a_pass_that_is_not_gone_back_into_is_not_recorded(family: str) -> None:
+    """After the trial at load, a single token and a prompt: nothing would ever drop it."""
+    model = load(tiny_folder(family)).module
+    found = find_rewinding(model, bucketed=False)
+    assert Tape.current is None
+    state = found.make()
+    state.append(2)
+    assert Tape.current is not None
+    model(mx.array([[1, 2]]), cache=state.caches)
+    state.append(1)
+    assert Tape.current is None
+    model(mx.array([[3]]), cache=state.caches)
+    state.append(4, whole=True)
+    assert Tape.current is None
 
 
 def test_a_replay_that_is_wrong_is_not_used(
@@ -181,6 +199,18 @@ def test_checkpoints_are_few_and_far_apart() -> None:
     assert len(held) == 4
     assert held[0] == 0
     assert state.resumable(12) == 12
+
+
+def test_the_end_of_the_last_message_stays() -> None:
+    """However near the checkpoint behind it is."""
+    model, state = layered("lfm2")
+    for length in (4, 8, 9, 12, 16, 17, 20, 24, 25):
+        run(model, state, [1] * (length - state.length), length - state.length)
+        state.checkpoint(ends_turn=length in (9, 17))
+    held = [length for length in range(1, 26) if state.resumable(length) == length]
+    assert 17 in held
+    assert 9 not in held
+    assert len(held) == 4
 
 
 def test_the_memory_of_a_window_model_does_not_grow_with_its_windows() -> None:

@@ -70,6 +70,21 @@ def test_a_query_gives_the_same_bits_in_any_company(helpers: int) -> None:
         np.testing.assert_array_equal(np.array(found), np.array(masked))
 
 
+def test_hidden_slots_between_change_no_bit() -> None:
+    """A row of a tree has its ancestors' slots, wherever they are, as if they stood together."""
+    queries, keys, values = rows(5)
+    mask = np.random.default_rng(3).random((5, SLOTS)) < 0.7
+    mask[0, :150], mask[1] = True, True
+    found = attend(queries, keys, values, 0.2, mx.array(mask))
+    for row in range(5):
+        seen = mx.array(np.flatnonzero(mask[row]))
+        own = [mx.contiguous(mx.take(array, seen, axis=2)) for array in (keys, values)]
+        alone = attend(queries[:, :, row : row + 1], *own, 0.2, None)
+        assert found is not None
+        assert alone is not None
+        np.testing.assert_array_equal(np.array(found)[:, :, row], np.array(alone)[:, :, 0])
+
+
 def test_far_scores_and_no_slots() -> None:
     """A slot that dominates takes all weight; a query that sees nothing gives zeros."""
     queries, keys, values = rows(2)

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from services.mlx.decode_attention import _takes
+from services.batching.slot_table import attend_gathered
+from services.mlx.decode_attention import _takes, attend_table
 
 _ROOT = Path(__file__).parents[3]
 _DEADLINE_S = 120
@@ -122,3 +123,27 @@ def test_which_calls_it_serves() -> None:
             _call(5, 256, mask=mx.zeros((5, 256), mx.float16)),
         ]
     )
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_a_table_is_attended_as_mlx_does(size: int, dtype: mx.Dtype) -> None:
+    """Five rows of three sequences, whose seats have 256 slots; heads of a token side by side."""
+    shapes = [(1, 5, 6, size), (2, 4 * 256, size), (2, 4 * 256, size)]
+    q, k, v = (mx.random.normal(s, dtype, key=mx.random.key(i)) for i, s in enumerate(shapes))
+    first = mx.array([512, 0, 0, 768, 768], mx.int32)
+    ends = mx.array([[7], [200], [201], [31], [32]])
+    arguments = (q.swapaxes(1, 2), k, v, mx.arange(256)[None] < ends, first, size**-0.5)
+    expected = attend_gathered(*arguments).astype(mx.float32)
+    distance: Any = mx.linalg.norm(attend_table(*arguments).astype(mx.float32) - expected)
+    assert distance.item() < 0.01 * float(mx.linalg.norm(expected))
+
+
+def test_a_table_of_another_kind_is_refused() -> None:
+    """What the kernel does not take is found out before a model is served with it."""
+    rows = mx.zeros((1, 4, 3, 80), mx.float16)
+    table = mx.zeros((2, 512, 80), mx.float16)
+    mask, first = mx.ones((3, 256), mx.bool_), mx.zeros(3, mx.int32)
+    with pytest.raises(TypeError, match="size 80"):
+        attend_table(rows, table, table, mask, first, 1.0)

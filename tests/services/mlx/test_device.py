@@ -15,8 +15,9 @@ from protocol.messages import Sampling
 from protocol.settings import Device
 from services.mlx.device import bind
 from tests.launch.test_cli import USAGE, complains, ssd
-from tests.support.stack import RunningStack, running
-from tests.support.tiny_models import write_tiny_model
+from tests.support.reference import Reference
+from tests.support.stack import running
+from tests.support.tiny_models import write_endless_model, write_tiny_model
 
 no_cuda = pytest.mark.skipif(mx.cuda.is_available(), reason="there is CUDA here")
 
@@ -97,40 +98,39 @@ def test_a_size_that_is_none_is_refused(run_dir: Path) -> None:
     complains(ssd("generate", "hello", "--emulate-target-cost", "huge"), USAGE, "huge")
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    base = tmp_path_factory.mktemp("pair")
-    target = write_tiny_model(base / "target", "llama", seed=1)
-    draft = write_tiny_model(base / "draft", "llama", seed=1, noise=0.3)
-    return str(target), str(draft)
-
-
-def answers(stack: RunningStack) -> list[list[int]]:
-    sampled = Sampling(temperature=0.8, top_p=0.9, seed=5)
-    return [
-        stack.answer("the quick brown fox", mode=mode, sampling=sampling, max_tokens=48).tokens
-        for mode in ("ar", "sd", "ssd")
-        for sampling in (Sampling(), sampled)
-    ]
+PROMPT = (0, *[97, 41, 250, 33, 8] * 3, 19, 203, 64)
+LENGTH = 48
+SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=5)]
 
 
 @pytest.mark.processes
-def test_an_emulated_cost_changes_no_token(run_dir: Path, pair: tuple[str, str]) -> None:
-    """All modes, greedy and sampled, agree with the plain stack; the label is everywhere."""
-    plain_settings = StackSettings(model=pair[0], draft_model=pair[1])
-    with running(plain_settings) as stack:
-        expected = answers(stack)
-        assert stack.answer("a", max_tokens=2).statistics.emulated_cost == ""
+def test_an_emulated_cost_changes_no_token(run_dir: Path, tmp_path: Path) -> None:
+    """All modes, greedy and sampled, agree with mlx-lm; the label is everywhere."""
+    target = write_endless_model(tmp_path / "target", "llama", seed=1)
+    draft = write_endless_model(tmp_path / "draft", "llama", seed=1, noise=0.3)
+    expected = [Reference(target).decoded(list(PROMPT), LENGTH, law) for law in SAMPLINGS]
     settings = StackSettings(
-        model=pair[0],
-        draft_model=pair[1],
+        model=str(target),
+        draft_model=str(draft),
         target_device="cpu",
         draft_device="cpu",
         emulate_target_cost="60MB",
     )
     with running(settings) as stack:
-        assert expected == answers(stack)
-        assert "60MB" in stack.answer("a", max_tokens=2).statistics.emulated_cost
+        for mode, drafts in (("ar", 0), ("sd", 3), ("ssd", 3)):
+            answers = [
+                stack.answer(
+                    "",
+                    tokens=list(PROMPT),
+                    mode=mode,
+                    sampling=law,
+                    max_tokens=LENGTH,
+                    num_draft_tokens=drafts,
+                )
+                for law in SAMPLINGS
+            ]
+            assert [answer.tokens for answer in answers] == expected
+            assert "60MB" in answers[0].statistics.emulated_cost
         said = {s.role: s.emulated_cost for s in stack.client.status().services}
         shown = {line.role: (line.device, line.emulated_cost) for line in stack.lines}
     assert said["drafter"] == ""

@@ -6,10 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from protocol.decoding.token_tree import read_tree
 from services.batching.forward import Batcher
 from services.batching.packing import enable_packing
 from services.kv.cache import KVStore, windows_of
+from services.mlx import traced_forward
 from services.mlx.loader import load
+from services.mlx.rope import allow_branches
 from services.mlx.traced_forward import MOST_ROWS, TracedForward, trace_if_faster
 from tests.support.tiny_models import write_tiny_model
 
@@ -67,6 +70,60 @@ def test_forks_keep_their_own_tokens(model: Any) -> None:
     _assert_same(model, traced, own, other)
 
 
+TREES = {
+    "two": read_tree([5, 9, 3], [0, 0]),
+    "six": read_tree([5, 9, 3, 11, 4, 7], [0, 1, 0, 1, 3]),
+    "wide": read_tree(list(range(3, 20)), [0] * 16),
+    "deep": read_tree(list(range(3, 35)), [max(0, row - 2) for row in range(31)]),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_tree_is_replayed_right_wherever_it_is(model: Any, name: str) -> None:
+    """Padding changes no row; the path that stands is moved; a bucket's end is no border."""
+    allow_branches(model)
+    traced, tree = TracedForward(model), TREES[name]
+    path = tree.path(len(tree) - 1)
+    for length in (5, 6, 240, 251):
+        own, other = _prefill(model, length), _prefill(model, length)
+        for _ in range(2):
+            for store in (own, other):
+                store.append_tree(tree)
+            assert traced.can_trace(other)
+            tokens = mx.array(tree.tokens)[None]
+            expected = np.array(model(tokens, cache=own.caches))
+            np.testing.assert_allclose(np.array(traced(tokens, other)), expected, atol=1e-4)
+            for store in (own, other):
+                store.commit_rows(path)
+            _assert_same(model, traced, own, other)
+
+
+def test_trees_are_served_by_the_sizes_that_were_traced(model: Any) -> None:
+    """Smaller ones are padded; another size, or a buffer that would have to grow, is not."""
+    traced = TracedForward(model)
+    traced.prepare_tree(8, 256, lambda: KVStore(windows_of(model), bucketed=False))
+    for length, name, served in [(9, "six", True), (9, "two", False), (250, "six", False)]:
+        store = _prefill(model, length)
+        store.append_tree(TREES[name])
+        assert traced.serves(store) is served
+    chain = _prefill(model, 9)
+    chain.chain(8)
+    assert not traced.serves(chain)
+    large = _prefill(model, 9)
+    large.append_tree(read_tree(list(range(1, 35)), [0] * 33))
+    assert not traced.can_trace(large)
+
+
+def test_a_traced_tree_in_a_fork_leaves_the_others_alone(model: Any) -> None:
+    """It writes, padding included, into no buffer that another holds."""
+    traced = TracedForward(model)
+    own, other = _prefill(model, 20), _prefill(model, 20)
+    fork = other.fork(10)
+    fork.append_tree(TREES["six"])
+    mx.eval(traced(mx.array(TREES["six"].tokens)[None], fork))
+    _assert_same(model, traced, own, other)
+
+
 @pytest.mark.parametrize(("rows", "served"), [(1, False), (2, True), (MOST_ROWS + 1, False)])
 def test_which_chains_are_served(model: Any, rows: int, *, served: bool) -> None:
     store = _prefill(model, 4)
@@ -117,7 +174,39 @@ class _WrongInTraces:
 def test_a_wrong_trace_is_not_used(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     wrong = _WrongInTraces(model)
     assert trace_if_faster(wrong, lambda: KVStore(windows_of(model), bucketed=False)) is None
+    assert "of chains is" in caplog.text
     assert "from the model's own: not used" in caplog.text
+
+
+class _WrongInTrees:
+    """A model that gives other logits where traced rows have positions of their own."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        logits: mx.array = self._model(tokens, cache=cache)
+        offset = cache[0].offset
+        forks = isinstance(offset, mx.array) and offset.ndim > 0
+        return logits + 1.0 if forks and hasattr(cache[0], "is_traced") else logits
+
+
+def test_wrong_traces_of_trees_are_found_at_load(
+    model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains may be traced where trees are not; how fast either is, is not asked here."""
+    allow_branches(model)
+    monkeypatch.setattr(traced_forward, "_WORTHWHILE", float("inf"))
+    monkeypatch.setattr(traced_forward, "TRACED_SLOTS", (256,))
+    for name, one in (("right", model), ("wrong", _WrongInTrees(model))):
+        traced = trace_if_faster(
+            one, lambda: KVStore(windows_of(model), bucketed=False), takes_trees=True
+        )
+        assert traced is not None
+        store = _prefill(model, 9)
+        store.append_tree(TREES["six"])
+        assert traced.serves(store) is (name == "right")
+    assert "of trees is" in caplog.text
 
 
 class _Deciding(_WrongInTraces):

@@ -11,7 +11,13 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from protocol.errors import DeadlineExceeded, ModelError, ProtocolError, RuntimeFailure
+from protocol.errors import (
+    DeadlineExceeded,
+    ModelError,
+    OutOfMemory,
+    ProtocolError,
+    RuntimeFailure,
+)
 from protocol.messages import (
     PROTOCOL_VERSION,
     CloseSequence,
@@ -37,7 +43,7 @@ from protocol.transport.address import ipc_address
 from protocol.transport.channel import Channel, Hub
 from protocol.transport.codec import Decoder
 from services.runtime.inbox import Work
-from services.runtime.loop import Identity, serve
+from services.runtime.loop import Identity, _stamp, serve
 
 PATIENCE_S = 60.0
 
@@ -55,7 +61,7 @@ IDENTITY = Identity(
 
 def prepare(round_: int, *, sequence: int = 1, depth: int = 3) -> Prepare:
     return Prepare(
-        sequence=sequence, round=round_, base=0, tokens=[], chain=[1], fan_out=[1], depth=depth
+        sequence=sequence, round=round_, base=0, tokens=[], nodes=[1], fan_out=[1], depth=depth
     )
 
 
@@ -99,7 +105,7 @@ class FakeService:
             case Prepare():
                 yield from (tree(message, depth) for depth in range(1, message.depth + 1))
             case Verify():
-                raise ValueError(f"no verification of {message.chain} here")
+                raise ValueError(f"no verification of {message.nodes} here")
             case _:
                 return
 
@@ -334,7 +340,7 @@ def test_answers_leave_as_they_are_ready(running: Running) -> None:
 def test_one_failure_is_not_the_end(running: Running, caplog: pytest.LogCaptureFixture) -> None:
     """A message that cannot be served is answered by Failed; the service goes on."""
     with caplog.at_level(logging.ERROR):
-        running.send(Verify(sequence=7, round=1, position=0, chain=[4]), opening(8))
+        running.send(Verify(sequence=7, round=1, position=0, nodes=[4]), opening(8))
         failed = running.receive()
         reason = "ValueError: no verification of [4] here"
         assert failed == Failed(sequence=7, error=reason)
@@ -354,6 +360,21 @@ def test_a_failure_may_come_after_answers(running: Running) -> None:
     assert running.receive() == tree(prepare(1), 1)
     assert running.receive() == Failed(sequence=1, error="MemoryError: no room for more")
     running.send(opening(2))
+    assert running.receive() == Prefilled(sequence=2, length=2, prefill_ms=0.0)
+
+
+def test_memory_that_runs_out_ends_one_request(running: Running) -> None:
+    """The sentence reaches the client as it is, and other sequences are served."""
+
+    def refuse(message: Work, number: int) -> None:
+        if message.sequence == 1:
+            raise OutOfMemory("a pass over 512 tokens needs 3000 MB of memory")
+
+    running.service.before_answer = refuse
+    running.send(opening(1), opening(2))
+    assert running.receive() == Failed(
+        sequence=1, error="a pass over 512 tokens needs 3000 MB of memory"
+    )
     assert running.receive() == Prefilled(sequence=2, length=2, prefill_ms=0.0)
 
 
@@ -411,14 +432,14 @@ def test_one_who_waits_for_others_goes_on_when_they_come(running: Running) -> No
 
 def test_what_was_never_begun_is_not_lost(running: Running) -> None:
     """Of two rounds in line only the newer is worked for, with the tokens that both told."""
-    old = Prepare(sequence=1, round=1, base=4, tokens=[7, 8], chain=[9], fan_out=[1], depth=2)
-    new = Prepare(sequence=1, round=2, base=6, tokens=[9, 3], chain=[5], fan_out=[1], depth=1)
+    old = Prepare(sequence=1, round=1, base=4, tokens=[7, 8], nodes=[9], fan_out=[1], depth=2)
+    new = Prepare(sequence=1, round=2, base=6, tokens=[9, 3], nodes=[5], fan_out=[1], depth=1)
     with paused(running, prepare(1, sequence=2), 0):
         running.send(old, new)
     answers = answers_until(running, tree(prepare(1, sequence=2), 3))
     assert tree(new, 1) in answers
     assert [m for m in running.service.handled if m.sequence == 1] == [
-        Prepare(sequence=1, round=2, base=4, tokens=[7, 8, 9, 3], chain=[5], fan_out=[1], depth=1)
+        Prepare(sequence=1, round=2, base=4, tokens=[7, 8, 9, 3], nodes=[5], fan_out=[1], depth=1)
     ]
 
 
@@ -527,3 +548,14 @@ def test_a_deaf_orchestrator_ends_the_service() -> None:
 
     with pytest.raises(RuntimeFailure, match="stopped reading"):
         serve(Deaf(), IDENTITY, FakeService())
+
+
+def test_a_service_may_say_itself_when_its_work_ended() -> None:
+    """Else it ended when the answer left."""
+    done = Prefilled(sequence=1, length=2, prefill_ms=0.0)
+    said = msgspec.structs.replace(done, at_ns=7)
+    assert _stamp(said) == said
+    before = time.monotonic_ns()
+    stamped = _stamp(done)
+    assert isinstance(stamped, Prefilled)
+    assert before <= stamped.at_ns <= time.monotonic_ns()

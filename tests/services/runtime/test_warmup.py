@@ -35,7 +35,7 @@ def test_a_warm_verifier_has_seen_all_lengths_and_is_as_before(family: str) -> N
     def answer(verifier: Verifier) -> tuple[int, int]:
         for message in (
             OpenSequence(sequence=1, tokens=PROMPT, sampling=Sampling()),
-            Verify(sequence=1, round=1, position=len(PROMPT), chain=[23]),
+            Verify(sequence=1, round=1, position=len(PROMPT), nodes=[23]),
         ):
             said = [word for word in verifier.handle(message) if word is not None]
         assert isinstance(said[-1], VerificationOutcome)

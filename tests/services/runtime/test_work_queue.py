@@ -11,7 +11,7 @@ from services.runtime.work_queue import WorkQueue
 
 
 def prepare(round_: int) -> Prepare:
-    return Prepare(sequence=1, round=round_, base=0, tokens=[], chain=[1], fan_out=[1], depth=1)
+    return Prepare(sequence=1, round=round_, base=0, tokens=[], nodes=[1], fan_out=[1], depth=1)
 
 
 class Failing:

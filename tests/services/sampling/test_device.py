@@ -140,7 +140,7 @@ def test_a_verifier_on_a_gpu_commits_the_same(sampling: Sampling) -> None:
             right = [*expected, 0, 0][len(tokens) - 3 :][:2]
             draft = [*right, 7]
             chain = [tokens[-1], *draft]
-            ask = Verify(sequence=1, round=len(tokens), position=len(tokens) - 1, chain=chain)
+            ask = Verify(sequence=1, round=len(tokens), position=len(tokens) - 1, nodes=chain)
             [outcome] = verifier.handle(ask)
             assert isinstance(outcome, VerificationOutcome)
             tokens += [*draft[: outcome.accepted], outcome.bonus]

@@ -78,12 +78,34 @@ def test_a_prompt_and_what_is_committed() -> None:
     check(sent, PROMPT)
     position, committed = len(PROMPT), list(PROMPT)
     for chain in ([64, 5, 120], [7]):
-        verify = Verify(sequence=1, round=1, position=position, chain=chain)
+        verify = Verify(sequence=1, round=1, position=position, nodes=chain)
         *sent, outcome = answers(verifier, verify)
         assert isinstance(outcome, VerificationOutcome)
         committed += chain[: outcome.accepted + 1]
         check(sent, committed, position)
         position = len(committed)
+
+
+def test_of_a_tree_the_path_that_stands_is_sent() -> None:
+    """The states of a side branch's tokens, in the order of their positions."""
+    verifier, position = new_verifier(), len(PROMPT)
+    open_sequence(verifier, PROMPT)
+    right: Tokens = []
+    for _ in range(3):  # what the target says after 64, one row a pass
+        plain = new_verifier(None)
+        open_sequence(plain, [*PROMPT, 64, *right][:-1])
+        last = [*PROMPT, 64, *right][-1:]
+        asked = Verify(sequence=1, round=1, position=position + len(right), nodes=last)
+        [one] = answers(plain, asked)
+        assert isinstance(one, VerificationOutcome)
+        right.append(one.bonus)
+    wrong = (right[0] + 1) % 288
+    nodes = [64, wrong, right[0], wrong + 1, right[1]]
+    tree = Verify(sequence=1, round=1, position=position, nodes=nodes, parents=[0, 0, 1, 2])
+    *sent, outcome = answers(verifier, tree)
+    assert isinstance(outcome, VerificationOutcome)
+    assert (outcome.node, outcome.accepted, outcome.bonus) == (4, 2, right[2])
+    check(sent, [*PROMPT, 64, *right[:2]], position)
 
 
 def test_nothing_is_sent_unasked() -> None:
@@ -93,7 +115,7 @@ def test_nothing_is_sent_unasked() -> None:
     assert isinstance(prefilled, Prefilled)
     assert answers(verifier, ReadTarget(features=REQUEST)) == []  # nothing was read yet
     assert answers(verifier, ReadTarget()) == []
-    verify = Verify(sequence=1, round=1, position=len(PROMPT), chain=[7])
+    verify = Verify(sequence=1, round=1, position=len(PROMPT), nodes=[7])
     [outcome] = answers(verifier, verify)
     assert isinstance(outcome, VerificationOutcome)
     assert not hasattr(load(tiny_folder("llama")).module.layers[0], "tap")
@@ -104,7 +126,7 @@ def test_a_drafter_that_comes_later_gets_all() -> None:
     verifier = new_verifier()
     open_sequence(verifier, PROMPT)
     open_sequence(verifier, PROMPT[:5], number=2)
-    outcome = answers(verifier, Verify(sequence=1, round=1, position=len(PROMPT), chain=[7]))[-1]
+    outcome = answers(verifier, Verify(sequence=1, round=1, position=len(PROMPT), nodes=[7]))[-1]
     assert isinstance(outcome, VerificationOutcome)
     sent = answers(verifier, ReadTarget(features=REQUEST))
     check([m for m in sent if isinstance(m, Features) and m.sequence == 1], [*PROMPT, 7])
@@ -144,8 +166,8 @@ def test_sequences_of_one_pass_get_their_own() -> None:
     open_sequence(verifier, PROMPT, 1)
     open_sequence(verifier, other, 2)
     sent = interleave(
-        verifier.handle(Verify(sequence=1, round=1, position=len(PROMPT), chain=[64])),
-        verifier.handle(Verify(sequence=2, round=1, position=len(other), chain=[5])),
+        verifier.handle(Verify(sequence=1, round=1, position=len(PROMPT), nodes=[64])),
+        verifier.handle(Verify(sequence=2, round=1, position=len(other), nodes=[5])),
     )
     outcomes = [m for m in sent if isinstance(m, VerificationOutcome)]
     assert {m.sequences for m in outcomes} == {2}

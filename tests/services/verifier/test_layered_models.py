@@ -37,6 +37,8 @@ NUMBERS = count(1)
 MUCH = 2**40
 REPRESENTATIVES = ("qwen3_5", "lfm2", "granite4", "falcon_h1", "jamba", "gpt_oss", "llama4")
 """One family of each kind of state."""
+APART = ("jamba", "llama4")
+"""Those of them whose sequences share no pass."""
 
 
 @cache
@@ -70,7 +72,7 @@ class Answer:
             sequence=self.number,
             round=self.rounds,
             position=len(self.tokens) - 1,
-            chain=[self.tokens[-1], *draft],
+            nodes=[self.tokens[-1], *draft],
         )
         [outcome] = said(self.verifier.handle(asked))
         assert isinstance(outcome, VerificationOutcome)
@@ -138,13 +140,14 @@ def test_sequences_do_not_disturb_one_another(family: str) -> None:
         for answer, rest in zip(answers, rests, strict=True):
             chain = [answer.tokens[-1], *rest[:right], *[(rest[right] + 1) % 288] * wrong]
             position = len(answer.tokens) - 1
-            asked.append(Verify(sequence=answer.number, round=1, position=position, chain=chain))
+            asked.append(Verify(sequence=answer.number, round=1, position=position, nodes=chain))
         work = [verifier.handle(message) for message in asked]
         assert [next(outcomes) for outcomes in work] == [None, None]
         for outcomes, answer, rest in zip(work, answers, rests, strict=True):
             [outcome] = said(outcomes)
             assert isinstance(outcome, VerificationOutcome)
             assert (right, rest[right]) == (outcome.accepted, outcome.bonus)
+            assert outcome.sequences == (1 if family in APART else 2)
             answer.tokens += rest[: right + 1]
             del rest[: right + 1]
 
@@ -186,6 +189,30 @@ def test_a_resumed_prompt_has_the_bits_of_a_fresh_one(family: str) -> None:
     resumed, fresh = states
     assert resumed.keys() == fresh.keys()
     assert all(bool(mx.array_equal(resumed[name], fresh[name])) for name in fresh)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "jamba"])
+def test_the_next_turn_of_a_chat_finds_the_last_one(family: str) -> None:
+    """Its messages, but not the answer, which a template may write otherwise."""
+    end, step = 7, 32
+    model = model_of(family)._replace(end_ids=frozenset({end}))
+    verifier = Verifier(model, step, PrefixCache(10, MUCH))
+    asked = [*PROMPT, end, *PROMPT[1:], end]
+    first = Answer(verifier, [*asked, 5, 6, 9], Sampling())
+    first.finish(plain(family, tuple(first.tokens), 12, Sampling()), DRAFTS)
+    first.close()
+    longer = (*asked, 5, 21, 22, end, *PROMPT[2:9], end, 5, 6, 9)
+    second = Answer(verifier, list(longer), Sampling())
+    assert second.cached == len(asked)
+    second.finish(plain(family, longer, 12, Sampling()), DRAFTS)
+    fresh = Verifier(model, step, PrefixCache(10, MUCH))
+    third = Answer(fresh, list(longer), Sampling())
+    states = [v._sequences[a.number].state for v, a in ((fresh, third),)]
+    again = Answer(verifier, list(longer), Sampling())
+    states.append(verifier._sequences[again.number].state)
+    count = len(longer) - 1
+    one, other = (state.fork(count).dump(count) for state in states)
+    assert all(bool(mx.array_equal(one[name], other[name])) for name in one if name != "points")
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVES)

@@ -1,4 +1,4 @@
-"""Plain decoding in which the next pass begins before it is asked for: the same tokens."""
+"""Plain decoding that runs free, the next pass begun before its token is read: the same tokens."""
 
 from typing import Any
 from unittest.mock import patch
@@ -8,8 +8,9 @@ import pytest
 
 from protocol.messages import (
     CloseSequence,
-    FromService,
+    LogitsOptions,
     OpenSequence,
+    Revoke,
     Sampling,
     VerificationOutcome,
     Verify,
@@ -51,36 +52,66 @@ class Asking:
         self.idle_ms = 0.0
         """Before the last pass."""
         self.open(number, sampling)
+        self.model.count = 0
 
     def open(self, number: int, sampling: Sampling) -> None:
         asked = OpenSequence(sequence=number, tokens=list(PROMPT[:-1]), sampling=sampling)
         list(self.verifier.handle(asked))
 
-    def verify(self, *draft: int, pipelined: bool = True) -> int:
-        """The outcome's accepted tokens are added, with the bonus token; returns the passes."""
-        before = self.model.count
+    def verify(self, *draft: int, granted: int = 0, revoke_after: int = 0) -> list[bool]:
+        """All tokens of the outcomes are added; returns whether each went on.
+
+        The tokens are revoked after so many outcomes, if any.
+        """
         asked = Verify(
             sequence=self.number,
             round=len(self.tokens),
             position=len(self.tokens) - 1,
-            chain=[self.tokens[-1], *draft],
-            pipelined=pipelined,
+            nodes=[self.tokens[-1], *draft],
+            granted=granted,
         )
-        outcome: FromService | None = list(self.verifier.handle(asked))[-1]
-        assert isinstance(outcome, VerificationOutcome)
-        self.idle_ms = outcome.idle_ms
-        self.tokens += [*draft[: outcome.accepted], outcome.bonus]
+        went_on = []
+        for outcome in self.verifier.handle(asked):
+            if outcome is None:
+                continue  # others may have their turn
+            assert isinstance(outcome, VerificationOutcome)
+            assert outcome.round == asked.round + len(went_on)
+            self.idle_ms = outcome.idle_ms
+            self.tokens += [*draft[: outcome.accepted], outcome.bonus]
+            went_on.append(outcome.goes_on)
+            if len(went_on) == revoke_after:
+                revoke = Revoke(sequence=self.number, round=asked.round)
+                assert list(self.verifier.handle(revoke)) == []
+        return went_on
+
+    def count(self, *draft: int, granted: int = 0, revoke_after: int = 0) -> int:
+        """As `verify`; returns the passes that the model ran."""
+        before = self.model.count
+        self.verify(*draft, granted=granted, revoke_after=revoke_after)
         return self.model.count - before
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokens_are_those_of_plain_decoding(family: str) -> None:
+    """Twelve tokens for one message, with a pass each."""
     asking = Asking(family, Sampling())
-    passes = [asking.verify() for _ in range(12)]
+    assert asking.verify(granted=11) == [True] * 11 + [False]
     assert plain(family, PROMPT, 12, Sampling()) == asking.tokens[3:]
-    assert asking.idle_ms == 0.0
-    # The first round runs its own pass and the next one's.
-    assert passes == [2] + [1] * 11
+    assert asking.model.count == 12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_revoked_comes_to_an_end(family: str) -> None:
+    """One more token, whose pass had begun; then drafts, right and wrong, are verified."""
+    right = plain(family, PROMPT, 16, Sampling())
+    asking = Asking(family, Sampling())
+    limit = asking.verifier.max_draft_tokens
+    while len(asking.tokens) < 12:
+        assert asking.verify(granted=50, revoke_after=2) == [True, True, False]
+        done = len(asking.tokens) - 3
+        if limit:
+            assert asking.verify(right[done], 7) == [False]
+    assert right[: len(asking.tokens) - 3] == asking.tokens[3:]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -88,46 +119,106 @@ def test_under_every_way_of_choosing(sampling: Sampling) -> None:
     """As on a GPU, where the choice is made on the device."""
     with patch("services.verifier.acceptance.compute_unit", lambda: "cuda"):
         asking = Asking("llama", sampling)
-        passes = [asking.verify() for _ in range(12)]
-    assert passes == [2] + [1] * 11
+        assert asking.verify(granted=11) == [True] * 11 + [False]
+    assert asking.model.count == 12
     assert plain("llama", PROMPT, 12, sampling) == asking.tokens[3:]
 
 
+HOST = {
+    "penalty": Sampling(logits_options=LogitsOptions(repetition_penalty=1.7, answer_from=3)),
+    "logprobs": Sampling(logprobs=2),
+    "on a CPU": Sampling(temperature=0.8, seed=5),
+}
+
+
+@pytest.mark.parametrize("sampling", HOST.values(), ids=HOST)
+def test_tokens_that_the_host_chooses_come_unasked_too(sampling: Sampling) -> None:
+    """One pass after the other: none can begin before its token is known."""
+    asked, free = Asking("llama", sampling), Asking("llama", sampling)
+    for _ in range(12):
+        asked.verify()
+    assert free.verify(granted=11) == [True] * 11 + [False]
+    assert asked.tokens == free.tokens
+    assert free.model.count == 12
+
+
+def test_a_stop_token_is_the_last() -> None:
+    right = plain("llama", PROMPT, 12, Sampling())
+    asking = Asking("llama", Sampling())
+    asked = Verify(
+        sequence=1, round=1, position=2, nodes=[5], granted=11, stop_ids=[right[6], 10**6]
+    )
+    outcomes = [o for o in asking.verifier.handle(asked) if isinstance(o, VerificationOutcome)]
+    first = right.index(right[6])
+    assert [o.bonus for o in outcomes] == right[: first + 1]
+    assert not outcomes[-1].goes_on
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_that_is_cut_short_leaves_the_state_of_its_last_token(family: str) -> None:
+    """The sequence is closed, as after a stop string or a cancel; the next turn goes on."""
+    right = plain(family, PROMPT, 12, Sampling())
+    asking = Asking(family, Sampling())
+    asked = Verify(sequence=1, round=1, position=2, nodes=[5], granted=50)
+    run = asking.verifier.handle(asked)
+    told = [next(run) for _ in range(4)]
+    run.close()
+    assert [o.bonus for o in told if isinstance(o, VerificationOutcome)] == right[:4]
+    state = asking.verifier._sequences[1].state
+    assert state.length == 6
+    asking.verifier.retire_all()
+    again = OpenSequence(sequence=2, tokens=[*PROMPT, *right[:4]], sampling=Sampling())
+    list(asking.verifier.handle(again))
+    asking.number, asking.tokens = 2, [*PROMPT, *right[:5]]
+    asking.verify(granted=6)
+    assert right == asking.tokens[3:]
+
+
+def test_what_was_revoked_early_is_not_begun() -> None:
+    """The message overtakes the work, which had to wait for the prompt."""
+    asking = Asking("llama", Sampling())
+    list(asking.verifier.handle(Revoke(sequence=1, round=3)))
+    asking.open(1, Sampling())
+    assert asking.verify(granted=50) == [False]
+    assert asking.verify(granted=2) == [True, True, False]
+
+
 def test_a_pass_that_nobody_asked_for_changes_nothing() -> None:
-    """Drafts, right and wrong, where the bonus token alone had been announced."""
+    """A run is cut by a crash of whoever asked; the sequence goes on with a draft."""
     right = plain("llama", PROMPT, 16, Sampling())
     asking = Asking("llama", Sampling())
-    while len(asking.tokens) < 12:
-        asking.verify()
-        done = len(asking.tokens) - 3
-        assert asking.verify(right[done], 7) == 1
+    asked = Verify(sequence=1, round=1, position=2, nodes=[5], granted=50)
+    run = asking.verifier.handle(asked)
+    assert isinstance(next(run), VerificationOutcome)
+    run.close()
+    asking.tokens.append(right[0])
+    assert asking.count(right[1], 7) == 1
     assert right[: len(asking.tokens) - 3] == asking.tokens[3:]
 
 
-def test_no_pass_is_run_where_it_is_not_announced() -> None:
+def test_no_pass_is_run_where_it_is_not_granted() -> None:
     asking = Asking("llama", Sampling())
-    assert [asking.verify(pipelined=False) for _ in range(3)] == [1, 1, 1]
+    assert [asking.count() for _ in range(3)] == [1, 1, 1]
 
 
 def test_no_pass_is_run_beside_another_sequence() -> None:
     """They share passes, which is worth more."""
     asking = Asking("llama", Sampling())
-    assert asking.verify() == 2
     asking.open(2, Sampling())
-    assert [asking.verify(), asking.verify()] == [0, 1]
+    assert asking.count(granted=3) == 4
+    assert asking.verifier._sequences[1].pipelined is None
     list(asking.verifier.handle(CloseSequence(sequence=2)))
-    assert asking.verify() == 2
     assert plain("llama", PROMPT, 4, Sampling()) == asking.tokens[3:]
 
 
 def test_a_choice_that_is_not_a_token_is_discarded() -> None:
     asking = Asking("llama", Sampling())
-    asking.verify(pipelined=False)
+    asking.verify()
     sequence = asking.verifier._sequences[1]
     length = sequence.length
     ahead = PipelinedStep(asking.model, sequence.state, mx.array([-1]))
     assert ahead.take_up([asking.tokens[-1]]) is None
     assert ahead.take_up([0, 1]) is None
     assert length == sequence.length
-    asking.verify(pipelined=False)
+    asking.verify()
     assert plain("llama", PROMPT, 2, Sampling()) == asking.tokens[3:]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from launch.settings.settings import StackSettings
+from protocol.decoding.token_tree import read_tree
 from protocol.messages import CloseSequence, OpenSequence, Prefilled, Sampling
 from services.kv.prefix_cache import PrefixCache
 from services.mlx.loader import load as load_model
@@ -137,7 +138,7 @@ def test_a_sequence_that_is_cut_off_is_kept_as_far_as_it_is_sure(
     asked = OpenSequence(sequence=1, tokens=PROMPT, sampling=Sampling())
     list(first.verifier.handle(asked))
     [(_, sequence)] = first.verifier._sequences.items()
-    sequence.begin(7)
+    sequence.begin(read_tree([1] * 7, []))
     first.verifier.retire_all()
     save(path, first.prompts, first.identity)
     second.read(path)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import count
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from protocol.messages import (
     LogitsOptions,
     OpenSequence,
     Prefilled,
+    PrefillProgress,
     Prepare,
     Sampling,
     Tokens,
@@ -26,7 +26,6 @@ from protocol.messages import (
 )
 from services.mlx.loader import load
 from services.runtime.inbox import Work
-from services.verifier.acceptance import count_accepted
 from services.verifier.verifier import Verifier
 from tests.support.reference import SAMPLINGS, plain, tiny_folder
 from tests.support.tiny_models import EOS, FAMILIES
@@ -73,7 +72,7 @@ class Line:
             sequence=self.number,
             round=self.round,
             position=len(self.committed) - 1,
-            chain=[self.committed[-1], *draft],
+            nodes=[self.committed[-1], *draft],
         )
         return self.commit(draft, list(self.verifier.handle(asked))[-1])
 
@@ -89,7 +88,7 @@ class Line:
         with pytest.raises(ProtocolError, match=r"the KV holds \d+ tokens") as error:
             list(
                 self.verifier.handle(
-                    Verify(sequence=self.number, round=0, position=10**6, chain=[1])
+                    Verify(sequence=self.number, round=0, position=10**6, nodes=[1])
                 )
             )
         return int(str(error.value).split()[-2])
@@ -175,11 +174,11 @@ def test_a_refused_round_changes_nothing() -> None:
     line = Line(verifier_of("llama"), list(PROMPTS["long"]), Sampling())
     position = len(PROMPTS["long"]) - 1
     for wrong in (0, position - 1, position + 1):
-        ask = Verify(sequence=line.number, round=1, position=wrong, chain=[line.committed[-1]])
+        ask = Verify(sequence=line.number, round=1, position=wrong, nodes=[line.committed[-1]])
         with pytest.raises(ProtocolError, match=f"position {wrong} but the KV holds {position} "):
             list(line.verifier.handle(ask))
     for chain, size in (([], 0), ([1] * 66, 66)):
-        ask = Verify(sequence=line.number, round=1, position=position, chain=chain)
+        ask = Verify(sequence=line.number, round=1, position=position, nodes=chain)
         with pytest.raises(ProtocolError, match=f"cannot verify a chain of {size} tokens"):
             list(line.verifier.handle(ask))
     expected = plain("llama", PROMPTS["long"], 3, Sampling())
@@ -193,13 +192,13 @@ def test_unknown_sequences_are_refused() -> None:
     line.close()
     for number in (line.number, 10**6):
         with pytest.raises(ProtocolError, match=f"sequence {number} is not open"):
-            list(verifier.handle(Verify(sequence=number, round=1, position=2, chain=[3])))
+            list(verifier.handle(Verify(sequence=number, round=1, position=2, nodes=[3])))
         assert list(verifier.handle(CloseSequence(sequence=number))) == []
 
 
 def test_what_is_not_for_a_verifier_is_refused() -> None:
     """A drafter's message is a ProtocolError that names it."""
-    prepare = Prepare(sequence=1, round=1, base=0, tokens=[], chain=[1], fan_out=[1], depth=1)
+    prepare = Prepare(sequence=1, round=1, base=0, tokens=[], nodes=[1], fan_out=[1], depth=1)
     with pytest.raises(ProtocolError, match="a verifier cannot handle Prepare"):
         list(verifier_of("llama").handle(prepare))
 
@@ -252,7 +251,7 @@ def test_closing_frees_the_kv_at_once() -> None:
     """The buffers of a closed sequence do not wait for the garbage collector."""
     verifier, number = verifier_of("llama"), next(NUMBERS)
     list(verifier.handle(OpenSequence(sequence=number, tokens=[1, 2, 3], sampling=Sampling())))
-    list(verifier.handle(Verify(sequence=number, round=1, position=3, chain=[4, 5])))
+    list(verifier.handle(Verify(sequence=number, round=1, position=3, nodes=[4, 5])))
     caches = [weakref.ref(cache) for cache in verifier._sequences[number].state.caches]
     assert all(cache() is not None for cache in caches)
     list(verifier.handle(CloseSequence(sequence=number)))
@@ -262,7 +261,7 @@ def test_closing_frees_the_kv_at_once() -> None:
 def messages() -> Iterator[Work]:
     for number in (1, 2):
         yield OpenSequence(sequence=number, tokens=[1], sampling=Sampling())
-        yield Verify(sequence=number, round=1, position=1, chain=[1])
+        yield Verify(sequence=number, round=1, position=1, nodes=[1])
         yield CloseSequence(sequence=number)
 
 
@@ -316,7 +315,7 @@ def test_a_drawn_token_is_looked_at_even_if_ruled_out() -> None:
     for law, rows in ((named, 1), (drawn, 3)):
         line = Line(verifier_of("llama"), list(PROMPTS["short"]), sampling)
         asked = Verify(
-            sequence=line.number, round=1, position=1, chain=[200, 5, 6], distributions=[law, drawn]
+            sequence=line.number, round=1, position=1, nodes=[200, 5, 6], distributions=[law, drawn]
         )
         [*_, outcome] = verifier_of("llama").handle(asked)
         assert isinstance(outcome, VerificationOutcome)
@@ -332,14 +331,6 @@ def test_times_are_told() -> None:
     assert 0 <= second.idle_ms < 60e3
 
 
-@given(st.lists(st.integers(0, 3), max_size=8), st.lists(st.integers(0, 3), max_size=8))
-def test_accepted_tokens_are_the_common_beginning(draft: Tokens, chosen: Tokens) -> None:
-    """As many draft tokens are accepted as equal the target's, counted from the first."""
-    chosen = [*chosen, *([9] * len(draft))]
-    same = np.cumprod([a == b for a, b in zip(draft, chosen, strict=False)] + [False])
-    assert int(same.sum()) == count_accepted(draft, chosen)
-
-
 def test_the_drafters_cores_are_borrowed_while_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """For prompts, and for passes beside which nobody drafts for any sequence; not otherwise."""
     used: list[tuple[int, ...]] = []
@@ -351,6 +342,20 @@ def test_the_drafters_cores_are_borrowed_while_it_is_idle(monkeypatch: pytest.Mo
     assert set(used) == {(7,)}
     for number, idle, cores in ((1, True, ()), (2, True, (7,)), (1, False, ())):
         position = verifier._sequences[number].length
-        verify = Verify(sequence=number, round=1, position=position, chain=[9], drafter_idle=idle)
+        verify = Verify(sequence=number, round=1, position=position, nodes=[9], drafter_idle=idle)
         deque(verifier.handle(verify))
         assert used[-1] == cores
+
+
+def test_a_long_prompt_is_reported_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many tokens are computed, piece by piece, but for the last; a short one says nothing."""
+    monkeypatch.setattr("services.verifier.verifier._PROGRESS_S", 0.0)
+    verifier = verifier_of("llama", 3)
+    number = next(NUMBERS)
+    opening = OpenSequence(sequence=number, tokens=[7] * 10, sampling=Sampling())
+    answers = [answer for answer in verifier.handle(opening) if answer is not None]
+    reports = [answer.length for answer in answers if isinstance(answer, PrefillProgress)]
+    assert reports == [3, 6, 9]
+    assert isinstance(answers[-1], Prefilled)
+    short = OpenSequence(sequence=next(NUMBERS), tokens=[8] * 3, sampling=Sampling())
+    assert [type(answer) for answer in verifier.handle(short) if answer is not None] == [Prefilled]

@@ -21,8 +21,8 @@ from protocol.decoding.sampler import Floats, filter_tokens, has_filter
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, ProtocolError
 from protocol.messages import Sampling, Tokens
-from services.drafter.backends.base import DraftedToken, TreeLayer
-from services.drafter.backends.mlx import MAX_DRAFT_TOKENS, MlxBackend
+from services.drafter.backends.base import MAX_DRAFT_TOKENS, DraftedToken, TreeLayer
+from services.drafter.backends.mlx import MlxBackend
 from services.kv.prefix_cache import PrefixCache
 from services.runtime.sequence_table import SequenceTable
 from tests.support.layered_families import RECURRENT_DRAFTERS
@@ -41,7 +41,8 @@ NUMBERS = count(1)
 
 @dataclass(frozen=True)
 class Law:
-    """What a draft model says after a prefix: the score of each token, and its probability."""
+    """What a draft model says after a prefix: the score of each token, and how likely the target
+    is to choose it under the noise of the position."""
 
     scores: Floats
     """[vocabulary] what the drafter maximises; minus infinity for what it cannot draft."""
@@ -63,6 +64,7 @@ class Law:
         if has_filter(sampling):
             dropped = near[filter_tokens(logits[near], sampling).size :]
             scores[dropped] -= np.float32(1e4)
+        weights[near] = np.exp(scores[near] * np.float32(sampling.temperature) - logits.max())
         return cls(scores, weights / weights.sum())
 
     def check_best(self, tokens: Tokens, *, without: int | None = None) -> None:

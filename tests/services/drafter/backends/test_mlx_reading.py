@@ -1,8 +1,7 @@
 """Drafts of a backend that reads the target: as in training, and without states as without."""
 
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from protocol.errors import ModelError
 from protocol.messages import LogitsOptions, Sampling, Tokens
 from services.distill.context import Blocks, context_caches, context_of
-from services.drafter.backends.base import Rows, TreeLayer
+from services.drafter.backends.base import Rows
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_reading import ReadingBackend
 from services.drafter.sliding_context import SlidingContextBackend
@@ -24,10 +23,10 @@ from services.mlx.target_reader import (
     new_reader,
     save_reader,
 )
+from tests.support.reading import CHAIN, ORDERS, check_order, grow, open_sequence
 from tests.support.tiny_models import write_tiny_model
 
 PROMPT = [0, 2, 97, 41, 250, 33, 8, 141, 77, 19]
-CHAIN = [203, 64, 5]
 WIDTH = 48
 """Of the states: two layers of a target half as wide as the drafter."""
 FAMILIES = ("llama", "qwen3", "gemma3")
@@ -56,14 +55,7 @@ def states(count: int, first: int = 0) -> Rows:
 
 def opened(folder: Path, tokens: Tokens, sampling: Sampling | None = None) -> ReadingBackend:
     backend = ReadingBackend(folder, 4)
-    for _ in backend.open(1, tokens, sampling or Sampling()):
-        pass
-    return backend
-
-
-def grow(backend: Any, chain: Tokens = CHAIN, depth: int = 2) -> list[TreeLayer]:
-    found: Iterator[TreeLayer | None] = backend.prepare(1, chain, [2] * len(chain), depth)
-    return [layer for layer in found if layer is not None]
+    return open_sequence(backend, tokens, sampling)
 
 
 def expected_best(folder: Path, tokens: Tokens, known: int, rows: Rows, at: int) -> Tokens:
@@ -118,30 +110,10 @@ def test_without_states_it_is_the_plain_backend(folder: Path) -> None:
     assert [d for d in plain.draft(1, 30, 3) if d] == [d for d in reading.draft(1, 30, 3) if d]
 
 
-@pytest.mark.parametrize("order", ["early", "late", "in pieces", "twice"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_when_states_come_does_not_matter(folder: Path, order: str) -> None:
     """Before or after the tokens, in any order, or again: the next draft has them all."""
-    tokens = PROMPT + CHAIN
-    rows = states(len(tokens))
-    expected = opened(folder, tokens)
-    expected.read(1, 0, rows)
-    backend = opened(folder, PROMPT)
-    if order == "early":
-        backend.read(1, 0, rows)
-    grow(backend)
-    if order == "in pieces":
-        backend.read(1, 6, rows[6:])
-        backend.read(1, 0, rows[:6])
-    backend.commit(1, len(PROMPT), CHAIN)
-    if order == "late":
-        grow(backend, [1, 2])
-        backend.read(1, 0, rows)
-    if order == "twice":
-        backend.read(1, 0, rows)
-        grow(backend, [1, 2])
-        backend.read(1, 2, rows[2:])
-    for one, other in zip(grow(expected, [9, 8]), grow(backend, [9, 8]), strict=True):
-        assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
+    check_order(order, partial(opened, folder), PROMPT, states(len(PROMPT + CHAIN)))
 
 
 def test_a_hole_is_read_alone(folder: Path) -> None:

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.decoding.token_tree import read_tree
 from protocol.errors import ProtocolError
 from protocol.messages import END_OF_BRANCH, LogitsOptions, Sampling, Tokens
-from services.drafter.backends.base import Outcome, TreeLayer
+from services.drafter.backends.base import Outcome, RoundOptions, TreeLayer
 from services.drafter.backends.ngram import NgramBackend
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import EOS
@@ -235,3 +236,74 @@ def test_no_model_means_no_vocabulary() -> None:
     identity = NgramBackend().identity
     assert (identity.tokenizer_fingerprint, identity.vocabulary_size) == ("", 0)
     assert (identity.model, identity.context_length) == ("", 0)
+
+
+TEXT = [1, 2, 3, 4, 5, 9, 1, 2, 6, 7, 8, 9, 1, 2, 3, 3, 9, 1]
+"""After 1, 2 came 3 (twice, last time followed by 3) and 6."""
+
+
+def paths(layers: list[TreeLayer]) -> list[Tokens]:
+    """The drafts that layers with parents spell, each with its outcome's index first."""
+    before = [[place] for place in range(len(layers[0].outcomes))]
+    found: list[Tokens] = []
+    for layer in layers:
+        after = [[*before[p], t] for p, t in zip(layer.parents, layer.tokens, strict=True)]
+        found += [path for path in before if path[1:] and path not in [a[:-1] for a in after]]
+        before = after
+    return found + before
+
+
+def test_places_that_went_on_differently_are_siblings() -> None:
+    """Each is a path of its own; the likeliest comes first, the others are less sure."""
+    backend, number = opened(TEXT)
+    options = RoundOptions(siblings=2)
+    layers = list(backend.draft_tree(number, 2, 3, options))
+    assert layers[0].outcomes == [Outcome(0, 2)]
+    assert sorted(paths(layers)) == [[0, 3, 3, 9], [0, 3, 4, 5], [0, 6, 7, 8]]
+    assert layers[0].tokens == [3, 6]
+    assert layers[0].confidences[1] < layers[0].confidences[0]
+    assert layers[1].tokens == [3, 7, 4]
+    assert layers[1].confidences[1] == layers[1].confidences[0]
+    assert layers[1].confidences[2] < layers[1].confidences[0]  # where two places part
+    [first, *_] = layers = list(backend.draft_tree(number, 2, 3, RoundOptions(siblings=1)))
+    assert sorted(paths(layers)) == [[0, 3, 3, 9], [0, 6, 7, 8]]  # two branches at most
+    assert first.tokens == [3, 6]
+
+
+def test_outcomes_of_a_tree_are_looked_up_behind_each_row() -> None:
+    """Children of a row are no bonus tokens of it; each branch forks where places differ."""
+    backend, number = opened(TEXT)
+    tree = read_tree([2, 3, 6], [0, 0])
+    layers = list(backend.prepare_tree(number, tree, [2, 2, 2], 2, RoundOptions(siblings=1)))
+    outcomes = layers[0].outcomes
+    assert [outcome for outcome in outcomes if outcome.accepted == 0] == []
+    assert Outcome(1, 3) in outcomes
+    assert Outcome(2, 7) in outcomes
+    place = outcomes.index(Outcome(2, 7))
+    assert [path for path in paths(layers) if path[0] == place] == [[place, 8, 9]]
+
+
+@given(
+    tokens=texts,
+    chain=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    depth=st.integers(0, 4),
+    siblings=st.integers(1, 3),
+)
+def test_the_first_sibling_is_the_draft_without_siblings(
+    tokens: Tokens, chain: Tokens, depth: int, siblings: int
+) -> None:
+    """Siblings only add to what is drafted, and no two paths are alike."""
+    fan_out = [2] * len(chain)
+    _, alone = prepared(tokens, chain, fan_out, depth)
+    backend, number = opened(tokens)
+    options = RoundOptions(siblings=siblings)
+    layers = list(backend.prepare_tree(number, read_tree(chain, []), fan_out, depth, options))
+    found = paths(layers) if layers else []
+    assert len({tuple(path) for path in found}) == len(found)
+    outcomes = layers[0].outcomes if layers else []
+    assert outcomes == list(alone)
+    for place, outcome in enumerate(outcomes):
+        own = [path[1:] for path in found if path[0] == place]
+        best = alone[outcome]  # another place may go on where the best one's text ends
+        assert any(path[: len(best)] == best for path in own)
+        assert 1 <= len(own) <= 1 + siblings

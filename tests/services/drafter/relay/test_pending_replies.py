@@ -27,7 +27,7 @@ PREFILLED = Prefilled(sequence=1, length=1, prefill_ms=1.0)
 
 def prepare(number: int, sequence: int = 1) -> Prepare:
     return Prepare(
-        sequence=sequence, round=number, base=0, tokens=[], chain=[1], fan_out=[1], depth=1
+        sequence=sequence, round=number, base=0, tokens=[], nodes=[1], fan_out=[1], depth=1
     )
 
 

@@ -90,7 +90,7 @@ def test_a_request_over_pipes(host: Host) -> None:
     host.send(DraftNow(**common, round=1, pending=9, accepted=0, count=2))
     drafts = [host.receive(), host.receive()]
     assert [d.tokens for d in drafts if isinstance(d, DraftTree)] == [[10], [11]]
-    host.send(Prepare(**common, round=2, chain=[9], fan_out=[1], depth=1))
+    host.send(Prepare(**common, round=2, nodes=[9], fan_out=[1], depth=1))
     tree = host.receive()
     assert isinstance(tree, DraftTree)
     assert (tree.round, tree.outcomes, tree.tokens) == (2, [(0, 10)], [11])

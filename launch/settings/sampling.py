@@ -1,0 +1,115 @@
+"""How the user wants tokens drawn: flags over a preset over what the model's makers recommend."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from launch.terminal import console
+from launch.terminal.generate import new_seed
+from protocol.decoding.grammar import check_grammar, json_grammar
+from protocol.decoding.model_sampling import merge_options, read_model_sampling
+from protocol.decoding.sampling_params import PresetName, check_sampling, get_preset
+from protocol.errors import UsageError
+from protocol.messages import Sampling
+
+
+@dataclass(frozen=True)
+class SamplingChoice:
+    """What was asked for, before the model is known."""
+
+    preset: PresetName
+    given: dict[str, Any]
+    """Fields of `Sampling` that were given."""
+    logits_options: dict[str, Any]
+    seed: int | None
+
+    def resolve(self, model: str = "") -> Sampling:
+        """The parameters for the model in this folder; a seed that is drawn is reported.
+
+        Raises:
+            UsageError: they contradict each other.
+            ModelError: the model's own cannot be used.
+        """
+        recommended = read_model_sampling(model) if self.preset == "default" else {}
+        sampling = self._merge(recommended)
+        if recommended:
+            console.note(
+                f"sampled as the model recommends: temperature {sampling.temperature:g}, "
+                f"top-p {sampling.top_p:g}, top-k {sampling.top_k} (--preset greedy for none)"
+            )
+        if self.seed is None and sampling.temperature:
+            console.note(f"seed {sampling.seed}")
+        return sampling
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most draft tokens a round that the planner may choose; 0: any number."""
+        return get_preset(self.preset).max_draft_tokens
+
+    def check(self) -> None:
+        """Raises UsageError if the flags contradict each other, before anything is started."""
+        self._merge({})
+
+    def _merge(self, recommended: dict[str, Any]) -> Sampling:
+        base = dict(recommended)
+        options = merge_options(base.pop("logits_options", None), self.logits_options)
+        merged = {**base, **get_preset(self.preset).sampling, **self.given}
+        seed = new_seed() if self.seed is None else self.seed
+        sampling = Sampling(**merged, seed=seed, logits_options=options)
+        check_sampling(sampling)
+        return sampling
+
+
+def take_saguaro_choice(options: dict[str, Any]) -> bool:
+    """Whether `--saguaro-c auto` was given; then a number takes its place in `options`."""
+    chosen: bool = options["saguaro_c"] == "auto"
+    if chosen:
+        options["saguaro_c"] = Sampling().saguaro
+    return chosen
+
+
+def take_sampling_choice(options: dict[str, Any]) -> SamplingChoice:
+    """Take the sampling options out of `options`; raises UsageError if one cannot be used."""
+    if options["saguaro_c"] == "auto":
+        raise UsageError("--saguaro-c auto is for `generate`; give a number here")
+    given = {
+        "temperature": options.pop("temp"),
+        "top_p": options.pop("top_p"),
+        "top_k": options.pop("top_k"),
+        "min_p": options.pop("min_p"),
+        "acceptance": options.pop("acceptance"),
+        "draft_temperature": options.pop("draft_temp"),
+        "draft_top_p": options.pop("draft_top_p"),
+        "saguaro": options.pop("saguaro_c"),
+    }
+    return SamplingChoice(
+        preset=options.pop("preset"),
+        given={name: value for name, value in given.items() if value is not None},
+        logits_options=_take_logits_options(options),
+        seed=options.pop("seed"),
+    )
+
+
+def take_sampling(options: dict[str, Any]) -> Sampling:
+    """The same for measurements, where no model has a say."""
+    return take_sampling_choice(options).resolve()
+
+
+def _take_logits_options(options: dict[str, Any]) -> dict[str, Any]:
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    penalties = {name: options.pop(name) for name in names}
+    schema: Path | None = options.pop("json_schema")
+    asked = {name: value for name, value in penalties.items() if value is not None}
+    if schema is not None:
+        asked["grammar"] = json_grammar(_read_schema(schema))
+        check_grammar(asked["grammar"])
+    return asked
+
+
+def _read_schema(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"{str(path)!r} is not a JSON schema: {error}") from error

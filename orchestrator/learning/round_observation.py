@@ -1,0 +1,93 @@
+"""What one round showed: what the estimates are fed with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.messages import Mode, Origin
+
+
+@dataclass(frozen=True)
+class RoundObservation:
+    """What one round showed."""
+
+    mode: Mode
+    by_hand: bool
+    """Whether the draft length was fixed: then its speed is not the planner's doing."""
+    speculating: bool
+    """Whether a drafter worked for it, or beside it."""
+    origin: Origin
+    """Where its chain came from."""
+    confidences: Sequence[float]
+    """Of the draft tokens that were verified."""
+    accepted: int
+    prepared: int
+    """How many bonus tokens were prepared for behind the last accepted token."""
+    rank: int | None
+    """Which of them it was, 0 for the best; None if none of them."""
+    verify_ms: float
+    idle_ms: float | None
+    """Between the verification before and this one; None for a request's first."""
+    tried_saguaro: float | None = None
+    """C that was chosen for the request; None if it was not the planner's choice."""
+    sequences: int = 1
+    """How many requests shared the pass."""
+    all_tokens: int = 0
+    """Tokens of all their chains; 0 stands for this chain's own."""
+    unverified_lookup: tuple[float, bool] | None = None
+    """Confidence of the first token of a lookup that was not verified, and whether it was right."""
+    ended_at: float = 0.0
+    """In seconds of a monotonic clock."""
+    parents: Sequence[int] | None = None
+    """Of the draft tokens, as in `sequence.draft`; None is a chain."""
+    path: Sequence[int] | None = None
+    """The rows of the accepted draft tokens; None: the first ones of a chain."""
+    unverified: Sequence[tuple[float, bool]] = ()
+    """Confidences of siblings that were not verified though their parents stood, and whether
+    they were right."""
+
+    @property
+    def tokens(self) -> int:
+        """Of the chain or tree."""
+        return len(self.confidences) + 1
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Per draft token, its parent's row."""
+        return range(len(self.confidences)) if self.parents is None else self.parents
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether it was of more than a chain."""
+        return list(self.shape) != list(range(len(self.confidences)))
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens of the longest path."""
+        depths = [0]
+        for parent in self.shape:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+    @property
+    def choices(self) -> list[tuple[list[float], int | None]]:
+        """Along the accepted path, what was drafted behind each row and which of it stood.
+
+        Confidences, likeliest first, and a place among them; None where all fell. Without the
+        last row if nothing was drafted behind it.
+        """
+        behind: dict[int, list[int]] = {}
+        for row, parent in enumerate(self.shape, 1):
+            behind.setdefault(parent, []).append(row)
+        path = list(range(1, self.accepted + 1) if self.path is None else self.path)
+        found: list[tuple[list[float], int | None]] = []
+        for row, following in zip([0, *path], [*path, None], strict=True):
+            rows = behind.get(row, [])
+            if rows:
+                place = rows.index(following) if following is not None else None
+                found.append(([self.confidences[r - 1] for r in rows], place))
+        return found
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the pass."""
+        return self.all_tokens or self.tokens

@@ -1,0 +1,130 @@
+"""What trees of drafts are worth by the number of runners-up that grow on beside the best ones.
+
+A drafter names runners-up beside each draft token. They are leaves, unless it is asked to continue
+some of them too: then a runner-up that stands goes on with tokens, and every depth takes longer.
+The value of each number is computed from what was measured: how often the target's token is
+the first, second, ... choice, how likely each prepared outcome is, T_v(m) and T_d(B). Places in
+a text are taken as alike; which nodes of a real tree are verified follows its own confidences.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.learning.averages import smooth
+
+GROWN = (0, 4, 8, 16)
+"""A few fixed values, as the widths are."""
+
+_EVERY = 8
+"""Rounds between two computations."""
+_BETTER = 1.01
+"""A number is left for one that promises at least this much more."""
+
+Chances = npt.NDArray[np.float64]
+
+
+class TreeGrowth:
+    """The number in use; fed with what each would gain."""
+
+    def __init__(self) -> None:
+        self._gains = [0.0] * len(GROWN)
+        self._chosen = 0
+        self._rounds = 0
+
+    @property
+    def grown(self) -> int:
+        """Runners-up of all branches that are continued at each depth."""
+        return GROWN[self._chosen]
+
+    def is_due(self) -> bool:
+        """Whether this round's gains are wanted; asked once a round."""
+        self._rounds += 1
+        return self._rounds % _EVERY == 1
+
+    def observe(self, gains: Sequence[float]) -> None:
+        """What a round would have gained by each of GROWN, in tokens."""
+        first = self._rounds <= _EVERY
+        pairs = zip(self._gains, gains, strict=True)
+        self._gains = [gain if first else smooth(mean, gain) for mean, gain in pairs]
+        best = self._gains.index(max(self._gains))
+        if self._gains[best] > _BETTER * self._gains[self._chosen]:
+            self._chosen = best
+
+
+def rank_chances(rate: float, hits: Sequence[float]) -> list[float]:
+    """How likely the target's token is a drafter's first, second, ... choice.
+
+    Args:
+        rate: at which first choices are accepted.
+        hits: h(0), h(1), ...: that it is among the first F runners-up if the first choice fell.
+    """
+    return [rate, *((1.0 - rate) * (more - less) for less, more in pairwise(hits))]
+
+
+def grow(
+    outcomes: Sequence[float], ranks: Sequence[float], grown: int, depth: int
+) -> list[list[Chances]]:
+    """The trees of some outcomes, depth by depth, as a drafter grows them.
+
+    Args:
+        outcomes: how likely each is.
+        ranks: `rank_chances`.
+        grown: how many runners-up of all trees together are continued at each depth.
+        depth: how deep they get.
+
+    Returns:
+        Per depth and outcome the chances of its nodes, given the outcome.
+    """
+    shares, chances = np.array(outcomes), np.array(ranks)
+    owners, tips = np.arange(len(shares)), np.ones(len(shares))
+    layers = []
+    for _ in range(depth):
+        nodes = tips[:, None] * chances
+        layers.append([nodes[owners == one].ravel() for one in range(len(shares))])
+        # The first tip of each outcome is its chain's; it stays in its place.
+        others = nodes.copy()
+        others[: len(shares), 0] = 0.0
+        weights = (others * shares[owners][:, None]).ravel()
+        best = np.argsort(-weights, kind="stable")[:grown]
+        best = best[weights[best] > 0.0]
+        tips = np.concatenate([nodes[: len(shares), 0], others.ravel()[best]])
+        owners = np.concatenate([np.arange(len(shares)), owners[best // len(ranks)]])
+    return layers
+
+
+def value_trees(
+    outcomes: Sequence[float], layers: Sequence[Sequence[Chances]], row_costs: Sequence[float]
+) -> float:
+    """What verifying the best part of each tree is expected to bring, in tokens.
+
+    Args:
+        outcomes: how likely each is.
+        layers: `grow`.
+        row_costs: what the first, second, ... row of a draft could have brought otherwise, in
+            tokens; as many as rows can be verified.
+    """
+    costs = np.array(row_costs)
+    total = 0.0
+    for index, share in enumerate(outcomes):
+        nodes = np.sort(np.concatenate([layer[index] for layer in layers]))[::-1][: len(costs)]
+        gains = np.cumsum(nodes - costs[: len(nodes)])
+        total += share * max(0.0, float(gains.max(initial=0.0)))
+    return total
+
+
+def value_by_depth(
+    outcomes: Sequence[float],
+    ranks: Sequence[float],
+    grown: int,
+    depth: float,
+    row_costs: Sequence[float],
+) -> float:
+    """The value of trees as deep as this on average; arguments as of `grow` and `value_trees`."""
+    whole = int(depth)
+    layers = grow(outcomes, ranks, grown, whole + 1)
+    shallow = value_trees(outcomes, layers[:whole], row_costs) if whole else 0.0
+    deep = value_trees(outcomes, layers, row_costs)
+    return shallow + (depth - whole) * (deep - shallow)

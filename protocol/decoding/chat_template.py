@@ -1,0 +1,113 @@
+"""Chat templates: programs of a model's makers that turn conversations into prompts.
+
+They run in Jinja's immutable sandbox, which keeps them from the process but not from its time
+and memory; `limit_work` bounds those.
+"""
+
+import contextlib
+import datetime
+import json
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sized
+from types import FrameType
+from typing import Any
+
+import jinja2
+import psutil
+from jinja2.exceptions import SecurityError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_MOST_BITS = 4096
+_MOST_ITEMS = 1 << 22
+"""Of what a product gives: one operation is not interrupted."""
+
+
+class OutOfBounds(Exception):  # it is caught where the limit is known
+    """The work took longer than it may."""
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Its products and powers are of sizes that make sense."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute a product or a power, if it is small."""
+        sizes = [_measure(left), _measure(right)]
+        if operator == "**" and isinstance(right, int):
+            sizes = [sizes[0] * max(1, abs(right))]
+        counts = [len(one) for one in (left, right) if isinstance(one, Sized)]
+        factors = [one for one in (left, right) if isinstance(one, int)]
+        if sum(sizes) > _MOST_BITS or (counts and factors and counts[0] * factors[0] > _MOST_ITEMS):
+            raise SecurityError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _measure(value: Any) -> int:
+    """Bits of a whole number."""
+    return value.bit_length() if isinstance(value, int) else 1
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """The template as mlx-lm and `transformers` would have it; raises jinja2.TemplateError."""
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, **options: json.dumps(
+        value, ensure_ascii=False, **options
+    )
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def _raise_exception(message: str) -> None:
+    """What chat templates call to refuse a conversation."""
+    raise jinja2.TemplateError(message)
+
+
+@contextlib.contextmanager
+def limit_work(seconds: float, max_bytes: int) -> Iterator[None]:
+    """Inside, this process may take so much processor time, and so much more memory.
+
+    An operation of a library is not interrupted. Memory is bounded on Linux alone. Outside of
+    the main thread nothing is.
+
+    Raises:
+        OutOfBounds: the time is over.
+        MemoryError: the memory is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _limit_memory(max_bytes):
+        before = signal.signal(signal.SIGPROF, _interrupt)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    raise OutOfBounds
+
+
+@contextlib.contextmanager
+def _limit_memory(max_bytes: int) -> Iterator[None]:
+    if sys.platform != "linux":
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + max_bytes
+    if soft != resource.RLIM_INFINITY:
+        limit = min(limit, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

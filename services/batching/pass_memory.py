@@ -1,0 +1,155 @@
+"""Whether a pass fits into what memory is left, reckoned before it begins.
+
+MLX's CPU backend does not survive an allocation that fails, and the kernel ends a process that
+takes more than its control group may. So a pass that would is refused: its request fails, and
+the others go on.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from protocol.errors import OutOfMemory
+from services.kv.budget import KVSize
+from services.kv.slots import round_to_bucket
+from services.mlx.blas import cpu_kernels
+from services.mlx.free_memory import allocate_returnably, free_for_mlx, give_back
+from services.mlx.loader import compute_unit
+
+_RESERVE = 128 << 20
+"""For what libraries take by themselves: MKL's buffers, threads' stacks and heaps."""
+_FEW_ROWS = 64
+"""A pass of so few tokens that needs no new buffers is not worth the reckoning."""
+_AT_ONCE = 3
+"""Layers of arrays that are alive at the same time: MLX works ahead of what is computed."""
+_BYTES = 4
+_MOST_EXPERTS = 8
+"""That one token chooses."""
+_MB = 1e6
+
+
+class Held(Protocol):
+    """What is asked of a state."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that it holds."""
+        ...
+
+
+class PassMemory:
+    """Reckons what passes of one model take.
+
+    Args:
+        model: an mlx-lm model.
+        kv: size of a sequence's state.
+        release: gives up something that is kept for later; False if nothing is left.
+        logits: whether the rows' logits are computed.
+    """
+
+    def __init__(
+        self, model: Any, kv: KVSize, release: Callable[[], bool], *, logits: bool
+    ) -> None:
+        allocate_returnably()
+        self._kv = kv
+        self._release = release
+        self._layers = max(1, len(model.layers))
+        self._row_bytes = _AT_ONCE * _BYTES * max(map(_count_outputs, model.layers), default=0)
+        if logits:
+            self._row_bytes += _AT_ONCE * _BYTES * _count_head(model)
+        served = compute_unit() != "cpu" or cpu_kernels() is not None
+        self._score_bytes = 0 if served else 2 * _BYTES * _count_heads(model)
+
+    def fit(self, state: Held, rows: int, least: int) -> int:
+        """The most tokens, `rows` or fewer but not below `least`, of a pass that fits.
+
+        Raises:
+            OutOfMemory: not even a pass of `least` tokens does.
+        """
+        while rows > least and not self._fits(self._count_bytes([(state, rows)])):
+            rows = max(least, rows // 2)
+        self.check([(state, rows)])
+        return rows
+
+    def check(self, asked: Sequence[tuple[Held, int]]) -> None:
+        """Raises OutOfMemory if one pass over so many new tokens of these states does not fit."""
+        rows = sum(count for _, count in asked)
+        if rows <= _FEW_ROWS and not any(map(self._count_growth, *zip(*asked, strict=True))):
+            return
+        needed = self._count_bytes(asked)
+        if not self._fits(needed):
+            raise _refuse(f"a pass over {rows} tokens", needed)
+
+    def check_prompt(self, held: int, tokens: int) -> None:
+        """Raises OutOfMemory if a prompt of so many tokens does not fit, of which some are held."""
+        needed = round_to_bucket(tokens) * self._kv.per_token + self._kv.fixed + _RESERVE
+        if held < tokens and not self._fits(needed):
+            raise _refuse(f"a prompt of {tokens} tokens", needed)
+
+    def _fits(self, needed: int) -> bool:
+        """Whether so much is left; what is kept for later is given up for it."""
+        if needed <= free_for_mlx().bytes:
+            return True
+        give_back()
+        while needed > free_for_mlx().bytes:
+            if not self._release():
+                return False
+            give_back()
+        return True
+
+    def _count_growth(self, state: Held, rows: int) -> int:
+        """Bytes that are added to the state."""
+        slots = round_to_bucket(state.length + rows) - round_to_bucket(state.length)
+        return slots * self._kv.per_token + (0 if state.length else self._kv.fixed)
+
+    def _count_bytes(self, asked: Sequence[tuple[Held, int]]) -> int:
+        total = _RESERVE
+        for state, rows in asked:
+            slots = round_to_bucket(state.length + rows)
+            # A buffer that grows is copied, one layer after the other.
+            total += self._count_growth(state, rows) + slots * self._kv.per_token // self._layers
+            total += rows * (self._row_bytes + slots * (self._score_bytes + 1))
+        return total
+
+
+def _refuse(what: str, needed: int) -> OutOfMemory:
+    free = free_for_mlx()
+    return OutOfMemory(
+        f"{what} needs {needed / _MB:,.0f} MB of memory, and {free.limit} leaves "
+        f"{free.bytes / _MB:,.0f} MB"
+    )
+
+
+def _count_outputs(layer: nn.Module) -> int:
+    """Numbers that a layer computes for one token; of its experts, those that one may choose."""
+    total = 0
+    for name, array in _weights(layer):
+        if name.endswith("weight") and array.ndim == 2:  # a matrix
+            total += array.shape[0]
+        elif name.endswith("weight") and array.ndim > 2:  # of experts
+            total += min(array.shape[0], _MOST_EXPERTS) * array.shape[1]
+    return total
+
+
+def _count_head(model: Any) -> int:
+    """Numbers that the head computes for one token."""
+    return max((array.shape[0] for _, array in _weights(model) if array.ndim == 2), default=0)
+
+
+def _count_heads(model: Any) -> int:
+    """Attention heads of a layer; many, if its layers do not say."""
+    counts = [
+        count
+        for _, module in model.named_modules()
+        for name in ("n_heads", "num_heads", "num_attention_heads")
+        if isinstance(count := getattr(module, name, None), int)
+    ]
+    return max(counts, default=64)
+
+
+def _weights(module: nn.Module) -> list[tuple[str, mx.array]]:
+    found: list[tuple[str, mx.array]] = tree_flatten(module.parameters())  # type: ignore[assignment]
+    return found

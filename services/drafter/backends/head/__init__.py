@@ -1,0 +1,1 @@
+"""Published heads: EAGLE-3, MTP, DFlash, DFlash 2, DSpark."""

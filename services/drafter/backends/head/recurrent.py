@@ -1,0 +1,359 @@
+"""Heads that draft token by token (EAGLE-3, MTP), ahead of the target's outcome.
+
+A row of such a head joins a token with the target's state at the token before it. While a
+chain is being verified these states do not exist: the head's own output for the row before
+takes their place, along the chain and the branches behind it, and is replaced when the true
+states arrive. Row i of the trunk is token i + 1 of the sequence, since the first token has no
+state before it; where the states of a prompt's beginning are not to be had, rows begin later.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+from msgspec.structs import replace
+
+from protocol.decoding.logits_processor import LogitsProcessor
+from protocol.decoding.sampler import Ids
+from protocol.decoding.sampling_params import drafter_sampling
+from protocol.decoding.token_tree import TokenTree
+from protocol.decoding.tokens import common_prefix_length
+from protocol.heads import HeadDescription
+from protocol.messages import FeatureRequest, LogitsOptions, Sampling, Tokens
+from services.drafter.backends.base import (
+    DEFAULT_ROUND_OPTIONS,
+    DraftedToken,
+    RoundOptions,
+    Rows,
+    TreeLayer,
+)
+from services.drafter.backends.head.states import StateRun
+from services.drafter.backends.head.weights import TargetEnds
+from services.drafter.backends.mlx import MlxBackend
+from services.drafter.backends.mlx_tree import Trunk
+from services.kv.cache import KVStore
+from services.kv.slots import Frame
+from services.runtime.sequence_table import check_rewind
+
+WINDOW = 4096
+"""Tokens that a head attends to: most were trained on no more."""
+_MOST_ALONE = 16
+"""Most rows that are drafted one after the other on the head's own output; else it begins anew."""
+
+
+class RecurrentHead(Protocol):
+    """A head of one layer that is fed token by token."""
+
+    width: int
+    """Of the states that it takes and gives."""
+    head_ids: Ids | None
+    """What the columns of its logits stand for; None: column i is token i."""
+    head_size: int
+    """How many columns there are."""
+
+    @property
+    def normalization(self) -> str:
+        """Of the target's states, see `FeatureRequest`."""
+        ...
+
+    def project(self, states: mx.array) -> mx.array:
+        """[1, tokens, what the target sends] -> [1, tokens, width]."""
+        ...
+
+    def __call__(self, tokens: mx.array, states: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+        """Logits [1, tokens, head] and what stands in for the next states, [1, tokens, width].
+
+        Args:
+            tokens: [1, tokens].
+            states: [1, tokens, width] at the token before each.
+            cache: of its one layer.
+        """
+        ...
+
+
+class _CachedHead(nn.Module):
+    """A head as the tree mechanics take a model: its states go in and out through a cache.
+
+    The second cache holds per row what came out, as keys, and what went in, as values.
+    """
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.head = head
+
+    @property
+    def layers(self) -> list[Any]:
+        """The only one."""
+        return [self.head.midlayer if "midlayer" in self.head else self.head.layers[0]]
+
+    def make_cache(self) -> list[Any]:
+        """One cache for the layer, and one for the states."""
+        return [RotatingKVCache(max_size=WINDOW), KVCache()]  # type: ignore[no-untyped-call]
+
+    def __call__(
+        self, tokens: mx.array, cache: list[Any], states: mx.array | None = None
+    ) -> mx.array:
+        """[1, tokens, head] logits; without states, as where none ever came."""
+        if states is None:
+            states = mx.zeros((*tokens.shape, self.head.width), self.head.norm.weight.dtype)
+        logits, out = self.head(tokens, states, cache[0])
+        cache[1].update_and_fetch(out[:, None], states[:, None])
+        result: mx.array = logits
+        return result
+
+
+@dataclass
+class _HeadTrunk(Trunk):
+    known: Tokens = field(default_factory=list)
+    """All committed tokens of the sequence."""
+    states: StateRun = field(default_factory=lambda: StateRun(WINDOW))
+    first: int = -1
+    """Position whose state is row 0's; -1 before the first draft."""
+    settled: int = 0
+    """Rows at the beginning of the trunk that were computed from the target's states."""
+    inputs: mx.array | None = None
+    """[1, rows, width] states of the next forward; None: what its rows' parents gave."""
+    options: LogitsOptions | None = None
+
+
+class RecurrentBackend(MlxBackend):
+    """See `base.DraftBackend` and `base.TargetReading`.
+
+    Args:
+        head: what is in the head's folder.
+        ends: the target's ends.
+        module: the head.
+        request: what the verifier is asked for.
+        prefill_step_size: most rows of one pass over a prompt.
+        unit: the compute unit, if it is known.
+    """
+
+    _feeds_by_depth = True
+
+    def __init__(
+        self,
+        head: HeadDescription,
+        ends: TargetEnds,
+        module: Any,
+        request: FeatureRequest,
+        *,
+        prefill_step_size: int,
+        unit: str = "",
+    ) -> None:
+        self._head: RecurrentHead = module
+        self._step = prefill_step_size
+        self._request = request
+        loaded = ends.model._replace(module=_CachedHead(module), context_length=0)
+        super().__init__(Path(head.folder), prefill_step_size, unit, loaded=loaded)
+        self._folder = ends.model.folder  # its tokenizer is what grammars need
+        self._head_ids, self._head_size = module.head_ids, module.head_size
+        self.identity = self.identity._replace(backend="head", features=request)
+        self._dtype = module.norm.weight.dtype
+        projected = request.projection or request.normalization == "final"
+        self._sent = module.width if projected else int(module.fc.weight.shape[1])
+        """Numbers per token that the verifier sends."""
+
+    def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
+        """Compute nothing: the target's states are on their way."""
+        opened = _HeadTrunk(self._new_store(), drafter_sampling(sampling), known=list(tokens))
+        opened.options = sampling.logits_options
+        self._sequences[sequence] = opened
+        yield from ()
+
+    def read(self, sequence: int, first: int, rows: Rows) -> None:
+        """Keep them until the next draft; what another drafter had asked for is not ours."""
+        known = self._sequences.get(sequence)
+        if isinstance(known, _HeadTrunk) and rows.shape[1] == self._sent:
+            known.states.add(first, rows)
+
+    def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
+        """Note the committed tokens."""
+        known = self._own(sequence)
+        check_rewind(len(known.known), base)
+        if base < len(known.known):
+            known.states.trim(base)
+            known.settled = min(known.settled, max(0, base - known.first))
+        known.known[base:] = tokens
+
+    def prepare_tree(
+        self,
+        sequence: int,
+        tree: TokenTree,
+        fan_out: list[int],
+        depth: int,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
+    ) -> Generator[TreeLayer | None]:
+        """See `MlxBackend`."""
+        shifted = self._begin(self._own(sequence), options)
+        yield from super().prepare_tree(sequence, tree, fan_out, depth, shifted)
+
+    def draft(
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
+    ) -> Generator[DraftedToken | None]:
+        """See `MlxBackend`."""
+        shifted = self._begin(self._own(sequence), options)
+        yield from super().draft(sequence, pending, count, shifted)
+
+    def draft_tree(
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
+    ) -> Generator[TreeLayer | None]:
+        """See `MlxBackend`."""
+        shifted = self._begin(self._own(sequence), options)
+        yield from super().draft_tree(sequence, pending, count, shifted)
+
+    def close(self, sequence: int) -> None:
+        """Free the KV."""
+        self._sequences.pop(sequence, None)
+
+    def _own(self, sequence: int) -> _HeadTrunk:
+        known = self._sequences[sequence]
+        if not isinstance(known, _HeadTrunk):
+            raise TypeError(f"sequence {sequence} is not one of this backend's")
+        return known
+
+    # ------------------------------------------------------------ where rows begin
+
+    def _begin(self, known: _HeadTrunk, options: RoundOptions) -> RoundOptions:
+        """Choose the trunk's first row; returns the options with positions counted from there."""
+        last = len(known.known) - 1
+        states = known.states
+        useful = states.first <= last < states.end + _MOST_ALONE if states.end else False
+        best = states.first if useful else last
+        there = self._count_rows(known)
+        misplaced = useful and not known.first <= best <= known.first + there
+        alone = last - known.first - max(there, states.end - known.first)
+        if known.first < 0 or misplaced or alone > _MOST_ALONE:
+            self._restart(known, best)
+        known.committed = last - known.first
+        return options._replace(shift=options.shift + known.first + 1)
+
+    @staticmethod
+    def _count_rows(known: _HeadTrunk) -> int:
+        """The rows of the trunk whose tokens are committed."""
+        old = min(known.committed, len(known.tokens), max(0, len(known.known) - known.first - 1))
+        return old + common_prefix_length(known.tokens[old:], known.known[known.first + 1 + old :])
+
+    def _restart(self, known: _HeadTrunk, first: int) -> None:
+        known.store = self._new_store()
+        known.tokens, known.tops, known.tree = [], {}, None
+        known.first, known.settled = first, 0
+        if known.options is not None:
+            begins = max(0, known.options.answer_from - first - 1)
+            shifted = replace(known.options, answer_from=begins)
+            known.processor = LogitsProcessor(shifted, self._folder, [], self._head_ids)
+
+    # ------------------------------------------------------------ the trunk
+
+    def _feed(
+        self, known: Trunk, base: int, tokens: Tokens, rows: int, width: int = 1
+    ) -> Generator[None]:
+        """As `MlxBackend._feed`; rows whose states came since are computed again."""
+        if not isinstance(known, _HeadTrunk):
+            raise TypeError("the trunk is not one of this backend's")
+        wanted = known.known[known.first + 1 :] + tokens
+        start = min(known.settled, known.committed, len(known.tokens))
+        keep = start + common_prefix_length(known.tokens[start:], wanted[start:])
+        keep = self._adopt(known, wanted, keep, width)
+        known.settled = min(known.settled, keep)
+        begin = keep
+        if known.settled < known.states.end - known.first:
+            begin = min(keep, max(known.settled, known.states.first - known.first))
+        for position in range(len(wanted) - rows, begin):
+            top = known.tops.get(position)
+            if top is None or top.ids.shape[1] < min(width, self._head_size):
+                begin = position
+                break
+        if begin < len(wanted):
+            yield from self._fill(
+                known, wanted, begin, keep, first_row=len(wanted) - rows, width=width
+            )
+        del base
+
+    def _fill(
+        self,
+        known: _HeadTrunk,
+        wanted: Tokens,
+        begin: int,
+        keep: int,
+        *,
+        first_row: int,
+        width: int,
+    ) -> Generator[None]:
+        """Compute the rows from `begin` on; those before `keep` are there, from other states."""
+        states = self._states(known, begin, keep)
+        known.cut(begin)
+        at = begin
+        while at < len(wanted):
+            given = begin + states.shape[1] - at
+            stop = min(at + max(1, min(given, self._step)), len(wanted))
+            if at < first_row < stop:
+                stop = first_row
+            if given > 0 or at == 0:
+                part = states[:, at - begin : stop - begin]
+                known.inputs = (
+                    part if given > 0 else mx.zeros((1, 1, self._head.width), self._dtype)
+                )
+            yield from self._append(known, wanted[at:stop], width if at >= first_row else 0)
+            if stop < first_row:
+                yield
+            at = stop
+        known.settled = max(0, min(known.states.end - known.first, len(known.tokens)))
+
+    def _states(self, known: _HeadTrunk, begin: int, keep: int) -> mx.array:
+        """[1, rows, width] for as many rows from `begin` on as have any: the target's if they
+        came, else what the row was computed from before."""
+        end = max(begin, known.states.end - known.first)
+        parts = []
+        if begin < end:
+            sent = known.states.at(known.first + begin, known.first + end)
+            raw = mx.array(sent)[None].astype(self._dtype)
+            parts.append(raw if self._request.projection else self._head.project(raw))
+        before = known.store.caches[1].values
+        if end < keep and before is not None:
+            parts.append(before[:, 0, end:keep])
+        if not parts:
+            return mx.zeros((1, 0, self._head.width), self._dtype)
+        return mx.concatenate(parts, axis=1)
+
+    # ------------------------------------------------------------ the head
+
+    def _forward(
+        self, known: Trunk, tokens: Tokens, place: Callable[[], None]
+    ) -> Generator[None, None, mx.array]:
+        """Logits [tokens, head]; `place` sets the frame."""
+        if not isinstance(known, _HeadTrunk) or not isinstance(known.store, KVStore):
+            raise TypeError("the trunk is not one of this backend's")
+        if len(self._sequences) > 1:
+            yield
+        place()
+        states, known.inputs = known.inputs, None
+        if states is None:
+            states = self._stand_ins(known, known.store)
+        logits: mx.array = self._model(mx.array(tokens)[None], known.store.caches, states)
+        return logits[0]
+
+    def _stand_ins(self, known: _HeadTrunk, store: KVStore) -> mx.array:
+        """[1, rows, width] for rows whose states were not given: the target's at the pending
+        token's row, else what the row before gave; zeros where there is none."""
+        positions = store.frame.positions[store.frame.start :]
+        if len(positions) == 1 and positions[0] < known.states.end - known.first:
+            return self._states(known, int(positions[0]), 0)[:, :1]
+        given = store.caches[1].keys
+        if given is None or not store.frame.start:
+            return mx.zeros((1, len(positions), self._head.width), self._dtype)
+        return _parents(store.frame, given)
+
+
+def _parents(frame: Frame, given: mx.array) -> mx.array:
+    """[1, rows, width] what the row before each of the frame's rows gave."""
+    if frame.visible is None:
+        slots = np.array([frame.start - 1])
+    else:
+        before = frame.positions[frame.start :, None] - 1 == frame.positions[None, : frame.start]
+        slots = np.argmax(before & frame.visible[:, : frame.start], axis=1)
+    return mx.take(given[:, 0], mx.array(slots), axis=1)

@@ -1,0 +1,85 @@
+"""One line per request that asked for an answer: its route, its figures, and how it ended.
+
+The figures go into the metrics too. Prompts and answers are never written.
+"""
+
+import logging
+import time
+
+from protocol.messages import Finished
+from protocol.process.logs import about
+from services.gateway.errors import ApiError
+from services.gateway.metrics import Metrics
+from services.gateway.task import Choice
+
+_log = logging.getLogger(__name__)
+
+_LONGEST_REASON = 200
+"""Characters of an error that are written."""
+
+
+class RequestLog:
+    """The books of one HTTP request.
+
+    Args:
+        metrics: what is counted over all requests.
+        route: its method and path.
+    """
+
+    def __init__(self, metrics: Metrics, route: str) -> None:
+        self.name = ""
+        """Of the answer, as its client reads it; empty before there is one."""
+        self._metrics = metrics
+        self._route = route
+        self._started = time.monotonic()
+        self._is_over = False
+
+    def on_answer(self, choice: Choice, finished: Finished) -> None:
+        """One of its answers has come to its end."""
+        self._is_over = True
+        tokens = choice.transcript.tokens
+        self._metrics.count_answer(finished, tokens, choice.request.mode)
+        words = describe_answer(finished, tokens)
+        self._write(logging.INFO, words, choice.request.request)
+
+    def on_refusal(self, error: ApiError) -> None:
+        """It could not be served as it was."""
+        if not self._is_over:
+            self._is_over = True
+            words = error.message[:_LONGEST_REASON]
+            self._write(logging.WARNING, f"error {error.status}: {words}")
+
+    def on_failure(self, error: ApiError) -> None:
+        """It broke off."""
+        self._metrics.count_failure("error")
+        self.on_refusal(error)
+
+    def on_departure(self) -> None:
+        """The client went away, which is nothing new if it had its answer."""
+        if not self._is_over:
+            self._metrics.count_failure("cancelled")
+            self._write(logging.INFO, "cancelled by the client")
+
+    def _write(self, level: int, words: str, request: int = 0) -> None:
+        seconds = time.monotonic() - self._started
+        ids: dict[str, int | str] = {"route": self._route}
+        if self.name:
+            ids["id"] = self.name
+        if request:
+            ids["request"] = request
+        _log.log(level, "%s, %.1f s", words, seconds, extra=about(**ids))
+
+
+def describe_answer(finished: Finished, tokens: int) -> str:
+    """Its figures, in a few words."""
+    s = finished.statistics
+    prompt = f"{finished.prompt_tokens} prompt tokens"
+    if finished.cached_tokens:
+        prompt += f" ({finished.cached_tokens} cached)"
+    speed = f" at {s.tok_s:.1f} tok/s" if s.tok_s else ""  # a few tokens come all at once
+    parts = [prompt, f"{tokens} tokens{speed}"]
+    if s.drafted:
+        parts.append(f"{s.accepted} of {s.drafted} draft tokens accepted")
+    if s.drafter_restarts or s.verifier_restarts:
+        parts.append(f"restarts: drafter {s.drafter_restarts}, verifier {s.verifier_restarts}")
+    return ", ".join([*parts, f"ended by {finished.reason}"])

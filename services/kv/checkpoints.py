@@ -1,0 +1,54 @@
+"""Moments from which a sequence with windows or recurrent states can go on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from services.kv.layer_copy import count_bytes, join_arrays
+from services.kv.window import WindowSnapshot
+
+_MOST = 4
+"""Of a sequence; each holds a copy of every recurrent state and window."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A moment from which the sequence can go on. Slots need no copy."""
+
+    length: int
+    windows: list[WindowSnapshot]
+    others: list[dict[str, Any]]
+    ends_turn: bool = False
+    """Whether a chat's message ends here: the next prompt is likely to be the same up to here."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the copies."""
+        return count_bytes(list(self.windows)) + count_bytes(self.others)
+
+
+def add_checkpoint(points: list[Checkpoint], new: Checkpoint) -> None:
+    """Take in a moment behind the others; of many, those stay that are farthest apart.
+
+    The last one at the end of a message stays, however near the next one is.
+    """
+    points.append(new)
+    if len(points) <= _MOST:
+        return
+    turn = max((point.length for point in points if point.ends_turn), default=0)
+    lengths = [0, *(point.length for point in points)]
+    gaps = {
+        lengths[i + 2] - lengths[i]: i
+        for i in reversed(range(len(points) - 1))
+        if points[i].length != turn
+    }
+    del points[gaps[min(gaps)]]
+
+
+def read_checkpoint(plain: Any, arrays: Mapping[int, mx.array]) -> Checkpoint:
+    """What `layer_copy.split_arrays` was given the attributes of."""
+    joined = join_arrays(plain, arrays)
+    windows = [WindowSnapshot(*window) for window in joined["windows"]]
+    return Checkpoint(joined["length"], windows, joined["others"], joined["ends_turn"])

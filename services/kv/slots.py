@@ -1,0 +1,146 @@
+"""Slots of one layer: a buffer of keys and values, and the frame that says what is done in it.
+
+mlx-lm asks a cache for its mask (`make_mask`), for the RoPE offset (`offset`) and to store
+keys and values (`update_and_fetch`). A `SlotCache` answers all three from the `Frame` of its
+`KVStore`.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from services.kv.cache import KVStore
+
+BUCKET = 256
+"""Slots a buffer grows by, and the bucket of key lengths on CUDA."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One forward's view of the slots. The new tokens go to slots [start, start + count)."""
+
+    start: int
+    count: int
+    offset: int | mx.array
+    """RoPE positions: the first of a chain, or [count] of parallel branches."""
+    positions: npt.NDArray[np.int64]
+    """[start + count] position of the token in each slot."""
+    visible: npt.NDArray[np.bool_] | None
+    """[count, start + count] which slots each new token sees; None for a chain."""
+
+
+class SlotCache:
+    """One layer's keys and values; what mlx-lm takes for a KV cache."""
+
+    def __init__(self, store: "KVStore", window: int | None) -> None:
+        # The store owns its caches; a cycle would keep a closed sequence's KV until the
+        # garbage collector comes by.
+        self._store: KVStore = weakref.proxy(store)
+        self.window = window
+        self._keys: mx.array | None = None
+        self._values: mx.array | None = None
+
+    @property
+    def keys(self) -> mx.array | None:
+        """[1, heads, slots, size]; taken back from a table, if they are in one."""
+        self._store.leave_table()
+        return self._keys
+
+    @keys.setter
+    def keys(self, buffer: mx.array | None) -> None:
+        self._keys = buffer
+
+    @property
+    def values(self) -> mx.array | None:
+        """As `keys`."""
+        self._store.leave_table()
+        return self._values
+
+    @values.setter
+    def values(self, buffer: mx.array | None) -> None:
+        self._values = buffer
+
+    @property
+    def stores(self) -> list["KVStore"]:
+        """The one sequence whose layer this is (see `PackedCache.stores`)."""
+        return [self._store]
+
+    @property
+    def offset(self) -> int | mx.array:
+        """What mlx-lm passes to RoPE: a position, or an array of them."""
+        return self._store.frame.offset
+
+    def make_mask(
+        self, n: int, *, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """The attention mask of the current frame; `n` is the frame's count."""
+        if n != self._store.frame.count:
+            raise ValueError(f"the model asks for a mask of {n}, not {self._store.frame.count}")
+        return self._store.mask(window_size or self.window, as_array=return_array)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store [1, heads, count, size] at the frame's slots; return all slots up to there."""
+        frame = self._store.frame
+        end = frame.start + frame.count
+        self.keys = store_rows(self.keys, keys, frame.start)
+        self.values = store_rows(self.values, values, frame.start)
+        key_length = self._store.key_length(end)
+        return self.keys[..., :key_length, :], self.values[..., :key_length, :]
+
+    def move(self, slots: mx.array, to: int) -> None:
+        """Copy the rows in `slots` to the consecutive slots from `to` on."""
+        if self.keys is None or self.values is None:
+            raise ValueError("an empty cache has no slots to move")
+        end = to + slots.size
+        self.keys[..., to:end, :] = mx.take(self.keys, slots, axis=2)
+        self.values[..., to:end, :] = mx.take(self.values, slots, axis=2)
+
+    def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
+        """The buffers up to the current frame's end; for layers that read another's."""
+        if self.keys is None or self.values is None:
+            return None, None
+        limit = self._store.key_length(self._store.frame.start + self._store.frame.count)
+        return self.keys[..., :limit, :], self.values[..., :limit, :]
+
+    @property
+    def state(self) -> list[mx.array]:
+        """The buffers, for evaluation; not what is in a table."""
+        return [array for array in (self._keys, self._values) if array is not None]
+
+
+def round_to_bucket(length: int) -> int:
+    """Slots of a buffer that holds so many tokens."""
+    return -(-length // BUCKET) * BUCKET
+
+
+def store_rows(buffer: mx.array | None, rows: mx.array, start: int) -> mx.array:
+    """`buffer` with `rows` at slot `start`, grown if it must be."""
+    end = start + rows.shape[2]
+    capacity = 0 if buffer is None else buffer.shape[2]
+    if buffer is None or end > capacity:
+        slots = round_to_bucket(end)
+        grown = mx.zeros((1, rows.shape[1], slots, rows.shape[3]), rows.dtype)
+        if buffer is not None:
+            grown[..., :capacity, :] = buffer
+        buffer = grown
+    buffer[..., start:end, :] = rows
+    return buffer
+
+
+class TableSeat(Protocol):
+    """A sequence's place in buffers that it shares with others (`batching.slot_table`)."""
+
+    index: int
+
+    def leave(self, length: int) -> list[tuple[mx.array, mx.array]]:
+        """Give it up; returns the keys and values of each layer."""
+        ...
+
+    def move(self, slots: mx.array, to: int) -> None:
+        """See `SlotCache.move`."""
+        ...

@@ -1,0 +1,56 @@
+"""How much more memory MLX can take in this process."""
+
+import ctypes
+import resource
+import sys
+from typing import Any
+
+import mlx.core as mx
+
+from protocol.process.free_memory import FreeMemory, free_memory
+from services.mlx.loader import compute_unit
+
+_DEFAULT_LIMIT = mx.get_memory_limit()
+"""A guess of MLX's at what is good for the machine; what anybody sets is meant."""
+
+
+_M_MMAP_THRESHOLD = -3
+"""Of glibc's `malloc.h`."""
+_RETURNED_BYTES = 1 << 20
+
+
+def free_for_mlx() -> FreeMemory:
+    """What is left under the nearest limit; what MLX keeps for later arrays counts as free."""
+    unit, kept = compute_unit(), mx.get_cache_memory()
+    info: dict[str, Any] = mx.device_info()
+    found = []
+    if (limit := mx.get_memory_limit()) != _DEFAULT_LIMIT:
+        found.append(_below(limit, "MLX's memory limit"))
+    if unit == "cuda":
+        free = info.get("free_memory", info.get("total_memory", 0))
+        return min([*found, FreeMemory(free + kept, "the GPU's memory")])
+    if limit := info.get("max_recommended_working_set_size", 0):
+        found.append(_below(limit, "the GPU's share of the machine's memory"))
+    host = free_memory()
+    return min([*found, FreeMemory(host.bytes + kept, host.limit)])
+
+
+def _below(limit: int, name: str) -> FreeMemory:
+    return FreeMemory(max(0, limit - mx.get_active_memory()), name)
+
+
+def give_back() -> None:
+    """Let the system have what MLX and the allocator keep for later."""
+    mx.clear_cache()
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def allocate_returnably() -> None:
+    """Under a limit on the address space, give large blocks back as soon as they are free.
+
+    By itself glibc keeps ever larger ones, and a heap full of holes soon reaches the limit.
+    """
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    if limited and sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _RETURNED_BYTES)

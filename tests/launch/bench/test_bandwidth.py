@@ -1,0 +1,53 @@
+"""How much of the memory's bandwidth plain decoding uses is said wherever both are known."""
+
+from pathlib import Path
+
+import pytest
+
+from launch.bench.bandwidth import describe_ceiling, describe_share, read_weight_bytes
+from services.tools.hardware import survey
+from tests.support.tiny_models import write_tiny_model
+
+
+def test_the_ceiling_is_what_the_memory_allows() -> None:
+    """Reading speed over the weights of a pass."""
+    assert describe_ceiling(500_000_000, 10e9) == (
+        "10.0 GB/s read; 0.50 GB of weights per token allow plain decoding 20.0 tok/s at most"
+    )
+
+
+def test_the_share_is_what_is_used_of_it() -> None:
+    """Tokens a second times the weights, over the reading speed."""
+    text = describe_share(15.0, 500_000_000, 10e9)
+    assert "15.0 tok/s are 7.5 GB/s, 0.75 of the 10.0 GB/s" in text
+
+
+def test_no_share_is_more_than_the_whole() -> None:
+    """A reading speed that decoding exceeds was measured on a busy machine, and is said to be."""
+    text = describe_share(25.0, 500_000_000, 10e9)
+    assert "25.0 tok/s are 12.5 GB/s" in text
+    assert "1.25 of" not in text
+    assert "busy" in text
+
+
+@pytest.mark.parametrize(("tok_s", "weights", "reads"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_nothing_is_said_of_what_is_not_known(tok_s: float, weights: int, reads: float) -> None:
+    """A device that was not measured, a model that cannot be read, an answer without speed."""
+    assert describe_share(tok_s, weights, reads) == ""
+    if not weights or not reads:
+        assert describe_ceiling(weights, reads) == ""
+
+
+def test_weights_count_as_the_device_holds_them(tmp_path: Path) -> None:
+    """Four bytes a parameter on a CPU; a folder without a model counts nothing."""
+    folder = write_tiny_model(tmp_path / "tiny", "llama", seed=1)
+    on_cpu, elsewhere = (read_weight_bytes(str(folder), device) for device in ("cpu", "metal"))
+    assert on_cpu > 0
+    assert elsewhere > 0
+    assert read_weight_bytes(str(tmp_path / "none"), "cpu") == 0
+
+
+@pytest.mark.processes
+def test_the_machine_is_measured() -> None:
+    """A positive number of bytes a second, from the very kernels that decode."""
+    assert survey().read_bytes_s > 1e6

@@ -1,0 +1,78 @@
+"""What runners-up that grow on are worth, by what was measured."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.learning.tree_growth import (
+    GROWN,
+    TreeGrowth,
+    grow,
+    rank_chances,
+    value_by_depth,
+    value_trees,
+)
+
+RANKS = [0.6, 0.2, 0.1]
+CHANCES = st.lists(st.floats(0.01, 0.3), min_size=1, max_size=3)
+
+
+def test_ranks_share_what_first_choices_leave() -> None:
+    """A runner-up is right where the first choice fell and it is the next in question."""
+    assert rank_chances(0.6, [0.0, 0.5, 0.75]) == pytest.approx([0.6, 0.2, 0.1])
+
+
+def test_runners_up_are_leaves_unless_they_grow() -> None:
+    """Without growth each depth has the chain's candidates; with it, those of the likeliest."""
+    ranks = np.array(RANKS)
+    for layer, chance in zip(grow([1.0], RANKS, 0, 3), (1.0, 0.6, 0.36), strict=True):
+        assert layer[0] == pytest.approx(chance * ranks)
+    _, second, third = grow([1.0], RANKS, 1, 3)
+    assert second[0] == pytest.approx(
+        np.concatenate([0.6 * np.array(RANKS), 0.2 * np.array(RANKS)])
+    )
+    # Behind the second depth, 0.6 x 0.2 and 0.2 x 0.6 are alike: one of them goes on.
+    assert third[0] == pytest.approx(
+        np.concatenate([0.36 * np.array(RANKS), 0.12 * np.array(RANKS)])
+    )
+
+
+def test_likelier_outcomes_have_the_runners_up() -> None:
+    """All branches compete for what goes on."""
+    _, second = grow([0.8, 0.1], RANKS, 2, 2)
+    assert [len(nodes) for nodes in second] == [9, 3]
+
+
+@given(CHANCES, CHANCES, st.integers(1, 4), st.floats(0.0, 0.4))
+def test_growth_only_adds(
+    outcomes: list[float], ranks: list[float], depth: int, row_cost: float
+) -> None:
+    """More growth at the same depth is never worth less, and rows that cost more never more."""
+    values = [
+        value_trees(outcomes, grow(outcomes, ranks, grown, depth), [row_cost] * 8)
+        for grown in GROWN
+    ]
+    assert values == sorted(values)
+    dearer = value_trees(outcomes, grow(outcomes, ranks, 0, depth), [2.0 * row_cost] * 8)
+    assert 0.0 <= dearer <= values[0] + 1e-12
+
+
+def test_a_value_lies_between_those_of_its_depths() -> None:
+    """Half a depth more is half of what a depth brings."""
+    free = [0.0] * 20
+    values = [value_by_depth([1.0], RANKS, 4, depth, free) for depth in (2.0, 2.5, 3.0)]
+    assert values[1] == pytest.approx((values[0] + values[2]) / 2)
+    assert value_by_depth([1.0], RANKS, 4, 0.0, free) == 0.0
+
+
+def test_what_gains_most_is_taken() -> None:
+    """From the first computation on; a difference of nothing changes nothing."""
+    growth = TreeGrowth()
+    assert growth.grown == 0
+    assert growth.is_due()
+    growth.observe([1.0, 1.2, 1.5, 1.4])
+    assert growth.grown == GROWN[2]
+    growth.observe([1.0, 1.2, 1.5, 1.51])
+    assert growth.grown == GROWN[2]
+    assert sum(growth.is_due() for _ in range(80)) == 10

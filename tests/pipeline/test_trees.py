@@ -1,0 +1,98 @@
+"""Trees in a running stack: the tokens of plain decoding, whoever dies or misbehaves meanwhile."""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.settings.settings import StackSettings
+from protocol.messages import Sampling, SwapDrafter
+from tests.support.reference import plain, tiny_folder
+from tests.support.stack import (
+    DEADLINE_S,
+    Answered,
+    RunningStack,
+    answer_beside_death,
+    answer_beside_swap,
+    running,
+)
+from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.processes
+
+HOSTILE = Path(__file__).parents[1] / "support" / "hostile_drafter.py"
+PROMPT = (0, *[97, 41, 250, 33, 8] * 3, 19, 203, 64)
+SAMPLINGS = {"greedy": Sampling(), "T0.7": Sampling(temperature=0.7, seed=5)}
+LENGTH = 44
+LONG = 400
+"""Tokens that take long enough for a process to be killed meanwhile."""
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    """A target, and a drafter that is close to it."""
+    draft = write_tiny_model(tmp_path_factory.mktemp("draft") / "llama", "llama", noise=0.3)
+    settings = StackSettings(model=str(tiny_folder("llama")), draft_model=str(draft))
+    with running(settings) as started:
+        yield started
+
+
+@pytest.mark.parametrize("law", SAMPLINGS)
+@pytest.mark.parametrize("nodes", [4, 12])
+def test_trees_change_no_token(stack: RunningStack, nodes: int, law: str) -> None:
+    """Trees of a fixed size are verified, and the answer is that of plain decoding."""
+    sampling = SAMPLINGS[law]
+    answer = answer_by_trees(stack, nodes, sampling)
+    assert answer.tokens == plain("llama", PROMPT, LENGTH, sampling)
+
+
+def answer_by_trees(stack: RunningStack, nodes: int, sampling: Sampling) -> Answered:
+    """An answer with a tree in it: a drafter that is starting has none yet."""
+    return stack.until(
+        lambda answer: answer.statistics.tree_rounds > 0,
+        "a tree is verified",
+        lambda: stack.answer(
+            "",
+            tokens=list(PROMPT),
+            sampling=sampling,
+            max_tokens=LENGTH,
+            num_draft_tokens=4,  # else a tiny target is decoded plainly: drafts do not pay
+            tree_nodes=nodes,
+        ),
+    )
+
+
+@pytest.mark.parametrize("role", ["verifier", "drafter"])
+def test_an_answer_survives_a_death_with_a_tree_in_flight(stack: RunningStack, role: str) -> None:
+    """What was committed is the truth: a new process goes on from there."""
+    request: dict[str, Any] = {"tokens": list(PROMPT), "max_tokens": LONG, "tree_nodes": 8}
+    answer = answer_beside_death(stack, role, "", num_draft_tokens=3, **request)
+    assert answer.tokens == plain("llama", PROMPT, LONG, Sampling())
+    assert role == "drafter" or answer.statistics.verifier_restarts == 1
+
+
+def test_an_answer_survives_a_swap_with_a_tree_in_flight(stack: RunningStack) -> None:
+    """Another drafter goes on in the middle of an answer of trees: no other token."""
+    answer_by_trees(stack, 8, Sampling())
+    request: dict[str, Any] = {"tokens": list(PROMPT), "max_tokens": LONG, "tree_nodes": 8}
+    swap = SwapDrafter(backend="ngram")
+    answer = answer_beside_swap(stack, swap, "", num_draft_tokens=3, **request)
+    assert answer.tokens == plain("llama", PROMPT, LONG, Sampling())
+    assert answer.statistics.tree_rounds > 0
+
+
+def test_trees_that_are_none_cost_no_token() -> None:
+    """A program that says it drafts trees, and sends anything: the request goes on."""
+    settings = StackSettings(
+        model=str(tiny_folder("llama")),
+        draft_backend="stdio",
+        draft_command=shlex.join([sys.executable, str(HOSTILE), "forked"]),
+        restarts=1000,
+        draft_timeout_s=DEADLINE_S,
+    )
+    with running(settings) as started:
+        answer = started.answer("", tokens=list(PROMPT), max_tokens=LENGTH, tree_nodes=8)
+    assert answer.tokens == plain("llama", PROMPT, LENGTH, Sampling())

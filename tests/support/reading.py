@@ -1,0 +1,47 @@
+"""Drafters that read the target, driven by hand: whatever order states come in, all draft alike."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from protocol.messages import Sampling, Tokens
+from services.drafter.backends.base import Rows, TreeLayer
+
+CHAIN = [203, 64, 5]
+ORDERS = ("early", "late", "in pieces", "twice")
+"""In which states may come."""
+
+
+def open_sequence(backend: Any, tokens: Tokens, sampling: Sampling | None = None) -> Any:
+    """The backend, with these tokens as its sequence 1."""
+    for _ in backend.open(1, tokens, sampling or Sampling()):
+        pass
+    return backend
+
+
+def grow(backend: Any, chain: Tokens = CHAIN, depth: int = 3) -> list[TreeLayer]:
+    """The layers for the outcomes of a chain, two of each length."""
+    found: Iterator[TreeLayer | None] = backend.prepare(1, chain, [2] * len(chain), depth)
+    return [layer for layer in found if layer is not None]
+
+
+def check_order(order: str, opened: Callable[[Tokens], Any], prompt: Tokens, rows: Rows) -> None:
+    """States of `prompt` and CHAIN that come in this order draft what others do."""
+    expected = opened(prompt + CHAIN)
+    expected.read(1, 0, rows)
+    backend = opened(prompt)
+    if order == "early":
+        backend.read(1, 0, rows)
+    grow(backend)
+    if order == "in pieces":
+        backend.read(1, 6, rows[6:])
+        backend.read(1, 0, rows[:6])
+    backend.commit(1, len(prompt), CHAIN)
+    if order == "late":
+        grow(backend, [1, 2])
+        backend.read(1, 0, rows)
+    if order == "twice":
+        backend.read(1, 0, rows)
+        grow(backend, [1, 2])
+        backend.read(1, 2, rows[2:])
+    for one, other in zip(grow(expected, [9, 8]), grow(backend, [9, 8]), strict=True):
+        assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
