@@ -98,8 +98,6 @@ class Orchestrator:
             requests=self._requests,
             estimates=cost_model,
         )
-        self._now = 0.0
-        """When the loop woke up last."""
         self._asked = ReadTarget()  # the last one
 
     def _create_executor(self, journal: CrashJournal) -> Executor:
@@ -128,7 +126,6 @@ class Orchestrator:
         poller.read(self._prompts.descriptor)
         while True:
             poller.wait(seconds_left(self._requests, _TICK_S, time.monotonic()))
-            self._now = time.monotonic()
             for _ in range(_MOST_MESSAGES):
                 if (received := self._services.receive()) is None:
                     break
@@ -137,9 +134,9 @@ class Orchestrator:
                 if (request := self._clients.receive()) is None:
                     break
                 self._on_client_message(*request)
-            self._intake.collect(self._now)
+            self._intake.collect(time.monotonic())
             self._check_deadlines()
-            self.estimates.save_if_due(self._now)
+            self.estimates.save_if_due(time.monotonic())
 
     # ------------------------------------------------------------ services
 
@@ -182,7 +179,7 @@ class Orchestrator:
         if isinstance(message, DraftTree):
             request = self._requests.running.get(message.sequence)
             asked_for = request is None or request.sequence.is_asked_for(message)
-        within = self._registry.spend(drafter, message, self._now, asked_for=asked_for)
+        within = self._registry.spend(drafter, message, time.monotonic(), asked_for=asked_for)
         if not within:
             self._mark_for_kill(drafter, "the drafter sends more than it was asked for")
         return within
@@ -199,30 +196,30 @@ class Orchestrator:
         self._services.send(peer.address, message)
         request = self._requests.running.get(message.sequence)
         if request is not None and peer.hello.role == "verifier":
-            self._timeouts.start(request, self._now)  # a long prefill may go on
+            self._timeouts.start(request, time.monotonic())  # a long prefill may go on
 
     def _on_outcome(self, message: VerificationOutcome) -> None:
         request = self._requests.running.get(message.sequence)
         if request is None:
             return
-        self._executor.commit(request, message, self._now)
+        self._executor.commit(request, message, time.monotonic())
         if not request.is_over:
             self._count_progress(request)
 
     def _on_tree(self, message: DraftTree) -> None:
         request = self._requests.running.get(message.sequence)
         if request is not None:
-            self._executor.run(request, request.on_tree, message, self._now)
-        self._timeouts.on_draft(request, self._now)
+            self._executor.run(request, request.on_tree, message, time.monotonic())
+        self._timeouts.on_draft(request, time.monotonic())
 
     def _on_prefilled(self, role: Role, message: Prefilled) -> None:
         if request := self._requests.running.get(message.sequence):
-            self._executor.run(request, request.on_prefilled, message, role, self._now)
+            self._executor.run(request, request.on_prefilled, message, role, time.monotonic())
 
     def _on_prefill_progress(self, peer: Peer, message: PrefillProgress) -> None:
         request = self._requests.running.get(message.sequence)
         if request is not None and peer.hello.role == "verifier":
-            self._timeouts.start(request, self._now)
+            self._timeouts.start(request, time.monotonic())
             if (progress := request.on_prefill_progress(message)) is not None:
                 self._clients.send(request.peer, progress)
 
@@ -349,7 +346,7 @@ class Orchestrator:
     def _on_client_message(self, peer: bytes, message: ToOrchestrator | ProtocolError) -> None:
         match message:
             case Generate():
-                self._intake.on_generate(peer, message, self._now)
+                self._intake.on_generate(peer, message, time.monotonic())
             case Cancel():
                 self._on_cancel(peer, message.request)
             case StatusRequest():
@@ -357,7 +354,7 @@ class Orchestrator:
                     message,
                     serving=self._intake.is_known(peer, message.request),
                     dropped=self._services.dropped + self._clients.dropped,
-                    now=self._now,
+                    now=time.monotonic(),
                 )
                 self._clients.send(peer, status)
             case ServiceDown():
@@ -369,7 +366,7 @@ class Orchestrator:
         if request := self._requests.find(peer, number):
             self._executor.run(request, request.sequence.finish, "cancelled")
         else:
-            self._intake.cancel(peer, number, self._now)
+            self._intake.cancel(peer, number, time.monotonic())
 
     def _start_waiting(self) -> None:
         for _ in self._requests.start(self._registry.kv_tokens):

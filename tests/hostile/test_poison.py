@@ -11,7 +11,7 @@ from launch.stack import child
 from protocol.errors import SsdError
 from tests.hostile.bystanders import Bystanders
 from tests.hostile.poisoned import DEADLY, PARALYSING
-from tests.support.stack import RunningStack, running
+from tests.support.stack import RunningStack, eventually, running
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.processes
@@ -97,12 +97,14 @@ def test_a_request_that_ends_the_drafter_goes_on_without(poisoned: RunningStack)
     plain = poisoned.answer("", tokens=[DEADLY, *PROMPT], mode="ar")
     with Bystanders(poisoned.supervisor.run_dir.clients_address) as bystanders:
         bystanders.await_answers(2)
-        answer = poisoned.answer("", tokens=[DEADLY, *PROMPT])
+        # The planner might not speculate at all.
+        answer = poisoned.answer("", tokens=[DEADLY, *PROMPT], num_draft_tokens=4)
         bystanders.await_answers(4)
         tally = bystanders.reset()
     assert answer.tokens == plain.tokens
     assert (tally.failed, tally.changed) == ([], [])
-    assert 1 <= deaths(poisoned, "drafter") <= 2
+    eventually(lambda: deaths(poisoned, "drafter") > 0, "the drafter's death is reported")
+    assert deaths(poisoned, "drafter") <= 2
     poisoned.warm_up()
 
 
