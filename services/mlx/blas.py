@@ -41,8 +41,11 @@ class _Loaded:
 
 
 def load_blas(threads: int) -> None:
-    """Load the libraries where MLX finds them; call before anything imports `mlx`."""
-    if sys.platform != "linux":
+    """Load the libraries where MLX finds them; call before anything imports `mlx`.
+
+    Once per process: whoever calls again finds them as they are.
+    """
+    if sys.platform != "linux" or _Loaded.kernels is not None:
         return
     libraries = sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*"))
     if not libraries:

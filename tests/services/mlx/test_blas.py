@@ -111,3 +111,9 @@ class _Unseen:
 
     def hexdigest(self) -> str:
         return "unseen" * 4
+
+
+def test_a_process_loads_them_once() -> None:
+    """A second caller, with other threads in mind, changes nothing (conftest asked for one)."""
+    blas.load_blas(threads=2)
+    assert blas._Loaded.cores == ()
