@@ -228,6 +228,11 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     learned_dir: str = ""  # what the planner learned earlier; empty: it keeps nothing
     machine: str = ""  # chip and cores, for which what was learned holds
 
+    @property
+    def shutdown_timeout_s(self) -> float:
+        """What was learned has to be written."""
+        return 10.0 if self.learned_dir else super().shutdown_timeout_s
+
     def on_orphaned(self) -> None:
         """End who cannot end by itself and remove the run folder: the supervisor cannot."""
         kill_children(Path(self.run_dir))

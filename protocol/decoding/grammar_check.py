@@ -8,6 +8,8 @@ import sys
 import threading
 from collections import OrderedDict
 
+import psutil
+
 from protocol.decoding.grammar import MAX_GRAMMAR_BYTES
 from protocol.decoding.grammar_worker import DEADLINE_S
 from protocol.errors import RuntimeFailure, UsageError
@@ -19,6 +21,9 @@ _log = logging.getLogger(__name__)
 
 _START_S = 30.0
 """For the process to start, libraries and tokenizer included."""
+_LONGEST_S = 15.0
+"""For one grammar, however little of a processor the process is given."""
+_LOOK_S = 0.1
 _REMEMBERED = 256
 _ATTEMPTS = 2
 """A process may die for other reasons; a grammar that it dies of twice is to blame."""
@@ -30,7 +35,7 @@ class GrammarChecker(Closeable):
     Args:
         folder: the model folder, for its tokenizer; empty: whether a grammar can be read is all
             that is checked.
-        deadline_s: for one grammar.
+        deadline_s: for one grammar, of a processor's time: on a busy machine it takes longer.
     """
 
     def __init__(self, folder: str, deadline_s: float = DEADLINE_S) -> None:
@@ -131,9 +136,23 @@ class GrammarChecker(Closeable):
 def _exchange(process: subprocess.Popen[bytes], grammar: str, deadline_s: float) -> str | None:
     """The answer to a grammar, or None at the deadline."""
     assert process.stdin is not None  # noqa: S101  # it was started with pipes
+    assert process.stdout is not None  # noqa: S101
     line = json.dumps(grammar).encode() + b"\n"
-    write_all(process.stdin.fileno(), line, "reader of grammars", deadline_s)
-    return _read_line(process, deadline_s)
+    before_s, longest = _used_s(process), Deadline(_LONGEST_S)
+    write_all(process.stdin.fileno(), line, "reader of grammars", _LONGEST_S)
+    while not readable(process.stdout.fileno(), _LOOK_S):
+        if longest.passed or _used_s(process) - before_s > deadline_s:
+            return None
+    return _read_line(process, _LONGEST_S)
+
+
+def _used_s(process: subprocess.Popen[bytes]) -> float:
+    """What it has had of a processor's time; raises RuntimeFailure if it is gone."""
+    try:
+        times = psutil.Process(process.pid).cpu_times()
+    except psutil.Error as error:
+        raise RuntimeFailure("the process that checks grammars is gone") from error
+    return float(times.user + times.system)
 
 
 def _read_line(process: subprocess.Popen[bytes], timeout_s: float) -> str | None:

@@ -19,8 +19,8 @@ from protocol.decoding.grammar import Grammar, check_grammar
 from protocol.errors import ProtocolError, UsageError
 
 DEADLINE_S = 3.0
-"""For one grammar, as time passes; then the process is killed."""
-_ALARM_S = 10
+"""For one grammar, of a processor's time; then the process is killed."""
+_ALARM_S = 10.0
 """The same, in case nobody is left to kill it."""
 _MEMORY_BYTES = 4 * 1024**3
 MAX_COMPILE_S = 1.0
@@ -90,7 +90,7 @@ def main() -> None:
     """Answer each line of standard input with a line, until it ends."""
     with contextlib.suppress(ValueError, OSError):  # not every system has it
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     if folder is not None and not (folder / "tokenizer.json").is_file():
@@ -98,9 +98,9 @@ def main() -> None:
     sys.stdout.write(json.dumps(find_grammar_error('start: "a"', folder)) + "\n")
     sys.stdout.flush()
     for line in sys.stdin:
-        signal.alarm(_ALARM_S)
+        signal.setitimer(signal.ITIMER_PROF, _ALARM_S)
         reason = find_grammar_error(json.loads(line), folder)
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         sys.stdout.write(json.dumps(reason) + "\n")
         sys.stdout.flush()
 

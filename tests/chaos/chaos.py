@@ -29,7 +29,9 @@ from tests.chaos.supervisors import kill_supervisors
 from tests.chaos.verdict import Verdict, judge
 
 _MANY = 10**9
-_HANG_S = 3.0
+_LAST_S = 120.0
+"""Longest wait for the last answers."""
+_HANG_S = 7.0
 
 
 @click.command("chaos", cls=Command)
@@ -97,7 +99,7 @@ def command(**options: Any) -> None:
         try:
             campaign.run(plan["faults"], plan["seconds"], plan["only"])
         finally:
-            hung = load.end(60.0)
+            hung = load.end(_LAST_S)
             if keep_logs is not None:
                 shutil.copytree(victim.run_dir.path, keep_logs, ignore=_no_log, dirs_exist_ok=True)
     differences = [difference for tally in load.tallies for difference in tally.differences]

@@ -12,6 +12,7 @@ from protocol.client.client import Client
 from protocol.errors import SsdError
 from protocol.messages import ChatMessage, Finished, Generate, Mode, Sampling, Text, Tokens
 from tests.chaos.http_client import ask_http
+from tests.support.stack import PatientClient
 
 _QUESTIONS = (
     "Name three rivers and say where they flow.",
@@ -83,7 +84,7 @@ def ask(
 def cases(address: str, max_tokens: int) -> list[Case]:
     """All requests of the load, with what plain decoding answers while nothing is wrong."""
     found: list[Case] = []
-    with contextlib.closing(Client(address)) as client:
+    with contextlib.closing(PatientClient(address)) as client:
         for question in _QUESTIONS:
             for sampling in _SAMPLINGS:
                 plain = _request(client, question, sampling, "ar", max_tokens)
@@ -148,7 +149,7 @@ class Load:
 
     def _ask_directly(self, case: Case, tally: Tally, dice: random.Random) -> None:
         cut = dice.randrange(len(case.expected)) if dice.random() < self._cancels else None
-        with contextlib.closing(Client(self._address)) as client:
+        with contextlib.closing(PatientClient(self._address)) as client:
             try:
                 tokens = ask(client, case.request, tally, cut)
             except SsdError as error:

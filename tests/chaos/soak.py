@@ -28,6 +28,8 @@ _MOST_MB = 32.0
 _MOST_SHARE = 0.05
 """A process may grow by the larger of these between its second and its last quarter."""
 _SAY_EVERY_S = 60.0
+_LAST_S = 120.0
+"""Longest wait for the last answers."""
 
 
 @click.command("soak", cls=Command)
@@ -61,7 +63,7 @@ def command(**options: Any) -> None:  # fmt: skip
         load = Load(address, known, plan["clients"], plan["seed"], cancels=plan["cancels"])
         watch = _Watch(supervisor, load)
         watch.run(60 * plan["minutes"], plan["every"])
-        hung, replaced = load.end(60.0), watch.list_replaced()
+        hung, replaced = load.end(_LAST_S), watch.list_replaced()
     differences = [difference for tally in load.tallies for difference in tally.differences]
     summary = _summary(load, watch.series, hung, judge(differences, pair_of(settings)))
     summary["replaced"] = replaced

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from protocol.client.client import Client
 from protocol.errors import SsdError
 from protocol.messages import ChatMessage, Generate, Sampling, Text, Tokens
-from tests.support.stack import eventually
+from tests.support.stack import PatientClient, eventually
 
 _QUESTIONS = ("Name three rivers.", "def add(a, b):", "Say the same thing twice, twice.")
 _SAMPLINGS = (Sampling(), Sampling(temperature=0.8, seed=11), Sampling(temperature=1.0, seed=3))
@@ -87,7 +86,7 @@ class Bystanders:
     @staticmethod
     def _ask(address: str, number: int) -> tuple[Tokens, float]:
         """The tokens of an answer, and the longest wait for any of them."""
-        with contextlib.closing(Client(address)) as client:
+        with contextlib.closing(PatientClient(address)) as client:
             request = Generate(
                 request=client.number(),
                 messages=[ChatMessage("user", _QUESTIONS[number % len(_QUESTIONS)])],

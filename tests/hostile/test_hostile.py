@@ -18,8 +18,8 @@ from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.processes
 
-LONGEST_WAIT_S = 15.0
-"""Of a bystander, in the middle of an answer: below what ends a process that hangs."""
+LONGEST_WAIT_S = DEADLINE_S / 2
+"""Of a bystander, in the middle of an answer: what hangs is replaced long before that."""
 HOSTILE_S = 1.5
 Record = Callable[[str, object], None]
 
@@ -98,11 +98,11 @@ def test_a_grammar_is_checked_by_one_process(stack: RunningStack) -> None:
     body = known.replace(b"1e-300", b"-7").replace(b"1e+300", b"977")
     assert body != known
     assert post(stack, body) == 200
-    checkers = [
-        process.ppid()
-        for process in psutil.Process().children(recursive=True)
-        if "protocol.decoding.grammar_worker" in process.cmdline()
-    ]
+    checkers = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # somebody else's, that has just ended
+            if "protocol.decoding.grammar_worker" in process.cmdline():
+                checkers.append(process.ppid())
     assert checkers == [stack.client.status().pid]
 
 

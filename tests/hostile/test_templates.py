@@ -25,7 +25,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     config = target / "tokenizer_config.json"
     entries = json.loads(config.read_text()) | {"chat_template": TEMPLATE}
     config.write_text(json.dumps(entries))
-    settings = StackSettings(model=str(target), draft_model=str(draft), prompt_timeout_s=1.5)
+    settings = StackSettings(model=str(target), draft_model=str(draft), prompt_timeout_s=6.0)
     with running(settings) as started:
         yield started
 
@@ -36,7 +36,7 @@ def test_a_template_that_hangs_hurts_nobody(stack: RunningStack) -> None:
     with Bystanders(stack.supervisor.run_dir.clients_address) as bystanders:
         bystanders.await_answers(2)
         for _ in range(2):
-            with pytest.raises(UsageError, match=r"within 1\.5 s \(prompt_timeout_s\)"):
+            with pytest.raises(UsageError, match=r"within 6 s \(prompt_timeout_s\)"):
                 stack.answer("hang")
         bystanders.await_answers(4)
         tally = bystanders.reset()

@@ -36,6 +36,7 @@ def stack(
         model=str(write_tiny_model(folder / "target", "llama", seed=1)),
         draft_command=f"'{program}'",
         draft_lines=request.param.startswith("line"),
+        draft_timeout_s=DEADLINE_S,
     )
     with running(settings) as started:
         yield started

@@ -1,7 +1,5 @@
 """Targets with windows and recurrent states: every mode and drafter gives their own tokens."""
 
-import os
-import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,7 +18,7 @@ from services.verifier.verifier import Verifier
 from tests.support.layered_families import LAYERED, RECURRENT_DRAFTERS
 from tests.support.lockstep import Lockstep
 from tests.support.reference import plain, tiny_folder
-from tests.support.stack import RunningStack, running
+from tests.support.stack import RunningStack, restarted_verifier, running
 from tests.support.tiny_models import write_tiny_model
 
 PROMPT = (0, *[97, 41, 250, 33, 8] * 3, 19, 203, 64)
@@ -74,7 +72,8 @@ def target(
     """Its drafter is a model of another family."""
     draft = write_tiny_model(tmp_path_factory.mktemp("draft") / "llama", "llama")
     model: Path = tiny_folder(request.param)
-    with running(StackSettings(model=str(model), draft_model=str(draft))) as stack:
+    settings = StackSettings(model=str(model), draft_model=str(draft), restarts=1000)
+    with running(settings) as stack:
         yield Target(request.param, stack)
 
 
@@ -93,12 +92,5 @@ def test_a_stack_gives_the_tokens_of_plain_decoding(target: Target, mode: Mode, 
 @pytest.mark.processes
 def test_an_answer_survives_its_verifier(target: Target) -> None:
     """A new process computes the state again, and the answer goes on."""
-    alive = [target.stack.pid("verifier")]
-
-    def kill(tokens: int) -> None:
-        if tokens > 10 and alive:
-            os.kill(alive.pop(), signal.SIGKILL)
-
-    answer = target.stack.answer("", tokens=list(PROMPT), max_tokens=LONG, when=kill)
+    answer = restarted_verifier(target.stack, "", tokens=list(PROMPT), max_tokens=LONG)
     assert answer.tokens == plain(target.family, PROMPT, LONG, Sampling())
-    assert answer.statistics.verifier_restarts == 1

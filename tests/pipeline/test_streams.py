@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from launch.settings.settings import StackSettings
-from protocol.client.client import Client
 from protocol.errors import Busy
 from protocol.messages import (
     Cancel,
@@ -26,7 +25,15 @@ from protocol.messages import (
 )
 from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
-from tests.support.stack import DEADLINE_S, RunningStack, eventually, running
+from tests.support.stack import (
+    DEADLINE_S,
+    PatientClient,
+    RunningStack,
+    eventually,
+    held,
+    running,
+    unwatched_stops,
+)
 from tests.support.tiny_models import write_endless_model
 
 pytestmark = pytest.mark.processes
@@ -73,7 +80,7 @@ class Asking(threading.Thread):
         self.finished: Finished | None = None
 
     def run(self) -> None:
-        with closing(Client(self._address)) as client:
+        with closing(PatientClient(self._address)) as client:
             for message in client.generate(msgspec.structs.replace(self._request, request=1)):
                 if isinstance(message, Text):
                     self.tokens += message.tokens
@@ -102,9 +109,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     target = write_endless_model(base / "t", "sliding", seed=1)
     draft = write_endless_model(base / "d", "sliding", seed=1, layers=2, noise=0.01)
     settings = StackSettings(
-        model=str(target), draft_model=str(draft), decode_concurrency=3, max_waiting=3
+        model=str(target),
+        draft_model=str(draft),
+        decode_concurrency=3,
+        max_waiting=3,
+        hang_timeout_s=DEADLINE_S,
     )
-    with running(settings) as started:
+    with unwatched_stops(), running(settings) as started:
         yield started
 
 
@@ -183,7 +194,7 @@ def test_the_line_is_bounded_and_can_be_left(stack: RunningStack) -> None:
     address = stack.supervisor.run_dir.clients_address
     long = Generate(request=0, tokens=[3, 4, 5], max_tokens=20_000, mode="ar")
     crowd: Channel[FromOrchestrator] = Channel(address, Decoder(FromOrchestrator))
-    with crowd, closing(Client(address)) as other:
+    with crowd, closing(PatientClient(address)) as other, held(stack, "verifier"):
         for number in range(1, 7):
             crowd.send(msgspec.structs.replace(long, request=number))
         eventually(lambda: stack.client.status().waiting == 3, "three wait")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from launch.settings.settings import StackSettings
-from protocol.messages import Sampling, SwapDrafter
+from launch.stack.control import ask_supervisor
+from protocol.messages import Done, Sampling, SwapDrafter
 from tests.support.reference import plain, tiny_folder
 from tests.support.stack import (
     DEADLINE_S,
@@ -17,6 +18,7 @@ from tests.support.stack import (
     RunningStack,
     answer_beside_death,
     answer_beside_swap,
+    restarted_verifier,
     running,
 )
 from tests.support.tiny_models import write_tiny_model
@@ -35,7 +37,7 @@ LONG = 400
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """A target, and a drafter that is close to it."""
     draft = write_tiny_model(tmp_path_factory.mktemp("draft") / "llama", "llama", noise=0.3)
-    settings = StackSettings(model=str(tiny_folder("llama")), draft_model=str(draft))
+    settings = StackSettings(model=str(tiny_folder("llama")), draft_model=str(draft), restarts=1000)
     with running(settings) as started:
         yield started
 
@@ -65,23 +67,36 @@ def answer_by_trees(stack: RunningStack, nodes: int, sampling: Sampling) -> Answ
     )
 
 
-@pytest.mark.parametrize("role", ["verifier", "drafter"])
-def test_an_answer_survives_a_death_with_a_tree_in_flight(stack: RunningStack, role: str) -> None:
+LONG_TREES: dict[str, Any] = {
+    "tokens": list(PROMPT), "max_tokens": LONG, "num_draft_tokens": 3, "tree_nodes": 8,
+}  # fmt: skip
+
+
+def test_an_answer_survives_a_verifier_with_a_tree_in_flight(stack: RunningStack) -> None:
     """What was committed is the truth: a new process goes on from there."""
-    request: dict[str, Any] = {"tokens": list(PROMPT), "max_tokens": LONG, "tree_nodes": 8}
-    answer = answer_beside_death(stack, role, "", num_draft_tokens=3, **request)
+    answer = restarted_verifier(stack, "", **LONG_TREES)
     assert answer.tokens == plain("llama", PROMPT, LONG, Sampling())
-    assert role == "drafter" or answer.statistics.verifier_restarts == 1
+
+
+def test_an_answer_survives_a_drafter_with_a_tree_in_flight(stack: RunningStack) -> None:
+    """It goes on without, and then with the next one."""
+    answer = answer_beside_death(stack, "drafter", "", **LONG_TREES)
+    assert answer.tokens == plain("llama", PROMPT, LONG, Sampling())
 
 
 def test_an_answer_survives_a_swap_with_a_tree_in_flight(stack: RunningStack) -> None:
     """Another drafter goes on in the middle of an answer of trees: no other token."""
-    answer_by_trees(stack, 8, Sampling())
-    request: dict[str, Any] = {"tokens": list(PROMPT), "max_tokens": LONG, "tree_nodes": 8}
-    swap = SwapDrafter(backend="ngram")
-    answer = answer_beside_swap(stack, swap, "", num_draft_tokens=3, **request)
+    drafter = next(s.model for s in stack.client.status().services if s.role == "drafter")
+    name = stack.supervisor.run_dir.path.name
+
+    def swapped() -> Answered:
+        back = SwapDrafter(backend="mlx", model=drafter)
+        assert ask_supervisor(name, back, DEADLINE_S) == Done()
+        answer_by_trees(stack, 8, Sampling())
+        return answer_beside_swap(stack, SwapDrafter(backend="ngram"), "", **LONG_TREES)
+
+    answer = stack.until(lambda a: a.statistics.tree_rounds > 0, "trees come in time", swapped)
     assert answer.tokens == plain("llama", PROMPT, LONG, Sampling())
-    assert answer.statistics.tree_rounds > 0
 
 
 def test_trees_that_are_none_cost_no_token() -> None:

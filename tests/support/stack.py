@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import psutil
+import pytest
 
 from launch.settings.settings import StackSettings
 from launch.stack.control import ask_supervisor
@@ -25,6 +26,7 @@ from protocol.messages import (
     ProcessStatus,
     Sampling,
     Statistics,
+    Status,
     SwapDrafter,
     Text,
     Tokens,
@@ -32,6 +34,14 @@ from protocol.messages import (
 
 DEADLINE_S = 120.0
 """Of every wait; only a test that fails waits as long, so it has room for the busiest machine."""
+
+
+class PatientClient(Client):
+    """A client that gives an orchestrator as long as any other wait has to come back."""
+
+    def status(self, timeout_s: float = DEADLINE_S) -> Status:
+        """As of any client."""
+        return super().status(timeout_s)
 
 
 class Answered:
@@ -135,9 +145,31 @@ def running(settings: StackSettings, *, memory: bool = False) -> Iterator[Runnin
     with private_stack(
         msgspec.structs.replace(settings, learned_estimates=memory), lines.append
     ) as supervisor:
-        client = Client(supervisor.run_dir.clients_address)
+        client = PatientClient(supervisor.run_dir.clients_address)
         with contextlib.closing(client):
             yield RunningStack(supervisor, client, lines)
+
+
+@contextlib.contextmanager
+def unwatched_stops() -> Iterator[None]:
+    """The supervisors of stacks that run inside leave stopped processes alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launch.stack.watchdog._STOPPED_S", 10 * DEADLINE_S)
+        yield
+
+
+@contextlib.contextmanager
+def held(stack: RunningStack, role: str) -> Iterator[None]:
+    """Inside, this process stands still, so that nothing goes on however long the test takes.
+
+    For stacks with `unwatched_stops` and a `hang_timeout_s` of `DEADLINE_S`.
+    """
+    pid = stack.pid(role)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
@@ -177,6 +209,19 @@ def answer_beside_death(stack: RunningStack, role: str, prompt: str, **request: 
     answer = stack.answer(prompt, when=kill, **request)
     assert not alive, "the answer was over before anything was killed"
     return answer
+
+
+def restarted_verifier(stack: RunningStack, prompt: str, **request: Any) -> Answered:
+    """The verifier is killed in an answer, again and again until one was not over before that."""
+
+    def was_there(answer: Answered) -> bool:
+        return answer.statistics.verifier_restarts > 0
+
+    return stack.until(
+        was_there,
+        "an answer outlives its verifier",
+        lambda: answer_beside_death(stack, "verifier", prompt, **request),
+    )
 
 
 def answer_beside_swap(

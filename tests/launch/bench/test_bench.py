@@ -19,6 +19,7 @@ from orchestrator.telemetry.recorder import Recorder
 from protocol.errors import UsageError
 from protocol.messages import Generate, RoundStats, Sampling, Statistics
 from tests.launch.test_cli import MODEL, USAGE, complains, ssd
+from tests.support.stack import eventually
 from tests.support.tiny_models import write_tiny_model
 
 LOSSY = 5
@@ -238,14 +239,26 @@ def test_a_whole_benchmark(run_dir: Path, pair: list[str], tmp_path: Path) -> No
     assert not re.search(r"(src|href)=.?http|url\(.?http|@import", html)
 
 
+def drafted(file: Path, mode: str) -> int:
+    """How many tokens were drafted in all runs of a mode."""
+    runs = json.loads(file.read_text())["runs"]
+    return sum(run["statistics"]["drafted"] for run in runs if run["mode"] == mode)
+
+
 @pytest.mark.processes
 def test_several_drafters_side_by_side(run_dir: Path, pair: list[str], tmp_path: Path) -> None:
     """Each has a stack of its own: who knows the target better is believed more often."""
     good = write_tiny_model(tmp_path / "good", "llama", seed=1)
     file = tmp_path / "bench.json"
     modes = f"ar,ssd:k=3,ssd:k=3:drafter={good}"
-    done = ssd("bench", *pair, "--modes", modes, "--limit", "2", "-m", "48", "--json", str(file))
-    assert done.returncode == 0, done.stderr.decode()
+
+    def is_drafted() -> bool:
+        flags = ["--modes", modes, "--limit", "2", "-m", "48", "--json", str(file)]
+        done = ssd("bench", *pair, *flags)
+        assert done.returncode == 0, done.stderr.decode()
+        return all(drafted(file, mode) for mode in modes.split(",")[1:])
+
+    eventually(is_drafted, "drafts come in time")
     found = json.loads(file.read_text())
     rates = {mode: figures["acceptance_rate"] for mode, figures in found["summary"].items()}
     assert rates[f"ssd:k=3:drafter={good}"] == 1.0
@@ -304,6 +317,12 @@ def test_a_lossy_patch_is_found_out(
     monkeypatch.setenv("PYTHONPATH", str(home))
     file = tmp_path / "bench.json"
     flags = ["--modes", "ar,ssd:k=3", "--limit", "2", "-m", "48", "--json", str(file)]
-    done = ssd("bench", *pair, *flags, cwd=home)
-    complains(done, LOSSY, "differ from plain decoding", "ssd:k=3", "margin")
+    runs = []
+
+    def is_drafted() -> bool:
+        runs.append(ssd("bench", *pair, *flags, cwd=home))
+        return drafted(file, "ssd:k=3") > 0
+
+    eventually(is_drafted, "drafts come in time")
+    complains(runs[-1], LOSSY, "differ from plain decoding", "ssd:k=3", "margin")
     assert json.loads(file.read_text())["checks"]["lossless"] is False

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from tests.support.tiny_models import write_endless_model, write_tiny_model
 
 pytestmark = pytest.mark.processes
 
+_ADDRESS = re.compile(r"API at (\S+)\s")
 HELLO: list[Any] = [{"role": "user", "content": "hello there"}]
 
 
@@ -97,7 +99,7 @@ def test_models_come_when_they_are_asked_for(models: Path, run_dir: Path) -> Non
     """Each answers with its own voice, and a broken one with a sentence; nothing is left over."""
     with serving(models) as running:
         eventually(
-            lambda: sum(bool(one.memory_bytes) for one in list_models("many", 10)) == 3,
+            lambda: sum(bool(one.memory_bytes) for one in list_models("many", DEADLINE_S)) == 3,
             "the sizes of local models are known",
         )
         assert set(running.states().values()) == {"unloaded"}
@@ -149,7 +151,7 @@ def test_one_models_death_is_not_the_others(models: Path, run_dir: Path) -> None
         eventually(lambda: running.pids("gateway") not in ([gateway], []), "a new gateway")
         assert running.say("first").choices[0].message.content == first
         eventually(
-            lambda: all(one.answering == 0 for one in list_models("many", 10)),
+            lambda: all(one.answering == 0 for one in list_models("many", DEADLINE_S)),
             "what the dead gateway used is free",
         )
 
@@ -170,7 +172,9 @@ def test_the_idle_make_room_for_others(models: Path, run_dir: Path) -> None:
         answers: list[Any] = []
         asking = threading.Thread(target=lambda: answers.append(running.say("first")))
         asking.start()
-        eventually(lambda: any(one.waiting for one in list_models("many", 10)), "the second waits")
+        eventually(
+            lambda: any(one.waiting for one in list_models("many", DEADLINE_S)), "the second waits"
+        )
         assert running.states()["endless"] == "loaded"
         assert next(iter(stream)).choices
         stream.close()
@@ -217,7 +221,7 @@ def test_requests_choose_a_drafter(models: Path, run_dir: Path) -> None:
 def test_the_end_leaves_nothing(
     models: Path, run_dir: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
-    """Ctrl-C while a model loads and another one answers, or SIGKILL to the server."""
+    """Ctrl-C while (most likely) a model loads and another answers, or SIGKILL to the server."""
     ssd = str(Path(sys.executable).with_name("ssd"))
     command = [ssd, "serve", "--models", str(models), "--port", "0"]
     with (tmp_path / "output").open("wb") as output:
@@ -226,8 +230,8 @@ def test_the_end_leaves_nothing(
         )
     try:
         said = tmp_path / "output"
-        eventually(lambda: "API at" in said.read_text("utf-8"), "the server is ready")
-        url = said.read_text("utf-8").rsplit("API at ", 1)[1].split()[0]
+        eventually(lambda: bool(_ADDRESS.search(said.read_text("utf-8"))), "the server is ready")
+        url = _ADDRESS.findall(said.read_text("utf-8"))[-1]
         with openai.OpenAI(base_url=url, api_key="none", timeout=DEADLINE_S) as client:
             asked: dict[str, Any] = {"messages": HELLO, "max_tokens": 100_000, "stream": True}
             stream = client.chat.completions.create(model="endless", **asked)
@@ -236,10 +240,7 @@ def test_the_end_leaves_nothing(
                 target=_ask_in_vain, args=(client, "first"), name="waits for a model"
             )
             loading.start()
-            eventually(
-                lambda: any(one.state == "loading" for one in list_models("many", 10)),
-                "another one is being loaded",
-            )
+            eventually(lambda: state_of("first") in {"loading", "loaded"}, "another one is loaded")
             children = [p.pid for p in psutil.Process(process.pid).children(recursive=True)]
             os.kill(process.pid, how)
             process.wait(DEADLINE_S)
@@ -249,6 +250,11 @@ def test_the_end_leaves_nothing(
         process.kill()
         process.wait(DEADLINE_S)
     eventually(lambda: leftovers(run_dir) == [], "no file is left")
+
+
+def state_of(model: str) -> str:
+    """Of one of the server's models."""
+    return next(one.state for one in list_models("many", DEADLINE_S) if one.name == model)
 
 
 def _ask_in_vain(client: openai.OpenAI, model: str) -> None:

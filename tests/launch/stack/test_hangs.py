@@ -56,7 +56,7 @@ def at(tokens: int, action: Callable[[], object]) -> Callable[[int], None]:
 @pytest.mark.parametrize("role", ["verifier", "drafter", "orchestrator"])
 def test_a_stopped_process_is_replaced(stack: RunningStack, plain: Tokens, role: str) -> None:
     """SIGSTOP without an end, in the middle of an answer: same tokens, and a new child."""
-    old = process_of(stack, role)
+    old = stack.client.status().pid if role == "orchestrator" else stack.pid(role)
     answer = stack.answer(
         PROMPT, max_tokens=TOKENS, when=at(8, lambda: os.kill(old, signal.SIGSTOP))
     )
@@ -87,7 +87,7 @@ def test_a_verifier_that_hangs_in_a_call_is_replaced(
                       for part in command], **options)  # fmt: skip
 
     monkeypatch.setattr(child.subprocess, "Popen", sabotaged)
-    impatient = msgspec.structs.replace(settings, hang_timeout_s=3.0)
+    impatient = msgspec.structs.replace(settings, hang_timeout_s=8.0)
     with running(impatient) as stack:
         answer = stack.answer(PROMPT, max_tokens=TOKENS)
         notes = [line.note for line in stack.lines if line.role == "verifier"]

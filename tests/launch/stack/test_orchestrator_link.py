@@ -16,6 +16,7 @@ from protocol.transport import channel
 from protocol.transport.address import ipc_address
 from protocol.transport.channel import Hub
 from protocol.transport.codec import Decoder
+from tests.support.stack import DEADLINE_S
 
 DOWN = ServiceDown(role="drafter", pid=7, reason="x" * 10_000, final=False)
 
@@ -66,7 +67,7 @@ def test_a_full_queue_is_a_failure_of_the_orchestrator(
         while orchestrator.receive():
             pass  # a new orchestrator reads
         link.report_service_down(DOWN)
-        end = time.monotonic() + 10.0
+        end = time.monotonic() + DEADLINE_S
         while (received := orchestrator.receive()) is None:
             assert time.monotonic() < end
             orchestrator.ready(0.1)
@@ -79,11 +80,11 @@ def test_an_invalid_message_is_a_failure_of_the_orchestrator(
     """What it sends cannot be read: it is replaced, too."""
     with OrchestratorLink(address) as link:
         link.report_service_down(DOWN)
-        assert orchestrator.ready(10.0)
+        assert orchestrator.ready(DEADLINE_S)
         received = orchestrator.receive()
         assert received is not None
         orchestrator.send(received[0], b"what is this?")
-        assert link.await_status(10.0) is None
+        assert link.await_status(DEADLINE_S) is None
         assert link.take_failure() != ""
 
 

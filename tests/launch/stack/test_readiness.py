@@ -25,7 +25,7 @@ def test_long_loading_is_said(
         readiness.await_ready(
             ipc_address(str(tmp_path / "s")),
             {},
-            1.0,
+            4.0,  # longer than this process itself may be held up
             report=lambda role, state, note: said.append((role, state, note)),
             listener=None,
             optional=frozenset(),

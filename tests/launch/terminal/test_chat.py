@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -25,6 +26,8 @@ _IN_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
+_CONTROL = re.compile(r"\x1b(\[[0-9;?]*([a-zA-Z]|$)|[^\[]|$)")
+"""A sequence that moves the cursor or sets a mode, also the beginning of one."""
 CTRL_C, CTRL_D = "\x03", "\x04"
 
 
@@ -57,10 +60,16 @@ class Terminal:
         return before
 
     def more(self) -> None:
-        """Wait until anything else appears."""
-        if not self.seen:
-            self._read(DEADLINE_S)
-        assert self.seen
+        """Wait until there is more to read: the answer has begun, or goes on."""
+        end, before = time.monotonic() + DEADLINE_S, len(self._words())
+        while len(self._words()) <= before:
+            left = end - time.monotonic()
+            assert left > 0, f"nothing more in {self.seen!r}"
+            self._read(left)
+
+    def _words(self) -> str:
+        """What a person sees of it."""
+        return "".join(_CONTROL.sub("", self.seen).split())
 
     def _read(self, timeout_s: float) -> None:
         if select.select([self._end], [], [], timeout_s)[0]:

@@ -15,7 +15,7 @@ from launch.terminal.trace import write_trace
 from orchestrator.telemetry.timeline import Timeline
 from protocol.errors import UsageError
 from protocol.messages import DraftTree, TraceEvent, VerificationOutcome
-from tests.support.stack import DEADLINE_S
+from tests.support.stack import DEADLINE_S, eventually
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -95,10 +95,18 @@ def test_a_real_answers_trace(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "launch.cli", "generate", "Say it again.", "--json"]
     options = ["--model", pair[0], "--draft-model", pair[1], "-m", "240", "--trace", str(file)]
     options += ["--num-draft-tokens", "4"]  # the planner might not speculate at all
-    begun = 1e6 * time.monotonic()
-    ran = subprocess.run([*command, *options], capture_output=True, check=True, timeout=DEADLINE_S)
-    ended = 1e6 * time.monotonic()
-    statistics = json.loads(ran.stdout)["stats"]
+    runs: list[tuple[float, dict[str, Any], float]] = []
+
+    def is_drafted() -> bool:
+        begun = 1e6 * time.monotonic()
+        ran = subprocess.run(
+            [*command, *options], capture_output=True, check=True, timeout=DEADLINE_S
+        )
+        runs.append((begun, json.loads(ran.stdout)["stats"], 1e6 * time.monotonic()))
+        return any(e["name"] == "depth 1" for e in events(file))
+
+    eventually(is_drafted, "drafts come in time")
+    begun, statistics, ended = runs[-1]
     names = {e["pid"]: e["args"]["name"] for e in events(file) if e["ph"] == "M"}
     assert set(names.values()) == {"orchestrator", "verifier", "drafter"}
     slices = [e for e in events(file) if e["ph"] == "X"]
@@ -114,5 +122,4 @@ def test_a_real_answers_trace(tmp_path: Path) -> None:
     assert sum(args["m"] - 1 for args in verified) == statistics["drafted"]
     assert sum(args["chain"] == "hit" for args in verified) == statistics["cache_hits"]
     assert counts["orchestrator", "dispatch"] == statistics["cache_hits"]
-    assert counts["drafter", "depth 1"] > 0
     assert counts["verifier", "idle"] > 0

@@ -85,6 +85,14 @@ def wait(encoder: PromptEncoder) -> dict[int, Result]:
     return {message.request: result for _, message, result in encoder.collect()}
 
 
+def wait_for(encoder: PromptEncoder, count: int) -> dict[int, Result]:
+    """The next so many results, in whichever company they come."""
+    results: dict[int, Result] = {}
+    while len(results) < count:
+        results |= wait(encoder)
+    return results
+
+
 def expected(folder: Path, text: str) -> Tokens:
     return TargetTokenizer(folder).encode_text(text)
 
@@ -139,9 +147,7 @@ def test_equal_prompts_with_equal_grammars_are_prepared_once(
     for number, grammar in enumerate(("start: /a/", "start: /a/", "start: /b/")):
         message = grammatical(number, grammar, text=LONG)
         assert encoder.encode((b"c", number), message) is None
-    results: dict[int, Result] = {}
-    while len(results) < 3:
-        results |= wait(encoder)
+    results = wait_for(encoder, 3)
     assert results == dict.fromkeys(range(3), expected(folder, LONG))
     assert len(given) == 2
 
@@ -178,9 +184,7 @@ def test_a_shorter_prompt_goes_first(make: Make, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(prompt_encoder, "_YIELD_S", 0.0)
     assert encoder.encode((b"c", 1), Generate(request=1, text="a" * 9004)) is None
     go_on.set()
-    done: dict[int, Result] = {}
-    while len(done) < 5:
-        done |= wait(encoder)
+    wait_for(encoder, 5)
     assert given == [9000, 9004, 9001, 9002, 9003]
 
 
@@ -192,15 +196,14 @@ def test_a_prompt_that_is_too_long_is_refused_unseen(make: Make) -> None:
 
 def test_a_template_that_takes_too_long_is_ended(make: Make, folder: Path) -> None:
     """Its request is refused with the limit; the next one gets a new worker."""
-    encoder = make(PromptLimits(max_bytes=0, timeout_s=1.0, memory_bytes=0))
+    encoder = make(PromptLimits(max_bytes=0, timeout_s=5.0, memory_bytes=0))
     assert encoder.encode((b"c", 1), chat(1, "the fox", rounds=99_999)) is None
     assert encoder.encode((b"c", 2), Generate(request=2, text=LONG)) is None
-    started = time.monotonic()
-    refused = wait(encoder)[1]
+    results = wait_for(encoder, 2)
+    refused = results[1]
     assert isinstance(refused, UsageError)
-    assert "within 1 s (prompt_timeout_s)" in str(refused)
-    assert wait(encoder)[2] == expected(folder, LONG)
-    assert time.monotonic() - started < 60.0
+    assert "within 5 s (prompt_timeout_s)" in str(refused)
+    assert results[2] == expected(folder, LONG)
 
 
 def test_a_template_that_takes_too_much_memory_is_refused(make: Make, folder: Path) -> None:
@@ -215,13 +218,13 @@ def test_a_template_that_takes_too_much_memory_is_refused(make: Make, folder: Pa
 
 def test_a_template_that_hangs_on_a_short_prompt_hangs_elsewhere(make: Make, folder: Path) -> None:
     """This process gives up soon, the worker at its deadline; from then on it renders them all."""
-    encoder = make(PromptLimits(max_bytes=0, timeout_s=2.0, memory_bytes=0))
+    encoder = make(PromptLimits(max_bytes=0, timeout_s=5.0, memory_bytes=0))
     started = time.process_time()
     assert encoder.encode((b"c", 1), chat(1, "hang")) is None
     assert time.process_time() - started < 10.0
     refused = wait(encoder)[1]
     assert isinstance(refused, UsageError)
-    assert "within 2 s (prompt_timeout_s)" in str(refused)
+    assert "within 5 s (prompt_timeout_s)" in str(refused)
     assert encoder.encode((b"c", 2), chat(2, "the fox")) is None
     assert wait(encoder)[2] == expected(folder, "the fox")
 
@@ -253,9 +256,7 @@ def test_a_grammar_is_checked_before_its_request_is_admitted(make: Make, folder:
     good, bad = 'start: "fox" | "cat"', "start: /(/"
     assert encoder.encode((b"c", 1), grammatical(1, good, text="the fox")) is None
     assert encoder.encode((b"c", 2), grammatical(2, bad, tokens=[7, 8])) is None
-    results: dict[int, Result] = {}
-    while len(results) < 2:
-        results |= wait(encoder)
+    results = wait_for(encoder, 2)
     assert results[1] == expected(folder, "the fox")
     assert "cannot be used" in str(results[2])
     assert encoder.encode((b"c", 3), grammatical(3, good, tokens=[7, 8])) == [7, 8]
@@ -276,17 +277,15 @@ def test_grammars_do_not_keep_prompts_waiting(
     make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long prompt is ready beside one that takes its time; what waits too long may come again."""
-    monkeypatch.setattr(prompt_encoder, "_WAIT_S", 1.5)
     encoder = make()
     endless = json_grammar({"type": "integer", "multipleOf": 999_983})
     assert encoder.encode((b"c", 1), grammatical(1, "start: /x/", tokens=[7])) is None
     assert wait(encoder) == {1: [7]}
+    monkeypatch.setattr(prompt_encoder, "_WAIT_S", 1.5)
     assert encoder.encode((b"c", 2), grammatical(2, endless, text="the fox")) is None
     assert encoder.encode((b"c", 3), grammatical(3, "start: /y/", text="the fox")) is None
     assert encoder.encode((b"c", 4), Generate(request=4, text=LONG)) is None
-    results: dict[int, Result] = {}
-    while len(results) < 3:
-        results |= wait(encoder)
+    results = wait_for(encoder, 3)
     assert isinstance(results[2], UsageError)
     assert isinstance(results[3], Busy)
     assert results[4] == expected(folder, LONG)

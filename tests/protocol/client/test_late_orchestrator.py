@@ -1,5 +1,6 @@
 """A client, and an orchestrator that takes its time to come back, over real sockets."""
 
+import sys
 import threading
 import time
 
@@ -86,6 +87,7 @@ def test_a_request_is_sent_again_once(address: str, monkeypatch: pytest.MonkeyPa
     """All questions of a long silence are answered at once; the request comes once for all of
     them, or two streams would be mixed up."""
     monkeypatch.setattr("protocol.client.client.SILENCE_S", 0.05)
+    monkeypatch.setattr("protocol.client.request_session._MAX_UNANSWERED", sys.maxsize)
     silence = RequestSession.on_silence
     asked, enough = [0], threading.Event()
 
@@ -136,8 +138,11 @@ def test_a_lost_question_is_asked_again(address: str, monkeypatch: pytest.Monkey
     second.hub.close()
 
 
-def test_a_status_in_the_middle_of_an_answer_loses_none_of_it(address: str) -> None:
+def test_a_status_in_the_middle_of_an_answer_loses_none_of_it(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parts that arrive before the status are taken in their order afterwards."""
+    monkeypatch.setattr("protocol.client.client.SILENCE_S", 1000.0)
     got: list[object] = []
     client = Client(address)
 
@@ -145,7 +150,7 @@ def test_a_status_in_the_middle_of_an_answer_loses_none_of_it(address: str) -> N
         for event in client.generate(REQUEST):
             got.append(event)
             if len(got) == 1:
-                client.status()
+                client.status(PATIENCE_S)
 
     thread = threading.Thread(target=ask)
     orchestrator = Orchestrator(address, pid=1)

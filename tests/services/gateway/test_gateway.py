@@ -17,10 +17,19 @@ import pytest
 
 from launch.settings.settings import StackSettings
 from launch.stack.http_listener import HttpListener
-from protocol.client.client import Client
 from protocol.errors import UsageError
-from protocol.messages import Generate, Sampling
-from tests.support.stack import DEADLINE_S, RunningStack, eventually, gone, running
+from protocol.messages import Cancel, FromOrchestrator, Generate, Sampling
+from protocol.transport.channel import Channel
+from protocol.transport.codec import Decoder
+from tests.support.stack import (
+    DEADLINE_S,
+    RunningStack,
+    eventually,
+    gone,
+    held,
+    running,
+    unwatched_stops,
+)
 from tests.support.tiny_models import write_endless_model
 
 pytestmark = pytest.mark.processes
@@ -48,8 +57,9 @@ def stack() -> Iterator[RunningStack]:
             allowed_origins="http://page.example",
             max_body_bytes=20_000,
             max_prompt_tokens=300,
+            hang_timeout_s=DEADLINE_S,
         )
-        with running(settings) as found:
+        with unwatched_stops(), running(settings) as found:
             yield found
 
 
@@ -399,11 +409,12 @@ def test_a_full_line_is_said(client: openai.OpenAI, stack: RunningStack) -> None
         Generate(request=number, tokens=[5], max_tokens=20_000, mode="ar")
         for number in range(1, places + 1)
     ]
-    with (
-        contextlib.closing(Client(stack.supervisor.run_dir.clients_address)) as other,
-        contextlib.closing(other.generate_many(busy, places)) as answers,
-    ):
-        next(answers)
+    crowd: Channel[FromOrchestrator] = Channel(
+        stack.supervisor.run_dir.clients_address, Decoder(FromOrchestrator)
+    )
+    with crowd, held(stack, "verifier"):
+        for request in busy:
+            crowd.send(request)
         eventually(lambda: _counts(stack) == (settings.decode_concurrency, settings.max_waiting),
                    "the line is full")  # fmt: skip
         for stream in (False, True):
@@ -411,7 +422,9 @@ def test_a_full_line_is_said(client: openai.OpenAI, stack: RunningStack) -> None
                 chat(client, stream=stream)
             assert caught.value.code == "server_busy"
             assert int(caught.value.response.headers["retry-after"]) >= 1
-    eventually(lambda: _counts(stack) == (0, 0), "all were cancelled")
+        for request in busy:
+            crowd.send(Cancel(request=request.request))
+        eventually(lambda: _counts(stack) == (0, 0), "all were cancelled")
     assert chat(client).id
 
 

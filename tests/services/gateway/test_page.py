@@ -44,6 +44,7 @@ def url() -> Iterator[str]:
         settings = StackSettings(model=str(target), draft_model=str(draft), http=True, port=0)
         with running(settings) as stack:
             assert stack.supervisor.listener is not None
+            stack.warm_up()
             yield stack.supervisor.listener.url
 
 

@@ -28,10 +28,10 @@ def test_a_host_that_does_not_answer_is_named(
             RankHost(name="studio", is_local=False, ips=["127.0.0.1"]),
         ],
         port=32323,
-        start_timeout_s=3.0,
-        silence_timeout_s=3.0,
+        start_timeout_s=8.0,
+        silence_timeout_s=8.0,
     )
-    words = "rank 1 on studio did not answer within 3 s; ssh said: looking for it"
+    words = "rank 1 on studio did not answer within 8 s; ssh said: looking for it"
     with pytest.raises(DeadlineExceeded, match=words):
         RankGroup(VerifierSettings(lifeline=0, address=""), group)
     eventually(lambda: gone([int(noted.read_text())]), "the ssh that hung is gone")

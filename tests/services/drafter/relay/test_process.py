@@ -11,13 +11,20 @@ import psutil
 import pytest
 
 from protocol.errors import UsageError
+from services.drafter.relay import process
 from services.drafter.relay.process import DrafterProcess
-from tests.support.stack import eventually, gone
+from tests.support.stack import DEADLINE_S, eventually, gone
 
 pytestmark = pytest.mark.processes
 
 STUBBORN = "trap '' TERM HUP; sleep 1000 & echo $!; exec 0<&-; wait; sleep 1000"
 """Starts a child, ignores signals and the end of its input."""
+
+
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has time to end by itself, and its log to be read, on the busiest machine."""
+    monkeypatch.setattr(process, "_SHUTDOWN_S", DEADLINE_S)
 
 
 def shell(script: str) -> DrafterProcess:
@@ -32,6 +39,7 @@ def mine() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
+@pytest.mark.usefixtures("_patient")
 def test_a_polite_program_ends_with_its_input() -> None:
     """The end of its input is enough, and nothing of it is left, nor of its guard."""
     before = mine()
@@ -70,6 +78,7 @@ def test_nothing_is_left_if_we_are_killed() -> None:
     eventually(lambda: gone(family), "the program, its child and the guard are gone")
 
 
+@pytest.mark.usefixtures("_patient")
 def test_last_words_are_the_last_line_of_its_log() -> None:
     """A crash is reported with the exit code and what the program said last."""
     with shell("echo one >&2; echo no such model >&2; exit 3") as program:
@@ -84,6 +93,7 @@ def test_closing_the_pipes_is_not_an_exit() -> None:
         assert program.last_words() == "the draft command 'sh' closed its pipes"
 
 
+@pytest.mark.usefixtures("_patient")
 def test_its_log_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:
     """Each line of standard error is a line of our log, with the program's name."""
     with caplog.at_level(logging.INFO), shell("echo loading >&2; echo ready >&2; cat"):
@@ -91,6 +101,7 @@ def test_its_log_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == ["sh: loading", "sh: ready"]
 
 
+@pytest.mark.usefixtures("_patient")
 def test_an_endless_log_is_cut(caplog: pytest.LogCaptureFixture) -> None:
     """A program that writes without end fills no disk; how much was left out is said."""
     with (
