@@ -138,15 +138,15 @@ def _exchange(process: subprocess.Popen[bytes], grammar: str, deadline_s: float)
     assert process.stdin is not None  # noqa: S101  # it was started with pipes
     assert process.stdout is not None  # noqa: S101
     line = json.dumps(grammar).encode() + b"\n"
-    before_s, longest = _used_s(process), Deadline(_LONGEST_S)
+    before_s, longest = _measure_cpu_s(process), Deadline(_LONGEST_S)
     write_all(process.stdin.fileno(), line, "reader of grammars", _LONGEST_S)
     while not readable(process.stdout.fileno(), _LOOK_S):
-        if longest.passed or _used_s(process) - before_s > deadline_s:
+        if longest.passed or _measure_cpu_s(process) - before_s > deadline_s:
             return None
     return _read_line(process, _LONGEST_S)
 
 
-def _used_s(process: subprocess.Popen[bytes]) -> float:
+def _measure_cpu_s(process: subprocess.Popen[bytes]) -> float:
     """What it has had of a processor's time; raises RuntimeFailure if it is gone."""
     try:
         times = psutil.Process(process.pid).cpu_times()
