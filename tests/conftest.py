@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from services.mlx.blas import load_blas
 
@@ -22,7 +22,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # The same examples in every run: a failure is a fact about the code, not about the day.
 settings.register_profile(
-    "repeatable", derandomize=True, max_examples=40, deadline=None, database=None
+    "repeatable",
+    derandomize=True,
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
 )
 settings.load_profile("repeatable")
 

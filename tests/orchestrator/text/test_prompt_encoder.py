@@ -166,7 +166,7 @@ def test_nobody_waits_for_a_very_long_prompt(make: Make, folder: Path) -> None:
 
 def test_a_shorter_prompt_goes_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before longer ones that came a little earlier, not before those that wait for long."""
-    monkeypatch.setattr(prompt_encoder, "_YIELD_S", 1.0)
+    monkeypatch.setattr(prompt_encoder, "_YIELD_S", 1000.0)  # more than a pause between two
     given, begun, go_on = [], threading.Event(), threading.Event()
 
     def noted(_: object, prompt: EncodePrompt) -> Tokens:
