@@ -698,6 +698,11 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     by_origin: dict[Origin, RoundStats] = {}
     hits_by_rank: list[int] = []
     """How often the outcome was the i-th best candidate that was prepared for its length."""
+    offered_by_rank: list[int] = []
+    """Of drafts that were ready: places where the drafter's first, second, ... choice is known and
+    those before it were not the target's token."""
+    chosen_by_rank: list[int] = []
+    """How many of these places it was the target's token at."""
     draft_wait_ms: float = 0.0
     """Total time in which the target waited for a draft."""
 

@@ -8,7 +8,13 @@ from statistics import median, quantiles
 from typing import Any
 
 from launch.bench.result import BenchRun, Interval, ModeSummary
-from orchestrator.simulation.bound import Rounds, upper_bound_tok_s
+from orchestrator.learning.latency import VerifyLatency
+from orchestrator.simulation.bound import (
+    Rounds,
+    estimate_ranks,
+    tree_bound_tok_s,
+    upper_bound_tok_s,
+)
 from protocol.messages import Statistics
 
 PLAIN = "ar"
@@ -98,7 +104,6 @@ def _speculation(runs: Sequence[BenchRun], told: Sequence[Statistics]) -> dict[s
         found.update({kind: figures.cache_hits for kind, figures in s.by_origin.items()})
         ranks.update(dict(enumerate(s.hits_by_rank)))
     lookups = looked_up.total()
-    bound = _compute_bound(told)
     decoded = sum(run.tokens - 1 for run in runs)
     seconds = sum(run.decode_s for run in runs)
     waited_ms = sum(s.cache_hits * s.phase_ms.get("idle_hit", 0.0) for s in told)
@@ -121,13 +126,49 @@ def _speculation(runs: Sequence[BenchRun], told: Sequence[Statistics]) -> dict[s
         "ipc_share": waited_ms / (1e3 * seconds) if hits and seconds else None,
         "plain_rounds": sum(s.plain_rounds for s in told) / rounds,
         "predicted_tok_s": median(s.predicted_tok_s for s in told),
-        "bound_tok_s": bound or None,
-        "efficiency": decoded / seconds / bound if bound and seconds else None,
+        **_bounds(told, decoded / seconds if seconds else 0.0),
     }
 
 
-def _compute_bound(told: Sequence[Statistics]) -> float:
-    """Theorem 7 with the measured hits, lengths and verification times of these answers."""
+def _bounds(told: Sequence[Statistics], tok_s: float) -> dict[str, float | None]:
+    """Theorem 7 with the measured hits, lengths and verification times of these answers, and the
+    same with the best trees, if any were verified."""
+    hit, miss = _add_rounds(told)
+    waited_ms = sum(s.draft_wait_ms for s in told)
+    bound = upper_bound_tok_s(hit, miss, waited_ms)
+    bounds = {"bound_tok_s": bound or None, "efficiency": tok_s / bound if bound else None}
+    if not any(s.tree_rounds for s in told):
+        return bounds
+    ranks = estimate_ranks(
+        _add([s.offered_by_rank for s in told]), _add([s.chosen_by_rank for s in told])
+    )
+    passes = measure_passes(told)
+    best = tree_bound_tok_s(hit, miss, waited_ms, ranks=ranks, verify_ms=passes)
+    return bounds | {
+        "tree_bound_tok_s": best,
+        "tree_efficiency": tok_s / best,
+        "ready_bound_tok_s": tree_bound_tok_s(hit, Rounds(), 0.0, ranks=ranks, verify_ms=passes),
+    }
+
+
+def measure_passes(told: Sequence[Statistics]) -> list[float]:
+    """T_v(1), T_v(2), ... up to the largest pass of these answers, chains' and trees'.
+
+    Medians over answers of each answer's median; between sizes that were measured, straight lines.
+    """
+    found: dict[int, list[float]] = {}
+    for s in told:
+        for name, milliseconds in s.phase_ms.items():
+            kind, _, rows = name.partition("_")
+            if kind == "verify" and rows:
+                found.setdefault(int(rows), []).append(milliseconds)
+    latency = VerifyLatency()
+    latency.restore({rows: median(times) for rows, times in found.items()})
+    return [latency.of(rows) for rows in range(1, max(found, default=0) + 1)]
+
+
+def _add_rounds(told: Sequence[Statistics]) -> tuple[Rounds, Rounds]:
+    """Those whose draft was ready, and all others."""
     hit, miss = Rounds(), Rounds()
     for s in told:
         for origin, kind in s.by_origin.items():
@@ -135,7 +176,7 @@ def _compute_bound(told: Sequence[Statistics]) -> float:
             into.count += kind.rounds
             into.tokens += kind.tokens
             into.verify_ms += kind.verify_ms
-    return upper_bound_tok_s(hit, miss, sum(s.draft_wait_ms for s in told))
+    return hit, miss
 
 
 def _per_position(told: Sequence[Statistics]) -> list[float]:

@@ -88,6 +88,18 @@ class RoundObservation:
         return found
 
     @property
+    def ranks(self) -> list[tuple[int | None, int]]:
+        """Along the accepted path and behind it, which of the drafter's choices the target's token
+        was, None for none of them, and how many are known; without places where none is."""
+        found = [(chosen, len(confidences)) for confidences, chosen in self.choices]
+        # The bonus token: outcomes are prepared for beside what was drafted there.
+        tried = found.pop()[1] if found and found[-1][0] is None else 0
+        known = tried + self.prepared
+        if known:
+            found.append((None if self.rank is None else tried + self.rank, known))
+        return found
+
+    @property
     def rows(self) -> int:
         """Tokens of the pass."""
         return self.all_tokens or self.tokens

@@ -19,7 +19,12 @@ from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import Sequence
-from orchestrator.simulation.bound import Rounds, tree_bound_tok_s, upper_bound_tok_s
+from orchestrator.simulation.bound import (
+    Rounds,
+    estimate_ranks,
+    tree_bound_tok_s,
+    upper_bound_tok_s,
+)
 from orchestrator.simulation.event_queue import EventQueue
 from orchestrator.simulation.models import DrafterModel, Noise, VerifierModel
 from orchestrator.simulation.oracle import Oracle
@@ -126,7 +131,7 @@ class _Answer:
                 books.hit,
                 books.other,
                 sum(waits),
-                ranks=self._estimates.rank_chances,
+                ranks=estimate_ranks(statistics.offered_by_rank, statistics.chosen_by_rank),
                 verify_ms=[self._estimates.tree_latency.of(rows) for rows in range(1, 34)],
             ),
             tokens_per_hit=books.hit.tokens_per_round,

@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
+from orchestrator.learning.cost_model import MOST_SIBLINGS
 from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.draft import Draft
 from orchestrator.telemetry.timeline import Timeline
@@ -21,6 +23,9 @@ from protocol.messages import (
     TokenOrigin,
     VerificationOutcome,
 )
+
+_RANKS = 1 + MOST_SIBLINGS
+"""Choices of a drafter that are counted: a tree has no more beside each other."""
 
 
 @dataclass
@@ -59,6 +64,8 @@ class Recorder:
     rewinding: str = ""
     by_origin: dict[Origin, RoundStats] = field(default_factory=dict)
     ranks: Counter[int] = field(default_factory=Counter)
+    offered_by_rank: Counter[int] = field(default_factory=Counter)
+    chosen_by_rank: Counter[int] = field(default_factory=Counter)
     timeline: Timeline | None = None
     """What each process did and when, if the client asked for it."""
     _predicted_tokens: float = 0.0
@@ -105,6 +112,15 @@ class Recorder:
         )
         if seen.rank is not None:
             self.ranks[seen.rank] += 1
+        if seen.origin == "hit":
+            self._count_ranks(seen)
+
+    def _count_ranks(self, seen: RoundObservation) -> None:
+        for rank, known in seen.ranks:
+            looked_at = known if rank is None else rank + 1
+            self.offered_by_rank.update(range(min(looked_at, _RANKS)))
+            if rank is not None and rank < _RANKS:
+                self.chosen_by_rank[rank] += 1
 
     def count_states(self, size: int) -> None:
         """Count states that went to the drafter; those of the prompt are its prefill's."""
@@ -235,19 +251,25 @@ class Recorder:
             branch_tokens=self.branch_tokens,
             drafter=self.drafter,
             state_bytes=self.state_bytes,
-            offered_by_lag=_by_lag(self.offered_by_lag, self.offered_by_lag),
-            accepted_by_lag=_by_lag(self.accepted_by_lag, self.offered_by_lag),
             stale_trees=self.stale_trees,
             emulated_cost=self.emulated_cost,
             rewinding=self.rewinding,
             by_origin=dict(self.by_origin),
             hits_by_rank=[self.ranks[i] for i in range(max(self.ranks, default=-1) + 1)],
             draft_wait_ms=sum(self.phases.get("draft_wait", ())),
+            **self._by_lag_and_rank(),
         )
 
-
-def _by_lag(counts: Counter[int], offered: Counter[int]) -> list[int]:
-    return [counts[lag] for lag in range(1, max(offered, default=0) + 1)]
+    def _by_lag_and_rank(self) -> dict[str, Any]:
+        """Counts as lists: the first lag is 1, the first rank 0."""
+        lags = range(1, max(self.offered_by_lag, default=0) + 1)
+        ranks = range(max(self.offered_by_rank, default=-1) + 1)
+        return {
+            "offered_by_lag": [self.offered_by_lag[lag] for lag in lags],
+            "accepted_by_lag": [self.accepted_by_lag[lag] for lag in lags],
+            "offered_by_rank": [self.offered_by_rank[rank] for rank in ranks],
+            "chosen_by_rank": [self.chosen_by_rank[rank] for rank in ranks],
+        }
 
 
 def ratio(part: float, whole: float) -> float:
