@@ -2,6 +2,7 @@
 
 import stat
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -41,9 +42,32 @@ class Kept:
         load(file, self.prompts, self.identity, self.verifier.new_state)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3_5"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "target", request.param, seed=1)
+WIDER: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 32},
+    "gemma3": {"head_dim": 32},
+    "qwen3_next": {"linear_value_head_dim": 32},
+    "lfm2": {"conv_L_cache": 4},
+    "mamba2": {"state_size": 32},
+}
+"""What is remembered in other shapes: slots, windows, delta nets, convolutions, Mamba-2."""
+
+
+class Target(NamedTuple):
+    """A model and its family."""
+
+    family: str
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=WIDER)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    family: str = request.param
+    return Target(family, write_tiny_model(tmp_path_factory.mktemp("model") / "m", family, seed=1))
+
+
+@pytest.fixture(scope="module")
+def folder(target: Target) -> Path:
+    return target.folder
 
 
 @pytest.fixture
@@ -96,17 +120,19 @@ def test_a_damaged_file_is_as_good_as_none(
     assert second.open() == 0
 
 
+@pytest.mark.parametrize("shapes", ["same shapes", "other shapes"])
 def test_another_models_file_is_not_used(
-    folder: Path, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    target: Target, file: Path, shapes: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Other weights in the same shapes, or the same ones computed in another way."""
-    family = "gemma3" if "gemma" in (folder / "config.json").read_text() else "llama"
-    other = Kept(write_tiny_model(tmp_path / "other", family, seed=2))
+    """Nor are the same weights' states if they were computed in another way."""
+    wider = WIDER[target.family] if shapes == "other shapes" else None
+    other = Kept(write_tiny_model(tmp_path / "other", target.family, seed=2, config=wider))
     other.read(file)
     assert len(other.prompts) == 0
     assert "another model" in caplog.text
-    same = load_model(folder)
-    assert identify_kv(same, "mlx") == Kept(folder).identity != identify_kv(same, "coreml")
+    assert other.open() == 0
+    same = load_model(target.folder)
+    assert identify_kv(same, "mlx") == Kept(target.folder).identity != identify_kv(same, "coreml")
 
 
 def test_what_a_killed_process_left_goes(folder: Path, file: Path) -> None:
