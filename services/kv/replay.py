@@ -140,7 +140,10 @@ def _walk(
 
 def _first_rows(update: Callable[..., Any], given: dict[str, Any], rows: slice) -> dict[str, Any]:
     timed = _TIMED[update.__name__]
-    return {name: value[:, rows] if name in timed else value for name, value in given.items()}
+    return {
+        name: mx.contiguous(value[:, rows]) if name in timed else value
+        for name, value in given.items()
+    }
 
 
 _HOOKS = {
@@ -149,6 +152,8 @@ _HOOKS = {
 }
 
 
+    """These rows of the arguments, laid out as if they had come alone: MLX takes other products
+    for rows that lie apart, which round differently."""
 _STEP = "_gated_delta_step_ops"
 """What mlx-lm calls for each row; where it is called otherwise, rows are computed again."""
 

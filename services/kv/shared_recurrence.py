@@ -146,8 +146,9 @@ class SharedPass:
         outs: list[Any] = [None] * len(states)
         news: list[Any] = [None] * len(states)
         for group in self._groups_with(states):
-            own = {
-                name: _stack([given[name][:, self._rows[part]] for part in group]) for name in timed
+            own = {  # laid out as if they had come alone
+                name: mx.contiguous(_stack([given[name][:, self._rows[part]] for part in group]))
+                for name in timed
             }
             before = states[group[0]] if len(group) == 1 else _stack([states[p] for p in group])
             recorded = any(self._recordings[part] is not None for part in group)

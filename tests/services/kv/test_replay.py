@@ -25,15 +25,22 @@ def delta_arguments(rows: int) -> dict[str, Any]:
 
 
 def ssm_arguments(rows: int) -> dict[str, Any]:
-    names = {"hidden_states": (4, 16), "B": (2, 8), "C": (2, 8), "dt": (4,)}
-    found = {n: random(1, rows, *s, seed=i) for i, (n, s) in enumerate(names.items())}
-    weights = {"A_log": random(4), "D": random(4), "dt_bias": random(4)}
-    return found | weights | {"state": random(1, 4, 16, 8), "time_step_limit": (0.0, 100.0)}
+    """As a layer has them: columns of what it convolved and projected."""
+    shapes = {"hidden_states": (24, 64), "B": (1, 128), "C": (1, 128), "dt": (24,)}
+    ends = [24 * 64, 25 * 64 + 64, 26 * 64 + 128]
+    columns = mx.split(random(1, rows, ends[-1] + 24), ends, axis=-1)
+    found = {
+        name: column.reshape(1, rows, *shape)
+        for (name, shape), column in zip(shapes.items(), columns, strict=True)
+    }
+    weights = {"A_log": random(24), "D": random(24), "dt_bias": random(24)}
+    return found | weights | {"state": random(1, 24, 64, 128), "time_step_limit": (0.0, 100.0)}
 
 
 def first_rows(arguments: dict[str, Any], rows: slice) -> dict[str, Any]:
+    """Laid out as in a pass over these rows alone."""
     timed = ("q", "k", "v", "a", "b", "hidden_states", "B", "C", "dt")
-    return {n: a[:, rows] if n in timed else a for n, a in arguments.items()}
+    return {n: mx.contiguous(a[:, rows]) if n in timed else a for n, a in arguments.items()}
 
 
 @pytest.fixture(autouse=True)
