@@ -23,6 +23,10 @@ _RESERVE = 128 << 20
 """For what libraries take by themselves: MKL's buffers, threads' stacks and heaps."""
 _FEW_ROWS = 64
 """A pass of so few tokens that needs no new buffers is not worth the reckoning."""
+_FEW_BYTES = 32 << 20
+"""Nor are states of so few bytes."""
+_MORE_ROWS = 8
+"""For which a recurrent layer holds states while others are under way."""
 _AT_ONCE = 3
 """Layers of arrays that are alive at the same time: MLX works ahead of what is computed."""
 _BYTES = 4
@@ -47,14 +51,14 @@ class PassMemory:
         model: an mlx-lm model.
         kv: size of a sequence's state.
         release: gives up something that is kept for later; False if nothing is left.
-        logits: whether the rows' logits are computed.
+        logits: whether the rows' logits are computed, and drafts among them may be rejected.
     """
 
     def __init__(
         self, model: Any, kv: KVSize, release: Callable[[], bool], *, logits: bool
     ) -> None:
         allocate_returnably()
-        self._kv = kv
+        self._kv, self._rejects = kv, logits
         self._release = release
         self._layers = max(1, len(model.layers))
         self._row_bytes = _AT_ONCE * _BYTES * max(map(_count_outputs, model.layers), default=0)
@@ -78,14 +82,18 @@ class PassMemory:
         """Raises OutOfMemory if one pass over so many new tokens of these states does not fit."""
         rows = sum(count for _, count in asked)
         if rows <= _FEW_ROWS and not any(map(self._count_growth, *zip(*asked, strict=True))):
-            return
+            states = sum(self._count_states(count) for _, count in asked)
+            # Of what MLX keeps, the last pass over as many tokens had its states.
+            if states <= max(_FEW_BYTES, mx.get_cache_memory()):
+                return
         needed = self._count_bytes(asked)
         if not self._fits(needed):
             raise _refuse(f"a pass over {rows} tokens", needed)
 
     def check_prompt(self, held: int, tokens: int) -> None:
         """Raises OutOfMemory if a prompt of so many tokens does not fit, of which some are held."""
-        needed = round_to_bucket(tokens) * self._kv.per_token + self._kv.fixed + _RESERVE
+        # A checkpoint at its end holds what is not in slots once more.
+        needed = round_to_bucket(tokens) * self._kv.per_token + 2 * self._kv.fixed + _RESERVE
         if held < tokens and not self._fits(needed):
             raise _refuse(f"a prompt of {tokens} tokens", needed)
 
@@ -101,9 +109,16 @@ class PassMemory:
         return True
 
     def _count_growth(self, state: Held, rows: int) -> int:
-        """Bytes that are added to the state."""
+        """Bytes that are added to the state; a checkpoint may hold what was there before."""
         slots = round_to_bucket(state.length + rows) - round_to_bucket(state.length)
-        return slots * self._kv.per_token + (0 if state.length else self._kv.fixed)
+        anew = not state.length or rows > _FEW_ROWS
+        return slots * self._kv.per_token + (self._kv.fixed if anew else 0)
+
+    def _count_states(self, rows: int) -> int:
+        """Bytes that a pass over so many tokens takes for recurrent states until it is over."""
+        size = self._kv.passes
+        kept = rows if self._rejects and rows <= size.most_kept else 0
+        return size.states * (1 + kept) + size.per_row * (rows + _MORE_ROWS)
 
     def _count_bytes(self, asked: Sequence[tuple[Held, int]]) -> int:
         total = _RESERVE
@@ -112,6 +127,7 @@ class PassMemory:
             # A buffer that grows is copied, one layer after the other.
             total += self._count_growth(state, rows) + slots * self._kv.per_token // self._layers
             total += rows * (self._row_bytes + slots * (self._score_bytes + 1))
+            total += self._count_states(rows)
         return total
 
 

@@ -21,8 +21,9 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 from protocol.decoding.token_tree import TokenTree
 from services.kv.cache import KVStore
 from services.kv.recording import Recording, record_pass
-from services.kv.replay import ReplayPlan
+from services.kv.replay import ReplayPlan, size_pass
 from services.kv.slots import SlotCache
+from services.kv.state import PassSize
 
 _PASSES = 8
 """Passes of the trunk that can be gone back into."""
@@ -304,6 +305,13 @@ class BranchingState:
     def bytes_per_token(self) -> int:
         """See `SequenceState`."""
         return self._store.bytes_per_token
+
+    @property
+    def pass_size(self) -> PassSize:
+        """See `SequenceState`; the branches of a depth are gathered, and have new states."""
+        own = [sum(array.nbytes for array in layer if array is not None) for layer in self._now()]
+        found = size_pass(own, self._plan)
+        return PassSize(2 * found.states, found.per_row, _MOST_RECORDED)
 
     def evaluate(self) -> None:
         """See `SequenceState`."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from services.kv.slots import BUCKET
-from services.kv.state import SequenceState
+from services.kv.state import PassSize, SequenceState
 from services.mlx.free_memory import free_for_mlx
 
 _SHARE = 0.5
@@ -20,6 +20,8 @@ class KVSize(NamedTuple):
     """Bytes, in the long run."""
     fixed: int
     """What a sequence holds besides its tokens: windows and recurrent states."""
+    passes: PassSize = PassSize()
+    """What its passes take beside products and slots."""
 
 
 class KVTokens(NamedTuple):
@@ -37,8 +39,9 @@ def measure_kv(model: Any, make_state: Callable[[], SequenceState]) -> KVSize:
     state.append(1, whole=True)
     model(mx.array([[1]]), cache=state.caches)
     state.commit(1)
-    per_token = state.bytes_per_token
-    return KVSize(per_token, max(0, state.nbytes - BUCKET * per_token))
+    per_token, passes = state.bytes_per_token, state.pass_size
+    fixed = max(0, state.nbytes - BUCKET * per_token) + passes.windows
+    return KVSize(per_token, fixed, passes)
 
 
 def count_kv_tokens(size: KVSize, kv_bytes: int) -> KVTokens:

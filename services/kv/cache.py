@@ -19,6 +19,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from protocol.decoding.token_tree import TokenTree
 from protocol.errors import ModelError
 from services.kv.slots import Frame, SlotCache, TableSeat, round_to_bucket, store_rows
+from services.kv.state import PassSize
 
 
 class KVStore:
@@ -214,6 +215,11 @@ class KVStore:
     def bytes_per_token(self) -> int:
         """See `SequenceState`."""
         return sum(array.nbytes // array.shape[2] for array in self.arrays)
+
+    @property
+    def pass_size(self) -> PassSize:
+        """Nothing beside the slots."""
+        return PassSize()
 
     def trim(self, length: int) -> None:
         """Forget all tokens from `length` on."""

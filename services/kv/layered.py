@@ -30,7 +30,8 @@ from services.kv.layer_copy import (
     split_arrays,
 )
 from services.kv.recording import Recording, record_pass
-from services.kv.replay import ReplayPlan
+from services.kv.replay import ReplayPlan, size_pass
+from services.kv.state import PassSize
 from services.kv.window import WindowCache
 
 _MOST_OWED = 16
@@ -316,6 +317,12 @@ class LayeredState:
     def bytes_per_token(self) -> int:
         """See `SequenceState`: windows and recurrent states do not grow."""
         return self._slots.bytes_per_token
+
+    @property
+    def pass_size(self) -> PassSize:
+        """See `SequenceState`."""
+        own = [count_bytes(copy_cache(c)) for c in self._others if not is_trimmable(c)]
+        return size_pass(own, self.replay, sum(w.growth for w in self._windows))
 
     def evaluate(self) -> None:
         """See `SequenceState`."""

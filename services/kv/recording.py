@@ -30,6 +30,8 @@ class Recording:
     calls: list[Recurrence] = field(default_factory=list)
     keeps_steps: bool = False
     """Whether states between rows are kept where they are computed anyway."""
+    most_kept: int = 0
+    """Rows of the longest pass like this one that holds the states between them."""
 
     def stop(self) -> None:
         """Record no more."""
@@ -55,7 +57,7 @@ def record_pass(*, wanted: bool, keeps_steps: bool = False) -> Recording | None:
     return Tape.current
 
 
-def start_recording() -> Recording:
+def start_recording(*, keeps_steps: bool = False) -> Recording:
     """Record the pass that comes now."""
-    Tape.current = Recording()
+    Tape.current = Recording(keeps_steps=keeps_steps)
     return Tape.current

@@ -29,6 +29,7 @@ from mlx_lm.models.ssm import ssm_update
 
 from services.kv.recording import Recording, Recurrence, Tape
 from services.kv.shared_recurrence import Recur, SharedPass
+from services.kv.state import PassSize
 
 _TIMED = {
     "gated_delta_update": ("q", "k", "v", "a", "b"),
@@ -37,6 +38,11 @@ _TIMED = {
 """Arguments that have a row per token, on axis 1."""
 _MOST_STEPS = 8
 """Rows between which states are kept: each is as large as the layer's state."""
+_ANY = 1 << 30
+_UNKNOWN, _STEPPED, _WALKED = 24, 2, 1
+"""Arrays as large as a layer's state that are alive for each token of a pass, at most: in a
+recurrence of an unknown kind (Jamba's takes 19), in a gated delta net without a kernel, and in
+Mamba-2."""
 
 
 class RecordingConv1d(nn.Conv1d):  # type: ignore[misc]
@@ -89,6 +95,8 @@ def _replay_later(
         out, state = update(**given)
     finally:
         Tape.steps = None
+    if steps and Tape.current is not None:
+        Tape.current.most_kept = max(_MOST_STEPS, Tape.current.most_kept)
 
     def state_after(kept: int) -> mx.array:
         if len(steps) == rows:
@@ -135,10 +143,14 @@ def _walk(
         out, state = update(**one)
         outs.append(out)
         states.append(state)
+    if Tape.current is not None:
+        Tape.current.most_kept = _ANY
     return mx.concatenate(outs, axis=1), states[-1], lambda kept: states[kept - 1]
 
 
 def _first_rows(update: Callable[..., Any], given: dict[str, Any], rows: slice) -> dict[str, Any]:
+    """These rows of the arguments, laid out as if they had come alone: MLX takes other products
+    for rows that lie apart, which round differently."""
     timed = _TIMED[update.__name__]
     return {
         name: mx.contiguous(value[:, rows]) if name in timed else value
@@ -152,8 +164,6 @@ _HOOKS = {
 }
 
 
-    """These rows of the arguments, laid out as if they had come alone: MLX takes other products
-    for rows that lie apart, which round differently."""
 _STEP = "_gated_delta_step_ops"
 """What mlx-lm calls for each row; where it is called otherwise, rows are computed again."""
 
@@ -193,9 +203,12 @@ def has_known_recurrence(model: nn.Module, caches: Sequence[Any]) -> bool:
 class ReplayPlan:
     """How each array of a model's recurrent caches is found again after a part of a pass."""
 
-    def __init__(self, sources: list[list[int | None]]) -> None:
-        """`sources`: per cache and array the id of a convolution, or None for a recurrence."""
+    def __init__(self, sources: list[list[int | None]], most_kept: int) -> None:
+        """As its attributes."""
         self.sources = sources
+        """Per cache and array the id of a convolution, or None for a recurrence."""
+        self.most_kept = most_kept
+        """See `Recording`."""
 
     def rewind(self, caches: Sequence[Any], recording: Recording, keep: int) -> None:
         """Bring the caches to the first `keep` rows of the pass, of which there is at least one.
@@ -236,7 +249,18 @@ def plan_replay(
                 return None
             found.append(source)
         sources.append(found)
-    return ReplayPlan(sources)
+    return ReplayPlan(sources, recording.most_kept)
+
+
+def size_pass(states: Sequence[int], plan: ReplayPlan | None, windows: int = 0) -> PassSize:
+    """What a pass takes, by the bytes of each recurrent layer's state."""
+    if not any(states):
+        return PassSize(windows=windows)
+    if plan is None:
+        return PassSize(sum(states), _UNKNOWN * max(states), 0, windows)
+    # A kernel for all rows, which keeps no states between them, has its own in registers.
+    alive = {0: 0, _ANY: _WALKED}.get(plan.most_kept, _STEPPED)
+    return PassSize(sum(states), alive * max(states), plan.most_kept, windows)
 
 
 def _source_of(

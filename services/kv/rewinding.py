@@ -184,7 +184,7 @@ def _find_replay(model: Any, make_caches: Callable[[], Sequence[Any]]) -> Replay
     caches = make_caches()
     try:
         model(mx.array([_PROMPT]), cache=caches)
-        recording = start_recording()
+        recording = start_recording(keeps_steps=True)
         try:
             model(mx.array([_CHAIN]), cache=caches)
         finally:

@@ -6,13 +6,26 @@ computed again. Only the implementations know (`kv.cache`, `kv.layered`).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
+
+
+class PassSize(NamedTuple):
+    """What a pass takes of memory, beside products and the slots of its tokens."""
+
+    states: int = 0
+    """Bytes of the recurrent states, which it leaves anew."""
+    per_row: int = 0
+    """Bytes for each token, while a layer is computed."""
+    most_kept: int = 0
+    """Rows of the longest chain of which the states between the rows are held, too."""
+    windows: int = 0
+    """Bytes that windows take later on, and not yet with their first token."""
 
 
 class SequenceState(Protocol):
@@ -54,6 +67,11 @@ class SequenceState(Protocol):
     @property
     def bytes_per_token(self) -> int:
         """What another token adds to it in the long run; known after the first pass."""
+        ...
+
+    @property
+    def pass_size(self) -> PassSize:
+        """What its passes take; known after the first one."""
         ...
 
     def append(self, count: int, *, whole: bool = False) -> None:

@@ -20,6 +20,10 @@ _MARGIN = 16
 """Rows before the window that compaction leaves: forks can begin that much earlier."""
 
 
+_CHUNK = 256
+"""Rows of a prompt that come at once, at most: chunks end at checkpoints."""
+
+
 class WindowSnapshot(NamedTuple):
     """A window layer at one moment."""
 
@@ -149,6 +153,14 @@ class WindowCache:
         """Begin with [1, heads, slots, size], of which the first `length` are tokens."""
         self.keys, self.values, self.length, self._start = keys, values, length, self.keep
         self.compact()
+
+    @property
+    def growth(self) -> int:
+        """Bytes by which the buffers will have grown when a long prompt has gone through."""
+        rows = round_to_bucket(self.window + _SLACK + _MARGIN + _CHUNK)
+        return sum(
+            max(0, rows - array.shape[2]) * (array.nbytes // array.shape[2]) for array in self.state
+        )
 
     @property
     def state(self) -> list[mx.array]:

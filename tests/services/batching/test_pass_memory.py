@@ -7,13 +7,15 @@ import mlx.core as mx
 import pytest
 
 from protocol.errors import OutOfMemory
-from protocol.messages import OpenSequence, Prefilled, Sampling
+from protocol.messages import OpenSequence, Prefilled, Sampling, VerificationOutcome, Verify
 from protocol.process.free_memory import FreeMemory
 from services.batching import pass_memory
 from services.batching.pass_memory import PassMemory
+from services.drafter.backends.mlx import MlxBackend
 from services.kv import budget
 from services.kv.budget import KVSize, count_kv_tokens, measure_kv
 from services.kv.prefix_cache import PrefixCache
+from services.kv.slots import round_to_bucket
 from services.mlx.loader import LoadedModel, load
 from services.verifier.target_model import prepare
 from services.verifier.verifier import Verifier
@@ -21,6 +23,14 @@ from tests.support.tiny_models import FAMILIES, write_tiny_model
 
 MB = 1 << 20
 LIMIT = "the limit of this test"
+STATES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"linear_num_value_heads": 16, "linear_num_key_heads": 16}
+    | dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128),
+    "mamba2": {"num_heads": 32, "head_dim": 64, "state_size": 128, "intermediate_size": 2048},
+    "jamba": {"mamba_d_state": 256},
+    "gpt_oss": {"sliding_window": 512, "head_dim": 128},
+}
+"""Models whose states are larger than all that is computed beside them."""
 HEADS = {"hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": 4096}
 
 
@@ -61,6 +71,77 @@ def test_a_pass_takes_no_more_than_is_reckoned(tmp_path: Path, family: str, free
         free.bytes = pass_memory._RESERVE + taken  # the reserve is for what MLX does not count
         with pytest.raises(OutOfMemory, match=LIMIT):
             memory.check([(state, rows)])
+
+
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [
+        ("qwen3_next", 4),
+        ("mamba2", 4),
+        ("mamba2", 20),
+        ("jamba", 4),
+        ("qwen3_next", 96),
+        ("jamba", 96),
+        ("gpt_oss", 96),
+    ],
+)
+def test_a_pass_takes_no_more_for_its_states_than_is_reckoned(
+    tmp_path: Path, family: str, rows: int, free: Free, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is recorded of a draft until it is judged is a part of that; so are checkpoints."""
+    monkeypatch.setattr(pass_memory, "_FEW_BYTES", 0)
+    drafts = rows < 64
+    target, memory, state = prepared(tmp_path, family, drafts=drafts)
+    take(target, state, 66)
+    state.checkpoint()
+    before = state.fork(state.length)
+    taken = take(target, state, rows, whole=not drafts)
+    mx.clear_cache()
+    free.bytes = pass_memory._RESERVE + taken
+    with pytest.raises(OutOfMemory, match=LIMIT):
+        memory.check([(before, rows)])
+
+
+def test_windows_hold_no_more_than_is_reckoned(tmp_path: Path) -> None:
+    """They have room for the chunks of a prompt that go through them."""
+    target, _, state = prepared(tmp_path, "gpt_oss")
+    kv = measure_kv(target.verify, target.states.make)
+    for _ in range(5):
+        take(target, state, 200)
+        slots = round_to_bucket(state.length) * kv.per_token
+        assert state.nbytes - slots <= kv.fixed
+
+
+def test_a_draft_that_does_not_fit_fails_alone(
+    tmp_path: Path, free: Free, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states of its rows are too many; the next request is answered."""
+    monkeypatch.setattr(pass_memory, "_FEW_BYTES", 0)
+    folder = write_tiny_model(tmp_path / "model", "mamba2", config=STATES["mamba2"])
+    verifier = Verifier(load(folder), 64)
+    list(verifier.handle(opening(20)))
+    mx.clear_cache()
+    free.bytes = pass_memory._RESERVE + 10 * MB
+    draft = Verify(sequence=1, round=1, position=20, nodes=[5, 6, 7, 8])
+    with pytest.raises(OutOfMemory, match=f"a pass over 4 tokens needs .* {LIMIT} leaves"):
+        list(verifier.handle(draft))
+    free.bytes = 1 << 50
+    list(verifier.handle(opening(20)))
+    assert any(isinstance(answer, VerificationOutcome) for answer in verifier.handle(draft))
+
+
+def test_branches_that_do_not_fit_are_not_grown(
+    tmp_path: Path, free: Free, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has states of its own."""
+    monkeypatch.setattr(pass_memory, "_FEW_BYTES", 0)
+    folder = write_tiny_model(tmp_path / "model", "mamba2", config=STATES["mamba2"])
+    drafter = MlxBackend(folder, 64)
+    list(drafter.open(1, [5] * 20, Sampling()))
+    mx.clear_cache()
+    free.bytes = pass_memory._RESERVE + 60 * MB
+    with pytest.raises(OutOfMemory, match=f"a pass over 16 tokens needs .* {LIMIT} leaves"):
+        list(drafter.prepare(1, [7, 8], [8, 8], 2))
 
 
 def test_the_reckoning_is_of_the_right_size(model: LoadedModel, free: Free) -> None:
@@ -148,25 +229,26 @@ def test_what_keys_and_values_may_take_names_its_limit(free: Free) -> None:
     assert count_kv_tokens(KVSize(0, 100), 500).tokens == 0
 
 
-def prepared(tmp_path: Path, family: str) -> tuple[Any, PassMemory, Any]:
+def prepared(tmp_path: Path, family: str, *, drafts: bool = True) -> tuple[Any, PassMemory, Any]:
     """A target, the reckoning of its passes, and an empty state."""
-    module = load(write_tiny_model(tmp_path / family, family)).module
+    folder = write_tiny_model(tmp_path / family, family, config=STATES.get(family))
+    module = load(folder).module
     target = prepare(module)
     kv = measure_kv(module, target.states.make)
-    memory = PassMemory(module, kv, lambda: False, logits=True)
+    memory = PassMemory(module, kv, lambda: False, logits=drafts)
     return target, memory, target.states.make()
 
 
-def take(target: Any, state: Any, rows: int) -> int:
-    """Bytes that MLX takes at most for a pass over so many tokens of an empty state."""
+def take(target: Any, state: Any, rows: int, *, whole: bool = True) -> int:
+    """Bytes that MLX takes at most for a pass over so many more tokens."""
     mx.synchronize()
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    state.append(rows, whole=True)
+    state.append(rows, whole=whole)
     logits = target.verify(mx.array([[1] * rows]), cache=state.caches)
     mx.eval(logits)
-    state.commit(rows)
+    state.commit(state.length)
     state.evaluate()
     return int(mx.get_peak_memory() - before)
 
