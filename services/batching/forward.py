@@ -69,6 +69,8 @@ class BatchRequest:
     state: SequenceState
     begin: Callable[[], Tokens]
     """Begins the pass on the state, right before it; gives what is fed before the tokens."""
+    inputs: Callable[[], mx.array] | None = None
+    """After `begin`, what the model takes beside the tokens: [1, tokens, width] `states`."""
     logits: mx.array | None = None
     """[tokens, head], lazy."""
     features: mx.array | None = None
@@ -105,10 +107,14 @@ class Batcher:
         self._waiting: list[BatchRequest] = []
 
     def submit(
-        self, tokens: Tokens, state: SequenceState, begin: Callable[[], Tokens]
+        self,
+        tokens: Tokens,
+        state: SequenceState,
+        begin: Callable[[], Tokens],
+        inputs: Callable[[], mx.array] | None = None,
     ) -> BatchRequest:
         """Note that a sequence wants these tokens computed; nothing happens yet."""
-        asked = BatchRequest(tokens, state, begin)
+        asked = BatchRequest(tokens, state, begin, inputs)
         self._waiting.append(asked)
         return asked
 
@@ -162,12 +168,16 @@ class Batcher:
             self._memory.check([(asked.state, len(asked.tokens)) for asked in asks])
         row: Tokens = []
         ends = []
+        inputs = []
         for asked in asks:
             row += [*asked.begin(), *asked.tokens]
             ends.append(len(row))
+            if asked.inputs is not None:
+                inputs.append(asked.inputs())
         now = ForwardPass(len(row), len(asks))
         states = [asked.state for asked in asks]
-        logits = self._call(mx.array(row)[None], states)[0]
+        beside = {"states": mx.concatenate(inputs, axis=1)} if inputs else {}
+        logits = self._call(mx.array(row)[None], states, beside)[0]
         features = self._read() if self._read is not None else None
         for asked, end in zip(asks, ends, strict=True):
             rows = slice(end - len(asked.tokens), end)
@@ -176,18 +186,20 @@ class Batcher:
                 now.logits, asked.best = logits, partial(now.best, rows)
             asked.features = None if features is None else features[rows]
 
-    def _call(self, row: mx.array, states: list[SequenceState]) -> mx.array:
+    def _call(
+        self, row: mx.array, states: list[SequenceState], beside: dict[str, mx.array]
+    ) -> mx.array:
         state = states[0]
         if isinstance(state, BranchingState) and state.is_batched:
             batch: mx.array = self._model(row.swapaxes(0, 1), cache=state.caches)
             return batch.swapaxes(0, 1)
         if len(states) > 1:
             with self._pack(states) as caches:
-                logits: mx.array = self._model(row, cache=caches)
+                logits: mx.array = self._model(row, cache=caches, **beside)
         elif self.traced is not None and isinstance(state, KVStore) and self.traced.serves(state):
             logits = self.traced(row, state)
         else:
-            logits = self._model(row, cache=state.caches)
+            logits = self._model(row, cache=state.caches, **beside)
             if self.table is not None:
                 self.table.drop_if_empty()
         return logits

@@ -307,13 +307,17 @@ class MlxBackend:
             place()
             return []
 
-        asked = self._batcher.submit(tokens, known.store, begin)
+        asked = self._batcher.submit(tokens, known.store, begin, self._inputs(known))
         try:
             if len(self._sequences) > 1:
                 yield
             return self._batcher.result(asked)[0]
         finally:
             self._batcher.withdraw(asked)
+
+    def _inputs(self, known: Trunk) -> Callable[[], mx.array] | None:  # noqa: ARG002
+        """What the model takes beside tokens: see `BatchRequest`."""
+        return None
 
     # ------------------------------------------------------------ the tree
 

@@ -9,6 +9,7 @@ state before it; where the states of a prompt's beginning are not to be had, row
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -222,11 +223,12 @@ class RecurrentBackend(MlxBackend):
         """Choose the trunk's first row; returns the options with positions counted from there."""
         last = len(known.known) - 1
         states = known.states
-        useful = states.first <= last < states.end + _MOST_ALONE if states.end else False
+        end = states.end if states.first <= last else 0  # else they are of tokens to come
+        useful = last < end + _MOST_ALONE if end else False
         best = states.first if useful else last
         there = self._count_rows(known)
         misplaced = useful and not known.first <= best <= known.first + there
-        alone = last - known.first - max(there, states.end - known.first)
+        alone = last - known.first - max(there, end - known.first)
         if known.first < 0 or misplaced or alone > _MOST_ALONE:
             self._restart(known, best)
         known.committed = last - known.first
@@ -285,7 +287,7 @@ class RecurrentBackend(MlxBackend):
         width: int,
     ) -> Generator[None]:
         """Compute the rows from `begin` on; those before `keep` are there, from other states."""
-        states = self._states(known, begin, keep)
+        states, covered = self._states(known, begin, keep), self._count_covered(known, begin)
         known.cut(begin)
         at = begin
         while at < len(wanted):
@@ -302,12 +304,20 @@ class RecurrentBackend(MlxBackend):
             if stop < first_row:
                 yield
             at = stop
-        known.settled = max(0, min(known.states.end - known.first, len(known.tokens)))
+        known.settled = (
+            min(covered, len(known.tokens)) if covered > begin else min(known.settled, begin)
+        )
+
+    @staticmethod
+    def _count_covered(known: _HeadTrunk, begin: int) -> int:
+        """Rows until the states end that came for `begin` and on; `begin` itself if none did."""
+        covers = known.states.covers(known.first + begin)
+        return known.states.end - known.first if covers else begin
 
     def _states(self, known: _HeadTrunk, begin: int, keep: int) -> mx.array:
         """[1, rows, width] for as many rows from `begin` on as have any: the target's if they
         came, else what the row was computed from before."""
-        end = max(begin, known.states.end - known.first)
+        end = self._count_covered(known, begin)
         parts = []
         if begin < end:
             sent = known.states.at(known.first + begin, known.first + end)
@@ -322,26 +332,20 @@ class RecurrentBackend(MlxBackend):
 
     # ------------------------------------------------------------ the head
 
-    def _forward(
-        self, known: Trunk, tokens: Tokens, place: Callable[[], None]
-    ) -> Generator[None, None, mx.array]:
-        """Logits [tokens, head]; `place` sets the frame."""
+    def _inputs(self, known: Trunk) -> Callable[[], mx.array]:
+        """The states of the rows that are fed."""
         if not isinstance(known, _HeadTrunk) or not isinstance(known.store, KVStore):
             raise TypeError("the trunk is not one of this backend's")
-        if len(self._sequences) > 1:
-            yield
-        place()
-        states, known.inputs = known.inputs, None
-        if states is None:
-            states = self._stand_ins(known, known.store)
-        logits: mx.array = self._model(mx.array(tokens)[None], known.store.caches, states)
-        return logits[0]
+        given, known.inputs = known.inputs, None
+        if given is not None:
+            return lambda: given
+        return partial(self._stand_ins, known, known.store)
 
     def _stand_ins(self, known: _HeadTrunk, store: KVStore) -> mx.array:
         """[1, rows, width] for rows whose states were not given: the target's at the pending
         token's row, else what the row before gave; zeros where there is none."""
         positions = store.frame.positions[store.frame.start :]
-        if len(positions) == 1 and positions[0] < known.states.end - known.first:
+        if len(positions) == 1 and known.states.covers(known.first + int(positions[0])):
             return self._states(known, int(positions[0]), 0)[:, :1]
         given = store.caches[1].keys
         if given is None or not store.frame.start:

@@ -54,6 +54,10 @@ class StateRun:
         self.first = min(first, self.first)
         self._rows, self._buffer = np.concatenate([before, rows, after]), None
 
+    def covers(self, position: int) -> bool:
+        """Whether the states of this position are here."""
+        return self.first <= position < self.end
+
     def trim(self, end: int) -> None:
         """Forget the states from position `end` on."""
         if self._rows is not None and end < self.end:

@@ -13,7 +13,7 @@ import pytest
 
 from protocol.errors import ModelError
 from protocol.messages import LogitsOptions, Sampling, Tokens
-from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, Rows
+from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, Rows, TreeLayer
 from services.drafter.backends.head.loading import load_head
 from services.mlx.loader import load
 from tests.support.head_reference import Array, Eagle3Reference, MtpReference
@@ -196,6 +196,66 @@ def test_states_of_the_beginning_may_be_missing(case: Case) -> None:
     for _ in range(20):
         alone.commit(1, len(PROMPT), [])
         assert grow(alone)
+
+
+def test_states_of_tokens_to_come_wait(case: Case) -> None:
+    """What came behind a gap, ahead of the tokens, is used when these are there."""
+    ahead = len(PROMPT) + 3
+    backend, alone = opened(case, PROMPT), opened(case, PROMPT)
+    backend.read(1, ahead, case.sent(ahead, ahead + 2))
+    assert drafted(backend, 30, 3) == drafted(alone, 30, 3)
+    assert [one.tokens for one in grow(backend)] == [one.tokens for one in grow(alone)]
+    backend.commit(1, len(PROMPT), [30, *CHAIN, 40])
+    fresh = opened(case, [*PROMPT, 30, *CHAIN, 40])
+    fresh.read(1, ahead, case.sent(ahead, ahead + 2))
+    assert drafted(backend, 31, 3) == drafted(fresh, 31, 3)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, seed=3)])
+def test_in_company_each_sequence_is_drafted_for_as_if_alone(
+    case: Case, sampling: Sampling
+) -> None:
+    """Sequences share the head's passes, with states and without, and draft what they would."""
+    prompts = [PROMPT, PROMPT[:5], [7, 8, 9, 10, 11, 12], PROMPT[::-1]]
+    backend: Any = load_head(case.folder, case.target, 4, beside_target=False)
+
+    def begin(number: int) -> Any:
+        prompt = prompts[number]
+        for _ in backend.open(number, prompt, sampling):
+            pass
+        if number != 2:
+            backend.read(number, 0, case.sent(0, len(prompt)))
+        return backend.prepare(number, CHAIN[number % 2 :], [2, 1], 3)
+
+    alone = []
+    for number in range(len(prompts)):
+        alone.append([layer for layer in begin(number) if layer is not None])
+        backend.close(number)
+    sizes = watch_passes(backend)
+    work = [begin(number) for number in range(len(prompts))]
+    grown: list[list[TreeLayer]] = [[] for _ in work]
+    while any(len(layers) < 3 for layers in grown):
+        for layers, steps in zip(grown, work, strict=True):
+            if len(layers) < 3 and (layer := next(steps)) is not None:
+                layers.append(layer)
+    assert max(sizes) > 1
+    for expected, found in zip(alone, grown, strict=True):
+        for one, other in zip(expected, found, strict=True):
+            assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
+            np.testing.assert_allclose(one.confidences, other.confidences, atol=1e-4)
+
+
+def watch_passes(backend: Any) -> list[int]:
+    """How many sequences each forward pass is over, from now on."""
+    sizes: list[int] = []
+    run = backend._batcher._forward
+
+    def forward(asks: list[Any]) -> None:
+        sizes.append(len(asks))
+        run(asks)
+
+    backend._batcher._forward = forward
+    return sizes
 
 
 def test_long_stretches_without_states_are_left_out(case: Case) -> None:
