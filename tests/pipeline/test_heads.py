@@ -104,6 +104,26 @@ def test_tokens_are_those_of_plain_decoding(
     assert answer.statistics.state_bytes > 0
 
 
+def test_trees_change_no_token(stack: RunningStack, pair: tuple[Path, Path]) -> None:
+    """With penalties and noise; a target with recurrent layers verifies chains of them."""
+    sampling = Sampling(temperature=0.7, seed=6, logits_options=PENALTIES)
+    expected = plain(stack, sampling)
+    forks = "qwen3_5" not in (pair[0] / "config.json").read_text("utf-8")
+
+    def ask() -> Answered:
+        return stack.answer(
+            PROMPT, sampling=sampling, max_tokens=40, num_draft_tokens=3, tree_nodes=8
+        )
+
+    answer = stack.until(
+        lambda a: bool(a.statistics.tree_rounds if forks else a.statistics.drafted),
+        "drafts come in time",
+        ask,
+    )
+    assert answer.tokens == expected
+    assert forks or not answer.statistics.tree_rounds
+
+
 def test_a_grammar_holds(stack: RunningStack) -> None:
     """The head drafts under it, and the answer is that of plain decoding."""
     grammar = json_grammar({"type": "array", "items": {"type": "integer"}, "maxItems": 4})

@@ -4,7 +4,7 @@ Which outcomes are hit then depends on the two models alone, not on which proces
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -15,8 +15,11 @@ from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import Action, Sequence, ToDrafter, ToVerifier
 from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import (
+    CloseSequence,
     DraftTree,
+    Features,
     Prefilled,
+    ReadTarget,
     Sampling,
     Statistics,
     Tokens,
@@ -34,13 +37,26 @@ _VERIFY_MS, _DRAFT_MS = 50.0, 5.0
 
 
 class Lockstep:
-    """One request in mode `ssd`, with a fixed lookahead."""
+    """One request in mode `ssd`, with a fixed lookahead.
+
+    Args:
+        verifier: may have served others.
+        backend: what drafts.
+        prompt: tokens.
+        limits: of the answer.
+        num_draft_tokens: the lookahead.
+        sampling: of both models.
+        tree_nodes: see `Planner`.
+        deliver: what reaches the drafter, in what order, when the verifier sends its states.
+    """
 
     def __init__(
         self, verifier: Verifier, backend: DraftBackend, prompt: Tokens, limits: Limits,
-        *, num_draft_tokens: int, sampling: Sampling,
+        *, num_draft_tokens: int, sampling: Sampling, tree_nodes: int | None = None,
+        deliver: Callable[[Features], list[Features]] = lambda message: [message],
     ) -> None:  # fmt: skip
         self._verifier, self._drafter = verifier, Drafter(backend)
+        self._deliver, self._asked = deliver, 0
         self._to_drafter: deque[Work] = deque()
         self._to_verifier: deque[Work] = deque()
         self._now = 0.0
@@ -49,19 +65,47 @@ class Lockstep:
             prompt=prompt,
             sampling=sampling,
             limits=limits,
-            planner=Planner("ssd", CostModel(), num_draft_tokens),
+            planner=Planner("ssd", CostModel(), num_draft_tokens, tree_nodes=tree_nodes),
             recorder=Recorder(0.0),
         )
-        self._do(self.sequence.on_drafter_up(0))
-        self._do(self.sequence.on_verifier_up(64))
+        self._verify(CloseSequence(sequence=1))  # a former request's
+        self._meet(backend)
+        self._do(self.sequence.on_verifier_up(64, takes_trees=verifier.takes_trees))
 
-    def run(self) -> Statistics:
-        """To the end of the answer: the drafter does all it can, then the target verifies."""
+    def _meet(self, backend: DraftBackend) -> None:
+        """The drafter is there, and the verifier is asked for what it reads."""
+        identity = backend.identity
+        self._do(self.sequence.on_drafter_up(0, takes_trees=identity.takes_trees))
+        self._asked += 1
+        self._verify(ReadTarget(features=identity.features, number=self._asked))
+
+    def swap(self, backend: DraftBackend) -> None:
+        """Another drafter takes over; what the old one was sent does not reach it."""
+        self._do(self.sequence.on_drafter_lost("drafter_swapped"))
+        self._to_drafter.clear()
+        self._drafter = Drafter(backend)
+        self._meet(backend)
+
+    def run(self, before_round: Callable[[int], None] = lambda _: None) -> Statistics:
+        """To the end of the answer: the drafter does all it can, then the target verifies.
+
+        Args:
+            before_round: called with the number of rounds so far.
+        """
+        rounds = 0
         while self.sequence.phase is not Phase.FINISHED:
-            while self._to_drafter:
-                self._draft(self._to_drafter.popleft())
-            self._verify(self._to_verifier.popleft())
+            self._draft_all()
+            message = self._to_verifier.popleft()
+            if isinstance(message, Verify):
+                before_round(rounds)
+                self._draft_all()
+                rounds += 1
+            self._verify(message)
         return self.sequence.recorder.summarise()
+
+    def _draft_all(self) -> None:
+        while self._to_drafter:
+            self._draft(self._to_drafter.popleft())
 
     def _draft(self, message: Work) -> None:
         for answer in said(self._drafter.handle(message)):
@@ -73,9 +117,12 @@ class Lockstep:
 
     def _verify(self, message: Work) -> None:
         answers = said(self._verifier.handle(message))
+        for answer in answers:
+            if isinstance(answer, Features):
+                self._to_drafter += self._deliver(answer)
         if not isinstance(message, Verify):
             return
-        [answer] = answers
+        answer = answers[-1]
         assert isinstance(answer, VerificationOutcome)
         self._now += _VERIFY_MS / 1e3
         outcome = msgspec.structs.replace(answer, verify_ms=_VERIFY_MS, idle_ms=0.0)

@@ -1,5 +1,6 @@
 """How a tree grows at a drafter: what is fed in which order, and how branches go on. Pure."""
 
+from collections.abc import Sequence
 from math import inf, log
 from typing import NamedTuple
 
@@ -105,14 +106,15 @@ def _add_log(tip: Tip, draft: DraftedToken) -> float:
 
 
 def begin_tips(
-    outcomes: list[Outcome], tree: TokenTree, tops: list[Top], places: list[Bud]
+    outcomes: list[Outcome], tree: TokenTree, tops: Sequence[Top | None], places: list[Bud]
 ) -> list[Tip]:
     """The bonus tokens of the branches, with how likely each outcome is.
 
     Args:
         outcomes: the branches.
         tree: what is verified.
-        tops: of each row, the candidates after it, under the noise if there is any.
+        tops: of each row, the candidates after it, under the noise if there is any. None: what
+            follows it counts as certain.
         places: of each row, where it is at the drafter.
     """
     reached = [0.0]
@@ -131,8 +133,10 @@ def begin_tips(
     ]
 
 
-def _likelihood(top: Top, token: int) -> float:
+def _likelihood(top: Top | None, token: int) -> float:
     """Logarithm of the drafter's probability; the last candidate's if it is none of them."""
+    if top is None:
+        return 0.0
     found = np.flatnonzero(top.ids[0] == token)
     logit = top.logits[0, found[0]] if found.size else top.logits[0].min()
     return float(logit - top.totals[0])

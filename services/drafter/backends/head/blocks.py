@@ -1,9 +1,9 @@
 """Heads that draft blocks (DFlash, DFlash 2, DSpark), ahead of the target's outcome.
 
-While a chain is being verified, its states do not exist: it enters each block as tokens that
-are known, and so does a bonus token that is prepared for. One pass over a block for each
-prefix of the chain gives the candidates for the bonus; a second one, over a block for each
-branch, gives all depths of the tree.
+While a chain or a tree is being verified, its states do not exist: the path to a row enters a
+block as tokens that are known, and so does a bonus token that is prepared for. One pass over a
+block for each row gives the candidates for the bonus; a second one, over a block for each
+branch, gives all depths: a branch that forks goes on in the slots of its own block.
 """
 
 from collections.abc import Generator, Sequence
@@ -14,9 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 from protocol.decoding.logits_processor import LogitsProcessor
-from protocol.decoding.sampling_params import drafter_sampling, is_greedy
+from protocol.decoding.sampling_params import drafter_sampling, is_greedy, uses_rejection
+from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.heads import HeadDescription
-from protocol.messages import END_OF_BRANCH, DraftDistribution, FeatureRequest, Sampling, Tokens
+from protocol.messages import FeatureRequest, Sampling, Tokens
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
     MAX_DRAFT_TOKENS,
@@ -27,14 +28,17 @@ from services.drafter.backends.base import (
     Rows,
     TreeLayer,
 )
+from services.drafter.backends.growth import Tip, begin_tips, grow_layer
+from services.drafter.backends.head.branches import Branch, Growth, extend, follow, pad_ended, rate
 from services.drafter.backends.head.dflash import BlockHead, Context
 from services.drafter.backends.head.recurrent import WINDOW
 from services.drafter.backends.head.states import StateRun
 from services.drafter.backends.head.weights import TargetEnds, head_dtype
+from services.drafter.backends.mlx_tree import Bud
 from services.kv.cache import KVStore
 from services.mlx.loader import compute_unit
 from services.runtime.sequence_table import SequenceTable, check_rewind
-from services.sampling.candidates import Top, best_bonuses, draft_tokens
+from services.sampling.candidates import Top, name_candidates, rank_bonuses
 from services.sampling.device import best_of
 
 _SAMPLED_WIDTH = 64
@@ -56,17 +60,8 @@ class _Sequence:
     """Position of the first state in the store."""
 
 
-@dataclass
-class _Branch:
-    """A block in work: what is known of it, and what was drafted last."""
-
-    tokens: Tokens
-    """From the block's first position on."""
-    processor: LogitsProcessor | None
-
-
 class BlockBackend:
-    """See `base.DraftBackend` and `base.TargetReading`.
+    """See `base.DraftBackend`, `base.TreeDrafting` and `base.TargetReading`.
 
     Args:
         head: what is in the head's folder.
@@ -104,6 +99,7 @@ class BlockBackend:
             compute_unit=unit or compute_unit(),
             max_draft_tokens=MAX_DRAFT_TOKENS,
             features=request,
+            takes_trees=True,
         )
 
     # ------------------------------------------------------------ DraftBackend
@@ -133,6 +129,7 @@ class BlockBackend:
         if base < len(known.known):
             known.states.trim(base)
             known.store.trim(min(known.store.length, max(0, base - known.first)))
+            known.first = min(known.first, base)
         known.known[base:] = tokens
         if known.processor is not None:
             known.processor.rewind(base)
@@ -146,42 +143,68 @@ class BlockBackend:
         depth: int,
         options: RoundOptions = DEFAULT_ROUND_OPTIONS,
     ) -> Generator[TreeLayer | None]:
-        """Candidates after each prefix of the chain, then a block for each branch."""
+        """A chain is the tree that does not fork."""
+        yield from self.prepare_tree(sequence, read_tree(chain, []), fan_out, depth, options)
+
+    def prepare_tree(
+        self,
+        sequence: int,
+        tree: TokenTree,
+        fan_out: list[int],
+        depth: int,
+        options: RoundOptions = DEFAULT_ROUND_OPTIONS,
+    ) -> Generator[TreeLayer | None]:
+        """Candidates after each row of the tree, then a block for each branch."""
         known = self._sequences[sequence]
         yield from self._settle(known)
-        at = self._begin(known, len(chain) + 1)
+        at = self._begin(known, max(tree.depths) + 2)
         given = known.known[at:]
-        wanted = [(k, n) for k, n in enumerate(fan_out[: len(chain)]) if n > 0]
-        wanted = [(k, n) for k, n in wanted if self._room(len(given) + k + 1)]
-        if not wanted:
+        wanted = {row: n for row, n in enumerate(fan_out[: len(tree)]) if n > 0}
+        rows = [row for row in wanted if self._room(len(given) + tree.depths[row] + 1)]
+        if not rows:
             return
-        branches = [self._branch(known, given, chain[: k + 1]) for k, _ in wanted]
-        width = max(n for _, n in wanted) + 1
-        tops = self._tops(known, branches, self._passes(known, branches, at), width)[0]
+        branches = [self._branch(known, given, tree.tokens_to(row)) for row in rows]
+        width = max(wanted[row] + len(tree.children[row]) for row in rows)
+        found = self._tops(known, branches, self._passes(known, branches, at), width)[0]
         yield None
-        roots, grown = [], []
-        for (accepted, count), branch, top in zip(wanted, branches, tops, strict=True):
-            position = len(known.known) + accepted + 1 + options.shift
-            rejected = chain[accepted + 1] if accepted + 1 < len(chain) else None
-            best = best_bonuses(top, position, known.sampling)[: count + 1]
-            for bonus in [int(token) for token in best if token != rejected][:count]:
-                roots.append(Outcome(accepted, bonus))
-                grown.append(_extend(branch, bonus))
-        for found in self._walk(known, grown, at, depth, options):
-            yield _layer(roots, found)
+        roots: list[Outcome] = []
+        grown: list[Branch] = []
+        ranked: list[Top | None] = [None] * len(tree)
+        for row, branch, top in zip(rows, branches, found, strict=True):
+            position = len(known.known) + tree.depths[row] + 1 + options.shift
+            best = rank_bonuses(top, position, known.sampling)
+            rejected = tree.children[row]
+            few = best.ids[0, : wanted[row] + len(rejected)].tolist()
+            bonuses = [token for token in few if token not in rejected][: wanted[row]]
+            roots += [Outcome(row, bonus) for bonus in bonuses]
+            grown += [extend(branch, bonus) for bonus in bonuses]
+            ranked[row] = best
+        tips = begin_tips(roots, tree, ranked, [Bud(token, -1, -1) for token in tree.tokens])
+        growth = list(zip(tips, grown, strict=True))
+        yield from self._grow(known, roots, growth, at=at, depth=depth, options=options)
 
     def draft(
         self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
     ) -> Generator[DraftedToken | None]:
         """One block."""
+        chain = options._replace(siblings=0)
+        for layer in self.draft_tree(sequence, pending, count, chain):
+            if layer is None:
+                yield None
+            else:
+                yield DraftedToken(layer.tokens[0], layer.confidences[0], *layer.distributions)
+
+    def draft_tree(
+        self, sequence: int, pending: int, count: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
+    ) -> Generator[TreeLayer | None]:
+        """One block, through which paths may part."""
         known = self._sequences[sequence]
         yield from self._settle(known)
         at = self._begin(known, 1)
         branch = self._branch(known, known.known[at:], [pending])
-        for found in self._walk(known, [branch], at, count, options):
-            if found[0] is None:
-                return
-            yield found[0]
+        tip = Tip(pending, -1, -1, 0, is_best=True, score=0.0)
+        roots, growth = [Outcome(0, pending)], [(tip, branch)]
+        yield from self._grow(known, roots, growth, at=at, depth=count, options=options)
 
     def close(self, sequence: int) -> None:
         """Free the KV."""
@@ -196,11 +219,12 @@ class BlockBackend:
         """Bring the context up to date with the states that came."""
         states, store = known.states, known.store
         end = known.first + store.length
-        if states.end and not known.first <= states.first <= end:
+        ahead = states.first > len(known.known)  # of tokens to come, behind a gap
+        if states.end and not ahead and not known.first <= states.first <= end:
             known.first, end = states.first, states.first
             known.store = store = self._new_store()
         stop = min(states.end, len(known.known))
-        while end < stop:
+        while end < stop and states.covers(end):
             part = min(stop, end + self._step)
             raw = mx.array(states.at(end, part))[None].astype(self._dtype)
             projected = raw if self._request.projection else self._head.project(raw)
@@ -235,36 +259,44 @@ class BlockBackend:
 
     # ------------------------------------------------------------ blocks
 
-    def _branch(self, known: _Sequence, given: Tokens, chain: Tokens) -> _Branch:
+    def _branch(self, known: _Sequence, given: Tokens, chain: Tokens) -> Branch:
         """A block that begins with committed tokens without states, and tokens of a chain."""
         processor = known.processor
         if processor is not None:
             processor = processor.branch(len(known.known))
             processor.extend(chain)
-        return _Branch([*given, *chain], processor)
+        return Branch([*given, *chain], processor)
 
-    def _passes(self, known: _Sequence, branches: Sequence[_Branch], at: int) -> mx.array:
+    def _passes(self, known: _Sequence, branches: Sequence[Branch], at: int) -> mx.array:
         """[branches, block, width] of the blocks."""
         size, mask = self._head.block_size, self._head.mask_token
+        for block, branch in enumerate(branches):
+            branch.block = block
         rows = [b.tokens + [mask] * (size - len(b.tokens)) for b in branches]
         context, first = self._context(known)
         return self._head(mx.array(rows), at, context, first)
 
     def _tops(
-        self, known: _Sequence, branches: Sequence[_Branch], hidden: mx.array, width: int
+        self, known: _Sequence, branches: Sequence[Branch], hidden: mx.array, width: int
     ) -> tuple[list[Top], list[float] | None]:
         """Candidates after each branch's last token, and the head's own confidences.
 
         Args:
             known: the sequence.
-            branches: perhaps with tokens that were masks when `hidden` was computed.
-            hidden: [branches, block, width].
+            branches: perhaps with tokens that were masks when `hidden` was computed; those of
+                one block are of one length.
+            hidden: [blocks, block, width].
             width: candidates wanted.
         """
-        slots = [len(b.tokens) - int(self._head.from_first) for b in branches]
-        own = hidden[mx.arange(len(branches)), mx.array(slots)]
+        slots = {b.block: len(b.tokens) - int(self._head.from_first) for b in branches}
+        slot_rows = hidden[mx.array(list(slots)), mx.array(list(slots.values()))]
+        logits, own = self._head.logits(slot_rows), slot_rows
+        if len(slots) < len(branches):  # paths of one block share what its slot says
+            places = {block: place for place, block in enumerate(slots)}
+            shared = mx.array([places[b.block] for b in branches])
+            logits, own = logits[shared], slot_rows[shared]
         before = mx.array([b.tokens[-1] for b in branches])
-        logits = self._head.add_bias(self._head.logits(own), before)[:, : self._head.head_size]
+        logits = self._head.add_bias(logits, before)[:, : self._head.head_size]
         rows: Any = logits
         shaped = any(b.processor is not None for b in branches)
         if shaped or not self._on_gpu:
@@ -280,54 +312,47 @@ class BlockBackend:
         found = [top.only(row) for row in range(len(branches))]
         return found, self._head.confidences(own, before)
 
-    def _walk(
+    def _grow(
         self,
         known: _Sequence,
-        branches: list[_Branch],
+        roots: list[Outcome],
+        growth: Growth,
+        *,
         at: int,
         depth: int,
         options: RoundOptions,
-    ) -> Generator[list[DraftedToken | None]]:
-        """Per depth the next token of each branch; None where its block is full."""
-        alive = [b for b in branches if self._room(len(b.tokens))]
-        if not alive:
-            return
-        hidden = self._passes(known, alive, at)
-        rows = {id(branch): row for row, branch in enumerate(alive)}
+    ) -> Generator[TreeLayer]:
+        """Depth by depth what follows these bonus tokens, until their blocks are full."""
+        if uses_rejection(known.sampling):
+            options = options._replace(siblings=0)  # what is drawn has none
+        places = [i for i, (_, branch) in enumerate(growth) if self._room(len(branch.tokens))]
+        growth = [growth[place] for place in places]
+        hidden = self._passes(known, [branch for _, branch in growth], at) if growth else None
         for _ in range(depth):
-            alive = [b for b in alive if self._room(len(b.tokens))]
-            if not alive:
+            growth = [one for one in growth if self._room(len(one[1].tokens))]
+            if hidden is None or not growth:
                 return
-            own = hidden[mx.array([rows[id(b)] for b in alive])]
-            tops, sure = self._tops(known, alive, own, 1)
-            drafts: dict[int, DraftedToken] = {}
-            for row, (branch, top) in enumerate(zip(alive, tops, strict=True)):
-                position = at + len(branch.tokens)
-                [drafted] = draft_tokens(top, [position], known.sampling, options)
-                drafts[id(branch)] = (
-                    drafted if sure is None else drafted._replace(confidence=sure[row])
-                )
-                branch.tokens.append(drafted.token)
-                if branch.processor is not None:
-                    branch.processor.extend([drafted.token])
-            yield [drafts.get(id(branch)) for branch in branches]
+            branches = [branch for _, branch in growth]
+            named = self._name(known, branches, hidden, at, options)
+            layer, tips = grow_layer(roots, [tip for tip, _ in growth], named, 0, options)
+            if not options.siblings:
+                layer = pad_ended(layer, [places[branch.block] for branch in branches])
+            growth = list(follow(tips, branches))
+            yield layer
 
-
-def _extend(branch: _Branch, token: int) -> _Branch:
-    """The branch with another token; the first is left as it is."""
-    processor = branch.processor
-    if processor is not None:
-        processor = processor.branch(len(processor))
-        processor.extend([token])
-    return _Branch([*branch.tokens, token], processor)
-
-
-def _layer(roots: list[Outcome], found: Sequence[DraftedToken | None]) -> TreeLayer:
-    """One depth; where a branch has ended, so much is said."""
-    drawn = [DraftDistribution() if one is None else one.distribution for one in found]
-    return TreeLayer(
-        roots,
-        [END_OF_BRANCH if one is None else one.token for one in found],
-        [0.0 if one is None else one.confidence for one in found],
-        drawn if any(one.tokens for one in drawn) else [],
-    )
+    def _name(
+        self,
+        known: _Sequence,
+        branches: list[Branch],
+        hidden: mx.array,
+        at: int,
+        options: RoundOptions,
+    ) -> list[list[DraftedToken]]:
+        """What may follow each branch, best first."""
+        tops, sure = self._tops(known, branches, hidden, 1 + options.siblings)
+        found = []
+        for row, (branch, top) in enumerate(zip(branches, tops, strict=True)):
+            position = at + len(branch.tokens)
+            [named] = name_candidates(top, [position], known.sampling, options)
+            found.append(named if sure is None else rate(named, sure[row]))
+        return found

@@ -50,21 +50,29 @@ class Case:
         """The same, as a verifier sends them that projects nothing."""
         return np.array([np.concatenate(self.states(p)) for p in range(first, stop)], np.float32)
 
-    def best(self, tokens: Tokens, known: range, drafted: int = 0, count: int = 1) -> Tokens:
-        """The best tokens after these, the last `drafted` of which were masks in the pass."""
+    def slot(self, tokens: Tokens, known: range, drafted: int = 0) -> Array:
+        """What the block has after these, the last `drafted` of which were masks in the pass."""
         states = {p: self.states(p) for p in known}
         at = known.stop
         hidden = self.reference.hidden(tokens[at : len(tokens) - drafted], at, states)
-        scores = self.reference.scores(hidden[len(tokens) - at - self.shift], tokens[-1])
+        return hidden[len(tokens) - at - self.shift]
+
+    def best(self, tokens: Tokens, known: range, drafted: int = 0, count: int = 1) -> Tokens:
+        """The best tokens after these: see `slot`."""
+        scores = self.reference.scores(self.slot(tokens, known, drafted), tokens[-1])
         found: Tokens = np.argsort(-scores, kind="stable")[:count].tolist()
         return found
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    base = tmp_path_factory.mktemp("heads")
+    return write_case(tmp_path_factory.mktemp("heads"), request.param)
+
+
+def write_case(base: Path, variant: str) -> Case:
+    """A head of this variant, and its target."""
     target = write_tiny_model(base / "t", "qwen3")
-    name, more = VARIANTS[request.param]
+    name, more = VARIANTS[variant]
     config, tensors = dflash(vocabulary_size(), name, layers=LAYERS, count=3, **more)
     write_head(base / "h", config, tensors)
     weight = load(target).module.model.embed_tokens.weight
@@ -153,6 +161,19 @@ def test_the_beginning_or_all_states_may_be_missing(case: Case) -> None:
     alone = opened(case, PROMPT)
     nothing = range(len(PROMPT), len(PROMPT))
     assert [drafted(alone, 30, 1)[0].token] == case.best(tokens, nothing)
+
+
+def test_states_of_tokens_to_come_wait(case: Case) -> None:
+    """What came behind a gap, ahead of the tokens, is used when these are there."""
+    ahead = len(PROMPT) + 3
+    backend, alone = opened(case, PROMPT), opened(case, PROMPT)
+    backend.read(1, ahead, case.sent(ahead, ahead + 2))
+    assert drafted(backend, 30, 3) == drafted(alone, 30, 3)
+    assert [one.tokens for one in grow(backend)] == [one.tokens for one in grow(alone)]
+    backend.commit(1, len(PROMPT), [30, *CHAIN, 40])
+    fresh = opened(case, [*PROMPT, 30, *CHAIN, 40])
+    fresh.read(1, ahead, case.sent(ahead, ahead + 2))
+    assert drafted(backend, 31, 3) == drafted(fresh, 31, 3)
 
 
 def test_a_sequence_that_goes_back_drafts_as_if_it_never_was_ahead(case: Case) -> None:

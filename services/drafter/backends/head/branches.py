@@ -1,0 +1,81 @@
+"""Paths through the blocks of a head that drafts blocks: how they fork and go on. Pure."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from protocol.decoding.logits_processor import LogitsProcessor
+from protocol.messages import END_OF_BRANCH, DraftDistribution, Tokens
+from services.drafter.backends.base import DraftedToken, TreeLayer
+from services.drafter.backends.growth import Tip
+
+
+@dataclass
+class Branch:
+    """A path through a block: what is known of it, and what was drafted."""
+
+    tokens: Tokens
+    """From the block's first position on."""
+    processor: LogitsProcessor | None
+    block: int = 0
+    """Which of the blocks of a pass it goes through."""
+
+
+Growth = list[tuple[Tip, Branch]]
+"""Branches, with where they stand in the tree."""
+
+
+def extend(branch: Branch, token: int) -> Branch:
+    """The branch with another token; the first is left as it is."""
+    processor = branch.processor
+    if processor is not None:
+        processor = processor.branch(len(processor))
+        processor.extend([token])
+    return replace(branch, tokens=[*branch.tokens, token], processor=processor)
+
+
+def follow(tips: list[Tip], branches: list[Branch]) -> Iterator[tuple[Tip, Branch]]:
+    """The branches with these tokens behind their parents; an only child needs no copy."""
+    children = Counter(tip.parent for tip in tips)
+    for tip in tips:
+        branch = branches[tip.parent]
+        if children[tip.parent] > 1:
+            yield tip, extend(branch, tip.token)
+            continue
+        branch.tokens.append(tip.token)
+        if branch.processor is not None:
+            branch.processor.extend([tip.token])
+        yield tip, branch
+
+
+def rate(named: list[DraftedToken], sure: float) -> list[DraftedToken]:
+    """Candidates with the head's own confidence in the best of them.
+
+    The others share what it leaves as their probabilities say, and stay behind it.
+    """
+    best, *others = named
+    rest = 1.0 - best.confidence
+    share = (1.0 - sure) / rest if rest > 0.0 else 0.0
+    behind = [one._replace(confidence=min(sure, share * one.confidence)) for one in others]
+    return [best._replace(confidence=sure), *behind]
+
+
+def pad_ended(layer: TreeLayer, places: list[int]) -> TreeLayer:
+    """A depth without siblings with a token for each outcome; where a branch has ended, so much
+    is said.
+
+    Args:
+        layer: the tokens of branches that go on.
+        places: whose they are.
+    """
+    if len(places) == len(layer.outcomes):
+        return layer
+    columns = {place: column for column, place in enumerate(places)}
+    order = [columns.get(place) for place in range(len(layer.outcomes))]
+    drawn = layer.distributions
+    return TreeLayer(
+        layer.outcomes,
+        [END_OF_BRANCH if one is None else layer.tokens[one] for one in order],
+        [0.0 if one is None else layer.confidences[one] for one in order],
+        [DraftDistribution() if one is None else drawn[one] for one in order] if drawn else [],
+    )
