@@ -208,7 +208,8 @@ def _card(model: Model) -> Table:
 def _format_recommendation(r: Recommendation) -> Text:
     fits = "" if r.fits else ", too much for this machine"
     speed = f", about {r.plain_tok_s:.1f} tok/s plainly" if r.plain_tok_s else ""
-    what = f" (a head: {r.head}; licence: {r.licence})" if r.head else ""
+    licence = f"licence: {r.licence}, not checked; see the model's card"
+    what = f" (a head: {r.head}; {licence})" if r.head else ""
     facts = [
         f"drafter  {r.draft_model}{what}",
         f"{', '.join(r.purposes)}; {format_bytes(r.memory_bytes)}{speed}{fits}",

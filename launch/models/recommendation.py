@@ -71,7 +71,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     head: str
     """Format of the drafter, if it is a published head; empty: a model."""
     licence: str
-    """The head's, as its authors state it."""
+    """Said to be the head's; not checked. Its card counts."""
 
     @property
     def command(self) -> str:
