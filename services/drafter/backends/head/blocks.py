@@ -18,6 +18,7 @@ from protocol.decoding.sampling_params import drafter_sampling, is_greedy, uses_
 from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.heads import HeadDescription
 from protocol.messages import FeatureRequest, Sampling, Tokens
+from services.batching.forward import most_rows
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
     MAX_DRAFT_TOKENS,
@@ -58,6 +59,39 @@ class _Sequence:
     states: StateRun = field(default_factory=lambda: StateRun(WINDOW))
     first: int = 0
     """Position of the first state in the store."""
+
+
+class _Slots:
+    """The slots of some blocks, and their logits.
+
+    An output head costs what it takes to be read, for few rows as for one. So the logits of slots
+    that come next are computed along with those that are asked for.
+
+    Args:
+        head: what computed them.
+        hidden: [blocks, block, width].
+        depth: how many slots of each block will be asked for at most, one after the other.
+    """
+
+    def __init__(self, head: BlockHead, hidden: mx.array, depth: int) -> None:
+        self._head, self._hidden = head, hidden
+        self._ahead = max(1, min(depth, most_rows() // hidden.shape[0]))
+        self._rows: dict[tuple[int, int], int] = {}
+        self._logits = hidden
+
+    def read(self, places: list[tuple[int, int]]) -> tuple[mx.array, mx.array]:
+        """[places, head] logits and [places, width] of these slots: (block, slot)."""
+        if not all(place in self._rows for place in places):
+            steps, size = range(self._ahead), self._hidden.shape[1]
+            every = [(b, s + n) for b, s in dict.fromkeys(places) for n in steps if s + n < size]
+            self._logits = self._head.logits(self._take(every))
+            self._rows = {place: row for row, place in enumerate(every)}
+        rows = mx.array([self._rows[place] for place in places])
+        return self._logits[rows], self._take(places)
+
+    def _take(self, places: list[tuple[int, int]]) -> mx.array:
+        blocks, slots = zip(*places, strict=True)
+        return self._hidden[mx.array(blocks), mx.array(slots)]
 
 
 class BlockBackend:
@@ -165,7 +199,7 @@ class BlockBackend:
             return
         branches = [self._branch(known, given, tree.tokens_to(row)) for row in rows]
         width = max(wanted[row] + len(tree.children[row]) for row in rows)
-        found = self._tops(known, branches, self._passes(known, branches, at), width)[0]
+        found = self._tops(known, branches, self._passes(known, branches, at, 1), width)[0]
         yield None
         roots: list[Outcome] = []
         grown: list[Branch] = []
@@ -267,34 +301,29 @@ class BlockBackend:
             processor.extend(chain)
         return Branch([*given, *chain], processor)
 
-    def _passes(self, known: _Sequence, branches: Sequence[Branch], at: int) -> mx.array:
-        """[branches, block, width] of the blocks."""
+    def _passes(self, known: _Sequence, branches: Sequence[Branch], at: int, depth: int) -> _Slots:
+        """A block for each branch, of which up to `depth` slots will be asked for."""
         size, mask = self._head.block_size, self._head.mask_token
         for block, branch in enumerate(branches):
             branch.block = block
         rows = [b.tokens + [mask] * (size - len(b.tokens)) for b in branches]
         context, first = self._context(known)
-        return self._head(mx.array(rows), at, context, first)
+        return _Slots(self._head, self._head(mx.array(rows), at, context, first), depth)
 
     def _tops(
-        self, known: _Sequence, branches: Sequence[Branch], hidden: mx.array, width: int
+        self, known: _Sequence, branches: Sequence[Branch], slots: _Slots, width: int
     ) -> tuple[list[Top], list[float] | None]:
         """Candidates after each branch's last token, and the head's own confidences.
 
         Args:
             known: the sequence.
-            branches: perhaps with tokens that were masks when `hidden` was computed; those of
-                one block are of one length.
-            hidden: [blocks, block, width].
+            branches: perhaps with tokens that were masks when `slots` were computed.
+            slots: of the blocks that they go through.
             width: candidates wanted.
         """
-        slots = {b.block: len(b.tokens) - int(self._head.from_first) for b in branches}
-        slot_rows = hidden[mx.array(list(slots)), mx.array(list(slots.values()))]
-        logits, own = self._head.logits(slot_rows), slot_rows
-        if len(slots) < len(branches):  # paths of one block share what its slot says
-            places = {block: place for place, block in enumerate(slots)}
-            shared = mx.array([places[b.block] for b in branches])
-            logits, own = logits[shared], slot_rows[shared]
+        logits, own = slots.read(
+            [(b.block, len(b.tokens) - int(self._head.from_first)) for b in branches]
+        )
         before = mx.array([b.tokens[-1] for b in branches])
         logits = self._head.add_bias(logits, before)[:, : self._head.head_size]
         rows: Any = logits
@@ -327,13 +356,15 @@ class BlockBackend:
             options = options._replace(siblings=0)  # what is drawn has none
         places = [i for i, (_, branch) in enumerate(growth) if self._room(len(branch.tokens))]
         growth = [growth[place] for place in places]
-        hidden = self._passes(known, [branch for _, branch in growth], at) if growth else None
+        if not growth:
+            return
+        slots = self._passes(known, [branch for _, branch in growth], at, depth)
         for _ in range(depth):
             growth = [one for one in growth if self._room(len(one[1].tokens))]
-            if hidden is None or not growth:
+            if not growth:
                 return
             branches = [branch for _, branch in growth]
-            named = self._name(known, branches, hidden, at, options)
+            named = self._name(known, branches, slots, at, options)
             layer, tips = grow_layer(roots, [tip for tip, _ in growth], named, 0, options)
             if not options.siblings:
                 layer = pad_ended(layer, [places[branch.block] for branch in branches])
@@ -344,12 +375,12 @@ class BlockBackend:
         self,
         known: _Sequence,
         branches: list[Branch],
-        hidden: mx.array,
+        slots: _Slots,
         at: int,
         options: RoundOptions,
     ) -> list[list[DraftedToken]]:
         """What may follow each branch, best first."""
-        tops, sure = self._tops(known, branches, hidden, 1 + options.siblings)
+        tops, sure = self._tops(known, branches, slots, 1 + options.siblings)
         found = []
         for row, (branch, top) in enumerate(zip(branches, tops, strict=True)):
             position = at + len(branch.tokens)

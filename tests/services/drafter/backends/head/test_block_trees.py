@@ -122,6 +122,25 @@ def test_a_draft_that_is_waited_for_may_fork(case: Case, law: str) -> None:
     assert [layer.tokens[0] for layer in layers] == plain
 
 
+def test_a_draft_reads_the_output_head_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits are computed for all slots that may be asked for, and for no others."""
+    line = Line(case, Sampling())
+    line.advance(0)
+    rows: list[int] = []
+    head = line.backend._head
+    logits = type(head).logits
+
+    def watched(self: Any, hidden: Any) -> Any:
+        rows.append(hidden.shape[0])
+        return logits(self, hidden)
+
+    monkeypatch.setattr(type(head), "logits", watched)
+    assert len(said(line.backend.draft(1, 120, 4))) == 4
+    assert rows == [4]
+    said(line.backend.prepare(1, CHAIN, [1, 1, 1], 3))
+    assert rows == [4, 3, 9]
+
+
 def test_siblings_leave_the_branches_as_they_were(case: Case) -> None:
     """The likeliest path of every outcome is its branch without siblings."""
     line = Line(case, Sampling(temperature=0.7, seed=9))
