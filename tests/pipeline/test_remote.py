@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,8 @@ from protocol.transport.channel import Channel, Hub
 from protocol.transport.codec import Decoder, encode
 from protocol.transport.curve import ClientLock, KeyPair, new_keys, read_keys
 from tests.support.stack import RunningStack, eventually, running
-from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_models import vocabulary_size, write_tiny_model
+from tests.support.write_heads import eagle3, write_head
 
 pytestmark = pytest.mark.processes
 
@@ -44,8 +46,8 @@ PROMPT = "the quick brown fox"
 class Server:
     """`ssd draft-server --listen` as a real process."""
 
-    def __init__(self, model: str, trusted: str) -> None:
-        self._flags = ["--trust", trusted, "--backend", "mlx", "--model", model]
+    def __init__(self, model: str, trusted: str, *more: str, backend: str = "mlx") -> None:
+        self._flags = ["--trust", trusted, "--backend", backend, "--model", model, *more]
         self._listen("tcp://127.0.0.1:0")
 
     def _listen(self, address: str) -> None:
@@ -149,6 +151,32 @@ def test_drafts_from_elsewhere_change_no_token(server: Server, models: tuple[str
         eventually(lambda: accepted(stack) > 5, "its drafts are used")
         answer = stack.answer(PROMPT, sampling=sampling, max_tokens=48, num_draft_tokens=3)
         assert answer.tokens == plain.tokens
+
+
+def test_a_head_elsewhere_reads_the_target(
+    keys: Keys, models: tuple[str, str], tmp_path: Path
+) -> None:
+    """The target's states go to it over the network; the tokens are those of plain decoding."""
+    head = write_head(tmp_path / "head", *eagle3(vocabulary_size(), layers=[1, 2, 3]))
+    server = Server(str(head), keys.own.public, "--target", models[0], backend="head")
+    try:
+        with stack_with(models, server.address, server.key, "default") as stack:
+            for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
+                plain = stack.answer(PROMPT, mode="ar", sampling=sampling, max_tokens=32)
+                answer = stack.until(
+                    lambda a: a.statistics.drafted > 0 and a.statistics.state_bytes > 0,
+                    "the head drafts, and has read",
+                    partial(
+                        stack.answer,
+                        PROMPT,
+                        sampling=sampling,
+                        max_tokens=32,
+                        num_draft_tokens=3,
+                    ),
+                )
+                assert answer.tokens == plain.tokens
+    finally:
+        server.end()
 
 
 def test_wrong_keys_cost_speed_only(server: Server, keys: Keys, models: tuple[str, str]) -> None:

@@ -4,7 +4,8 @@ import msgspec
 
 from launch.bench.headline import headline, speeds_by_prompt, total_seconds
 from launch.bench.result import BenchRun
-from tests.launch.bench.test_figures import file, run
+from launch.bench.tables import drafting
+from tests.launch.bench.test_figures import figures, file, run
 
 
 def answer(
@@ -56,3 +57,24 @@ def test_prompts_and_totals() -> None:
         "mlx-lm": 20.0, "ar": 16.0, "ssd": 30.0, "ssd:k=4": 33.0,
     }  # fmt: skip
     assert total_seconds(RUNS)["ssd"] == 5.0
+
+
+def test_the_table_of_drafting_names_drafter_states_and_lags() -> None:
+    """Which drafter, how much it read in a round, and acceptance at each lag that came up."""
+    result = msgspec.structs.replace(
+        file(run()),
+        summary={
+            "ar": figures(17.0),
+            "ssd": msgspec.structs.replace(
+                figures(31.0), acceptance_rate=0.5, drafter="head H", state_bytes_per_round=16e3,
+                offered_by_lag=[4, 0, 2], accepted_by_lag=[3, 0, 0],
+            ),
+        },
+    )  # fmt: skip
+    names, ssd = drafting(result).columns
+    rows = dict(zip(map(str, names.cells), map(str, ssd.cells), strict=True))
+    assert rows["drafter"] == "head H"
+    assert rows["states, kB a round"].startswith("16.0")
+    assert rows["accepted at lag 1"].startswith("0.75")
+    assert rows["accepted at lag 3"].startswith("0.0")
+    assert "accepted at lag 2" not in rows

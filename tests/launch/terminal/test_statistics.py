@@ -48,6 +48,20 @@ def test_what_everybody_prints() -> None:
     assert "by position" not in shown
 
 
+def test_what_a_drafter_reads_of_the_target_is_printed() -> None:
+    """Which drafter, how much of the target's states a round took, and acceptance by lag."""
+    read = statistics(
+        rounds=4, drafter="head H", state_bytes=64_000, drafted=6, accepted=3,
+        by_origin={"hit": RoundStats(rounds=4, tokens=7, drafted=6)},
+        offered_by_lag=[4, 0, 2], accepted_by_lag=[3, 0, 0],
+    )  # fmt: skip
+    shown = rows(finished(read), details=True)
+    assert shown["drafts"] == "3 of 6 (0.50) accepted (head H)"
+    assert shown["states read"] == "16.0 kB a round"
+    assert shown["by lag"] == "1: 0.75 3: 0.00"
+    assert "states read" not in rows(finished(BOTH))
+
+
 def test_a_speed_that_was_not_measured_is_not_stated() -> None:
     """Without plain rounds nearby there is nothing to compare with."""
     assert "times plain" not in rows(finished(statistics(rounds=3, tok_s=9.0, drafted=4)))
