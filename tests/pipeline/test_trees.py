@@ -86,6 +86,7 @@ def test_an_answer_survives_a_drafter_with_a_tree_in_flight(stack: RunningStack)
 
 def test_an_answer_survives_a_swap_with_a_tree_in_flight(stack: RunningStack) -> None:
     """Another drafter goes on in the middle of an answer of trees: no other token."""
+    stack.pid("drafter")  # the next one, if the last test's is not back yet
     drafter = next(s.model for s in stack.client.status().services if s.role == "drafter")
     name = stack.supervisor.run_dir.path.name
 
