@@ -18,7 +18,7 @@ from services.verifier.verifier import Verifier
 from tests.support.layered_families import LAYERED, RECURRENT_DRAFTERS
 from tests.support.lockstep import Lockstep
 from tests.support.reference import plain, tiny_folder
-from tests.support.stack import RunningStack, restarted_verifier, running
+from tests.support.stack import RunningStack, answer_beside_death, restarted_verifier, running
 from tests.support.tiny_models import write_tiny_model
 
 PROMPT = (0, *[97, 41, 250, 33, 8] * 3, 19, 203, 64)
@@ -93,4 +93,13 @@ def test_a_stack_gives_the_tokens_of_plain_decoding(target: Target, mode: Mode, 
 def test_an_answer_survives_its_verifier(target: Target) -> None:
     """A new process computes the state again, and the answer goes on."""
     answer = restarted_verifier(target.stack, "", tokens=list(PROMPT), max_tokens=LONG)
+    assert answer.tokens == plain(target.family, PROMPT, LONG, Sampling())
+
+
+@pytest.mark.processes
+def test_an_answer_survives_its_drafter(target: Target) -> None:
+    """What was drafted and never verified leaves nothing in the state."""
+    answer = answer_beside_death(
+        target.stack, "drafter", "", tokens=list(PROMPT), max_tokens=LONG, num_draft_tokens=3
+    )
     assert answer.tokens == plain(target.family, PROMPT, LONG, Sampling())
