@@ -513,6 +513,27 @@ def test_a_coarse_clock_does_no_harm(house: House, verify_ms: float) -> None:
     assert [finished.reason for finished in house.told(b"c", Finished)] == ["length"]
 
 
+def test_messages_of_one_turn_have_their_own_times(house: House) -> None:
+    """A busy machine delivers several at once: the second token is later than the first."""
+    house.client(ask(max_tokens=9, mode="ar"))
+    [asked] = house.told(b"v", Verify)
+    for turn in range(2):
+        outcome = VerificationOutcome(
+            sequence=asked.sequence,
+            round=asked.round + turn,
+            accepted=0,
+            bonus=5,
+            verify_ms=5.0,
+            idle_ms=0.1,
+            goes_on=asked.granted > 0,
+        )
+        house.services.inbox.append((b"v", outcome))
+    house.settle()
+    [request] = house.running
+    assert request.sequence.recorder.emitted == 2
+    assert request.sequence.recorder.decode_s > 0.0
+
+
 def test_only_a_verifier_says_what_was_verified(house: House) -> None:
     """An outcome that comes from the drafter is nothing."""
     house.client(ask(max_tokens=1))
