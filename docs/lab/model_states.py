@@ -7,194 +7,53 @@ with mlx-lm's own caches on the model as it was:
     stands      a chain of m tokens that stands in full
     rejected    the same chain of which one token stands, round after round: the difference is
                 the price of a rejection
+    ahead       one token, whose pass begins before the last one has been read
 
 and for the window model (`--tables windows`) the memory and the speed at a long context, beside
 slots for all tokens. Run it on an idle machine. `--device cpu` or `gpu`, `--models`, `--layers`
-and `--context` make it smaller.
-
-`--save FOLDER --tokenizer TARGET` writes the models instead, each with the tokenizer of a model
-that is here, for `ssd bench --model FOLDER/NAME --draft-backend ngram --modes ar,ssd,mlx-lm`.
-What a model of random weights says hardly ever repeats itself; those with a head of their own
-get one that mostly says tokens in loops (`teach_loops`).
+and `--context` make it smaller. Every figure is written when it is there; after `--minutes` (on
+a GPU 3.5) what is not measured yet is left out, and each model gets its share of what is left.
 """
 
 # ruff: noqa: E402  # the BLAS must be loaded before MLX
 
 import argparse
-import json
-import shutil
+import faulthandler
+import math
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from services.mlx.blas import load_blas
 
+_STARTED = time.perf_counter()
 load_blas(threads=1)  # before anything imports MLX
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import _get_classes
+from random_models import MODELS, build
 
 from services.kv.cache import KVStore, windows_of
 from services.kv.layered import LayeredState
 from services.kv.slots import round_to_bucket
 from services.kv.state import SequenceState
+from services.verifier.pipelined_step import PipelinedStep
 from services.verifier.target_model import TargetModel, prepare
 
-_VOCABULARY = 49_152
-"""As many tokens as the default target's tokenizer has."""
 _PROMPT = 128
 _CHUNK = 512
 _LENGTHS = (1, 2, 3, 4, 6, 8)
-_LOOP = 12
-"""Tokens of a loop that a taught model says again and again."""
-_FOLLOWED = 0.97
-"""Share of tokens after which it stays in its loop, at least."""
-
-_SHARED: dict[str, Any] = {
-    "vocab_size": _VOCABULARY,
-    "max_position_embeddings": 1 << 18,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-}
-
-MODELS: dict[str, dict[str, Any]] = {
-    # Three gated delta nets to one attention layer, as Qwen 3.5 of 0.8B.
-    "qwen3.5-like": {
-        "model_type": "qwen3_5",
-        "text_config": {
-            **_SHARED,
-            "model_type": "qwen3_5_text",
-            "hidden_size": 1024,
-            "intermediate_size": 3584,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_num_value_heads": 16,
-            "linear_num_key_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
-            "full_attention_interval": 4,
-            "tie_word_embeddings": True,
-        },
-    },
-    # The same of about a billion parameters, with a head of its own.
-    "qwen3.5-1b-like": {
-        "model_type": "qwen3_5",
-        "text_config": {
-            **_SHARED,
-            "model_type": "qwen3_5_text",
-            "hidden_size": 1536,
-            "intermediate_size": 5120,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_num_value_heads": 16,
-            "linear_num_key_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
-            "full_attention_interval": 4,
-            "tie_word_embeddings": False,
-        },
-    },
-    # Short convolutions with an attention layer now and then, as LFM2 of 700M.
-    "lfm2-like": {
-        **_SHARED,
-        "model_type": "lfm2",
-        "hidden_size": 1536,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 8,
-        "norm_eps": 1e-5,
-        "conv_bias": False,
-        "conv_L_cache": 3,
-        "block_dim": 1536,
-        "block_ff_dim": 6912,
-        "block_multiple_of": 256,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": True,
-    },
-    # Windows of 512 and full layers five to one, as Gemma 3 of 1B.
-    "gemma3-like": {
-        **_SHARED,
-        "model_type": "gemma3_text",
-        "hidden_size": 1152,
-        "intermediate_size": 6912,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "rope_local_base_freq": 10_000.0,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-    },
-}
-
+_WARM_UP, _FEWEST, _CELL_S = 2, 3, 2.0
+"""Rounds before those that count; how many of these there are at least, and for how long."""
+_GPU_MINUTES, _GRACE_S = 3.5, 15.0
+"""Limit on a GPU where none is given; what a single operation may take beyond a limit."""
 _WINDOW_MODEL = "gemma3-like"
 _SMALL = ("qwen3.5-like", "lfm2-like", "gemma3-like")
-
-
-def configure(name: str, layers: int) -> dict[str, Any]:
-    """The model's config.json."""
-    config = {**MODELS[name], "num_hidden_layers": layers}
-    if "text_config" in config:
-        config["text_config"] = {**config["text_config"], "num_hidden_layers": layers}
-    if name == "lfm2-like":
-        config["full_attn_idxs"] = list(range(2, layers, 4))
-    return config
-
-
-def build(name: str, layers: int) -> Any:
-    """The model with random weights: float32 on a CPU, else bfloat16."""
-    mx.random.seed(1)
-    config = configure(name, layers)
-    model_class, arguments_class = _get_classes(config=config)
-    model: Any = model_class(arguments_class.from_dict(config))
-    model.set_dtype(mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16)
-    mx.eval(model.parameters())
-    return model
-
-
-def teach_loops(model: Any) -> None:
-    """Let a model with a head of its own mostly say the tokens of a loop, one after the other.
-
-    The head finds the embedding of the token before; how much of it is left behind the layers
-    is set by its scale, tried out until most of a loop is followed.
-    """
-    body = model.language_model
-    embedding = body.model.embed_tokens
-    table = embedding.weight
-    tokens = mx.arange(_VOCABULARY)
-    before = tokens - tokens % _LOOP + (tokens - 1) % _LOOP
-    body.lm_head.weight = table[mx.minimum(before, _VOCABULARY - 1)]
-    text = 600 * _LOOP + mx.arange(128)[None] % _LOOP
-    for power in range(12):
-        embedding.weight = table * 1.5**power
-        said = mx.argmax(model(text)[0, :-1], axis=-1)
-        if float(np.mean(np.array(said == text[0, 1:]))) >= _FOLLOWED:
-            return
-    raise RuntimeError("the model follows no loop")
-
-
-def save(name: str, layers: int, folder: Path, tokenizer: Path) -> None:
-    """The model as a folder that mlx-lm loads."""
-    model = build(name, layers)
-    if hasattr(getattr(model, "language_model", None), "lm_head"):
-        teach_loops(model)
-    folder.mkdir(parents=True)
-    parameters: Any = tree_flatten(model.parameters())
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(parameters), {"format": "mlx"})
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer / file, folder)
-    # The last token: what is in no prompt is hardly ever said.
-    config = configure(name, layers) | {"bos_token_id": 1, "eos_token_id": _VOCABULARY - 1}
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def ways_of(model: Any, target: TargetModel) -> Iterator[tuple[str, Callable[[], SequenceState]]]:
@@ -220,24 +79,90 @@ def fill(model: Any, state: SequenceState, tokens: int) -> None:
         state.evaluate()
 
 
-def time_round(model: Any, state: SequenceState, length: int, keep: int, rounds: int) -> float:
-    """Median milliseconds of a round: a chain of which the first `keep` tokens stand."""
-    times = []
-    for _ in range(rounds + 2):
-        started = time.perf_counter()
-        base = state.length
-        if state.owed > state.most_owed:  # as the verifier does
-            owed = mx.ones((1, state.owed), mx.int32)
-            state.append(0)
-            model(owed, cache=state.caches)
-            state.commit(base)
-        row = mx.ones((1, state.owed + length), mx.int32)
-        state.append(length)
-        logits = model(row, cache=state.caches)
-        mx.eval(mx.argmax(logits[0, -length:], axis=-1))
-        state.commit(base + keep)
-        times.append(1e3 * (time.perf_counter() - started))
-    return statistics.median(times[2:])
+class OutOfTimeError(Exception):
+    """The limit is reached."""
+
+
+class Clock:
+    """The time that is left: for everything, and for the model that is measured now."""
+
+    def __init__(self, minutes: float) -> None:
+        self._end = _STARTED + 60 * minutes
+        self._now_end = self._end
+        if math.isfinite(minutes):
+            # Says where an operation hung that never came back.
+            left = self._end - time.perf_counter() + _GRACE_S
+            faulthandler.dump_traceback_later(max(1.0, left), exit=True)
+
+    def share(self, parts: int) -> None:
+        """From now on a part of what is left, of so many."""
+        now = time.perf_counter()
+        self._now_end = now + (self._end - now) / parts
+
+    def check(self) -> None:
+        """Raises OutOfTimeError if there is none left."""
+        if time.perf_counter() > self._now_end:
+            raise OutOfTimeError
+
+    def median(self, turn: Callable[[], None], rounds: int) -> float:
+        """Median milliseconds of a turn; fewer of them where they take long."""
+        times: list[float] = []
+        began = time.perf_counter()
+        while len(times) < _WARM_UP + rounds:
+            self.check()
+            started = time.perf_counter()
+            turn()
+            times.append(1e3 * (time.perf_counter() - started))
+            if len(times) >= _WARM_UP + _FEWEST and time.perf_counter() - began > _CELL_S:
+                break
+        return statistics.median(times[_WARM_UP:])
+
+
+def run_round(model: Any, state: SequenceState, length: int, keep: int) -> None:
+    """A chain of which the first `keep` tokens stand."""
+    base = state.length
+    if state.owed > state.most_owed:  # as the verifier does
+        owed = mx.ones((1, state.owed), mx.int32)
+        state.append(0)
+        model(owed, cache=state.caches)
+        state.commit(base)
+    row = mx.ones((1, state.owed + length), mx.int32)
+    state.append(length)
+    logits = model(row, cache=state.caches)
+    mx.eval(mx.argmax(logits[0, -length:], axis=-1))
+    state.commit(base + keep)
+
+
+def run_ahead(model: Any, state: SequenceState) -> Callable[[], None]:
+    """A turn of plain decoding as the verifier runs it where passes begin ahead."""
+    choice = mx.ones((1,), mx.int32)
+
+    def turn() -> None:
+        nonlocal choice
+        step = PipelinedStep(model, state, choice)
+        logits = step.take_up([int(choice.item())])
+        if logits is None:
+            raise RuntimeError("a pass was over another token")
+        state.commit(state.length)
+        choice = mx.argmax(logits, axis=-1)
+
+    return turn
+
+
+def run_reference(model: Any, *, ahead: bool) -> Callable[[], None]:
+    """A turn of plain decoding with mlx-lm's own caches, as mlx-lm runs it."""
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.ones((1, _PROMPT), mx.int32), cache=caches))
+    choice = mx.ones((1,), mx.int32)
+    start: Any = mx.async_eval if ahead else mx.eval
+
+    def turn() -> None:
+        nonlocal choice
+        before, choice = choice, mx.argmax(model(choice[None], cache=caches)[0], axis=-1)
+        start(choice)
+        before.item()
+
+    return turn
 
 
 def show(*cells: object) -> None:
@@ -246,34 +171,50 @@ def show(*cells: object) -> None:
     sys.stdout.flush()
 
 
-def time_plain(model: Any, rounds: int) -> float:
-    """Median milliseconds of a token with mlx-lm's own caches."""
-    caches = make_prompt_cache(model)
-    mx.eval(model(mx.ones((1, _PROMPT), mx.int32), cache=caches))
-    times = []
-    for _ in range(rounds + 2):
-        started = time.perf_counter()
-        mx.eval(mx.argmax(model(mx.ones((1, 1), mx.int32), cache=caches)[0], axis=-1))
-        times.append(1e3 * (time.perf_counter() - started))
-    return statistics.median(times[2:])
+def show_as_measured(label: str, cells: Iterator[str]) -> None:
+    """A line of a table, each cell as soon as it is known."""
+    sys.stdout.write(f"| {label} |")
+    try:
+        for cell in cells:
+            sys.stdout.write(f" {cell} |")
+            sys.stdout.flush()
+    finally:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
 
 
-def compare_ways(name: str, layers: int, rounds: int) -> None:
+def compare_ways(name: str, layers: int, rounds: int, clock: Clock) -> None:
     """T_v(m) by each way, of chains that stand and of chains that are rejected."""
     model = build(name, layers)
     parameters: Any = tree_flatten(model.parameters())
-    size = sum(array.size for _, array in parameters) / 1e6
-    plain = time_plain(model, rounds)
-    show(f"{name}, {size:.0f} M, mlx-lm", "", f"{plain:.1f}", *["" for _ in _LENGTHS])
+    label = f"{name}, {sum(array.size for _, array in parameters) / 1e6:.0f} M"
+    plain = clock.median(run_reference(model, ahead=False), rounds)
+    ahead = clock.median(run_reference(model, ahead=True), rounds)
+    show(f"{label}, mlx-lm", "", f"{ahead:.2f}", f"{plain:.2f}", *["" for _ in _LENGTHS])
     target = prepare(model, may_share_passes=False)
     for way, make in ways_of(model, target):
         state = make()
         fill(model, state, _PROMPT)
-        label = f"{name}, {size:.0f} M, {way}"
-        for kind, keeps in (("stands", _LENGTHS), ("rejected", [1] * len(_LENGTHS))):
-            pairs = zip(_LENGTHS, keeps, strict=True)
-            times = [time_round(model, state, m, keep, rounds) for m, keep in pairs]
-            show(label, kind, f"{times[0]:.1f}", *(f"{ms / plain:.2f}" for ms in times))
+        for kind in ("stands", "rejected"):
+            row = measure_way(model, state, rounds, clock, stands=kind == "stands")
+            show_as_measured(f"{label}, {way} | {kind}", (cell(plain) for cell in row))
+
+
+def measure_way(
+    model: Any, state: SequenceState, rounds: int, clock: Clock, *, stands: bool
+) -> Iterator[Callable[[float], str]]:
+    """The cells of a row, given what a token costs in mlx-lm."""
+    if stands:
+        ahead = clock.median(run_ahead(model, state), rounds)
+        yield lambda _: f"{ahead:.2f}"
+    else:
+        yield lambda _: ""
+    for index, length in enumerate(_LENGTHS):
+        keep = length if stands else 1
+        ms = clock.median(lambda m=length, k=keep: run_round(model, state, m, k), rounds)
+        if not index:
+            yield lambda _, ms=ms: f"{ms:.2f}"
+        yield lambda plain, ms=ms: f"{ms / plain:.2f}"
 
 
 def hold(state: SequenceState, layers: int, tokens: int) -> None:
@@ -291,62 +232,84 @@ def hold(state: SequenceState, layers: int, tokens: int) -> None:
     state.evaluate()
 
 
-def time_chunk(model: Any, state: SequenceState, rounds: int) -> float:
-    """Median seconds of a chunk of a prompt."""
-    times = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        fill(model, state, state.length + _CHUNK)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
-
-
-def compare_windows(layers: int, context: int, rounds: int) -> None:
+def compare_windows(layers: int, context: int, rounds: int, clock: Clock) -> None:
     """Memory and speed of the window model at a long context, beside slots for all tokens."""
+    sys.stdout.write(f"\n{_WINDOW_MODEL}, {layers} layers, {context} tokens\n\n")
+    show("layers hold", "MB", "T_v(1), ms", "tok/s", "T_v(4), ms", "prompt, tok/s")
+    show(*["---"] * 6)
     model = build(_WINDOW_MODEL, layers)
     windows = windows_of(model)
     target = prepare(model, may_share_passes=False)
     ways: dict[str, Callable[[], SequenceState]] = {
-        "all rows": lambda: KVStore(windows, bucketed=target.bucketed),
         "the window's rows": target.states.make,
+        "all rows": lambda: KVStore(windows, bucketed=target.bucketed),
     }
-    for way, make in ways.items():
+
+    def measure(make: Callable[[], SequenceState]) -> Iterator[str]:
         state = make()
         hold(state, layers, context)
-        held = state.nbytes / 1e6
-        single, chain = (time_round(model, state, m, m, rounds) for m in (1, 4))
-        chunk = time_chunk(model, state, 3)
-        cells = (f"{single:.1f}", f"{1e3 / single:.1f}", f"{chain:.1f}", f"{_CHUNK / chunk:.0f}")
-        show(way, f"{held:.0f}", *cells)
+        yield f"{state.nbytes / 1e6:.0f}"
+        single = clock.median(lambda: run_round(model, state, 1, 1), rounds)
+        yield f"{single:.2f}"
+        yield f"{1e3 / single:.1f}"
+        yield f"{clock.median(lambda: run_round(model, state, 4, 4), rounds):.2f}"
+        chunk = clock.median(lambda: fill(model, state, state.length + _CHUNK), 1)
+        yield f"{1e3 * _CHUNK / chunk:.0f}"
+
+    for way, make in ways.items():
+        show_as_measured(way, measure(make))
+
+
+def parse() -> argparse.Namespace:
+    """What is asked for."""
+    parser = argparse.ArgumentParser(description="What going back costs, by kind of state.")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--tables", choices=("ways", "windows"), nargs="+")
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=_SMALL)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--window-layers", type=int, default=26)
+    parser.add_argument("--context", type=int, default=16_384)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--minutes", type=float)
+    given = parser.parse_args()
+    if given.minutes is None:
+        given.minutes = math.inf if given.device == "cpu" else _GPU_MINUTES
+    if given.tables is None:
+        given.tables = ("ways",) if given.device == "cpu" else ("ways", "windows")
+    return given
 
 
 def main() -> None:
     """Print all tables."""
-    parser = argparse.ArgumentParser(description="What going back costs, by kind of state.")
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--tables", choices=("ways", "windows"), nargs="+", default=("ways",))
-    parser.add_argument("--models", choices=MODELS, nargs="+", default=_SMALL)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--context", type=int, default=16_384)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--save", type=Path)
-    parser.add_argument("--tokenizer", type=Path)
-    given = parser.parse_args()
+    given = parse()
     mx.set_default_device(mx.cpu if given.device == "cpu" else mx.gpu)
-    if given.save is not None:
-        for name in given.models:
-            save(name, given.layers, given.save / name, given.tokenizer)
-        return
+    clock = Clock(given.minutes)
+    tables: list[tuple[str, Callable[[], None]]] = []
     if "ways" in given.tables:
-        show("model and way", "chain", "T_v(1), ms", *(f"m = {m}" for m in _LENGTHS))
-        show(*["---"] * (3 + len(_LENGTHS)))
+        show("model and way", "chain", "ahead, ms", "T_v(1), ms", *(f"m = {m}" for m in _LENGTHS))
+        show(*["---"] * (4 + len(_LENGTHS)))
         for name in given.models:
-            compare_ways(name, given.layers, given.rounds)
+            run = partial(compare_ways, name, given.layers, given.rounds, clock)
+            tables.append((name, run))
     if "windows" in given.tables:
-        sys.stdout.write(f"\n{_WINDOW_MODEL}, {given.layers} layers, {given.context} tokens\n\n")
-        show("layers hold", "MB", "T_v(1), ms", "tok/s", "T_v(4), ms", "prompt, tok/s")
-        show(*["---"] * 6)
-        compare_windows(given.layers, given.context, given.rounds)
+        run = partial(compare_windows, given.window_layers, given.context, given.rounds, clock)
+        tables.append(("windows", run))
+    failed = []
+    for index, (name, run) in enumerate(tables):
+        clock.share(len(tables) - index)
+        began = time.perf_counter()
+        try:
+            run()
+        except OutOfTimeError:
+            sys.stdout.write(f"\n{name}: out of time\n")
+        # Whatever it is, the other models are still to be measured.
+        except Exception:  # noqa: BLE001
+            failed.append(name)
+            traceback.print_exc()
+        sys.stderr.write(f"{name}: {time.perf_counter() - began:.0f} s\n")
+        mx.clear_cache()
+    faulthandler.cancel_dump_traceback_later()
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":
