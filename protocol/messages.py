@@ -346,6 +346,20 @@ class Revoke(Message, frozen=True, tag="revoke", kw_only=True):
     """Of the `Verify` that granted them."""
 
 
+class Extend(Message, frozen=True, tag="extend", kw_only=True):
+    """Orchestrator -> verifier: more tokens may follow unasked than its `Verify` said.
+
+    Sent long before they have come to an end, so that the verifier need not stand still. One that
+    has ended them by itself meanwhile has said so, and does nothing.
+    """
+
+    sequence: int
+    round: int
+    """Of that `Verify`."""
+    granted: Annotated[int, msgspec.Meta(ge=1)]
+    """How many more."""
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The target's own log-probability of an emitted token, and of the likeliest ones."""
 
@@ -472,7 +486,7 @@ Greeting = Welcome | Rejected | Identify | Heartbeat | Stop
 ToDrafter = OpenSequence | Prepare | DraftNow | CloseSequence | Features | Greeting
 FromDrafter = Hello | Prefilled | DraftTree | Failed | Heartbeat
 FromDraftServer = FromDrafter | Rejected  # over a network it may be busy
-ToVerifier = OpenSequence | Verify | Revoke | CloseSequence | ReadTarget | Greeting
+ToVerifier = OpenSequence | Verify | Revoke | Extend | CloseSequence | ReadTarget | Greeting
 FromVerifier = (
     Hello | Prefilled | PrefillProgress | VerificationOutcome | Features | Failed | Heartbeat
 )
@@ -482,6 +496,7 @@ ToService = (
     | DraftNow
     | Verify
     | Revoke
+    | Extend
     | CloseSequence
     | ReadTarget
     | Features

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from protocol.messages import (
     CloseSequence,
     DraftNow,
+    Extend,
     FinishReason,
     OpenSequence,
     Prepare,
@@ -20,7 +21,7 @@ from protocol.messages import (
 class ToVerifier:
     """Send this to the verifier."""
 
-    message: OpenSequence | Verify | Revoke | CloseSequence
+    message: OpenSequence | Verify | Revoke | Extend | CloseSequence
 
 
 @dataclass(frozen=True)

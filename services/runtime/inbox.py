@@ -7,6 +7,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import (
     CloseSequence,
     DraftNow,
+    Extend,
     Features,
     Heartbeat,
     Identify,
@@ -22,7 +23,17 @@ from protocol.messages import (
 )
 from services.runtime.heartbeat import HeartbeatTimer, Sender
 
-Work = OpenSequence | CloseSequence | Verify | Revoke | Prepare | DraftNow | ReadTarget | Features
+Work = (
+    OpenSequence
+    | CloseSequence
+    | Verify
+    | Revoke
+    | Extend
+    | Prepare
+    | DraftNow
+    | ReadTarget
+    | Features
+)
 
 
 class Connection(Sender, Protocol):

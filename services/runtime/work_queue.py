@@ -12,6 +12,7 @@ from protocol.errors import BackendLost
 from protocol.messages import (
     CloseSequence,
     DraftNow,
+    Extend,
     FromService,
     OpenSequence,
     Prepare,
@@ -76,9 +77,9 @@ class WorkQueue:
     def add(self, message: Work) -> None:
         """Take in a message; work that it makes pointless ends, or never begins.
 
-        A `Revoke` is about work in progress, and is handled beside it.
+        A `Revoke` or an `Extend` is about work in progress, and is handled beside it.
         """
-        if isinstance(message, Revoke):
+        if isinstance(message, Revoke | Extend):
             deque(self._service.handle(message), maxlen=0)
             return
         if isinstance(message, OpenSequence):

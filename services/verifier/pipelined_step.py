@@ -14,8 +14,10 @@ from protocol.messages import Tokens, VerificationOutcome, Verify
 from services.kv.state import SequenceState
 
 
-def next_plain(message: Verify, outcome: VerificationOutcome) -> Verify:
-    """What the orchestrator would ask for next: the bonus token alone (`Verify.granted`)."""
+def next_plain(message: Verify, outcome: VerificationOutcome) -> Verify | None:
+    """What the orchestrator would ask for next: the bonus token alone, if it has been granted."""
+    if not outcome.goes_on:
+        return None
     return replace(
         message,
         round=message.round + 1,

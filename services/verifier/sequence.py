@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
-from protocol.messages import Tokens
+from protocol.messages import Tokens, Verify
 from services.batching.forward import BatchRequest
 from services.kv.state import SequenceState
 from services.verifier.acceptance import AcceptanceRule
@@ -38,6 +38,10 @@ class TargetSequence:
     """The pass that is likely to be asked for next."""
     best: Callable[[], npt.NDArray[np.int32]] | None = None
     """The likeliest tokens of the pass in work (`BatchRequest.best`)."""
+    asked: Verify | None = None
+    """The verification in work, or that follows unasked."""
+    granted_in: int = 0
+    """The round of the message that granted what follows unasked."""
     request: BatchRequest | None = None
     """The verification that waits for a pass."""
     drafter_idle: bool = False

@@ -15,6 +15,7 @@ from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ProtocolError, RuntimeFailure
 from protocol.messages import (
     CloseSequence,
+    Extend,
     FromService,
     OpenSequence,
     Prefilled,
@@ -144,6 +145,8 @@ class Verifier:
                 yield from self._verify(message)
             case Revoke():
                 self._revoked[message.sequence] = message.round
+            case Extend():
+                self._extend(message)
             case CloseSequence():
                 self._revoked.pop(message.sequence, None)
                 self._retire(message.sequence)
@@ -259,17 +262,25 @@ class Verifier:
         sequence, tree = self._validate(message)
         sequence.on_verify(time.perf_counter(), self._last_pass.started)
         sequence.drafter_idle = message.drafter_idle
-        granted_in = message.round
-        while True:
-            if self._revoked.get(message.sequence, 0) >= granted_in:
-                message = replace(message, granted=0)
-            outcome = yield from self._judge(sequence, message, tree)
+        sequence.granted_in = message.round
+        sequence.asked = message
+        while sequence.asked is not None:
+            if self._revoked.get(message.sequence, 0) >= sequence.granted_in:
+                sequence.asked = replace(sequence.asked, granted=0)
+            outcome = yield from self._judge(sequence, sequence.asked, tree)
+            sequence.asked = next_plain(sequence.asked, outcome)
+            if sequence.asked is not None:
+                tree = read_tree(sequence.asked.nodes, [])
+                sequence.answered_at = 0.0  # nobody has to wait for it
             yield outcome
-            if not outcome.goes_on:
-                return
-            message = next_plain(message, outcome)
-            tree = read_tree(message.nodes, [])
-            sequence.answered_at = 0.0  # nobody has to wait for it
+
+    def _extend(self, message: Extend) -> None:
+        """More tokens may follow unasked, if the run that this is about goes on."""
+        sequence = self._sequences.get(message.sequence)
+        if sequence is None or sequence.asked is None or sequence.granted_in != message.round:
+            return
+        granted = sequence.asked.granted + message.granted
+        sequence.asked = replace(sequence.asked, granted=granted)
 
     def _judge(
         self, sequence: TargetSequence, message: Verify, asked: TokenTree

@@ -33,6 +33,7 @@ from protocol.messages import (
     CloseSequence,
     DraftNow,
     DraftTree,
+    Extend,
     Mode,
     OpenSequence,
     Prepare,
@@ -100,7 +101,7 @@ class FakeVerifier:
         """On their way."""
         self._granted_in, self._left = 0, 0
 
-    def receive(self, message: OpenSequence | Verify | Revoke | CloseSequence) -> None:
+    def receive(self, message: OpenSequence | Verify | Revoke | Extend | CloseSequence) -> None:
         match message:
             case OpenSequence():
                 self.kv = list(message.tokens)
@@ -113,6 +114,9 @@ class FakeVerifier:
             case Revoke():
                 assert message.round <= self._granted_in
                 self._left = 0 if message.round == self._granted_in else self._left
+            case Extend():
+                assert message.round == self._granted_in
+                self._left += message.granted
 
     def take(self) -> VerificationOutcome | None:
         """The next answer, if there is one; what follows unasked may be on its way already."""
@@ -380,7 +384,9 @@ class Stack:
                 case Emit(tokens, origins):
                     assert len(tokens) == len(origins)
 
-    def _check_verify(self, message: OpenSequence | Verify | Revoke | CloseSequence) -> None:
+    def _check_verify(
+        self, message: OpenSequence | Verify | Revoke | Extend | CloseSequence
+    ) -> None:
         tokens = self.sequence.tokens
         assert [*self.prompt, *self.truth][: len(tokens)] == tokens
         if isinstance(message, Verify):

@@ -19,6 +19,7 @@ from protocol.messages import (
     CloseSequence,
     DraftNow,
     DraftTree,
+    Extend,
     Mode,
     OpenSequence,
     Prepare,
@@ -608,6 +609,12 @@ def granted(stack: Stack) -> list[tuple[int, int]]:
     return [(len(message.nodes), message.granted) for message in verifies(stack)]
 
 
+def renewed(stack: Stack) -> list[int]:
+    """How many tokens more were granted in the middle of a run, each time."""
+    sent = [a.message for a in stack.actions if isinstance(a, ToVerifier)]
+    return [message.granted for message in sent if isinstance(message, Extend)]
+
+
 def revoked(stack: Stack) -> int:
     """How often a free run was ended."""
     sent = [a.message for a in stack.actions if isinstance(a, ToVerifier)]
@@ -629,13 +636,24 @@ def test_plain_decoding_is_asked_for_once() -> None:
 
 
 def test_a_free_run_is_bounded_by_what_may_wait_unread() -> None:
-    """A long answer is asked for again and again: a reader that is slow must not be flooded."""
+    """More is granted when half of it is used: a slow reader is not flooded, and nobody waits."""
     limits = Limits(5 * MOST_GRANTED // 2, frozenset(), 0)
     stack = started(mode="ar", target=Target(3), prompt=[1, 2], limits=limits).calm()
-    assert [unasked for _, unasked in granted(stack)] == [
-        MOST_GRANTED, MOST_GRANTED, MOST_GRANTED // 2 - 3
-    ]  # fmt: skip
+    assert granted(stack) == [(1, MOST_GRANTED)]
+    assert renewed(stack) == [MOST_GRANTED // 2] * 2 + [MOST_GRANTED // 2 - 1]
     assert revoked(stack) == 0
+    stack.assert_plain()
+
+
+def test_a_run_that_ended_by_itself_is_not_renewed() -> None:
+    """A stop token ended it while its outcome was on the way: the verifier knows of no run."""
+    limits, target = Limits(2 * MOST_GRANTED, frozenset(), 0), Target(3)
+    stop = target.plain([1, 2], limits)[0][MOST_GRANTED // 2]
+    first = target.plain([1, 2], limits)[0].index(stop)
+    stopping = Limits(2 * MOST_GRANTED, frozenset({stop}), 0)
+    stack = started(mode="ar", target=target, prompt=[1, 2], limits=stopping).calm()
+    assert renewed(stack) == []
+    assert len(stack.truth) == first
     stack.assert_plain()
 
 

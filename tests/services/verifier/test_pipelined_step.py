@@ -8,6 +8,7 @@ import pytest
 
 from protocol.messages import (
     CloseSequence,
+    Extend,
     LogitsOptions,
     OpenSequence,
     Revoke,
@@ -194,6 +195,31 @@ def test_a_pass_that_nobody_asked_for_changes_nothing() -> None:
     asking.tokens.append(right[0])
     assert asking.count(right[1], 7) == 1
     assert right[: len(asking.tokens) - 3] == asking.tokens[3:]
+
+
+def test_more_may_be_granted_before_the_end() -> None:
+    """Passes go on ahead as if all had been granted at once; for another run it means nothing."""
+    right = plain("llama", PROMPT, 12, Sampling())
+    asking = Asking("llama", Sampling())
+    told = []
+    run = asking.verifier.handle(Verify(sequence=1, round=3, position=2, nodes=[5], granted=2))
+    for outcome in run:
+        assert isinstance(outcome, VerificationOutcome)
+        told.append((outcome.bonus, outcome.goes_on))
+        for number, more in ((2, 9), (3, 4)):
+            if len(told) == 2:
+                grant = Extend(sequence=1, round=number, granted=more)
+                assert list(asking.verifier.handle(grant)) == []
+    assert told == [(token, True) for token in right[:6]] + [(right[6], False)]
+    assert asking.model.count == 7
+
+
+def test_what_is_granted_to_a_run_that_has_ended_is_nothing() -> None:
+    asking = Asking("llama", Sampling())
+    assert asking.verify(granted=1) == [True, False]
+    for sequence in (1, 9):
+        assert list(asking.verifier.handle(Extend(sequence=sequence, round=3, granted=5))) == []
+    assert asking.verify() == [False]
 
 
 def test_no_pass_is_run_where_it_is_not_granted() -> None:
