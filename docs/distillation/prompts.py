@@ -1,8 +1,9 @@
 """`python prompts.py COUNT > prompts.jsonl`: what the default drafter's target was asked.
 
-Questions of three kinds, put together from our own words by chance (always the same chance):
-conversation, sums told as stories, and Python functions to complete. None of them comes from
-a public set of prompts, so that such sets stay fit for judging the drafter.
+Questions put together from our own words by chance (always the same chance): conversation,
+sums told as stories, Python functions to complete, and, where `texts.py` has passages to be
+read, those of `reading.py`. None of them comes from a public set of prompts, so that such
+sets stay fit for judging the drafter.
 """
 
 import json
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
+import reading
 from words import CHAT, NAMES, PLACES, THINGS, TOPICS
 
 Make = Callable[[random.Random], str]
@@ -252,21 +254,59 @@ def _request(r: random.Random, f: Function) -> str:
     )
 
 
-def main() -> None:
-    """Print the prompts."""
-    r = random.Random(20)  # noqa: S311  # not for secrets
-    makers: dict[str, tuple[Make, float]] = {
-        "chat": (chat, 0.44),
-        "code": (code, 0.28),
-        "maths": (maths, 0.28),
-    }
+SHARES: dict[str, float] = {
+    "chat": 0.24,
+    "code": 0.15,
+    "maths": 0.15,
+    "questions": 0.12,
+    "translation": 0.1,
+    "summaries": 0.09,
+    "reading": 0.05,
+    "retrieval": 0.07,
+    "long": 0.03,
+}
+"""Kinds of prompts."""
+_OWN: dict[str, Make] = {"chat": chat, "code": code, "maths": maths}
+_READING: dict[str, reading.Reads] = {
+    "questions": reading.questions,
+    "translation": reading.translation,
+    "summaries": reading.summaries,
+    "reading": reading.reading,
+    "retrieval": reading.retrieval,
+    "long": reading.long,
+}
+
+
+class Prompt(NamedTuple):
+    """One prompt and its kind."""
+
+    prompt: str
+    category: str
+
+
+def make_prompts(count: int, passages: list[str], seed: int) -> list[Prompt]:
+    """Different prompts; those that need something to read only if there are passages."""
+    r = random.Random(seed)  # noqa: S311  # not for secrets
+    shares = {name: share for name, share in SHARES.items() if passages or name in _OWN}
+    names, weights = list(shares), list(shares.values())
     seen: set[str] = set()
-    while len(seen) < int(sys.argv[1]):
-        category = r.choices(list(makers), [share for _, share in makers.values()])[0]
-        prompt = makers[category][0](r)
+    found: list[Prompt] = []
+    for _ in range(20 * count):
+        if len(found) == count:
+            break
+        category = r.choices(names, weights)[0]
+        own = _OWN.get(category)
+        prompt = own(r) if own else _READING[category](r, passages)
         if prompt not in seen:
             seen.add(prompt)
-            print(json.dumps({"prompt": prompt, "category": category}))
+            found.append(Prompt(prompt, category))
+    return found
+
+
+def main() -> None:
+    """Print the prompts."""
+    for prompt in make_prompts(int(sys.argv[1]), [], 20):
+        print(json.dumps(prompt._asdict()))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Keys and values of many sequences of one length, for generation.
 
-All rows stand at the same position, so one offset and one mask serve them all. Attention
-gets the whole buffer, a multiple of `_BUCKET` slots, and an explicit mask: MLX on CUDA builds
-a plan for every new key length, so lengths must recur.
+All rows stand at the same position, so one offset and one mask serve them all. Several new
+tokens attend to the whole buffer, a multiple of `_BUCKET` slots, with an explicit mask: MLX on
+CUDA builds a plan for every new key length, so lengths must recur. A single new token sees all
+that is stored and needs no mask, so that its attention is the kernel for single queries.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,10 @@ class BatchStore:
     def slots(self) -> int:
         """Slots that attention sees, used or not."""
         return -(-(self.offset + self.count) // _BUCKET) * _BUCKET
+
+    def sees_all(self, window: int | None) -> bool:
+        """Whether the new tokens see every slot in use: there is one, and no window hides any."""
+        return self.count == 1 and (window is None or self.offset < window)
 
     def mask(self, window: int | None) -> mx.array:
         """[count, slots] bool: which slots each new token sees."""
@@ -65,15 +70,26 @@ class BatchCache:
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array:
-        """[n, slots] bool; an array always."""
+    ) -> mx.array | None:
+        """[n, slots] bool, or None where nothing is hidden."""
         del n, return_array
-        return self._store.mask(window_size or self._window)
+        window = window_size or self._window
+        if not self._is_exact:
+            return self._store.mask(window)
+        hidden = not self._store.sees_all(window)
+        return self._store.mask(window)[:, : self._store.offset + 1] if hidden else None
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._store.sees_all(self._window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store [rows, heads, count, size]; return all slots."""
+        """Store [rows, heads, count, size]; return all slots, or those in use."""
         self._keys = self._write(self._keys, keys)
         self._values = self._write(self._values, values)
+        if self._is_exact:
+            used = self._store.offset + 1
+            return self._keys[..., :used, :], self._values[..., :used, :]
         return self._keys, self._values
 
     def _write(self, buffer: mx.array | None, new: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""The generated texts on disk, shard by shard, and the batches that are trained on.
+"""The generated texts on disk, shard by shard.
 
 A shard is `NAME.tokens.npy` (int32 [rows, length]), `NAME.kinds.npy` (uint8, what each token
 is: see `generation`) and `NAME.json`, which is written last and makes the shard count.
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from protocol.errors import ModelError, UsageError
 from protocol.process.files import PUBLIC, atomic_writer, write_atomically
-from services.distill.generation import ANSWER, USER, Integers
+from services.distill.generation import ANSWER, Integers
 
 Kinds = npt.NDArray[np.uint8]
 
@@ -50,19 +50,6 @@ class Texts(NamedTuple):
         """The chosen rows."""
         rows = [row for row, wanted in zip(self.rows, chosen, strict=True) if wanted]
         return Texts(self.tokens[chosen], self.kinds[chosen], rows)
-
-
-class Batch(NamedTuple):
-    """One step's sequences and the positions whose next token is learned."""
-
-    tokens: Integers
-    """[batch, length]"""
-    positions: Integers
-    """[count] flat positions; padded with zeros to a fixed count."""
-    weights: npt.NDArray[np.float32]
-    """[count] 0 for padding."""
-    rows: Integers
-    """[batch] which rows of the texts these are."""
 
 
 class Shards:
@@ -137,79 +124,3 @@ def split_texts(texts: Texts, share: float, temperatures: int) -> tuple[Texts, T
     if held.all():
         raise UsageError("there is only one sequence; raise --data-tokens or --data-minutes")
     return texts.where(~held), texts.where(held)
-
-
-class Batches:
-    """Fixed shapes: every step has as many rows, and as many positions, as the next."""
-
-    def __init__(
-        self, texts: Texts, batch: int, *, user_weight: float = 0.0, seed: int = 0
-    ) -> None:
-        used = int((texts.kinds > 0).any(axis=0).sum())
-        # The target's and the drafter's attention get one length, a multiple of 64.
-        self._length = min(texts.tokens.shape[1], -(-used // 64) * 64)
-        self._tokens = texts.tokens[:, : self._length]
-        next_kinds = np.zeros_like(texts.kinds[:, : self._length])
-        next_kinds[:, :-1] = texts.kinds[:, 1 : self._length]
-        self._weights = (next_kinds == ANSWER) + user_weight * (next_kinds == USER)
-        self._batch = batch
-        self._seed = seed
-        self._epoch, self._permutation = -1, np.zeros(0, np.int64)
-        per_row = float((self._weights > 0).sum()) / len(texts.tokens)
-        wanted = -(-int(1.1 * per_row * batch + 1) // 128) * 128
-        self.count = min(wanted, batch * self._length)
-        """Positions per step; a batch with more of them leaves some out, by chance."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[batch, length] of each step's tokens."""
-        return self._batch, self._length
-
-    @property
-    def passes(self) -> int:
-        """Batches in which every text comes once."""
-        return -(-len(self._tokens) // self._batch)
-
-    def at(self, step: int) -> Batch:
-        """The batch of a training step: a function of the step alone."""
-        size = len(self._tokens)
-        taken = np.arange(step * self._batch, (step + 1) * self._batch)
-        rows = np.array(
-            [
-                self._order(int(epoch))[place]
-                for epoch, place in zip(*divmod(taken, size), strict=True)
-            ],
-            dtype=np.int32,
-        )
-        return self._of(rows, np.random.default_rng([self._seed, 1, step]))
-
-    def in_order(self, number: int) -> Batch:
-        """The `number`-th batch of a single pass; the last is filled up with row 0, unweighted."""
-        rows = np.arange(number * self._batch, (number + 1) * self._batch, dtype=np.int32)
-        real = rows < len(self._tokens)
-        return self._of(np.where(real, rows, 0), np.random.default_rng([self._seed, 2]), real)
-
-    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        if self._epoch != epoch:
-            generator = np.random.default_rng([self._seed, 0, epoch])
-            self._epoch, self._permutation = epoch, generator.permutation(len(self._tokens))
-        return self._permutation
-
-    def _of(
-        self,
-        rows: Integers,
-        chance: np.random.Generator,
-        real: npt.NDArray[np.bool_] | None = None,
-    ) -> Batch:
-        weights = self._weights[rows].astype(np.float32)
-        if real is not None:
-            weights *= real[:, None]
-        flat = weights.reshape(-1)
-        found = np.flatnonzero(flat)
-        if len(found) > self.count:
-            found = np.sort(chance.choice(found, self.count, replace=False))
-        positions = np.zeros(self.count, np.int32)
-        positions[: len(found)] = found
-        chosen = np.zeros(self.count, np.float32)
-        chosen[: len(found)] = flat[found]
-        return Batch(self._tokens[rows], positions, chosen, rows)

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.sampler import Ids
+from services.distill.batches import Batches
 from services.distill.context import ContextCache, context_caches, context_of, even_blocks
-from services.distill.data import Batches, Texts
+from services.distill.data import Texts
 from services.distill.generation import Integers
 from services.distill.logits import TargetDistribution, logits_at
 from services.distill.objective import overlap

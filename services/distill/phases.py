@@ -16,8 +16,9 @@ from protocol.errors import ModelError, UsageError
 from protocol.jobs.distill import DistillFinished, DistillNote
 from protocol.settings import DistillSettings
 from services.distill import card, checkpoint
+from services.distill.batches import Batches
 from services.distill.corpus import Corpus, chat_of, read_prompts
-from services.distill.data import Batches, RowInfo, Shards, Texts, join_texts, split_texts
+from services.distill.data import RowInfo, Shards, Texts, join_texts, split_texts
 from services.distill.evaluation import DeployedDrafter, Figures, evaluate
 from services.distill.export import Trained, export
 from services.distill.generation import ANSWER, USER, Rows, generate

@@ -16,9 +16,9 @@ import numpy as np
 from protocol.errors import RuntimeFailure
 from protocol.jobs.distill import DistillProgress
 from protocol.settings import DistillSettings, Objective
+from services.distill.batches import Batch, Batches
 from services.distill.checkpoint import LogEntry, Moments, Position, TrainingCheckpoint
 from services.distill.context import Blocks, Context, context_of, random_blocks
-from services.distill.data import Batch, Batches
 from services.distill.logits import TargetDistribution, Weights, begin, number
 from services.distill.objective import LOSSES, acceptance_bound
 from services.distill.run_control import RunControl
@@ -155,7 +155,8 @@ class Trainer:
         p, features = self._p(inputs)
         if features is not None:
             chance = np.random.default_rng([self._settings.seed, 5, step])
-            blocks = random_blocks(*self._batches.shape, chance)
+            rows, length = batch.tokens.shape
+            blocks = random_blocks(rows, length, chance)
             inputs = inputs._replace(context=context_of(features, blocks))
         if objective not in self._steps:
             self._steps[objective] = self._compile(self._updating(objective))
@@ -164,8 +165,8 @@ class Trainer:
         return self._steps[objective](weights, moments, p, inputs, (rate, count))
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        # On a CPU the compiler alone takes half a minute, and then gains little.
-        fusing = self._settings.compiled and compute_unit() != "cpu"
+        # Elsewhere the compiler alone takes up to a minute for every shape, and then gains little.
+        fusing = self._settings.compiled and compute_unit() == "metal"
         return mx.compile(function) if fusing else function
 
     def _target_probabilities(self, inputs: DeviceBatch) -> tuple[mx.array, mx.array | None]:
@@ -254,14 +255,13 @@ class Trainer:
         return position.seconds - last > _LOG_EVERY_S
 
     def _progress(self, position: Position, spent: float, losses: list[float]) -> DistillProgress:
-        rows, length = self._batches.shape
         if not losses:
             losses = [entry.loss for entry in position.log[-1:]]
         return DistillProgress(
             phase="training",
             done=min(1.0, spent),
             seconds_left=position.seconds * max(0.0, 1 - spent) / max(spent, 1e-9),
-            tok_s=position.step * rows * length / max(position.seconds, 1e-9),
+            tok_s=position.step * self._batches.tokens_per_step / max(position.seconds, 1e-9),
             loss=losses[-1] if losses else None,
             acceptance=position.log[-1].acceptance if position.log else None,
         )

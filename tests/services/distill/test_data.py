@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from protocol.errors import ModelError, UsageError
-from services.distill.data import Batches, RowInfo, ShardInfo, Shards, Texts, split_texts
+from services.distill.batches import Batches
+from services.distill.data import RowInfo, ShardInfo, Shards, Texts, split_texts
 
 LENGTH = 70
 
@@ -73,7 +74,7 @@ def test_positions_are_those_before_an_answer_token() -> None:
     assert (answers_only.weights > 0).sum() == (flat == 3).sum()
 
 
-def test_batches_have_one_shape_and_are_functions_of_the_step() -> None:
+def test_batches_are_functions_of_the_step() -> None:
     """Same step, same batch, whatever was asked before; an epoch holds every row once."""
     whole = texts(9)
     one, other = Batches(whole, 3, seed=5), Batches(whole, 3, seed=5)
@@ -81,9 +82,10 @@ def test_batches_have_one_shape_and_are_functions_of_the_step() -> None:
     for step in range(8):
         batch = other.at(step)
         assert batch.tokens.shape == (3, 64)
-        assert batch.positions.shape == batch.weights.shape == (other.count,)
+        assert batch.positions.shape == batch.weights.shape
     np.testing.assert_array_equal(later.positions, batch.positions)
     np.testing.assert_array_equal(later.tokens, batch.tokens)
+    assert one.steps == 3
     assert sorted(row for step in range(3) for row in one.at(step).rows) == list(range(9))
     orders = [
         [int(row) for step in steps for row in one.at(step).rows]
@@ -92,13 +94,43 @@ def test_batches_have_one_shape_and_are_functions_of_the_step() -> None:
     assert orders[0] != orders[1]
 
 
+def test_short_texts_stand_together() -> None:
+    """A step has as many tokens whatever its length; no answer token is cut off."""
+    lengths = [40] * 37 + [100] * 20 + [200] * 9 + [250] * 3
+    kinds = np.zeros((len(lengths), 256), np.uint8)
+    for row, length in enumerate(lengths):
+        kinds[row, :2], kinds[row, 2:length] = 1, 3
+    rows = [RowInfo(row, 0.0) for row in range(len(lengths))]
+    tokens = np.broadcast_to(np.arange(256, dtype=np.int32), kinds.shape)
+    batches = Batches(Texts(tokens, kinds, rows), 4, seed=1)
+    shapes, learned = set(), dict[int, int]()
+    for step in range(batches.steps):
+        batch = batches.at(step)
+        shapes.add(batch.tokens.shape)
+        for place, row in enumerate(batch.rows):
+            first, last = place * batch.tokens.shape[1], (place + 1) * batch.tokens.shape[1]
+            here = (batch.positions >= first) & (batch.positions < last)
+            learned[int(row)] = int(batch.weights[here].sum())
+    assert shapes == {(16, 64), (8, 128), (4, 256)}
+    assert learned == {row: length - 2 for row, length in enumerate(lengths)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_few_texts_are_one_batch(count: int) -> None:
+    """Fewer texts than a batch has rows: some come twice."""
+    batches = Batches(texts(60).where(np.arange(60) >= 60 - count), 8)
+    assert batches.steps == 1
+    assert set(batches.at(0).rows) == set(range(count))
+
+
 def test_a_full_batch_leaves_some_positions_out() -> None:
     """More learnable positions than a step has room for: a random choice, each once."""
     whole = texts(60)
-    batches = Batches(whole, 2)
-    crowded = max((batches.at(step) for step in range(30)), key=lambda b: int(b.weights.sum()))
+    uneven = whole.where((np.arange(60) < 24) | (np.arange(60) >= 52))
+    batches = Batches(uneven, 4)
+    crowded = max((batches.at(step) for step in range(80)), key=lambda b: int(b.weights.sum()))
     chosen = crowded.positions[crowded.weights > 0]
-    assert len(set(chosen.tolist())) == len(chosen) <= batches.count
+    assert len(set(chosen.tolist())) == len(chosen) == len(crowded.positions)
 
 
 def test_the_last_batch_of_a_pass_counts_nothing_twice() -> None:

@@ -15,7 +15,8 @@ from protocol.jobs.distill import DistillEvent, DistillFinished
 from protocol.messages import Sampling
 from protocol.settings import DistillSettings
 from services.distill import checkpoint
-from services.distill.data import Batch, Batches, RowInfo, Shards, Texts, join_texts, split_texts
+from services.distill.batches import Batch, Batches
+from services.distill.data import RowInfo, Shards, Texts, join_texts, split_texts
 from services.distill.evaluation import DeployedDrafter, Figures, evaluate
 from services.distill.logits import TargetDistribution
 from services.distill.phases import distill, judge
