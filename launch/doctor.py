@@ -100,7 +100,11 @@ def examine_ranks(settings: StackSettings) -> list[Finding]:
             ranks=group, model=pair_of(settings).model, device=settings.target_device
         )
         answer = run_module(
-            "rank probe", "services.ranks.probe", encode_settings(told), timeout_s=_SURVEY_S
+            "rank probe",
+            "services.ranks.probe",
+            encode_settings(told),
+            timeout_s=_SURVEY_S,
+            environment=group.hosts[0].environment,
         )
     except SsdError as error:
         return [Finding("problem", "ranks", str(error))]

@@ -123,6 +123,8 @@ class RankGroupSettings(Settings, frozen=True, kw_only=True):
     """First port on other machines; on this one the ring takes free ones."""
     start_timeout_s: Annotated[float, msgspec.Meta(gt=0)]
     """Longest wait for a host's first word."""
+    meet_timeout_s: Annotated[float, msgspec.Meta(gt=0)]
+    """Longest wait for all ranks to find each other."""
     silence_timeout_s: Annotated[float, msgspec.Meta(gt=0)]
     """Silence after which a rank is lost, and the group ends."""
 

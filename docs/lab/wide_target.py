@@ -3,7 +3,8 @@
 `python docs/lab/wide_target.py FOLDER OUT --billions 8`: a Llama folder whose layers get more
 columns in their MLP and more heads, random ones whose outputs are multiplied by zero. It has as
 many layers as before, so as many launches as a real model of that size has, and real text,
-real drafts and real acceptance. The heads are padded to a number that 2 and 4 ranks divide.
+real drafts and real acceptance. 2, 3 and 4 ranks divide the MLP; the heads 2 and 4, or as
+`--kv-heads` says (three heads to each): with 6 of them 2, 3 and 6.
 Weights are float16 and are made on the GPU where there is one.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-_HEADS, _KV_HEADS = 12, 4
+_HEADS_A_KV_HEAD = 3
 _LAYERS_A_FILE = 4
 
 
@@ -28,20 +29,24 @@ def pad(weight: mx.array, rows: int, columns: int, *, silent: bool) -> mx.array:
     return filler
 
 
-def widen(name: str, weight: mx.array, config: dict[str, Any], intermediate: int) -> mx.array:
-    """One tensor of the wide target."""
-    hidden, head = config["hidden_size"], config["head_dim"]
+def widen(name: str, weight: mx.array, config: dict[str, Any], wide: dict[str, Any]) -> mx.array:
+    """One tensor of the wide target; `wide` is the configuration that it is to have."""
+    hidden, head, intermediate = (
+        config["hidden_size"],
+        config["head_dim"],
+        wide["intermediate_size"],
+    )
     part = name.split(".")[-2]
     if part in ("gate_proj", "up_proj"):
         return pad(weight, intermediate, hidden, silent=False)
     if part == "down_proj":
         return pad(weight, hidden, intermediate, silent=True)
     if part == "q_proj":
-        return pad(weight, _HEADS * head, hidden, silent=False)
+        return pad(weight, wide["num_attention_heads"] * head, hidden, silent=False)
     if part in ("k_proj", "v_proj"):
-        return pad(weight, _KV_HEADS * head, hidden, silent=False)
+        return pad(weight, wide["num_key_value_heads"] * head, hidden, silent=False)
     if part == "o_proj":
-        return pad(weight, hidden, _HEADS * head, silent=True)
+        return pad(weight, hidden, wide["num_attention_heads"] * head, silent=True)
     return weight.astype(mx.float16)
 
 
@@ -51,11 +56,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--billions", type=float, default=8.0)
+    parser.add_argument("--kv-heads", type=int, default=4)
     given = parser.parse_args()
     config = json.loads((given.folder / "config.json").read_text())
     layers = config["num_hidden_layers"]
     columns = given.billions * 1e9 / (3 * layers * config["hidden_size"])
-    intermediate = round(columns / 256) * 256
+    changed = {
+        "intermediate_size": round(columns / 768) * 768,
+        "num_attention_heads": _HEADS_A_KV_HEAD * given.kv_heads,
+        "num_key_value_heads": given.kv_heads,
+        "torch_dtype": "float16",
+    }
     weights: Any = mx.load(str(given.folder / "model.safetensors"))
     given.out.mkdir(parents=True)
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -68,17 +79,11 @@ def main() -> None:
     index = {}
     for at, group in sorted(names.items()):
         file = f"model-{at:05d}.safetensors"
-        wide = {name: widen(name, weights[name], config, intermediate) for name in group}
+        wide = {name: widen(name, weights[name], config, changed) for name in group}
         mx.save_safetensors(str(given.out / file), wide, {"format": "mlx"})
         index.update(dict.fromkeys(group, file))
     (given.out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    config |= {
-        "intermediate_size": intermediate,
-        "num_attention_heads": _HEADS,
-        "num_key_value_heads": _KV_HEADS,
-        "torch_dtype": "float16",
-    }
-    (given.out / "config.json").write_text(json.dumps(config, indent=1))
+    (given.out / "config.json").write_text(json.dumps(config | changed, indent=1))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from launch.bench.result import Overlap
 from launch.models.pair import Pair
 from launch.settings.machine import share_cores
+from launch.settings.ranks import rank_group
 from launch.settings.settings import StackSettings
 from launch.workers.worker import JsonWorker
 from protocol.jobs.profile import (
@@ -36,7 +37,10 @@ class ProfilerWorker(JsonWorker):
     def __init__(self, part: ProfiledRole, settings: StackSettings, pair: Pair) -> None:
         shared = share_cores(pair.backend)
         target = part == "verifier"
+        ranks = rank_group(settings, shared.verifier) if target else None
         cores = shared.verifier if target else shared.drafter
+        if ranks:
+            cores = ranks.hosts[0].cores
         told = ProfilerSettings(
             part=part,
             model=pair.model if target else pair.draft_model,
@@ -45,8 +49,15 @@ class ProfilerWorker(JsonWorker):
             device=settings.target_device if target else settings.draft_device,
             emulated_cost=settings.emulate_target_cost if target else "",
             adapter=pair.adapter if target else "",
+            ranks=ranks,
         )
-        super().__init__("profiler", "services.tools.profiler", told, device=told.device)
+        super().__init__(
+            "profiler",
+            "services.tools.profiler",
+            told,
+            device=told.device,
+            environment=ranks.hosts[0].environment if ranks else {},
+        )
         self.part = part
         self.unit = ""
 

@@ -3,7 +3,8 @@
 The hosts file has the format of `mlx.launch`, which `mlx.distributed_config` writes.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +13,13 @@ import msgspec
 from launch.settings.machine import child_environment, has_cuda
 from launch.settings.settings import StackSettings
 from protocol.errors import UsageError
-from protocol.settings import RANK_BACKENDS, RankBackend, RankGroupSettings, RankHost
+from protocol.settings import RANK_BACKENDS, Device, RankBackend, RankGroupSettings, RankHost
 
 _HOST_S = 30.0
 """Longest wait for a host's first word; the whole start must be shorter than its own limit."""
+_MEET_S: dict[RankBackend, float] = {"ring": 30.0, "jaccl": 30.0, "jaccl-ring": 30.0, "nccl": 90.0}
+"""Longest wait for all ranks to find each other. Those on CUDA load its libraries meanwhile, and
+NCCL looks at the machine."""
 _LOCAL = frozenset({"127.0.0.1", "localhost"})
 _MLX_VARIABLES = ("MLX_ENABLE_CACHE_THRASHING_CHECK", "MLX_CUDA_GRAPH_CACHE_SIZE")
 _GPU_VARIABLES = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES")
@@ -58,17 +62,19 @@ def rank_group(settings: StackSettings, cores: Sequence[int] = ()) -> RankGroupS
         return None
     if split and len(split) != len(file.hosts):
         raise UsageError(f"--split has {len(split)} numbers for {len(file.hosts)} ranks")
-    backend = _backend(settings.backend or file.backend)
+    backend = _backend(settings.backend or file.backend, settings.target_device)
     if split and backend == "nccl":
         raise UsageError("--split needs another --backend: MLX cannot pipeline over nccl")
+    gpus = _gpus(settings.target_device) if _on_cuda(settings, backend) else None
     return RankGroupSettings(
-        hosts=_share_cores(_hosts(file, backend), cores),
+        hosts=_share_cores(_hosts(file, gpus), cores),
         backend=backend,
         split=split,
         python=settings.rank_python,
         environment={**_mlx_variables(), **_variables(file.envs)},
         port=settings.rank_port,
         start_timeout_s=min(_HOST_S, settings.start_timeout_s / 2),
+        meet_timeout_s=min(_MEET_S[backend], settings.start_timeout_s / 2),
         silence_timeout_s=settings.rank_timeout_s,
     )
 
@@ -95,25 +101,35 @@ def _read_hosts(path: Path) -> _HostsFile:
     return file
 
 
-def _backend(name: str) -> RankBackend:
+def _on_cuda(settings: StackSettings, backend: RankBackend) -> bool:
+    return backend == "nccl" or (has_cuda() and settings.target_device != "cpu")
+
+
+def _backend(name: str, device: Device) -> RankBackend:
     if not name:
-        return "nccl" if has_cuda() else "ring"
+        return "nccl" if has_cuda() and device != "cpu" else "ring"
+    if name == "nccl" and device == "cpu":
+        raise UsageError("--backend nccl needs a target on GPUs, and --target-device is cpu")
     for backend in RANK_BACKENDS:
         if name == backend:
             return backend
     raise UsageError(f"there is no backend {name!r}; choose one of {', '.join(RANK_BACKENDS)}")
 
 
-def _hosts(file: _HostsFile, backend: RankBackend) -> list[RankHost]:
+def _gpus(device: Device) -> Iterator[dict[str, str]]:
+    """The variables that show one GPU, from the target's on: one for each rank of this machine."""
+    first = int(device.removeprefix("cuda:")) if device.startswith("cuda:") else 0
+    for number in itertools.count(first):
+        environment = child_environment(f"cuda:{number}")
+        yield {name: environment[name] for name in _GPU_VARIABLES}
+
+
+def _hosts(file: _HostsFile, gpus: Iterator[dict[str, str]] | None) -> list[RankHost]:
     """The ranks; the first one is here, whatever the file calls this machine."""
-    hosts, local = [], 0
+    hosts = []
     for rank, host in enumerate(file.hosts):
         is_local = rank == 0 or host.ssh in _LOCAL
-        own: dict[str, str] = {}
-        if is_local and backend == "nccl":
-            environment = child_environment(f"cuda:{local}")
-            own = {name: environment[name] for name in _GPU_VARIABLES}
-        local += is_local
+        own = next(gpus) if gpus is not None and is_local else {}
         hosts.append(
             RankHost(
                 name=host.ssh, is_local=is_local, ips=host.ips, rdma=host.rdma, environment=own

@@ -11,7 +11,13 @@ from pathlib import Path
 from launch.settings.machine import child_environment
 from launch.workers.worker import module_command
 from protocol.process.child import find_error
-from protocol.settings import ChildSettings, DrafterSettings, ServiceSettings, encode_settings
+from protocol.settings import (
+    ChildSettings,
+    DrafterSettings,
+    ServiceSettings,
+    VerifierSettings,
+    encode_settings,
+)
 
 _KILL_S = 5.0
 
@@ -36,7 +42,6 @@ class Child:
         self._killed_because = ""
         self._shutdown_s = settings.shutdown_timeout_s
         command = [*module_command(module), encode_settings(settings)]
-        device = settings.device if isinstance(settings, ServiceSettings) else ""
         with log.open("ab") as output:
             self._log_start = output.tell()  # before it are the words of others
             self.process = subprocess.Popen(
@@ -45,7 +50,7 @@ class Child:
                 stdout=output,
                 stderr=output,
                 pass_fds=settings.descriptors,
-                env=child_environment(device),
+                env=environment_for(settings),
                 start_new_session=True,  # Ctrl-C is for the supervisor, which then stops us
             )
 
@@ -103,6 +108,13 @@ class Child:
         # The system may take long to take back its memory; others must not be left for that.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_S)
+
+
+def environment_for(settings: ChildSettings) -> dict[str, str]:
+    """Which GPUs there are is settled before its first line."""
+    device = settings.device if isinstance(settings, ServiceSettings) else ""
+    ranks = settings.ranks if isinstance(settings, VerifierSettings) else None
+    return {**child_environment(device), **(ranks.hosts[0].environment if ranks else {})}
 
 
 def end_all(children: Collection[Child]) -> None:

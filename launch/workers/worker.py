@@ -4,14 +4,14 @@ import contextlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import IO, Any, TypeVar
 
 import msgspec
 
-from launch.settings.machine import child_environment
+from launch.settings.machine import child_environment, extend_environment
 from protocol.errors import BY_EXIT_CODE, DeadlineExceeded, RuntimeFailure, SsdError
 from protocol.process.child import find_error
 from protocol.process.closeable import Closeable
@@ -33,6 +33,7 @@ class JsonWorker(Closeable):
         module: what is run, as in `python -m`.
         settings: its one argument.
         device: where it computes.
+        environment: more variables.
         descriptors: file descriptors that it inherits, besides those of its settings.
     """
 
@@ -43,6 +44,7 @@ class JsonWorker(Closeable):
         settings: Settings,
         *,
         device: Device = "",
+        environment: Mapping[str, str] | None = None,
         descriptors: tuple[int, ...] = (),
     ) -> None:
         self._name = name
@@ -55,7 +57,7 @@ class JsonWorker(Closeable):
             stdout=subprocess.PIPE,
             stderr=self._errors,
             pass_fds=(*own, *descriptors),
-            env=child_environment(device),
+            env={**child_environment(device), **(environment or {})},
             start_new_session=True,  # Ctrl-C is for us, who then end it
         )
         self._stopping = False
@@ -155,8 +157,14 @@ class JsonWorker(Closeable):
         self._errors.close()
 
 
-def run_module(name: str, module: str, *arguments: str, timeout_s: float | None = None) -> str:
-    """Run one of our modules to its end; returns its standard output.
+def run_module(
+    name: str,
+    module: str,
+    *arguments: str,
+    timeout_s: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Run one of our modules to its end, with more variables; returns its standard output.
 
     Raises:
         DeadlineExceeded: it did not end in time.
@@ -165,7 +173,12 @@ def run_module(name: str, module: str, *arguments: str, timeout_s: float | None 
     command = [*module_command(module), *arguments]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=timeout_s
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+            env=extend_environment(environment or {}),
         )
     except subprocess.TimeoutExpired as error:
         raise DeadlineExceeded(f"the {name} did not end within {timeout_s:g} s") from error

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from protocol.errors import UsageError
+from protocol.process.closeable import Closeable
 from protocol.settings import RankGroupSettings, RankHost
 
 
@@ -24,7 +25,40 @@ class Variables(NamedTuple):
     """Variables that name files, and the contents of these."""
 
 
-def variables_of(settings: RankGroupSettings) -> list[Variables]:
+class Ports(Closeable):
+    """Ports on loopback that are ours from now on, and that MLX can listen on all the same.
+
+    What is bound without listening may be bound again by who asks for reuse, as MLX does. To
+    others the port is taken, and the system gives it to no one who asks for any.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._sockets: list[socket.socket] = []
+        self.numbers: list[int] = []
+        for _ in range(count):
+            one = socket.socket()
+            self._sockets.append(one)
+            one.bind(("127.0.0.1", 0))
+            # Afterwards: two that ask for reuse and for any port could be given the same.
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self.numbers.append(int(one.getsockname()[1]))
+
+    def close(self) -> None:
+        """Let go of those that MLX does not use; safe to call twice."""
+        for one in self._sockets:
+            one.close()
+        self._sockets = []
+
+
+def hold_ports(settings: RankGroupSettings) -> Ports:
+    """What the ranks need if all of them are on this machine; to be held until they have met."""
+    if not _on_loopback(settings):
+        return Ports(0)
+    return Ports(len(settings.hosts) if settings.backend == "ring" else 1)
+
+
+def variables_of(settings: RankGroupSettings, ports: Ports) -> list[Variables]:
     """The variables of each rank.
 
     Raises:
@@ -33,35 +67,41 @@ def variables_of(settings: RankGroupSettings) -> list[Variables]:
     hosts = settings.hosts
     match settings.backend:
         case "ring":
-            plain, files = _ring(settings)
+            plain, files = _ring(settings, ports.numbers)
         case "jaccl" | "jaccl-ring":
             plain, files = _jaccl(settings)
         case "nccl":
-            plain, files = _nccl(settings), {}
+            plain, files = _nccl(settings, ports.numbers), {}
     own = [{**plain, **settings.environment, **host.environment} for host in hosts]
     return [
         Variables({**variables, "MLX_RANK": str(rank)}, files) for rank, variables in enumerate(own)
     ]
 
 
-def _ring(settings: RankGroupSettings) -> tuple[dict[str, str], dict[str, str]]:
+def _on_loopback(settings: RankGroupSettings) -> bool:
+    return all(host.is_local for host in settings.hosts)
+
+
+def _ring(
+    settings: RankGroupSettings, free: Sequence[int]
+) -> tuple[dict[str, str], dict[str, str]]:
     addresses = []
-    on_loopback = all(host.is_local for host in settings.hosts)
-    ports = free_ports(len(settings.hosts)) if on_loopback else []
     for rank, host in enumerate(settings.hosts):
-        if on_loopback:
-            addresses.append([f"127.0.0.1:{ports[rank]}"])
+        if _on_loopback(settings):
+            addresses.append([f"127.0.0.1:{free[rank]}"])
         else:
             addresses.append([f"{ip}:{settings.port + rank}" for ip in _ips(host, "ring")])
     return {}, {"MLX_HOSTFILE": json.dumps(addresses)}
 
 
-def _nccl(settings: RankGroupSettings) -> dict[str, str]:
-    first = settings.hosts[0]
-    on_loopback = all(host.is_local for host in settings.hosts)
-    port = free_ports(1)[0] if on_loopback else settings.port
+def _nccl(settings: RankGroupSettings, free: Sequence[int]) -> dict[str, str]:
+    ip, port = "127.0.0.1", settings.port
+    if _on_loopback(settings):
+        [port] = free
+    else:
+        ip = _ips(settings.hosts[0], "nccl")[0]
     return {
-        "NCCL_HOST_IP": "127.0.0.1" if on_loopback else _ips(first, "nccl")[0],
+        "NCCL_HOST_IP": ip,
         "NCCL_PORT": str(port),
         "MLX_WORLD_SIZE": str(len(settings.hosts)),
     }
@@ -90,18 +130,6 @@ def _ips(host: RankHost, backend: str) -> Sequence[str]:
     if not host.ips:
         raise UsageError(f"{backend} needs an address: the host {host.name!r} has no `ips`")
     return host.ips
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports on loopback that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ def _serve(join: Join, leader: LeaderChannel) -> None:
     with export_variables(variables):
         from services.ranks.sharding import join_group  # noqa: PLC0415
 
-    group = join_group(join.backend, variables, join.device, join.start_timeout_s)
+    group = join_group(join.backend, variables, join.device, join.meet_timeout_s)
     if join.loads:
         from services.ranks.mirror import StoreTwins  # noqa: PLC0415
         from services.ranks.sharding import load_part  # noqa: PLC0415

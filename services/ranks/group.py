@@ -22,7 +22,7 @@ from protocol.process.closeable import Closeable
 from protocol.settings import Device, RankGroupSettings, VerifierSettings
 from protocol.transport.channel import Deadline
 from services.ranks.build import build_of, difference
-from services.ranks.environment import variables_of
+from services.ranks.environment import hold_ports, variables_of
 from services.ranks.messages import Begin, Join, Joined, Left, Pass, RankFacts
 from services.ranks.process import RankProcess
 from services.ranks.watch import FollowerWatch
@@ -53,12 +53,13 @@ class RankGroup(Closeable):
         self._loads = loads
         self.device = _device_of(settings.device)
         """Of all ranks; which GPU each of them sees is a matter of its variables."""
-        self.variables = variables_of(group)
+        self._ports = hold_ports(group)
         self._followers: list[RankProcess] = []
         self._watch: FollowerWatch | None = None
-        self._build = build_of(settings.model)
         self._facts: list[RankFacts] = []
         try:
+            self.variables = variables_of(group, self._ports)
+            self._build = build_of(settings.model)
             for rank, host in enumerate(group.hosts[1:], start=1):
                 self._followers.append(RankProcess(rank, host, group.python))
             for follower in self._followers:
@@ -86,7 +87,7 @@ class RankGroup(Closeable):
             threads=settings.threads if follower.host.is_local else 0,
             kv_bytes=settings.kv_bytes,
             log_level=settings.log_level,
-            start_timeout_s=self._settings.start_timeout_s,
+            meet_timeout_s=self._settings.meet_timeout_s,
             silence_timeout_s=self._settings.silence_timeout_s,
         )
 
@@ -134,6 +135,7 @@ class RankGroup(Closeable):
         if self._watch is None:
             raise AssertionError("the followers load after `begin`")
         self._facts = [own, *self._watch.await_loaded(_LOAD_S)]
+        self._ports.close()
         for rank, facts in enumerate(self._facts):
             if facts.compute_unit != own.compute_unit:
                 raise ModelError(
@@ -188,6 +190,7 @@ class RankGroup(Closeable):
 
     def close(self) -> None:
         """End all followers; safe to call twice."""
+        self._ports.close()
         if self._watch is not None:
             self._watch.close()
         _end(self._followers)

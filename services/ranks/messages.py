@@ -32,7 +32,7 @@ class Join(Message, frozen=True, tag="join", kw_only=True):
     """Of the BLAS; 0 leaves it to the follower, which knows its machine."""
     kv_bytes: int
     log_level: LogLevel
-    start_timeout_s: float
+    meet_timeout_s: float
     silence_timeout_s: float
 
 

@@ -29,7 +29,7 @@ def probe(settings: RankProbeSettings) -> RankProbeResult:
             settings.ranks.backend,
             group.variables[0],
             group.device,
-            settings.ranks.start_timeout_s,
+            settings.ranks.meet_timeout_s,
         )
         group.complete(bare_facts(communicator))
         return RankProbeResult(group.status)

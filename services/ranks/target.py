@@ -50,7 +50,7 @@ def _spread(settings: VerifierSettings, ranks: RankGroupSettings) -> Iterator[Op
     with RankGroup(settings, ranks) as group:
         group.begin()
         communicator = join_group(
-            ranks.backend, group.variables[0], group.device, ranks.start_timeout_s
+            ranks.backend, group.variables[0], group.device, ranks.meet_timeout_s
         )
         part = load_part(Path(settings.model), communicator, ranks.split, settings.kv_bytes)
         group.complete(part.facts)

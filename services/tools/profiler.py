@@ -4,6 +4,7 @@ The very code of the services, without sockets: a verification, a step of a tree
 lines on stdin and stdout (`protocol.jobs.profile`).
 """
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from protocol.jobs.profile import (
 )
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
 from protocol.process.child import pin_to_cores
-from protocol.settings import PREFILL_STEP_SIZE, decode_settings
+from protocol.settings import PREFILL_STEP_SIZE, VerifierSettings, decode_settings
 from services.mlx.blas import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
 
@@ -36,26 +37,28 @@ Timer = Callable[[int, int], list[float]]
 """(count, repeats) -> the milliseconds of each."""
 
 
-class Profiler:
-    """One model, and how it is timed."""
+class Profiler(contextlib.ExitStack):
+    """One model, and how it is timed; with the ranks of a target that is spread over some."""
 
-    def __init__(self, settings: ProfilerSettings) -> None:
+    unit: str
+    _open: Callable[[Tokens], Timer]
+
+    def load(self, settings: ProfilerSettings) -> None:
+        """Load what is to be timed; errors as for `open_target` and `MlxBackend`."""
+        part = self._verifier if settings.part == "verifier" else self._drafter
+        self._open = part(settings)
+
+    def _verifier(self, settings: ProfilerSettings) -> Callable[[Tokens], Timer]:
         # MLX must be imported after the BLAS is in place.
-        from services.mlx.device import bind  # noqa: PLC0415
-
-        self._settings = settings
-        self.unit = bind(settings.device)
-        self._open = self._verifier() if settings.part == "verifier" else self._drafter()
-
-    def _verifier(self) -> Callable[[Tokens], Timer]:
         from services.mlx.cost_emulation import emulate  # noqa: PLC0415
-        from services.mlx.loader import load  # noqa: PLC0415
+        from services.ranks.target import open_target  # noqa: PLC0415
         from services.verifier.verifier import Verifier  # noqa: PLC0415
 
-        model = load(Path(self._settings.model), adapter=self._settings.adapter)
-        if self._settings.emulated_cost:
-            emulate(model.module, parse_size(self._settings.emulated_cost))
-        verifier = Verifier(model, prefill_step_size=PREFILL_STEP_SIZE)
+        told = _as_verifier(settings)
+        model, target, self.unit, _ = self.enter_context(open_target(told))
+        if settings.emulated_cost:
+            emulate(model.module, parse_size(settings.emulated_cost))
+        verifier = Verifier(model, PREFILL_STEP_SIZE, target=target)
 
         def open_context(context: Tokens) -> Timer:
             for _ in verifier.handle(OpenSequence(sequence=0, tokens=context, sampling=Sampling())):
@@ -78,10 +81,12 @@ class Profiler:
 
         return open_context
 
-    def _drafter(self) -> Callable[[Tokens], Timer]:
+    def _drafter(self, settings: ProfilerSettings) -> Callable[[Tokens], Timer]:
         from services.drafter.backends.mlx import MlxBackend  # noqa: PLC0415
+        from services.mlx.device import bind  # noqa: PLC0415
 
-        backend = MlxBackend(Path(self._settings.model), PREFILL_STEP_SIZE)
+        self.unit = bind(settings.device)
+        backend = MlxBackend(Path(settings.model), PREFILL_STEP_SIZE)
 
         def open_context(context: Tokens) -> Timer:
             backend.close(0)
@@ -117,6 +122,19 @@ class Profiler:
         return TimeResult(medians, self.unit)
 
 
+def _as_verifier(settings: ProfilerSettings) -> VerifierSettings:
+    return VerifierSettings(
+        lifeline=0,
+        address="",
+        model=settings.model,
+        threads=settings.threads,
+        device=settings.device,
+        emulated_cost=settings.emulated_cost,
+        adapter=settings.adapter,
+        ranks=settings.ranks,
+    )
+
+
 def main() -> int:
     """Answer questions until standard input ends."""
     try:
@@ -124,10 +142,11 @@ def main() -> int:
         pin_to_cores(settings.cores)
         load_blas(settings.threads)
         leave_out_unused_libraries()
-        profiler = Profiler(settings)
-        _say(ProfilerReady(profiler.unit))
-        for line in sys.stdin:
-            _say(profiler.answer(msgspec.json.decode(line, type=TimeRequest | WorkRequest)))
+        with Profiler() as profiler:
+            profiler.load(settings)
+            _say(ProfilerReady(profiler.unit))
+            for line in sys.stdin:
+                _say(profiler.answer(msgspec.json.decode(line, type=TimeRequest | WorkRequest)))
     except SsdError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

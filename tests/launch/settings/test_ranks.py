@@ -8,7 +8,9 @@ import pytest
 
 from launch.settings.ranks import rank_group
 from launch.settings.settings import StackSettings
+from launch.stack.child import environment_for
 from protocol.errors import UsageError
+from protocol.settings import VerifierSettings
 
 
 def hosts_file(folder: Path, content: object) -> str:
@@ -72,6 +74,22 @@ def test_gpus_of_this_machine_are_given_out_one_by_one(monkeypatch: pytest.Monke
         rank_group(StackSettings(target_ranks=3, backend="nccl"))
 
 
+def test_gpus_are_given_out_whatever_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the target's device on; a target on the CPU takes none, and the ring."""
+    monkeypatch.setattr("launch.settings.ranks.has_cuda", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def shown(**change: Any) -> tuple[str, list[str]]:
+        found = rank_group(StackSettings(target_ranks=2, **change))
+        assert found is not None
+        environments = (host.environment for host in found.hosts)
+        return found.backend, [one.get("CUDA_VISIBLE_DEVICES", "") for one in environments]
+
+    assert shown() == ("nccl", ["0", "1"])
+    assert shown(backend="ring", target_device="cuda:2") == ("ring", ["2", "3"])
+    assert shown(target_device="cpu") == ("ring", ["", ""])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -79,6 +97,7 @@ def test_gpus_of_this_machine_are_given_out_one_by_one(monkeypatch: pytest.Monke
         ({"backend": "ring"}, "need --target-ranks or --hosts"),
         ({"target_ranks": 2, "split": "1,x"}, "not '1,x'"),
         ({"target_ranks": 2, "split": "1,1", "backend": "nccl"}, "cannot pipeline over nccl"),
+        ({"target_ranks": 2, "backend": "nccl", "target_device": "cpu"}, "--target-device is cpu"),
         ({"target_ranks": 2, "split": "0,2"}, "not '0,2'"),
         ({"target_ranks": 3, "split": "1,2"}, "2 numbers for 3 ranks"),
         ({"target_ranks": 2, "backend": "mpi"}, "no backend 'mpi'"),
@@ -106,3 +125,12 @@ def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, content: object, 
     """With its path; a name that ssh would take for an option is no name."""
     with pytest.raises(UsageError, match=words):
         rank_group(StackSettings(hosts=hosts_file(tmp_path, content)))
+
+
+def test_rank_0_is_shown_its_gpu_from_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX counts the GPUs when it is imported, which is before the group is formed."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    group = rank_group(StackSettings(target_ranks=2, backend="nccl"))
+    told = VerifierSettings(lifeline=0, address="", ranks=group)
+    assert environment_for(told)["CUDA_VISIBLE_DEVICES"] == "0"
+    assert "CUDA_VISIBLE_DEVICES" not in environment_for(VerifierSettings(lifeline=0, address=""))

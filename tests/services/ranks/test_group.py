@@ -29,6 +29,7 @@ def test_a_host_that_does_not_answer_is_named(
         ],
         port=32323,
         start_timeout_s=8.0,
+        meet_timeout_s=8.0,
         silence_timeout_s=8.0,
     )
     words = "rank 1 on studio did not answer within 8 s; ssh said: looking for it"
