@@ -195,9 +195,9 @@ def has_known_recurrence(model: nn.Module, caches: Sequence[Any]) -> bool:
     names = {name for module in modules for name in vars(sys.modules[type(module).__module__])}
     if names & {original.__name__ for original in _HOOKS}:
         return True
-    # A single array can be the window of a convolution.
-    single = all(len(cache.cache) == 1 for cache in caches if type(cache) is ArraysCache)
-    return single and any(isinstance(module, nn.Conv1d) for module in modules)
+    # As many arrays as convolutions can be their windows.
+    arrays = sum(len(cache.cache) for cache in caches if type(cache) is ArraysCache)
+    return 0 < arrays <= sum(isinstance(module, nn.Conv1d) for module in modules)
 
 
 class ReplayPlan:

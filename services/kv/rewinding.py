@@ -85,6 +85,9 @@ def find_rewinding(model: Any, *, bucketed: bool) -> StateFactory:
     Args:
         model: an mlx-lm model; its recurrences may get hooks (`kv.replay`).
         bucketed: see `KVStore`.
+
+    Raises:
+        ModelError: mlx-lm itself cannot run the model here.
     """
 
     def make_caches() -> Sequence[Any]:
@@ -204,8 +207,14 @@ class _Trial:
         self._model = model
         self.reason = ""
         kept = _CHAIN[:_KEPT]
-        self._expected = self._decode(make_caches(), [*kept, *_NEXT])
-        self._wrong = self._decode(make_caches(), [*_CHAIN, *_NEXT])
+        try:
+            self._expected = self._decode(make_caches(), [*kept, *_NEXT])
+            self._wrong = self._decode(make_caches(), [*_CHAIN, *_NEXT])
+        # Whatever a model of another make stumbles over.
+        except Exception as error:
+            raise ModelError(
+                f"mlx-lm loads this model, but cannot run it on this machine: {error}"
+            ) from error
 
     def _decode(self, caches: Any, tokens: list[int]) -> mx.array:
         """[2, vocabulary] logits after the last two tokens, one pass each."""

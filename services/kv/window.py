@@ -54,6 +54,8 @@ class WindowCache:
         self._start = keep
         """Position of the token in row `keep`; the rows before hold the first tokens."""
         self._bucketed = bucketed
+        self._fetched = (0, 0, False)
+        """The rows of the latest pass, and whether the kept ones lie apart from them."""
 
     @property
     def offset(self) -> int | mx.array:
@@ -107,16 +109,17 @@ class WindowCache:
         self.keys = _write(self.keys, keys, row, end)
         self.values = _write(self.values, values, row, end)
         self.length += count
+        self._fetched = (begin, end, apart)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What `update_and_fetch` returned; for layers that read another's."""
+        begin, end, apart = self._fetched
+        if self.keys is None or self.values is None:
+            raise ValueError("an empty cache has no rows")
         if not apart:
             return self.keys[..., begin:end, :], self.values[..., begin:end, :]
         return self._with_kept(self.keys, begin, end), self._with_kept(self.values, begin, end)
-
-    def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
-        """All rows up to the last token's; for layers that read another's."""
-        if self.keys is None or self.values is None:
-            return None, None
-        end = self._row(self.length)
-        return self.keys[..., :end, :], self.values[..., :end, :]
 
     def can_cut(self, length: int) -> bool:
         """Whether the first `length` tokens can go on from here."""

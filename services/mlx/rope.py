@@ -35,16 +35,16 @@ class BranchRope(nn.Module):
         super().__init__()
         self._rope = rope
 
-    def __call__(self, x: mx.array, offset: Offset = 0) -> mx.array:
-        """[1, heads, tokens, size] -> the same, rotated."""
+    def __call__(self, x: mx.array, offset: Offset = 0, **options: Any) -> mx.array:
+        """[1, heads, tokens, size] -> the same, rotated; the options are the RoPE's own."""
         if _is_row(offset) and x.shape[2] == 1:
             # A batch of branches, one token each: mlx's own meaning of several positions.
-            alone: mx.array = self._rope(x, offset=offset)
+            alone: mx.array = self._rope(x, offset=offset, **options)
             return alone
         if _is_row(offset):
-            rotated: mx.array = self._rope(x.swapaxes(0, 2), offset=offset)
+            rotated: mx.array = self._rope(x.swapaxes(0, 2), offset=offset, **options)
             return rotated.swapaxes(0, 2)
-        result: mx.array = self._rope(x, offset=offset)
+        result: mx.array = self._rope(x, offset=offset, **options)
         return result
 
 
@@ -56,7 +56,7 @@ class _Tables:
     """
 
     def __init__(self, rope: BranchRope, dims: int) -> None:
-        self._rope = rope
+        self.rope = rope
         self._dims = dims
         self._offset: Offset | None = None
         self._tables: tuple[mx.array, mx.array] | None = None
@@ -75,7 +75,7 @@ class _Tables:
     def _compute(self, offset: Offset, tokens: int, size: int) -> tuple[mx.array, mx.array]:
         half, rest = self._dims // 2, size - self._dims
         unit = mx.concatenate([mx.ones(half), mx.zeros(half), mx.ones(rest)])
-        turned = self._rope(mx.broadcast_to(unit, (1, 1, tokens, size)), offset)[0, 0]
+        turned = self.rope(mx.broadcast_to(unit, (1, 1, tokens, size)), offset)[0, 0]
         cos, sin = turned[:, :half], turned[:, half : self._dims]
         plain = turned[:, self._dims :]
         return (
@@ -92,8 +92,10 @@ class TableRope(nn.Module):
         self._tables = tables
         self._dims = dims
 
-    def __call__(self, x: mx.array, offset: Offset = 0) -> mx.array:
-        """[1, heads, tokens, size] -> the same, rotated."""
+    def __call__(self, x: mx.array, offset: Offset = 0, **options: Any) -> mx.array:
+        """As `BranchRope`; with options the tables say nothing."""
+        if options:
+            return self._tables.rope(x, offset, **options)
         in_batch = _is_row(offset) and x.shape[0] > 1
         cos, sin = self._tables.at(offset, x.shape[0 if in_batch else -2], x.shape[-1])
         if in_batch:

@@ -15,7 +15,7 @@ from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.ngram import NgramBackend
 from services.mlx.loader import load
 from services.verifier.verifier import Verifier
-from tests.support.layered_families import LAYERED, RECURRENT_DRAFTERS
+from tests.support.families.layered import LAYERED, RECURRENT_DRAFTERS
 from tests.support.lockstep import Lockstep
 from tests.support.reference import plain, tiny_folder
 from tests.support.stack import RunningStack, answer_beside_death, restarted_verifier, running

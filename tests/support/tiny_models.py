@@ -22,7 +22,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.support.layered_families import LAYERED, WINDOW
+from tests.support.families.layered import LAYERED
+from tests.support.families.parts import WINDOW
 
 Floats = npt.NDArray[np.float64]
 
@@ -148,14 +149,20 @@ _GAINS = {"q_proj": 2.0, "k_proj": 2.0, "in_proj": 3.0, "lm_head": 4.0} | dict.f
 )
 _NORM_GAINS = {"q_norm": 0.5, "k_norm": 0.5, "post_feedforward_layernorm": 6.0}
 _EMBEDDING_GAINS = {
+    # They scale it up by 8.
     "gemma2": 0.4,
     "gemma3": 0.4,
     "gemma4": 0.4,
     "hybrid": 0.4,
-}  # they scale it up by 8
+    # Their blocks weigh little beside it.
+    "gear": 0.3,
+    "spark2_5": 0.3,
+    "plamo3": 0.1,
+    "longcat_flash": 0.1,
+}
 
 FAMILIES = tuple(_CONFIGS)
-"""The families that most tests go through; `layered_families` has many more."""
+"""The families that most tests go through; `families.layered` has many more."""
 RECURRENT = ("mamba", "hybrid")
 """Families with a recurrent state of a kind that verifies, and cannot draft."""
 SLOTTED = tuple(name for name in FAMILIES if name not in RECURRENT)

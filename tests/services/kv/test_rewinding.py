@@ -17,7 +17,7 @@ from services.kv.rewinding import find_rewinding
 from services.kv.state import SequenceState
 from services.mlx.loader import load
 from services.verifier.verifier import Verifier
-from tests.support.layered_families import WINDOW
+from tests.support.families.parts import WINDOW
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import write_tiny_model
 
@@ -119,6 +119,18 @@ def test_what_cannot_go_back_says_why() -> None:
     assert not found.rewinds
     assert found.description.startswith("2 x window of 8, 1 x attention; decoded plainly: ")
     assert "logits are off by" in found.description
+
+
+def test_a_model_that_mlx_lm_cannot_run_here_is_a_sentence() -> None:
+    """Some compute with kernels for Metal alone."""
+    model = Wrapped("gemma3")
+
+    def alter(logits: mx.array, cache: Any) -> mx.array:
+        raise RuntimeError("[metal_kernel] No Metal back-end.")
+
+    model.alter = alter
+    with pytest.raises(ModelError, match=r"cannot run it on this machine: .*No Metal"):
+        find_rewinding(model, bucketed=False)
 
 
 def test_a_cache_that_holds_objects_cannot_be_copied() -> None:

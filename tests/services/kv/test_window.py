@@ -26,6 +26,8 @@ def seen(cache: WindowCache, count: int, window: int | None = None) -> list[list
         rows_of(range(start, start + count)), rows_of(range(start, start + count))
     )
     assert bool(mx.array_equal(keys, values))
+    # A layer that reads these keys too gets the same rows, which fit the mask.
+    assert all(bool(mx.array_equal(keys, again)) for again in cache.keys_and_values())
     positions = np.array(keys)[0, 0, :, 0].astype(int) - 1
     if mask is None:
         visible = np.ones((count, len(positions)), bool)

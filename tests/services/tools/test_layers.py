@@ -8,7 +8,7 @@ from protocol.errors import ModelError
 from services.kv.rewinding import find_rewinding
 from services.mlx.loader import load
 from services.tools.layers import describe_layers
-from tests.support.layered_families import LAYERED
+from tests.support.families.layered import LAYERED
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import FAMILIES
 

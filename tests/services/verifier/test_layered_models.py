@@ -18,16 +18,10 @@ from protocol.messages import (
 from services.kv.prefix_cache import PrefixCache
 from services.mlx.loader import LoadedModel, load
 from services.verifier.verifier import Verifier
-from tests.support.layered_families import (
-    CONVOLUTIONS,
-    DELTA_NETS,
-    FED_AGAIN,
-    LAYERED,
-    MAMBAS,
-    NESTED,
-    WINDOW,
-    WINDOWED,
-)
+from tests.support.families.attention import NESTED, WINDOWED
+from tests.support.families.layered import LAYERED
+from tests.support.families.parts import WINDOW
+from tests.support.families.recurrent import CONVOLUTIONS, DELTA_NETS, FED_AGAIN, MAMBAS
 from tests.support.reference import plain, said, tiny_folder
 
 PROMPT = (0, 2, 97, 41, 250, 33, 8, 141, 77, 19, 203, 64)
@@ -101,10 +95,11 @@ DRAFTS = ((0, 3), (2, 1), (3, 0), (1, 4), (0, 0), (4, 0), (0, 1))
         (DELTA_NETS, "replay"),
         (CONVOLUTIONS, "replay"),
         (MAMBAS, "replay"),
+        (FED_AGAIN, "refeed"),
         (WINDOWED, "windows"),
         (NESTED, "slots"),
     ],
-    ids=["delta nets", "convolutions", "Mamba-2", "windows", "nested"],
+    ids=["delta nets", "convolutions", "Mamba-2", "fed again", "windows", "nested"],
 )
 def test_each_family_goes_back_in_the_fastest_way(families: dict[str, object], way: str) -> None:
     """It is proved when the model is loaded."""

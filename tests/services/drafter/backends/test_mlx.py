@@ -25,7 +25,7 @@ from services.drafter.backends.base import MAX_DRAFT_TOKENS, DraftedToken, TreeL
 from services.drafter.backends.mlx import MlxBackend
 from services.kv.prefix_cache import PrefixCache
 from services.runtime.sequence_table import SequenceTable
-from tests.support.layered_families import RECURRENT_DRAFTERS
+from tests.support.families.layered import RECURRENT_DRAFTERS
 from tests.support.reference import SAMPLINGS, Reference, said, tiny_folder
 from tests.support.tiny_models import DRAFTERS, FAMILIES, RECURRENT, write_tiny_model
 

@@ -1,14 +1,9 @@
-"""Configurations of tiny models whose layers hold more than keys and values.
-
-One family per kind of state that mlx-lm has; `tiny_models` adds what all families share.
-"""
+"""Configurations of tiny models with recurrent states."""
 
 from typing import Any
 
-WINDOW = 8
-"""Tokens that a sliding layer of a tiny model sees."""
+from tests.support.families.parts import EXPERTS, GROUPS, LONGCAT, MLA, WINDOW
 
-_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 _DELTA: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -16,11 +11,18 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
 }
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
+_MROPE: dict[str, Any] = {
+    "type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+}
+_KDA: dict[str, Any] = {
+    "num_heads": 4,
+    "head_dim": 16,
+    "short_conv_kernel_size": 4,
+    "kda_layers": [1, 3],
+    "full_attn_layers": [2],
 }
 _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 4,
@@ -30,13 +32,6 @@ _MAMBA: dict[str, Any] = {
     "mamba_n_groups": 2,
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
-}
-_MLA: dict[str, Any] = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
 }
 
 DELTA_NETS: dict[str, dict[str, Any]] = {
@@ -49,19 +44,14 @@ DELTA_NETS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "shared_expert_intermediate_size": 32,
         **_DELTA,
-        **_EXPERTS,
+        **EXPERTS,
     },
     "qwen3_5": {
         "model_type": "qwen3_5",
         "text_config": {
             "model_type": "qwen3_5_text",
             "full_attention_interval": 2,
-            "rope_parameters": {
-                "type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.5,
-                "mrope_section": [2, 1, 1],
-            },
+            "rope_parameters": _MROPE,
             **_DELTA,
         },
     },
@@ -77,21 +67,54 @@ DELTA_NETS: dict[str, dict[str, Any]] = {
     # A gate per channel.
     "kimi_linear": {
         "model_type": "kimi_linear",
-        "linear_attn_config": {
-            "num_heads": 4,
-            "head_dim": 16,
-            "short_conv_kernel_size": 4,
-            "kda_layers": [1, 3],
-            "full_attn_layers": [2],
-        },
+        "linear_attn_config": _KDA,
         "model_max_length": 512,
         "num_experts_per_token": 2,
         "num_shared_experts": 1,
         "tie_word_embeddings": False,
         "first_k_dense_replace": 1,
-        **_MLA,
+        **MLA,
         "q_lora_rank": None,
-        **_EXPERTS,
+        **EXPERTS,
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            "model_type": "qwen3_5_moe_text",
+            "full_attention_interval": 2,
+            "shared_expert_intermediate_size": 32,
+            "rope_parameters": _MROPE,
+            **_DELTA,
+            **EXPERTS,
+        },
+    },
+    "kimi_k3": {
+        "model_type": "kimi_k3",
+        "text_config": {
+            "model_type": "kimi_linear",
+            "linear_attn_config": _KDA,
+            "activation_situ_beta": 1.0,
+            "activation_situ_linear_beta": 1.0,
+            "attn_res_block_size": 2,
+            "num_experts_per_token": 2,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            **MLA,
+            **EXPERTS,
+        },
+        "tie_word_embeddings": False,
+    },
+    "bailing_moe_v3": {
+        "model_type": "bailing_moe_v3",
+        "layer_group_size": 2,
+        "first_k_dense_replace": 1,
+        "num_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 32,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+        **GROUPS,
+        **MLA,
+        **EXPERTS,
     },
 }
 
@@ -116,7 +139,14 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
         "use_expert_bias": True,
         "full_attn_idxs": [1],
-        **_EXPERTS,
+        **EXPERTS,
+    },
+    # Of keys and of values, in the place of attention; windows beside them.
+    "gear": {
+        "model_type": "gear",
+        "layer_types": ["conv_mixer", "sliding_attention", "full_attention"],
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 16,
     },
 }
 
@@ -217,128 +247,59 @@ FED_AGAIN: dict[str, dict[str, Any]] = {
         "num_shared_experts": 1,
         "use_qk_norm": True,
         "num_key_value_heads": 4,
-        "n_group": 1,
-        "topk_group": 1,
+        **GROUPS,
         "score_function": "sigmoid",
         "tie_word_embeddings": False,
-        **_EXPERTS,
+        **EXPERTS,
     },
-    "llama4": {
-        "model_type": "llama4",
-        "text_config": {
-            "model_type": "llama4_text",
-            "attention_bias": False,
-            "attention_chunk_size": WINDOW,
-            "interleave_moe_layer_step": 2,
-            "intermediate_size_mlp": 96,
-            "num_experts_per_tok": 1,
-            "num_local_experts": 2,
-            "rope_scaling": None,
-            "use_qk_norm": True,
-            "num_hidden_layers": 4,
-        },
-        "tie_word_embeddings": False,
-    },
-}
-
-WINDOWED: dict[str, dict[str, Any]] = {
-    # Attention sinks; windows of 128 in the real one.
-    "gpt_oss": {
-        "model_type": "gpt_oss",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": WINDOW,
-        "layer_types": _KINDS,
-        "tie_word_embeddings": False,
-    },
-    "cohere2": {
-        "model_type": "cohere2",
-        "sliding_window": WINDOW,
-        "sliding_window_pattern": 2,
-        "logit_scale": 1.0,
-    },
-    "exaone4": {
-        "model_type": "exaone4",
-        "rope_scaling": None,
-        "sliding_window": WINDOW,
-        "sliding_window_pattern": "LGL",
-    },
-    "olmo3": {
-        "model_type": "olmo3",
-        "sliding_window": WINDOW,
-        "layer_types": _KINDS,
-        "tie_word_embeddings": False,
-    },
-    "ministral3": {
-        "model_type": "ministral3",
-        "sliding_window": WINDOW,
-        "layer_types": _KINDS,
-        "rope_parameters": {
-            "rope_theta": 10000.0,
-            "rope_type": "default",
-            "llama_4_scaling_beta": 0.1,
-            "original_max_position_embeddings": 512,
-        },
-    },
-    "mimo_v2_flash": {
-        "model_type": "mimo_v2_flash",
-        "hybrid_layer_pattern": [1, 0, 1],
-        "moe_layer_freq": [0, 1, 1],
-        "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False,
-        "sliding_window_size": WINDOW,
-        "n_shared_experts": None,
-        "n_routed_experts": 4,
-        "routed_scaling_factor": 1.0,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "n_group": 1,
-        "topk_group": 1,
-        "layernorm_epsilon": 1e-5,
-        "swa_rope_theta": 1000.0,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "v_head_dim": 16,
-        "swa_head_dim": 16,
-        "swa_v_head_dim": 16,
-        "partial_rotary_factor": 0.5,
-        "tie_word_embeddings": False,
-        **_EXPERTS,
-    },
-    "step3p5": {
-        "model_type": "step3p5",
-        "num_attention_groups": 2,
-        "sliding_window": WINDOW,
-        "layer_types": _KINDS,
-        "moe_num_experts": 4,
-        "moe_top_k": 2,
-        "moe_intermediate_size": 32,
-        "share_expert_dim": 32,
-        "moe_layers_enum": "1,2",
-        "tie_word_embeddings": False,
-    },
-}
-
-NESTED: dict[str, dict[str, Any]] = {
-    # Keys and values in pairs of caches: of attention, and of the index over it.
-    "deepseek_v32": {
-        "model_type": "deepseek_v32",
-        "index_head_dim": 16,
-        "index_n_heads": 2,
-        "index_topk": 64,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
+    "bailing_hybrid": {
+        "model_type": "bailing_hybrid",
+        "layer_group_size": 2,
+        "group_norm_size": 1,
         "first_k_dense_replace": 1,
+        "num_shared_experts": 1,
         "num_key_value_heads": 4,
+        "routed_scaling_factor": 1.0,
         "tie_word_embeddings": False,
-        **_MLA,
+        **GROUPS,
+        **MLA,
+        **EXPERTS,
+    },
+    # A convolution written out, and a window or full attention, in every layer.
+    "baichuan_m1": {
+        "model_type": "baichuan_m1",
+        "sliding_window": WINDOW,
+        "sliding_window_layers": [0, 2],
+        "conv_window": 2,
+        "tie_word_embeddings": False,
+    },
+    # The last tokens, in the embedding.
+    "longcat_flash_ngram": {
+        "model_type": "longcat_flash_ngram",
+        "ngram_vocab_size_ratio": 2,
+        "emb_neighbor_num": 3,
+        "emb_split_num": 2,
+        **LONGCAT,
+    },
+    # A cache of its own kind: a window, compressed groups and the rows of an open one.
+    "deepseek_v41": {
+        "model_type": "deepseek_v41",
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "sliding_window": WINDOW,
+        "compress_ratios": [0, 4, 4],
+        "kv_source_layer_ids": [0, 1, 1],
+        "index_source_layer_ids": [0, 1, 1],
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 4,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 4,
+        "tie_word_embeddings": False,
     },
 }
-
-RECURRENT_DRAFTERS = ("qwen3_5", "lfm2", "granite4", "mamba2")
-"""Families with recurrent layers whose branches grow as a batch."""
-
-LAYERED = DELTA_NETS | CONVOLUTIONS | MAMBAS | FED_AGAIN | WINDOWED | NESTED
-"""Every family, by name."""
