@@ -44,18 +44,25 @@ class ForwardPass:
     """When its first result was there; likewise."""
     logits: mx.array | None = None
     """[rows, vocabulary] of a shared pass, until the likeliest tokens are known."""
+    _choice: mx.array | None = None
     _best: npt.NDArray[np.int32] | None = None
 
+    def choose(self) -> mx.array:
+        """The likeliest token after each row, in the making, negative if a logit is NaN."""
+        if self._choice is None:
+            if self.logits is None:
+                raise RuntimeError("a pass of one sequence has no common choice")
+            self._choice = device.begin(self.logits, [], Sampling())
+        return self._choice
+
     def best(self, rows: slice) -> npt.NDArray[np.int32]:
-        """The likeliest token after each of these rows, negative if a logit is NaN.
+        """What `choose` has made of these rows.
 
         Of all rows at once: each sequence's own way to the host would cost a launch and a wait.
         """
         chosen: Any = self._best
         if chosen is None:
-            if self.logits is None:
-                raise RuntimeError("a pass of one sequence has no common choice")
-            chosen = np.array(device.begin(self.logits, [], Sampling()))
+            chosen = np.array(self.choose())
             self._best, self.logits = chosen, None
         own: npt.NDArray[np.int32] = chosen[rows]
         return own
@@ -73,12 +80,19 @@ class BatchRequest:
     """After `begin`, what the model takes beside the tokens: [1, tokens, width] `states`."""
     logits: mx.array | None = None
     """[tokens, head], lazy."""
+    row: int = 0
+    """The first of these in its pass."""
     features: mx.array | None = None
     """[tokens, width] of what is read of the model beside its logits, lazy."""
     best: Callable[[], npt.NDArray[np.int32]] | None = None
     """The likeliest tokens, where they are found for all sequences of a pass at once."""
     by: ForwardPass = field(default_factory=lambda: ForwardPass(0, 0))
     error: Exception | None = None
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the pass that it was part of was run, or failed."""
+        return self.logits is not None or self.error is not None
 
 
 class Batcher:
@@ -128,13 +142,39 @@ class Batcher:
 
         Raises whatever the model raises on these tokens.
         """
-        if asked.logits is None and asked.error is None:
+        if not asked.is_computed:
             self._run(self._with_company(asked))
         if asked.error is not None:
             raise asked.error
         if asked.logits is None:
             raise RuntimeError("a pass has lost one of its sequences")
         return asked.logits, asked.by
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether anything was submitted that is not computed yet."""
+        return bool(self._waiting)
+
+    def begin(
+        self, tokens: mx.array, states: Sequence[SequenceState], under_way: Sequence[int]
+    ) -> tuple[mx.array, ForwardPass]:
+        """Build a pass over one token of each of these, behind others that are under way.
+
+        Args:
+            tokens: [sequences], in the making.
+            states: without the tokens that are under way; they end with all of them.
+            under_way: how many of each these are.
+        """
+        if self._memory is not None:
+            self._memory.check(
+                [(state, 1 + own) for state, own in zip(states, under_way, strict=True)]
+            )
+        for state, own in zip(states, under_way, strict=True):
+            state.append(own)
+            state.append(1)
+        now = ForwardPass(len(states), len(states))
+        now.logits = self._call(tokens[None], list(states), {})[0]
+        return now.logits, now
 
     def _with_company(self, asked: BatchRequest) -> list[BatchRequest]:
         self.withdraw(asked)
@@ -181,7 +221,7 @@ class Batcher:
         features = self._read() if self._read is not None else None
         for asked, end in zip(asks, ends, strict=True):
             rows = slice(end - len(asked.tokens), end)
-            asked.logits, asked.by = logits[rows], now
+            asked.logits, asked.by, asked.row = logits[rows], now, rows.start
             if len(asks) > 1:
                 now.logits, asked.best = logits, partial(now.best, rows)
             asked.features = None if features is None else features[rows]

@@ -78,6 +78,20 @@ class AcceptanceRule:
         *before, token = tree.tokens_to(row)
         return self._processor.count_allowed(before, [token]) == 1
 
+    @property
+    def is_likeliest(self) -> bool:
+        """Whether the choice is the likeliest token as it comes."""
+        return is_greedy(self._sampling) and self.is_on_device
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the choice is made where the logits are."""
+        if self._processor is not None or self._sampling.logprobs is not None:
+            return False
+        return is_greedy(self._sampling) or not (
+            compute_unit() == "cpu" or uses_rejection(self._sampling)
+        )
+
     def begin(
         self,
         logits: mx.array,
@@ -90,13 +104,9 @@ class AcceptanceRule:
         None where the rows must be looked at on the host. See `accept` for the arguments, and
         `device.begin`; `best` gives the likeliest tokens if they are found for others too.
         """
-        if self._processor is not None or self._sampling.logprobs is not None:
+        if not self.is_on_device:
             return None
-        if not is_greedy(self._sampling) and (
-            compute_unit() == "cpu" or uses_rejection(self._sampling)
-        ):
-            return None
-        if best is not None and is_greedy(self._sampling):
+        if best is not None and self.is_likeliest:
             return best()
         return device.begin(logits, _positions(message, tree), self._sampling)
 

@@ -1,16 +1,16 @@
-"""Plain decoding without a pause: the next pass begins before its token has been read.
+"""One sequence's part in a pass that was not asked for yet (`pass_ahead`)."""
 
-The chosen token stays on the device and is fed to the next pass there, while this process
-reads it and sends it. The orchestrator says when that pays (`Verify.granted`): a chain with a
-draft in it cannot be foreseen, and would have to wait for a pass that is not wanted.
-"""
-
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from protocol.messages import Tokens, VerificationOutcome, Verify
+from services.batching.forward import ForwardPass
 from services.kv.state import SequenceState
 
 
@@ -29,8 +29,34 @@ def next_plain(message: Verify, outcome: VerificationOutcome) -> Verify | None:
     )
 
 
+@dataclass(frozen=True)
+class SharedStep:
+    """One token of a pass over one of each of several sequences."""
+
+    by: ForwardPass
+    row: int
+    """Of the pass."""
+    state: SequenceState
+    """Of slots; it does not contain the token before the step is taken up."""
+    read: Callable[[], list[int]]
+    """The tokens of the pass, on the host."""
+    logits: mx.array
+    """[1, vocabulary], lazy"""
+
+    def best(self) -> npt.NDArray[np.int32]:
+        """[1] the likeliest token after it (`ForwardPass.best`)."""
+        return self.by.best(slice(self.row, self.row + 1))
+
+    def take_up(self, chain: Tokens) -> mx.array | None:
+        """See `PipelinedStep`."""
+        if chain != [self.read()[self.row]]:
+            return None
+        self.state.append(1)
+        return self.logits
+
+
 class PipelinedStep:
-    """A pass over one token that was not asked for yet.
+    """A pass of one sequence, over one token that was not asked for yet.
 
     Args:
         model: called on the token.
@@ -41,6 +67,7 @@ class PipelinedStep:
 
     def __init__(self, model: Any, state: SequenceState, choice: mx.array) -> None:
         start: Any = mx.async_eval
+        self.by, self.row, self.best = ForwardPass(rows=1, sequences=1), 0, None
         self._state = state
         self._token = mx.maximum(choice, 0)
         # Before the pass is built, so that reading it waits for nothing behind it.
@@ -48,12 +75,12 @@ class PipelinedStep:
         length = state.length
         state.append(1)
         try:
-            self._logits: mx.array = model(self._token[None], cache=state.caches)[0]
+            self.logits: mx.array = model(self._token[None], cache=state.caches)[0]
         except BaseException:
             state.commit(length)
             raise
         self._suspended = state.suspend()
-        start(self._logits)
+        start(self.logits)
 
     def take_up(self, chain: Tokens) -> mx.array | None:
         """[1, vocabulary] logits of this chain, whose pass is then in work; None if not run."""
@@ -61,4 +88,4 @@ class PipelinedStep:
         if chain != [token]:
             return None
         self._state.resume(self._suspended)
-        return self._logits
+        return self.logits

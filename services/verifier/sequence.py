@@ -1,19 +1,22 @@
 """One sequence at the target: its state, and when its next verification is likely to come."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from protocol.decoding.token_tree import TokenTree
-from protocol.messages import Tokens, Verify
-from services.batching.forward import BatchRequest
+from protocol.messages import Extend, Tokens, Verify
+from services.batching.forward import BatchRequest, ForwardPass
 from services.kv.state import SequenceState
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.feature_log import FeatureLog
-from services.verifier.pipelined_step import PipelinedStep
+from services.verifier.pipelined_step import PipelinedStep, SharedStep
+
+Step = PipelinedStep | SharedStep
 
 _UNKNOWN_S = 0.002
 """Assumed time between an outcome and the next verification: a chain that was prepared."""
@@ -34,8 +37,12 @@ class TargetSequence:
     """What a drafter reads of the target at these tokens."""
     read: mx.array | None = None
     """[rows, width] the same of the pass in work, lazy."""
-    pipelined: PipelinedStep | None = None
-    """The pass that is likely to be asked for next."""
+    ahead: list[Step] = field(default_factory=list)
+    """What is under way of the passes that are likely to be asked for next."""
+    taken: Step | None = None
+    """Its part in the pass in work, if that had begun ahead."""
+    begun: mx.array | npt.NDArray[np.int32] | None = None
+    """[1] the choice after the pass in work, in the making, if the next one has begun with it."""
     best: Callable[[], npt.NDArray[np.int32]] | None = None
     """The likeliest tokens of the pass in work (`BatchRequest.best`)."""
     asked: Verify | None = None
@@ -55,6 +62,53 @@ class TargetSequence:
     def length(self) -> int:
         """How many tokens stand, and are in a pass."""
         return self.state.length
+
+    def _part_in(self, by: ForwardPass) -> Step | BatchRequest | None:
+        """Its part in a pass that is in work."""
+        parts = (self.taken, *self.ahead, self.request)
+        return next((part for part in parts if part is not None and part.by is by), None)
+
+    def row_in(self, by: ForwardPass) -> int | None:
+        """Its first row of this pass; None if it has none."""
+        part = self._part_in(by)
+        return None if part is None else part.row
+
+    def logits_in(self, by: ForwardPass) -> mx.array | None:
+        """[own rows, vocabulary] logits of this pass, lazy."""
+        part = self._part_in(by)
+        return None if part is None else part.logits
+
+    def take_ahead(self, chain: Tokens) -> Step | None:
+        """The pass that has begun ahead, if it is over this chain."""
+        self.taken = self.ahead.pop(0) if self.ahead else None
+        if self.taken is not None and self.taken.take_up(chain) is None:
+            self.taken = None
+            self.ahead.clear()  # they were built on it
+        return self.taken
+
+    def begin_choice(
+        self, logits: mx.array, message: Verify, tree: TokenTree
+    ) -> mx.array | npt.NDArray[np.int32] | None:
+        """See `AcceptanceRule.begin`."""
+        begun, self.begun = self.begun, None
+        return begun if begun is not None else self.rule.begin(logits, message, tree, self.best)
+
+    def extend(self, message: Extend) -> None:
+        """More tokens may follow unasked, if the run that this is about goes on."""
+        if self.asked is not None and self.granted_in == message.round:
+            self.asked = replace(self.asked, granted=self.asked.granted + message.granted)
+
+    @property
+    def comes_unasked(self) -> bool:
+        """Whether it will ask for a pass by itself, in a step or two that compute nothing."""
+        if self.asked is None or self.request is None:
+            return self.asked is not None
+        return self.request.is_computed and self.asked.granted > 0
+
+    def end_run(self) -> None:
+        """Nothing follows unasked."""
+        self.asked = self.taken = self.begun = None
+        self.ahead.clear()
 
     def begin(self, tree: TokenTree | None) -> Tokens:
         """Begin a pass over these new tokens, if any; returns those to be fed before them."""

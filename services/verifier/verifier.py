@@ -40,7 +40,8 @@ from services.runtime.inbox import Work
 from services.runtime.sequence_table import SequenceTable
 from services.verifier.acceptance import AcceptanceResult, AcceptanceRule
 from services.verifier.feature_source import FeatureSource
-from services.verifier.pipelined_step import PipelinedStep, next_plain
+from services.verifier.pass_ahead import PassAhead
+from services.verifier.pipelined_step import next_plain
 from services.verifier.sequence import TargetSequence
 from services.verifier.target_model import TargetModel, prepare
 
@@ -63,11 +64,10 @@ class Verifier:
         prompts: PrefixCache | None = None,
         target: TargetModel | None = None,
     ) -> None:
-        self._model = model.module
+        self._model, self._folder = model.module, model.folder
         self._target = target if target is not None else prepare(model.module)
         self._states = self._target.states
         self._prompts = prompts if prompts is not None else PrefixCache()
-        self._folder = model.folder
         self._external: ExternalPrefill | None = None
         self._sequences: SequenceTable[TargetSequence] = SequenceTable()
         whole, shares = self._target.verify is self._model, self._target.shares_passes
@@ -91,6 +91,7 @@ class Verifier:
             reader=self._features,
             memory=self._memory,
         )
+        self._pass_ahead = PassAhead(self._model, self._batcher)
         self._last_pass, self._idle_since = ForwardPass(0, 0), time.perf_counter()
         self._revoked: dict[int, int] = {}  # by sequence: see `Revoke.round`
         self.pipelines = self._target.pipelines
@@ -146,7 +147,8 @@ class Verifier:
             case Revoke():
                 self._revoked[message.sequence] = message.round
             case Extend():
-                self._extend(message)
+                if (extended := self._sequences.get(message.sequence)) is not None:
+                    extended.extend(message)
             case CloseSequence():
                 self._revoked.pop(message.sequence, None)
                 self._retire(message.sequence)
@@ -264,23 +266,18 @@ class Verifier:
         sequence.drafter_idle = message.drafter_idle
         sequence.granted_in = message.round
         sequence.asked = message
-        while sequence.asked is not None:
-            if self._revoked.get(message.sequence, 0) >= sequence.granted_in:
-                sequence.asked = replace(sequence.asked, granted=0)
-            outcome = yield from self._judge(sequence, sequence.asked, tree)
-            sequence.asked = next_plain(sequence.asked, outcome)
-            if sequence.asked is not None:
-                tree = read_tree(sequence.asked.nodes, [])
-                sequence.answered_at = 0.0  # nobody has to wait for it
-            yield outcome
-
-    def _extend(self, message: Extend) -> None:
-        """More tokens may follow unasked, if the run that this is about goes on."""
-        sequence = self._sequences.get(message.sequence)
-        if sequence is None or sequence.asked is None or sequence.granted_in != message.round:
-            return
-        granted = sequence.asked.granted + message.granted
-        sequence.asked = replace(sequence.asked, granted=granted)
+        try:
+            while sequence.asked is not None:
+                if self._revoked.get(message.sequence, 0) >= sequence.granted_in:
+                    sequence.asked = replace(sequence.asked, granted=0)
+                outcome = yield from self._judge(sequence, sequence.asked, tree)
+                sequence.asked = next_plain(sequence.asked, outcome)
+                if sequence.asked is not None:
+                    tree = read_tree(sequence.asked.nodes, [])
+                    sequence.answered_at = 0.0  # nobody has to wait for it
+                yield outcome
+        finally:
+            sequence.end_run()
 
     def _judge(
         self, sequence: TargetSequence, message: Verify, asked: TokenTree
@@ -290,11 +287,9 @@ class Verifier:
         self._share_cores(drafter_idle=all(one.drafter_idle for one in self._sequences.values()))
         try:
             logits, by = yield from self._logits(sequence, tree)
-            begun = sequence.rule.begin(logits, message, tree, sequence.best)
-            if isinstance(begun, mx.array) and message.granted:
-                self._start_pipelined(sequence, begun)
+            begun = sequence.begin_choice(logits, message, tree)
             judged = sequence.rule.accept(logits, message, tree, begun)
-            self._commit(sequence, tree, judged.rows)
+            sequence.commit(tree, judged.rows)
             read = self._features.log(sequence, message.position, sequence.take_read(judged.rows))
         except RuntimeFailure:
             sequence.state.commit(len(sequence.tokens))
@@ -311,10 +306,13 @@ class Verifier:
         self, sequence: TargetSequence, tree: TokenTree
     ) -> Generator[None, None, tuple[mx.array, ForwardPass]]:
         """[rows, vocabulary] logits, perhaps still in the making; the KV holds the tree."""
-        ahead, sequence.pipelined, sequence.best = sequence.pipelined, None, None
-        if ahead is not None and (logits := ahead.take_up(tree.tokens)) is not None:
-            # It has been at work ever since: the device did not idle.
-            return logits, ForwardPass(rows=1, sequences=1, started=self._idle_since)
+        ahead, sequence.best = sequence.take_ahead(tree.tokens), None
+        if ahead is not None:
+            if ahead.by is not self._last_pass:
+                ahead.by.started = self._idle_since  # at work ever since: the device did not idle
+            self._start_ahead(ahead.by)
+            sequence.best = ahead.best
+            return ahead.logits, ahead.by
         if sequence.state.owed > sequence.state.most_owed:
             self._feed_owed(sequence)
         begin = partial(sequence.begin, tree)
@@ -323,21 +321,23 @@ class Verifier:
         try:
             if len(self._sequences) > 1:
                 yield None  # others may join in
+            while not asked.is_computed and self._is_somebody_coming():
+                yield None
             result = self._batcher.result(asked)
+            self._start_ahead(result[1])
             sequence.read, sequence.best = asked.features, asked.best
             return result
         finally:
             sequence.request = None
             self._batcher.withdraw(asked)
 
+    def _is_somebody_coming(self) -> bool:
+        """Whether another one will ask for a pass in a moment, without a message."""
+        return any(one.comes_unasked for one in self._sequences.values())
+
     def _share_cores(self, *, drafter_idle: bool) -> None:
         """Compute on the drafter's cores too, or on this process's own alone."""
         use_spare_cores(self.spare_cores if drafter_idle else ())
-
-    @staticmethod
-    def _commit(sequence: TargetSequence, tree: TokenTree, rows: Sequence[int]) -> None:
-        """These rows of the sequence's pass stand."""
-        sequence.commit(tree, rows)
 
     def _feed_owed(self, sequence: TargetSequence) -> None:
         """A pass over the tokens that stand but have to be fed again, and no others."""
@@ -345,15 +345,10 @@ class Verifier:
         self._batcher.result(request)
         sequence.state.commit(len(sequence.tokens))
 
-    def _start_pipelined(self, sequence: TargetSequence, choice: mx.array) -> None:
-        """Begin the next pass on a device that would idle until its token has been read.
-
-        After a draft it is not known where it begins; beside others a shared pass is worth more.
-        """
-        alone = choice.size == 1 and len(self._sequences) == 1
-        if self.pipelines and alone and self._features.request is None:  # it would not be read
-            sequence.state.commit(sequence.state.length)  # a chain of one token stands
-            sequence.pipelined = PipelinedStep(self._model, sequence.state, choice)
+    def _start_ahead(self, by: ForwardPass) -> None:
+        """Begin the next pass on a device that would idle until its tokens have been read."""
+        if self.pipelines and self._features.request is None:  # it would not be read
+            self._pass_ahead.start(by, self._sequences.values())
 
     def _record_pass(self, by: ForwardPass) -> None:
         """Keep the times of a pass, which end with its first outcome."""

@@ -232,7 +232,7 @@ def test_no_pass_is_run_beside_another_sequence() -> None:
     asking = Asking("llama", Sampling())
     asking.open(2, Sampling())
     assert asking.count(granted=3) == 4
-    assert asking.verifier._sequences[1].pipelined is None
+    assert asking.verifier._sequences[1].ahead == []
     list(asking.verifier.handle(CloseSequence(sequence=2)))
     assert plain("llama", PROMPT, 4, Sampling()) == asking.tokens[3:]
 

@@ -1,0 +1,107 @@
+"""Plain decoding without a pause: the next pass begins before this one's tokens have been read.
+
+The chosen tokens stay on the device and are fed to the next pass there, while this process
+reads them and reports them. A pass begins ahead only where all sequences that there are go on
+with one token each, which the orchestrator has granted (`Verify.granted`): for one that comes,
+goes or verifies a draft a shared pass is worth waiting.
+"""
+
+import logging
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from protocol.decoding.token_tree import read_tree
+from services.batching.forward import Batcher, ForwardPass
+from services.kv.cache import KVStore
+from services.verifier.pipelined_step import PipelinedStep, SharedStep
+from services.verifier.sequence import TargetSequence
+
+_log = logging.getLogger(__name__)
+
+
+class PassAhead:
+    """Begins passes that were not asked for yet.
+
+    Args:
+        model: for passes of one sequence.
+        batcher: for shared ones.
+    """
+
+    def __init__(self, model: Any, batcher: Batcher) -> None:
+        self._model, self._batcher = model, batcher
+        self._followed: ForwardPass | None = None
+        """The pass that was looked at last."""
+
+    def start(self, by: ForwardPass, sequences: Collection[TargetSequence]) -> None:
+        """Begin the pass after `by`, if that can be; asked once a pass, by its first sequence.
+
+        Args:
+            by: a pass in the making, of which nothing has been read.
+            sequences: all that there are.
+        """
+        if by is self._followed:
+            return
+        self._followed = by
+        rows = {one.row_in(by): one for one in sequences if _goes_on(one)}
+        everybody = len(rows) == len(sequences) == by.sequences and None not in rows
+        if not everybody or self._batcher.has_waiting:
+            return
+        members = [rows[row] for row in sorted(row for row in rows if row is not None)]
+        choice = _choose(by, members)
+        if len(members) == 1:
+            [alone] = members
+            alone.state.commit(alone.state.length)  # a chain of one token stands
+            alone.ahead.append(PipelinedStep(self._model, alone.state, choice))
+        elif all(isinstance(one.state, KVStore) for one in members):
+            self._start_shared(members, choice)
+
+    def _start_shared(self, members: list[TargetSequence], choice: mx.array) -> None:
+        """States of slots can be anywhere in a row of tokens: they are put back at once."""
+        token: Any = mx.maximum(choice, 0)
+        # Before the pass is built, so that reading them waits for nothing behind it.
+        _start(choice, token)
+        lengths = [one.state.length for one in members]
+        try:
+            under_way = [len(one.ahead) for one in members]
+            logits, after = self._batcher.begin(token, [one.state for one in members], under_way)
+            likeliest = after.choose()
+        # What it runs into is met again, and reported, where the pass is asked for.
+        except Exception as error:  # noqa: BLE001
+            _log.info("no pass of %d sequences begins ahead: %s", len(members), error)
+            return
+        finally:
+            for one, length in zip(members, lengths, strict=True):
+                one.state.commit(length)
+        read = cache(token.tolist)
+        for row, one in enumerate(members):
+            own = logits[row : row + 1]
+            one.ahead.append(SharedStep(after, row, one.state, read, own))
+        _start(likeliest)
+
+
+def _goes_on(sequence: TargetSequence) -> bool:
+    """Whether the pass that it is in, or comes next, is of one token and another one follows."""
+    asked = sequence.asked
+    granted = asked is not None and asked.granted > 0 and len(asked.nodes) == 1
+    return granted and sequence.rule.is_on_device
+
+
+def _choose(by: ForwardPass, members: list[TargetSequence]) -> mx.array:
+    """[sequences] the tokens that are chosen, in the making; negative where they are not sure."""
+    if len(members) > 1 and all(one.rule.is_likeliest for one in members):
+        return by.choose()
+    choices = []
+    for one in members:
+        if one.asked is not None and (logits := one.logits_in(by)) is not None:
+            choice: Any = one.rule.begin(logits, one.asked, read_tree(one.asked.nodes, []))
+            one.begun = choice
+            choices.append(choice)
+    return mx.concatenate(choices)
+
+
+def _start(*arrays: mx.array) -> None:
+    start: Any = mx.async_eval
+    start(*arrays)
