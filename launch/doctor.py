@@ -17,6 +17,7 @@ from launch.settings.machine import package_versions, share_cores
 from launch.settings.ranks import rank_group
 from launch.settings.settings import StackSettings
 from launch.workers.layers import describe_layers
+from launch.workers.metal_kernels import ask_metal_kernels, describe_kernels
 from launch.workers.worker import run_module
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, RuntimeFailure, SsdError, UsageError
@@ -195,6 +196,7 @@ def _examine_pair(settings: StackSettings, survey: HardwareReport, free: int) ->
     return [
         *findings,
         _check_layers(pair),
+        *_examine_kernels(pair, settings),
         *_check_conversions(pair),
         *_check_vocabulary(pair),
         _check_memory(needs, survey, free),
@@ -234,6 +236,13 @@ def _examine_model(folder: Path, survey: HardwareReport) -> tuple[str, Needs]:
 def _check_layers(pair: Pair) -> Finding:
     """How the target gets back from a rejected draft."""
     return Finding("ok", "layers", describe_layers(pair.model))
+
+
+def _examine_kernels(pair: Pair, settings: StackSettings) -> list[Finding]:
+    """Our kernels for few rows on Metal: which are used, and what was measured."""
+    report = ask_metal_kernels(pair.model, settings.metal_kernels)
+    level: Level = "note" if report.note else "ok"
+    return [Finding(level, "Metal kernels", text) for text in describe_kernels(report)]
 
 
 def _check_conversions(pair: Pair) -> list[Finding]:

@@ -35,6 +35,10 @@ Prefill = Literal["mlx", "coreml", "coreml-always"]
 """Who computes the target's prompts; `coreml` where that was measured to be faster."""
 PREFILLS: tuple[Prefill, ...] = get_args(Prefill)
 
+MetalKernels = Literal["auto", "on", "off"]
+"""Our kernels for few rows on Apple's GPUs: where they are faster, wherever right, or never."""
+METAL_KERNELS: tuple[MetalKernels, ...] = get_args(MetalKernels)
+
 Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]
 """Where a process computes: cpu, gpu, cuda:N (one GPU of several), or empty for MLX's choice."""
 
@@ -138,6 +142,7 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     compute_units: ComputeUnits = "auto"
     """Of the converted target."""
 
+    metal_kernels: MetalKernels = "auto"
     kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Most memory for the KV of open sequences; 0 is half of what is free after loading."""
     emulated_cost: str = ""

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from launch.bench.bandwidth import describe_ceiling, describe_share
+from launch.workers.metal_kernels import describe_kernels
 from protocol.jobs.coreml_probe import ProbeResult
+from protocol.jobs.metal_kernels import MetalKernelsReport
 
 TEMPERATURE = 0.8
 """Of all answers."""
@@ -50,6 +52,8 @@ class MacReport(msgspec.Struct, frozen=True, kw_only=True):
     probes: list[ProbeResult] = []
     overlap: dict[str, list[ProbeResult]] = {}
     """"alone": draft and target loop one after the other; "together": at the same time."""
+    kernels: MetalKernelsReport = MetalKernelsReport()
+    """Of our own for few rows on Metal, with the target; whole passes without and with them."""
     answers: list[MeasuredAnswer] = []
     stack: str = ""
     """Of `answers`: target and drafter."""
@@ -86,6 +90,16 @@ def lines(report: MacReport) -> Iterator[str]:
         for loop in loops:
             for text in format_probe(loop):
                 yield f"{when}: {text}"
+    for text in describe_kernels(report.kernels):
+        yield f"Metal kernels: {text}"
+    yield from _format_answers(report)
+    if report.answers_failed:
+        yield f"answers: no more figures, {report.answers_failed}"
+    for what in report.not_measured:
+        yield f"not measured here: {what}"
+
+
+def _format_answers(report: MacReport) -> Iterator[str]:
     for answer in report.answers:
         yield (
             f"{answer.mode}{f' K={answer.num_draft_tokens}' if answer.num_draft_tokens else ''} "
@@ -96,10 +110,6 @@ def lines(report: MacReport) -> Iterator[str]:
         share = describe_share(answer.tok_s, report.weight_bytes, report.read_bytes_s)
         if answer.mode == "ar" and share:
             yield share
-    if report.answers_failed:
-        yield f"answers: no more figures, {report.answers_failed}"
-    for what in report.not_measured:
-        yield f"not measured here: {what}"
 
 
 def _format_drafts(answer: MeasuredAnswer) -> str:

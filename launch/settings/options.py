@@ -12,7 +12,14 @@ from launch.settings.settings import StackSettings, stack_settings
 from protocol.decoding.sampling_params import PRESETS
 from protocol.errors import UsageError
 from protocol.messages import Acceptance, Sampling
-from protocol.settings import BACKENDS, COMPUTE_UNITS, PREFILLS, RANK_BACKENDS, LogLevel
+from protocol.settings import (
+    BACKENDS,
+    COMPUTE_UNITS,
+    METAL_KERNELS,
+    PREFILLS,
+    RANK_BACKENDS,
+    LogLevel,
+)
 from protocol.validation import describe
 
 _DEFAULTS = StackSettings()
@@ -147,6 +154,8 @@ def _process_options() -> Callable[[F], F]:
         "Processes",
         _setting("--target-device", _DEVICE.format("target"), metavar="DEVICE"),
         _setting("--draft-device", _DEVICE.format("drafter"), metavar="DEVICE"),
+        _setting("--metal-kernels", "Kernels for few rows on Apple's GPUs; auto: where faster.",
+                 click.Choice(METAL_KERNELS)),
         _setting("--decode-concurrency", "Requests decoded at once; others are queued.", positive),
         _setting("--max-waiting", "Queued requests before more are refused; 0: any number.",
                  count),

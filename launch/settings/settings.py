@@ -19,6 +19,7 @@ from protocol.settings import (
     ComputeUnits,
     Device,
     LogLevel,
+    MetalKernels,
     OrchestratorSettings,
     Prefill,
     VerifierSettings,
@@ -90,6 +91,9 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Most memory for the target's KV of open requests; 0 is half of what is free."""
     prefill: Prefill = "mlx"
     """Who computes prompts: the target itself, or its converted form where that is faster."""
+    metal_kernels: MetalKernels = "auto"
+    """Kernels for the few rows of a verification on Apple's GPUs: where they are faster, wherever
+    they are right, or never."""
     target_device: Device = ""
     draft_device: Device = ""
     target_ranks: Annotated[int, msgspec.Meta(ge=1)] = 1

@@ -62,6 +62,7 @@ def describe_machine(settings: StackSettings, pair: Pair) -> str:
         settings.emulate_target_cost,
         describe_ranks(rank_group(settings)),
         identify_adapter(pair.adapter),
+        "" if settings.metal_kernels == "auto" else f"metal-kernels-{settings.metal_kernels}",
     )
     return " ".join(words).strip()
 
@@ -85,6 +86,7 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         kv_bytes=settings.kv_bytes,
         device=settings.target_device,
         prefill=settings.prefill,
+        metal_kernels=settings.metal_kernels,
         prefill_model=_prefill_model(settings, pair),
         compute_units=settings.compute_units,
         emulated_cost=settings.emulate_target_cost,

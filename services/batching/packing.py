@@ -32,6 +32,7 @@ from services.kv.shared_recurrence import SharedPass
 from services.kv.state import SequenceState
 from services.mlx import cpu_attention, decode_attention
 from services.mlx.loader import compute_unit
+from services.mlx.metal import choice
 from services.mlx.rope import allow_branches, has_rope
 
 _log = logging.getLogger(__name__)
@@ -150,6 +151,7 @@ def _recurrent_sources(states: Sequence[SequenceState]) -> list[list[int | None]
 _KERNELS: dict[str, Callable[..., mx.array | None]] = {
     "cpu": cpu_attention.attend,
     "cuda": decode_attention.attend,
+    "metal": choice.attend,
 }
 
 

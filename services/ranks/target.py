@@ -10,6 +10,7 @@ from protocol.errors import UsageError
 from protocol.settings import RankGroupSettings, VerifierSettings
 from services.mlx.device import bind
 from services.mlx.loader import LoadedModel, load
+from services.mlx.metal.choice import use_kernels
 from services.ranks.group import RankGroup
 from services.ranks.mirror import MirroredModel, MirroredStore, StoreLog
 from services.ranks.sharding import join_group, load_part
@@ -38,6 +39,7 @@ def open_target(settings: VerifierSettings) -> Iterator[OpenTarget]:
     if settings.ranks is None:
         unit = bind(settings.device)
         model = load(Path(settings.model), adapter=settings.adapter)
+        use_kernels(model.module, settings.metal_kernels)
         yield OpenTarget(model, None, unit, None)
         return
     with _spread(settings, settings.ranks) as spread:

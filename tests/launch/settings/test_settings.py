@@ -114,6 +114,7 @@ def test_every_setting_has_its_variable(
         "compute_units": "all",
         "log_level": "debug",
         "prefill": "coreml",
+        "metal_kernels": "on",
         "preset": "creative",
     }
     devices = {"target_device": "gpu", "draft_device": "cuda:1"}

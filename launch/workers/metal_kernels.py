@@ -1,0 +1,69 @@
+"""Our kernels for few rows on this Mac, measured by a process with MLX; and that in words."""
+
+import sys
+from collections.abc import Iterator
+
+import msgspec
+
+from launch.workers.worker import run_module
+from protocol.errors import SsdError
+from protocol.jobs.metal_kernels import KernelProbe, MetalKernelsReport, MetalKernelsSettings
+from protocol.settings import MetalKernels, encode_settings
+
+NO_METAL = "there is no Metal here; kernels for the few rows of a verification are for Macs"
+_TIMEOUT_S = 120.0
+_PASSES_TIMEOUT_S = 900.0
+"""A large target takes minutes to load."""
+
+
+def ask_metal_kernels(
+    model: str, kernels: MetalKernels, *, passes: bool = False
+) -> MetalKernelsReport:
+    """What was measured with the layers of a target; else a note why nothing was.
+
+    Args:
+        model: the target's folder.
+        kernels: the setting of this name.
+        passes: whether whole passes are timed too, for which all of the target is loaded.
+    """
+    if sys.platform != "darwin":
+        return MetalKernelsReport(note=NO_METAL)
+    told = MetalKernelsSettings(model=model, kernels=kernels, passes=passes)
+    try:
+        found = run_module(
+            "kernel report",
+            "services.tools.metal_kernels",
+            encode_settings(told),
+            timeout_s=_PASSES_TIMEOUT_S if passes else _TIMEOUT_S,
+        )
+    except SsdError as error:
+        return MetalKernelsReport(note=str(error))
+    return msgspec.json.decode(found, type=MetalKernelsReport)
+
+
+def describe_kernels(report: MetalKernelsReport) -> Iterator[str]:
+    """Which are used and what was measured, a line each."""
+    if report.note:
+        yield report.note
+    for probe in report.probes:
+        yield _describe(probe)
+    if report.pass_ms:
+        yield f"a verification of 1 to {max(report.pass_ms)} rows: {_times(report.pass_ms)}"
+    if report.pass_with_kernels_ms:
+        yield f"the same with every kernel that is right: {_times(report.pass_with_kernels_ms)}"
+
+
+def _describe(probe: KernelProbe) -> str:
+    layers = f"{probe.layers} x " if probe.layers else ""
+    used = f"used from {probe.least_rows} rows on" if probe.least_rows > 1 else "used"
+    text = f"{probe.kernel}, {layers}{probe.shape}: {used if probe.least_rows else 'not used'}"
+    if probe.reason:
+        text += f", {probe.reason}"
+    if probe.own_ms:
+        rows = ", ".join(map(str, probe.own_ms))
+        text += f"; {rows} rows take {_times(probe.own_ms)} (MLX: {_times(probe.mlx_ms)})"
+    return text
+
+
+def _times(by_rows: dict[int, float]) -> str:
+    return " / ".join(f"{milliseconds:.3g}" for milliseconds in by_rows.values()) + " ms"

@@ -1,0 +1,169 @@
+"""Which kernels of ours a process uses on Metal: what was tried, and the model's layers with them.
+
+Off until `use_kernels` is called, and for good where there is no Metal. Attention is tried when
+a model first needs it, since only then its shape is known.
+"""
+
+import logging
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from protocol.jobs.metal_kernels import KernelProbe, MetalKernelsReport
+from protocol.settings import MetalKernels
+from services.mlx.loader import compute_unit
+from services.mlx.metal import attention, product
+from services.mlx.metal.probe import AttentionKind, probe_attention, probe_product
+from services.mlx.metal.product import Quantised
+
+_log = logging.getLogger(__name__)
+
+_FIRST_WITH_ACCELERATORS = 5
+"""Of the M chips: their GPUs multiply matrices in units that MLX uses and these kernels do not."""
+_LAYERS = 4
+"""Of a shape, whose weights are read in turn when it is timed."""
+
+
+@dataclass
+class _InUse:
+    """What this process has found out."""
+
+    mode: MetalKernels = "off"
+    note: str = ""
+    products: tuple[KernelProbe, ...] = ()
+    attention: dict[AttentionKind, KernelProbe] | None = None
+
+
+_in_use = _InUse()
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What a layer's calls need."""
+
+    weights: Quantised
+    least_rows: int
+
+    def takes(self, x: mx.array) -> bool:
+        return x.size >= self.least_rows * x.shape[-1] and product.takes(x, self.weights)
+
+
+class FewRowsLinear(nn.QuantizedLinear):
+    """A quantised layer whose few rows go through our kernel."""
+
+    served: _Served
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., rows, inputs] -> [..., rows, outputs]."""
+        if not self.served.takes(x):
+            by_mlx: mx.array = super().__call__(x)
+            return by_mlx
+        found = product.multiply(x, self.served.weights)
+        return found + self["bias"] if "bias" in self else found
+
+
+class FewRowsEmbedding(nn.QuantizedEmbedding):
+    """A tied embedding whose few rows of logits go through our kernel."""
+
+    served: _Served
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Logits of [..., rows, inputs]."""
+        if not self.served.takes(x):
+            by_mlx: mx.array = super().as_linear(x)
+            return by_mlx
+        return product.multiply(x, self.served.weights)
+
+
+_LAYERS_OF_OURS = {nn.QuantizedLinear: FewRowsLinear, nn.QuantizedEmbedding: FewRowsEmbedding}
+
+
+def use_kernels(model: Any, mode: MetalKernels) -> None:
+    """Let a model on Metal use the kernels that are right here and faster, or all that are right.
+
+    Takes the place of what an earlier call chose. Elsewhere than on Metal it does nothing.
+    """
+    stop_using(model)
+    if compute_unit() != "metal" or mode == "off":
+        return
+    if mode == "auto" and has_accelerators():
+        _in_use.note = (
+            f"not used on {_device_name()}, whose GPU multiplies matrices in units of its own; "
+            "`--metal-kernels on` uses them"
+        )
+        _log.info("kernels for few rows: %s", _in_use.note)
+        return
+    _in_use.mode, _in_use.attention = mode, {}
+    by_shape = defaultdict[Any, list[tuple[Any, Quantised]]](list)
+    for _, layer in model.named_modules():
+        if type(layer) in _LAYERS_OF_OURS and (own := product.weights_of(layer)) is not None:
+            key = (own.weight.shape, own.group_size, own.bits, own.scales.dtype)
+            by_shape[key].append((layer, own))
+    _in_use.products = tuple(_use_product(layers) for layers in by_shape.values())
+
+
+def _use_product(layers: list[tuple[Any, Quantised]]) -> KernelProbe:
+    some = [own for _, own in layers[:_LAYERS]]
+    mx.eval(some)
+    probe = probe_product(some, always=_in_use.mode == "on")
+    if probe.least_rows:
+        for layer, own in layers:
+            layer.__class__ = _LAYERS_OF_OURS[type(layer)]
+            layer.served = _Served(own, probe.least_rows)
+    counted = {name: getattr(probe, name) for name in probe.__struct_fields__}
+    return KernelProbe(**{**counted, "layers": len(layers)})
+
+
+def stop_using(model: Any) -> None:
+    """Compute by MLX alone from now on."""
+    back = {ours: theirs for theirs, ours in _LAYERS_OF_OURS.items()}
+    for _, layer in model.named_modules():
+        if type(layer) in back:
+            layer.__class__ = back[type(layer)]
+            del layer.served
+    vars(_in_use).update(vars(_InUse()))
+
+
+def attend(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> mx.array | None:
+    """[1, heads, n, size] attention, or None where MLX's own kernels serve better.
+
+    See `attention.attend` for the arguments.
+    """
+    if _in_use.attention is None or not attention.takes(queries, keys, values, mask):
+        return None
+    _, heads, count, size = queries.shape
+    least = try_attention(AttentionKind(heads, keys.shape[1], size, queries.dtype))
+    return attention.attend(queries, keys, values, scale, mask) if 0 < least <= count else None
+
+
+def try_attention(shape: AttentionKind) -> int:
+    """From how many queries on our kernel attends in this shape; 0: never."""
+    tried = _in_use.attention
+    if tried is None or shape.size not in attention.SIZES or shape.dtype not in attention.TYPES:
+        return 0
+    if shape not in tried:
+        tried[shape] = probe_attention(shape, always=_in_use.mode == "on")
+    return tried[shape].least_rows
+
+
+def report() -> MetalKernelsReport:
+    """What has been tried so far."""
+    attentions = list((_in_use.attention or {}).values())
+    return MetalKernelsReport(note=_in_use.note, probes=[*_in_use.products, *attentions])
+
+
+def has_accelerators() -> bool:
+    """Whether this GPU has units for matrices, as those of M5 chips."""
+    found = re.search(r"\bM(\d+)", _device_name())
+    return found is not None and int(found[1]) >= _FIRST_WITH_ACCELERATORS
+
+
+def _device_name() -> str:
+    module: Any = mx  # it has no types
+    return str(module.device_info().get("device_name", ""))

@@ -1,0 +1,110 @@
+"""`python -m services.tools.metal_kernels SETTINGS`: our kernels for few rows, on this Mac.
+
+They are tried with the target's own layers. Of the target no more is read than that takes,
+unless whole passes are timed.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from protocol.errors import ModelError
+from protocol.jobs.metal_kernels import MetalKernelsReport, MetalKernelsSettings
+from protocol.process.child import run_reporting_errors
+from protocol.settings import decode_settings
+from services.kv.state import SequenceState
+from services.mlx.loader import compute_unit, load
+from services.mlx.metal import attention
+from services.mlx.metal.choice import report, stop_using, try_attention, use_kernels
+from services.mlx.metal.probe import AttentionKind
+from services.mlx.metal.product import MOST_ROWS
+from services.verifier.target_model import prepare
+
+_CONTEXT = 512
+_TRIALS = 5
+"""Of which the fastest counts."""
+
+
+def measure(settings: MetalKernelsSettings) -> MetalKernelsReport:
+    """Try the kernels as the settings say; raises ModelError if the model does not load."""
+    if compute_unit() != "metal":
+        return MetalKernelsReport(note="there is no Metal here")
+    if settings.passes:
+        return _measure_passes(settings)
+    try:
+        loaded: Any = load_model(Path(settings.model), lazy=True)
+    # mlx-lm and MLX raise whatever a broken folder leads them into.
+    except Exception as error:
+        raise ModelError(f"cannot load the model {settings.model!r}: {error}") from error
+    module, config = loaded
+    use_kernels(module, settings.kernels)
+    shape = _attention_shape(module, config)
+    if shape is not None:
+        try_attention(shape)
+    return report()
+
+
+def _attention_shape(module: Any, config: dict[str, Any]) -> AttentionKind | None:
+    """What the configuration says of it, where it has the usual words."""
+    own = config.get("text_config") or config
+    heads, width = own.get("num_attention_heads"), own.get("hidden_size")
+    parameters: Any = tree_flatten(module.parameters())
+    types = [array.dtype for _, array in parameters if array.dtype in attention.TYPES]
+    if not heads or not width or not types:
+        return None
+    kv_heads = own.get("num_key_value_heads") or heads
+    return AttentionKind(heads, kv_heads, own.get("head_dim") or width // heads, types[0])
+
+
+def _measure_passes(settings: MetalKernelsSettings) -> MetalKernelsReport:
+    """What the probes find, then whole passes by MLX and by all kernels that are right."""
+    module = load(Path(settings.model)).module
+    states = prepare(module).states
+    use_kernels(module, settings.kernels)
+    # Attention is tried when it is first needed.
+    state = states.make()
+    state.append(3)
+    mx.eval(module(mx.array([[1, 2, 3]]), cache=state.caches))
+    found = report()
+    if states.way not in ("slots", "windows"):
+        return found
+    stop_using(module)
+    alone = _time_passes(module, states.make())
+    use_kernels(module, "on")
+    ours = _time_passes(module, states.make())
+    return msgspec.structs.replace(found, pass_ms=alone, pass_with_kernels_ms=ours)
+
+
+def _time_passes(module: Any, state: SequenceState) -> dict[int, float]:
+    """Milliseconds of a verification, by rows, behind a prompt."""
+    state.append(_CONTEXT)
+    mx.eval(module(mx.arange(1, 1 + _CONTEXT)[None], cache=state.caches))
+    state.commit(_CONTEXT)
+    return {rows: _time_pass(module, state, rows) for rows in range(1, MOST_ROWS + 1)}
+
+
+def _time_pass(module: Any, state: SequenceState, rows: int) -> float:
+    seconds = []
+    for _ in range(1 + _TRIALS):
+        length = state.length
+        started = time.perf_counter()
+        state.append(rows)
+        mx.eval(module(mx.array([[1] * rows]), cache=state.caches))
+        seconds.append(time.perf_counter() - started)
+        state.commit(length)
+    return 1e3 * min(seconds[1:])
+
+
+def _run() -> None:
+    settings = decode_settings(sys.argv[1], MetalKernelsSettings)
+    sys.stdout.write(msgspec.json.encode(measure(settings)).decode() + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run_reporting_errors("metal kernels", _run))

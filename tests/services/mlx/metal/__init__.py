@@ -1,0 +1,1 @@
+"""Tests of `services/mlx/metal/`, whose kernels run as C++ here."""
