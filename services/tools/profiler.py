@@ -131,6 +131,7 @@ def _as_verifier(settings: ProfilerSettings) -> VerifierSettings:
         device=settings.device,
         emulated_cost=settings.emulated_cost,
         adapter=settings.adapter,
+        metal_kernels=settings.metal_kernels,
         ranks=settings.ranks,
     )
 

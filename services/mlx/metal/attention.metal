@@ -68,7 +68,8 @@ void attend(
       weights.thread_elements()[p] = weight;
     }
 
-    // Row j of the values' matrix s stands for the value j * TILES + s.
+    // Row j of the values' matrix s stands for the value j * TILES + s. Keys beyond the last are
+    // the last once more, with a weight of zero.
     const int at = block + place.column;
     device const T* v_first = v + min(at, keys - 1) * v_step + place.row * TILES;
     device const T* v_second = v + min(at + 1, keys - 1) * v_step + place.row * TILES;
@@ -80,7 +81,7 @@ void attend(
         held[s].thread_elements()[0] *= shrink[0];
         held[s].thread_elements()[1] *= shrink[1];
         simdgroup_float8x8 some;
-        fill(some, at < keys ? float(one.at[i]) : 0.0f, at + 1 < keys ? float(two.at[i]) : 0.0f);
+        fill(some, float(one.at[i]), float(two.at[i]));
         simdgroup_multiply_accumulate(held[s], some, weights, held[s]);
       }
     }

@@ -157,4 +157,5 @@ def _on_device(scale: float) -> mx.array:
 
 @functools.cache
 def _no_mask() -> mx.array:
-    return mx.zeros((_TILE, _TILE), mx.bool_)
+    # Not `mx.zeros`, which would be a part of whatever trace comes first.
+    return mx.array([[False] * _TILE] * _TILE)

@@ -21,9 +21,10 @@ _TRIALS = 5
 _CALLS = 8
 """At once, so that what a launch costs counts as it does in a pass."""
 _WORTHWHILE = 0.95
-"""Share of MLX's time that several rows may take at most, on average."""
-_SINGLE = 1.05
-"""The same for a single row: what bits equal to a verification's may cost plain decoding."""
+"""Share of MLX's time that the rows it serves may take at most, on average."""
+_FEWEST = 1.05
+"""The same for the fewest of them. If that is one row, this is what bits equal to a
+verification's may cost plain decoding."""
 _SLOTS = (256, 4096)
 """Keys behind which attention is timed."""
 
@@ -176,12 +177,12 @@ def _judge(
 
 def choose_rows(own: dict[int, float], mlx: dict[int, float]) -> tuple[int, str]:
     """From how many rows on the kernel is used, given both times by rows; and why not from one."""
-    several = [own[rows] / mlx[rows] for rows in own if rows > 1]
-    if sum(several) > _WORTHWHILE * len(several):
-        return 0, "it is not faster than MLX's"
-    if own[1] > _SINGLE * mlx[1]:
-        return 2, "a single row is faster by MLX"
-    return 1, ""
+    shares = {rows: own[rows] / mlx[rows] for rows in sorted(own)}
+    for least, share in shares.items():
+        served = [one for rows, one in shares.items() if rows >= least]
+        if share <= _FEWEST and sum(served) <= _WORTHWHILE * len(served):
+            return least, "" if least == 1 else "fewer are faster by MLX"
+    return 0, "it is not faster than MLX's"
 
 
 def _report(probe: KernelProbe) -> KernelProbe:

@@ -19,7 +19,7 @@ _USED = KernelProbe(
     kernel="product", shape="4096 to 14336, 4 bits, groups of 64, float16", layers=64,
     least_rows=1, own_ms={1: 0.1, 8: 0.1234}, mlx_ms={1: 0.1, 8: 0.27},
 )  # fmt: skip
-_SEVERAL = msgspec.structs.replace(_USED, least_rows=2, reason="a single row is faster by MLX")
+_SEVERAL = msgspec.structs.replace(_USED, least_rows=2, reason="fewer are faster by MLX")
 _BROKEN = KernelProbe(
     kernel="attention", shape="32 heads of 128 over 8, float16", reason="it does not run here: why"
 )
@@ -35,7 +35,7 @@ def test_each_kernel_has_a_line() -> None:
         "product, 64 x 4096 to 14336, 4 bits, groups of 64, float16: used; "
         "1, 8 rows take 0.1 / 0.123 ms (MLX: 0.1 / 0.27 ms)",
         "product, 64 x 4096 to 14336, 4 bits, groups of 64, float16: used from 2 rows on, "
-        "a single row is faster by MLX; 1, 8 rows take 0.1 / 0.123 ms (MLX: 0.1 / 0.27 ms)",
+        "fewer are faster by MLX; 1, 8 rows take 0.1 / 0.123 ms (MLX: 0.1 / 0.27 ms)",
         "attention, 32 heads of 128 over 8, float16: not used, it does not run here: why",
         "a verification of 1 to 2 rows: 20 / 30.1 ms",
         "the same with every kernel that is right: 21 / 22 ms",
