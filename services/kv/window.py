@@ -148,6 +148,9 @@ class WindowCache:
 
     def restore(self, snapshot: WindowSnapshot) -> None:
         """Be as at that moment."""
+        held = 0 if snapshot.keys is None else snapshot.keys.shape[2]
+        if self.keep + snapshot.length - snapshot.start > held and snapshot.length > self.keep:
+            raise ValueError(f"{held} rows are not a window at {snapshot.length} tokens")
         self.keys = None if snapshot.keys is None else snapshot.keys[...]
         self.values = None if snapshot.values is None else snapshot.values[...]
         self.length, self._start = snapshot.length, snapshot.start

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 
 from protocol.process.child import exit_on_sigterm
 from protocol.process.files import atomic_writer, remove_leftovers
+from services.kv.dump_check import check_dump, sample_dumps
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.kv.state import SequenceState
 from services.mlx.loader import LoadedModel, compute_unit
@@ -46,7 +47,7 @@ def persist_prefixes(
         yield
         return
     path, identity = Path(file), identify_kv(model, how)
-    load(path, prompts, identity, verifier.new_state)
+    load(path, prompts, identity, model.module, verifier.new_state)
     try:
         with exit_on_sigterm():
             yield
@@ -96,14 +97,18 @@ def save(path: Path, prompts: PrefixCache, identity: str) -> None:
 
 
 def load(
-    path: Path, prompts: PrefixCache, identity: str, new_state: Callable[[], SequenceState]
+    path: Path,
+    prompts: PrefixCache,
+    identity: str,
+    module: Any,
+    new_state: Callable[[], SequenceState],
 ) -> None:
     """Take in what was saved; a file that cannot be used costs a log line."""
     remove_leftovers(path.parent, path.name)
     if not path.exists():
         return
     try:
-        found = _read(path, identity, new_state)
+        found = _read(path, identity, module, new_state)
     except _UNUSABLE as error:
         _log.warning("the prompt cache in %s is not used: %s", path, error)
         return
@@ -120,7 +125,9 @@ def _iter_arrays(kept: Iterable[CachedPrefix]) -> Iterator[tuple[str, mx.array]]
             yield f"{number}.{name}", array
 
 
-def _read(path: Path, identity: str, new_state: Callable[[], SequenceState]) -> list[CachedPrefix]:
+def _read(
+    path: Path, identity: str, module: Any, new_state: Callable[[], SequenceState]
+) -> list[CachedPrefix]:
     loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
     arrays: dict[str, mx.array] = loaded[0]
     metadata: dict[str, str] = loaded[1]
@@ -131,12 +138,15 @@ def _read(path: Path, identity: str, new_state: Callable[[], SequenceState]) -> 
     mx.eval(list(arrays.values()))
     if metadata.get("checksum") != _checksum(arrays):
         raise ValueError("it is damaged")
+    samples = sample_dumps(module, new_state)
     found: list[CachedPrefix] = []
     while f"{len(found)}.tokens" in arrays:
         prefix = f"{len(found)}."
         tokens: Any = arrays.pop(f"{prefix}tokens").tolist()
+        dump = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+        check_dump(dump, samples)
         state = new_state()
-        state.load({n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)})
+        state.load(dump)
         state.evaluate()
         if state.length != len(tokens):
             raise ValueError(f"it holds {state.length} of {len(tokens)} tokens")

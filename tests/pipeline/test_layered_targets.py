@@ -18,7 +18,13 @@ from services.verifier.verifier import Verifier
 from tests.support.families.layered import LAYERED, RECURRENT_DRAFTERS
 from tests.support.lockstep import Lockstep
 from tests.support.reference import plain, tiny_folder
-from tests.support.stack import RunningStack, answer_beside_death, restarted_verifier, running
+from tests.support.stack import (
+    Answered,
+    RunningStack,
+    answer_beside_death,
+    restarted_verifier,
+    running,
+)
 from tests.support.tiny_models import write_tiny_model
 
 PROMPT = (0, *[97, 41, 250, 33, 8] * 3, 19, 203, 64)
@@ -29,9 +35,10 @@ SAMPLINGS = {"greedy": Sampling(), "T0.7": Sampling(temperature=0.7, seed=5)}
 
 
 class Target(NamedTuple):
-    """A stack and the family of its target."""
+    """A stack, the family of its target, and that of its drafter or `ngram`."""
 
     family: str
+    drafter: str
     stack: RunningStack
 
 
@@ -65,16 +72,34 @@ def test_ngram_drafts_for_every_family(family: str) -> None:
     run(family, NgramBackend(), SAMPLINGS[law])
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "jamba"])
+STACKS = (
+    ("qwen3_5", "llama"),
+    ("qwen3_5", "ngram"),
+    ("jamba", "llama"),
+    ("lfm2", "lfm2"),
+    ("nemotron_h", "nemotron_h"),
+    ("gemma3", "gemma3"),
+    ("gpt_oss", "ngram"),
+)
+"""Targets that replay, are fed again, have windows; with a drafter of another family, one that
+is like the target, or none."""
+
+
+def settings_of(family: str, drafter: str, folder: Path) -> StackSettings:
+    model: Path = tiny_folder(family)
+    if drafter == "ngram":
+        return StackSettings(model=str(model), draft_backend="ngram", restarts=1000)
+    noise = 0.01 if drafter == family else 0.0
+    draft = write_tiny_model(folder / drafter, drafter, noise=noise)
+    return StackSettings(model=str(model), draft_model=str(draft), restarts=1000)
+
+
+@pytest.fixture(scope="module", params=STACKS, ids="-".join)
 def target(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Target]:
-    """Its drafter is a model of another family."""
-    draft = write_tiny_model(tmp_path_factory.mktemp("draft") / "llama", "llama")
-    model: Path = tiny_folder(request.param)
-    settings = StackSettings(model=str(model), draft_model=str(draft), restarts=1000)
-    with running(settings) as stack:
-        yield Target(request.param, stack)
+    with running(settings_of(*request.param, tmp_path_factory.mktemp("draft"))) as stack:
+        yield Target(*request.param, stack)
 
 
 @pytest.mark.processes
@@ -85,8 +110,27 @@ def test_a_stack_gives_the_tokens_of_plain_decoding(target: Target, mode: Mode, 
         "", tokens=list(PROMPT), mode=mode, sampling=SAMPLINGS[law], max_tokens=LENGTH
     )
     assert answer.tokens == plain(target.family, PROMPT, LENGTH, SAMPLINGS[law])
-    assert "recurrent" in answer.statistics.rewinding
+    kind = "window of 8" if target.family in ("gemma3", "gpt_oss") else "recurrent"
+    assert kind in answer.statistics.rewinding
     assert answer.statistics.emulated_cost == ""
+
+
+@pytest.mark.processes
+def test_what_is_drafted_is_verified(target: Target) -> None:
+    """And stands where the drafter is like the target."""
+    expected = plain(target.family, PROMPT, 2 * LENGTH, Sampling())
+
+    def verified(answer: Answered) -> bool:
+        assert answer.tokens == expected
+        found = answer.statistics
+        return (found.accepted if target.drafter == target.family else found.drafted) > 0
+
+    def ask() -> Answered:
+        return target.stack.answer(
+            "", tokens=list(PROMPT), max_tokens=len(expected), num_draft_tokens=3
+        )
+
+    target.stack.until(verified, "drafts come in time", ask)
 
 
 @pytest.mark.processes

@@ -55,7 +55,7 @@ from services.kv.rewinding import find_branching
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import LoadedModel, compute_unit, load
-from services.mlx.rope import allow_branches, use_tables
+from services.mlx.rope import allow_branches, has_rope, use_tables
 from services.runtime.sequence_table import SequenceTable, check_rewind
 from services.sampling.candidates import Top, draft_tokens, name_candidates
 from services.sampling.device import best_of
@@ -85,7 +85,7 @@ class MlxBackend:
         self._model = loaded.module
         if compute_unit() == "cpu":
             use_tables(self._model)
-        if any(type(cache) is not ArraysCache for cache in make_prompt_cache(self._model)):
+        if has_rope(self._model) or not self._is_recurrent():
             allow_branches(self._model)
         self._folder = folder
         self._head_ids = None if given else trim_head(self._model, folder)
@@ -112,10 +112,13 @@ class MlxBackend:
         )
         self._head_size = loaded.vocabulary.size if self._head_ids is None else len(self._head_ids)
 
+    def _is_recurrent(self) -> bool:
+        """Whether layers know an order that is not in their positions."""
+        return any(type(cache) is ArraysCache for cache in make_prompt_cache(self._model))
+
     def _find_store(self) -> Callable[[], KVStore | BranchingState]:
         """Makes the states of sequences: slots, beside recurrent states if it has such layers."""
-        recurrent = any(type(cache) is ArraysCache for cache in make_prompt_cache(self._model))
-        if recurrent:
+        if self._is_recurrent():
             return find_branching(self._model, bucketed=self._bucketed)
         windows = windows_of(self._model)
         return lambda: KVStore(windows, bucketed=self._bucketed)

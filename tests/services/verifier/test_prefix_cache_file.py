@@ -27,6 +27,7 @@ class Kept:
     def __init__(self, folder: Path) -> None:
         self.prompts = PrefixCache(10, MUCH)
         model = load_model(folder)
+        self.module = model.module
         self.verifier = Verifier(model, 512, self.prompts)
         self.identity = identify_kv(model, "mlx")
 
@@ -39,7 +40,7 @@ class Kept:
         return opened.cached
 
     def read(self, file: Path) -> None:
-        load(file, self.prompts, self.identity, self.verifier.new_state)
+        load(file, self.prompts, self.identity, self.module, self.verifier.new_state)
 
 
 WIDER: dict[str, dict[str, Any]] = {
@@ -133,6 +134,20 @@ def test_another_models_file_is_not_used(
     assert other.open() == 0
     same = load_model(target.folder)
     assert identify_kv(same, "mlx") == Kept(target.folder).identity != identify_kv(same, "coreml")
+
+
+def test_states_of_other_shapes_are_not_used(
+    target: Target, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the file says of the model that it is of: nothing goes on with them."""
+    config = WIDER[target.family]
+    other = Kept(write_tiny_model(tmp_path / "other", target.family, seed=2, config=config))
+    other.identity = Kept(target.folder).identity
+    other.read(file)
+    assert len(other.prompts) == 0
+    assert "is not used" in caplog.text
+    assert "has the shape" in caplog.text
+    assert other.open() == 0
 
 
 def test_what_a_killed_process_left_goes(folder: Path, file: Path) -> None:
