@@ -109,10 +109,26 @@ def examine_ranks(settings: StackSettings) -> list[Finding]:
         )
     except SsdError as error:
         return [Finding("problem", "ranks", str(error))]
-    ranks = msgspec.json.decode(answer, type=RankProbeResult).ranks
-    findings = [Finding("ok", "ranks", f"{len(ranks)} over {group.backend}, the same versions "
+    found = msgspec.json.decode(answer, type=RankProbeResult)
+    return _describe_ranks(found, group.backend)
+
+
+def _describe_ranks(found: RankProbeResult, backend: str) -> list[Finding]:
+    ranks = found.ranks
+    findings = [Finding("ok", "ranks", f"{len(ranks)} over {backend}, the same versions "
                         "and the same model everywhere")]  # fmt: skip
+    if found.obstacle:
+        findings.append(Finding("problem", "parts", found.obstacle))
+    if found.proposal:
+        split = ",".join(map(str, found.proposal))
+        text = f"--split {split} suits their memory and speed (--split auto measures anew)"
+        findings.append(Finding("note", "parts", text))
     for rank in ranks:
+        text = (
+            f"{rank.host}: {rank.free_bytes / _GB:.1f} GB free, "
+            f"reads {rank.read_bytes_s / _GB:.0f} GB/s"
+        )
+        findings.append(Finding("ok", f"rank {rank.rank}", text))
         after = ranks[(rank.rank + 1) % len(ranks)]
         text = (
             f"from {rank.host} to {after.host}: {rank.latency_ms:.2f} ms, "

@@ -128,6 +128,14 @@ class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Of a small array to the next rank; measured when the group was formed."""
     mbytes_per_s: float
     """Of a large array to the next rank."""
+    part: str = ""
+    """What it holds of the model, for people."""
+    free_bytes: int = 0
+    """Of its memory once it had loaded; on a machine with several ranks, its share."""
+    pass_ms: float = 0.0
+    """Of a pass of one token over all ranks, exchanges included; 0: without a model."""
+    read_bytes_s: float = 0.0
+    """How fast it reads weights; 0: not measured."""
 
 
 class FeatureRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -93,6 +93,11 @@ class ServiceSettings(ChildSettings, frozen=True, kw_only=True):
     """Most memory for them."""
 
 
+RankSplit = list[Annotated[int, msgspec.Meta(ge=1)]] | Literal["auto"]
+"""Pipelined: layers per rank; auto: by what is measured on each. Empty: tensor-parallel, or an
+even pipeline if the model has only that."""
+
+
 class RankHost(Settings, frozen=True, kw_only=True):
     """Where one rank of a group runs."""
 
@@ -116,9 +121,7 @@ class RankGroupSettings(Settings, frozen=True, kw_only=True):
     hosts: Annotated[list[RankHost], msgspec.Meta(min_length=2)]
     """One per rank; the first one is this process."""
     backend: RankBackend = "ring"
-    split: list[Annotated[int, msgspec.Meta(ge=1)]] = []
-    """Pipelined: layers per rank. Empty: tensor-parallel, or an even pipeline if the model has
-    only that."""
+    split: RankSplit = []
     python: str = ""
     """The interpreter on other machines; empty: the path of this one's."""
     environment: dict[str, str] = {}
@@ -131,6 +134,14 @@ class RankGroupSettings(Settings, frozen=True, kw_only=True):
     """Longest wait for all ranks to find each other."""
     silence_timeout_s: Annotated[float, msgspec.Meta(gt=0)]
     """Silence after which a rank is lost, and the group ends."""
+
+    def ranks_beside(self, rank: int) -> int:
+        """How many ranks are on the machine of this one, itself included."""
+        own = self.hosts[rank]
+        return sum(
+            other.is_local if own.is_local else not other.is_local and other.name == own.name
+            for other in self.hosts
+        )
 
 
 class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):

@@ -142,7 +142,8 @@ def _rank_options() -> Callable[[F], F]:
                  metavar="FILE"),
         _setting("--backend", "How the ranks exchange arrays. Left out: nccl on CUDA, else ring.",
                  click.Choice(RANK_BACKENDS)),
-        _setting("--split", "Pipeline the layers: how many per rank.", metavar="N,N,..."),
+        _setting("--split", "Pipeline the layers: how many per rank; auto: as measured.",
+                 metavar="N,N,...|auto"),
         _setting("--rank-python", "Python on the other machines. Left out: the same path as here.",
                  metavar="PATH"),
     )  # fmt: skip

@@ -13,7 +13,14 @@ import msgspec
 from launch.settings.machine import child_environment, has_cuda
 from launch.settings.settings import StackSettings
 from protocol.errors import UsageError
-from protocol.settings import RANK_BACKENDS, Device, RankBackend, RankGroupSettings, RankHost
+from protocol.settings import (
+    RANK_BACKENDS,
+    Device,
+    RankBackend,
+    RankGroupSettings,
+    RankHost,
+    RankSplit,
+)
 
 _HOST_S = 30.0
 """Longest wait for a host's first word; the whole start must be shorter than its own limit."""
@@ -60,7 +67,7 @@ def rank_group(settings: StackSettings, cores: Sequence[int] = ()) -> RankGroupS
         raise UsageError("--split and --backend need --target-ranks or --hosts")
     else:
         return None
-    if split and len(split) != len(file.hosts):
+    if isinstance(split, list) and split and len(split) != len(file.hosts):
         raise UsageError(f"--split has {len(split)} numbers for {len(file.hosts)} ranks")
     backend = _backend(settings.backend or file.backend, settings.target_device)
     if split and backend == "nccl":
@@ -79,13 +86,15 @@ def rank_group(settings: StackSettings, cores: Sequence[int] = ()) -> RankGroupS
     )
 
 
-def _read_split(text: str) -> list[int]:
+def _read_split(text: str) -> RankSplit:
+    if text == "auto":
+        return "auto"
     try:
         split = [int(part) for part in text.split(",")] if text else []
     except ValueError:
         split = [0]
     if any(layers < 1 for layers in split):
-        raise UsageError(f"--split takes layers per rank, as in 20,12; not {text!r}")
+        raise UsageError(f"--split takes layers per rank, as in 20,12, or auto; not {text!r}")
     return split
 
 

@@ -103,7 +103,7 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     backend: str = ""
     """How the ranks exchange arrays; empty: as the hosts file says, else nccl or ring."""
     split: str = ""
-    """Pipelined: layers per rank, as in 20,12."""
+    """Pipelined: layers per rank, as in 20,12; auto: by memory and speed, measured on each."""
     rank_python: str = ""
     """The interpreter on the other machines; empty: the same path as here."""
     rank_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 32323

@@ -102,14 +102,17 @@ def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=True)
     table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("host", ratio=1, no_wrap=True)
-    for name in ("pid", "weights", "to the next", "bandwidth"):
+    for name in ("pid", "part", "weights", "free", "a pass", "to the next", "bandwidth"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in ranks:
         table.add_row(
             str(rank.rank),
             rank.host,
             str(rank.pid),
+            rank.part,
             format_bytes(rank.weight_bytes),
+            format_bytes(rank.free_bytes),
+            f"{rank.pass_ms:.1f} ms",
             f"{rank.latency_ms:.2f} ms",
             f"{format_bytes(int(1e6 * rank.mbytes_per_s))}/s",
         )

@@ -19,3 +19,9 @@ class RankProbeResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The ranks, and the links between them."""
 
     ranks: list[RankStatus]
+    division: str = ""
+    """What each rank would hold; empty without a model, or where it cannot be divided."""
+    obstacle: str = ""
+    """Why it cannot be divided as asked."""
+    proposal: list[int] = []
+    """Layers per rank that suit what was measured; empty where there is no pipeline."""

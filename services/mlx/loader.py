@@ -62,6 +62,23 @@ def load(
     return LoadedModel(module, folder, vocabulary, length, _end_ids(config))
 
 
+def load_skeleton(folder: Path) -> Any:
+    """The module with weights that are not read, as `load` would compute with them.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    _refuse_code(folder)
+    try:
+        module, _ = load_model(folder, lazy=True)
+    # mlx-lm and MLX raise whatever the broken file leads them into.
+    except Exception as error:
+        raise ModelError(f"cannot load the model {str(folder)!r}: {_one_line(error)}") from error
+    if compute_unit() == "cpu":
+        to_dense(module, mx.float32)
+    return module
+
+
 def _refuse_code(folder: Path) -> None:
     """A model folder is data: one that brings Python of its own is not loaded.
 

@@ -6,8 +6,9 @@ is the whole state of the model at that point is not taken for granted: `prove` 
 states into a run over other tokens, which must then end in the first run's logits.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +18,19 @@ from protocol.errors import ModelError
 Normalization = Literal["layer", "joint", "final", "none"]
 """See `FeatureRequest.normalization`."""
 
+Run = Callable[[mx.array], mx.array]
+"""tokens[1, n] -> logits[1, n, vocabulary]"""
+
+
+class TrialPasses(NamedTuple):
+    """How the proof's passes are made with a model that is one rank's part."""
+
+    run: Run
+    announce: Callable[[Sequence[int]], None] = lambda _: None
+    """Has all others `assist` with these layers."""
+
+
+_FIRST, _SECOND = (1, 2, 3, 4, 5), (5, 3, 4, 1, 2)
 _TOLERANCE = 0.02
 """Relative difference of the logits in the proof; half precision rounds coarsely."""
 _EPS = 1e-6
@@ -39,7 +53,9 @@ def _class_with_tap(plain: type) -> type:
             tap: _Tap = self.tap
             result = plain.__call__(self, *arguments, **named)
             if tap.instead is not None:
-                return tap.instead
+                # Whatever it would have returned is computed nevertheless, and first: with
+                # ranks, all have to exchange the same arrays in the same order.
+                return mx.depends(tap.instead, result)
             tap.caught = result
             return result
 
@@ -54,14 +70,15 @@ class Taps:
         model: an mlx-lm model with its decoder in `model.model.layers`, or in the same place of
             its `language_model`.
         layers: numbers of the layers whose output is wanted, from 0.
+        trial: how passes are made, if not by calling the model.
 
     Raises:
         ModelError: there are no such layers, or what they return is not the model's state.
     """
 
-    def __init__(self, model: Any, layers: Sequence[int]) -> None:
+    def __init__(self, model: Any, layers: Sequence[int], trial: TrialPasses | None = None) -> None:
         self.layers = list(layers)
-        inner: Any = getattr(getattr(model, "language_model", model), "model", None)
+        inner = _inner(model)
         decoder: Any = getattr(inner, "layers", None)
         self._final_norm: Any = getattr(inner, "norm", None)
         if decoder is None:
@@ -75,6 +92,8 @@ class Taps:
         if len(set(layers)) < len(layers):
             raise ModelError(f"the layers {self.layers} cannot be read: one is named twice")
         self._tapped = [decoder[number] for number in layers]
+        if None in self._tapped:
+            raise ModelError(f"some of the layers {self.layers} are on other ranks")
         if any(hasattr(layer, "tap") for layer in self._tapped):
             raise ModelError(f"some of the layers {self.layers} are read already")
         self._taps = [_Tap() for _ in layers]
@@ -83,7 +102,9 @@ class Taps:
             layer.tap = tap
             layer.__class__ = _class_with_tap(plain)
         try:
-            self.width = prove(model, self._taps)
+            if trial is not None:
+                trial.announce(layers)
+            self.width = prove(trial.run if trial is not None else model, self._taps)
         except ModelError:
             self.remove()
             raise
@@ -131,36 +152,63 @@ def _normalise(state: mx.array) -> mx.array:
     return (wide * mx.rsqrt(mean + _EPS)).astype(state.dtype)
 
 
-def prove(model: Any, taps: Sequence[_Tap]) -> int:
+def is_tapped(model: Any) -> bool:
+    """Whether some layers of this model are read."""
+    return any(hasattr(layer, "tap") for layer in getattr(_inner(model), "layers", ()))
+
+
+def _inner(model: Any) -> Any:
+    return getattr(getattr(model, "language_model", model), "model", None)
+
+
+def prove(run: Run, taps: Sequence[_Tap]) -> int:
     """The width of all caught states together.
+
+    As many passes as there are taps and one more, whatever comes out: others may take part.
 
     Raises:
         ModelError: a tapped layer's output is not the model's whole state.
     """
-    first, second = mx.array([[1, 2, 3, 4, 5]]), mx.array([[5, 3, 4, 1, 2]])
-    expected = _run(model, first)
+    expected = _run(run, _FIRST)
     states = [tap.caught for tap in taps]
     for tap in taps:
         tap.caught = None
+    problems = []
     for number, (tap, state) in enumerate(zip(taps, states, strict=True)):
-        if not isinstance(state, mx.array) or state.ndim != 3:
-            raise ModelError(f"tap {number} of the target caught no [1, tokens, width] state")
-        tap.instead = state
+        whole = isinstance(state, mx.array) and state.ndim == 3
+        tap.instead = state if whole else None
         try:
-            found = _run(model, second)
+            found = _run(run, _SECOND)
         finally:
             tap.instead = None
         distance = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-        if not distance < _TOLERANCE:
-            raise ModelError(
+        if not whole:
+            problems.append(f"tap {number} of the target caught no [1, tokens, width] state")
+        elif not distance < _TOLERANCE:
+            problems.append(
                 f"what tap {number} of the target caught is not the model's whole state: with it, "
                 f"the logits differ by {distance:.2g} of their size"
             )
     for tap in taps:
         tap.caught = None
+    if problems:
+        raise ModelError(problems[0])
     return sum(state.shape[-1] for state in states if state is not None)
 
 
-def _run(model: Any, tokens: mx.array) -> Any:
-    logits: mx.array = model(tokens)
-    return np.array(logits.astype(mx.float32))
+def assist(model: Any, layers: Sequence[int], run: Run) -> None:
+    """Take part in another rank's proof: the same passes, with the same states in their places.
+
+    In a pipeline, that rank has all these layers, and this one none.
+    """
+    decoder = _inner(model).layers
+    if all(number < len(decoder) and decoder[number] is not None for number in layers):
+        with contextlib.suppress(ModelError):  # the other rank comes to the same
+            Taps(model, layers, TrialPasses(run)).remove()
+        return
+    for tokens in (_FIRST, *(_SECOND for _ in layers)):
+        _run(run, tokens)
+
+
+def _run(run: Run, tokens: Sequence[int]) -> Any:
+    return np.array(run(mx.array([tokens])).astype(mx.float32))

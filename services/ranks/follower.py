@@ -25,6 +25,7 @@ from services.ranks.messages import (
     Joined,
     Loaded,
     Pass,
+    Prove,
     ToFollower,
 )
 from services.ranks.watch import BEAT_S
@@ -122,21 +123,26 @@ def _serve(join: Join, leader: LeaderChannel) -> None:
 
     group = join_group(join.backend, variables, join.device, join.meet_timeout_s)
     if join.loads:
+        from services.mlx.taps import assist  # noqa: PLC0415
         from services.ranks.mirror import StoreTwins  # noqa: PLC0415
         from services.ranks.sharding import load_part  # noqa: PLC0415
 
-        part = load_part(Path(join.model), group, join.split, join.kv_bytes)
+        part = load_part(Path(join.model), group, join.split, join.kv_bytes, join.beside)
         leader.send(Loaded(facts=part.facts))
         twins = StoreTwins(part.windows, bucketed=part.target.bucketed)
         while True:
             message = leader.receive()
-            if isinstance(message, End):
-                return
-            if not isinstance(message, Pass):
-                raise ProtocolError(f"rank 0 sent {type(message).__name__} among passes")
-            twins.repeat(part.loaded.module, message)
+            match message:
+                case Pass():
+                    twins.repeat(part.loaded.module, message)
+                case Prove(layers=layers):
+                    assist(part.loaded.module, layers, part.target.run_alone)
+                case End():
+                    return
+                case other:
+                    raise ProtocolError(f"rank 0 sent {type(other).__name__} among passes")
     else:
         from services.ranks.sharding import bare_facts  # noqa: PLC0415
 
-        leader.send(Loaded(facts=bare_facts(group)))
+        leader.send(Loaded(facts=bare_facts(group, join.beside)))
         leader.receive()

@@ -23,13 +23,15 @@ from protocol.settings import Device, RankGroupSettings, VerifierSettings
 from protocol.transport.channel import Deadline
 from services.ranks.build import build_of, difference
 from services.ranks.environment import hold_ports, variables_of
-from services.ranks.messages import Begin, Join, Joined, Left, Pass, RankFacts
+from services.ranks.messages import Begin, Join, Joined, Left, Pass, Prove, RankFacts
 from services.ranks.process import RankProcess
 from services.ranks.watch import FollowerWatch
 
 _LOAD_S = 3600.0
 """Longest wait for all parts to be in memory; the supervisor's own limit is the shorter one."""
 _EXPLAIN_S = 2.0
+_WITNESS = 0.01
+"""Relative difference of the trial's logits; ranks may round differently."""
 
 M = TypeVar("M", bound=Message)
 
@@ -82,6 +84,7 @@ class RankGroup(Closeable):
             model=settings.model,
             loads=self._loads,
             split=self._settings.split,
+            beside=self._settings.ranks_beside(follower.rank),
             device=self.device,
             cores=follower.host.cores,
             threads=settings.threads if follower.host.is_local else 0,
@@ -144,6 +147,11 @@ class RankGroup(Closeable):
                 )
             if facts.shares_passes != own.shares_passes:
                 raise ModelError(f"rank {rank} cannot share passes as rank 0 does")
+            if not abs(facts.witness - own.witness) <= _WITNESS * abs(own.witness):
+                raise ModelError(
+                    f"rank {rank} ends in other logits than rank 0 ({facts.witness:.6g}, here "
+                    f"{own.witness:.6g}): it holds other weights, or the exchanges go wrong"
+                )
 
     @property
     def kv_tokens(self) -> int:
@@ -163,11 +171,15 @@ class RankGroup(Closeable):
                 weight_bytes=facts.weight_bytes,
                 latency_ms=facts.latency_ms,
                 mbytes_per_s=facts.mbytes_per_s,
+                part=facts.part,
+                free_bytes=facts.free_bytes,
+                pass_ms=facts.pass_ms,
+                read_bytes_s=facts.read_bytes_s,
             )
             for rank, (host, pid, facts) in enumerate(rows)
         ]
 
-    def announce(self, message: Pass) -> None:
+    def announce(self, message: Pass | Prove) -> None:
         """See `mirror.Announcer`."""
         for follower in self._followers:
             try:

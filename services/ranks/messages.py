@@ -8,7 +8,7 @@ import msgspec
 
 from protocol.messages import Message, Tokens
 from protocol.process.logs import LogLevel
-from protocol.settings import Device, RankBackend
+from protocol.settings import Device, RankBackend, RankSplit
 
 
 class Join(Message, frozen=True, tag="join", kw_only=True):
@@ -25,7 +25,9 @@ class Join(Message, frozen=True, tag="join", kw_only=True):
     """Folder of the model, the same path on every machine."""
     loads: bool
     """Whether the model is loaded; otherwise the links are measured, and that is all."""
-    split: list[int]
+    split: RankSplit
+    beside: int
+    """Ranks that share the memory of this machine."""
     device: Device
     cores: list[int]
     threads: int
@@ -72,10 +74,20 @@ class RankFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     kv_tokens: int
     """Tokens of KV that fit into its memory; 0 means any number."""
     weight_bytes: int
+    free_bytes: int
+    """What is left of its memory, or of its share of its machine's."""
     latency_ms: float
     """Of a small array to the next rank, there and back, halved."""
     mbytes_per_s: float
     """Of a large one."""
+    read_bytes_s: float = 0.0
+    """How fast it reads weights; 0: not measured."""
+    part: str = ""
+    """What it holds of the model."""
+    pass_ms: float = 0.0
+    """Of a pass of one token over all ranks."""
+    witness: float = 0.0
+    """Size of that pass's logits, which every rank must end in."""
 
 
 class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fork"):
@@ -111,6 +123,12 @@ class Pass(Message, frozen=True, tag="pass", kw_only=True):
     """Whether logits are wanted, or only the KV."""
 
 
+class Prove(Message, frozen=True, tag="prove", kw_only=True):
+    """Rank 0 -> follower: the passes of `taps.assist` come next. No answer, as for Pass."""
+
+    layers: list[int]
+
+
 class Beat(Message, frozen=True, tag="beat"):
     """Either way: this process lives."""
 
@@ -126,5 +144,5 @@ class Left(Message, frozen=True, tag="left", kw_only=True):
     exit_code: int
 
 
-ToFollower = Join | Begin | Pass | Beat | End
+ToFollower = Join | Begin | Pass | Prove | Beat | End
 FromFollower = Joined | Loaded | Beat | Left

@@ -14,6 +14,7 @@ import mlx.core as mx
 from protocol.errors import BackendLost, ProtocolError
 from services.batching.packing import pack_caches
 from services.kv.cache import KVStore
+from services.mlx.taps import is_tapped
 from services.ranks.messages import Drop, Fork, Pass, SequencePart
 
 
@@ -94,10 +95,12 @@ class MirroredModel:
             if not isinstance(store, MirroredStore) or store.frame.visible is not None:
                 raise ProtocolError("only chains of mirrored stores go through a group of ranks")
             parts.append(SequencePart(store.number, store.frame.start, store.frame.count))
-        message = Pass(changes=self._log.take(), parts=parts, tokens=row, logits=self._logits)
+        # States that a drafter reads may be those of the last layer, which the KV do not need.
+        logits = self._logits or is_tapped(self._module)
+        message = Pass(changes=self._log.take(), parts=parts, tokens=row, logits=logits)
         self._ways.announce(message)
         try:
-            return run_pass(self._module, tokens, cache, logits=self._logits)
+            return run_pass(self._module, tokens, cache, logits=logits)
         # Whatever it is: from here on the ranks may differ.
         except Exception as error:
             raise BackendLost(self._ways.explain(error)) from error

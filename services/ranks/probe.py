@@ -5,6 +5,7 @@ One JSON object on standard output.
 
 import os
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -14,15 +15,24 @@ from protocol.settings import VerifierSettings, decode_settings
 from services.mlx.blas import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
 from services.ranks.group import RankGroup
+from services.ranks.split import Strength
 
 
 def probe(settings: RankProbeSettings) -> RankProbeResult:
     """What the ranks of this group are and how fast their links are; errors as for `RankGroup`."""
-    load_blas(1)
+    # The same on all ranks of this machine.
+    threads = max(1, (os.cpu_count() or 1) // settings.ranks.ranks_beside(0))
+    load_blas(threads)
     leave_out_unused_libraries()
-    from services.ranks.sharding import bare_facts, join_group  # noqa: PLC0415  # MLX after it
+    from services.ranks.sharding import (  # noqa: PLC0415  # MLX after it
+        bare_facts,
+        join_group,
+        plan_division,
+    )
 
-    whole = VerifierSettings(lifeline=0, address="", model=settings.model, device=settings.device)
+    whole = VerifierSettings(
+        lifeline=0, address="", model=settings.model, device=settings.device, threads=threads
+    )
     with RankGroup(whole, settings.ranks, loads=False) as group:
         group.begin()
         communicator = join_group(
@@ -31,8 +41,12 @@ def probe(settings: RankProbeSettings) -> RankProbeResult:
             group.device,
             settings.ranks.meet_timeout_s,
         )
-        group.complete(bare_facts(communicator))
-        return RankProbeResult(group.status)
+        group.complete(bare_facts(communicator, settings.ranks.ranks_beside(0)))
+        if not settings.model:
+            return RankProbeResult(group.status)
+        strengths = [Strength(rank.free_bytes, rank.read_bytes_s) for rank in group.status]
+        plan = plan_division(Path(settings.model), communicator, settings.ranks.split, strengths)
+        return RankProbeResult(group.status, plan.division, plan.obstacle, plan.proposal)
 
 
 def main() -> int:

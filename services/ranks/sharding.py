@@ -1,6 +1,7 @@
 """One rank's part of a model, by mlx-lm's own `shard` (tensor-parallel) or `pipeline`."""
 
 import faulthandler
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,15 +12,21 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from protocol.errors import ModelError, RuntimeFailure
-from protocol.settings import Device, RankBackend
+from protocol.settings import Device, RankBackend, RankSplit
 from services.kv.budget import count_kv_tokens, measure_kv
+from services.kv.rewinding import StateFactory
 from services.mlx.device import bind
-from services.mlx.loader import LoadedModel, compute_unit, load
+from services.mlx.free_memory import free_for_mlx
+from services.mlx.loader import LoadedModel, compute_unit, load, load_skeleton
+from services.mlx.reading import measure_reading
 from services.ranks.environment import Variables, export_variables
 from services.ranks.link import measure_link
 from services.ranks.messages import RankFacts
+from services.ranks.mirror import run_pass
+from services.ranks.split import LayerSizes, Strength, propose_split
 from services.verifier.target_model import TargetModel, prepare
 
+_TRIALS = 3
 _HEADS = ("n_heads", "n_kv_heads", "num_heads", "num_key_value_heads", "num_attention_heads")
 
 
@@ -63,16 +70,23 @@ def join_group(
 
 
 def load_part(
-    folder: Path, group: mx.distributed.Group, split: Sequence[int], kv_bytes: int
+    folder: Path, group: mx.distributed.Group, split: RankSplit, kv_bytes: int, beside: int
 ) -> RankModel:
     """Load this rank's part of the model, and try it out together with the others.
 
     All ranks must call this at the same time: it computes with all of them.
 
+    Args:
+        folder: of the whole model.
+        group: see `join_group`.
+        split: see `RankSplit`.
+        kv_bytes: see `VerifierSettings`.
+        beside: ranks that share the memory of this machine, this one included.
+
     Raises:
         ModelError: the model cannot be divided like this, or its state cannot be rewound.
     """
-    loaded = load(folder, partial(_shard, group=group, split=list(split)))
+    loaded = load(folder, partial(_shard, group=group, split=split, beside=beside))
     module = loaded.module
     wait_for_all(group)
     # A pipelined model sends and receives between its layers, for one sequence at a time.
@@ -82,17 +96,56 @@ def load_part(
             "a model whose state cannot be rewound is not spread over ranks; "
             "leave out --target-ranks and --hosts"
         )
+    facts = _facts_of(module, target, group, kv_bytes, beside)
+    return RankModel(loaded, target, facts)
+
+
+def _facts_of(
+    module: Any, target: TargetModel, group: mx.distributed.Group, kv_bytes: int, beside: int
+) -> RankFacts:
     latency_ms, mbytes_per_s = measure_link(group)
-    weights: Any = tree_flatten(module.parameters())
-    facts = RankFacts(
+    pass_ms, witness = _try_out(module, target.states)
+    return RankFacts(
         compute_unit=compute_unit(),
         shares_passes=target.shares_passes,
         kv_tokens=count_kv_tokens(measure_kv(module, target.states.make), kv_bytes).tokens,
-        weight_bytes=sum(array.nbytes for _, array in weights),
+        weight_bytes=_bytes_of(module),
+        free_bytes=_free_bytes(beside),
         latency_ms=latency_ms,
         mbytes_per_s=mbytes_per_s,
+        part=_name_part(module, group),
+        pass_ms=pass_ms,
+        witness=witness,
     )
-    return RankModel(loaded, target, facts)
+
+
+def _try_out(module: Any, states: StateFactory) -> tuple[float, float]:
+    """Milliseconds of a pass of one token, the best of a few, and the size of its logits."""
+    store = states.make()
+    best_s, logits = float("inf"), mx.zeros(0)
+    for _ in range(_TRIALS):
+        store.append(1)
+        started = time.perf_counter()
+        logits = run_pass(module, mx.array([[1]]), store.caches, logits=True)
+        best_s = min(best_s, time.perf_counter() - started)
+    witness: Any = mx.linalg.norm(logits.astype(mx.float32)).item()
+    return 1e3 * best_s, float(witness)
+
+
+def _free_bytes(beside: int) -> int:
+    """Of this rank's memory; ranks of one machine share it, unless each has a GPU of its own."""
+    return free_for_mlx().bytes // (1 if compute_unit() == "cuda" else beside)
+
+
+def _bytes_of(module: Any) -> int:
+    weights: Any = tree_flatten(module.parameters())
+    return sum(array.nbytes for _, array in weights)
+
+
+def _name_part(module: Any, group: mx.distributed.Group) -> str:
+    if is_pipelined(module):
+        return f"layers {module.model.start_idx} to {module.model.end_idx - 1}"
+    return f"1/{group.size()} of each layer"
 
 
 def wait_for_all(group: mx.distributed.Group) -> None:
@@ -105,16 +158,18 @@ def is_pipelined(module: Any) -> bool:
     return int(getattr(getattr(module, "model", None), "pipeline_size", 1)) > 1
 
 
-def _shard(module: Any, *, group: mx.distributed.Group, split: list[int]) -> None:
+def _shard(module: Any, *, group: mx.distributed.Group, split: RankSplit, beside: int) -> None:
     """Leave only this rank's part; the weights are lazy and those of others are never read."""
-    stages = getattr(getattr(module, "model", None), "pipeline", None)
     if split or not hasattr(module, "shard"):
+        stages = _stages_of(module)
         if stages is None:
             raise ModelError(
                 "mlx-lm cannot pipeline this kind of model; leave out --split"
                 if hasattr(module, "shard")
                 else "mlx-lm can neither shard nor pipeline this kind of model"
             )
+        if split == "auto":
+            split = propose_split(_layer_sizes(module), _gather_strengths(group, beside))
         try:
             stages(group, split or None)
         except ValueError as error:
@@ -125,6 +180,48 @@ def _shard(module: Any, *, group: mx.distributed.Group, split: list[int]) -> Non
         module.shard(group)
     except ValueError as error:
         raise ModelError(f"the model cannot be divided by {group.size()} ranks: {error}") from error
+
+
+def _stages_of(module: Any) -> Any | None:
+    return getattr(getattr(module, "model", None), "pipeline", None)
+
+
+def _layer_sizes(module: Any) -> LayerSizes:
+    layers = [_bytes_of(layer) for layer in module.model.layers]
+    return LayerSizes(len(layers), max(layers), _bytes_of(module) - sum(layers))
+
+
+def _gather_strengths(group: mx.distributed.Group, beside: int) -> list[Strength]:
+    """Of all ranks, the same list on each."""
+    wait_for_all(group)
+    speed = measure_reading()
+    own = mx.array([[float(_free_bytes(beside)), speed]])
+    rows: Any = mx.distributed.all_gather(own, group=group).tolist()
+    return [Strength(int(free), speed) for free, speed in rows]
+
+
+class Division(NamedTuple):
+    """How a model would be divided."""
+
+    division: str
+    obstacle: str
+    proposal: list[int]
+    """See `RankProbeResult`, for all three."""
+
+
+def plan_division(
+    folder: Path, group: mx.distributed.Group, split: RankSplit, ranks: Sequence[Strength]
+) -> Division:
+    """Divide the model without reading its weights; nothing is computed with the other ranks."""
+    module = load_skeleton(folder)
+    proposal = list[int]()
+    try:
+        if _stages_of(module) is not None:
+            proposal = propose_split(_layer_sizes(module), ranks)
+        _shard(module, group=group, split=proposal if split == "auto" else split, beside=1)
+    except ModelError as error:
+        return Division("", str(error), proposal)
+    return Division(_name_part(module, group), "", proposal)
 
 
 def _check_heads(module: nn.Module, ranks: int) -> None:
@@ -145,15 +242,21 @@ def _head_counts(module: nn.Module) -> Iterator[int]:
                 yield count
 
 
-def bare_facts(group: mx.distributed.Group) -> RankFacts:
-    """What a rank without a model knows: its link; all ranks must call this at the same time."""
+def bare_facts(group: mx.distributed.Group, beside: int) -> RankFacts:
+    """What a rank without a model knows of itself and its link.
+
+    All ranks must call this at the same time; `beside` as for `load_part`.
+    """
     wait_for_all(group)
+    speed = measure_reading()
     latency_ms, mbytes_per_s = measure_link(group)
     return RankFacts(
         compute_unit=compute_unit(),
         shares_passes=False,
         kv_tokens=0,
         weight_bytes=0,
+        free_bytes=_free_bytes(beside),
+        read_bytes_s=speed,
         latency_ms=latency_ms,
         mbytes_per_s=mbytes_per_s,
     )

@@ -11,7 +11,9 @@ from protocol.settings import RankGroupSettings, VerifierSettings
 from services.mlx.device import bind
 from services.mlx.loader import LoadedModel, load
 from services.mlx.metal.choice import use_kernels
+from services.mlx.taps import TrialPasses
 from services.ranks.group import RankGroup
+from services.ranks.messages import Prove
 from services.ranks.mirror import MirroredModel, MirroredStore, StoreLog
 from services.ranks.sharding import join_group, load_part
 from services.verifier.target_model import TargetModel
@@ -54,7 +56,13 @@ def _spread(settings: VerifierSettings, ranks: RankGroupSettings) -> Iterator[Op
         communicator = join_group(
             ranks.backend, group.variables[0], group.device, ranks.meet_timeout_s
         )
-        part = load_part(Path(settings.model), communicator, ranks.split, settings.kv_bytes)
+        part = load_part(
+            Path(settings.model),
+            communicator,
+            ranks.split,
+            settings.kv_bytes,
+            ranks.ranks_beside(0),
+        )
         group.complete(part.facts)
         target = _mirror(part.loaded, part.target, group)
         yield OpenTarget(part.loaded, target, part.facts.compute_unit, group)
@@ -76,6 +84,7 @@ def _mirror(model: LoadedModel, own: TargetModel, group: RankGroup) -> TargetMod
         # Followers would have to know a token that rank 0 has not read.
         pipelines=False,
         states=dataclasses.replace(own.states, make=make_state),
+        trial=TrialPasses(own.run_alone, lambda layers: group.announce(Prove(layers=list(layers)))),
     )
 
 

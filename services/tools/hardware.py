@@ -5,7 +5,6 @@ import importlib.util
 import os
 import platform
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,6 @@ import msgspec
 from protocol.jobs.hardware import HardwareReport
 from services.mlx.blas import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
-
-_COLUMNS, _CPU_ROWS, _GPU_ROWS = 4096, 8192, 65536
-"""A matrix of 134 MB in float32, or of 537 MB in half precision."""
-_PASSES = 8
 
 
 def survey() -> HardwareReport:
@@ -28,6 +23,7 @@ def survey() -> HardwareReport:
     import mlx.core as mx  # noqa: PLC0415
 
     from services.mlx.loader import compute_unit  # noqa: PLC0415
+    from services.mlx.reading import measure_reading  # noqa: PLC0415
 
     device = compute_unit()
     module: Any = mx  # these two have no types
@@ -39,24 +35,10 @@ def survey() -> HardwareReport:
         device_memory_bytes=int(info.get("memory_size", info.get("total_memory", 0))),
         devices=1 if device == "cpu" else int(module.device_count(mx.gpu)),
         matrix_kernels=_matrix_kernels() if device == "cpu" else "",
-        read_bytes_s=_measure_reading(mx, device),
+        read_bytes_s=measure_reading(),
         coreml=_version("coremltools"),
         coreml_units=_coreml_units(),
     )
-
-
-def _measure_reading(mx: Any, device: str) -> float:
-    """Bytes a second, the best of a few passes: what else runs only slows them down."""
-    dtype, rows = (mx.float32, _CPU_ROWS) if device == "cpu" else (mx.float16, _GPU_ROWS)
-    matrix = mx.random.normal((rows, _COLUMNS)).astype(dtype)
-    vector = mx.ones((1, _COLUMNS), dtype=dtype)
-    mx.eval(matrix, vector)
-    best_s = float("inf")
-    for _ in range(_PASSES):
-        began = time.perf_counter()
-        mx.eval(vector @ matrix.T)
-        best_s = min(best_s, time.perf_counter() - began)
-    return float(matrix.nbytes) / best_s
 
 
 def _matrix_kernels() -> str:

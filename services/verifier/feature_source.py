@@ -10,7 +10,7 @@ import numpy as np
 from protocol.decoding.tokens import common_prefix_length
 from protocol.errors import ModelError
 from protocol.messages import FeatureRequest, Features, Tokens
-from services.mlx.taps import Taps
+from services.mlx.taps import Taps, TrialPasses
 from services.verifier.feature_log import FeatureLog, Rows
 
 _BYTES = 1 << 20
@@ -32,11 +32,13 @@ class FeatureSource:
     """The taps of the target and the projection that a drafter asked for; at first none.
 
     Args:
-        model: the target; None if it is not in this process as a whole.
+        model: the target, or this rank's part.
+        trial: see `Taps`.
     """
 
-    def __init__(self, model: Any | None) -> None:
+    def __init__(self, model: Any, trial: TrialPasses | None = None) -> None:
         self._model = model
+        self._trial = trial
         self.request: FeatureRequest | None = None
         self._number = 0
         self._taps: Taps | None = None
@@ -59,9 +61,7 @@ class FeatureSource:
         self._kept = []
         if request is None:
             return
-        if self._model is None:
-            raise ModelError("the target is spread over several processes and cannot be read")
-        taps = Taps(self._model, request.layers)
+        taps = Taps(self._model, request.layers, self._trial)
         try:
             self._projection = _read_projection(request, taps.width)
         except ModelError:

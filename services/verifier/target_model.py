@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
+
 from protocol.errors import ModelError
 from services.batching.packing import supports_packing, supports_table, supports_trees
 from services.batching.slot_table import SlotTable
@@ -13,6 +15,7 @@ from services.mlx.decode_attention import attend_table
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit
 from services.mlx.rope import use_tables
+from services.mlx.taps import TrialPasses
 from services.mlx.traced_forward import TracedForward, trace_if_faster
 
 
@@ -38,6 +41,8 @@ class TargetModel:
     """Whether a pass may begin before its token has been read."""
     traced: TracedForward | None
     """On a GPU that would wait for this process to build its passes."""
+    trial: TrialPasses | None = None
+    """How it is found out whether a drafter can read it, if it is one rank's part."""
 
     @property
     def shares_prompts(self) -> bool:
@@ -47,6 +52,13 @@ class TargetModel:
         resumed has the bits of a fresh one.
         """
         return self.shares_passes and self.states.way != "replay"
+
+    def run_alone(self, tokens: mx.array) -> mx.array:
+        """Logits [1, n, vocabulary] of tokens [1, n] of no sequence."""
+        state = self.states.make()
+        state.append(tokens.shape[1], whole=True)
+        logits: mx.array = self.verify(tokens, cache=state.caches)
+        return logits
 
 
 def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True) -> TargetModel:

@@ -71,7 +71,7 @@ class Verifier:
         self._external: ExternalPrefill | None = None
         self._sequences: SequenceTable[TargetSequence] = SequenceTable()
         whole, shares = self._target.verify is self._model, self._target.shares_passes
-        self._features = FeatureSource(self._model if whole else None)
+        self._features = FeatureSource(self._model, self._target.trial)
         self._kv_size = measure_kv(self._model, self._states.make) if whole else KVSize(0, 0)
         self._memory = self._reckon(logits=False) if whole else None
         self._batcher = Batcher(
