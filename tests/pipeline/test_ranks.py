@@ -36,7 +36,6 @@ from tests.support.stack import (
     RunningStack,
     eventually,
     gone,
-    leftovers,
     running,
 )
 from tests.support.tiny_models import EOS, write_tiny_model
@@ -54,7 +53,7 @@ while [ "${{1#-}}" != "$1" ]; do if [ "$1" = -o ]; then shift; fi; shift; done
 host=$1; shift
 case $host in
   nowhere) echo "ssh: connect to host nowhere port 22: No route to host" >&2; exit 255;;
-  version|weights) exec {python} {odd_rank} "$host";;
+  version|weights|part) exec {python} {odd_rank} "$host";;
 esac
 exec /bin/sh -c "$*"
 """
@@ -64,6 +63,7 @@ exec /bin/sh -c "$*"
 def pair(tmp_path_factory: pytest.TempPathFactory) -> StackSettings:
     base = tmp_path_factory.mktemp("pair")
     target = write_tiny_model(base / "target", "llama", seed=1)
+    write_tiny_model(base / "target-other", "llama", seed=2)
     draft = write_tiny_model(base / "draft", "llama", seed=1, noise=0.1)
     return StackSettings(model=str(target), draft_model=str(draft))
 
@@ -168,69 +168,6 @@ def test_a_cancelled_request_leaves_the_ranks_in_step(stack: RunningStack) -> No
     assert pids_of(stack) == before
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_while_verifying(
-    stack: RunningStack, rank: int, number: signal.Signals
-) -> None:
-    """The group ends and starts again, the answer goes on with the same tokens, none is left."""
-    plain = ask(stack, "T0", "ar").tokens
-    old = pids_of(stack)
-    todo = [old[rank]]
-
-    def strike(count: int) -> None:
-        if count >= 5 and todo:
-            os.kill(todo.pop(), number)
-
-    answer = stack.answer(PROMPT, max_tokens=TOKENS, num_draft_tokens=3, when=strike)
-    assert answer.tokens == plain
-    eventually(lambda: gone(old), "the old ranks are gone")
-    assert pids_of(stack, but=old)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_lost_while_a_prompt_is_computed(
-    stack: RunningStack, number: signal.Signals
-) -> None:
-    """A prompt that waits for a stopped rank is computed by the next group."""
-    tokens = [3, *range(2, 200)]
-    plain = stack.answer("", tokens=tokens, mode="ar", max_tokens=8).tokens
-    old = pids_of(stack)
-    os.kill(old[1], signal.SIGSTOP)
-    tokens[0] = 4  # nothing of this prompt is cached
-    if number == signal.SIGKILL:
-        threading.Timer(0.3, kill_if_there, (old[1],)).start()
-    answer = stack.answer("", tokens=tokens, max_tokens=8)
-    again = stack.answer("", tokens=tokens, mode="ar", max_tokens=8)
-    assert answer.tokens == again.tokens
-    assert len(answer.tokens) == len(plain)
-    eventually(lambda: gone(old), "the old ranks are gone")
-
-
-def kill_if_there(pid: int) -> None:
-    """The group may have been given up before."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def test_the_reason_names_the_rank(stack: RunningStack) -> None:
-    """Whoever looks at the log or the status reads which rank was lost, and how."""
-    old = pids_of(stack)
-    os.kill(old[1], signal.SIGKILL)
-    pids_of(stack, but=old)
-    notes = [line.note for line in stack.lines if line.role == "verifier"]
-    assert any("rank 1 on 127.0.0.1 was killed by signal 9" in note for note in notes)
-
-
-def test_nothing_is_left_at_the_end(pair: StackSettings, run_dir: Path) -> None:
-    """A stack that stops takes its ranks with it, also one that is stopped by a signal."""
-    with running(msgspec.structs.replace(pair, target_ranks=2)) as stack:
-        pids = pids_of(stack)
-        os.kill(pids[1], signal.SIGSTOP)
-    eventually(lambda: gone(pids), "all ranks are gone")
-    assert leftovers(run_dir) == []
-
-
 # ------------------------------------------------------------ other machines
 
 
@@ -285,12 +222,13 @@ def test_a_rank_on_another_machine(pair: StackSettings, tmp_path: Path) -> None:
         ("nowhere", RuntimeFailure, "rank 1 on nowhere ended with exit code 255: ssh: connect"),
         ("version", ModelError, "rank 1 on version has another version of MLX: 0.0.1"),
         ("weights", ModelError, "rank 1 on weights has another model"),
+        ("part", ModelError, "rank 1 ends in other logits than rank 0"),
     ],
 )
 def test_a_host_that_cannot_take_part_is_named(
     pair: StackSettings, tmp_path: Path, host: str, error: type[SsdError], words: str
 ) -> None:
-    """Before the first token: a missing host, other versions, other weights."""
+    """Before the first token: a missing host, other versions, other weights, another part."""
     with (
         pytest.raises(error, match=words),
         private_stack(over(pair, tmp_path, host), lambda status: None),
@@ -305,9 +243,12 @@ def test_doctor_measures_the_links_and_names_who_cannot_take_part(
     """One line per link, or the host and what is wrong with it."""
     found = examine_ranks(over(pair, tmp_path, "studio"))
     assert [finding.text.partition(":")[0] for finding in found[1:]] == [
+        "127.0.0.1",
         "from 127.0.0.1 to studio",
+        "studio",
         "from studio to 127.0.0.1",
     ]
+    assert {finding.level for finding in found} == {"ok"}
     [finding] = examine_ranks(over(pair, tmp_path, "weights"))
     assert (finding.level, finding.text.partition(":")[0]) == (
         "problem",
@@ -317,7 +258,8 @@ def test_doctor_measures_the_links_and_names_who_cannot_take_part(
 
 @pytest.mark.usefixtures("run_dir")
 @pytest.mark.parametrize(
-    ("family", "ranks", "split"), [("qwen2", 2, "1,2"), ("moe", 2, ""), ("llama", 3, "")]
+    ("family", "ranks", "split"),
+    [("qwen2", 2, "1,2"), ("qwen2", 2, "auto"), ("moe", 2, ""), ("llama", 3, "")],
 )
 def test_other_shardings_have_the_tokens_of_plain_decoding(
     family: str, ranks: int, split: str, tmp_path: Path
@@ -337,6 +279,19 @@ def test_other_shardings_have_the_tokens_of_plain_decoding(
         )
     assert answers == [whole] * 3
     assert drawn == [drawn[0]] * 3
+
+
+def test_doctor_says_whether_the_model_can_be_divided(pair: StackSettings, tmp_path: Path) -> None:
+    """Before anything is loaded, and which layers each rank of a pipeline should have."""
+    three = examine_ranks(msgspec.structs.replace(pair, target_ranks=3))
+    assert [f.text for f in three if f.level == "problem"] == [
+        "2 attention heads cannot be divided by 3 ranks; "
+        "take a number of ranks that divides the heads and the KV heads, or --split"
+    ]
+    stages = str(write_tiny_model(tmp_path / "target", "qwen2", seed=1))
+    found = examine_ranks(StackSettings(model=stages, draft_backend="ngram", target_ranks=2))
+    [proposal] = [f.text for f in found if f.level == "note"]
+    assert proposal.partition(" suits")[0] in {"--split 1,2", "--split 2,1"}
 
 
 @pytest.mark.usefixtures("run_dir")
