@@ -174,7 +174,7 @@ def test_a_cancelled_request_leaves_the_ranks_in_step(stack: RunningStack) -> No
 @pytest.fixture
 def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An `ssh` that runs the command here, or fails in the way that the host's name says."""
-    odd_rank = Path(__file__).parents[1] / "support" / "odd_rank.py"
+    odd_rank = Path(__file__).parents[2] / "support" / "odd_rank.py"
     script = tmp_path / "bin" / "ssh"
     script.parent.mkdir()
     script.write_text(FAKE_SSH.format(python=sys.executable, odd_rank=odd_rank))

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from launch.settings.settings import StackSettings
-from tests.pipeline.test_ranks import PROMPT, TOKENS, ask, pids_of
+from tests.pipeline.ranks.test_ranks import PROMPT, TOKENS, ask, pids_of
 from tests.support.stack import (
     Answered,
     PatientClient,
