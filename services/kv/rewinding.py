@@ -57,7 +57,7 @@ class StateFactory:
     layers: str
     """What its layers are, in words."""
     reason: str = ""
-    """Why it cannot go back, in a sentence."""
+    """Why it cannot go back, or goes back in a slower way than was expected."""
 
     @property
     def rewinds(self) -> bool:
@@ -113,7 +113,8 @@ def find_rewinding(model: Any, *, bucketed: bool) -> StateFactory:
     for own in (True, False):
         make = factory(own=own, plan=None)
         if trial.proves(make, "feeding again" if own else "feeding again, with mlx-lm's caches"):
-            return StateFactory(make, _way_of(flat, own=own), layers)
+            tried = trial.reason and f"another way was tried, and {trial.reason}"
+            return StateFactory(make, _way_of(flat, own=own), layers, tried)
     return StateFactory(factory(own=False, plan=None), "none", layers, trial.reason)
 
 

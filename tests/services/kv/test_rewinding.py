@@ -89,6 +89,9 @@ def test_a_replay_that_is_wrong_is_not_used(
     assert "replay does not work for this model: after a rejected draft its logits are off" in (
         caplog.text
     )
+    assert "fed again after a rejection: another way was tried, and after a rejected draft" in (
+        found.description
+    )
 
 
 def test_a_model_that_looks_into_its_caches_gets_mlx_lms_own() -> None:
