@@ -7,9 +7,10 @@ what bad luck explains, given how much its rounds scatter. Plain decoding is mea
 rounds of its own, since verifications run faster while no drafter works beside them: at once
 where few drafts are accepted, later where many are, and again before an old measurement ends
 speculation. The trial after a pause may lose less than the one before; trials that fail
-become rarer, and a new text gets one early. A drafter of which nothing is accepted is
-recognised sooner, without any clock (`futility_test`). A measured speed expires with time, and
-when passes take longer or shorter than they did then (`freshness`).
+become rarer, and a new text gets one early; it may not lose what was gained on the last one. A
+drafter of which nothing is accepted is recognised sooner, without any clock (`futility_test`). A
+measured speed expires with time, and when passes take longer or shorter than they did then
+(`freshness`).
 """
 
 from dataclasses import dataclass, field
@@ -101,6 +102,8 @@ class SpeculationSwitch:
     _accepted: DiscountedRatio = field(default_factory=DiscountedRatio)
     """Draft tokens over chains, of all trials."""
     _futility: FutilityTest = field(default_factory=FutilityTest)
+    _is_retrial: bool = False
+    """Whether speculation goes on since a pause."""
     _since_change: int = 0
     _since_baseline: int = 0
     _speculated_at: float | None = None
@@ -186,6 +189,14 @@ class SpeculationSwitch:
         """Another request: how drafts fare on its text is not known from the last one's."""
         if self.is_paused:
             self._left = min(self._left, self._pause // _EARLIER)
+        if self.speculating:
+            # Nor does it lose what was gained on that one.
+            self._since_best, self._gained = DiscountedRatio(), 0.0
+
+    @property
+    def is_trial_due(self) -> bool:
+        """Whether a pause is over, and no round of the trial after it has ended."""
+        return self.speculating and self._is_retrial and not self._since_change
 
     def _judge_speculation(self, now: float) -> None:
         """Another speculative round was counted."""
@@ -231,6 +242,7 @@ class SpeculationSwitch:
             self._since_best = DiscountedRatio()
             self._gained, self._scatter = 0.0, _Scatter()
             self._change(speculating=True, rounds=_TRIAL)
+            self._is_retrial = True
         elif self.loss > self.allowance:
             self._start_pause()
         else:
@@ -260,6 +272,7 @@ class SpeculationSwitch:
         self._settling = _SETTLING if speculating != self.speculating else 0
         self._left = rounds
         self._since_change = 0
+        self._is_retrial = False
         self.speculating = speculating
         self.is_paused = False
 

@@ -83,8 +83,9 @@ class RoundLimits:
         return self.has_drafter and not 0 < self.drafter_context < ahead
 
     def can_speculate(self, length: int) -> bool:
-        """Whether a draft can be made, and verified."""
-        return self.can_draft(length) and self.longest_draft(length) > 0
+        """Whether a draft can be made and verified, and there is enough to gain by it."""
+        ahead = self.count_ahead(length) >= self.planner.least_ahead
+        return ahead and self.can_draft(length) and self.max_draft > 0
 
     def count_ahead(self, length: int) -> int:
         """How many tokens the answer may have after the next one."""

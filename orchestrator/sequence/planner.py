@@ -31,6 +31,8 @@ _BEYOND = 2
 _LEAST_BRANCHES = 2
 _PLANNED = 6
 """Rounds that are planned beforehand where drafts fork."""
+_WORTH_A_TRIAL = 16
+"""Tokens that must be to come where it is tried again whether drafts pay."""
 _GROWN_BY_HAND = 8
 """Runners-up that grow on where the size of trees is fixed."""
 
@@ -84,6 +86,16 @@ class Planner:
         """Whether the drafter is left out because it did not pay; prompt lookup, free, goes on."""
         switch = self.estimates.switch(self.mode)
         return switch is not None and switch.is_paused
+
+    @property
+    def least_ahead(self) -> int:
+        """How many tokens an answer must have ahead to begin with drafts, or to go on with them.
+
+        What another trial costs is not earned back at the end of an answer: the next one has it.
+        """
+        switch = self.estimates.switch(self.mode)
+        due = switch is not None and switch.is_trial_due and not self.num_draft_tokens
+        return _WORTH_A_TRIAL if due and self.estimates.batch.streams == 1 else 1
 
     def report_plain(self, now: float) -> MeasuredSpeed:
         """Speed of plain decoding, if it was measured in this run and still holds; else 0."""

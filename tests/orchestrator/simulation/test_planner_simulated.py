@@ -141,6 +141,43 @@ def test_texts_of_all_kinds_after_each_other(texts: str, gain: float) -> None:
         assert adaptive > 0.97 * answers(texts, Strategy(num_draft_tokens=2, branches=8), seed)
 
 
+SHARED_CORES = Device(
+    t_verify="1:25,2:27.5,3:29,4:31,5:33,6:37",
+    t_draft="1:4,8:6,16:9",
+    ipc=0.5,
+    contention=0.3,
+    jitter=0.06,
+)
+"""Two cores that both compute the target while the drafter has nothing to do."""
+
+
+def test_poor_texts_among_good_ones_lose_little() -> None:
+    """Short answers of all kinds after each other: the worst at 0.92 of plain decoding's speed."""
+    ratios = []
+    for seed in range(2):
+        learned = CostModel()
+        for number, alpha in enumerate((0.75, 0.15, 0.6, 0.3, 0.15, 0.75, 0.75, 0.25, 0.0, 0.6)):
+            found = Scenario(
+                device=SHARED_CORES,
+                acceptance=AcceptanceModel(alpha=alpha, burst=0.2),
+                tokens=64,
+                seed=1000 * seed + number,
+            )
+            plain = simulate(found, Strategy(mode="ar")).tok_s
+            ratios.append(simulate(found, Strategy(), learned).tok_s / plain)
+    assert min(ratios) > 0.92
+    assert prod(ratios) ** (1 / len(ratios)) > 1.1
+
+
+def test_no_trial_begins_at_the_end_of_an_answer() -> None:
+    """After 48 plain rounds the next trial is due: not with nine tokens to come."""
+    acceptance, learned = AcceptanceModel(alpha=0.0, first=0.0), CostModel()
+    found = Scenario(device=SHARED_CORES, acceptance=acceptance, tokens=64)
+    statistics = simulate(found, Strategy(), learned).statistics
+    assert learned.switches["ssd"].is_trial_due
+    assert statistics.rounds - statistics.plain_rounds < 7
+
+
 UNEVEN_TEXT = AcceptanceModel(alpha=0.45, burst=0.35, stretch=16.0)
 
 
