@@ -189,7 +189,10 @@ def _report(probe: KernelProbe) -> KernelProbe:
     what = f"Metal {probe.kernel}, {probe.shape}"
     if probe.own_ms:
         used = f"used from {probe.least_rows} rows on" if probe.least_rows else "not used"
-        _log.info("%s: %s%s", what, used, f": {probe.reason}" if probe.reason else "")
+        shares = [f"{probe.own_ms[rows] / probe.mlx_ms[rows]:.2f}" for rows in probe.own_ms]
+        said = f"{used}: {probe.reason}" if probe.reason else used
+        rows = ", ".join(map(str, probe.own_ms))
+        _log.info("%s: %s; %s rows take %s of MLX's time", what, said, rows, ", ".join(shares))
     else:
         _log.warning("%s: not used: %s", what, probe.reason)
     return probe

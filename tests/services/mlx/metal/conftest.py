@@ -23,11 +23,14 @@ def host(compiled: HostMetal, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostM
     """MLX runs kernels for Metal on the host."""
     if sys.platform == "darwin":
         pytest.skip("a Mac runs the kernels themselves, and compares them when a model is loaded")
+    device = mx.default_device()
+    mx.set_default_device(mx.cpu)
     monkeypatch.setattr(mx.fast, "metal_kernel", compiled.kernel)
     compiled.launches.clear()
     build.cache_clear()
     yield compiled
     build.cache_clear()
+    mx.set_default_device(device)
 
 
 @pytest.fixture
