@@ -14,6 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from launch.doctor import examine_ranks
@@ -53,7 +54,9 @@ while [ "${{1#-}}" != "$1" ]; do if [ "$1" = -o ]; then shift; fi; shift; done
 host=$1; shift
 case $host in
   nowhere) echo "ssh: connect to host nowhere port 22: No route to host" >&2; exit 255;;
-  version|weights|part) exec {python} {odd_rank} "$host";;
+  version|weights|part|hang) case "$*" in
+    *services.ranks.main*) exec {python} {odd_rank} "$host" "$0.hung";;
+  esac;;
 esac
 exec /bin/sh -c "$*"
 """
@@ -216,6 +219,18 @@ def test_a_rank_on_another_machine(pair: StackSettings, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fake_ssh", "run_dir")
+def test_a_rank_that_hangs_but_beats(pair: StackSettings, tmp_path: Path) -> None:
+    """Rank 0 waits for it in an exchange; then its own heartbeats are missed, and both replaced."""
+    settings = msgspec.structs.replace(over(pair, tmp_path, "hang"), hang_timeout_s=3.0)
+    with running(settings) as stack:
+        old = pids_of(stack)
+        answer = ask(stack, "T0", "ssd")
+        assert answer.statistics.verifier_restarts
+        assert answer.tokens == ask(stack, "T0", "ar").tokens
+        eventually(lambda: gone(old), "the old ranks are gone")
+
+
+@pytest.mark.usefixtures("fake_ssh", "run_dir")
 @pytest.mark.parametrize(
     ("host", "error", "words"),
     [
@@ -234,6 +249,18 @@ def test_a_host_that_cannot_take_part_is_named(
         private_stack(over(pair, tmp_path, host), lambda status: None),
     ):
         pass
+    eventually(lambda: not started_by(tmp_path), "no rank is left")
+
+
+def started_by(folder: Path) -> list[str]:
+    """The processes that know the `ssh` of this folder."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            own = process.pid == os.getpid()  # it has the variable for its children
+            if not own and str(folder) in process.environ().get("PATH", ""):
+                found.append(process.name())
+    return found
 
 
 @pytest.mark.usefixtures("fake_ssh")
