@@ -251,7 +251,10 @@ def _examine_model(folder: Path, survey: HardwareReport) -> tuple[str, Needs]:
 
 def _check_layers(pair: Pair) -> Finding:
     """How the target gets back from a rejected draft."""
-    return Finding("ok", "layers", describe_layers(pair.model))
+    report = describe_layers(pair.model)
+    if report.misfit:
+        return Finding("problem", "layers", report.misfit)
+    return Finding("ok", "layers", report.rewinding)
 
 
 def _examine_kernels(pair: Pair, settings: StackSettings) -> list[Finding]:

@@ -100,10 +100,10 @@ def inspect(model: str, *, as_json: bool) -> None:
     found = read(model)
     layers = describe_layers(found.folder)
     if as_json:
-        _print({**msgspec.to_builtins(found), "layers": layers})
+        _print({**msgspec.to_builtins(found), "layers": layers.misfit or layers.rewinding})
     else:
         card = _card(found)
-        card.add_row("layers", layers)
+        card.add_row("layers", layers.misfit or layers.rewinding)
         console.stdout().print(card)
 
 

@@ -8,3 +8,5 @@ class LayersReport(msgspec.Struct, frozen=True):
 
     rewinding: str
     """The kinds of layers, and how they are likely to go back after a rejected draft."""
+    misfit: str = ""
+    """Why the weights are not those of the configuration, if they are not."""

@@ -1,6 +1,6 @@
 """`python -m services.tools.layers FOLDER`: what a model's layers remember, as one line of JSON.
 
-The model is built from its configuration; its weights are not read.
+The model is built from its configuration; of its weights only names and shapes are read.
 """
 
 import sys
@@ -14,6 +14,7 @@ from protocol.errors import ModelError
 from protocol.jobs.layers import LayersReport
 from protocol.process.child import run_reporting_errors
 from services.kv.rewinding import predict_rewinding
+from services.mlx.loader import load_skeleton
 
 
 def describe_layers(folder: Path) -> LayersReport:
@@ -22,10 +23,21 @@ def describe_layers(folder: Path) -> LayersReport:
         config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
         model_class, arguments_class = _get_classes(config=config)
         model = model_class(arguments_class.from_dict(config))
-        return LayersReport(predict_rewinding(model))
+        rewinding = predict_rewinding(model)
     # mlx-lm raises whatever the configuration leads it into.
     except Exception as error:
         raise ModelError(f"the layers of {str(folder)!r} are not known: {error}") from error
+    return LayersReport(rewinding, _find_misfit(folder))
+
+
+def _find_misfit(folder: Path) -> str:
+    if next(folder.glob("*.safetensors"), None) is None:
+        return ""
+    try:
+        load_skeleton(folder)
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def _run() -> None:
