@@ -146,8 +146,9 @@ def _bounds(told: Sequence[Statistics], tok_s: float) -> dict[str, float | None]
     best = tree_bound_tok_s(hit, miss, waited_ms, ranks=ranks, verify_ms=passes)
     return bounds | {
         "tree_bound_tok_s": best,
-        "tree_efficiency": tok_s / best,
-        "ready_bound_tok_s": tree_bound_tok_s(hit, Rounds(), 0.0, ranks=ranks, verify_ms=passes),
+        "tree_efficiency": tok_s / best if best else None,
+        "ready_bound_tok_s": tree_bound_tok_s(hit, Rounds(), 0.0, ranks=ranks, verify_ms=passes)
+        or None,
     }
 
 

@@ -133,7 +133,8 @@ class Planner:
         if origin == "lookup":
             return rows  # `lookup_nodes` has decided
         chances = chances[: self.max_draft_tokens or None]
-        return rows[: find_best(self._values(chances, count_chain(rows, draft.parents)))]
+        chain = count_chain(rows, draft.parents)
+        return rows[: find_best(self._values(chances, chain), chain)]
 
     def _choose_chain(self, draft: Draft, origin: Origin) -> list[int]:
         main = draft.main
@@ -166,7 +167,8 @@ class Planner:
     def lookup_nodes(self, draft: Draft, *, alone: bool = False) -> list[int]:
         """The rows of a prompt lookup to verify; `alone`: no drafter works beside."""
         rows = rank_nodes(draft.parents, self._acceptance_rates(draft, "lookup")).rows
-        count = find_best(self._lookup_values(draft, alone=alone))
+        chain = count_chain(rows, draft.parents)
+        count = find_best(self._lookup_values(draft, alone=alone), chain)
         return rows[: self.tree_nodes] if count and self.tree_nodes else rows[:count]
 
     def _lookup_values(self, draft: Draft, *, alone: bool = False) -> list[float]:

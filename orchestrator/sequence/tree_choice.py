@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+TREE_ROWS = (3, 4, 5, 6, 8, 12, 16, 24, 32)
+"""Sizes of trees, the pending token included."""
+
 
 class RankedNodes(NamedTuple):
     """Draft tokens, the likeliest path first; every parent comes before its children."""
@@ -45,9 +48,21 @@ def count_chain(rows: Sequence[int], parents: Sequence[int]) -> int:
     return len(rows)
 
 
-def find_best(values: Sequence[float]) -> int:
-    """Where the largest value stands; the first of equals."""
-    return values.index(max(values))
+def find_best(values: Sequence[float], chain: int | None = None) -> int:
+    """How many nodes to verify: where the largest value stands; the first of equals.
+
+    Trees have few sizes: on GPUs the first pass over each number of rows prepares kernels, which
+    takes as long as several others.
+
+    Args:
+        values: of the first 0, 1, ... nodes.
+        chain: how many of them are a chain; None: all.
+    """
+    last = len(values) - 1
+    chain = last if chain is None else min(chain, last)
+    sizes = [rows - 1 for rows in TREE_ROWS if chain < rows - 1 <= last]
+    best: int = max([*range(chain + 1), *sizes], key=lambda count: values[count])
+    return best
 
 
 def count_siblings(rate: float, hits: Sequence[float], row_cost: float) -> int:

@@ -70,6 +70,8 @@ def tree_bound_tok_s(
         verify_ms: T_v(1), T_v(2), ... of trees; the best tree is no larger.
     """
     own = upper_bound_tok_s(hit, miss, backup_ms)
+    if not hit.count:
+        return own
     sizes = zip(accumulate(_likeliest_paths(ranks), initial=1.0), verify_ms, strict=False)
     return max(
         own,
