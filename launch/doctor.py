@@ -119,6 +119,8 @@ def _describe_ranks(found: RankProbeResult, backend: str) -> list[Finding]:
                         "and the same model everywhere")]  # fmt: skip
     if found.obstacle:
         findings.append(Finding("problem", "parts", found.obstacle))
+    if found.division:
+        findings.append(Finding("ok", "parts", f"layers of rank 0: {found.division}"))
     if found.proposal:
         split = ",".join(map(str, found.proposal))
         text = f"--split {split} suits their memory and speed (--split auto measures anew)"

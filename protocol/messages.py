@@ -129,7 +129,7 @@ class RankStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     mbytes_per_s: float
     """Of a large array to the next rank."""
     part: str = ""
-    """What it holds of the model, for people."""
+    """Its layers, for people: 0-11, or 1/2 of all."""
     free_bytes: int = 0
     """Of its memory once it had loaded; on a machine with several ranks, its share."""
     pass_ms: float = 0.0

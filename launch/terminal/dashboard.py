@@ -101,8 +101,8 @@ def _ranks(ranks: Sequence[RankStatus]) -> RenderableType:
     """The processes that the target is spread over, and the links between them."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=True)
     table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column("host", ratio=1, no_wrap=True)
-    for name in ("pid", "part", "weights", "free", "a pass", "to the next", "bandwidth"):
+    table.add_column("host", ratio=1, no_wrap=True, min_width=8)
+    for name in ("pid", "layers", "weights", "free", "a pass", "latency", "link"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in ranks:
         table.add_row(

@@ -20,7 +20,7 @@ class RankProbeResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ranks: list[RankStatus]
     division: str = ""
-    """What each rank would hold; empty without a model, or where it cannot be divided."""
+    """The layers of rank 0; empty without a model, or where it cannot be divided."""
     obstacle: str = ""
     """Why it cannot be divided as asked."""
     proposal: list[int] = []

@@ -83,7 +83,7 @@ class RankFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     read_bytes_s: float = 0.0
     """How fast it reads weights; 0: not measured."""
     part: str = ""
-    """What it holds of the model."""
+    """Its layers, for people: 0-11, or 1/2 of all."""
     pass_ms: float = 0.0
     """Of a pass of one token over all ranks."""
     witness: float = 0.0

@@ -144,8 +144,8 @@ def _bytes_of(module: Any) -> int:
 
 def _name_part(module: Any, group: mx.distributed.Group) -> str:
     if is_pipelined(module):
-        return f"layers {module.model.start_idx} to {module.model.end_idx - 1}"
-    return f"1/{group.size()} of each layer"
+        return f"{module.model.start_idx}-{module.model.end_idx - 1}"
+    return f"1/{group.size()} of all"
 
 
 def wait_for_all(group: mx.distributed.Group) -> None:

@@ -27,7 +27,7 @@ def drawn(ranks: list[RankStatus]) -> str:
         status=Status(pid=1, model="big", services=[verifier], active=0, waiting=0),
         problems=[],
     )
-    console = Console(width=100)
+    console = Console(width=80)
     with console.capture() as capture:
         console.print(draw(snapshot, [], ""))
     return capture.get()
@@ -36,10 +36,19 @@ def drawn(ranks: list[RankStatus]) -> str:
 def test_ranks_are_shown_with_their_links() -> None:
     """Where each one runs, what it holds, and how far the next one is."""
     rank = RankStatus(
-        rank=1, host="studio", pid=77, weight_bytes=3 * 10**9, latency_ms=0.12, mbytes_per_s=1234.0
+        rank=1,
+        host="studio",
+        pid=77,
+        part="0-11",
+        weight_bytes=3 * 10**9,
+        free_bytes=9 * 10**9,
+        pass_ms=61.25,
+        latency_ms=0.12,
+        mbytes_per_s=1234.0,
     )
     row = next(line for line in drawn([rank]).splitlines() if "studio" in line)
-    assert [part in row for part in ("77", "3.0 GB", "0.12 ms", "1.2 GB/s")] == [True] * 4
+    shown = ("77", "0-11", "3.0 GB", "9.0 GB", "61.2 ms", "0.12 ms", "1.2 GB/s")
+    assert [part for part in shown if part not in row] == []
 
 
 def test_a_verifier_of_one_process_has_no_such_table() -> None:

@@ -270,6 +270,7 @@ def test_doctor_measures_the_links_and_names_who_cannot_take_part(
     """One line per link, or the host and what is wrong with it."""
     found = examine_ranks(over(pair, tmp_path, "studio"))
     assert [finding.text.partition(":")[0] for finding in found[1:]] == [
+        "layers of rank 0",
         "127.0.0.1",
         "from 127.0.0.1 to studio",
         "studio",
