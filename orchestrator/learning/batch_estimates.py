@@ -5,7 +5,7 @@ further draft token costs only what it adds to the pass, and whether speculation
 measured for each size of the batch separately. Pure.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import sqrt
 from typing import Generic, Protocol, TypeVar
 
@@ -71,13 +71,34 @@ class BatchEstimates:
         if self.streams > 1:
             self._other_tokens = smooth(self._other_tokens, part.rows - part.tokens)
 
-    def switch(self, mode: Mode, alone: dict[Mode, SpeculationSwitch]) -> SpeculationSwitch | None:
-        """Whether speculation pays in a batch of this size; None for plain decoding."""
+    def switch(
+        self,
+        mode: Mode,
+        alone: dict[Mode, SpeculationSwitch],
+        can_pay: Callable[[Mode], bool],
+    ) -> SpeculationSwitch | None:
+        """Whether speculation pays in a batch of this size; None for plain decoding.
+
+        A size that is met first begins with a trial; with a pause, if the next smaller one that
+        is known pauses: there speculation gains more.
+
+        Args:
+            mode: of the request.
+            alone: for requests that have no company.
+            can_pay: whether a trial could succeed at this size, as far as costs are known.
+        """
         if self.streams == 1 or mode == "ar":
             return alone.get(mode)
         # Sizes 2, 3-4, 5-8, ... are alike enough.
         size = (self.streams - 1).bit_length()
-        return self._switches.setdefault(f"{mode} {size}", SpeculationSwitch.for_batch(_TRIAL))
+        found = self._switches.get(f"{mode} {size}")
+        if found is None:
+            found = self._switches[f"{mode} {size}"] = SpeculationSwitch.for_batch(_TRIAL)
+            known = (self._switches.get(f"{mode} {less}") for less in range(size - 1, 0, -1))
+            smaller = next((one for one in known if one is not None), alone.get(mode))
+            if (smaller is not None and smaller.is_paused) or not can_pay(mode):
+                found.begin_with_pause()
+        return found
 
     def save(self) -> dict[str, Trial]:
         """How each mode has fared in batches of each size, for a snapshot."""

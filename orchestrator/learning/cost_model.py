@@ -106,7 +106,18 @@ class CostModel:
 
     def switch(self, mode: Mode) -> SpeculationSwitch | None:
         """Whether speculation pays now; None for plain decoding."""
-        return self.batch.switch(mode, self.switches)
+        return self.batch.switch(mode, self.switches, self._can_pay)
+
+    def _can_pay(self, mode: Mode) -> bool:
+        """Whether drafts could pay in a batch, if each request had as many accepted as alone.
+
+        For a pass that verifies one draft token of each, since more are seldom worth it there.
+        """
+        accepted, streams = self.switches[mode].accepted_per_round, self.batch.streams
+        if accepted is None or not self.plain_latency.is_known:
+            return True
+        cost = self.verify_latency.of(2 * streams) / self.plain_latency.of(streams)
+        return 1.0 + accepted > cost
 
     def latency(self, *, speculating: bool, tree: bool) -> VerifyLatency:
         """T_v(m) beside a drafter at work or without, of chains or of trees."""
@@ -210,6 +221,8 @@ class CostModel:
         # speculates nearly every pass may have one, and the switch must not go blind.
         batched = switch.speculating and len(shared) > 1
         if not batched and any(part.origin == "lookup" for part in shared):
+            if len(shared) > 1:
+                switch.on_other_round()
             return
         tokens = sum(part.accepted + 1 for part in shared) / self.batch.scale
         drafted = [part.accepted for part in shared if part.origin != "lookup"]

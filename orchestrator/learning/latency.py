@@ -75,6 +75,11 @@ class VerifyLatency:
         self._doubtful.add(tokens)
         return True
 
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured here."""
+        return bool(self._points)
+
     def of(self, tokens: int) -> float:
         """T_v(tokens): measured, between its measured neighbours, or assumed."""
         if not self._points and self._alike is not None:

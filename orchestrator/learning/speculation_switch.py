@@ -193,6 +193,23 @@ class SpeculationSwitch:
             # Nor does it lose what was gained on that one.
             self._since_best, self._gained = DiscountedRatio(), 0.0
 
+    def begin_with_pause(self) -> None:
+        """Nothing is known, but that speculation is not likely to pay: try it later."""
+        self._change(speculating=False, rounds=_SHORTEST_PAUSE)
+        self.is_paused = True
+
+    def on_other_round(self) -> None:
+        """A round or pass in the current way that says nothing of its speed: a pause goes on."""
+        if self.is_paused:
+            self._left -= 1
+            if self._left <= 0:
+                self._end_plain()
+
+    @property
+    def accepted_per_round(self) -> float | None:
+        """Draft tokens that a round brings; None if there were only a few rounds."""
+        return self._accepted.value if self._accepted.whole >= _GLIMPSE else None
+
     @property
     def is_trial_due(self) -> bool:
         """Whether a pause is over, and no round of the trial after it has ended."""
@@ -297,8 +314,7 @@ class SpeculationSwitch:
         # Whether the machine still is as it was has to be seen before it ends speculation.
         self._since_baseline = _FRESH
         if saved.pausing:
-            self._change(speculating=False, rounds=_SHORTEST_PAUSE)
-            self.is_paused = True
+            self.begin_with_pause()
 
 
 def _save_speed(speed: DiscountedRatio) -> Rate:

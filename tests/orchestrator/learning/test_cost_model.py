@@ -337,6 +337,65 @@ def test_in_a_crowd_lookups_leave_the_pace_its_sight() -> None:
     assert pace.is_paused
 
 
+def test_in_a_crowd_a_pause_goes_on_with_lookups() -> None:
+    """Where every pass has one, drafts are tried again all the same; they tell no speed."""
+    estimates = CostModel()
+    estimates.batch.streams = 4
+    pace = estimates.switch("ssd")
+    assert pace is not None
+    pace.begin_with_pause()
+    passes = 0
+    while pace.is_paused and passes < 100:
+        for part in shared(4, 1, 80.0, speculating=False, origin="lookup"):
+            estimates.observe_round(part)
+        passes += 1
+    assert 40 < passes < 60
+    assert pace.speculating
+    assert pace.plain_tok_s == 0.0
+
+
+def test_a_size_begins_with_a_pause_where_a_smaller_one_pauses() -> None:
+    """Of two, or alone, whatever was met; one that speculates says nothing of more streams."""
+    estimates = CostModel()
+    estimates.batch.streams = 4
+    first = estimates.switch("ssd")
+    assert first is not None
+    assert first.speculating
+    first.begin_with_pause()
+    begins = {}
+    for streams in (2, 3, 16, 32):
+        estimates.batch.streams = streams
+        found = estimates.switch("ssd")
+        assert found is not None
+        begins[streams] = found.speculating
+    assert begins == {2: True, 3: False, 16: False, 32: False}
+    estimates = CostModel()
+    estimates.switches["ssd"].begin_with_pause()
+    estimates.batch.streams = 8
+    assert estimates.switch("ssd") is not None
+    assert not Planner("ssd", estimates).should_speculate
+
+
+def test_a_batch_tries_what_could_pay() -> None:
+    """By the price of rows and by what was accepted alone; where that is not known, all."""
+    tries = {}
+    for row_ms in (1.0, 25.0):
+        for accepted in (0, 1):
+            estimates = CostModel()
+            for rows in (1, 2, 3, 8):
+                estimates.verify_latency.observe(rows, 60.0 + row_ms * rows)
+                estimates.plain_latency.observe(rows, 50.0 + row_ms * rows)
+            for _ in range(4):
+                estimates.switches["ssd"].observe(2, 60.0, accepted=accepted)
+            estimates.batch.streams = 4
+            found = estimates.switch("ssd")
+            tries[row_ms, accepted] = found is not None and found.speculating
+    assert tries == {(1.0, 0): False, (1.0, 1): True, (25.0, 0): False, (25.0, 1): True}
+    estimates = CostModel()
+    estimates.batch.streams = 4
+    assert Planner("ssd", estimates).should_speculate
+
+
 def test_half_a_pass_says_nothing() -> None:
     """A pass whose other part was cancelled is not taken for a whole one."""
     estimates = CostModel()
