@@ -11,7 +11,13 @@ import pytest
 from services.mlx import blas
 from services.mlx.cpu_attention import attend
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has MLX's Metal kernels")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="macOS has MLX's Metal kernels"),
+    pytest.mark.skipif(
+        mx.cuda.is_available() and blas.cpu_kernels() is None,
+        reason="a CUDA installation without the extra 'cpu' has no kernels for the CPU",
+    ),
+]
 
 SLOTS = 200
 
