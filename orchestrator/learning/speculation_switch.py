@@ -7,10 +7,9 @@ what bad luck explains, given how much its rounds scatter. Plain decoding is mea
 rounds of its own, since verifications run faster while no drafter works beside them: at once
 where few drafts are accepted, later where many are, and again before an old measurement ends
 speculation. The trial after a pause may lose less than the one before; trials that fail
-become rarer, and a new text gets one early; it may not lose what was gained on the last one. A
-drafter of which nothing is accepted is recognised sooner, without any clock (`futility_test`). A
-measured speed expires with time, and when passes take longer or shorter than they did then
-(`freshness`).
+become rarer, and a new text gets one early. A drafter of which nothing is accepted is
+recognised sooner, without any clock (`futility_test`). A measured speed expires with time, and
+when passes take longer or shorter than they did then (`freshness`).
 """
 
 from dataclasses import dataclass, field
@@ -189,9 +188,6 @@ class SpeculationSwitch:
         """Another request: how drafts fare on its text is not known from the last one's."""
         if self.is_paused:
             self._left = min(self._left, self._pause // _EARLIER)
-        if self.speculating:
-            # Nor does it lose what was gained on that one.
-            self._since_best, self._gained = DiscountedRatio(), 0.0
 
     def begin_with_pause(self) -> None:
         """Nothing is known, but that speculation is not likely to pay: try it later."""

@@ -311,24 +311,6 @@ def test_what_was_gained_may_be_lost_again() -> None:
     assert lucky.allowance > fresh.allowance
 
 
-def test_a_new_text_may_not_lose_what_another_one_gained() -> None:
-    """A poor text after a good one ends as soon as one that comes first; a good one goes on."""
-    spent, kept = settled(33.0, 50.0, rounds=60), settled(33.0, 50.0, rounds=60)
-    spent.on_new_text()
-    lost = [0, 0]
-    for place, pace in enumerate((spent, kept)):
-        while not pace.is_paused and lost[place] < 100:
-            pace.observe(1, 65.0 if pace.speculating else 50.0, accepted=1)
-            lost[place] += 1
-    assert lost[0] + 6 < lost[1] < 100
-    good = settled(33.0, 50.0, rounds=60)
-    for _ in range(20):
-        good.on_new_text()
-        for _ in range(10):
-            good.observe(1, 33.0 if good.speculating else 50.0, accepted=1)
-    assert not good.is_paused
-
-
 def test_a_trial_is_due_until_it_has_begun() -> None:
     """What did not pay is tried again after the pause; the first trial is not such a one."""
     pace = SpeculationSwitch()
