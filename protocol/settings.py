@@ -270,6 +270,9 @@ Objective = Literal["ce", "tv", "coupled", "rank"]
 OBJECTIVES: tuple[Objective, ...] = ("ce", "tv", "coupled", "rank")
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 PRECISIONS: tuple[Precision, ...] = ("auto", "float32", "bfloat16", "float16")
+ReadingWay = Literal["states", "input"]
+"""How a drafter reads the target: see `services.mlx.target_reader`."""
+READING_WAYS: tuple[ReadingWay, ...] = ("states", "input")
 
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _Amount = Annotated[float, msgspec.Meta(ge=0)]
@@ -326,8 +329,8 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     """Hidden columns that each MLP keeps, those of largest norm; 0 keeps all."""
     init_drafter: str = ""
     """Folder of a drafter of this shape to start from, instead of the target's layers."""
-    reads_target: bool = False
-    """Whether the drafter is given the target's hidden states of committed tokens."""
+    reads_target: ReadingWay | None = None
+    """How the drafter is given the target's hidden states of committed tokens, if it is."""
     tapped_layers: list[_Count] = []
     """Layers of the target whose output it reads; empty: five, evenly spread."""
 

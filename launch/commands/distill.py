@@ -21,7 +21,7 @@ from launch.workers.worker import JsonWorker
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from protocol.jobs.distill import DistillEvent, DistillFinished, DistillNote, DistillProgress
-from protocol.settings import OBJECTIVES, PRECISIONS, DistillSettings
+from protocol.settings import OBJECTIVES, PRECISIONS, READING_WAYS, DistillSettings
 
 _option = options_of(DistillSettings)
 _LINE_EVERY_S = 10.0
@@ -64,7 +64,13 @@ def _numbers(kind: type) -> Any:
 @_option("--head-size", "Tokens that the drafter can propose; 0: all.")
 @_option("--mlp", "Hidden columns that each MLP keeps; 0: all.")
 @click.option("--init-drafter", help="Drafter to start from, instead of layers of the target.")
-@click.option("--reads-target", is_flag=True, help="Give it the target's hidden states.")
+@click.option(
+    "--reads-target",
+    type=click.Choice(READING_WAYS),
+    is_flag=False,
+    flag_value="states",
+    help="Give it the target's hidden states; input: the last one also as input.",
+)
 @click.option("--tapped-layers", callback=_numbers(int), help="Layers of the target to read.")
 @_option("--objective", "Loss of the last part of training.", click.Choice(OBJECTIVES))
 @_option("--finish", "Share of the training that has this loss; before: cross-entropy.")

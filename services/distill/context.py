@@ -5,16 +5,27 @@ chain under verification and branches behind it, are the drafter's own to read. 
 sequence is cut into blocks: within a block a token sees the target's states before the block,
 and the tokens of its own block as the drafter itself computes them. Some sequences have no
 states at all, or none of their beginning, so that the drafter also works without.
+
+If the last state is also input, the drafter's own output takes its place behind the first token
+of a block. Then a batch takes several passes, each with the outputs of the one before as inputs:
+the n-th is exact up to the n-th token of a block.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from services.distill.generation import Integers
+from services.distill.logits import logits_at
 from services.mlx.target_reader import TargetReader
 
+PASSES = 3
+"""Over a batch in training, where a drafter's output is its input."""
+_LEARNED = 2
+"""The last of them, through which gradients flow."""
 SHORTEST, LONGEST = 4, 14
 """Tokens of a block: a chain and the branches behind it."""
 _UNREAD, _LATE = 0.1, 0.05
@@ -67,6 +78,10 @@ class Context(NamedTuple):
     """[rows, length, features] the target's states."""
     visible: mx.array
     """[rows, 1, length, 2 * length]: which states, then which tokens each token sees."""
+    first: mx.array
+    """[rows, length, 1] whether the state of the token before is known."""
+    later: mx.array
+    """[rows, length, 1] whether that of an earlier token of its own block is."""
 
 
 def context_of(features: mx.array, blocks: Blocks) -> Context:
@@ -77,7 +92,10 @@ def context_of(features: mx.array, blocks: Blocks) -> Context:
     keys, queries = places[None, None, :], places[None, :, None]
     states = (keys < starts) & (keys >= read_from)
     tokens = (keys <= queries) & ((keys >= starts) | (keys < read_from))
-    return Context(features, mx.concatenate([states, tokens], axis=-1)[:, None])
+    visible = mx.concatenate([states, tokens], axis=-1)[:, None]
+    behind_state = starts > read_from
+    is_start = places[None, :, None] == starts
+    return Context(features, visible, behind_state & is_start, behind_state & ~is_start)
 
 
 class ContextCache:
@@ -113,3 +131,63 @@ def context_caches(model: Any, reader: TargetReader, context: Context) -> list[C
     """The caches with which the drafter sees this context."""
     rows = reader.rows(model, context.features, 0)
     return [ContextCache(keys, values, context.visible) for keys, values in rows]
+
+
+def logits_in_context(
+    model: Any,
+    reader: TargetReader,
+    context: Context,
+    inputs: tuple[mx.array, mx.array],
+    passes: int,
+) -> mx.array:
+    """What a drafter in this context predicts: see `logits_at`.
+
+    Args:
+        inputs: tokens and positions as there.
+        passes: how many tokens of a block are computed as they are at work, if the drafter's
+            output is its input.
+    """
+    tokens, positions = inputs
+    caches = context_caches(model, reader, context)
+    if not reader.enters_input:
+        return logits_at(model, tokens, positions, caches)
+    state = mx.where(context.first, _shift_to_next(reader.after_state(context.features)), 0)
+    added = state
+    for number in range(1, passes):
+        with _add_to_embeddings(model, added):
+            own = _shift_to_next(reader.after_own(model.model(tokens, cache=caches)))
+        own = own if number > passes - _LEARNED else mx.stop_gradient(own)
+        added = mx.where(context.later, own, state)
+    with _add_to_embeddings(model, added):
+        return logits_at(model, tokens, positions, caches)
+
+
+def _shift_to_next(rows: mx.array) -> mx.array:
+    """[rows, length, width] with each token's in the place of the next."""
+    return mx.concatenate([mx.zeros_like(rows[:, :1]), rows[:, :-1]], axis=1)
+
+
+class _Embeddings:
+    """Stands in for a model's embeddings: the same, with something added to each token's."""
+
+    def __init__(self, table: Any, added: mx.array) -> None:
+        self._table = table
+        self._added = added
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        embedded: mx.array = self._table(tokens)
+        return embedded + self._added.astype(embedded.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._table, name)
+
+
+@contextmanager
+def _add_to_embeddings(model: Any, added: mx.array) -> Iterator[None]:
+    """While this is open, the model adds these [rows, length, width] to its embeddings."""
+    table = model.model.embed_tokens
+    model.model.embed_tokens = _Embeddings(table, added)
+    try:
+        yield
+    finally:
+        model.model.embed_tokens = table

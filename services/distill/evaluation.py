@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from protocol.decoding.sampler import Ids
 from services.distill.batches import Batches
-from services.distill.context import ContextCache, context_caches, context_of, even_blocks
+from services.distill.context import context_of, even_blocks, logits_in_context
 from services.distill.data import Texts
 from services.distill.generation import Integers
 from services.distill.logits import TargetDistribution, logits_at
@@ -112,8 +112,7 @@ def evaluate(
         one = batches.in_order(number)
         tokens, positions = mx.array(one.tokens), mx.array(one.positions)
         p_logits, features = distribution.logits_and_features(tokens, positions)
-        caches, lags = _context(drafter, features, number)
-        q_logits = logits_at(drafter.module, tokens, positions, caches)
+        q_logits, lags = _draft(drafter, (tokens, positions), features, number)
         q_logits = q_logits[:, : vocabulary if head is None else None]
         rank, overlaps, coupled = _compare(distribution, p_logits, q_logits, head, number)
         real = one.weights > 0
@@ -127,15 +126,18 @@ def evaluate(
     return _figures(whole, texts)
 
 
-def _context(
-    drafter: DeployedDrafter, features: mx.array | None, number: int
-) -> tuple[list[ContextCache] | None, Integers | None]:
-    """What a reading drafter is given at every token of batch `number`, and how late."""
+def _draft(
+    drafter: DeployedDrafter,
+    inputs: tuple[mx.array, mx.array],
+    features: mx.array | None,
+    number: int,
+) -> tuple[mx.array, Integers | None]:
+    """Its logits for batch `number`, and, if it reads, how late it was given what it reads."""
     if drafter.reader is None or features is None:
-        return None, None
+        return logits_at(drafter.module, *inputs), None
     blocks = even_blocks(features.shape[0], features.shape[1], BLOCK, number % BLOCK)
     context = context_of(features, blocks)
-    return context_caches(drafter.module, drafter.reader, context), blocks.lags
+    return logits_in_context(drafter.module, drafter.reader, context, inputs, BLOCK), blocks.lags
 
 
 def _compare(

@@ -27,6 +27,8 @@ from services.distill.run_control import RunControl
 from services.distill.run_folder import RunFolder, read_description
 from services.distill.speed import Costs, measure, predict
 from services.distill.student import (
+    READS_NOTHING,
+    Reads,
     Student,
     chosen_layers,
     drafter_config,
@@ -65,9 +67,12 @@ class _Plan(NamedTuple):
         return [] if self.description is None else self.description.layers
 
     @property
-    def features(self) -> int:
-        """Width of what it reads."""
-        return 0 if self.description is None else len(self.tapped) * self.description.target_width
+    def reads(self) -> Reads:
+        """What it is given."""
+        known = self.description
+        if known is None:
+            return READS_NOTHING
+        return Reads(len(known.layers) * known.target_width, known.way)
 
 
 def distill(settings: DistillSettings, control: RunControl) -> None:
@@ -97,7 +102,7 @@ def _distill(settings: DistillSettings, control: RunControl, folder: RunFolder) 
     learned, held = split_texts(texts, settings.held_out, len(settings.temperatures))
     head_ids = _head_ids(settings, learned, target.vocabulary.size)
     student = new_student(
-        target.module, plan.config, plan.layers, head_ids, plan.dtype, features=plan.features
+        target.module, plan.config, plan.layers, head_ids, plan.dtype, reads=plan.reads
     )
     if settings.init_drafter:
         start_from(student, Path(settings.init_drafter))
@@ -207,12 +212,13 @@ def _plan(settings: DistillSettings) -> _Plan:
 
 
 def _description(settings: DistillSettings, config: dict[str, Any]) -> ReaderDescription | None:
-    if not settings.reads_target:
+    if settings.reads_target is None:
         return None
     if settings.on_policy:
         raise UsageError("--on-policy cannot be had with --reads-target")
     total: int = config["num_hidden_layers"]
-    return ReaderDescription(settings.tapped_layers or spread_layers(total), config["hidden_size"])
+    layers = settings.tapped_layers or spread_layers(total)
+    return ReaderDescription(layers, config["hidden_size"], way=settings.reads_target)
 
 
 def _head_ids(settings: DistillSettings, texts: Texts, vocabulary: int) -> Ids | None:

@@ -7,7 +7,7 @@ because the embedding is shared.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +15,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from protocol.decoding.sampler import Ids
 from protocol.errors import ModelError, UsageError
-from services.distill.context import Context, context_caches
+from protocol.settings import ReadingWay
+from services.distill.context import PASSES, Context, logits_in_context
 from services.distill.logits import Weights, logits_at
 from services.mlx.lm_head import keep_rows
 from services.mlx.loader import load
@@ -85,15 +86,26 @@ def drafter_config(target: dict[str, Any], chosen: list[int], mlp: int) -> dict[
     return config
 
 
+class Reads(NamedTuple):
+    """What a drafter is given of the target, and how."""
+
+    features: int
+    """Numbers a token."""
+    way: ReadingWay
+
+
+READS_NOTHING = Reads(0, "states")
+
+
 class Student:
     """The drafter in training."""
 
     def __init__(
-        self, module: Any, head_ids: Ids | None, dtype: mx.Dtype, features: int = 0
+        self, module: Any, head_ids: Ids | None, dtype: mx.Dtype, reads: Reads = READS_NOTHING
     ) -> None:
         self.module = module
-        self.reader = new_reader(features, module) if features else None
-        """Reads the target's states, of this width."""
+        self.reader = new_reader(reads.features, module, reads.way) if reads.features else None
+        """Reads the target's states."""
         self.head_ids = head_ids
         """What the columns of the logits stand for; None if untrimmed."""
         self._dtype = dtype
@@ -126,8 +138,8 @@ class Student:
             return logits_at(self.module, tokens, positions)
         update_parameters(self.reader, reading)
         features = context.features.astype(self._dtype)
-        caches = context_caches(self.module, self.reader, context._replace(features=features))
-        return logits_at(self.module, tokens, positions, caches)
+        given = context._replace(features=features)
+        return logits_in_context(self.module, self.reader, given, (tokens, positions), PASSES)
 
 
 def split_weights(weights: Weights) -> tuple[Weights, Weights]:
@@ -157,11 +169,9 @@ def new_student(
     head_ids: Ids | None,
     dtype: mx.Dtype,
     *,
-    features: int = 0,
+    reads: Reads = READS_NOTHING,
 ) -> Student:
     """A drafter made of layers of `target`, a dense mlx-lm model.
-
-    It reads `features` numbers of the target a token.
 
     Raises:
         ModelError: the family does not allow these layers.
@@ -183,7 +193,7 @@ def new_student(
     wanted: Any = dict(tree_flatten(module.parameters()))
     _check_shapes(wanted, inherited)
     module.update(tree_unflatten([(name, inherited[name].astype(dtype)) for name in wanted]))
-    return Student(module, head_ids, dtype, features)
+    return Student(module, head_ids, dtype, reads)
 
 
 def start_from(student: Student, folder: Path) -> None:

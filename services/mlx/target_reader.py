@@ -2,6 +2,9 @@
 
 For a token that is committed the drafter need not compute anything itself: a projection of
 the target's own hidden states (`services.mlx.taps`) gives its keys and values in every layer.
+A drafter may also be given the last state as *input*, added to the embedding of the token after
+it; what the drafter itself puts out at a token is then added to the next one's.
+
 Two files beside the drafter's own weights, which stay an ordinary model:
 `reads_target.json` (`ReaderDescription`) and `reads_target.safetensors`.
 """
@@ -16,6 +19,7 @@ import msgspec
 from mlx.utils import tree_flatten, tree_unflatten
 
 from protocol.errors import ModelError
+from protocol.settings import ReadingWay
 
 DESCRIPTION = "reads_target.json"
 WEIGHTS = "reads_target.safetensors"
@@ -29,6 +33,23 @@ class ReaderDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     target_width: int
     window: int = 4096
     """Positions that are of use to it."""
+    way: ReadingWay = "states"
+    """Whether states are context only, or the last one is input, too."""
+
+
+class InputProjection(nn.Module):
+    """From a state to what is added to the embedding of the next token: at first, nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, width, bias=False)
+        self.norm = nn.RMSNorm(width)
+        self.norm.weight = mx.zeros(width)
+
+    def __call__(self, state: mx.array) -> mx.array:
+        """[..., width] each."""
+        added: mx.array = self.norm(self.proj(state))
+        return added
 
 
 class TargetReader(nn.Module):
@@ -38,14 +59,26 @@ class TargetReader(nn.Module):
         features: width of the target's states, all tapped layers side by side.
         width: of the drafter.
         outputs: per layer of the drafter, (width of its keys, width of its values).
+        way: how the drafter reads.
     """
 
-    def __init__(self, features: int, width: int, outputs: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        features: int,
+        width: int,
+        outputs: Sequence[tuple[int, int]],
+        way: ReadingWay = "states",
+    ) -> None:
         super().__init__()
         self.fc = nn.Linear(features, width, bias=False)
         self.norm = nn.RMSNorm(width)
         self.k_proj = [nn.Linear(width, keys, bias=False) for keys, _ in outputs]
         self.v_proj = [nn.Linear(width, values, bias=False) for _, values in outputs]
+        self.enters_input = way == "input"
+        """Whether the last state is input, too."""
+        if self.enters_input:
+            self.from_state = InputProjection(width)
+            self.from_own = InputProjection(width)
 
     def rows(
         self, model: Any, features: mx.array, offset: int, *, projected: bool = False
@@ -57,7 +90,7 @@ class TargetReader(nn.Module):
             features: [rows, tokens, features], or what `fc` makes of them if `projected`.
             offset: position of the first token.
         """
-        context = self.norm(features if projected else self.fc(features))
+        context = self._fuse(features, projected=projected)
         found = []
         for layer, to_keys, to_values in zip(
             model.model.layers, self.k_proj, self.v_proj, strict=True
@@ -69,6 +102,18 @@ class TargetReader(nn.Module):
                 keys = attention.k_norm(keys)
             found.append((attention.rope(keys, offset=offset), values))
         return found
+
+    def after_state(self, features: mx.array, *, projected: bool = False) -> mx.array:
+        """What these states add to the embeddings of the tokens after them, [..., width]."""
+        return self.from_state(self._fuse(features, projected=projected))
+
+    def after_own(self, hidden: mx.array) -> mx.array:
+        """What the drafter's own output adds where there is no state yet, [..., width]."""
+        return self.from_own(hidden)
+
+    def _fuse(self, features: mx.array, *, projected: bool) -> mx.array:
+        fused: mx.array = self.norm(features if projected else self.fc(features))
+        return fused
 
 
 def _by_head(x: mx.array, heads: int) -> mx.array:
@@ -101,11 +146,11 @@ def read_description(folder: Path) -> ReaderDescription | None:
         raise ModelError(f"{str(path)!r} does not say what the drafter reads: {error}") from error
 
 
-def new_reader(features: int, model: Any) -> TargetReader:
+def new_reader(features: int, model: Any, way: ReadingWay = "states") -> TargetReader:
     """A reader of random weights for a drafter, an mlx-lm model."""
     attentions = [attention_of(layer) for layer in model.model.layers]
     outputs = [(a.k_proj.weight.shape[0], a.v_proj.weight.shape[0]) for a in attentions]
-    return TargetReader(features, model.model.norm.weight.shape[0], outputs)
+    return TargetReader(features, model.model.norm.weight.shape[0], outputs, way)
 
 
 def load_reader(folder: Path, dtype: mx.Dtype) -> tuple[ReaderDescription, Any] | None:
@@ -126,7 +171,7 @@ def load_reader(folder: Path, dtype: mx.Dtype) -> tuple[ReaderDescription, Any] 
             tuple(loaded[f"{part}.{layer}.weight"].shape[0] for part in ("k_proj", "v_proj"))
             for layer in range(layers)
         ]
-        reader = TargetReader(features, width, outputs)
+        reader = TargetReader(features, width, outputs, description.way)
         reader.load_weights([(name, array.astype(dtype)) for name, array in loaded.items()])
         mx.eval(reader.parameters())
     except (OSError, RuntimeError, ValueError, KeyError) as error:

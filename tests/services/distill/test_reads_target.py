@@ -8,20 +8,23 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from protocol.settings import READING_WAYS
 from services.distill.context import (
     LONGEST,
     SHORTEST,
     Blocks,
+    ContextCache,
     context_caches,
     context_of,
     cut,
     even_blocks,
+    logits_in_context,
     random_blocks,
 )
 from services.distill.phases import distill
 from services.distill.student import spread_layers
 from services.mlx.loader import load
-from services.mlx.target_reader import load_reader, new_reader
+from services.mlx.target_reader import TargetReader, load_reader, new_reader
 from tests.services.distill.test_training import Quiet, settings_for
 from tests.support.tiny_models import write_tiny_model
 
@@ -64,9 +67,67 @@ def test_without_states_it_is_the_plain_drafter(target: Path) -> None:
     np.testing.assert_allclose(np.array(found), np.array(module(tokens)), atol=1e-4)
 
 
-def test_training_teaches_it_to_read(target: Path, tmp_path: Path) -> None:
+def test_its_own_output_takes_the_place_of_missing_states(target: Path) -> None:
+    """As many passes as a block is long give what feeding token by token gives; fewer do not,
+    and where no state is known nothing is added."""
+    module = load(target).module
+    reader = louder(new_reader(8, module, "input"))
+    tokens, count = mx.array([[5, 9, 200, 31, 7, 44, 18, 90]]), 8
+    features = mx.random.normal((1, count, 8), key=mx.random.key(1))
+    every = (tokens, mx.arange(count))
+    context = context_of(features, even_blocks(1, count, 4, 0))
+    found = logits_in_context(module, reader, context, every, 4)
+    np.testing.assert_allclose(
+        np.array(found), by_token(module, reader, features, tokens, 4), atol=1e-4
+    )
+    fewer = np.array(logits_in_context(module, reader, context, every, 2))
+    np.testing.assert_allclose(fewer[:6], np.array(found)[:6], atol=1e-4)
+    assert np.abs(fewer[7] - np.array(found)[7]).max() > 1e-3
+    alone = context_of(features, Blocks(np.zeros((1, 8), np.int32), np.array([8], np.int32)))
+    plain = np.array(module(tokens)[0])
+    np.testing.assert_allclose(
+        np.array(logits_in_context(module, reader, alone, every, 4)), plain, atol=1e-4
+    )
+
+
+def louder(reader: TargetReader) -> TargetReader:
+    """Add much to the embeddings, where a new reader adds nothing."""
+    for number, part in enumerate((reader.from_state, reader.from_own)):
+        part.norm.weight = mx.random.normal(part.norm.weight.shape, key=mx.random.key(number))
+    return reader
+
+
+def by_token(
+    module: Any, reader: TargetReader, features: mx.array, tokens: mx.array, size: int
+) -> Any:
+    """Logits of a drafter that reads, one token after the other, in blocks of `size`."""
+    blocks, count = even_blocks(1, tokens.shape[1], size, 0), tokens.shape[1]
+    visible = context_of(features, blocks).visible
+    table, added, found = module.model.embed_tokens, list[mx.array](), []
+    nothing = hidden = mx.zeros((1, 1, table.weight.shape[1]))
+    for place in range(count):
+        start, upto = int(blocks.starts[0, place]), slice(place + 1)
+        if start == 0:
+            added.append(nothing)
+        elif start == place:
+            added.append(reader.after_state(features[:, place - 1 : place]))
+        else:
+            added.append(reader.after_own(hidden[:, -1:]))
+        shown = mx.concatenate(
+            [visible[:, :, upto, upto], visible[:, :, upto, count:][..., upto]], -1
+        )
+        keys = reader.rows(module, features[:, upto], 0)
+        caches = [ContextCache(k, v, shown) for k, v in keys]
+        embedded = table(tokens[:, upto]) + mx.concatenate(added, axis=1)
+        hidden = module.model(tokens[:, upto], cache=caches, input_embeddings=embedded)
+        found.append(np.array(table.as_linear(hidden[:, -1])[0]))
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("way", READING_WAYS)
+def test_training_teaches_it_to_read(target: Path, tmp_path: Path, way: str) -> None:
     """The loss falls, the reader's own weights move, and the figures count lags."""
-    settings = settings_for(target, tmp_path / "out", reads_target=True, layers=1)
+    settings = settings_for(target, tmp_path / "out", reads_target=way, layers=1)
     control = Quiet()
     distill(settings, control)
     figures: Any = control.finished.figures["figures"]
@@ -82,14 +143,18 @@ def test_training_teaches_it_to_read(target: Path, tmp_path: Path) -> None:
     layer = drafter.module.model.layers[0]
     own = layer.self_attn.k_proj.weight * layer.input_layernorm.weight
     assert float(mx.abs(reader.k_proj[0].weight - own).max()) > 1e-3
+    assert description.way == way
+    if way == "input":
+        moved = [reader.from_state.norm.weight, reader.from_own.norm.weight]
+        assert min(float(mx.abs(gains).max()) for gains in moved) > 1e-3
 
 
 def test_a_drafter_can_be_trained_further(target: Path, tmp_path: Path) -> None:
     """`init_drafter` starts from a drafter's own weights: no step leaves them as they were."""
-    first = settings_for(target, tmp_path / "a", reads_target=True, layers=2, steps=3)
+    first = settings_for(target, tmp_path / "a", reads_target="states", layers=2, steps=3)
     distill(first, Quiet())
     again = settings_for(
-        target, tmp_path / "b", reads_target=True, layers=2, steps=1, learning_rate=1e-12,
+        target, tmp_path / "b", reads_target="states", layers=2, steps=1, learning_rate=1e-12,
         init_drafter=str(tmp_path / "a"),
     )  # fmt: skip
     distill(again, Quiet())
