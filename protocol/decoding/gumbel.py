@@ -9,7 +9,7 @@ agree bit for bit on the hash; the Gumbel transform of it agrees to float32 roun
 Uniform numbers, for the rejection rule, are a function of (seed, stream, counters).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _MASK64 = (1 << 64) - 1
@@ -52,9 +52,21 @@ def hash_bits(xp: Any, seed: int, positions: Sequence[int], ids: Any) -> Any:
     Returns:
         [rows, n] uint32.
     """
-    keys = [_splitmix64(_splitmix64(seed) ^ position) for position in positions]
-    low = xp.array([key & 0xFFFFFFFF for key in keys], dtype=xp.uint32)[:, None]
-    high = xp.array([key >> 32 for key in keys], dtype=xp.uint32)[:, None]
+    low, high = position_keys(seed, positions)
+    return hash_with_keys(
+        xp, xp.array(low, dtype=xp.uint32)[:, None], xp.array(high, dtype=xp.uint32)[:, None], ids
+    )
+
+
+def position_keys(seed: int, positions: Iterable[int]) -> tuple[list[int], list[int]]:
+    """What the hash is keyed with at each position: the lower and the upper 32 bits."""
+    begin = _splitmix64(seed)
+    keys = [_splitmix64(begin ^ position) for position in positions]
+    return [key & 0xFFFFFFFF for key in keys], [key >> 32 for key in keys]
+
+
+def hash_with_keys(xp: Any, low: Any, high: Any, ids: Any) -> Any:
+    """As `hash_bits`; the keys are uint32 [rows, 1]."""
     return _mix(xp, _mix(xp, ids ^ low) + high)
 
 

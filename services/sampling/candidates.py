@@ -14,6 +14,10 @@ from protocol.errors import RuntimeFailure
 from protocol.messages import Sampling
 from services.drafter.backends.base import DraftedToken, RoundOptions
 
+SAMPLED_WIDTH = 64
+"""Candidates per row when noise decides: the best by logit are rarely the best by score.
+Under the rejection rule, the tokens of the distribution that a draft token is drawn from."""
+
 
 class Top(NamedTuple):
     """The best candidates after some tokens, in falling order of logit.

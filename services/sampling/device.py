@@ -1,6 +1,6 @@
 """Choices made where the logits are: only a few numbers a row leave the GPU.
 
-`sample` gives the very tokens of `protocol.decoding.sampler.sample`. Noise and filters are
+`sample` gives the very tokens of `protocol.decoding.sampler.sample`. PositionNoise and filters are
 computed on
 the device in float32; where that leaves a doubt (a rival within rounding of the best score,
 a winner at the border of a filter), the row goes to the host and is decided there.
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding import sampler
-from protocol.decoding.gumbel import gumbel
+from protocol.decoding.gumbel import gumbel, gumbel_from_bits, hash_with_keys
 from protocol.decoding.sampler import Floats, Ids
 from protocol.decoding.sampling_params import is_greedy
 from protocol.errors import RuntimeFailure
@@ -30,6 +30,9 @@ _CLOSE = 1e-5
 
 _BORDER = 1e-4
 """Probabilities this close to a filter's border may be on either side of it."""
+
+_DROPPED = 1e9
+"""What a drafter's filter drops is so far below the rest."""
 
 _UNDECIDED, _BROKEN = -1, -2
 """In the place of a token: the host decides, and some logit of the row is NaN."""
@@ -165,3 +168,89 @@ def best_of(rows: mx.array | Floats, width: int, head_ids: Ids | None) -> Top:
     places: Ids = np.array(columns).astype(np.int64)
     ids = places if head_ids is None else head_ids[places]
     return Top(ids, np.array(logits), np.array(totals))
+
+
+class PositionNoise(NamedTuple):
+    """What turns logits into what the target is expected to maximise."""
+
+    keys: mx.array
+    """[2, rows] uint32, `gumbel.position_keys` of the positions to be chosen for."""
+    temperature: float
+
+
+def guess(
+    rows: mx.array, width: int, ids: mx.array, noise: PositionNoise | None, sampling: Sampling
+) -> tuple[mx.array, mx.array]:
+    """The `width` likeliest choices of the target after each row, without leaving the device.
+
+    They are those of `candidates.perturb`, but that without filters every token of the head is
+    a candidate: to find the best few would take longer than to give noise to all.
+
+    Args:
+        rows: [rows, head] logits.
+        width: choices wanted; few.
+        ids: [head] int32, what the columns stand for.
+        noise: of the positions that the tokens will have; None: there is none.
+        sampling: the drafter's.
+
+    Returns:
+        [rows] int32, the likeliest; and [2, rows, width] float32, which hold any id exactly: the
+        ids of all, and how sure each is.
+    """
+    scores = rows.astype(mx.float32)
+    totals = mx.logsumexp(scores, axis=-1, keepdims=True)
+    if noise is not None and sampler.has_filter(sampling):
+        scores, ids, totals = _perturb_filtered(scores, totals, ids, noise, sampling)
+    elif noise is not None:
+        ids = ids[None]
+        scores = scores + noise.temperature * _noise_of(noise, ids)
+        totals = mx.logsumexp(scores, axis=-1, keepdims=True)
+    columns = _best_columns(scores, min(width, scores.shape[-1]))
+    named = mx.take_along_axis(mx.broadcast_to(ids, scores.shape), columns, axis=-1)
+    confidences = mx.exp(mx.take_along_axis(scores, columns, axis=-1) - totals)
+    return named[:, 0], mx.stack([named.astype(mx.float32), confidences])
+
+
+def _best_columns(scores: mx.array, width: int) -> mx.array:
+    """[rows, width] the places of the largest, in falling order; a sort takes a GPU longer."""
+    found = [mx.argmax(scores, axis=-1, keepdims=True)]
+    columns = mx.arange(scores.shape[-1])[None]
+    while len(found) < width:
+        scores = mx.where(columns == found[-1], -mx.inf, scores)
+        found.append(mx.argmax(scores, axis=-1, keepdims=True))
+    return mx.concatenate(found, axis=-1) if width > 1 else found[0]
+
+
+def _noise_of(noise: PositionNoise, ids: mx.array) -> mx.array:
+    """[rows, n] for ids [rows, n] or [1, n]."""
+    low, high = noise.keys[0][:, None], noise.keys[1][:, None]
+    bits: mx.array = gumbel_from_bits(mx, hash_with_keys(mx, low, high, ids.astype(mx.uint32)))
+    return bits
+
+
+def _perturb_filtered(
+    rows: mx.array, totals: mx.array, ids: mx.array, noise: PositionNoise, sampling: Sampling
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Scores, ids [rows, n] and totals of the candidates that filters look at (`perturb`)."""
+    count = min(candidates.SAMPLED_WIDTH, rows.shape[-1])
+    best = mx.argpartition(-rows, count - 1, axis=-1)[:, :count]
+    order = mx.argsort(-mx.take_along_axis(rows, best, axis=-1), axis=-1)
+    best = mx.take_along_axis(best, order, axis=-1)
+    logits = mx.take_along_axis(rows, best, axis=-1)
+    ids = mx.take(ids, best)
+    shares = mx.softmax(logits, axis=-1)
+    kept = mx.ones(shares.shape, mx.bool_)
+    if sampling.top_k:
+        kept &= mx.arange(count)[None] < sampling.top_k
+    if sampling.top_p < 1.0:
+        kept &= mx.cumsum(shares, axis=-1) - shares < sampling.top_p
+    if sampling.min_p > 0.0:
+        kept &= shares >= sampling.min_p * shares[:, :1]
+    kept |= mx.arange(count)[None] == 0
+    scores = logits + noise.temperature * _noise_of(noise, ids)
+    # Finite, and so above what has been chosen already.
+    scores = mx.where(kept, scores, scores - _DROPPED)
+    # What is not among them keeps its share.
+    share = mx.exp(mx.logsumexp(logits, axis=-1, keepdims=True) - totals)
+    rest = totals + mx.log(mx.maximum(1.0 - share, 0.0))
+    return scores, ids, mx.logaddexp(rest, mx.logsumexp(scores, axis=-1, keepdims=True))

@@ -46,6 +46,7 @@ from services.drafter.backends.base import (
     TreeLayer,
 )
 from services.drafter.backends.growth import Tip, begin_tips, grow_layer, lay_out
+from services.drafter.backends.mlx_ahead import DepthsAhead
 from services.drafter.backends.mlx_tree import Bud, Tree, Trunk
 from services.kv.branching import BranchingState
 from services.kv.budget import measure_kv
@@ -57,12 +58,8 @@ from services.mlx.lm_head import trim_head
 from services.mlx.loader import LoadedModel, compute_unit, load
 from services.mlx.rope import allow_branches, has_rope, use_tables
 from services.runtime.sequence_table import SequenceTable, check_rewind
-from services.sampling.candidates import Top, draft_tokens, name_candidates
+from services.sampling.candidates import SAMPLED_WIDTH, Top, draft_tokens, name_candidates
 from services.sampling.device import best_of
-
-_SAMPLED_WIDTH = 64
-"""Candidates per row when noise decides: the best by logit are rarely the best by score.
-Under the rejection rule, the tokens of the distribution that a draft token is drawn from."""
 
 
 class MlxBackend:
@@ -82,12 +79,8 @@ class MlxBackend:
         """Load the model in `folder`, unless it is given, `loaded`, with a head as it is to be."""
         given, loaded = loaded is not None, loaded or load(folder)
         self._prompts = prompts if prompts is not None else PrefixCache()
-        self._model = loaded.module
-        if compute_unit() == "cpu":
-            use_tables(self._model)
-        if has_rope(self._model) or not self._is_recurrent():
-            allow_branches(self._model)
-        self._folder = folder
+        self._model, self._folder = loaded.module, folder
+        self._place_branches()
         self._head_ids = None if given else trim_head(self._model, folder)
         self._chunk_sizer = ChunkSizer(prefill_step_size)
         self._bucketed = compute_unit() == "cuda"
@@ -111,6 +104,17 @@ class MlxBackend:
             takes_trees=isinstance(self._new_store(), KVStore),
         )
         self._head_size = loaded.vocabulary.size if self._head_ids is None else len(self._head_ids)
+        self.ahead: DepthsAhead | None = None
+        """Of what need not be waited for; None: wait for every depth."""
+        if self._on_gpu and not self._feeds_by_depth and self.identity.takes_trees:
+            self.ahead = DepthsAhead(self._model, self._head_ids, self._head_size, self._memory)
+
+    def _place_branches(self) -> None:
+        """Let each token of a row have a position of its own."""
+        if compute_unit() == "cpu":
+            use_tables(self._model)
+        if has_rope(self._model) or not self._is_recurrent():
+            allow_branches(self._model)
 
     def _is_recurrent(self) -> bool:
         """Whether layers know an order that is not in their positions."""
@@ -205,6 +209,13 @@ class MlxBackend:
     ) -> Generator[DraftedToken | None]:
         """One continuation on the trunk, one token per forward."""
         known = self._sequences[sequence]
+        if self.ahead is not None and count and self._goes_alone(known):
+            wanted = [*known.tokens[: known.committed], pending]
+            keep = self._keep(known, wanted, known.committed, len(wanted), 1)
+            known.cut(min(keep, known.committed))
+            tokens = wanted[len(known.tokens) :]
+            yield from self.ahead.draft(known, tokens, count, options)
+            return
         width = self._width(known.sampling, 1)
         tail = [pending]
         for _ in range(count):
@@ -236,7 +247,7 @@ class MlxBackend:
 
     @staticmethod
     def _width(sampling: Sampling, wanted: int) -> int:
-        return wanted if is_greedy(sampling) else max(wanted, _SAMPLED_WIDTH)
+        return wanted if is_greedy(sampling) else max(wanted, SAMPLED_WIDTH)
 
     def _feed(
         self, known: Trunk, base: int, tokens: Tokens, rows: int, width: int = 1
@@ -259,15 +270,18 @@ class MlxBackend:
         The first `base` of them are; what a tree has of the others is moved to the trunk.
         """
         keep = base + common_prefix_length(known.tokens[base:], wanted[base:])
-        keep = self._adopt(known, wanted, keep, width)
+        keep = self._adopt(known, wanted, keep, first_row, width)
         for position in range(first_row, keep):
             top = known.tops.get(position)
             if top is None or top.ids.shape[1] < min(width, self._head_size):
                 return position
         return keep
 
-    def _adopt(self, known: Trunk, wanted: Tokens, keep: int, width: int) -> int:
-        """If `wanted` goes on along a path of the tree, move that path to the trunk."""
+    def _adopt(self, known: Trunk, wanted: Tokens, keep: int, first_row: int, width: int) -> int:
+        """If `wanted` goes on along a path of the tree, move that path to the trunk.
+
+        Its tokens from `first_row` on have their candidates then.
+        """
         tree = known.tree
         if tree is None or keep >= len(wanted):
             return keep
@@ -281,8 +295,10 @@ class MlxBackend:
         known.tokens = wanted[: keep + len(path)]
         if known.processor is not None:
             known.processor.extend(known.tokens[keep:])
-        for position, index in enumerate(path, start=keep):
-            known.tops[position] = best_of(tree.logits(index), width, self._head_ids)
+        asked = [(at, index) for at, index in enumerate(path, start=keep) if at >= first_row]
+        if asked:
+            top = best_of(tree.logits([at for _, at in asked]), width, self._head_ids)
+            known.tops |= {at: top.only(row) for row, (at, _) in enumerate(asked)}
         return keep + len(path)
 
     def _append(self, known: Trunk, tokens: Tokens, width: int) -> Generator[None]:
@@ -335,6 +351,10 @@ class MlxBackend:
         """Depth by depth what follows these bonus tokens."""
         if uses_rejection(known.sampling):
             options = options._replace(siblings=0)  # what is drawn has none
+        grown = options.grown_siblings if options.siblings else 0
+        if self.ahead is not None and not grown and self._goes_alone(known):
+            yield from self.ahead.grow(known, roots, tips, depth, options)
+            return
         width = self._width(known.sampling, 1 + options.siblings)
         for _ in range(depth if tips else 0):
             tree = known.tree
@@ -347,6 +367,11 @@ class MlxBackend:
             candidates = name_candidates(top, positions, known.sampling, options)
             layer, tips = grow_layer(roots, tips, candidates, first, options)
             yield layer
+
+    def _goes_alone(self, known: Trunk) -> bool:
+        """Whether no pass is shared, and each token is the likeliest of the model's own."""
+        drawn = known.processor is not None or uses_rejection(known.sampling)
+        return len(self._sequences) == 1 and not drawn
 
     def _feed_buds(self, known: Trunk, buds: list[Bud], width: int) -> Generator[None, None, Top]:
         """Feed these to the tree; returns the candidates after each."""

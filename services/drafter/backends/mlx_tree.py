@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
@@ -46,8 +47,6 @@ class Tree:
         self.lost = self.trunk
         """Slots before this one have been written to since, or are the trunk's."""
         self._positions: list[int] = []
-        self._seen: list[npt.NDArray[np.bool_]] = []
-        """Of each token, which of those fed until then it sees."""
         self._children: dict[tuple[int, int], int] = {}
         self._rows: list[tuple[Any, int]] = []
         self._processors: list[LogitsProcessor] = []
@@ -67,31 +66,38 @@ class Tree:
         """What `KVStore.branches` takes to feed these; parents may be among them."""
         first = len(self.fed)
         seen = np.zeros((len(buds), first + len(buds)), np.bool_)
-        positions = list(self._positions)
-        for row, (_, parent, fork) in enumerate(buds):
-            if parent >= first:
-                seen[row] = seen[parent - first]
-            elif parent >= 0:
-                seen[row, : len(self._seen[parent])] = self._seen[parent]
-            seen[row, first + row] = True
-            positions.append(1 + (positions[parent] if parent >= 0 else fork))
+        for row in range(len(buds)):
+            at = first + row
+            while at >= 0:
+                seen[row, at] = True
+                at = (self.fed[at] if at < first else buds[at - first]).parent
         forks = np.array([bud.fork for bud in buds])
         trunk = np.arange(self.trunk)
         visible = np.concatenate([trunk[None] <= forks[:, None], seen], axis=1)
-        return self.trunk + first, np.concatenate([trunk, np.array(positions)]), visible
+        positions = np.array(self._positions + self._place(buds))
+        return self.trunk + first, np.concatenate([trunk, positions]), visible
 
-    def add(self, buds: Sequence[Bud], rows: Any, trunk: LogitsProcessor | None) -> Any:
+    def _place(self, buds: Sequence[Bud]) -> list[int]:
+        """The positions of these, whose parents may be among them."""
+        first = len(self.fed)
+        found: list[int] = []
+        for _, parent, fork in buds:
+            before = found[parent - first] if parent >= first else -1
+            if parent < first:
+                before = self._positions[parent] if parent >= 0 else fork
+            found.append(1 + before)
+        return found
+
+    def add(self, buds: Sequence[Bud], rows: Any, trunk: LogitsProcessor | None = None) -> Any:
         """These were fed; returns the logits after them as tokens are drawn from them.
 
         Args:
             buds: in the order of `frame`.
-            rows: [buds, head] logits: numpy's on a CPU or with a processor, else MLX's.
+            rows: [buds or more, head] logits: numpy's on a CPU or with a processor, else MLX's.
             trunk: after the trunk's tokens, if the request shapes logits.
         """
-        _, positions, visible = self.frame(buds)
         first = len(self.fed)
-        self._positions = [int(position) for position in positions[self.trunk :]]
-        self._seen += list(visible[:, self.trunk :])
+        self._positions += self._place(buds)
         for index, bud in enumerate(buds, start=first):
             key = bud.parent if bud.parent >= 0 else -2 - bud.fork
             self._children[key, bud.token] = index
@@ -111,10 +117,12 @@ class Tree:
         self._processors.append(processor)
         return process_rows(processor, [bud.token], row[None])
 
-    def logits(self, index: int) -> Any:
-        """[1, head] after one of the tokens."""
-        rows, row = self._rows[index]
-        return rows[row : row + 1]
+    def logits(self, indices: Sequence[int]) -> Any:
+        """[tokens, head] after some of the tokens."""
+        found = [rows[row : row + 1] for rows, row in (self._rows[index] for index in indices)]
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found) if isinstance(found[0], np.ndarray) else mx.concatenate(found)
 
     def follow(self, wanted: Tokens, start: int) -> list[int]:
         """The tokens that a sequence goes on with from position `start`, as far as they are here.

@@ -260,7 +260,7 @@ class RecurrentBackend(MlxBackend):
         wanted = known.known[known.first + 1 :] + tokens
         start = min(known.settled, known.committed, len(known.tokens))
         keep = start + common_prefix_length(known.tokens[start:], wanted[start:])
-        keep = self._adopt(known, wanted, keep, width)
+        keep = self._adopt(known, wanted, keep, len(wanted) - rows, width)
         known.settled = min(known.settled, keep)
         begin = keep
         if known.settled < known.states.end - known.first:

@@ -1,0 +1,213 @@
+"""Depths that begin before the last one has been read.
+
+Where every branch goes on with exactly one token, the next pass has the same positions and the
+same view of the slots whichever tokens these are. So on a GPU they are chosen there and fed to
+the next pass, which is under way while the host reads the last depth, sends it, and builds the
+one after. A pass that nobody wants any more has written to scratch slots only, or to a trunk
+that knows its tokens.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from protocol.decoding.gumbel import position_keys
+from protocol.decoding.sampler import Ids
+from protocol.decoding.sampling_params import is_greedy
+from protocol.messages import Sampling, Tokens
+from services.batching.pass_memory import PassMemory
+from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, TreeLayer
+from services.drafter.backends.growth import Tip, grow_layer
+from services.drafter.backends.mlx_tree import Bud, Trunk
+from services.kv.cache import KVStore
+from services.sampling.device import PositionNoise, guess
+
+
+class _Rows(Protocol):
+    """Tokens that go on side by side: each pass feeds one more behind each."""
+
+    count: int
+    """Rows of a pass, padding included."""
+
+    def feed(self, tokens: mx.array) -> mx.array:
+        """[count, head] logits after these [count] tokens, lazy."""
+        ...
+
+
+class _Branches:
+    """Branches behind a trunk, fed as `KVStore.branches` has it.
+
+    Args:
+        model: of the drafter.
+        store: what they are written to.
+        frame: `Tree.frame` of the first tokens.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        store: KVStore,
+        frame: tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]],
+    ) -> None:
+        self._model, self._store = model, store
+        self._start, self._positions, self._visible = frame
+        self.count = len(self._visible)
+        self._own = np.eye(self.count, dtype=np.bool_)
+
+    def feed(self, tokens: mx.array) -> mx.array:
+        """See `_Rows`."""
+        self._store.branches(self._start, self._positions, self._visible)
+        logits: mx.array = self._model(tokens[None], cache=self._store.caches)[0]
+        self._start += self.count
+        after = self._positions[-self.count :] + 1
+        self._positions = np.concatenate([self._positions, after])
+        self._visible = np.concatenate([self._visible, self._own], axis=1)
+        return logits
+
+
+class _Begun(NamedTuple):
+    """A pass under way, and what is chosen after it."""
+
+    tokens: mx.array
+    """[rows] int32, the likeliest after each row."""
+    found: mx.array
+    """See `sampling.device.guess`."""
+    logits: mx.array
+    """[rows, head]."""
+
+
+class DepthsAhead:
+    """Grows branches, and drafts on the trunk, of a sequence that is drafted for alone.
+
+    Args:
+        model: of the drafter.
+        head_ids: what the columns of a trimmed head stand for.
+        head_size: columns that stand for a token.
+        memory: refuses passes that do not fit.
+    """
+
+    def __init__(
+        self, model: Any, head_ids: Ids | None, head_size: int, memory: PassMemory
+    ) -> None:
+        self._model, self._memory, self._size = model, memory, head_size
+        ids = np.arange(head_size) if head_ids is None else head_ids
+        self._ids = mx.array(ids.astype(np.int32))
+
+    def grow(
+        self,
+        known: Trunk,
+        roots: list[Outcome],
+        tips: list[Tip],
+        depth: int,
+        options: RoundOptions,
+    ) -> Generator[TreeLayer]:
+        """See `MlxBackend._grow`; no sibling goes on."""
+        store, tree, count = _slots(known), known.tree, len(tips)
+        if tree is None or not count or not depth:
+            return
+        buds = [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
+        frame = tree.frame(buds)
+        rows = _Branches(self._model, store, frame)
+        positions = frame[1][frame[0] :] + 1 + options.shift
+        keys = _find_keys(known.sampling, positions, depth, rows.count)
+
+        def begin(at: int, tokens: mx.array) -> _Begun:
+            self._memory.check([(store, count)])
+            logits = rows.feed(tokens)[:, : self._size]
+            return self._choose(logits, 1 + options.siblings, keys(at), known.sampling)
+
+        begun = begin(0, mx.array([bud.token for bud in buds], mx.int32))
+        tree.add(buds, begun.logits)
+        for at in range(1, depth + 1):
+            following = begin(at, begun.tokens) if at < depth else None
+            first = len(tree.fed) - count
+            layer, tips = _read_layer(roots, tips, np.array(begun.found), first, options)
+            if following is not None:
+                begun = following
+                tree.add([Bud(tip.token, tip.parent, tip.fork) for tip in tips], begun.logits)
+            yield layer
+
+    def draft(
+        self, known: Trunk, tokens: Tokens, count: int, options: RoundOptions
+    ) -> Generator[DraftedToken]:
+        """Feed these to the trunk, which is cut to where they belong, and go on behind them."""
+        first = len(known.tokens) + len(tokens) + options.shift
+        keys = _find_keys(known.sampling, np.array([first]), count, 1)
+        # A tree's scratch slots lie right behind the old trunk: they are overwritten now.
+        known.tree = None
+        begun = self._go_on(known, mx.array(tokens, mx.int32), keys(0))
+        known.tokens += tokens
+        for at in range(1, count + 1):
+            following = self._go_on(known, begun.tokens, keys(at)) if at < count else None
+            found: Any = np.array(begun.found)[:, 0, 0].tolist()
+            token = int(found[0])
+            if following is not None:
+                known.tokens.append(token)
+                begun = following
+            yield DraftedToken(token, found[1])
+
+    def _go_on(self, known: Trunk, tokens: mx.array, noise: PositionNoise | None) -> _Begun:
+        store = _slots(known)
+        length = store.length
+        self._memory.check([(store, tokens.size)])
+        store.chain(tokens.size)
+        try:
+            logits = self._model(tokens[None], cache=store.caches)[0]
+        except BaseException:
+            store.trim(length)
+            raise
+        return self._choose(logits[-1:, : self._size], 1, noise, known.sampling)
+
+    def _choose(
+        self, logits: mx.array, width: int, noise: PositionNoise | None, sampling: Sampling
+    ) -> _Begun:
+        tokens, found = guess(logits, width, self._ids, noise, sampling)
+        start: Any = mx.async_eval
+        start(tokens, found)
+        return _Begun(tokens, found, logits)
+
+
+def _slots(known: Trunk) -> KVStore:
+    if not isinstance(known.store, KVStore):
+        raise TypeError("a recurrent state does not run ahead of its tokens")
+    return known.store
+
+
+def _read_layer(
+    roots: list[Outcome],
+    tips: list[Tip],
+    found: npt.NDArray[np.float32],
+    first: int,
+    options: RoundOptions,
+) -> tuple[TreeLayer, list[Tip]]:
+    """What was chosen after these tips, and the next ones: arguments as for `grow_layer`."""
+    tokens: list[list[int]] = found[0].astype(np.int64).tolist()
+    sure: list[list[float]] = found[1].tolist()
+    if options.siblings:
+        drafts = [[*map(DraftedToken, *pair)] for pair in zip(tokens, sure, strict=True)]
+        likely = [[one[0], *(d for d in one[1:] if d.confidence > 0.0)] for one in drafts]
+        return grow_layer(roots, tips, likely, first, options)
+    best = [row[0] for row in tokens]
+    layer = TreeLayer(roots, best, [row[0] for row in sure])
+    after = [
+        tip._replace(token=token, parent=fed)
+        for fed, (tip, token) in enumerate(zip(tips, best, strict=True), start=first)
+    ]
+    return layer, after
+
+
+def _find_keys(
+    sampling: Sampling, positions: npt.NDArray[np.int64], depth: int, count: int
+) -> Callable[[int], PositionNoise | None]:
+    """The noise of each depth, for positions [rows] at the first; `count` rows with padding."""
+    if is_greedy(sampling):
+        return lambda _: None
+    first, last = int(positions.min()), int(positions.max()) + depth
+    table = np.array(position_keys(sampling.seed, range(first, last)), np.uint32)
+    places = np.zeros((depth, count), np.int64)
+    places[:, : len(positions)] = positions - first + np.arange(depth)[:, None]
+    keys = mx.array(np.ascontiguousarray(table[:, places].swapaxes(0, 1)))
+    return lambda at: PositionNoise(keys[at], sampling.temperature)

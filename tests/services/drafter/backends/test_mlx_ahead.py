@@ -1,0 +1,213 @@
+"""Depths that begin before the last one has been read: the drafts are those of waiting for it."""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from protocol.messages import LogitsOptions, Sampling, Tokens
+from services.drafter.backends import mlx, mlx_ahead
+from services.drafter.backends.base import DraftedToken, RoundOptions, TreeLayer
+from services.drafter.backends.mlx import MlxBackend
+from tests.services.drafter.backends import test_mlx, test_mlx_trees
+from tests.services.drafter.backends.test_mlx import (
+    PROMPT,
+    SCRIPT,
+    VOCABULARY,
+    Line,
+    Reference,
+    Round,
+    Setup,
+    rounds,
+    trimmed,
+)
+from tests.support.reference import SAMPLINGS, said, tiny_folder
+
+NUMBERS = count(20_000)
+LEAVES = RoundOptions(siblings=2)
+
+
+def as_on_a_gpu(folder: Path) -> MlxBackend:
+    """The code path of GPUs, computed here on a CPU."""
+    with patch("services.drafter.backends.mlx.compute_unit", lambda: "cuda"):
+        return MlxBackend(folder, 5)
+
+
+@cache
+def setup_of(family: str) -> Setup:
+    return Setup(as_on_a_gpu(tiny_folder(family)), Reference(tiny_folder(family)))
+
+
+@pytest.fixture(autouse=True)
+def all_candidates() -> Iterator[None]:
+    """Every token of the head is a candidate, as it is for choices on the device."""
+    with (
+        patch.object(test_mlx, "CANDIDATES", VOCABULARY),
+        patch.object(mlx, "SAMPLED_WIDTH", VOCABULARY),
+        patch("services.sampling.candidates.SAMPLED_WIDTH", VOCABULARY),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize("family", ["llama", "sliding", "gemma3", "qwen3"])
+def test_drafts_equal_fresh_drafting(family: str, sampling: str) -> None:
+    """Every branch and draft of many rounds in a row is that of a fresh start from its prefix."""
+    line = Line(setup_of(family), SAMPLINGS[sampling])
+    with patch.object(mlx_ahead, "guess", wraps=mlx_ahead.guess) as chosen:
+        for played in SCRIPT:
+            line.play(played)
+    assert line.outcomes_hit >= 6
+    assert chosen.call_count > 30
+    setup_of(family).backend.close(line.number)
+
+
+@settings(max_examples=30, phases=(Phase.generate,))
+@given(
+    family=st.sampled_from(["llama", "sliding"]),
+    sampling=st.sampled_from(list(SAMPLINGS.values())),
+    script=st.lists(rounds, min_size=1, max_size=8),
+)
+def test_random_rounds_equal_fresh_drafting(
+    family: str, sampling: Sampling, script: list[Round]
+) -> None:
+    """So are those of random fan-outs, depths, outcomes, interruptions and rewinds."""
+    line = Line(setup_of(family), sampling)
+    for played in script:
+        line.play(played)
+    setup_of(family).backend.close(line.number)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_runners_up_are_leaves(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two beside each token, behind every row of a tree, and again behind a path that stood."""
+    monkeypatch.setattr(test_mlx_trees, "OPTIONS", LEAVES)
+    setup, tree = setup_of("llama"), test_mlx_trees.FIRST
+    line = test_mlx_trees.Line(setup, sampling)
+    with patch.object(mlx_ahead, "guess", wraps=mlx_ahead.guess) as chosen:
+        for place in (5, 3, 0):
+            grown = line.prepare(tree, [1 + row % 2 for row in range(len(tree))], 3)
+            line.go_on(tree, grown.outcomes[place % len(grown.outcomes)])
+            tree = test_mlx_trees.next_tree(grown, place % len(grown.outcomes), 9)
+    assert chosen.call_count == 9
+    setup.backend.close(line.number)
+
+
+@pytest.mark.parametrize("ids", [[5], [200, 5], [7, 160, 31]], ids=str)
+def test_a_head_of_few_tokens(tmp_path: Path, ids: Tokens) -> None:
+    """It drafts its own tokens, and has no more runners-up than tokens."""
+    trimmed(tmp_path, "llama", ids)
+    backend = as_on_a_gpu(tmp_path)
+    for sampling in SAMPLINGS.values():
+        list(backend.open(1, list(PROMPT), sampling))
+        layers = said(backend.prepare(1, [120], [2], 3, RoundOptions(siblings=4)))
+        branches = len(layers[0].outcomes)
+        for layer in layers:
+            assert set(layer.tokens) <= set(ids)
+            assert branches <= len(layer.tokens) <= branches * len(ids)
+        backend.close(1)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_waiting_and_not_waiting_draft_the_same(sampling: Sampling) -> None:
+    """Tokens, and confidences within rounding."""
+
+    def draft(backend: MlxBackend) -> tuple[list[TreeLayer], list[DraftedToken]]:
+        list(backend.open(1, list(PROMPT), sampling))
+        layers = said(backend.prepare(1, [120, 7, 160], [3, 3, 4], 4))
+        backend.commit(1, len(PROMPT), [120, 7, 160])
+        return layers, said(backend.draft(1, layers[0].outcomes[-1].bonus, 5))
+
+    folder = tiny_folder("llama")
+    waiting = as_on_a_gpu(folder)
+    waiting.ahead = None
+    layers, drafted = draft(waiting)
+    layers_ahead, drafted_ahead = draft(as_on_a_gpu(folder))
+    for one, other in zip(layers, layers_ahead, strict=True):
+        assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
+        assert np.allclose(one.confidences, other.confidences, atol=1e-5)
+    assert [one.token for one in drafted] == [one.token for one in drafted_ahead]
+
+
+# ---------------------------------------------------------------- when passes begin
+
+
+def test_a_depth_begins_before_the_last_one_is_told() -> None:
+    """Two passes have begun when the first layer is there; none beyond the last."""
+    backend, begun = as_on_a_gpu(tiny_folder("llama")), []
+    list(backend.open(1, list(PROMPT), Sampling()))
+    with patch.object(mlx_ahead, "guess", wraps=mlx_ahead.guess) as chosen:
+        for _ in backend.prepare(1, [120, 7], [2, 2], 3):
+            begun.append(chosen.call_count)
+        for _ in backend.draft(1, 99, 3):
+            begun.append(chosen.call_count)
+    assert begun == [2, 3, 3, 5, 6, 6]
+
+
+def test_what_was_in_work_is_adopted() -> None:
+    """A tree that is left after its first layer holds that layer's tokens, too."""
+    backend = as_on_a_gpu(tiny_folder("llama"))
+    list(backend.open(1, list(PROMPT), Sampling()))
+    layers = backend.prepare(1, [120], [2], 4)
+    first = next(layers)
+    layers.close()  # type: ignore[attr-defined]
+    assert first is not None
+    path = [120, first.outcomes[1].bonus, first.tokens[1]]
+    backend.commit(1, len(PROMPT), path[:1])
+    known = backend._sequences[1]
+    kept = backend._keep(known, [*PROMPT, *path, 5], len(PROMPT) + 1, len(PROMPT) + 1, 3)
+    assert kept == len(PROMPT) + 3
+
+
+WAITED = {
+    "under the rejection rule": Sampling(temperature=0.8, acceptance="rejection"),
+    "with penalties": Sampling(logits_options=LogitsOptions(presence_penalty=1.0)),
+}
+
+
+@pytest.mark.parametrize("case", [*WAITED, "beside another sequence", "with siblings that grow"])
+def test_what_is_waited_for(case: str) -> None:
+    """Where the tokens decide what comes next, or passes are shared, nothing begins ahead."""
+    backend = as_on_a_gpu(tiny_folder("llama"))
+    list(backend.open(1, list(PROMPT), WAITED.get(case, Sampling())))
+    if "another" in case:
+        list(backend.open(2, list(PROMPT), Sampling()))
+    grown = 2 * ("grow" in case)
+    with patch.object(mlx_ahead, "guess", wraps=mlx_ahead.guess) as chosen:
+        options = RoundOptions(siblings=grown, grown_siblings=grown)
+        assert len(said(backend.prepare(1, [120, 7], [2, 2], 3, options))) == 3
+        if not grown:
+            assert len(said(backend.draft(1, 99, 3))) == 3
+    assert not chosen.called
+
+
+def test_a_cpu_waits() -> None:
+    """There the model's own work is what takes the time."""
+    assert MlxBackend(tiny_folder("llama"), 5).ahead is None
+
+
+def test_a_pass_that_does_not_fit_leaves_the_trunk_as_it_was() -> None:
+    """The refusal of the second pass of a draft ends it; the next one is what it would be."""
+    backend = as_on_a_gpu(tiny_folder("llama"))
+    list(backend.open(1, list(PROMPT), Sampling()))
+    expected = said(backend.draft(1, 120, 4))
+    model, calls = backend._model, count()
+
+    def fail(*arguments: Any, **rest: Any) -> Any:
+        if next(calls) == 1:
+            raise ValueError("does not fit")
+        return model(*arguments, **rest)
+
+    assert backend.ahead is not None
+    with patch.object(backend.ahead, "_model", fail), pytest.raises(ValueError, match="not fit"):
+        said(backend.draft(1, 120, 4))
+    known = backend._sequences[1]
+    assert known.store.length == len(known.tokens)
+    assert said(backend.draft(1, 120, 4)) == expected
