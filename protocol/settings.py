@@ -39,6 +39,11 @@ MetalKernels = Literal["auto", "on", "off"]
 """Our kernels for few rows on Apple's GPUs: where they are faster, wherever right, or never."""
 METAL_KERNELS: tuple[MetalKernels, ...] = get_args(MetalKernels)
 
+DraftWeights = Literal["auto", "int8", "float"]
+"""What an MLX drafter multiplies with. int8: bytes, which are read faster and draft almost as well;
+float: the weights as they were loaded. `auto`: int8 on a CPU."""
+DRAFT_WEIGHTS: tuple[DraftWeights, ...] = get_args(DraftWeights)
+
 Device = Annotated[str, msgspec.Meta(pattern=r"^(|cpu|gpu|cuda:[0-9]+)$")]
 """Where a process computes: cpu, gpu, cuda:N (one GPU of several), or empty for MLX's choice."""
 
@@ -181,6 +186,8 @@ class DrafterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Folder of the target, for the head backend."""
     compute_units: ComputeUnits = "auto"
     """Of the coreml backend."""
+    weights: DraftWeights = "auto"
+    """Of the mlx backend."""
     command: list[str] = []
     """Backend stdio: the program that drafts, and its arguments."""
     lines: bool = False

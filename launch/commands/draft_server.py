@@ -12,7 +12,15 @@ from launch.settings.machine import compute_threads
 from launch.workers.worker import module_command
 from protocol.errors import UsageError
 from protocol.jobs.draft_server import DraftServerSettings
-from protocol.settings import OWN_BACKENDS, BackendName, encode_settings
+from protocol.settings import (
+    DRAFT_WEIGHTS,
+    OWN_BACKENDS,
+    BackendName,
+    DraftWeights,
+    encode_settings,
+)
+
+_WEIGHTS = "What an MLX drafter multiplies with; auto: int8 on a CPU."
 
 
 @click.command("draft-server")
@@ -33,6 +41,7 @@ from protocol.settings import OWN_BACKENDS, BackendName, encode_settings
     "--model", default="", help="Draft model: folder or hub name; else the default drafter."
 )
 @click.option("--target", default="", help="For head: the target, as folder or hub name.")
+@click.option("--weights", type=click.Choice(DRAFT_WEIGHTS), default="auto", help=_WEIGHTS)
 @click.option("--threads", type=click.IntRange(min=1), help="BLAS threads; else one per core.")
 @click.option(
     "--prefill-step-size",
@@ -50,6 +59,7 @@ def command(
     backend: BackendName,
     model: str,
     target: str,
+    weights: DraftWeights,
     threads: int | None,
     prefill_step_size: int,
 ) -> None:
@@ -57,18 +67,14 @@ def command(
 
     The protocols are in docs/guide/draft-server.md; logs go to standard error.
     """
-    if stdio == bool(listen):
-        raise UsageError("a draft server needs either --stdio or --listen")
-    if listen and lines:
-        raise UsageError("the line protocol is for --stdio")
-    if bool(listen) != bool(trust):
-        raise UsageError("--listen and --trust go together: --trust names who may connect")
+    _check_way(stdio=stdio, lines=lines, listen=listen, trust=trust)
     if (backend == "head") != bool(target):
         raise UsageError("the head backend needs --target, and no other backend takes it")
     settings = DraftServerSettings(
         backend=backend,
         model=drafter_folder(backend, model),
         target=str(resolve(target)) if target else "",
+        weights=weights,
         lines=lines,
         listen=check_address(listen) if listen else "",
         key_file=str(own_keys(key)) if listen else "",
@@ -79,3 +85,13 @@ def command(
     # In our place: the host's pipes, signals and waits then concern the server itself.
     command = [*module_command("services.drafter.server.main"), encode_settings(settings)]
     os.execv(sys.executable, command)  # noqa: S606  # no shell is wanted
+
+
+def _check_way(*, stdio: bool, lines: bool, listen: str, trust: tuple[str, ...]) -> None:
+    """Raise UsageError unless it is clear whom to serve, and how."""
+    if stdio == bool(listen):
+        raise UsageError("a draft server needs either --stdio or --listen")
+    if listen and lines:
+        raise UsageError("the line protocol is for --stdio")
+    if bool(listen) != bool(trust):
+        raise UsageError("--listen and --trust go together: --trust names who may connect")

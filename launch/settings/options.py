@@ -15,6 +15,7 @@ from protocol.messages import Acceptance, Sampling
 from protocol.settings import (
     BACKENDS,
     COMPUTE_UNITS,
+    DRAFT_WEIGHTS,
     METAL_KERNELS,
     PREFILLS,
     RANK_BACKENDS,
@@ -128,6 +129,8 @@ def _model_options() -> Callable[[F], F]:
                  metavar="KEY"),
         _setting("--key", "Which of your own keys to use with it.", metavar="NAME"),
         _setting("--compute-units", "Where a CoreML model runs.", click.Choice(COMPUTE_UNITS)),
+        _setting("--draft-weights", "What an MLX drafter multiplies with; auto: int8 on a CPU.",
+                 click.Choice(DRAFT_WEIGHTS)),
         _setting("--prefill", "Who computes prompts: MLX, or the target's CoreML form.",
                  click.Choice(PREFILLS)),
     )  # fmt: skip

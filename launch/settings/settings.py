@@ -18,6 +18,7 @@ from protocol.jobs.cost_emulation import parse_size
 from protocol.settings import (
     ComputeUnits,
     Device,
+    DraftWeights,
     LogLevel,
     MetalKernels,
     OrchestratorSettings,
@@ -58,6 +59,8 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     (on macOS, if it is converted), head (a published head) or mlx; else ngram."""
     compute_units: ComputeUnits = "auto"
     """Where a converted model runs."""
+    draft_weights: DraftWeights = "auto"
+    """What an MLX drafter multiplies with: bytes on a CPU, bytes, or its weights as they are."""
     draft_command: str = ""
     """Backend stdio: the program that drafts, with its arguments, as in a shell."""
     draft_lines: bool = False

@@ -62,6 +62,7 @@ def describe_machine(settings: StackSettings, pair: Pair) -> str:
         settings.emulate_target_cost,
         describe_ranks(rank_group(settings)),
         identify_adapter(pair.adapter),
+        "" if settings.draft_weights == "auto" else f"draft-weights-{settings.draft_weights}",
         "" if settings.metal_kernels == "auto" else f"metal-kernels-{settings.metal_kernels}",
     )
     return " ".join(words).strip()
@@ -115,6 +116,7 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         address=run_dir.services_address,
         backend=pair.backend,
         compute_units=settings.compute_units,
+        weights=settings.draft_weights,
         # Lookup drafts without a model, but the target's tokenizer tells what a schema allows.
         model=pair.model if pair.backend == "ngram" else pair.draft_model,
         target=pair.model if pair.backend == "head" else "",

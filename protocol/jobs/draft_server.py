@@ -11,6 +11,7 @@ from protocol.settings import (
     BackendName,
     ComputeUnits,
     Device,
+    DraftWeights,
     Settings,
 )
 
@@ -39,5 +40,7 @@ class DraftServerSettings(Settings, frozen=True, kw_only=True):
     """As `ServiceSettings`."""
     compute_units: ComputeUnits = "auto"
     """Of the coreml backend."""
+    weights: DraftWeights = "auto"
+    """Of the mlx backend."""
     prompt_cache_bytes: Annotated[int, msgspec.Meta(ge=0)] = PROMPT_CACHE_BYTES
     """As `ServiceSettings`."""

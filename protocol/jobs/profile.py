@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from protocol.messages import Tokens
-from protocol.settings import MetalKernels, RankGroupSettings, ReferenceSettings
+from protocol.settings import DraftWeights, MetalKernels, RankGroupSettings, ReferenceSettings
 
 ProfiledRole = Literal["verifier", "drafter"]
 
@@ -19,6 +19,8 @@ class ProfilerSettings(ReferenceSettings, frozen=True, kw_only=True):
     part: ProfiledRole
     cores: list[int] = msgspec.field(default_factory=list)
     """As `ChildSettings`."""
+    draft_weights: DraftWeights = "auto"
+    """As `DrafterSettings`."""
     metal_kernels: MetalKernels = "auto"
     ranks: RankGroupSettings | None = None
     """As `VerifierSettings`."""

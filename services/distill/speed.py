@@ -73,7 +73,7 @@ def _verify_ms(target: LoadedModel, context: Tokens) -> dict[str, float]:
 
 
 def _draft_ms(drafter: Path, context: Tokens) -> dict[str, float]:
-    backend = MlxBackend(drafter, prefill_step_size=_CONTEXT)
+    backend = MlxBackend(drafter, prefill_step_size=_CONTEXT, weights="auto")
     for _ in backend.open(0, context, Sampling()):
         pass
     costs = {}

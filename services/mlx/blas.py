@@ -19,6 +19,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +42,8 @@ class _Loaded:
     kernels: ctypes.CDLL | None = None
     cores: tuple[int, ...] = ()
     """Of this process beyond its first; helpers are at home there."""
+    int8_copies: list[tuple[npt.NDArray[Any], ...]] = []  # noqa: RUF012
+    """What the kernels read, kept where it is."""
 
 
 def load_blas(threads: int) -> None:
@@ -66,6 +72,23 @@ def load_blas(threads: int) -> None:
 def cpu_kernels() -> ctypes.CDLL | None:
     """Our kernels, if this process computes with them."""
     return _Loaded.kernels
+
+
+def add_int8_copy(
+    weight: npt.NDArray[np.float32], rows: npt.NDArray[np.int8], scales: npt.NDArray[np.float32]
+) -> bool:
+    """Let products of few rows read `rows` * `scales` [n] in the place of `weight` [n, k].
+
+    All three are kept; False without our kernels, or where they have no place left.
+    """
+    if _Loaded.kernels is None or not weight.flags.c_contiguous:
+        return False
+    n, k = weight.shape
+    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (weight, rows, scales)]
+    if not _Loaded.kernels.small_gemm_add_int8(pointers[0], n, k, *pointers[1:]):
+        return False
+    _Loaded.int8_copies.append((weight, rows, scales))
+    return True
 
 
 def use_spare_cores(cores: Sequence[int]) -> int:

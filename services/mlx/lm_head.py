@@ -27,7 +27,7 @@ class _TrimmedEmbedding(nn.Module):
     def __init__(self, embedding: Any, rows: mx.array) -> None:
         super().__init__()
         self._embedding = embedding
-        self._rows = rows
+        self.head = rows
 
     def __call__(self, ids: mx.array) -> mx.array:
         embedded: mx.array = self._embedding(ids)
@@ -35,7 +35,7 @@ class _TrimmedEmbedding(nn.Module):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits of the kept tokens."""
-        return x @ self._rows.T
+        return x @ self.head.T
 
 
 def trim_head(model: Any, folder: Path) -> Ids | None:

@@ -86,7 +86,9 @@ class Profiler(contextlib.ExitStack):
         from services.mlx.device import bind  # noqa: PLC0415
 
         self.unit = bind(settings.device)
-        backend = MlxBackend(Path(settings.model), PREFILL_STEP_SIZE)
+        backend = MlxBackend(
+            Path(settings.model), PREFILL_STEP_SIZE, weights=settings.draft_weights
+        )
 
         def open_context(context: Tokens) -> Timer:
             backend.close(0)

@@ -47,10 +47,10 @@ def _create_mlx(settings: DrafterSettings | DraftServerSettings) -> DraftBackend
 
     unit, folder, step = bind(settings.device), Path(settings.model), settings.prefill_step_size
     if read_description(folder) is not None:
-        backend: MlxBackend = ReadingBackend(folder, step, unit)
+        backend: MlxBackend = ReadingBackend(folder, step, unit, weights=settings.weights)
     else:
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
-        backend = MlxBackend(folder, step, unit, prompts)
+        backend = MlxBackend(folder, step, unit, prompts, weights=settings.weights)
     if unit != "cpu":
         warm_drafter(backend)
     return backend

@@ -32,6 +32,7 @@ from protocol.decoding.sampling_params import drafter_sampling, is_greedy, uses_
 from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Sampling, Tokens
+from protocol.settings import DraftWeights
 from services.batching.chunked_prefill import LEAST_CHUNK, ChunkSizer
 from services.batching.forward import Batcher, most_rows
 from services.batching.packing import supports_packing
@@ -53,6 +54,7 @@ from services.kv.budget import measure_kv
 from services.kv.cache import KVStore, windows_of
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.kv.rewinding import find_branching
+from services.mlx.draft_weights import use_weights
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import LoadedModel, compute_unit, load
@@ -75,17 +77,17 @@ class MlxBackend:
         unit: str = "",
         prompts: PrefixCache | None = None,
         loaded: LoadedModel | None = None,
+        *,
+        weights: DraftWeights = "float",
     ) -> None:
         """Load the model in `folder`, unless it is given, `loaded`, with a head as it is to be."""
         given, loaded = loaded is not None, loaded or load(folder)
         self._prompts = prompts if prompts is not None else PrefixCache()
         self._model, self._folder = loaded.module, folder
-        self._place_branches()
         self._head_ids = None if given else trim_head(self._model, folder)
-        self._chunk_sizer = ChunkSizer(prefill_step_size)
         self._bucketed = compute_unit() == "cuda"
-        if self._bucketed:
-            fuse_linears(self._model)
+        self._equip(weights)
+        self._chunk_sizer = ChunkSizer(prefill_step_size)
         self._new_store = self._find_store()
         shares = supports_packing(self._model, self._new_store)
         kv = measure_kv(self._model, self._new_store)
@@ -109,12 +111,15 @@ class MlxBackend:
         if self._on_gpu and not self._feeds_by_depth and self.identity.takes_trees:
             self.ahead = DepthsAhead(self._model, self._head_ids, self._head_size, self._memory)
 
-    def _place_branches(self) -> None:
-        """Let each token of a row have a position of its own."""
+    def _equip(self, weights: DraftWeights) -> None:
+        """Give the model what it computes with here: rotations, weights, joint products."""
         if compute_unit() == "cpu":
             use_tables(self._model)
         if has_rope(self._model) or not self._is_recurrent():
             allow_branches(self._model)
+        use_weights(self._model, weights)
+        if self._bucketed:
+            fuse_linears(self._model)
 
     def _is_recurrent(self) -> bool:
         """Whether layers know an order that is not in their positions."""

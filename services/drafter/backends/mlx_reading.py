@@ -19,6 +19,7 @@ from protocol.decoding.token_tree import TokenTree
 from protocol.decoding.tokens import common_prefix_length
 from protocol.errors import ModelError
 from protocol.messages import FeatureRequest, Sampling, Tokens
+from protocol.settings import DraftWeights
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,
     DraftedToken,
@@ -59,8 +60,15 @@ class _ReadingTrunk(Trunk):
 class ReadingBackend(MlxBackend):
     """See `base.DraftBackend` and `base.TargetReading`."""
 
-    def __init__(self, folder: Path, prefill_step_size: int, unit: str = "") -> None:
-        super().__init__(folder, prefill_step_size, unit)
+    def __init__(
+        self,
+        folder: Path,
+        prefill_step_size: int,
+        unit: str = "",
+        *,
+        weights: DraftWeights = "float",
+    ) -> None:
+        super().__init__(folder, prefill_step_size, unit, weights=weights)
         self._step = prefill_step_size
         self._dtype = self._model.model.norm.weight.dtype
         found = load_reader(folder, self._dtype)

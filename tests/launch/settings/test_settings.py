@@ -114,6 +114,7 @@ def test_every_setting_has_its_variable(
         "compute_units": "all",
         "log_level": "debug",
         "prefill": "coreml",
+        "draft_weights": "int8",
         "metal_kernels": "on",
         "preset": "creative",
     }

@@ -1,6 +1,7 @@
 """The matrix products under MLX: the kernel for few rows is exact, and optional."""
 
 import ctypes
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +25,18 @@ def uniform(*shape: int) -> Floats:
     return np.random.default_rng(sum(shape)).uniform(0.5, 1.5, shape).astype(np.float32)
 
 
-@pytest.fixture
-def kernel(tmp_path: Path) -> ctypes.CDLL:
-    """The kernel by itself, freshly compiled; whatever is not its own goes nowhere."""
-    library = tmp_path / "kernel.so"
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel, freshly compiled."""
+    library = tmp_path_factory.mktemp("kernel") / "kernel.so"
     blas._compile(library)
+    return library
+
+
+@pytest.fixture
+def kernel(compiled: Path, tmp_path: Path) -> ctypes.CDLL:
+    """The kernel by itself, with a state of its own; whatever is not its own goes nowhere."""
+    library = shutil.copy(compiled, tmp_path / "kernel.so")
     loaded = ctypes.CDLL(str(library))
     assert loaded.small_gemm_take(None, 1, 16) == 16
     return loaded
@@ -65,6 +73,66 @@ def test_a_row_gives_the_same_bits_in_any_company(kernel: ctypes.CDLL, depth: in
     alone = np.concatenate([product(kernel, x[i : i + 1], w) for i in range(16)])
     for rows in range(2, 17):
         np.testing.assert_array_equal(product(kernel, x[:rows], w), alone[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 40, 64])
+@pytest.mark.parametrize(("columns", "depth"), [(5, 3), (101, 77), (200, 160)])
+def test_an_int8_copy_is_read_in_the_place_of_its_weight(
+    kernel: ctypes.CDLL, rows: int, columns: int, depth: int
+) -> None:
+    """With one scale a row of it, for any number of rows; other weights are read as they are."""
+    x, w, other = uniform(rows, depth), uniform(columns, depth), uniform(columns, depth) + 1
+    copy = np.random.default_rng(depth).integers(-127, 128, (columns, depth), np.int8)
+    scales = uniform(columns)
+    assert add_copy(kernel, w, copy, scales)
+    expected = 0.5 * x.astype(np.float64) @ (scales[:, None] * copy.astype(np.float64)).T
+    found = contiguous_product(kernel, x, w)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3 * depth**0.5)
+    alone = [contiguous_product(kernel, x[i : i + 1], w)[0] for i in range(rows)]
+    np.testing.assert_array_equal(found, alone)
+    if rows <= 16:
+        expected = 0.5 * x.astype(np.float64) @ other.T
+        np.testing.assert_allclose(contiguous_product(kernel, x, other), expected, rtol=1e-5)
+
+
+def test_a_part_of_a_weight_has_no_copy(kernel: ctypes.CDLL) -> None:
+    """The first rows begin where the whole weight does."""
+    x, w = uniform(2, 32), uniform(20, 32)
+    assert add_copy(kernel, w, np.zeros((20, 32), np.int8), uniform(20))
+    assert not contiguous_product(kernel, x, w).any()
+    expected = 0.5 * x.astype(np.float64) @ w[:10].T
+    np.testing.assert_allclose(contiguous_product(kernel, x, w[:10]), expected, rtol=1e-5)
+
+
+def test_many_weights_have_copies(kernel: ctypes.CDLL) -> None:
+    """Each its own, and there is an end to them."""
+    x, all_rows = uniform(1, 8), np.repeat(np.arange(3000, dtype=np.float32), 8).reshape(-1, 8)
+    copy, scales = np.ones((1, 8), np.int8), np.arange(3000, dtype=np.float32) + 1
+    weights = [all_rows[i : i + 1] for i in range(3000)]
+    added = [add_copy(kernel, w, copy, scales[i:]) for i, w in enumerate(weights)]
+    assert sum(added) == added.index(False) == 2048
+    for i in (0, 1, 1000, 2047):
+        expected = 0.5 * x.sum(dtype=np.float64) * (i + 1)
+        np.testing.assert_allclose(contiguous_product(kernel, x, weights[i]), expected, rtol=1e-5)
+
+
+def add_copy(kernel: ctypes.CDLL, w: Floats, copy: npt.NDArray[np.int8], scales: Floats) -> bool:
+    """What `blas.add_int8_copy` does, for this kernel; the arrays must outlive its products."""
+    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (w, copy, scales)]
+    return bool(kernel.small_gemm_add_int8(pointers[0], *w.shape, *pointers[1:]))
+
+
+def contiguous_product(kernel: ctypes.CDLL, x: Floats, w: Floats) -> Floats:
+    """0.5 * x @ w.T of the arrays as they lie."""
+    (m, k), n = x.shape, w.shape[0]
+    out = np.empty((m, n), np.float32)
+    real, pointer = ctypes.c_float, ctypes.c_void_p
+    kernel.cblas_sgemm(
+        *(ROW_MAJOR, PLAIN, TRANSPOSED, m, n, k, real(0.5)),
+        *(pointer(x.ctypes.data), k, pointer(w.ctypes.data), k),
+        *(real(0.0), pointer(out.ctypes.data), n),
+    )
+    return out
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 16, 17, 40])
