@@ -17,6 +17,7 @@ from orchestrator.sequence.actions import (
     Action,
     Emit,
     Finish,
+    HandOver,
     PrecomputeVerify,
     ToDrafter,
     ToVerifier,
@@ -26,11 +27,13 @@ from protocol.messages import (
     FinishReason,
     FromService,
     Message,
+    PreparedRound,
     Rejected,
     Role,
     ToOrchestrator,
     VerificationOutcome,
     Verify,
+    VerifyAhead,
 )
 from protocol.transport.channel import Hub
 from protocol.transport.codec import encode
@@ -112,6 +115,8 @@ class Executor:
                 self._timeouts.start(request, time.monotonic())
             case PrecomputeVerify(row, bonus, verify):
                 request.frames[row, bonus] = encode(verify)
+            case HandOver():
+                self._send("verifier", _encode_prepared(request, action))
             case Emit(tokens):
                 if not request.is_stopped and tokens:
                     self._emit(request, action)
@@ -160,6 +165,15 @@ class Executor:
                 self._send(role, CloseSequence(sequence=request.sequence.number))
             self._clients.send(request.peer, Rejected(reason, "unavailable", request.number))
             self._end(request)
+
+
+def _encode_prepared(request: Request, action: HandOver) -> VerifyAhead:
+    """With the messages as they are encoded already."""
+    rounds = [
+        PreparedRound(row, bonus, number, request.frames[row, bonus] if number else b"")
+        for (row, bonus), number in action.numbers.items()
+    ]
+    return VerifyAhead(sequence=request.sequence.number, round=action.round, rounds=rounds)
 
 
 def _is_verify(action: Action) -> bool:

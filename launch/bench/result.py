@@ -11,7 +11,7 @@ from launch.bench.variant import Variant
 from launch.prompts import PromptId
 from protocol.messages import Sampling, Statistics, Tokens, TraceEvent
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 Positive = Annotated[float, msgspec.Meta(ge=0.0)]
 
@@ -115,6 +115,8 @@ class ModeSummary(msgspec.Struct, frozen=True, kw_only=True):
     phase_ms: dict[str, float] = {}
     ipc_share: float | None = None
     """Share of the decoding time in which the verifier waited after hits, and for messages."""
+    ahead_rounds: float | None = None
+    """Share of rounds that the verifier began by itself."""
     plain_rounds: float | None = None
     """Share of rounds decoded plainly because that was faster."""
     predicted_tok_s: float | None = None

@@ -1,7 +1,7 @@
 """What a column of the benchmark is: a mode, perhaps with some knobs fixed.
 
-Written `mode[:knob]...`, as in `ssd`, `ssd:k=4:b=16`, `ssd:tree-nodes=1`, `ssd:uniform`, `sd:k=3`,
-`ssd:rejection:saguaro=0.4`, `mlx-lm-draft:k=5`, `ssd:drafter=NAME`.
+Written `mode[:knob]...`, as in `ssd`, `ssd:k=4:b=16`, `ssd:tree-nodes=1`, `ssd:ahead=0`,
+`ssd:uniform`, `sd:k=3`, `ssd:rejection:saguaro=0.4`, `mlx-lm-draft:k=5`, `ssd:drafter=NAME`.
 """
 
 from collections.abc import Callable
@@ -35,6 +35,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """B; 0 is adaptive."""
     tree_nodes: int | None = None
     """Draft tokens of verified trees; 0 and 1 are chains, None is adaptive."""
+    verify_ahead: bool | None = None
+    """Whether the verifier begins prepared rounds by itself; None: if that pays."""
     policy: FanOutPolicy = "online"
     acceptance: Acceptance | None = None
     """None: as the command line says."""
@@ -69,14 +71,20 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
             num_draft_tokens=self.num_draft_tokens,
             branches=self.branches,
             tree_nodes=self.tree_nodes,
+            verify_ahead=self.verify_ahead,
             fan_out_policy=self.policy,
         )
+
+
+def _switch(text: str) -> bool:
+    return bool(("0", "1").index(text))
 
 
 _KNOBS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "k": ("num_draft_tokens", int),
     "b": ("branches", int),
     "tree-nodes": ("tree_nodes", int),
+    "ahead": ("verify_ahead", _switch),
     "saguaro": ("saguaro", float),
     "drafter": ("drafter", str),
 }
@@ -94,7 +102,7 @@ def parse(text: str) -> Variant:
         if mode == "mlx-lm" or set(values) - {"num_draft_tokens"}:
             _refuse_knobs(text, values)
         values.setdefault("num_draft_tokens", REFERENCES[mode])
-    elif mode != "ssd" and set(values) & {"branches", "policy", "saguaro"}:
+    elif mode != "ssd" and set(values) & {"branches", "policy", "saguaro", "verify_ahead"}:
         raise UsageError(f"{text!r}: only ssd prepares branches")
     elif mode == "ar":
         _refuse_knobs(text, values)
@@ -118,7 +126,8 @@ def _knob(knob: str, text: str) -> dict[str, Any]:
             return {field: convert(value)}
         except ValueError as error:
             raise UsageError(f"{text!r}: {knob!r} needs a number") from error
-    known = ["k=N", "b=N", "tree-nodes=N", "saguaro=C", "drafter=MODEL", *_POLICIES, *_ACCEPTANCES]
+    known = ["k=N", "b=N", "tree-nodes=N", "ahead=0", "ahead=1", "saguaro=C", "drafter=MODEL"]
+    known += [*_POLICIES, *_ACCEPTANCES]
     raise UsageError(f"{text!r}: unknown knob {knob!r}; known: {', '.join(known)}")
 
 

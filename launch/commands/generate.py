@@ -71,6 +71,11 @@ _speculation = partial(click.option, cls=Option, group="Speculation")
     help="Draft tokens of verified trees; 0 or 1: chains. Left out: what pays.",
 )
 @_speculation(
+    "--verify-ahead/--no-verify-ahead",
+    default=None,
+    help="Let the verifier begin prepared rounds by itself. Left out: if that pays.",
+)
+@_speculation(
     "--fan-out-policy",
     type=click.Choice(get_args(FanOutPolicy)),
     default="online",
@@ -119,6 +124,7 @@ def _answer_options(
         max_draft_tokens=choice.max_draft_tokens,
         branches=options.pop("branches"),
         tree_nodes=options.pop("tree_nodes"),
+        verify_ahead=options.pop("verify_ahead"),
         fan_out_policy=options.pop("fan_out_policy"),
         trace=options["trace"] is not None,
         choose_saguaro=choose_saguaro,

@@ -22,6 +22,7 @@ from orchestrator.learning.fan_out import (
     count_children,
     hit_chances,
 )
+from orchestrator.learning.handover import HandoverEstimates
 from orchestrator.learning.hit_curve import HitCurve
 from orchestrator.learning.latency import StepLatency, VerifyLatency
 from orchestrator.learning.round_observation import RoundObservation
@@ -102,6 +103,7 @@ class CostModel:
         """Of a request that is alone."""
         self.saguaro = SaguaroChoice()
         self.batch = BatchEstimates()
+        self.handover = HandoverEstimates()
         self._passes: Passes[RoundObservation] = Passes()
 
     def switch(self, mode: Mode) -> SpeculationSwitch | None:
@@ -158,6 +160,7 @@ class CostModel:
             seen.rows, seen.verify_ms
         )
         self.batch.observe(seen)
+        self.handover.observe(seen)
         choices = seen.choices
         self._observe_acceptance(seen, choices)
         self._observe_ranks(seen, choices)
@@ -238,7 +241,9 @@ class CostModel:
         alone = len(shared) == self.batch.streams == 1
         if alone and mode == "ssd" and switch.speculating and self.step_latency.is_known:
             speed = switch.speculative_tok_s / 1e3
-            self.tree_width.observe(self._gains_by_width(shared[0], speed))
+            hits = self._hits_by_width(shared[0])
+            self.tree_width.observe(self._gains_by_width(shared[0], hits, speed))
+            self.handover.observe_delay(self._cost_of_delay(shared[0], hits, speed))
             if self.verify_latency.has_cheap_rows and self.tree_growth.is_due():
                 self.tree_growth.observe(self._gains_by_growth(shared[0], speed))
 
@@ -260,16 +265,32 @@ class CostModel:
             count_children(seen.shape),
         )
 
-    def _gains_by_width(self, seen: RoundObservation, speed: float) -> list[float]:
+    def _gains_by_width(
+        self, seen: RoundObservation, hits: Sequence[float], speed: float
+    ) -> list[float]:
         """What preparing beside this round gains by each of WIDTHS: hits, times their depth."""
-        hits = self._hits_by_width(seen)
+        time_ms = seen.verify_ms + self.idle_ms["hit"].value
+        return [hits[b] * self._gain_of_time(time_ms, b, speed) for b in WIDTHS]
+
+    def _cost_of_delay(self, seen: RoundObservation, hits: Sequence[float], speed: float) -> float:
+        """What shallower trees cost if the next round begins unasked, in milliseconds a round.
+
+        The drafter hears of it later than the verifier, and of what it drafts the end comes too
+        late: it loses both ways, each as long as what the verifier saves.
+        """
+        handover, branches = self.handover, self.tree_width.branches
+        time_ms = seen.verify_ms + handover.asked_ms
+        in_time = self._gain_of_time(time_ms, branches, speed)
+        delayed = self._gain_of_time(time_ms - 2.0 * handover.saved_ms, branches, speed)
+        return hits[branches] * (in_time - delayed) / speed if speed else 0.0
+
+    def _gain_of_time(self, time_ms: float, branches: int, speed: float) -> float:
+        """What a hit gains, in tokens, by the depth that so many branches reach in this time."""
         deepest = ceil(self.draft_length) + 2
         costs = [self.verify_latency.of(drafted + 1) for drafted in range(deepest + 1)]
         gains = gains_by_depth(self.acceptance["hit"].value, speed, costs)
-        time_ms = seen.verify_ms + self.idle_ms["hit"].value - self.step_latency.chain_ms
-        steps = [max(_SHORTEST_MS, self.step_latency.of(branches)) for branches in WIDTHS]
-        depths = [interpolate(gains, time_ms / step) for step in steps]
-        return [hits[b] * depth for b, depth in zip(WIDTHS, depths, strict=True)]
+        step_ms = max(_SHORTEST_MS, self.step_latency.of(branches))
+        return interpolate(gains, (time_ms - self.step_latency.chain_ms) / step_ms)
 
     def _gains_by_growth(self, seen: RoundObservation, speed: float) -> list[float]:
         """What the trees gain that are prepared beside this round, by each of GROWN."""

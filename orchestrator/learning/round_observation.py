@@ -27,6 +27,8 @@ class RoundObservation:
     verify_ms: float
     idle_ms: float | None
     """Between the verification before and this one; None for a request's first."""
+    begun_unasked: bool = False
+    """Whether the verifier began it by itself, for the outcome that it was prepared for."""
     tried_saguaro: float | None = None
     """C that was chosen for the request; None if it was not the planner's choice."""
     sequences: int = 1

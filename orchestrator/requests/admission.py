@@ -132,6 +132,7 @@ class Admission:
             tried_saguaro=tried_saguaro,
             max_draft_tokens=message.max_draft_tokens,
             tree_nodes=message.tree_nodes,
+            verify_ahead=message.verify_ahead,
         )
 
     def _complete(self, sampling: Sampling, prompt_length: int) -> Sampling:

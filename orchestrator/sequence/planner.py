@@ -70,6 +70,8 @@ class Planner:
     """Most draft tokens per round that may be decided; 0 is any number."""
     tree_nodes: int | None = None
     """Draft tokens of the trees that are verified; 0 and 1: chains only; None: what pays."""
+    verify_ahead: bool | None = None
+    """Whether the verifier begins prepared rounds by itself; None: if that pays."""
 
     # ------------------------------------------------------------ speculate or not
 

@@ -51,6 +51,14 @@ class Round:
     cache: SpeculationCache = field(default_factory=SpeculationCache)
     next_rounds: dict[OutcomeKey, NextRound] = field(default_factory=dict)
     """The rounds that the prepared outcomes lead to."""
+    handed: list[NextRound] = field(default_factory=list)
+    """What the verifier was given of these, by number from 1, whether it is still to be used."""
+    on_offer: dict[OutcomeKey, int] = field(default_factory=dict)
+    """The numbers of those that it is to begin by itself."""
+    handed_nodes: int = 0
+    """Their tokens."""
+    begun_unasked: bool = False
+    """Whether it began this round by itself."""
     asked: Prepare | None = None
     """What the drafter was asked to prepare beside it, if anything."""
     unverified_lookup: Draft = field(default_factory=Draft)
@@ -85,6 +93,7 @@ class Round:
         return RoundObservation(
             mode=planner.mode,
             by_hand=planner.num_draft_tokens > 0,
+            begun_unasked=self.begun_unasked,
             tried_saguaro=planner.tried_saguaro,
             speculating=self.speculating,
             origin=self.origin,

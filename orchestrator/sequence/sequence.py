@@ -15,7 +15,6 @@ from orchestrator.sequence.actions import (
     Action,
     Emit,
     Finish,
-    PrecomputeVerify,
     ToDrafter,
     ToVerifier,
 )
@@ -24,6 +23,7 @@ from orchestrator.sequence.drafter_sync import DrafterSync
 from orchestrator.sequence.free_run import MOST_GRANTED, FreeRun
 from orchestrator.sequence.limits import Limits, RoundLimits
 from orchestrator.sequence.lookup import LookupDrafts
+from orchestrator.sequence.next_rounds import NextRounds
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.round import EndedRound, NextRound, Round, count_fed, fits
@@ -38,7 +38,6 @@ from protocol.messages import (
     Sampling,
     Tokens,
     VerificationOutcome,
-    Verify,
 )
 
 
@@ -69,6 +68,7 @@ class Sequence:
         self._lookups = LookupDrafts(planner, self._limits, sampling.logits_options)
         self._drafter_sync = DrafterSync(number, planner)
         self._free_run = FreeRun(number, planner, self._limits, self._lookups)
+        self._next_rounds = NextRounds(number, planner, self._limits, self._free_run)
         self._decided: EndedRound | None = None
         self._row = 0  # where the last outcome ended
         self._backup = SpeculationCache()  # what has arrived of the draft the target waits for
@@ -135,7 +135,7 @@ class Sequence:
     def is_precomputed(self, outcome: VerificationOutcome) -> bool:
         """Whether the last `PrecomputeVerify` for this outcome is what it will lead to."""
         known = (outcome.row, outcome.bonus) in self.current.next_rounds
-        awaited = self.is_awaiting(outcome.round) and not outcome.goes_on
+        awaited = self.is_awaiting(outcome.round) and not (outcome.goes_on or outcome.began)
         return known and awaited and self.planner.should_speculate
 
     def decide(self, outcome: VerificationOutcome, now: float) -> list[Action]:
@@ -165,9 +165,11 @@ class Sequence:
         first = self.recorder.rounds == 0
         seen = done.observe(outcome, self.planner, first=first, ended_at=now)
         self.planner.estimates.observe_round(seen)
-        actions += self._check_free_run() if ends is None else []
+        if ends is None:
+            actions += self._next_rounds.handover.update(self.current, self.round)
+            actions += self._check_free_run()
         self.recorder.plain_rounds += not done.speculating and done.origin != "lookup"
-        self.recorder.add_times(outcome, done.draft, done.origin, now)
+        self.recorder.add_times(outcome, done.draft, done.origin, now, unasked=done.begun_unasked)
         self.recorder.add_round(seen)
         kept, origins = len(emitted), done.origins(outcome)
         accepted = origins[: min(kept, outcome.accepted)]
@@ -179,24 +181,26 @@ class Sequence:
     def _next_round(self, outcome: VerificationOutcome, now: float) -> list[Action]:
         if outcome.goes_on:
             return self._go_on_unasked()
+        if outcome.began:
+            return self._follow(outcome)
         if not self.planner.should_speculate:
             if self.planner.is_paused:
                 return self._go_on(self._lookups.find(self.tokens), alone=True)
             return self._verify(Draft(), "target")
-        prepared = self._find_prepared(outcome)
+        prepared = self._next_rounds.find(self.current, outcome, len(self.tokens))
         if prepared is not None:
             self.recorder.hits += 1
             return self._start(prepared, "hit")
         return self._on_miss(now)
 
-    def _find_prepared(self, outcome: VerificationOutcome) -> NextRound | None:
-        """The round that was prepared for this outcome; planned now, if its draft alone was."""
-        current, length = self.current, len(self.tokens)
-        planned = current.next_rounds.get((outcome.row, outcome.bonus))
-        draft = current.cache.draft(outcome.row, outcome.bonus)
-        if planned is not None or not draft or not self._limits.can_speculate(length):
-            return planned
-        return self._plan_round(length, outcome.bonus, draft, "hit")
+    def _follow(self, outcome: VerificationOutcome) -> list[Action]:
+        """The verifier has begun the round that was prepared for this outcome."""
+        begun = self._next_rounds.handover.find_begun(self.current, outcome)
+        if begun is None:
+            return self.finish("error", "the verifier began what it was not handed")
+        self.recorder.hits += 1
+        self.recorder.ahead_rounds += 1
+        return self._start(begun, "hit", unasked=True)
 
     def _on_miss(self, now: float) -> list[Action]:
         """No draft is prepared for the outcome."""
@@ -237,44 +241,29 @@ class Sequence:
 
     # ------------------------------------------------------------ a round begins
 
-    def _plan_round(self, length: int, pending: int, draft: Draft, origin: Origin) -> NextRound:
-        """The next round; the pending token is the last of `length`."""
-        rows = self._limits.choose(draft, length, origin)
-        chosen, planner = draft.pick(rows), self.planner
-        speculates = planner.should_speculate and self._limits.can_speculate(length)
-        granted = self._free_run.count_granted(
-            self.round + 1, length, len(chosen), speculates=speculates
-        )
-        verify = Verify(
-            sequence=self.number,
-            round=self.round + 1,
-            position=length - 1,
-            nodes=[pending, *chosen.tokens],
-            parents=chosen.sent_parents,
-            distributions=chosen.drawn_from,
-            granted=granted,
-            stop_ids=sorted(self._limits.limits.stop_ids) if granted else [],
-            drafter_idle=not speculates or planner.mode != "ssd",
-        )
-        return NextRound(chosen, draft, rows, verify)
-
     def _verify(self, draft: Draft, origin: Origin) -> list[Action]:
         """Start a round with as much of this draft as pays."""
         length = len(self.tokens)
-        return self._start(self._plan_round(length, self.tokens[-1], draft, origin), origin)
+        planned = self._next_rounds.plan(self.round + 1, length, self.tokens[-1], draft, origin)
+        return self._start(planned, origin)
 
     def _verify_backup(self) -> list[Action]:
         return self._verify(self._backup.draft(*BACKUP), "miss") + self._look_ahead()
 
-    def _start(self, planned: NextRound, origin: Origin) -> list[Action]:
-        """Start a round: the verifier checks the draft while the drafter prepares."""
+    def _start(self, planned: NextRound, origin: Origin, *, unasked: bool = False) -> list[Action]:
+        """Start a round: the verifier checks the draft while the drafter prepares.
+
+        Args:
+            unasked: it does so already.
+        """
         draft, offered, rows, verify = planned
         self.round = verify.round
         speculating = self._should_speculate()
         self.current = Round(verify.nodes, draft, offered, rows, origin, speculating)
+        self.current.begun_unasked = unasked
         self.phase = Phase.VERIFYING
         self._free_run.on_verify(verify)
-        return [ToVerifier(verify), *self._prepare()]
+        return [*([] if unasked else [ToVerifier(verify)]), *self._prepare()]
 
     def _should_speculate(self) -> bool:
         return self.planner.should_speculate and self._limits.can_speculate(len(self.tokens))
@@ -309,26 +298,7 @@ class Sequence:
         return []
 
     def _precompute(self) -> list[Action]:
-        """Plan the rounds that outcomes with a newly grown draft lead to, the likeliest ones."""
-        actions: list[Action] = []
-        current = self.current
-        grown = [one for one in current.cache.latest_outcomes() if one[0] <= len(current.draft)]
-        likeliest = self.planner.choose_planned(grown, current.draft, current.origin)
-        for outcome in set(grown) - set(likeliest):
-            current.next_rounds.pop(outcome, None)  # planned with less of its draft
-        for row, bonus in likeliest:
-            emitted = [*current.draft.tokens_to(row), bonus]
-            length = len(self.tokens) + len(emitted)
-            ends = self._limits.cut(len(self.tokens), emitted)[1]
-            if ends or not self._limits.can_speculate(length):
-                continue
-            draft = current.cache.draft(row, bonus)
-            planned = self._plan_round(length, bonus, draft, "hit")
-            old = current.next_rounds.get((row, bonus))
-            current.next_rounds[row, bonus] = planned
-            if old is None or old.verify != planned.verify:
-                actions.append(PrecomputeVerify(row, bonus, planned.verify))
-        return actions
+        return self._next_rounds.precompute(self.current, self.round, len(self.tokens))
 
     def is_asked_for(self, tree: DraftTree) -> bool:
         """Whether the drafter was asked for a tree of this size, be it too late now."""

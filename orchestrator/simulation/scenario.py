@@ -91,6 +91,8 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     fan_out_policy: FanOutPolicy = "online"
     tree_nodes: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES)] | None = None
     """Draft tokens of the trees that are verified; 0 and 1 mean chains; None is adaptive."""
+    verify_ahead: bool | None = None
+    """Whether the verifier begins prepared rounds by itself; None: if that pays."""
 
     @property
     def label(self) -> str:
@@ -103,4 +105,6 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             knobs += [self.fan_out_policy] if self.fan_out_policy != "online" else []
         if self.tree_nodes is not None:
             knobs += [f"N={self.tree_nodes}" if self.tree_nodes > 1 else "chains"]
+        if self.verify_ahead is not None:
+            knobs += ["ahead" if self.verify_ahead else "asked"]
         return f"{self.mode} {' '.join(knobs)}"

@@ -25,9 +25,20 @@ class Timeline:
         self.add(role, "prefill", ended - message.prefill_ms / 1e3, ended, details)
 
     def add_verification(
-        self, outcome: VerificationOutcome, tokens: int, depth: int, origin: str, now: float
+        self,
+        outcome: VerificationOutcome,
+        tokens: int,
+        depth: int,
+        origin: str,
+        now: float,
+        *,
+        unasked: bool = False,
     ) -> None:
-        """The verifier checked `tokens` tokens: a chain, or a tree of this depth."""
+        """The verifier checked `tokens` tokens: a chain, or a tree of this depth.
+
+        Args:
+            unasked: it began by itself.
+        """
         ended = _end_of(outcome.at_ns, now)
         details: dict[str, int | str] = {
             "round": outcome.round,
@@ -36,6 +47,8 @@ class Timeline:
             "accepted": outcome.accepted,
             "chain": origin,
         }
+        if unasked:
+            details["unasked"] = 1
         self.add("verifier", "verify", ended - outcome.verify_ms / 1e3, ended, details)
 
     def add_draft(self, tree: DraftTree, now: float) -> None:

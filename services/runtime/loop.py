@@ -63,14 +63,19 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     takes_trees: bool = False
 
 
-def serve(channel: Connection, identity: Identity, service: Service) -> None:
+def serve(
+    channel: Connection, identity: Identity, service: Service, inbox: Inbox | None = None
+) -> None:
     """Shake hands and serve until told to stop; again if the orchestrator was restarted.
+
+    Args:
+        inbox: of the channel, for a service that looks into it by itself.
 
     Raises:
         ModelError: the orchestrator refused us; the message is its reason.
         DeadlineExceeded: the orchestrator did not answer the handshake or the heartbeats.
     """
-    inbox = Inbox(channel)
+    inbox = inbox or Inbox(channel)
     while True:
         if not shake_hands(channel, identity) or _serve(channel, inbox, service):
             return

@@ -17,6 +17,7 @@ from protocol.messages import (
     OpenSequence,
     Prepare,
     Revoke,
+    VerifyAhead,
 )
 from protocol.process.logs import about
 from services.runtime.inbox import Work
@@ -77,9 +78,9 @@ class WorkQueue:
     def add(self, message: Work) -> None:
         """Take in a message; work that it makes pointless ends, or never begins.
 
-        A `Revoke` or an `Extend` is about work in progress, and is handled beside it.
+        `Revoke`, `Extend` and `VerifyAhead` are about work in progress, and are handled beside it.
         """
-        if isinstance(message, Revoke | Extend):
+        if isinstance(message, Revoke | Extend | VerifyAhead):
             deque(self._service.handle(message), maxlen=0)
             return
         if isinstance(message, OpenSequence):

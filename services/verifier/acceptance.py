@@ -14,7 +14,8 @@ from protocol.decoding.sampler import Floats, sample
 from protocol.decoding.sampling_params import is_greedy, uses_rejection
 from protocol.decoding.token_tree import TokenTree
 from protocol.errors import ProtocolError
-from protocol.messages import OpenSequence, TokenLogprobs, Tokens, Verify
+from protocol.messages import OpenSequence, TokenLogprobs, Tokens, VerificationOutcome, Verify
+from services.batching.forward import ForwardPass
 from services.mlx.loader import compute_unit
 from services.sampling import device
 
@@ -197,3 +198,27 @@ def logprobs(rows: Floats, tokens: Tokens, best: int) -> list[TokenLogprobs]:
 def host_floats(array: mx.array) -> npt.NDArray[np.float32]:
     """The array as numpy float32, without a copy where the memory is shared."""
     return np.array(array.astype(mx.float32), copy=False)
+
+
+def describe_outcome(
+    message: Verify, judged: AcceptanceResult, by: ForwardPass, node: int | None
+) -> VerificationOutcome:
+    """What became of a message, in this pass.
+
+    Args:
+        node: of a tree, the row of what was asked for that the last token that stands has.
+    """
+    return VerificationOutcome(
+        sequence=message.sequence,
+        round=message.round,
+        accepted=len(judged.rows) - 1,
+        bonus=judged.bonus,
+        goes_on=message.granted > 0 and judged.bonus not in message.stop_ids,
+        node=node,
+        logprobs=judged.logprobs,
+        verify_ms=1e3 * (by.ended - by.started),
+        at_ns=round(1e9 * by.ended),  # perf_counter and monotonic are one clock here
+        idle_ms=1e3 * by.waited,
+        sequences=by.sequences,
+        rows=by.rows,
+    )

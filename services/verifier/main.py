@@ -13,6 +13,7 @@ from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
 from services.mlx.blas import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
+from services.runtime.inbox import Inbox
 from services.runtime.loop import Identity, serve
 
 if TYPE_CHECKING:
@@ -59,7 +60,13 @@ def run(settings: VerifierSettings) -> None:
         channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))
         how = f"{settings.prefill} {emulated} {identify_adapter(settings.adapter)}"
         with channel, persist_prefixes(settings.prompt_cache_file, prompts, verifier, model, how):
-            serve(channel, identity, verifier)
+            _serve(channel, identity, verifier)
+
+
+def _serve(channel: Channel[ToService], identity: Identity, verifier: "Verifier") -> None:
+    inbox = Inbox(channel)
+    verifier.take_prepared = inbox.take_prepared
+    serve(channel, identity, verifier, inbox)
 
 
 def _emulate_cost(settings: VerifierSettings, model: "LoadedModel") -> str:

@@ -15,6 +15,7 @@ from services.kv.state import SequenceState
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.feature_log import FeatureLog
 from services.verifier.pipelined_step import PipelinedStep, SharedStep
+from services.verifier.prepared import PreparedRounds
 
 Step = PipelinedStep | SharedStep
 
@@ -47,6 +48,8 @@ class TargetSequence:
     """The likeliest tokens of the pass in work (`BatchRequest.best`)."""
     asked: Verify | None = None
     """The verification in work, or that follows unasked."""
+    prepared: PreparedRounds = field(default_factory=PreparedRounds)
+    """What may follow it in place of that."""
     granted_in: int = 0
     """The round of the message that granted what follows unasked."""
     request: BatchRequest | None = None
@@ -104,6 +107,11 @@ class TargetSequence:
         if self.asked is None or self.request is None:
             return self.asked is not None
         return self.request.is_computed and self.asked.granted > 0
+
+    def begin_run(self, message: Verify) -> None:
+        """This is in work, and what it grants may follow."""
+        self.asked, self.granted_in = message, message.round
+        self.drafter_idle = message.drafter_idle
 
     def end_run(self) -> None:
         """Nothing follows unasked."""

@@ -5,7 +5,7 @@ Trees of several sequences that wait at the same time share a pass (`batching`).
 
 import contextlib
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -25,6 +25,7 @@ from protocol.messages import (
     Tokens,
     VerificationOutcome,
     Verify,
+    VerifyAhead,
 )
 from services.batching.chunked_prefill import ChunkedPrefill
 from services.batching.external_prefill import ExternalPrefill, PrefillSource
@@ -38,7 +39,7 @@ from services.mlx.blas import use_spare_cores
 from services.mlx.loader import LoadedModel
 from services.runtime.inbox import Work
 from services.runtime.sequence_table import SequenceTable
-from services.verifier.acceptance import AcceptanceResult, AcceptanceRule
+from services.verifier.acceptance import AcceptanceRule, describe_outcome
 from services.verifier.feature_source import FeatureSource
 from services.verifier.pass_ahead import PassAhead
 from services.verifier.pipelined_step import next_plain
@@ -81,7 +82,6 @@ class Verifier:
             self._features.take,
             self._reckon(logits=True) if whole else None,
         )
-        self._batcher.table = self._target.table
         self._chunked_prefill = ChunkedPrefill(
             self._target.prefill,
             prefill_step_size,
@@ -94,9 +94,10 @@ class Verifier:
         self._pass_ahead = PassAhead(self._model, self._batcher)
         self._last_pass, self._idle_since = ForwardPass(0, 0), time.perf_counter()
         self._revoked: dict[int, int] = {}  # by sequence: see `Revoke.round`
-        self.pipelines = self._target.pipelines
+        self._batcher.table, self.pipelines = self._target.table, self._target.pipelines
         self.spare_cores: Sequence[int] = ()
         """Of the drafter, for passes beside which it has nothing to do."""
+        self.take_prepared: Callable[[], Iterable[VerifyAhead]] = tuple
 
     def _reckon(self, *, logits: bool) -> PassMemory:
         """What passes of the target take; prefixes that are kept give way to them."""
@@ -149,6 +150,8 @@ class Verifier:
             case Extend():
                 if (extended := self._sequences.get(message.sequence)) is not None:
                     extended.extend(message)
+            case VerifyAhead():
+                self._hear_of(message)
             case CloseSequence():
                 self._revoked.pop(message.sequence, None)
                 self._retire(message.sequence)
@@ -263,21 +266,40 @@ class Verifier:
     def _verify(self, message: Verify) -> Generator[FromService | None]:
         sequence, tree = self._validate(message)
         sequence.on_verify(time.perf_counter(), self._last_pass.started)
-        sequence.drafter_idle = message.drafter_idle
-        sequence.granted_in = message.round
-        sequence.asked = message
+        sequence.begin_run(message)
         try:
             while sequence.asked is not None:
                 if self._revoked.get(message.sequence, 0) >= sequence.granted_in:
                     sequence.asked = replace(sequence.asked, granted=0)
                 outcome = yield from self._judge(sequence, sequence.asked, tree)
-                sequence.asked = next_plain(sequence.asked, outcome)
+                number = self._find_next(sequence, outcome)
+                yield replace(outcome, began=number) if number else outcome
                 if sequence.asked is not None:
-                    tree = read_tree(sequence.asked.nodes, [])
-                    sequence.answered_at = 0.0  # nobody has to wait for it
-                yield outcome
+                    _, tree = self._validate(sequence.asked)
         finally:
             sequence.end_run()
+
+    def _find_next(self, sequence: TargetSequence, outcome: VerificationOutcome) -> int:
+        """What follows without being asked for, if anything; the number of a prepared round."""
+        asked = sequence.asked
+        if asked is None:
+            return 0
+        drafts = not (outcome.goes_on or asked.drafter_idle)
+        for news in self.take_prepared() if drafts else ():
+            self._hear_of(news)
+        prepared = sequence.prepared.take(outcome) if drafts else None
+        if prepared is not None:
+            sequence.begin_run(prepared[1])
+        else:
+            sequence.asked = next_plain(asked, outcome)
+        if sequence.asked is not None:
+            sequence.answered_at = 0.0  # nobody has to wait for it
+        return prepared[0] if prepared is not None else 0
+
+    def _hear_of(self, message: VerifyAhead) -> None:
+        """Rounds that may follow the one in work."""
+        if (about := self._sequences.get(message.sequence)) is not None:
+            about.prepared.add(message)
 
     def _judge(
         self, sequence: TargetSequence, message: Verify, asked: TokenTree
@@ -300,7 +322,7 @@ class Verifier:
         if read is not None:
             yield self._features.message(message.sequence, message.position, read)
         node = None if asked.is_chain else asked.find(sequence.tokens[message.position + 1 :])
-        return _outcome_of(message, judged, by, node)
+        return describe_outcome(message, judged, by, node)
 
     def _logits(
         self, sequence: TargetSequence, tree: TokenTree
@@ -374,22 +396,3 @@ class Verifier:
             raise ProtocolError("this verifier takes chains, no trees")
         sequence.rule.check(message, tree)
         return sequence, tree
-
-
-def _outcome_of(
-    message: Verify, judged: AcceptanceResult, by: ForwardPass, node: int | None
-) -> VerificationOutcome:
-    return VerificationOutcome(
-        sequence=message.sequence,
-        round=message.round,
-        accepted=len(judged.rows) - 1,
-        bonus=judged.bonus,
-        goes_on=message.granted > 0 and judged.bonus not in message.stop_ids,
-        node=node,
-        logprobs=judged.logprobs,
-        verify_ms=1e3 * (by.ended - by.started),
-        at_ns=round(1e9 * by.ended),  # perf_counter and monotonic are one clock here
-        idle_ms=1e3 * by.waited,
-        sequences=by.sequences,
-        rows=by.rows,
-    )

@@ -47,11 +47,18 @@ def verifier_of(family: str) -> Verifier:
     return Verifier(load(tiny_folder(family)), 512)
 
 
-def run(family: str, backend: DraftBackend, sampling: Sampling) -> Statistics:
+def run(
+    family: str, backend: DraftBackend, sampling: Sampling, *, ahead: bool = False
+) -> Statistics:
     """In this process, trees always in time; the answer is checked."""
-    limits = Limits(LENGTH, frozenset(), 0)
     line = Lockstep(
-        verifier_of(family), backend, list(PROMPT), limits, num_draft_tokens=3, sampling=sampling
+        verifier_of(family),
+        backend,
+        list(PROMPT),
+        Limits(LENGTH, frozenset(), 0),
+        num_draft_tokens=3,
+        sampling=sampling,
+        verify_ahead=ahead,
     )
     statistics = line.run()
     assert line.sequence.tokens[len(PROMPT) :] == plain(family, PROMPT, LENGTH, sampling)
@@ -62,8 +69,11 @@ def run(family: str, backend: DraftBackend, sampling: Sampling) -> Statistics:
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3", *RECURRENT_DRAFTERS])
 def test_a_model_drafts_for_itself(family: str, law: str) -> None:
     """By other means: all rows of sliding layers, or a batch of recurrent states."""
-    statistics = run(family, MlxBackend(tiny_folder(family), 512), SAMPLINGS[law])
-    assert statistics.rounds < LENGTH / 2
+    backend = MlxBackend(tiny_folder(family), 512)
+    asked, unasked = (run(family, backend, SAMPLINGS[law], ahead=ahead) for ahead in (False, True))
+    assert asked.rounds == unasked.rounds < LENGTH / 2
+    assert asked.ahead_rounds == 0
+    assert unasked.ahead_rounds == unasked.cache_hits == asked.cache_hits > 0
 
 
 @pytest.mark.parametrize("family", LAYERED)

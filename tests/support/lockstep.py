@@ -5,27 +5,32 @@ Which outcomes are hit then depends on the two models alone, not on which proces
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import closing
 
 import msgspec
 
 from orchestrator.learning.cost_model import CostModel
+from orchestrator.sequence.actions import Action, HandOver, PrecomputeVerify, ToDrafter, ToVerifier
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.sequence import Action, Sequence, ToDrafter, ToVerifier
+from orchestrator.sequence.sequence import Sequence
 from orchestrator.telemetry.recorder import Recorder
 from protocol.messages import (
     CloseSequence,
     DraftTree,
     Features,
     Prefilled,
+    PreparedRound,
     ReadTarget,
     Sampling,
     Statistics,
     Tokens,
     VerificationOutcome,
     Verify,
+    VerifyAhead,
 )
+from protocol.transport.codec import encode
 from services.drafter.backends.base import DraftBackend
 from services.drafter.drafter import Drafter
 from services.runtime.inbox import Work
@@ -47,25 +52,38 @@ class Lockstep:
         num_draft_tokens: the lookahead.
         sampling: of both models.
         tree_nodes: see `Planner`.
+        verify_ahead: likewise.
         deliver: what reaches the drafter, in what order, when the verifier sends its states.
     """
 
     def __init__(
         self, verifier: Verifier, backend: DraftBackend, prompt: Tokens, limits: Limits,
         *, num_draft_tokens: int, sampling: Sampling, tree_nodes: int | None = None,
+        verify_ahead: bool = False,
         deliver: Callable[[Features], list[Features]] = lambda message: [message],
     ) -> None:  # fmt: skip
         self._verifier, self._drafter = verifier, Drafter(backend)
         self._deliver, self._asked = deliver, 0
         self._to_drafter: deque[Work] = deque()
         self._to_verifier: deque[Work] = deque()
+        self._precomputed: dict[tuple[int, int], Verify] = {}
+        self._ahead: list[VerifyAhead] = []
+        verifier.take_prepared = self._take_ahead
         self._now = 0.0
+        self._rounds = 0
+        self._before_round: Callable[[int], None] = lambda _: None
         self.sequence = Sequence(
             number=1,
             prompt=prompt,
             sampling=sampling,
             limits=limits,
-            planner=Planner("ssd", CostModel(), num_draft_tokens, tree_nodes=tree_nodes),
+            planner=Planner(
+                "ssd",
+                CostModel(),
+                num_draft_tokens,
+                tree_nodes=tree_nodes,
+                verify_ahead=verify_ahead,
+            ),
             recorder=Recorder(0.0),
         )
         self._verify(CloseSequence(sequence=1))  # a former request's
@@ -92,16 +110,17 @@ class Lockstep:
         Args:
             before_round: called with the number of rounds so far.
         """
-        rounds = 0
+        self._before_round = before_round
         while self.sequence.phase is not Phase.FINISHED:
             self._draft_all()
-            message = self._to_verifier.popleft()
-            if isinstance(message, Verify):
-                before_round(rounds)
-                self._draft_all()
-                rounds += 1
-            self._verify(message)
+            self._verify(self._to_verifier.popleft())
         return self.sequence.recorder.summarise()
+
+    def _begin_round(self) -> None:
+        self._draft_all()
+        self._before_round(self._rounds)
+        self._draft_all()
+        self._rounds += 1
 
     def _draft_all(self) -> None:
         while self._to_drafter:
@@ -115,15 +134,26 @@ class Lockstep:
             else:
                 assert isinstance(answer, Prefilled)
 
+    def _take_ahead(self) -> list[VerifyAhead]:
+        found, self._ahead = self._ahead, []
+        return found
+
     def _verify(self, message: Work) -> None:
-        answers = said(self._verifier.handle(message))
-        for answer in answers:
-            if isinstance(answer, Features):
-                self._to_drafter += self._deliver(answer)
-        if not isinstance(message, Verify):
-            return
-        answer = answers[-1]
-        assert isinstance(answer, VerificationOutcome)
+        """Carry out a message, and what follows it unasked."""
+        if isinstance(message, Verify):
+            self._begin_round()
+        with closing(self._verifier.handle(message)) as answers:
+            for answer in answers:
+                if isinstance(answer, Features):
+                    self._to_drafter += self._deliver(answer)
+                elif isinstance(answer, VerificationOutcome):
+                    self._end_round(answer)
+                    if self.sequence.phase is Phase.FINISHED:
+                        return
+                    if answer.began:
+                        self._begin_round()
+
+    def _end_round(self, answer: VerificationOutcome) -> None:
         self._now += _VERIFY_MS / 1e3
         outcome = msgspec.structs.replace(answer, verify_ms=_VERIFY_MS, idle_ms=0.0)
         self._do(self.sequence.decide(outcome, self._now))
@@ -131,7 +161,18 @@ class Lockstep:
 
     def _do(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            if isinstance(action, ToVerifier):
-                self._to_verifier.append(action.message)
-            elif isinstance(action, ToDrafter):
-                self._to_drafter.append(action.message)
+            match action:
+                case ToVerifier(message):
+                    self._to_verifier.append(message)
+                case ToDrafter(message):
+                    self._to_drafter.append(message)
+                case PrecomputeVerify(row, bonus, verify):
+                    self._precomputed[row, bonus] = verify
+                case HandOver(number, changes):
+                    rounds = [
+                        PreparedRound(*key, which, encode(self._precomputed[key]) if which else b"")
+                        for key, which in changes.items()
+                    ]
+                    self._ahead.append(VerifyAhead(sequence=1, round=number, rounds=rounds))
+                case _:
+                    pass

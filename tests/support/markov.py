@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 
 from orchestrator.learning.cost_model import CostModel
+from orchestrator.sequence.actions import PrecomputeVerify
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import (
     Action,
     Emit,
     Phase,
-    PrecomputeVerify,
     Sequence,
     ToDrafter,
     ToVerifier,

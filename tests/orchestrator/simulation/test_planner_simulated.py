@@ -199,10 +199,31 @@ def test_where_rows_cost_nothing_trees_pay() -> None:
     """Runners-up grow on, and bring more than chains do, and less than the best trees."""
     found = Scenario(device=FLAT, acceptance=UNEVEN_TEXT, tokens=1000)
     learned = CostModel()
-    trees = simulate(found, Strategy(), learned)
+    trees = simulate(found, Strategy(verify_ahead=False), learned)
+    chains = simulate(found, Strategy(tree_nodes=1, verify_ahead=False))
     assert learned.tree_growth.grown > 0
-    assert trees.tok_s > 1.08 * simulate(found, Strategy(tree_nodes=1)).tok_s
+    assert trees.tok_s > 1.08 * chains.tok_s
     assert trees.tok_s < trees.tree_bound_tok_s
+
+
+def count_unasked(device: Device, alpha: float) -> float:
+    """The share of hits after which the verifier goes on by itself."""
+    runs = [
+        simulate(
+            Scenario(device=device, acceptance=AcceptanceModel(alpha=alpha), tokens=500, seed=seed),
+            Strategy(),
+        ).statistics
+        for seed in range(3)
+    ]
+    return sum(run.ahead_rounds for run in runs) / sum(run.cache_hits for run in runs)
+
+
+def test_rounds_begin_unasked_where_that_pays() -> None:
+    """With a fast drafter; not on two cores, nor where the time would be missing for drafts."""
+    fast, slow = (Device(t_verify=10.0, t_draft=step_ms, ipc=0.5) for step_ms in (0.8, 2.5))
+    assert count_unasked(fast, 0.5) > 0.8
+    assert count_unasked(TWO_CORES, 0.5) < 0.2
+    assert count_unasked(slow, 0.8) < 0.2
 
 
 def test_the_paper_s_speed_up() -> None:
