@@ -11,8 +11,6 @@ of a block. Then a batch takes several passes, each with the outputs of the one 
 the n-th is exact up to the n-th token of a block.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -20,7 +18,7 @@ import numpy as np
 
 from services.distill.generation import Integers
 from services.distill.logits import logits_at
-from services.mlx.target_reader import TargetReader
+from services.mlx.target_reader import TargetReader, add_to_embeddings
 
 PASSES = 3
 """Over a batch in training, where a drafter's output is its input."""
@@ -154,40 +152,14 @@ def logits_in_context(
     state = mx.where(context.first, _shift_to_next(reader.after_state(context.features)), 0)
     added = state
     for number in range(1, passes):
-        with _add_to_embeddings(model, added):
+        with add_to_embeddings(model, added):
             own = _shift_to_next(reader.after_own(model.model(tokens, cache=caches)))
         own = own if number > passes - _LEARNED else mx.stop_gradient(own)
         added = mx.where(context.later, own, state)
-    with _add_to_embeddings(model, added):
+    with add_to_embeddings(model, added):
         return logits_at(model, tokens, positions, caches)
 
 
 def _shift_to_next(rows: mx.array) -> mx.array:
     """[rows, length, width] with each token's in the place of the next."""
     return mx.concatenate([mx.zeros_like(rows[:, :1]), rows[:, :-1]], axis=1)
-
-
-class _Embeddings:
-    """Stands in for a model's embeddings: the same, with something added to each token's."""
-
-    def __init__(self, table: Any, added: mx.array) -> None:
-        self._table = table
-        self._added = added
-
-    def __call__(self, tokens: mx.array) -> mx.array:
-        embedded: mx.array = self._table(tokens)
-        return embedded + self._added.astype(embedded.dtype)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._table, name)
-
-
-@contextmanager
-def _add_to_embeddings(model: Any, added: mx.array) -> Iterator[None]:
-    """While this is open, the model adds these [rows, length, width] to its embeddings."""
-    table = model.model.embed_tokens
-    model.model.embed_tokens = _Embeddings(table, added)
-    try:
-        yield
-    finally:
-        model.model.embed_tokens = table

@@ -34,6 +34,15 @@ class Frame:
     """[count, start + count] which slots each new token sees; None for a chain."""
 
 
+def parent_slots(frame: Frame) -> npt.NDArray[np.int64]:
+    """[count] the slot of the token before each; a chain is of one token."""
+    if frame.visible is None:
+        return np.array([frame.start - 1])
+    before = frame.positions[frame.start :, None] - 1 == frame.positions[None, : frame.start]
+    slots: npt.NDArray[np.int64] = np.argmax(before & frame.visible[:, : frame.start], axis=1)
+    return slots
+
+
 class SlotCache:
     """One layer's keys and values; what mlx-lm takes for a KV cache."""
 

@@ -9,7 +9,8 @@ Two files beside the drafter's own weights, which stay an ordinary model:
 `reads_target.json` (`ReaderDescription`) and `reads_target.safetensors`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,32 @@ class TargetReader(nn.Module):
     def _fuse(self, features: mx.array, *, projected: bool) -> mx.array:
         fused: mx.array = self.norm(features if projected else self.fc(features))
         return fused
+
+
+class _Embeddings:
+    """Stands in for a model's embeddings: the same, with something added to each token's."""
+
+    def __init__(self, table: Any, added: mx.array) -> None:
+        self._table = table
+        self._added = added
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        embedded: mx.array = self._table(tokens)
+        return embedded + self._added.astype(embedded.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._table, name)
+
+
+@contextmanager
+def add_to_embeddings(model: Any, added: mx.array) -> Iterator[None]:
+    """While this is open, an mlx-lm model adds these [rows, length, width] to its embeddings."""
+    table = model.model.embed_tokens
+    model.model.embed_tokens = _Embeddings(table, added)
+    try:
+        yield
+    finally:
+        model.model.embed_tokens = table
 
 
 def _by_head(x: mx.array, heads: int) -> mx.array:

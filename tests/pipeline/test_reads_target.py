@@ -10,6 +10,7 @@ import pytest
 from launch.settings.settings import StackSettings
 from launch.stack.control import ask_supervisor
 from protocol.messages import Done, Sampling, SwapDrafter, Tokens
+from protocol.settings import READING_WAYS, ReadingWay
 from services.mlx.loader import load
 from services.mlx.target_reader import (
     ReaderDescription,
@@ -35,12 +36,15 @@ WIDTH = 64
 """Of the tiny target."""
 
 
-def write_reading(folder: Path, layers: list[int]) -> str:
+def write_reading(folder: Path, layers: list[int], way: ReadingWay = "states") -> str:
     """A drafter near the target, with a reader of random weights."""
     write_tiny_model(folder, "llama", seed=1, noise=0.02)
     mx.random.seed(3)
-    reader = new_reader(len(layers) * WIDTH, load(folder).module)
-    description = ReaderDescription(layers, WIDTH)
+    reader = new_reader(len(layers) * WIDTH, load(folder).module, way)
+    if reader.enters_input:
+        for part in (reader.from_state, reader.from_own):
+            part.norm.weight = 0.01 * mx.random.normal(part.norm.weight.shape)
+    description = ReaderDescription(layers, WIDTH, way=way)
     save_reader(folder, description, flat_parameters(reader), mx.float32)
     return str(folder)
 
@@ -50,15 +54,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     base = tmp_path_factory.mktemp("models")
     return {
         "target": str(write_tiny_model(base / "target", "llama", seed=1)),
-        "reads": write_reading(base / "reads", [0, 2]),
+        "states": write_reading(base / "states", [0, 2]),
+        "input": write_reading(base / "input", [0, 2], "input"),
         "unreadable": write_reading(base / "unreadable", [0, 40]),
         "plain": str(write_tiny_model(base / "plain", "llama", seed=1, noise=0.02)),
     }
 
 
-@pytest.fixture(scope="module")
-def stack(models: dict[str, str]) -> Iterator[RunningStack]:
-    settings = StackSettings(model=models["target"], draft_model=models["reads"])
+@pytest.fixture(scope="module", params=READING_WAYS)
+def stack(models: dict[str, str], request: pytest.FixtureRequest) -> Iterator[RunningStack]:
+    settings = StackSettings(model=models["target"], draft_model=models[request.param])
     with running(settings) as started:
         started.warm_up()
         yield started
@@ -110,7 +115,7 @@ def test_swaps_between_drafters_that_read_and_do_not(
 ) -> None:
     """In the middle of an answer, to and fro; a drafter whose layers do not exist drafts, too."""
     expected = plain(stack, Sampling())
-    for drafter in ("plain", "reads", "unreadable", "reads"):
+    for drafter in ("plain", "states", "unreadable", "input"):
         swap = SwapDrafter(backend="mlx", model=models[drafter])
         answer = answer_beside_swap(stack, swap, PROMPT, max_tokens=40, num_draft_tokens=3)
         assert answer.tokens == expected
@@ -131,7 +136,7 @@ def test_states_reach_a_drafter_in_another_program(
     """Through the relay too: read with random weights, they make the drafts worse."""
     expected = plain(stack, Sampling())
     rates = {}
-    for drafter in ("reads", "plain"):
+    for drafter in ("input", "plain"):
         server = ["draft-server", "--stdio", "--backend", "mlx", "--model", models[drafter]]
         command = [sys.executable, "-m", "launch.cli", *server]
         message = SwapDrafter(backend="stdio", command=command)
@@ -144,7 +149,7 @@ def test_states_reach_a_drafter_in_another_program(
         answer = stack.until(lambda a: a.statistics.drafted >= 20, "drafts come in time", ask)
         assert answer.tokens == expected
         rates[drafter] = answer.statistics.acceptance_rate
-    assert rates["reads"] < rates["plain"]
+    assert rates["input"] < rates["plain"]
 
 
 def test_a_verifier_that_dies_sends_states_again(stack: RunningStack) -> None:

@@ -45,3 +45,16 @@ def check_order(order: str, opened: Callable[[Tokens], Any], prompt: Tokens, row
         backend.read(1, 2, rows[2:])
     for one, other in zip(grow(expected, [9, 8]), grow(backend, [9, 8]), strict=True):
         assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
+
+
+def watch_passes(backend: Any) -> list[int]:
+    """How many sequences each forward pass is over, from now on."""
+    sizes: list[int] = []
+    run = backend._batcher._forward
+
+    def forward(asks: list[Any]) -> None:
+        sizes.append(len(asks))
+        run(asks)
+
+    backend._batcher._forward = forward
+    return sizes

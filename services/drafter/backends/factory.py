@@ -40,14 +40,17 @@ def _create_mlx(settings: DrafterSettings | DraftServerSettings) -> DraftBackend
     # MLX must be imported after the BLAS is in place, and only where it computes.
     from services.drafter.backends.mlx import MlxBackend  # noqa: PLC0415
     from services.drafter.backends.mlx_reading import ReadingBackend  # noqa: PLC0415
+    from services.drafter.backends.self_feeding import SelfFeedingBackend  # noqa: PLC0415
     from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
     from services.mlx.device import bind  # noqa: PLC0415
     from services.mlx.target_reader import read_description  # noqa: PLC0415
     from services.runtime.warmup import warm_drafter  # noqa: PLC0415
 
     unit, folder, step = bind(settings.device), Path(settings.model), settings.prefill_step_size
-    if read_description(folder) is not None:
-        backend: MlxBackend = ReadingBackend(folder, step, unit, weights=settings.weights)
+    reads = read_description(folder)
+    if reads is not None:
+        kind = SelfFeedingBackend if reads.way == "input" else ReadingBackend
+        backend: MlxBackend = kind(folder, step, unit, weights=settings.weights)
     else:
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
         backend = MlxBackend(folder, step, unit, prompts, weights=settings.weights)

@@ -10,6 +10,7 @@ those tokens by itself, too: worse drafts, never wrong ones.
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -29,8 +30,27 @@ from services.drafter.backends.base import (
 )
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_tree import Trunk
-from services.mlx.target_reader import load_reader
+from services.mlx.loader import LoadedModel
+from services.mlx.target_reader import ReaderDescription, load_reader
 from services.runtime.sequence_table import check_rewind
+
+
+class DrafterReading(NamedTuple):
+    """How a drafter reads."""
+
+    description: ReaderDescription
+    reader: Any
+    """A `TargetReader`."""
+    loaded: LoadedModel | None = None
+    """The drafter, if it is not to be loaded as its folder says."""
+
+
+def read_target(folder: Path, dtype: mx.Dtype) -> DrafterReading:
+    """How the drafter in `folder` reads; raises ModelError if it does not."""
+    found = load_reader(folder, dtype)
+    if found is None:
+        raise ModelError(f"the drafter {str(folder)!r} does not read the target")
+    return DrafterReading(*found)
 
 
 @dataclass
@@ -67,14 +87,15 @@ class ReadingBackend(MlxBackend):
         unit: str = "",
         *,
         weights: DraftWeights = "float",
+        reading: DrafterReading | None = None,
     ) -> None:
-        super().__init__(folder, prefill_step_size, unit, weights=weights)
+        loaded = None if reading is None else reading.loaded
+        super().__init__(folder, prefill_step_size, unit, loaded=loaded, weights=weights)
         self._step = prefill_step_size
-        self._dtype = self._model.model.norm.weight.dtype
-        found = load_reader(folder, self._dtype)
-        if found is None:
-            raise ModelError(f"the drafter {str(folder)!r} does not read the target")
-        description, self._reader = found
+        if reading is None:
+            reading = read_target(folder, self._model.model.norm.weight.dtype)
+        description, self._reader, _ = reading
+        self._dtype = self._reader.norm.weight.dtype
         request = FeatureRequest(layers=description.layers, window=description.window)
         self.identity = self.identity._replace(features=request)
 
@@ -140,6 +161,11 @@ class ReadingBackend(MlxBackend):
             raise TypeError(f"sequence {sequence} is not one of this backend's")
         return known
 
+    def _make_rows(self, states: mx.array, first: int) -> list[tuple[mx.array, mx.array]]:
+        """What the KV holds of the tokens from position `first` on, of their states."""
+        rows: list[tuple[mx.array, mx.array]] = self._reader.rows(self._model, states, first)
+        return rows
+
     def _settle(self, known: _ReadingTrunk) -> Generator[None]:
         """Make the trunk start with all committed tokens, by the target's states if they came."""
         while known.settled < len(known.known):
@@ -165,7 +191,7 @@ class ReadingBackend(MlxBackend):
         if known.tree is not None:
             known.tree.lost = max(known.tree.lost, stop)
         known.cut(first)
-        known.store.write(first, self._reader.rows(self._model, states, first))
+        known.store.write(first, self._make_rows(states, first))
         known.tokens += known.known[first:stop]
         if known.processor is not None:
             known.processor.extend(known.known[first:stop])

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from msgspec.structs import replace
 
@@ -38,7 +37,7 @@ from services.drafter.backends.head.weights import TargetEnds
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_tree import Trunk
 from services.kv.cache import KVStore
-from services.kv.slots import Frame
+from services.kv.slots import parent_slots
 from services.runtime.sequence_table import check_rewind
 
 WINDOW = 4096
@@ -350,14 +349,4 @@ class RecurrentBackend(MlxBackend):
         given = store.caches[1].keys
         if given is None or not store.frame.start:
             return mx.zeros((1, len(positions), self._head.width), self._dtype)
-        return _parents(store.frame, given)
-
-
-def _parents(frame: Frame, given: mx.array) -> mx.array:
-    """[1, rows, width] what the row before each of the frame's rows gave."""
-    if frame.visible is None:
-        slots = np.array([frame.start - 1])
-    else:
-        before = frame.positions[frame.start :, None] - 1 == frame.positions[None, : frame.start]
-        slots = np.argmax(before & frame.visible[:, : frame.start], axis=1)
-    return mx.take(given[:, 0], mx.array(slots), axis=1)
+        return mx.take(given[:, 0], mx.array(parent_slots(store.frame)), axis=1)

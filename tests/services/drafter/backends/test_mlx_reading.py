@@ -1,18 +1,23 @@
 """Drafts of a backend that reads the target: as in training, and without states as without."""
 
+import itertools
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from protocol.decoding.token_tree import read_tree
 from protocol.errors import ModelError
 from protocol.messages import LogitsOptions, Sampling, Tokens
-from services.distill.context import Blocks, context_caches, context_of
-from services.drafter.backends.base import Rows
+from protocol.settings import READING_WAYS, ReadingWay
+from services.distill.context import Blocks, context_of, logits_in_context
+from services.drafter.backends.base import Rows, TreeLayer
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_reading import ReadingBackend
+from services.drafter.backends.self_feeding import SelfFeedingBackend
 from services.drafter.sliding_context import SlidingContextBackend
 from services.mlx.loader import load
 from services.mlx.target_reader import (
@@ -21,9 +26,10 @@ from services.mlx.target_reader import (
     flat_parameters,
     load_reader,
     new_reader,
+    read_description,
     save_reader,
 )
-from tests.support.reading import CHAIN, ORDERS, check_order, grow, open_sequence
+from tests.support.reading import CHAIN, ORDERS, check_order, grow, open_sequence, watch_passes
 from tests.support.tiny_models import write_tiny_model
 
 PROMPT = [0, 2, 97, 41, 250, 33, 8, 141, 77, 19]
@@ -32,17 +38,20 @@ WIDTH = 48
 FAMILIES = ("llama", "qwen3", "gemma3")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=itertools.product(FAMILIES, READING_WAYS), ids="-".join)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return reading_drafter(tmp_path_factory.mktemp("d"), request.param)
+    return reading_drafter(tmp_path_factory.mktemp("d"), *request.param)
 
 
-def reading_drafter(folder: Path, family: str = "llama") -> Path:
+def reading_drafter(folder: Path, family: str = "llama", way: ReadingWay = "states") -> Path:
     """A tiny drafter that reads states with random weights."""
     write_tiny_model(folder, family)
     mx.random.seed(5)
-    reader = new_reader(WIDTH, load(folder).module)
-    description = ReaderDescription([0, 2], WIDTH // 2)
+    reader = new_reader(WIDTH, load(folder).module, way)
+    if reader.enters_input:
+        for part in (reader.from_state, reader.from_own):
+            part.norm.weight = mx.random.normal(part.norm.weight.shape)
+    description = ReaderDescription([0, 2], WIDTH // 2, way=way)
     save_reader(folder, description, flat_parameters(reader), mx.float32)
     return folder
 
@@ -54,8 +63,13 @@ def states(count: int, first: int = 0) -> Rows:
 
 
 def opened(folder: Path, tokens: Tokens, sampling: Sampling | None = None) -> ReadingBackend:
-    backend = ReadingBackend(folder, 4)
-    return open_sequence(backend, tokens, sampling)
+    return open_sequence(load_backend(folder), tokens, sampling)
+
+
+def load_backend(folder: Path) -> ReadingBackend:
+    reads = read_description(folder)
+    assert reads is not None
+    return SelfFeedingBackend(folder, 4) if reads.way == "input" else ReadingBackend(folder, 4)
 
 
 def expected_best(folder: Path, tokens: Tokens, known: int, rows: Rows, at: int) -> Tokens:
@@ -68,8 +82,8 @@ def expected_best(folder: Path, tokens: Tokens, known: int, rows: Rows, at: int)
     features = np.zeros((1, count, WIDTH), np.float32)
     features[0, :known] = rows[:known]
     context = context_of(mx.array(features), Blocks(starts, np.zeros(1, np.int32)))
-    caches = context_caches(module, found[1], context)
-    logits = module(mx.array([tokens[:count]]), cache=caches)[0, -1].astype(mx.float32)
+    inputs = mx.array([tokens[:count]]), mx.array([count - 1])
+    logits = logits_in_context(module, found[1], context, inputs, count - known)[-1]
     best: Tokens = np.argsort(-np.array(logits), kind="stable")[:3].tolist()
     return best
 
@@ -91,6 +105,74 @@ def test_it_drafts_as_it_was_trained(folder: Path) -> None:
         branch = [*tokens[: len(PROMPT) + place + 1], bonuses[0]]
         drafted = layers[0].tokens[first]
         assert drafted == expected_best(folder, branch, len(PROMPT), rows, len(branch) - 1)[0]
+
+
+def test_after_a_hit_it_drafts_as_it_was_trained(folder: Path) -> None:
+    """A branch that becomes the chain goes on from what was computed of it."""
+    backend = opened(folder, PROMPT)
+    rows = states(len(PROMPT))
+    backend.read(1, 0, rows)
+    layers = grow(backend)
+    branch = next(i for i, outcome in enumerate(layers[0].outcomes) if outcome.accepted == 1)
+    chain = [layers[0].outcomes[branch].bonus, layers[0].tokens[branch], layers[1].tokens[branch]]
+    backend.commit(1, len(PROMPT), CHAIN[:2])
+    computed = watch_passes(backend)
+    [first, *_] = grow(backend, chain)
+    assert len(computed) == len(layers)  # nothing of the chain
+    tokens = PROMPT + CHAIN[:2] + chain
+    for place in range(len(chain)):
+        best = expected_best(folder, tokens, len(PROMPT), rows, len(PROMPT) + 2 + place)
+        rejected = chain[place + 1] if place + 1 < len(chain) else None
+        bonuses = [o.bonus for o in first.outcomes if o.accepted == place]
+        assert bonuses == [token for token in best if token != rejected][:2]
+
+
+def test_trees_are_drafted_for_as_it_was_trained(folder: Path) -> None:
+    """Behind each row of a tree, that row's path decides."""
+    backend = opened(folder, PROMPT)
+    rows = states(len(PROMPT))
+    backend.read(1, 0, rows)
+    tree = read_tree([203, 64, 5, 77, 12], [0, 0, 1, 2])
+    found = backend.prepare_tree(1, tree, [2] * len(tree), 2)
+    layers = [layer for layer in found if layer is not None]
+    for row in range(len(tree)):
+        path = PROMPT + tree.tokens_to(row)
+        best = expected_best(folder, path, len(PROMPT), rows, len(path) - 1)
+        wanted = [token for token in best if token not in tree.children[row]]
+        bonuses = [o.bonus for o in layers[0].outcomes if o.accepted == row]
+        assert bonuses[: len(wanted)] == wanted[:2]
+        branch = [*path, bonuses[0]]
+        drafted = layers[0].tokens[layers[0].outcomes.index((row, bonuses[0]))]
+        assert drafted == expected_best(folder, branch, len(PROMPT), rows, len(branch) - 1)[0]
+
+
+def test_in_company_each_sequence_is_drafted_for_as_if_alone(folder: Path) -> None:
+    """Sequences share passes, with states and without, and draft what they would."""
+    prompts = [PROMPT, PROMPT[:5], [7, 8, 9, 10, 11, 12], PROMPT[::-1]]
+    backend = load_backend(folder)
+
+    def begin(number: int) -> Any:
+        for _ in backend.open(number, prompts[number], Sampling()):
+            pass
+        if number != 2:
+            backend.read(number, 0, states(len(prompts[number])))
+        return backend.prepare(number, CHAIN[number % 2 :], [2, 1], 3)
+
+    alone = []
+    for number in range(len(prompts)):
+        alone.append([layer for layer in begin(number) if layer is not None])
+        backend.close(number)
+    sizes = watch_passes(backend)
+    work = [begin(number) for number in range(len(prompts))]
+    grown: list[list[TreeLayer]] = [[] for _ in work]
+    while any(len(layers) < 3 for layers in grown):
+        for layers, steps in zip(grown, work, strict=True):
+            if len(layers) < 3 and (layer := next(steps)) is not None:
+                layers.append(layer)
+    assert max(sizes) > 1
+    for expected, found in zip(alone, grown, strict=True):
+        for one, other in zip(expected, found, strict=True):
+            assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
 
 
 def test_without_states_it_is_the_plain_backend(folder: Path) -> None:

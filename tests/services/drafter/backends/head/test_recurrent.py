@@ -17,7 +17,7 @@ from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, 
 from services.drafter.backends.head.loading import load_head
 from services.mlx.loader import load
 from tests.support.head_reference import Array, Eagle3Reference, MtpReference
-from tests.support.reading import CHAIN, ORDERS, check_order, grow, open_sequence
+from tests.support.reading import CHAIN, ORDERS, check_order, grow, open_sequence, watch_passes
 from tests.support.tiny_models import vocabulary_size, write_tiny_model
 from tests.support.write_heads import WIDTH, eagle3, mtp, write_head
 
@@ -243,19 +243,6 @@ def test_in_company_each_sequence_is_drafted_for_as_if_alone(
         for one, other in zip(expected, found, strict=True):
             assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
             np.testing.assert_allclose(one.confidences, other.confidences, atol=1e-4)
-
-
-def watch_passes(backend: Any) -> list[int]:
-    """How many sequences each forward pass is over, from now on."""
-    sizes: list[int] = []
-    run = backend._batcher._forward
-
-    def forward(asks: list[Any]) -> None:
-        sizes.append(len(asks))
-        run(asks)
-
-    backend._batcher._forward = forward
-    return sizes
 
 
 def test_long_stretches_without_states_are_left_out(case: Case) -> None:

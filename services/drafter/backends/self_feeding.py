@@ -1,0 +1,162 @@
+"""The backend of drafters whose input is the target's last state.
+
+Its last cache holds, per token, what is added to the embedding of the token after it: of the
+target's state where that came, else of the drafter's own output there. Without a state before
+it, nothing is added to any token, and the drafter is the plain model that its folder holds.
+The chain under verification is fed token by token, and branches as everywhere.
+"""
+
+from collections.abc import Callable, Generator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from protocol.messages import Tokens
+from protocol.settings import DraftWeights
+from services.drafter.backends.mlx_reading import ReadingBackend, read_target
+from services.drafter.backends.mlx_tree import Trunk
+from services.kv.cache import KVStore
+from services.kv.slots import parent_slots
+from services.mlx.lm_head import trim_head
+from services.mlx.loader import load
+from services.mlx.target_reader import TargetReader, add_to_embeddings
+
+
+class SelfFeedingDrafter(nn.Module):
+    """The drafter as the tree mechanics take a model.
+
+    Args:
+        drafter: an mlx-lm model.
+        reader: of its folder.
+    """
+
+    def __init__(self, drafter: Any, reader: TargetReader) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.reader = reader
+
+    @property
+    def layers(self) -> list[Any]:
+        """The drafter's."""
+        found: list[Any] = self.drafter.layers
+        return found
+
+    def make_cache(self) -> list[Any]:
+        """One cache for each layer, and one for what is added to the next token."""
+        return [*make_prompt_cache(self.drafter), KVCache()]  # type: ignore[no-untyped-call]
+
+    def rows(self, states: mx.array, offset: int) -> list[tuple[mx.array, mx.array]]:
+        """What the caches hold of tokens whose states are known, [1, tokens, features]."""
+        found = self.reader.rows(self.drafter, states, offset)
+        return [*found, _as_rows(self.reader.after_state(states))]
+
+    def inputs_of(self, store: KVStore) -> Callable[[], mx.array]:
+        """What is added in the pass that begins on this store, once its frame is set."""
+        return partial(self._find_inputs, store)
+
+    def _find_inputs(self, store: KVStore) -> mx.array:
+        """[1, rows, width]. Rows of a chain that are fed at once are read as without states."""
+        frame, given = store.frame, store.caches[-1].keys
+        count = len(frame.positions) - frame.start
+        if given is None or not frame.start or (frame.visible is None and count > 1):
+            weight = self.reader.from_own.norm.weight
+            return mx.zeros((1, count, weight.shape[0]), weight.dtype)
+        return mx.take(given[:, 0], mx.array(parent_slots(frame)), axis=1)
+
+    def __call__(
+        self, tokens: mx.array, cache: list[Any], states: mx.array | None = None
+    ) -> mx.array:
+        """[1, tokens, head] logits; `states` are what is added to each, [1, tokens, width]."""
+        weight = self.reader.from_own.norm.weight
+        added = mx.zeros((*tokens.shape, weight.shape[0]), weight.dtype)
+        added = added if states is None else states
+        with add_to_embeddings(self.drafter, added):
+            logits, output = _run(self.drafter, tokens, cache[:-1])
+        behind_state = mx.any(added != 0, axis=-1, keepdims=True)
+        passed_on = mx.where(behind_state, self.reader.after_own(output), 0)
+        cache[-1].update_and_fetch(*_as_rows(passed_on))
+        return logits
+
+
+class SelfFeedingBackend(ReadingBackend):
+    """See `base.DraftBackend` and `base.TargetReading`."""
+
+    _feeds_by_depth = True
+    _model: SelfFeedingDrafter
+
+    def __init__(
+        self,
+        folder: Path,
+        prefill_step_size: int,
+        unit: str = "",
+        *,
+        weights: DraftWeights = "float",
+    ) -> None:
+        loaded = load(folder)
+        head_ids = trim_head(loaded.module, folder)
+        reading = read_target(folder, loaded.module.model.norm.weight.dtype)
+        module = SelfFeedingDrafter(loaded.module, reading.reader)
+        reading = reading._replace(loaded=loaded._replace(module=module))
+        super().__init__(folder, prefill_step_size, unit, weights=weights, reading=reading)
+        if head_ids is not None:
+            self._head_ids, self._head_size = head_ids, len(head_ids)
+
+    def _equip(self, weights: DraftWeights) -> None:
+        """See `MlxBackend`: the drafter itself."""
+        feeding, self._model = self._model, self._model.drafter
+        super()._equip(weights)
+        self._model = feeding
+
+    def _make_rows(self, states: mx.array, first: int) -> list[tuple[mx.array, mx.array]]:
+        return self._model.rows(states, first)
+
+    def _append(self, known: Trunk, tokens: Tokens, width: int) -> Generator[None]:
+        """See `MlxBackend`; each token of a chain needs what the one before puts out."""
+        if not width:
+            yield from super()._append(known, tokens, width)
+            return
+        for token in tokens:
+            yield from super()._append(known, [token], width)
+
+    def _inputs(self, known: Trunk) -> Callable[[], mx.array]:
+        """See `MlxBackend`."""
+        if not isinstance(known.store, KVStore):
+            raise TypeError("the trunk is not one of this backend's")
+        return self._model.inputs_of(known.store)
+
+
+class _Body:
+    """Stands in for a model's body, and keeps what it returns."""
+
+    output: mx.array
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    def __call__(self, *arguments: Any, **named: Any) -> mx.array:
+        self.output = self._body(*arguments, **named)
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
+
+
+def _run(model: Any, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
+    """Logits and what the head made them of."""
+    body = model.model
+    model.model = kept = _Body(body)
+    try:
+        logits: mx.array = model(tokens, cache=cache)
+    finally:
+        model.model = body
+    return logits, kept.output
+
+
+def _as_rows(added: mx.array) -> tuple[mx.array, mx.array]:
+    """[1, tokens, width] as the keys of one head, with values of no use."""
+    rows = added[:, None]
+    return rows, rows[..., :1]
