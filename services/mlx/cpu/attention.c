@@ -12,13 +12,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "simd.h"
 #include "threads.h"
 
-#if defined(__x86_64__)
-#define SIMD __attribute__((target("avx2,fma")))
-#else
-#define SIMD
-#endif
+#define SIMD AVX2
 
 enum {
     LANES = 8,
@@ -27,7 +24,7 @@ enum {
     WIDEST = 256   /* head size */
 };
 
-typedef float lanes __attribute__((vector_size(32), aligned(4), may_alias));
+typedef eight lanes;
 typedef int ints __attribute__((vector_size(32), aligned(4), may_alias));
 
 /* small_gemm.c: y = alpha * x @ w.T for columns `first` to `end` of y. */
@@ -101,9 +98,12 @@ SIMD static float softmax(float *scores, int count)
             lanes part[W];                                                                      \
             for (int c = 0; c < W; c++)                                                         \
                 part[c] = *(const lanes *)(values + s * ldv + c * LANES);                       \
-            for (int r = 0; r < X; r++)                                                         \
+            for (int r = 0; r < X; r++) {                                                       \
+                float weight = weights[(size_t)r * ldw + s];                                    \
+                lanes all = {weight, weight, weight, weight, weight, weight, weight, weight};   \
                 for (int c = 0; c < W; c++)                                                     \
-                    sum[r][c] += part[c] * weights[(size_t)r * ldw + s];                        \
+                    sum[r][c] = FMA_8(part[c], all, sum[r][c]);                                 \
+            }                                                                                   \
         }                                                                                       \
         for (int r = 0; r < X; r++)                                                             \
             for (int c = 0; c < W; c++)                                                         \

@@ -14,15 +14,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "simd.h"
 #include "threads.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define AVX2 __attribute__((target("avx2,fma")))
-#define AVX512 __attribute__((target("avx512f,avx2,fma")))
-#else
-#define AVX2
-#endif
 
 enum {
     BLOCK = 48,         /* rows of w that stay in the L2 cache while all rows of x pass */
@@ -42,7 +35,6 @@ typedef void gemm(int order, int ta, int tb, int m, int n, int k, float alpha, c
                   int lda, const float *b, int ldb, float beta, float *c, int ldc);
 typedef void tile(int k, float alpha, const float *x, int ldx, const void *w, int ldw,
                   const float *scales, float *y, int ldy);
-typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
 typedef signed char eight_bytes __attribute__((vector_size(8), aligned(1), may_alias));
 
 /* How products of one kind of weight are computed, by the rows of x that go through at once. */
@@ -71,6 +63,7 @@ AVX2 static inline void add_lanes(float *to, eight a, eight b, eight c, eight d)
 #define SIMD AVX2
 #define LANES 8
 #define HALVES(v) (v)
+#define FMA FMA_8
 #define WEIGHT float
 #define LOAD(w) (*(const eight *)(w))
 #define NAME(x) x##_float_8
@@ -91,8 +84,10 @@ static const struct tiles *floats = &tiles_float_8, *bytes = &tiles_int8_8;
 #undef SIMD
 #undef LANES
 #undef HALVES
+#undef FMA
 #define SIMD AVX512
 #define LANES 16
+#define FMA(a, b, c) ((__typeof__(c))_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #define HALVES(v)                                                                               \
     ((eight)_mm256_add_ps(_mm512_castps512_ps256((__m512)(v)),                                  \
                           _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)(v), 1))))

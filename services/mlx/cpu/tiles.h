@@ -5,6 +5,7 @@
  *     WEIGHT         the type of an element of w
  *     LOAD(w)        LANES of them as floats
  *     SIMD, LANES    the instructions, and how many floats they take at once
+ *     FMA(a, b, c)   a * b + c, rounded once
  *     HALVES(v)      eight lanes: the only ones, or each the sum of two
  *
  * Every element is summed in the same order whatever tile it is in.
@@ -32,7 +33,7 @@ typedef float NAME(lanes) __attribute__((vector_size(4 * LANES), aligned(4), may
             for (int r = 0; r < X; r++) {                                                       \
                 NAME(lanes) row = *(const NAME(lanes) *)(x + (size_t)r * ldx + i);              \
                 for (int c = 0; c < W; c++)                                                     \
-                    sum[r * W + c] += row * part[c];                                            \
+                    sum[r * W + c] = FMA(row, part[c], sum[r * W + c]);                         \
             }                                                                                   \
         }                                                                                       \
         for (int s = 0; s < X * W; s += 4)                                                      \
@@ -42,7 +43,7 @@ typedef float NAME(lanes) __attribute__((vector_size(4 * LANES), aligned(4), may
             for (int c = 0; c < W; c++) {                                                       \
                 float s = total[r * W + c];                                                     \
                 for (int j = i; j < k; j++)                                                     \
-                    s += x[(size_t)r * ldx + j] * (float)w[(size_t)c * ldw + j];                \
+                    s = __builtin_fmaf(x[(size_t)r * ldx + j], w[(size_t)c * ldw + j], s);      \
                 y[(size_t)r * ldy + c] = (scales == NULL ? alpha : alpha * scales[c]) * s;      \
             }                                                                                   \
     }
