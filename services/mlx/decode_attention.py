@@ -1,6 +1,6 @@
 """Attention of a few queries on CUDA, by a kernel of our own.
 
-MLX has a fused kernel there for a single query, and cuDNN for many under a mask. A
+MLX has a fused kernel there for a single query without a mask, and cuDNN for many under one. A
 verification and a depth of a draft tree lie between: with cuDNN each layer costs the host
 75 microseconds, which for a large model is a third of the pass (docs/lab/cuda-forward.md).
 
@@ -52,7 +52,6 @@ def _takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) 
     slots = keys.shape[2]
     return (
         batch == 1
-        and count > 1
         and count * slots <= _MOST_PAIRS
         and size in _SIZES
         and queries.dtype in _TYPES

@@ -70,7 +70,7 @@ def pad_rows(count: int) -> int:
     return next((size for size in TREE_ROWS if size >= count), 0)
 
 
-class _LayerInputs:
+class LayerInputs:
     """One layer's buffers inside the trace; what mlx-lm takes for a KV cache."""
 
     is_traced = True
@@ -174,8 +174,8 @@ class TracedForward:
         """[1, n, vocabulary] logits of [1, n] tokens, lazy; they are `store`'s current frame."""
         frame = store.frame
         end = frame.start + _count_rows(frame)
-        keys = [_grow(cache.keys, end) for cache in store.caches]
-        values = [_grow(cache.values, end) for cache in store.caches]
+        keys = [grow(cache.keys, end) for cache in store.caches]
+        values = [grow(cache.values, end) for cache in store.caches]
         # MLX writes in place only what nobody else holds.
         for cache in store.caches:
             cache.keys = cache.values = None
@@ -193,7 +193,7 @@ class TracedForward:
     def _forward(
         self, tokens: mx.array, start: mx.array, keys: list[mx.array], values: list[mx.array]
     ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-        layers = [_LayerInputs(k, v, start) for k, v in zip(keys, values, strict=True)]
+        layers = [LayerInputs(k, v, start) for k, v in zip(keys, values, strict=True)]
         logits: mx.array = self._model(tokens, cache=layers)
         return logits, [layer.keys for layer in layers], [layer.values for layer in layers]
 
@@ -207,7 +207,7 @@ class TracedForward:
         values: list[mx.array],
     ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
         pairs = zip(keys, values, strict=True)
-        layers = [_LayerInputs(k, v, start, positions, visible) for k, v in pairs]
+        layers = [LayerInputs(k, v, start, positions, visible) for k, v in pairs]
         logits: mx.array = self._model(tokens, cache=layers)
         return logits, [layer.keys for layer in layers], [layer.values for layer in layers]
 
@@ -325,7 +325,7 @@ def _time(forward: Forward, model: Any, new_store: Callable[[], KVStore], place:
 def _widen(store: KVStore, slots: int) -> None:
     """Let the buffers have room for so many slots."""
     for cache in store.caches:
-        cache.keys, cache.values = _grow(cache.keys, slots), _grow(cache.values, slots)
+        cache.keys, cache.values = grow(cache.keys, slots), grow(cache.values, slots)
 
 
 def _prefill(model: Any, new_store: Callable[[], KVStore]) -> KVStore:
@@ -335,7 +335,7 @@ def _prefill(model: Any, new_store: Callable[[], KVStore]) -> KVStore:
     return store
 
 
-def _grow(buffer: mx.array | None, end: int) -> mx.array:
+def grow(buffer: mx.array | None, end: int) -> mx.array:
     """The buffer, with room for `end` slots."""
     if buffer is None:
         raise ValueError("a chain without tokens before it has no buffers to be traced with")

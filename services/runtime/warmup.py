@@ -32,16 +32,27 @@ def warm_verifier(verifier: Verifier) -> None:
 
 
 def warm_drafter(backend: DraftBackend) -> None:
-    """Prefill, prepare branches for a chain of each length, and draft."""
+    """Prefill, prepare branches for a chain of each length, and draft; then both with noise."""
     for _ in backend.open(_SEQUENCE, _PROMPT, Sampling()):
         pass
     for drafted in range(_DEPTH + 1):
-        share = _BRANCHES // (drafted + 1)
-        fan_out = [share] * drafted + [_BRANCHES - share * drafted]
-        for _ in backend.prepare(
-            _SEQUENCE, _PROMPT[: drafted + 1], fan_out, _DEPTH, RoundOptions()
-        ):
-            pass
-    for _ in backend.draft(_SEQUENCE, _PROMPT[0], 1, RoundOptions()):
-        pass
+        _prepare(backend, drafted)
+    _draft(backend)
     backend.close(_SEQUENCE)
+    for _ in backend.open(_SEQUENCE, _PROMPT, Sampling(temperature=1.0)):
+        pass
+    _prepare(backend, _DEPTH)
+    _draft(backend)
+    backend.close(_SEQUENCE)
+
+
+def _prepare(backend: DraftBackend, drafted: int) -> None:
+    share = _BRANCHES // (drafted + 1)
+    fan_out = [share] * drafted + [_BRANCHES - share * drafted]
+    for _ in backend.prepare(_SEQUENCE, _PROMPT[: drafted + 1], fan_out, _DEPTH, RoundOptions()):
+        pass
+
+
+def _draft(backend: DraftBackend) -> None:
+    for _ in backend.draft(_SEQUENCE, _PROMPT[0], _DEPTH, RoundOptions()):
+        pass

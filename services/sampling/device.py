@@ -175,7 +175,7 @@ class PositionNoise(NamedTuple):
 
     keys: mx.array
     """[2, rows] uint32, `gumbel.position_keys` of the positions to be chosen for."""
-    temperature: float
+    temperature: float | mx.array
 
 
 def guess(

@@ -89,6 +89,7 @@ class Profiler(contextlib.ExitStack):
         backend = MlxBackend(
             Path(settings.model), PREFILL_STEP_SIZE, weights=settings.draft_weights
         )
+        backend.trace()
 
         def open_context(context: Tokens) -> Timer:
             backend.close(0)

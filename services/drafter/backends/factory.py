@@ -54,6 +54,7 @@ def _create_mlx(settings: DrafterSettings | DraftServerSettings) -> DraftBackend
     else:
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
         backend = MlxBackend(folder, step, unit, prompts, weights=settings.weights)
+    backend.trace()
     if unit != "cpu":
         warm_drafter(backend)
     return backend

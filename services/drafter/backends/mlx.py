@@ -28,7 +28,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
-from protocol.decoding.sampling_params import drafter_sampling, is_greedy, uses_rejection
+from protocol.decoding.sampling_params import drafter_sampling, uses_rejection
 from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Sampling, Tokens
@@ -60,7 +60,7 @@ from services.mlx.lm_head import trim_head
 from services.mlx.loader import LoadedModel, compute_unit, load
 from services.mlx.rope import allow_branches, has_rope, use_tables
 from services.runtime.sequence_table import SequenceTable, check_rewind
-from services.sampling.candidates import SAMPLED_WIDTH, Top, draft_tokens, name_candidates
+from services.sampling.candidates import Top, draft_tokens, name_candidates
 from services.sampling.device import best_of
 
 
@@ -110,6 +110,11 @@ class MlxBackend:
         """Of what need not be waited for; None: wait for every depth."""
         if self._on_gpu and not self._feeds_by_depth and self.identity.takes_trees:
             self.ahead = DepthsAhead(self._model, self._head_ids, self._head_size, self._memory)
+
+    def trace(self) -> None:
+        """See `DepthsAhead.trace`."""
+        if self.ahead is not None and isinstance(store := self._new_store(), KVStore):
+            self.ahead.trace(store)
 
     def _equip(self, weights: DraftWeights) -> None:
         """Give the model what it computes with here: rotations, weights, joint products."""
@@ -189,7 +194,7 @@ class MlxBackend:
         """Fork every row of the tree, then grow all branches depth by depth."""
         known = self._sequences[sequence]
         excluded = max(1, *map(len, tree.children))
-        width = self._width(known.sampling, max(fan_out, default=0) + excluded)
+        width = known.width(max(fan_out, default=0) + excluded)
         stem, base = tree.tokens[: tree.stem], known.committed
         held = tree.stem
         if len(tree) > tree.stem and not self._feeds_by_depth:
@@ -221,7 +226,7 @@ class MlxBackend:
             tokens = wanted[len(known.tokens) :]
             yield from self.ahead.draft(known, tokens, count, options)
             return
-        width = self._width(known.sampling, 1)
+        width = known.width(1)
         tail = [pending]
         for _ in range(count):
             yield from self._feed(known, known.committed, tail, rows=1, width=width)
@@ -249,10 +254,6 @@ class MlxBackend:
         yield from self._grow(known, [Outcome(0, pending)], [tip], count, options)
 
     # ------------------------------------------------------------ the trunk
-
-    @staticmethod
-    def _width(sampling: Sampling, wanted: int) -> int:
-        return wanted if is_greedy(sampling) else max(wanted, SAMPLED_WIDTH)
 
     def _feed(
         self, known: Trunk, base: int, tokens: Tokens, rows: int, width: int = 1
@@ -360,7 +361,7 @@ class MlxBackend:
         if self.ahead is not None and not grown and self._goes_alone(known):
             yield from self.ahead.grow(known, roots, tips, depth, options)
             return
-        width = self._width(known.sampling, 1 + options.siblings)
+        width = known.width(1 + options.siblings)
         for _ in range(depth if tips else 0):
             tree = known.tree
             if tree is None:
@@ -376,7 +377,7 @@ class MlxBackend:
     def _goes_alone(self, known: Trunk) -> bool:
         """Whether no pass is shared, and each token is the likeliest of the model's own."""
         drawn = known.processor is not None or uses_rejection(known.sampling)
-        return len(self._sequences) == 1 and not drawn
+        return len(self._sequences) == 1 and not drawn and self._inputs(known) is None
 
     def _feed_buds(self, known: Trunk, buds: list[Bud], width: int) -> Generator[None, None, Top]:
         """Feed these to the tree; returns the candidates after each."""

@@ -8,64 +8,29 @@ that knows its tokens.
 """
 
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.gumbel import position_keys
-from protocol.decoding.sampler import Ids
+from protocol.decoding.sampler import Ids, has_filter
 from protocol.decoding.sampling_params import is_greedy
 from protocol.messages import Sampling, Tokens
 from services.batching.pass_memory import PassMemory
 from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, TreeLayer
 from services.drafter.backends.growth import Tip, grow_layer
+from services.drafter.backends.mlx_rows import (
+    PlainBranches,
+    PlainChain,
+    SideBySide,
+    TracedPasses,
+    TracedRows,
+)
 from services.drafter.backends.mlx_tree import Bud, Trunk
 from services.kv.cache import KVStore
 from services.sampling.device import PositionNoise, guess
-
-
-class _Rows(Protocol):
-    """Tokens that go on side by side: each pass feeds one more behind each."""
-
-    count: int
-    """Rows of a pass, padding included."""
-
-    def feed(self, tokens: mx.array) -> mx.array:
-        """[count, head] logits after these [count] tokens, lazy."""
-        ...
-
-
-class _Branches:
-    """Branches behind a trunk, fed as `KVStore.branches` has it.
-
-    Args:
-        model: of the drafter.
-        store: what they are written to.
-        frame: `Tree.frame` of the first tokens.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        store: KVStore,
-        frame: tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]],
-    ) -> None:
-        self._model, self._store = model, store
-        self._start, self._positions, self._visible = frame
-        self.count = len(self._visible)
-        self._own = np.eye(self.count, dtype=np.bool_)
-
-    def feed(self, tokens: mx.array) -> mx.array:
-        """See `_Rows`."""
-        self._store.branches(self._start, self._positions, self._visible)
-        logits: mx.array = self._model(tokens[None], cache=self._store.caches)[0]
-        self._start += self.count
-        after = self._positions[-self.count :] + 1
-        self._positions = np.concatenate([self._positions, after])
-        self._visible = np.concatenate([self._visible, self._own], axis=1)
-        return logits
 
 
 class _Begun(NamedTuple):
@@ -95,6 +60,13 @@ class DepthsAhead:
         self._model, self._memory, self._size = model, memory, head_size
         ids = np.arange(head_size) if head_ids is None else head_ids
         self._ids = mx.array(ids.astype(np.int32))
+        self.traced: TracedPasses | None = None
+        """Of the shapes that are replayed."""
+
+    def trace(self, store: KVStore) -> None:
+        """Try which depths are faster when replayed; `store` is an empty one."""
+        self.traced = TracedPasses(self._model, self._size, self._ids)
+        self.traced.prepare(lambda: store.fork(0))
 
     def grow(
         self,
@@ -110,21 +82,23 @@ class DepthsAhead:
             return
         buds = [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
         frame = tree.frame(buds)
-        rows = _Branches(self._model, store, frame)
+        traced = None if self.traced is None else self.traced.open(store, frame, depth)
+        rows = traced or PlainBranches(self._model, store, frame)
         positions = frame[1][frame[0] :] + 1 + options.shift
         keys = _find_keys(known.sampling, positions, depth, rows.count)
 
         def begin(at: int, tokens: mx.array) -> _Begun:
             self._memory.check([(store, count)])
             logits = rows.feed(tokens)[:, : self._size]
-            return self._choose(logits, 1 + options.siblings, keys(at), known.sampling)
+            return self._choose(logits, 1 + options.siblings, keys(at), known.sampling, traced)
 
-        begun = begin(0, mx.array([bud.token for bud in buds], mx.int32))
+        tokens = [bud.token for bud in buds] + [0] * (rows.count - count)
+        begun = begin(0, mx.array(tokens, mx.int32))
         tree.add(buds, begun.logits)
         for at in range(1, depth + 1):
             following = begin(at, begun.tokens) if at < depth else None
-            first = len(tree.fed) - count
-            layer, tips = _read_layer(roots, tips, np.array(begun.found), first, options)
+            first, found = len(tree.fed) - count, np.array(begun.found)[:, :count]
+            layer, tips = _read_layer(roots, tips, found, first, options)
             if following is not None:
                 begun = following
                 tree.add([Bud(tip.token, tip.parent, tip.fork) for tip in tips], begun.logits)
@@ -134,14 +108,24 @@ class DepthsAhead:
         self, known: Trunk, tokens: Tokens, count: int, options: RoundOptions
     ) -> Generator[DraftedToken]:
         """Feed these to the trunk, which is cut to where they belong, and go on behind them."""
-        first = len(known.tokens) + len(tokens) + options.shift
+        store, first = _slots(known), len(known.tokens) + len(tokens) + options.shift
         keys = _find_keys(known.sampling, np.array([first]), count, 1)
         # A tree's scratch slots lie right behind the old trunk: they are overwritten now.
         known.tree = None
-        begun = self._go_on(known, mx.array(tokens, mx.int32), keys(0))
+
+        def begin(at: int, tokens: mx.array) -> _Begun:
+            self._memory.check([(store, tokens.size)])
+            logits = rows.feed(tokens)[-1:, : self._size]
+            return self._choose(logits, 1, keys(at), known.sampling, traced)
+
+        traced = self._open_trunk(store, count) if len(tokens) == 1 else None
+        rows: SideBySide = traced or PlainChain(self._model, store)
+        begun = begin(0, mx.array(tokens, mx.int32))
         known.tokens += tokens
+        if len(tokens) > 1 and (traced := self._open_trunk(store, count - 1)) is not None:
+            rows = traced
         for at in range(1, count + 1):
-            following = self._go_on(known, begun.tokens, keys(at)) if at < count else None
+            following = begin(at, begun.tokens) if at < count else None
             found: Any = np.array(begun.found)[:, 0, 0].tolist()
             token = int(found[0])
             if following is not None:
@@ -149,22 +133,25 @@ class DepthsAhead:
                 begun = following
             yield DraftedToken(token, found[1])
 
-    def _go_on(self, known: Trunk, tokens: mx.array, noise: PositionNoise | None) -> _Begun:
-        store = _slots(known)
-        length = store.length
-        self._memory.check([(store, tokens.size)])
-        store.chain(tokens.size)
-        try:
-            logits = self._model(tokens[None], cache=store.caches)[0]
-        except BaseException:
-            store.trim(length)
-            raise
-        return self._choose(logits[-1:, : self._size], 1, noise, known.sampling)
+    def _open_trunk(self, store: KVStore, depth: int) -> TracedRows | None:
+        if self.traced is None:
+            return None
+        end = store.length + 1
+        frame = store.length, np.arange(end), np.ones((1, end), np.bool_)
+        return self.traced.open(store, frame, depth, is_trunk=True)
 
     def _choose(
-        self, logits: mx.array, width: int, noise: PositionNoise | None, sampling: Sampling
+        self,
+        logits: mx.array,
+        width: int,
+        noise: PositionNoise | None,
+        sampling: Sampling,
+        by: TracedRows | None,
     ) -> _Begun:
-        tokens, found = guess(logits, width, self._ids, noise, sampling)
+        if by is not None and self.traced is not None and not has_filter(sampling):
+            tokens, found = self.traced.choose(logits, width, noise)
+        else:
+            tokens, found = guess(logits, width, self._ids, noise, sampling)
         start: Any = mx.async_eval
         start(tokens, found)
         return _Begun(tokens, found, logits)

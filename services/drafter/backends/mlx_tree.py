@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
+from protocol.decoding.sampling_params import is_greedy
 from protocol.decoding.token_tree import TokenTree
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import Outcome
 from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
-from services.sampling.candidates import Top, rank_bonuses
+from services.sampling.candidates import SAMPLED_WIDTH, Top, rank_bonuses
 
 _REMEMBERED = 64
 """How many of the last tokens have their candidates kept."""
@@ -160,6 +161,10 @@ class Trunk:
     tree: Tree | None = None
     processor: LogitsProcessor | None = None
     """After these tokens, if the request shapes logits."""
+
+    def width(self, wanted: int) -> int:
+        """How many candidates to find after a token where so many are wanted."""
+        return wanted if is_greedy(self.sampling) else max(wanted, SAMPLED_WIDTH)
 
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens only."""

@@ -1,6 +1,5 @@
 """Depths that begin before the last one has been read: the drafts are those of waiting for it."""
 
-from collections.abc import Iterator
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -13,14 +12,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from protocol.messages import LogitsOptions, Sampling, Tokens
-from services.drafter.backends import mlx, mlx_ahead
+from services.drafter.backends import mlx_ahead
 from services.drafter.backends.base import DraftedToken, RoundOptions, TreeLayer
 from services.drafter.backends.mlx import MlxBackend
-from tests.services.drafter.backends import test_mlx, test_mlx_trees
+from tests.services.drafter.backends import test_mlx_trees
 from tests.services.drafter.backends.test_mlx import (
     PROMPT,
     SCRIPT,
-    VOCABULARY,
     Line,
     Reference,
     Round,
@@ -45,15 +43,7 @@ def setup_of(family: str) -> Setup:
     return Setup(as_on_a_gpu(tiny_folder(family)), Reference(tiny_folder(family)))
 
 
-@pytest.fixture(autouse=True)
-def all_candidates() -> Iterator[None]:
-    """Every token of the head is a candidate, as it is for choices on the device."""
-    with (
-        patch.object(test_mlx, "CANDIDATES", VOCABULARY),
-        patch.object(mlx, "SAMPLED_WIDTH", VOCABULARY),
-        patch("services.sampling.candidates.SAMPLED_WIDTH", VOCABULARY),
-    ):
-        yield
+pytestmark = pytest.mark.usefixtures("all_candidates")
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "sampled", "filtered"])

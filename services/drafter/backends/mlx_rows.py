@@ -1,0 +1,343 @@
+"""Rows that go on side by side, one token a pass: by the model as it is, or from traces.
+
+A depth of a small drafter costs the host, which builds the graph, more than the GPU, which
+computes it. Here `mx.compile` records a pass for a few numbers of rows and sizes of the KV
+buffers (see `mlx.traced_forward`); what changes from pass to pass is its input, and where the
+next pass goes and what its rows see comes out beside the logits, so that nothing has to be
+sent to the device between two passes.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from protocol.messages import Sampling
+from services.kv.cache import KVStore
+from services.kv.slots import SlotCache, round_to_bucket
+from services.mlx.traced_forward import LayerInputs, grow
+from services.sampling.device import PositionNoise, guess
+
+_log = logging.getLogger(__name__)
+
+TRACED_ROWS = (1, 8, 16, 32)
+"""Sizes that rows are padded to; more are not traced."""
+TRACED_SLOTS = (256, 512, 768, 1024)
+"""Sizes of the buffers; as for verifications, what is not traced at load never is."""
+
+_GREEDY, _DRAWN = Sampling(), Sampling(temperature=1.0)
+_TOLERANCE = 0.02
+"""Relative difference of the logits in the trial; half precision rounds coarsely."""
+_TRIAL_PROMPT = 24
+_TRIAL_DEPTHS = 4
+_TRIALS = 3
+"""Runs of so many depths that are timed; the fastest counts."""
+_WORTHWHILE = 0.97
+"""A replay must take at most this share of the time of the model's own passes."""
+
+Frame = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+"""What `KVStore.branches` takes."""
+
+
+class SideBySide(Protocol):
+    """Tokens that go on side by side: each pass feeds one more behind each."""
+
+    count: int
+    """Rows of a pass, padding included."""
+
+    def feed(self, tokens: mx.array) -> mx.array:
+        """[count, head] logits after these [count] tokens, lazy."""
+        ...
+
+
+class PlainBranches:
+    """Branches behind a trunk, by the model as it is.
+
+    Args:
+        model: of the drafter.
+        store: what they are written to.
+        frame: of the first pass.
+    """
+
+    def __init__(self, model: Any, store: KVStore, frame: Frame) -> None:
+        self._model, self._store = model, store
+        self._start, self._positions, self._visible = frame
+        self.count = len(self._visible)
+        self._own = np.eye(self.count, dtype=np.bool_)
+
+    def feed(self, tokens: mx.array) -> mx.array:
+        """See `SideBySide`."""
+        self._store.branches(self._start, self._positions, self._visible)
+        logits: mx.array = self._model(tokens[None], cache=self._store.caches)[0]
+        self._start += self.count
+        after = self._positions[-self.count :] + 1
+        self._positions = np.concatenate([self._positions, after])
+        self._visible = np.concatenate([self._visible, self._own], axis=1)
+        return logits
+
+
+class PlainChain:
+    """A trunk that goes on, by the model as it is; the first pass may be of several tokens."""
+
+    count = 1
+
+    def __init__(self, model: Any, store: KVStore) -> None:
+        self._model, self._store = model, store
+
+    def feed(self, tokens: mx.array) -> mx.array:
+        """See `SideBySide`; [tokens, head]."""
+        length = self._store.length
+        self._store.chain(tokens.size)
+        try:
+            logits: mx.array = self._model(tokens[None], cache=self._store.caches)[0]
+        except BaseException:
+            self._store.trim(length)
+            raise
+        return logits
+
+
+class _Shape(NamedTuple):
+    rows: int
+    slots: int
+
+
+class TracedRows:
+    """As `PlainBranches`, or as `PlainChain` if they are the trunk, from a trace.
+
+    Args:
+        replay: the traced pass.
+        store: what they are written to.
+        frame: of the first pass.
+        shape: what the trace is for.
+        depth: passes that the buffers have room for.
+        is_trunk: whether the one row there is goes on as the trunk.
+    """
+
+    def __init__(
+        self,
+        replay: Any,
+        store: KVStore,
+        frame: Frame,
+        shape: _Shape,
+        *,
+        depth: int,
+        is_trunk: bool,
+    ) -> None:
+        start, positions, visible = frame
+        self._left = depth
+        self._replay, self._store, self._is_trunk = replay, store, is_trunk
+        self.count = shape.rows
+        # A row of padding sees itself alone; the next pass writes over it.
+        seen: Any = np.eye(*shape, start, dtype=np.bool_)
+        seen[: len(visible), : visible.shape[1]] = visible
+        own = np.full(shape.rows, start, np.int32)
+        own[: len(visible)] = positions[start:]
+        self._stride = mx.array(len(visible), mx.int32)
+        self._place = [mx.array(own), mx.array(seen), mx.array(start, mx.int32)]
+        _widen(store, shape.slots)
+
+    def feed(self, tokens: mx.array) -> mx.array:
+        """See `SideBySide`."""
+        if not self._left:
+            # MLX does not check where it writes.
+            raise IndexError("the buffers have no room for another pass")
+        self._left -= 1
+        caches = self._store.caches
+        keys: Any = [cache.keys for cache in caches]
+        values: Any = [cache.values for cache in caches]
+        logits: mx.array
+        logits, self._place, after = self._replay(tokens, self._place, self._stride, [keys, values])
+        # MLX writes in place only what nobody else holds.
+        del keys, values
+        for cache, own_keys, own_values in zip(caches, *after, strict=True):
+            cache.keys, cache.values = own_keys, own_values
+        if self._is_trunk:
+            self._store.chain(1)
+        return logits
+
+
+class TracedPasses:
+    """Passes over a drafter's rows, and choices after them, that were traced at load.
+
+    Args:
+        model: called on tokens [1, n] and caches.
+        head_size: columns of its logits that stand for a token.
+        ids: [head] int32, which tokens.
+    """
+
+    def __init__(self, model: Any, head_size: int, ids: mx.array) -> None:
+        self._model, self._size, self._ids = model, head_size, ids
+        self._replay: Any = mx.compile(self._forward)
+        self._choices: dict[tuple[int, bool], Any] = {}
+        self._shapes: set[_Shape] = set()
+
+    def open(
+        self, store: KVStore, frame: Frame, depth: int, *, is_trunk: bool = False
+    ) -> TracedRows | None:
+        """So many passes of rows from this frame on; None if their shape has not been traced."""
+        start, _, visible = frame
+        rows = _pad(len(visible))
+        end = start + len(visible) * (depth - 1) + rows
+        keys = store.caches[0].keys
+        if keys is None or any(_has_window(cache) for cache in store.caches):
+            return None
+        shape = _Shape(rows, max(keys.shape[2], round_to_bucket(end)))
+        if shape not in self._shapes:
+            return None
+        return TracedRows(self._replay, store, frame, shape, depth=depth, is_trunk=is_trunk)
+
+    def choose(
+        self, logits: mx.array, width: int, noise: PositionNoise | None
+    ) -> tuple[mx.array, mx.array]:
+        """`sampling.device.guess` without filters, from a trace."""
+        key = width, noise is not None
+        if key not in self._choices:
+            self._choices[key] = self._trace_choice(width, drawn=noise is not None)
+        found: tuple[mx.array, mx.array]
+        if noise is None:
+            found = self._choices[key](logits)
+        else:
+            found = self._choices[key](logits, noise.keys, mx.array(noise.temperature))
+        return found
+
+    def _trace_choice(self, width: int, *, drawn: bool) -> Any:
+        def name(logits: mx.array) -> tuple[mx.array, mx.array]:
+            return guess(logits, width, self._ids, None, _GREEDY)
+
+        def draw(
+            logits: mx.array, keys: mx.array, temperature: mx.array
+        ) -> tuple[mx.array, mx.array]:
+            noise = PositionNoise(keys, temperature)
+            return guess(logits, width, self._ids, noise, _DRAWN)
+
+        return mx.compile(draw) if drawn else mx.compile(name)
+
+    def _forward(
+        self,
+        tokens: mx.array,
+        place: list[mx.array],
+        stride: mx.array,
+        buffers: list[list[mx.array]],
+    ) -> tuple[mx.array, list[mx.array], list[list[mx.array]]]:
+        positions, visible, start = place
+        pairs = zip(*buffers, strict=True)
+        layers = [LayerInputs(k, v, start, positions, visible) for k, v in pairs]
+        logits: mx.array = self._model(tokens[None], cache=layers)[0][:, : self._size]
+        following = start + stride
+        rows, slots = mx.arange(tokens.shape[0])[:, None], mx.arange(visible.shape[1])[None]
+        seen = visible | (slots == following + rows)
+        after = [[layer.keys for layer in layers], [layer.values for layer in layers]]
+        return logits, [positions + 1, seen, following], after
+
+    # ------------------------------------------------------------ at load
+
+    def prepare(self, new_store: Callable[[], KVStore]) -> None:
+        """Trace what is right and faster here than the model's own passes."""
+        for rows in TRACED_ROWS:
+            self._shapes.add(_Shape(rows, TRACED_SLOTS[0]))
+            if not self._is_worth_it(rows, new_store):
+                self._shapes.discard(_Shape(rows, TRACED_SLOTS[0]))
+                continue
+            for slots in TRACED_SLOTS:
+                self._shapes.add(_Shape(rows, slots))
+                store = _prefill(self._model, new_store)
+                _widen(store, slots)
+                self._warm(self.run(self._open_trial(store, rows), rows)[0])
+
+    def _warm(self, logits: mx.array) -> None:
+        """Compute choices of each kind."""
+        noise = PositionNoise(mx.zeros((2, len(logits)), mx.uint32), 0.5)
+        for width in (1, 3):
+            mx.eval(self.choose(logits, width, None), self.choose(logits, width, noise))
+
+    def _open_trial(self, store: KVStore, rows: int) -> TracedRows:
+        opened = self.open(store, _trial_frame(store, rows), _TRIAL_DEPTHS, is_trunk=rows == 1)
+        if opened is None:
+            raise ValueError(f"nothing is traced for {rows} rows of this model")
+        return opened
+
+    def run(self, side_by_side: SideBySide, rows: int) -> list[mx.array]:
+        """The logits of a few depths, each begun before the last one has been read."""
+        found: list[mx.array] = []
+        start: Any = mx.async_eval
+        for at in range(_TRIAL_DEPTHS):
+            # Not what is chosen, which would differ where two are equally likely.
+            tokens = mx.arange(5 + at, 5 + at + rows)
+            found.append(side_by_side.feed(tokens)[:, : self._size])
+            start(guess(found[-1], 1, self._ids, None, _GREEDY))
+        mx.eval(found)
+        return found
+
+    def _is_worth_it(self, rows: int, new_store: Callable[[], KVStore]) -> bool:
+        def open_plain() -> SideBySide:
+            store = _prefill(self._model, new_store)
+            frame = _trial_frame(store, rows)
+            if rows == 1:
+                return PlainChain(self._model, store)
+            return PlainBranches(self._model, store, frame)
+
+        def open_traced() -> SideBySide:
+            return self._open_trial(_prefill(self._model, new_store), rows)
+
+        try:
+            # Plainly first: kernels that are tried out before their first use cannot be so in
+            # the middle of a trace.
+            expected, found = self.run(open_plain(), rows), self.run(open_traced(), rows)
+        # Whatever a model does that cannot be traced: control flow on values, caches of its own.
+        except Exception as error:  # noqa: BLE001
+            _log.info("depths of %d rows are not traced: %s", rows, error)
+            return False
+        distance = max(map(_distance, expected, found))
+        if not distance < _TOLERANCE:
+            _log.warning("traced depths of %d rows are %.2g from the model's", rows, distance)
+            return False
+        own, replayed = self._time(open_plain, rows), self._time(open_traced, rows)
+        _log.info("a depth of %d rows: %.2f ms traced, %.2f ms otherwise", rows, replayed, own)
+        return replayed < _WORTHWHILE * own
+
+    def _time(self, open_rows: Callable[[], SideBySide], rows: int) -> float:
+        """Milliseconds of a depth in the fastest run."""
+        seconds = []
+        for _ in range(_TRIALS):
+            opened = open_rows()
+            began = time.perf_counter()
+            self.run(opened, rows)
+            seconds.append(time.perf_counter() - began)
+        return 1e3 * min(seconds) / _TRIAL_DEPTHS
+
+
+def _pad(count: int) -> int:
+    return next((size for size in TRACED_ROWS if size >= count), 0)
+
+
+def _has_window(cache: SlotCache) -> bool:
+    return type(cache) is not SlotCache or cache.window is not None
+
+
+def _widen(store: KVStore, slots: int) -> None:
+    for cache in store.caches:
+        cache.keys, cache.values = grow(cache.keys, slots), grow(cache.values, slots)
+
+
+def _trial_frame(store: KVStore, rows: int) -> Frame:
+    """So many branches behind the last token."""
+    positions = np.concatenate([np.arange(store.length), np.full(rows, store.length)])
+    before = np.ones((rows, store.length), np.bool_)
+    return store.length, positions, np.concatenate([before, np.eye(rows, dtype=np.bool_)], axis=1)
+
+
+def _prefill(model: Any, new_store: Callable[[], KVStore]) -> KVStore:
+    store = new_store()
+    store.chain(_TRIAL_PROMPT)
+    mx.eval(model(mx.arange(1, 1 + _TRIAL_PROMPT)[None], cache=store.caches))
+    return store
+
+
+def _distance(one: mx.array, other: mx.array) -> float:
+    one, other = one.astype(mx.float32), other.astype(mx.float32)
+    found: Any = (mx.linalg.norm(one - other) / mx.linalg.norm(one)).item()
+    return float(found)

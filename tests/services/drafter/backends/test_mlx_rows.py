@@ -1,0 +1,177 @@
+"""Depths that are replayed from traces: the drafts of the model's own passes, or not used."""
+
+import logging
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from protocol.messages import Sampling
+from services.drafter.backends import mlx_rows
+from services.drafter.backends.base import RoundOptions
+from services.drafter.backends.mlx import MlxBackend
+from services.drafter.backends.mlx_rows import TracedPasses, TracedRows
+from tests.services.drafter.backends import test_mlx_trees
+from tests.services.drafter.backends.test_mlx import PROMPT, SCRIPT, Line, Round, Setup, rounds
+from tests.services.drafter.backends.test_mlx_ahead import LEAVES, as_on_a_gpu
+from tests.support.reference import SAMPLINGS, Reference, said, tiny_folder
+
+FAMILIES = ["llama", "qwen3"]
+
+pytestmark = pytest.mark.usefixtures("all_candidates")
+
+
+def trace(backend: MlxBackend, worthwhile: float = float("inf")) -> TracedPasses:
+    """Use what is right, however fast it is here; a few shapes."""
+    with (
+        patch.object(mlx_rows, "_WORTHWHILE", worthwhile),
+        patch.object(mlx_rows, "TRACED_SLOTS", (256,)),
+        patch.object(mlx_rows, "TRACED_ROWS", (1, 8)),
+    ):
+        backend.trace()
+    assert backend.ahead is not None
+    assert backend.ahead.traced is not None
+    return backend.ahead.traced
+
+
+@cache
+def setup_of(family: str) -> Setup:
+    setup = Setup(as_on_a_gpu(tiny_folder(family)), Reference(tiny_folder(family)))
+    assert len(trace(setup.backend)._shapes) == 2
+    return setup
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each replay, those of the trials at load left out."""
+    for family in FAMILIES:
+        setup_of(family)
+    seen: list[int] = []
+    feed = TracedRows.feed
+
+    def spy(self: TracedRows, tokens: mx.array) -> mx.array:
+        seen.append(tokens.size)
+        return feed(self, tokens)
+
+    monkeypatch.setattr(TracedRows, "feed", spy)
+    return seen
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_equal_fresh_drafting(family: str, sampling: Sampling, replayed: list[int]) -> None:
+    """Every branch and draft of many rounds in a row is that of a fresh start from its prefix."""
+    line = Line(setup_of(family), sampling)
+    for played in SCRIPT:
+        line.play(played)
+    assert line.outcomes_hit >= 6
+    assert {1, 8} == set(replayed)
+    setup_of(family).backend.close(line.number)
+
+
+@settings(max_examples=30, phases=(Phase.generate,))
+@given(
+    sampling=st.sampled_from(list(SAMPLINGS.values())),
+    script=st.lists(rounds, min_size=1, max_size=8),
+)
+def test_random_rounds_equal_fresh_drafting(sampling: Sampling, script: list[Round]) -> None:
+    """So are those of random fan-outs, depths, outcomes, interruptions and rewinds."""
+    line = Line(setup_of("llama"), sampling)
+    for played in script:
+        line.play(played)
+    setup_of("llama").backend.close(line.number)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_branches_behind_trees(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch, replayed: list[int]
+) -> None:
+    """A row behind a side row sees its own ancestors; runners-up are named beside each token."""
+    monkeypatch.setattr(test_mlx_trees, "OPTIONS", LEAVES)
+    setup, tree = setup_of("llama"), test_mlx_trees.FIRST
+    line = test_mlx_trees.Line(setup, sampling)
+    for place in (5, 3, 0):
+        grown = line.prepare(tree, [row % 2 for row in range(len(tree))], 3)
+        line.go_on(tree, grown.outcomes[place % len(grown.outcomes)])
+        tree = test_mlx_trees.next_tree(grown, place % len(grown.outcomes), 9)
+    assert set(replayed) == {8}
+    setup.backend.close(line.number)
+
+
+@pytest.mark.parametrize(("length", "used"), [(100, True), (225, True), (240, False)])
+def test_what_goes_beyond_the_traced_slots(length: int, replayed: list[int], *, used: bool) -> None:
+    """Six branches of four tokens, with the padding of the last: 26 slots behind the chain."""
+    prompt = [int(token) for token in np.random.default_rng(length).integers(5, 280, length)]
+    drafts = []
+    for backend in (setup_of("llama").backend, MlxBackend(tiny_folder("llama"), 512)):
+        list(backend.open(1, prompt, Sampling()))
+        layers = said(backend.prepare(1, [120, 7], [3, 3], 4))
+        drafts.append([(layer.outcomes, layer.tokens) for layer in layers])
+        backend.close(1)
+    assert drafts[0] == drafts[1]
+    assert replayed == [8] * 4 * used
+
+
+def test_more_branches_than_any_trace_has_rows(replayed: list[int]) -> None:
+    backend = setup_of("llama").backend
+    list(backend.open(1, list(PROMPT), Sampling()))
+    assert [len(one.tokens) for one in said(backend.prepare(1, [120], [9], 2))] == [9, 9]
+    assert not replayed
+    backend.close(1)
+
+
+def test_forks_keep_their_own_tokens(replayed: list[int]) -> None:
+    """A traced pass writes nothing into buffers that a cached prefix holds."""
+    backend = setup_of("llama").backend
+    list(backend.open(1, list(PROMPT), Sampling()))
+    fork = backend._sequences[1].store.fork(len(PROMPT))
+    before = [np.array(array) for array in fork.arrays]
+    said(backend.prepare(1, [120, 7], [3, 3], 4))
+    said(backend.draft(1, 99, 4))
+    assert replayed
+    for array, held in zip(fork.arrays, before, strict=True):
+        assert np.array_equal(np.array(array), held)
+    backend.close(1)
+
+
+# ---------------------------------------------------------------- what is not used
+
+
+def test_a_trace_that_is_not_faster_is_not_used() -> None:
+    backend = as_on_a_gpu(tiny_folder("llama"))
+    assert trace(backend, worthwhile=0.0)._shapes == set()
+    list(backend.open(1, list(PROMPT), Sampling()))
+    assert len(said(backend.prepare(1, [120], [3], 2, RoundOptions()))) == 2
+
+
+def test_a_wrong_trace_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """The model gives other logits when it is traced."""
+    backend = as_on_a_gpu(tiny_folder("llama"))
+    assert backend.ahead is not None
+    model = backend.ahead._model
+
+    def wrong(tokens: mx.array, cache: Any) -> mx.array:
+        logits: mx.array = model(tokens, cache=cache)
+        return logits + 1.0 if hasattr(cache[0], "is_traced") else logits
+
+    with patch.object(backend.ahead, "_model", wrong):
+        assert trace(backend)._shapes == set()
+    assert "from the model's" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["sliding", "gemma3"])
+def test_windows_are_not_traced(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert trace(as_on_a_gpu(tiny_folder(family)))._shapes == set()
+    assert "are not traced" in caplog.text
+
+
+def test_a_cpu_traces_nothing() -> None:
+    backend = MlxBackend(tiny_folder("llama"), 5)
+    backend.trace()
+    assert backend.ahead is None
