@@ -65,7 +65,7 @@ def run(settings: VerifierSettings) -> None:
 
 def _serve(channel: Channel[ToService], identity: Identity, verifier: "Verifier") -> None:
     inbox = Inbox(channel)
-    verifier.take_prepared = inbox.take_prepared
+    verifier.listener.take, verifier.listener.wait = inbox.take_prepared, inbox.linger
     serve(channel, identity, verifier, inbox)
 
 

@@ -5,7 +5,7 @@ Trees of several sequences that wait at the same time share a pass (`batching`).
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -41,6 +41,7 @@ from services.runtime.inbox import Work
 from services.runtime.sequence_table import SequenceTable
 from services.verifier.acceptance import AcceptanceRule, describe_outcome
 from services.verifier.feature_source import FeatureSource
+from services.verifier.listener import Listener
 from services.verifier.pass_ahead import PassAhead
 from services.verifier.pipelined_step import next_plain
 from services.verifier.sequence import TargetSequence
@@ -97,7 +98,7 @@ class Verifier:
         self._batcher.table, self.pipelines = self._target.table, self._target.pipelines
         self.spare_cores: Sequence[int] = ()
         """Of the drafter, for passes beside which it has nothing to do."""
-        self.take_prepared: Callable[[], Iterable[VerifyAhead]] = tuple
+        self.listener = Listener(self._sequences)
 
     def _reckon(self, *, logits: bool) -> PassMemory:
         """What passes of the target take; prefixes that are kept give way to them."""
@@ -151,7 +152,7 @@ class Verifier:
                 if (extended := self._sequences.get(message.sequence)) is not None:
                     extended.extend(message)
             case VerifyAhead():
-                self._hear_of(message)
+                self.listener.on_message(message)
             case CloseSequence():
                 self._revoked.pop(message.sequence, None)
                 self._retire(message.sequence)
@@ -285,8 +286,8 @@ class Verifier:
         if asked is None:
             return 0
         drafts = not (outcome.goes_on or asked.drafter_idle)
-        for news in self.take_prepared() if drafts else ():
-            self._hear_of(news)
+        if drafts:
+            self.listener.listen()
         prepared = sequence.prepared.take(outcome) if drafts else None
         if prepared is not None:
             sequence.begin_run(prepared[1])
@@ -295,11 +296,6 @@ class Verifier:
         if sequence.asked is not None:
             sequence.answered_at = 0.0  # nobody has to wait for it
         return prepared[0] if prepared is not None else 0
-
-    def _hear_of(self, message: VerifyAhead) -> None:
-        """Rounds that may follow the one in work."""
-        if (about := self._sequences.get(message.sequence)) is not None:
-            about.prepared.add(message)
 
     def _judge(
         self, sequence: TargetSequence, message: Verify, asked: TokenTree
@@ -310,6 +306,8 @@ class Verifier:
         try:
             logits, by = yield from self._logits(sequence, tree)
             begun = sequence.begin_choice(logits, message, tree)
+            if self.pipelines and not message.drafter_idle:
+                self.listener.listen_beside(by, logits if begun is None else begun)
             judged = sequence.rule.accept(logits, message, tree, begun)
             sequence.commit(tree, judged.rows)
             read = self._features.log(sequence, message.position, sequence.take_read(judged.rows))
@@ -378,6 +376,7 @@ class Verifier:
         if by is not self._last_pass:
             by.waited, by.ended = by.started - self._idle_since, now
             self._last_pass = by
+            self.listener.on_pass(by)
         # The next line may lose the core to whoever waited for the outcome.
         self._idle_since = now
 

@@ -68,7 +68,7 @@ class Lockstep:
         self._to_verifier: deque[Work] = deque()
         self._precomputed: dict[tuple[int, int], Verify] = {}
         self._ahead: list[VerifyAhead] = []
-        verifier.take_prepared = self._take_ahead
+        verifier.listener.take = self._take_ahead
         self._now = 0.0
         self._rounds = 0
         self._before_round: Callable[[int], None] = lambda _: None

@@ -62,7 +62,7 @@ def prepared(number: int, *rounds: PreparedRound, sequence: int = 1) -> VerifyAh
 
 def decode(verifier: Verifier, sampling: Sampling) -> Tokens:
     """Token by token, each asked for."""
-    verifier.take_prepared = tuple
+    verifier.listener.take = tuple
     open_at(verifier, sampling)
     tokens = [*PROMPT]
     for number in range(1, LENGTH + 1):
@@ -90,7 +90,7 @@ def decode_ahead(verifier: Verifier, sampling: Sampling, rest: Tokens) -> Tokens
 
     number = 1
     waiting = [after(1, len(tokens))]
-    verifier.take_prepared = lambda: [waiting.pop()] if waiting else []
+    verifier.listener.take = lambda: [waiting.pop()] if waiting else []
     for outcome in outcomes(verifier, verify(1, tokens, draft_behind(len(tokens)))):
         assert outcome.round == number
         tokens += [*draft_behind(len(tokens))[: outcome.accepted], outcome.bonus]
@@ -102,11 +102,13 @@ def decode_ahead(verifier: Verifier, sampling: Sampling, rest: Tokens) -> Tokens
     return tokens[len(PROMPT) :]
 
 
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("law", LAWS)
 def test_rounds_that_follow_unasked_have_the_tokens_of_plain_decoding(
-    verifier: Verifier, law: str
+    verifier: Verifier, law: str, monkeypatch: pytest.MonkeyPatch, *, gpu: bool
 ) -> None:
-    """Seven in a row, each begun for the outcome of the one before."""
+    """Seven in a row, each begun for the outcome of the one before; as on a GPU, too."""
+    monkeypatch.setattr(verifier, "pipelines", gpu)
     sampling = LAWS[law]
     truth = decode(verifier, sampling)
     if law in SAMPLINGS:
@@ -122,7 +124,7 @@ def test_what_was_prepared_for_another_outcome_is_left(verifier: Verifier) -> No
     [right] = plain("llama", PROMPT, 1, Sampling())
     message = encode(verify(2, [*PROMPT, right], []))
     wrong = (right + 1) % 288
-    verifier.take_prepared = lambda: [
+    verifier.listener.take = lambda: [
         prepared(1, PreparedRound(0, wrong, 1, message), PreparedRound(1, right, 2, message)),
         prepared(0, PreparedRound(0, right, 3, message)),
         prepared(1, PreparedRound(0, right, 4, message), sequence=2),
@@ -138,7 +140,7 @@ def test_rounds_are_heard_of_beside_the_one_in_work(verifier: Verifier) -> None:
     """They do not wait in the line of their sequence until that is over."""
     open_at(verifier, Sampling())
     first, second = plain("llama", PROMPT, 2, Sampling())
-    verifier.take_prepared = tuple
+    verifier.listener.take = tuple
     queue = WorkQueue(verifier)
     queue.add(verify(1, [*PROMPT], []))
     queue.add(prepared(1, PreparedRound(0, first, 1, encode(verify(2, [*PROMPT, first], [])))))
@@ -155,7 +157,7 @@ def test_no_round_follows_a_closed_sequence(verifier: Verifier) -> None:
     open_at(verifier, Sampling())
     first, second = plain("llama", PROMPT, 2, Sampling())
     follow = PreparedRound(0, first, 1, encode(verify(2, [*PROMPT, first], [second])))
-    verifier.take_prepared = lambda: [prepared(1, follow)]
+    verifier.listener.take = lambda: [prepared(1, follow)]
     queue = WorkQueue(verifier)
     queue.add(verify(1, [*PROMPT], []))
     job = queue.next()
@@ -168,7 +170,7 @@ def test_no_round_follows_a_closed_sequence(verifier: Verifier) -> None:
     assert list(verifier.handle(queue.next().message)) == []
     queue.add(prepared(1, follow))
     open_at(verifier, Sampling())
-    verifier.take_prepared = tuple
+    verifier.listener.take = tuple
     [again] = outcomes(verifier, verify(3, [*PROMPT], []))
     assert again.bonus == first
 
@@ -179,10 +181,10 @@ def test_what_cannot_be_verified_fails_the_sequence(verifier: Verifier, what: st
     open_at(verifier, Sampling())
     [right] = plain("llama", PROMPT, 1, Sampling())
     wrong = b"\x00" if what == "no message" else encode(verify(2, [*PROMPT], []))
-    verifier.take_prepared = lambda: [prepared(1, PreparedRound(0, right, 1, wrong))]
+    verifier.listener.take = lambda: [prepared(1, PreparedRound(0, right, 1, wrong))]
     with pytest.raises(ProtocolError):
         list(verifier.handle(verify(1, [*PROMPT], [])))
-    verifier.take_prepared = tuple
+    verifier.listener.take = tuple
 
 
 @given(
