@@ -60,6 +60,11 @@ UNIT = click.FloatRange(0, 1)
     help="Also try verified trees of this many draft tokens, fixed; 0 or 1: chains.",
 )
 @click.option(
+    "--verify-ahead/--no-verify-ahead",
+    default=None,
+    help="Also try it with prepared rounds that the verifier begins by itself, or never.",
+)
+@click.option(
     "--fan-out-policy",
     type=click.Choice(get_args(FanOutPolicy)),
     default="online",
@@ -87,6 +92,7 @@ def _take_strategy(options: dict[str, Any]) -> Strategy:
         branches=options.pop("branches") or 0,
         fan_out_policy=options.pop("fan_out_policy"),
         tree_nodes=options.pop("tree_nodes"),
+        verify_ahead=options.pop("verify_ahead"),
     )
 
 
@@ -97,7 +103,7 @@ def _run(scenario: Scenario, asked: Strategy, *, sweep: bool, as_json: bool) -> 
             scenario, strategy_grid(policy=policy) if sweep else (), policy, status.update
         )
         runs = [found.plain, found.sequential, found.chains, found.adaptive]
-        if asked.num_draft_tokens or asked.branches or asked.tree_nodes is not None:
+        if asked != Strategy(fan_out_policy=policy):
             runs.append(simulate(scenario, asked))
     if found.best_fixed is not None:
         runs.append(found.best_fixed)
