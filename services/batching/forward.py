@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +20,6 @@ from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
 from services.mlx.loader import compute_unit
-from services.mlx.traced_forward import TracedForward
 from services.sampling import device
 
 _log = logging.getLogger(__name__)
@@ -95,6 +94,18 @@ class BatchRequest:
         return self.logits is not None or self.error is not None
 
 
+class TracedPass(Protocol):
+    """Runs passes of shapes that were traced at load."""
+
+    def serves(self, store: KVStore) -> bool:
+        """Whether the store's current frame is of such a shape."""
+        ...
+
+    def __call__(self, tokens: mx.array, store: KVStore) -> mx.array:
+        """[1, n, head] logits of [1, n] tokens, lazy; they are the current frame's."""
+        ...
+
+
 class Batcher:
     """Collects what sequences ask of a model, and runs it in as few passes as allowed.
 
@@ -107,7 +118,7 @@ class Batcher:
         self,
         model: Any,
         most_rows: int,
-        traced: TracedForward | None = None,
+        traced: TracedPass | None = None,
         read: Callable[[], mx.array | None] | None = None,
         memory: PassMemory | None = None,
     ) -> None:

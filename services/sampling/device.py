@@ -163,11 +163,12 @@ def best_of(rows: mx.array | Floats, width: int, head_ids: Ids | None) -> Top:
         values = mx.take_along_axis(rows, best, axis=-1)
         columns = mx.take_along_axis(best, mx.argsort(-values, axis=-1), axis=-1)
     logits = mx.take_along_axis(rows, columns, axis=-1)
-    totals = mx.logsumexp(rows, axis=-1)
-    mx.eval(columns, logits, totals)
-    places: Ids = np.array(columns).astype(np.int64)
+    totals = mx.logsumexp(rows, axis=-1, keepdims=True)
+    # In one array, since each takes its own way to the host; floats hold any column exactly.
+    found = np.array(mx.concatenate([columns.astype(mx.float32), logits, totals], axis=-1))
+    places: Ids = found[:, :width].astype(np.int64)
     ids = places if head_ids is None else head_ids[places]
-    return Top(ids, np.array(logits), np.array(totals))
+    return Top(ids, found[:, width:-1], found[:, -1])
 
 
 class PositionNoise(NamedTuple):

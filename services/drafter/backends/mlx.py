@@ -114,7 +114,7 @@ class MlxBackend:
     def trace(self) -> None:
         """See `DepthsAhead.trace`."""
         if self.ahead is not None and isinstance(store := self._new_store(), KVStore):
-            self.ahead.trace(store)
+            self._batcher.traced = self.ahead.trace(store)
 
     def _equip(self, weights: DraftWeights) -> None:
         """Give the model what it computes with here: rotations, weights, joint products."""

@@ -63,10 +63,11 @@ class DepthsAhead:
         self.traced: TracedPasses | None = None
         """Of the shapes that are replayed."""
 
-    def trace(self, store: KVStore) -> None:
-        """Try which depths are faster when replayed; `store` is an empty one."""
+    def trace(self, store: KVStore) -> TracedPasses:
+        """Try which passes are faster when replayed; `store` is an empty one."""
         self.traced = TracedPasses(self._model, self._size, self._ids)
         self.traced.prepare(lambda: store.fork(0))
+        return self.traced
 
     def grow(
         self,

@@ -179,16 +179,31 @@ class TracedPasses:
         self, store: KVStore, frame: Frame, depth: int, *, is_trunk: bool = False
     ) -> TracedRows | None:
         """So many passes of rows from this frame on; None if their shape has not been traced."""
-        start, _, visible = frame
-        rows = _pad(len(visible))
-        end = start + len(visible) * (depth - 1) + rows
-        keys = store.caches[0].keys
-        if keys is None or any(_has_window(cache) for cache in store.caches):
-            return None
-        shape = _Shape(rows, max(keys.shape[2], round_to_bucket(end)))
-        if shape not in self._shapes:
+        shape = self._find_shape(store, frame[0], len(frame[2]), depth)
+        if shape is None:
             return None
         return TracedRows(self._replay, store, frame, shape, depth=depth, is_trunk=is_trunk)
+
+    def _find_shape(self, store: KVStore, start: int, count: int, depth: int) -> _Shape | None:
+        rows, keys = _pad(count), store.caches[0].keys
+        if keys is None or any(_has_window(cache) for cache in store.caches):
+            return None
+        end = start + count * (depth - 1) + rows
+        shape = _Shape(rows, max(keys.shape[2], round_to_bucket(end)))
+        return shape if shape in self._shapes else None
+
+    def serves(self, store: KVStore) -> bool:
+        """See `TracedPass`: rows of a chain or a tree are rows that see their ancestors."""
+        return self._find_shape(store, store.frame.start, store.frame.count, 1) is not None
+
+    def __call__(self, tokens: mx.array, store: KVStore) -> mx.array:
+        """See `TracedPass`."""
+        frame = store.frame
+        rows = self.open(store, (frame.start, frame.positions, store.visible_rows()), 1)
+        if rows is None:
+            raise ValueError(f"a pass of {frame.count} rows is not traced")
+        padded = mx.pad(tokens[0], (0, rows.count - frame.count))
+        return rows.feed(padded)[None, : frame.count]
 
     def choose(
         self, logits: mx.array, width: int, noise: PositionNoise | None
