@@ -150,8 +150,11 @@ def split_weights(weights: Weights) -> tuple[Weights, Weights]:
 
 
 def _new_reader(reader: TargetReader, weights: Weights) -> Weights:
-    """A reader's first weights: keys and values as the layer makes them of its own input."""
+    """A reader's first weights: keys and values as the layers make them of their own input, for
+    which the first state that is read stands."""
     first = {name: array.astype(mx.float32) for name, array in flat_parameters(reader).items()}
+    width, features = first["fc.weight"].shape
+    first["fc.weight"] = mx.eye(width, features)
     for name in first:
         part, _, rest = name.partition(".")
         layer, _, leaf = rest.partition(".")

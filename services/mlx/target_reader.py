@@ -26,6 +26,11 @@ DESCRIPTION = "reads_target.json"
 WEIGHTS = "reads_target.safetensors"
 
 
+_EPS = 1e-6
+_SAMPLE = 64
+"""Tokens whose embeddings tell the size of all."""
+
+
 class ReaderDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a drafter reads."""
 
@@ -39,17 +44,21 @@ class ReaderDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class InputProjection(nn.Module):
-    """From a state to what is added to the embedding of the next token: at first, nothing."""
+    """From a state to what is added to the embedding of the next token: at first, nothing.
+
+    Adam moves all weights by as much a step, whatever they are multiplied with: the scale keeps
+    what is added from swamping the embeddings.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.proj = nn.Linear(width, width, bias=False)
-        self.norm = nn.RMSNorm(width)
-        self.norm.weight = mx.zeros(width)
+        self.proj.weight = mx.zeros((width, width))
+        self.log_scale = mx.zeros(1)
 
     def __call__(self, state: mx.array) -> mx.array:
         """[..., width] each."""
-        added: mx.array = self.norm(self.proj(state))
+        added: mx.array = mx.exp(self.log_scale) * self.proj(mx.fast.rms_norm(state, None, _EPS))
         return added
 
 
@@ -177,7 +186,14 @@ def new_reader(features: int, model: Any, way: ReadingWay = "states") -> TargetR
     """A reader of random weights for a drafter, an mlx-lm model."""
     attentions = [attention_of(layer) for layer in model.model.layers]
     outputs = [(a.k_proj.weight.shape[0], a.v_proj.weight.shape[0]) for a in attentions]
-    return TargetReader(features, model.model.norm.weight.shape[0], outputs, way)
+    width = model.model.norm.weight.shape[0]
+    reader = TargetReader(features, width, outputs, way)
+    if reader.enters_input:
+        embedded = model.model.embed_tokens(mx.arange(_SAMPLE)).astype(mx.float32)
+        size = mx.sqrt(mx.mean(embedded * embedded) / width)
+        for part in (reader.from_state, reader.from_own):
+            part.log_scale = mx.log(size)[None]
+    return reader
 
 
 def load_reader(folder: Path, dtype: mx.Dtype) -> tuple[ReaderDescription, Any] | None:

@@ -18,6 +18,7 @@ from services.mlx.target_reader import (
     new_reader,
     save_reader,
 )
+from tests.support.reading import feed_loudly
 from tests.support.stack import (
     DEADLINE_S,
     Answered,
@@ -42,8 +43,7 @@ def write_reading(folder: Path, layers: list[int], way: ReadingWay = "states") -
     mx.random.seed(3)
     reader = new_reader(len(layers) * WIDTH, load(folder).module, way)
     if reader.enters_input:
-        for part in (reader.from_state, reader.from_own):
-            part.norm.weight = 0.01 * mx.random.normal(part.norm.weight.shape)
+        feed_loudly(reader)
     description = ReaderDescription(layers, WIDTH, way=way)
     save_reader(folder, description, flat_parameters(reader), mx.float32)
     return str(folder)

@@ -63,17 +63,18 @@ class SelfFeedingDrafter(nn.Module):
         frame, given = store.frame, store.caches[-1].keys
         count = len(frame.positions) - frame.start
         if given is None or not frame.start or (frame.visible is None and count > 1):
-            weight = self.reader.from_own.norm.weight
-            return mx.zeros((1, count, weight.shape[0]), weight.dtype)
+            return self._add_nothing(1, count)
         return mx.take(given[:, 0], mx.array(parent_slots(frame)), axis=1)
+
+    def _add_nothing(self, rows: int, count: int) -> mx.array:
+        weight = self.reader.from_own.proj.weight
+        return mx.zeros((rows, count, weight.shape[0]), weight.dtype)
 
     def __call__(
         self, tokens: mx.array, cache: list[Any], states: mx.array | None = None
     ) -> mx.array:
         """[1, tokens, head] logits; `states` are what is added to each, [1, tokens, width]."""
-        weight = self.reader.from_own.norm.weight
-        added = mx.zeros((*tokens.shape, weight.shape[0]), weight.dtype)
-        added = added if states is None else states
+        added = self._add_nothing(*tokens.shape) if states is None else states
         with add_to_embeddings(self.drafter, added):
             logits, output = _run(self.drafter, tokens, cache[:-1])
         behind_state = mx.any(added != 0, axis=-1, keepdims=True)

@@ -26,6 +26,7 @@ from services.distill.student import spread_layers
 from services.mlx.loader import load
 from services.mlx.target_reader import TargetReader, load_reader, new_reader
 from tests.services.distill.test_training import Quiet, settings_for
+from tests.support.reading import feed_loudly
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -71,7 +72,7 @@ def test_its_own_output_takes_the_place_of_missing_states(target: Path) -> None:
     """As many passes as a block is long give what feeding token by token gives; fewer do not,
     and where no state is known nothing is added."""
     module = load(target).module
-    reader = louder(new_reader(8, module, "input"))
+    reader = feed_loudly(new_reader(8, module, "input"))
     tokens, count = mx.array([[5, 9, 200, 31, 7, 44, 18, 90]]), 8
     features = mx.random.normal((1, count, 8), key=mx.random.key(1))
     every = (tokens, mx.arange(count))
@@ -88,13 +89,6 @@ def test_its_own_output_takes_the_place_of_missing_states(target: Path) -> None:
     np.testing.assert_allclose(
         np.array(logits_in_context(module, reader, alone, every, 4)), plain, atol=1e-4
     )
-
-
-def louder(reader: TargetReader) -> TargetReader:
-    """Add much to the embeddings, where a new reader adds nothing."""
-    for number, part in enumerate((reader.from_state, reader.from_own)):
-        part.norm.weight = mx.random.normal(part.norm.weight.shape, key=mx.random.key(number))
-    return reader
 
 
 def by_token(
@@ -145,8 +139,8 @@ def test_training_teaches_it_to_read(target: Path, tmp_path: Path, way: str) -> 
     assert float(mx.abs(reader.k_proj[0].weight - own).max()) > 1e-3
     assert description.way == way
     if way == "input":
-        moved = [reader.from_state.norm.weight, reader.from_own.norm.weight]
-        assert min(float(mx.abs(gains).max()) for gains in moved) > 1e-3
+        moved = [reader.from_state.proj.weight, reader.from_own.proj.weight]
+        assert min(float(mx.abs(weight).max()) for weight in moved) > 1e-3
 
 
 def test_a_drafter_can_be_trained_further(target: Path, tmp_path: Path) -> None:
