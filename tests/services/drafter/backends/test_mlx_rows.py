@@ -11,15 +11,19 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from orchestrator.sequence.limits import Limits
 from protocol.messages import Sampling
 from services.drafter.backends import mlx_rows
 from services.drafter.backends.base import RoundOptions
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_rows import TracedPasses, TracedRows
+from services.mlx.loader import load
+from services.verifier.verifier import Verifier
 from tests.services.drafter.backends import test_mlx_trees
 from tests.services.drafter.backends.test_mlx import PROMPT, SCRIPT, Line, Round, Setup, rounds
 from tests.services.drafter.backends.test_mlx_ahead import LEAVES, as_on_a_gpu
-from tests.support.reference import SAMPLINGS, Reference, said, tiny_folder
+from tests.support.lockstep import Lockstep
+from tests.support.reference import SAMPLINGS, Reference, plain, said, tiny_folder
 
 FAMILIES = ["llama", "qwen3"]
 
@@ -31,7 +35,7 @@ def trace(backend: MlxBackend, worthwhile: float = float("inf")) -> TracedPasses
     with (
         patch.object(mlx_rows, "_WORTHWHILE", worthwhile),
         patch.object(mlx_rows, "TRACED_SLOTS", (256,)),
-        patch.object(mlx_rows, "TRACED_ROWS", (1, 8)),
+        patch.object(mlx_rows, "TRACED_ROWS", (1, 8, 16)),
     ):
         backend.trace()
     assert backend.ahead is not None
@@ -42,7 +46,7 @@ def trace(backend: MlxBackend, worthwhile: float = float("inf")) -> TracedPasses
 @cache
 def setup_of(family: str) -> Setup:
     setup = Setup(as_on_a_gpu(tiny_folder(family)), Reference(tiny_folder(family)))
-    assert len(trace(setup.backend)._shapes) == 2
+    assert len(trace(setup.backend)._shapes) == 3
     return setup
 
 
@@ -99,7 +103,7 @@ def test_branches_behind_trees(
         grown = line.prepare(tree, [row % 2 for row in range(len(tree))], 3)
         line.go_on(tree, grown.outcomes[place % len(grown.outcomes)])
         tree = test_mlx_trees.next_tree(grown, place % len(grown.outcomes), 9)
-    assert set(replayed) == {8}
+    assert set(replayed) == {8, 16}
     setup.backend.close(line.number)
 
 
@@ -121,7 +125,7 @@ def test_what_goes_beyond_the_traced_slots(length: int, replayed: list[int], *, 
 def test_more_branches_than_any_trace_has_rows(replayed: list[int]) -> None:
     backend = setup_of("llama").backend
     list(backend.open(1, list(PROMPT), Sampling()))
-    assert [len(one.tokens) for one in said(backend.prepare(1, [120], [9], 2))] == [9, 9]
+    assert [len(one.tokens) for one in said(backend.prepare(1, [120], [17], 2))] == [17, 17]
     assert replayed == [1]  # the chain
     backend.close(1)
 
@@ -176,3 +180,25 @@ def test_a_cpu_traces_nothing() -> None:
     backend = MlxBackend(tiny_folder("llama"), 5)
     backend.trace()
     assert backend.ahead is None
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_a_target_answers_the_same_with_such_drafts(
+    sampling: Sampling, replayed: list[int]
+) -> None:
+    """A model that drafts for itself is nearly always hit, and the answer is plain decoding's."""
+    length, backend = 40, as_on_a_gpu(tiny_folder("llama"))
+    trace(backend)
+    replayed.clear()
+    line = Lockstep(
+        Verifier(load(tiny_folder("llama")), 512),
+        backend,
+        list(PROMPT),
+        Limits(length, frozenset(), 0),
+        num_draft_tokens=3,
+        sampling=sampling,
+    )
+    statistics = line.run()
+    assert line.sequence.tokens[len(PROMPT) :] == plain("llama", PROMPT, length, sampling)
+    assert statistics.rounds < length / 2
+    assert {1, 8, 16} & set(replayed) > {1}
