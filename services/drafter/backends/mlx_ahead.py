@@ -181,7 +181,7 @@ def _read_layer(
     best = [row[0] for row in tokens]
     layer = TreeLayer(roots, best, [row[0] for row in sure])
     after = [
-        tip._replace(token=token, parent=fed)
+        Tip(token, fed, tip.fork, tip.place, tip.is_best, tip.score)
         for fed, (tip, token) in enumerate(zip(tips, best, strict=True), start=first)
     ]
     return layer, after
