@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-TREE_ROWS = (3, 4, 5, 6, 8, 12, 16, 24, 32)
-"""Sizes of trees, the pending token included."""
+from protocol.decoding.token_tree import CHAIN_ROWS, TREE_ROWS
 
 
 class RankedNodes(NamedTuple):
@@ -51,8 +50,7 @@ def count_chain(rows: Sequence[int], parents: Sequence[int]) -> int:
 def find_best(values: Sequence[float], chain: int | None = None) -> int:
     """How many nodes to verify: where the largest value stands; the first of equals.
 
-    Trees have few sizes: on GPUs the first pass over each number of rows prepares kernels, which
-    takes as long as several others.
+    Passes have few sizes (`token_tree`).
 
     Args:
         values: of the first 0, 1, ... nodes.
@@ -60,8 +58,9 @@ def find_best(values: Sequence[float], chain: int | None = None) -> int:
     """
     last = len(values) - 1
     chain = last if chain is None else min(chain, last)
-    sizes = [rows - 1 for rows in TREE_ROWS if chain < rows - 1 <= last]
-    best: int = max([*range(chain + 1), *sizes], key=lambda count: values[count])
+    chains = [rows - 1 for rows in CHAIN_ROWS if rows - 1 <= chain]
+    trees = [rows - 1 for rows in TREE_ROWS if chain < rows - 1 <= last]
+    best: int = max([*chains, *trees], key=lambda count: values[count])
     return best
 
 

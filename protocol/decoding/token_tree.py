@@ -14,6 +14,12 @@ import numpy.typing as npt
 from protocol.errors import ProtocolError
 from protocol.messages import MAX_NODES, Tokens
 
+TREE_ROWS = (3, 4, 5, 6, 8, 12, 16, 24, 32)
+"""Sizes of trees, the pending token included: on a GPU the first pass over each number of rows
+prepares kernels, which takes as long as several others."""
+CHAIN_ROWS = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32)
+"""Sizes of chains, likewise."""
+
 
 @dataclass(frozen=True)
 class TokenTree:

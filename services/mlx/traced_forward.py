@@ -60,6 +60,11 @@ def place_chain(store: KVStore) -> None:
     store.chain(_TRIAL_ROWS)
 
 
+def place_single(store: KVStore) -> None:
+    """The single token of the trials."""
+    store.chain(1)
+
+
 def place_tree(store: KVStore) -> None:
     """The tree of the trials."""
     store.append_tree(_TRIAL_TREE)
@@ -116,10 +121,10 @@ class LayerInputs:
 
 
 class TracedForward:
-    """Replays a model's forward over chains of 2 to `MOST_ROWS` tokens, and trees; see the module.
+    """Replays a model's forward over chains of up to `MOST_ROWS` tokens, and trees; see the module.
 
-    A single token is left to the model: its attention has a kernel for any length, which a
-    trace over whole buffers cannot use.
+    A single token's attention has a kernel for any length, which a trace over whole buffers cannot
+    use: whether a trace of it is faster all the same is tried by itself.
 
     Args:
         model: called on tokens [1, n] and caches.
@@ -163,7 +168,7 @@ class TracedForward:
     def can_trace(store: KVStore) -> bool:
         """Whether the store's current frame is a chain or a tree in plain slots."""
         frame = store.frame
-        fits = 1 < frame.count <= MOST_ROWS if frame.visible is None else pad_rows(frame.count) > 0
+        fits = 1 <= frame.count <= MOST_ROWS if frame.visible is None else pad_rows(frame.count) > 0
         return (
             fits
             and frame.start > 0
@@ -245,8 +250,9 @@ def trace_if_faster(
     traced = TracedForward(model)
     if not _is_worth_it(model, traced, new_store, place_chain, "chains"):
         return None
+    singles = _is_worth_it(model, traced, new_store, place_single, "single tokens")
     for slots in TRACED_SLOTS:
-        for rows in range(2, MOST_ROWS + 1):
+        for rows in range(1 if singles else 2, MOST_ROWS + 1):
             traced.prepare(rows, slots, new_store)
     if takes_trees and _is_worth_it(model, traced, new_store, place_tree, "trees"):
         for slots in TRACED_SLOTS:

@@ -4,7 +4,14 @@ A GPU compiles or plans its kernels when it first sees a shape; a round that pay
 takes ten times as long, and what it teaches the planner is wrong.
 """
 
-from protocol.messages import CloseSequence, OpenSequence, Sampling, Verify
+from protocol.decoding.token_tree import CHAIN_ROWS, TREE_ROWS
+from protocol.messages import (
+    CloseSequence,
+    OpenSequence,
+    Sampling,
+    VerificationOutcome,
+    Verify,
+)
 from services.drafter.backends.base import DraftBackend, RoundOptions
 from services.verifier.verifier import Verifier
 
@@ -13,6 +20,8 @@ _SEQUENCE = 0
 _PROMPT = list(range(1, 17))
 _LONGEST = 8
 """Draft tokens of a chain; longer ones are rare."""
+_LONG_PROMPT = [token % 16 for token in range(640)]
+"""Beyond what is replayed from traces (`services.mlx.traced_forward`)."""
 _BRANCHES = 16
 _DEPTH = 4
 
@@ -27,8 +36,29 @@ def warm_verifier(verifier: Verifier) -> None:
         message = Verify(sequence=_SEQUENCE, round=1, position=len(_PROMPT), nodes=chain)
         for _ in verifier.handle(message):
             pass
+    if verifier.takes_trees:
+        _warm_sizes(verifier)
     for _ in verifier.handle(CloseSequence(sequence=_SEQUENCE)):
         pass
+
+
+def _warm_sizes(verifier: Verifier) -> None:
+    """Verify chains and trees of every size behind a long prompt."""
+    position = len(_LONG_PROMPT)
+    for _ in verifier.handle(
+        OpenSequence(sequence=_SEQUENCE, tokens=_LONG_PROMPT, sampling=Sampling())
+    ):
+        pass
+    chains = [list(range(rows - 1)) for rows in CHAIN_ROWS]
+    stars = [[0] * (rows - 1) for rows in TREE_ROWS]
+    for round_, parents in enumerate([*chains, *stars], start=1):
+        nodes = list(range(1 + len(parents)))
+        message = Verify(
+            sequence=_SEQUENCE, round=round_, position=position, nodes=nodes, parents=parents
+        )
+        for answer in verifier.handle(message):
+            if isinstance(answer, VerificationOutcome):
+                position += answer.accepted + 1
 
 
 def warm_drafter(backend: DraftBackend) -> None:

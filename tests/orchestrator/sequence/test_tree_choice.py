@@ -60,11 +60,12 @@ def test_a_beginning_may_be_a_chain() -> None:
     assert count_chain([], parents) == 0
 
 
-def test_trees_have_few_sizes() -> None:
-    """Chains have any length; a tree has one of few numbers of rows."""
+def test_passes_have_few_sizes() -> None:
+    """Of up to 8 rows chains have any length, beyond that one of some; trees have fewer."""
     rising = [float(count) for count in range(11)]
-    assert find_best(rising) == find_best(rising, 10) == find_best(rising, 40) == 10
-    assert find_best(rising, 9) == 9
+    assert [find_best(rising[: count + 1]) for count in range(8)] == list(range(8))
+    assert find_best(rising) == find_best(rising, 10) == find_best(rising, 40) == 9
+    assert find_best(rising, 8) == 7
     assert find_best(rising, 2) == 7
     assert find_best([*rising, 0.0, 0.0, 0.0, 20.0], 2) == 7
     assert find_best([*rising, 0.0, 0.0, 0.0, 0.0, 20.0], 2) == 15

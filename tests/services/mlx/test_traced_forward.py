@@ -124,7 +124,7 @@ def test_a_traced_tree_in_a_fork_leaves_the_others_alone(model: Any) -> None:
     _assert_same(model, traced, own, other)
 
 
-@pytest.mark.parametrize(("rows", "served"), [(1, False), (2, True), (MOST_ROWS + 1, False)])
+@pytest.mark.parametrize(("rows", "served"), [(1, True), (2, True), (MOST_ROWS + 1, False)])
 def test_which_chains_are_served(model: Any, rows: int, *, served: bool) -> None:
     store = _prefill(model, 4)
     store.chain(rows)
@@ -144,6 +144,28 @@ def test_only_shapes_that_were_traced_at_load_are_served(model: Any) -> None:
     short.trim(40)
     short.chain(2)
     assert not traced.serves(short)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_single_tokens_are_replayed_where_that_is_faster(
+    model: Any, monkeypatch: pytest.MonkeyPatch, *, faster: bool
+) -> None:
+    """Chains are anyway; the logits are those of the model's own forward."""
+    monkeypatch.setattr(
+        traced_forward, "_is_worth_it", lambda *said: faster or said[-1] != "single tokens"
+    )
+    monkeypatch.setattr(traced_forward, "TRACED_SLOTS", (256,))
+    traced = trace_if_faster(model, lambda: KVStore(windows_of(model), bucketed=False))
+    assert traced is not None
+    own, other = _prefill(model, 20), _prefill(model, 20)
+    other.chain(2)
+    assert traced.serves(other)
+    for store in (own, other):
+        store.trim(20)
+        store.chain(1)
+    assert traced.serves(other) is faster
+    expected = np.array(model(mx.array([[7]]), cache=own.caches))
+    np.testing.assert_allclose(np.array(traced(mx.array([[7]]), other)), expected, atol=1e-4)
 
 
 def test_the_batcher_runs_single_sequences_by_it(model: Any) -> None:
