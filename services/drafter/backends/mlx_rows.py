@@ -24,7 +24,7 @@ from services.sampling.device import PositionNoise, guess
 
 _log = logging.getLogger(__name__)
 
-TRACED_ROWS = (1, 8, 16, 32)
+TRACED_ROWS = (1, 8, 32)
 """Sizes that rows are padded to; more are not traced."""
 TRACED_SLOTS = (256, 512, 768, 1024)
 """Sizes of the buffers; as for verifications, what is not traced at load never is."""
