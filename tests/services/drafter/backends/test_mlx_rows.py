@@ -35,7 +35,7 @@ def trace(backend: MlxBackend, worthwhile: float = float("inf")) -> TracedPasses
     with (
         patch.object(mlx_rows, "_WORTHWHILE", worthwhile),
         patch.object(mlx_rows, "TRACED_SLOTS", (256,)),
-        patch.object(mlx_rows, "TRACED_ROWS", (1, 8, 16)),
+        patch.object(mlx_rows, "TRACED_ROWS", (1, 8, 32)),
     ):
         backend.trace()
     assert backend.ahead is not None
@@ -103,7 +103,7 @@ def test_branches_behind_trees(
         grown = line.prepare(tree, [row % 2 for row in range(len(tree))], 3)
         line.go_on(tree, grown.outcomes[place % len(grown.outcomes)])
         tree = test_mlx_trees.next_tree(grown, place % len(grown.outcomes), 9)
-    assert set(replayed) == {8, 16}
+    assert set(replayed) == {8, 32}
     setup.backend.close(line.number)
 
 
@@ -201,4 +201,4 @@ def test_a_target_answers_the_same_with_such_drafts(
     statistics = line.run()
     assert line.sequence.tokens[len(PROMPT) :] == plain("llama", PROMPT, length, sampling)
     assert statistics.rounds < length / 2
-    assert {1, 8, 16} & set(replayed) > {1}
+    assert {1, 8, 32} & set(replayed) > {1}
