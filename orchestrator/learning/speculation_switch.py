@@ -40,7 +40,7 @@ _REAL_GAIN = 0.5
 _ASSUMED_ROUNDS, _ASSUMED_VARIANCE = 1.0, 0.5
 """What is assumed of that variance, and the rounds that this counts for."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 48, 512
-_EARLIER = 16
+_EARLIER = 32
 """How much sooner a new text gets a trial than the same one."""
 _FRESH = 64
 """Rounds for which a baseline is recent enough to end speculation by it."""
