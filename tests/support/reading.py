@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from protocol.messages import Sampling, Tokens
-from services.drafter.backends.base import Rows, TreeLayer
+from services.drafter.backends.base import DraftedToken, Rows, TreeLayer
+from services.mlx.loader import compute_unit
 from services.mlx.target_reader import TargetReader
 
 CHAIN = [203, 64, 5]
@@ -48,6 +50,16 @@ def check_order(order: str, opened: Callable[[Tokens], Any], prompt: Tokens, row
         backend.read(1, 2, rows[2:])
     for one, other in zip(grow(expected, [9, 8]), grow(backend, [9, 8]), strict=True):
         assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
+
+
+def check_drafts(expected: list[DraftedToken], found: list[DraftedToken]) -> None:
+    """The same drafts; on a GPU another way to the same logits rounds their shares otherwise."""
+    if compute_unit() == "cpu":
+        assert expected == found
+        return
+    assert [draft.token for draft in expected] == [draft.token for draft in found]
+    shares = ([draft.confidence for draft in drafts] for drafts in (expected, found))
+    np.testing.assert_allclose(*shares, atol=1e-4)
 
 
 def watch_passes(backend: Any) -> list[int]:

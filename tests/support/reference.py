@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
@@ -74,6 +75,12 @@ def reference(family: str, seed: int = 0) -> Reference:
 def plain(family: str, prompt: tuple[int, ...], count: int, sampling: Sampling) -> Tokens:
     """`Reference.decoded`, remembered; the result must not be changed."""
     return reference(family).decoded(list(prompt), count, sampling)
+
+
+for_the_cpu = pytest.mark.skipif(
+    mx.cuda.is_available(), reason="there is CUDA here, and it is about MLX's CPU backend"
+)
+"""Of tests of what is done for a CPU alone, such as the same bits in any company."""
 
 
 T = TypeVar("T")

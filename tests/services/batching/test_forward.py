@@ -22,11 +22,12 @@ from protocol.messages import (
 )
 from services.batching.forward import Batcher, BatchRequest
 from services.batching.packing import supports_packing
+from services.drafter.backends import mlx_tree
 from services.drafter.backends.mlx import MlxBackend
 from services.kv.cache import KVStore, windows_of
-from services.mlx.loader import load
+from services.mlx.loader import compute_unit, load
 from services.verifier.verifier import Verifier
-from tests.support.reference import SAMPLINGS, plain, said, tiny_folder
+from tests.support.reference import SAMPLINGS, for_the_cpu, plain, said, tiny_folder
 from tests.support.tiny_models import DRAFTERS, FAMILIES, SLOTTED
 
 ALONE = {"gemma2", "dynamic"}
@@ -143,11 +144,13 @@ def test_a_pass_is_shared() -> None:
     assert len({(outcome.verify_ms, outcome.idle_ms) for outcome in outcomes}) == 1
 
 
-def test_a_pass_has_a_largest_size() -> None:
+def test_a_pass_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit is left for the next pass; a chain that is longer goes alone."""
+    verifier = verifier_of("llama")
+    monkeypatch.setattr(verifier._batcher, "most_rows", 16)  # a CPU's; a GPU has more
     streams = [Stream("llama", prompt, Sampling()) for prompt in PROMPTS]
     asked = [stream.submit(0, wrong) for stream, wrong in zip(streams, (6, 6, 20, 0), strict=True)]
-    outcomes = verify_together(verifier_of("llama"), asked)
+    outcomes = verify_together(verifier, asked)
     found = [(outcome.sequences, outcome.rows) for outcome in outcomes]
     assert found == [(2, 14), (2, 14), (1, 21), (1, 1)]
 
@@ -190,6 +193,7 @@ class Model:
         return KVStore(self.windows, bucketed=False)
 
 
+@for_the_cpu
 def test_a_shared_pass_has_the_same_bits() -> None:
     """On this CPU the logits do not depend on who else is in the pass, not even by rounding."""
     model = Model()
@@ -245,8 +249,13 @@ def test_what_is_withdrawn_is_not_computed() -> None:
 
 
 @pytest.mark.parametrize("family", DRAFTERS)
-def test_trees_of_several_sequences_grow_together(family: str) -> None:
+def test_trees_of_several_sequences_grow_together(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Trees whose forwards are shared are those that grow alone, depth by depth."""
+    if compute_unit() != "cpu":
+        # Alone the choices are made on the device, where every token is a candidate.
+        monkeypatch.setattr(mlx_tree, "SAMPLED_WIDTH", 10**6)
     backend = MlxBackend(tiny_folder(family), 512)
     chains = [[120, 7, 160], [3], [50, 60], [9, 8]]
     fan_outs = [[1, 0, 2], [3], [1, 1], [2, 1]]

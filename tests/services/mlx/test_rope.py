@@ -17,7 +17,7 @@ from mlx_lm.models.rope_utils import (
 from protocol.errors import ModelError
 from services.mlx.loader import load
 from services.mlx.rope import BranchRope, TableRope, allow_branches, use_tables
-from tests.support.reference import tiny_folder
+from tests.support.reference import for_the_cpu, tiny_folder
 
 SIZE = 16
 POSITIONS = [5, 5, 0, 1999, 6, 7, 123, 6]
@@ -104,6 +104,7 @@ def test_chains_are_left_to_the_layers_own_rope(kind: str) -> None:
         )
 
 
+@for_the_cpu
 @pytest.mark.parametrize("kind", TABLED)
 def test_tables_rotate_like_the_layers_own_rope(kind: str) -> None:
     """Chains and branches, in any order, to within rounding of float32."""
@@ -130,7 +131,8 @@ def test_a_position_may_be_an_array_of_no_dimensions(kind: str) -> None:
     """Gemma 4 hands over the first position of a chain like that; it is one number all the same."""
     rope = MAKERS[kind]()
     model = Model(rope)
-    use_tables(model)
+    if not mx.cuda.is_available():
+        use_tables(model)
     for turn in (BranchRope(rope), model.layers[0].rope):
         for start in STARTS:
             x = vectors(6, start)
@@ -147,6 +149,7 @@ def test_what_tables_cannot_do_stays_as_it_is(kind: str) -> None:
     assert model.layers[0].rope is rope
 
 
+@for_the_cpu
 def test_layers_of_equal_rope_share_their_tables() -> None:
     """The sines of one frame are computed once for all layers that are alike, and only those."""
     makers = ("default", "other base", "default", "partial", "other base", "llama3")
@@ -190,7 +193,7 @@ def test_every_layer_is_wrapped_once() -> None:
     assert all(isinstance(layer.self_attn.rope, TableRope) for layer in tabled.layers)
 
 
-@pytest.mark.parametrize("tables", [False, True])
+@pytest.mark.parametrize("tables", [False, pytest.param(True, marks=for_the_cpu)])
 @pytest.mark.parametrize(
     "family", ["llama", "llama3", "linear", "yarn", "gemma3", "gemma4", "glm4"]
 )

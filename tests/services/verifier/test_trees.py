@@ -29,7 +29,7 @@ from services.mlx.loader import load
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.verifier import Verifier
 from tests.support.chi_square import assert_law
-from tests.support.reference import SAMPLINGS, plain, said, tiny_folder
+from tests.support.reference import SAMPLINGS, for_the_cpu, plain, said, tiny_folder
 from tests.support.tiny_models import FAMILIES, RECURRENT
 
 TREED = tuple(name for name in FAMILIES if name not in (*RECURRENT, "dynamic"))
@@ -168,6 +168,7 @@ def rows_of(family: str, tree: TokenTree) -> Floats:
     return np.array(verifier._model(mx.array([tree.tokens]), cache=state.caches)[0])
 
 
+@for_the_cpu
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS has MLX's Metal kernels")
 @pytest.mark.parametrize("family", ["llama", "llama3", "qwen3", "sliding", "gemma3", "moe"])
 def test_a_row_is_the_same_bits_in_a_tree(family: str) -> None:

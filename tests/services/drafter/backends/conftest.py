@@ -17,6 +17,7 @@ def all_candidates() -> Iterator[None]:
         patch.object(test_mlx, "CANDIDATES", test_mlx.VOCABULARY),
         patch.object(mlx_tree, "SAMPLED_WIDTH", test_mlx.VOCABULARY),
         patch("services.sampling.candidates.SAMPLED_WIDTH", test_mlx.VOCABULARY),
+        patch("services.drafter.backends.head.blocks._SAMPLED_WIDTH", test_mlx.VOCABULARY),
     ):
         yield
 

@@ -32,12 +32,14 @@ from services.mlx.target_reader import (
 from tests.support.reading import (
     CHAIN,
     ORDERS,
+    check_drafts,
     check_order,
     feed_loudly,
     grow,
     open_sequence,
     watch_passes,
 )
+from tests.support.reference import said
 from tests.support.tiny_models import write_tiny_model
 
 PROMPT = [0, 2, 97, 41, 250, 33, 8, 141, 77, 19]
@@ -125,7 +127,8 @@ def test_after_a_hit_it_drafts_as_it_was_trained(folder: Path) -> None:
     backend.commit(1, len(PROMPT), CHAIN[:2])
     computed = watch_passes(backend)
     [first, *_] = grow(backend, chain)
-    assert len(computed) == len(layers)  # nothing of the chain
+    # Nothing of the chain; depths that are begun ahead share no passes.
+    assert len(computed) == (len(layers) if backend.ahead is None else 0)
     tokens = PROMPT + CHAIN[:2] + chain
     for place in range(len(chain)):
         best = expected_best(folder, tokens, len(PROMPT), rows, len(PROMPT) + 2 + place)
@@ -196,7 +199,7 @@ def test_without_states_it_is_the_plain_backend(folder: Path) -> None:
     chain = [outcome.bonus, 7, 9]
     for one, other in zip(grow(plain, chain), grow(reading, chain), strict=True):
         assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
-    assert [d for d in plain.draft(1, 30, 3) if d] == [d for d in reading.draft(1, 30, 3) if d]
+    check_drafts(said(plain.draft(1, 30, 3)), said(reading.draft(1, 30, 3)))
 
 
 @pytest.mark.parametrize("order", ORDERS)

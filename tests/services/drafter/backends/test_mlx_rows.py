@@ -21,7 +21,7 @@ from services.mlx.loader import load
 from services.verifier.verifier import Verifier
 from tests.services.drafter.backends import test_mlx_trees
 from tests.services.drafter.backends.test_mlx import PROMPT, SCRIPT, Line, Round, Setup, rounds
-from tests.services.drafter.backends.test_mlx_ahead import LEAVES, as_on_a_gpu
+from tests.services.drafter.backends.test_mlx_ahead import LEAVES, as_on_a_cpu, as_on_a_gpu
 from tests.support.lockstep import Lockstep
 from tests.support.reference import SAMPLINGS, Reference, plain, said, tiny_folder
 
@@ -177,7 +177,7 @@ def test_windows_are_not_traced(family: str, caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_cpu_traces_nothing() -> None:
-    backend = MlxBackend(tiny_folder("llama"), 5)
+    backend = as_on_a_cpu(tiny_folder("llama"))
     backend.trace()
     assert backend.ahead is None
 
