@@ -9,6 +9,7 @@ SsdError
 │   ├── BackendLost          what drafts in another program is gone; this process must end
 │   ├── StreamEnded          the program at the other end of a pipe has closed it
 │   ├── ServiceLost          a process that was needed is gone for good
+│   ├── NotNumbers           a model's logits are NaN
 │   ├── OutOfMemory          a request needs more memory than there is left for it
 │   └── Busy                 too many requests wait already
 ├── LosslessnessError 5   two modes disagreed although the margin was not a rounding tie
@@ -58,6 +59,10 @@ class StreamEnded(RuntimeFailure):
 
 class ServiceLost(RuntimeFailure):
     """A process that was needed is gone and its restart budget is spent."""
+
+
+class NotNumbers(RuntimeFailure):
+    """A model's logits are NaN, so that nothing can be chosen from them."""
 
 
 class OutOfMemory(RuntimeFailure):

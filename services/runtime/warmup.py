@@ -2,9 +2,16 @@
 
 A GPU compiles or plans its kernels when it first sees a shape; a round that pays for that
 takes ten times as long, and what it teaches the planner is wrong.
+
+A model whose logits are NaN starts all the same, and its requests fail.
 """
 
+import contextlib
+import logging
+from collections.abc import Iterator
+
 from protocol.decoding.token_tree import CHAIN_ROWS, TREE_ROWS
+from protocol.errors import NotNumbers
 from protocol.messages import (
     CloseSequence,
     OpenSequence,
@@ -14,6 +21,8 @@ from protocol.messages import (
 )
 from services.drafter.backends.base import DraftBackend, RoundOptions
 from services.verifier.verifier import Verifier
+
+_log = logging.getLogger(__name__)
 
 _SEQUENCE = 0
 """The orchestrator numbers its sequences from 1."""
@@ -26,8 +35,25 @@ _BRANCHES = 16
 _DEPTH = 4
 
 
+@contextlib.contextmanager
+def _unless_broken() -> Iterator[None]:
+    try:
+        yield
+    except NotNumbers as error:
+        _log.warning("not warmed up: %s", error)
+
+
 def warm_verifier(verifier: Verifier) -> None:
     """Prefill, and verify a chain of each length."""
+    with _unless_broken():
+        _warm_chains(verifier)
+        if verifier.takes_trees:
+            _warm_sizes(verifier)
+    for _ in verifier.handle(CloseSequence(sequence=_SEQUENCE)):
+        pass
+
+
+def _warm_chains(verifier: Verifier) -> None:
     prompt = OpenSequence(sequence=_SEQUENCE, tokens=_PROMPT, sampling=Sampling())
     for drafted in range(min(_LONGEST, verifier.max_draft_tokens) + 1):
         for _ in verifier.handle(prompt):
@@ -36,10 +62,6 @@ def warm_verifier(verifier: Verifier) -> None:
         message = Verify(sequence=_SEQUENCE, round=1, position=len(_PROMPT), nodes=chain)
         for _ in verifier.handle(message):
             pass
-    if verifier.takes_trees:
-        _warm_sizes(verifier)
-    for _ in verifier.handle(CloseSequence(sequence=_SEQUENCE)):
-        pass
 
 
 def _warm_sizes(verifier: Verifier) -> None:
@@ -63,6 +85,12 @@ def _warm_sizes(verifier: Verifier) -> None:
 
 def warm_drafter(backend: DraftBackend) -> None:
     """Prefill, prepare branches for a chain of each length, and draft; then both with noise."""
+    with _unless_broken():
+        _warm_branches(backend)
+    backend.close(_SEQUENCE)
+
+
+def _warm_branches(backend: DraftBackend) -> None:
     for _ in backend.open(_SEQUENCE, _PROMPT, Sampling()):
         pass
     for drafted in range(_DEPTH + 1):
@@ -73,7 +101,6 @@ def warm_drafter(backend: DraftBackend) -> None:
         pass
     _prepare(backend, _DEPTH)
     _draft(backend)
-    backend.close(_SEQUENCE)
 
 
 def _prepare(backend: DraftBackend, drafted: int) -> None:

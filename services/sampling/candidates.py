@@ -10,13 +10,15 @@ from protocol.decoding.logits_processor import LogitsProcessor
 from protocol.decoding.rejection import drafter_distribution, draw_draft_token, to_message
 from protocol.decoding.sampler import Floats, Ids, score_candidates
 from protocol.decoding.sampling_params import is_greedy, uses_rejection
-from protocol.errors import RuntimeFailure
+from protocol.errors import NotNumbers
 from protocol.messages import Sampling
 from services.drafter.backends.base import DraftedToken, RoundOptions
 
 SAMPLED_WIDTH = 64
 """Candidates per row when noise decides: the best by logit are rarely the best by score.
 Under the rejection rule, the tokens of the distribution that a draft token is drawn from."""
+
+NOT_NUMBERS = "the drafter's logits are not numbers (NaN); its weights or kernels are broken"
 
 
 class Top(NamedTuple):
@@ -60,12 +62,15 @@ def best_of(rows: Floats, width: int, head_ids: Ids | None) -> Top:
         columns = np.take_along_axis(columns, np.argsort(-values, axis=-1), axis=-1)
     ids = columns if head_ids is None else head_ids[columns]
     peaks = rows.max(axis=-1)
-    if np.isnan(peaks).any():
-        raise RuntimeFailure(
-            "the drafter's logits are not numbers (NaN); its weights or kernels are broken"
-        )
+    check_shares(peaks)
     totals = peaks + np.log(np.exp(rows - peaks[:, None]).sum(axis=-1))
     return Top(ids, np.take_along_axis(rows, columns, axis=-1), totals)
+
+
+def check_shares(shares: npt.ArrayLike) -> None:
+    """Raise NotNumbers if a share that was computed from a row of logits is NaN."""
+    if np.isnan(shares).any():
+        raise NotNumbers(NOT_NUMBERS)
 
 
 def process_candidates(

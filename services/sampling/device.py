@@ -17,7 +17,7 @@ from protocol.decoding import sampler
 from protocol.decoding.gumbel import gumbel, gumbel_from_bits, hash_with_keys
 from protocol.decoding.sampler import Floats, Ids
 from protocol.decoding.sampling_params import is_greedy
-from protocol.errors import RuntimeFailure
+from protocol.errors import NotNumbers
 from protocol.messages import Sampling
 from services.sampling import candidates
 from services.sampling.candidates import Top
@@ -53,7 +53,7 @@ def choose(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> li
     """One token per row: `begin` and `finish`.
 
     Raises:
-        RuntimeFailure: a logit is NaN.
+        NotNumbers: a logit is NaN.
     """
     return finish(begin(logits, positions, sampling), logits, positions, sampling)
 
@@ -86,11 +86,11 @@ def finish(
         begun: what `begin` made of the other arguments.
 
     Raises:
-        RuntimeFailure: a logit is NaN.
+        NotNumbers: a logit is NaN.
     """
     tokens: Any = begun.tolist()
     if _BROKEN in tokens:
-        raise RuntimeFailure(_NOT_NUMBERS)
+        raise NotNumbers(_NOT_NUMBERS)
     for row, token in enumerate(tokens):
         if token == _UNDECIDED:
             alone = np.array(logits[row : row + 1].astype(mx.float32))
@@ -114,9 +114,9 @@ def _draw(rows: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.ar
 
 
 def check_finite(logits: mx.array) -> None:
-    """Raise RuntimeFailure if a logit is NaN; waits until they are computed."""
+    """Raise NotNumbers if a logit is NaN; waits until they are computed."""
     if bool(mx.isnan(logits).any()):
-        raise RuntimeFailure(_NOT_NUMBERS)
+        raise NotNumbers(_NOT_NUMBERS)
 
 
 def _keep_all(rows: mx.array) -> _Candidates:
@@ -166,6 +166,7 @@ def best_of(rows: mx.array | Floats, width: int, head_ids: Ids | None) -> Top:
     totals = mx.logsumexp(rows, axis=-1, keepdims=True)
     # In one array, since each takes its own way to the host; floats hold any column exactly.
     found = np.array(mx.concatenate([columns.astype(mx.float32), logits, totals], axis=-1))
+    candidates.check_shares(found[:, -1])
     places: Ids = found[:, :width].astype(np.int64)
     ids = places if head_ids is None else head_ids[places]
     return Top(ids, found[:, width:-1], found[:, -1])

@@ -30,6 +30,7 @@ from services.drafter.backends.mlx_rows import (
 )
 from services.drafter.backends.mlx_tree import Bud, Trunk
 from services.kv.cache import KVStore
+from services.sampling.candidates import check_shares
 from services.sampling.device import PositionNoise, guess
 
 
@@ -128,6 +129,7 @@ class DepthsAhead:
         for at in range(1, count + 1):
             following = begin(at, begun.tokens) if at < count else None
             found: Any = np.array(begun.found)[:, 0, 0].tolist()
+            check_shares(found[1])
             token = int(found[0])
             if following is not None:
                 known.tokens.append(token)
@@ -173,6 +175,7 @@ def _read_layer(
 ) -> tuple[TreeLayer, list[Tip]]:
     """What was chosen after these tips, and the next ones: arguments as for `grow_layer`."""
     tokens: list[list[int]] = found[0].astype(np.int64).tolist()
+    check_shares(found[1])
     sure: list[list[float]] = found[1].tolist()
     if options.siblings:
         drafts = [[*map(DraftedToken, *pair)] for pair in zip(tokens, sure, strict=True)]

@@ -1,17 +1,22 @@
 """Warming up: every shape is computed once, and nothing of it is left."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from protocol.errors import NotNumbers
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
 from services.drafter.backends.base import RoundOptions, TreeLayer
 from services.drafter.backends.mlx import MlxBackend
 from services.mlx.loader import load
 from services.runtime.warmup import warm_drafter, warm_verifier
 from services.verifier.verifier import Verifier
+from tests.services.verifier.test_not_a_number import poison
 from tests.support.reference import tiny_folder
+from tests.support.tiny_models import write_tiny_model
 
 PROMPT: Tokens = [0, 2, 20, 21, 22]
 
@@ -62,3 +67,22 @@ def test_a_warm_drafter_prepares_what_a_cold_one_does() -> None:
     warm, cold = (MlxBackend(tiny_folder("llama"), 512) for _ in range(2))
     warm_drafter(warm)
     assert [layer.tokens for layer in layers(warm)] == [layer.tokens for layer in layers(cold)]
+
+
+def test_a_broken_model_is_left_to_its_requests(tmp_path: Path) -> None:
+    """As on a GPU: what cannot be warmed up starts all the same, and tells whoever asks it."""
+    folder = poison(write_tiny_model(tmp_path / "m", "llama"))
+    with patch("services.drafter.backends.mlx.compute_unit", lambda: "cuda"):
+        backend = MlxBackend(folder, 512)
+    warm_drafter(backend)
+    for _ in backend.open(1, PROMPT, Sampling()):
+        pass
+    with pytest.raises(NotNumbers, match="drafter"):
+        list(backend.prepare(1, [23], [2], 2))
+    with patch("services.verifier.target_model.compute_unit", lambda: "cuda"):
+        verifier = Verifier(load(folder), 512)
+    warm_verifier(verifier)
+    assert not verifier._sequences
+    list(verifier.handle(OpenSequence(sequence=1, tokens=PROMPT, sampling=Sampling())))
+    with pytest.raises(NotNumbers, match="target"):
+        list(verifier.handle(Verify(sequence=1, round=1, position=len(PROMPT), nodes=[23])))
