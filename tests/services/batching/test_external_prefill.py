@@ -7,6 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+pytest.importorskip("coremltools")
+
 from launch.settings.settings import StackSettings
 from launch.stack import session
 from protocol.errors import ModelError

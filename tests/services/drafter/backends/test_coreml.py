@@ -2,6 +2,8 @@
 
 import pytest
 
+pytest.importorskip("coremltools")
+
 from protocol.errors import ModelError, ProtocolError
 from protocol.messages import LogitsOptions, Sampling, Tokens
 from services.drafter.backends.base import Outcome, TreeLayer
