@@ -12,6 +12,7 @@ from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.latency import VerifyLatency
 from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.planner import Planner
+from protocol.decoding.token_tree import CHAIN_ROWS
 from protocol.messages import Mode
 from tests.support.fakes import chain_of
 
@@ -127,7 +128,7 @@ def test_sure_tokens_are_verified_and_doubtful_ones_are_not() -> None:
 
 @given(CONFIDENCES, st.lists(st.floats(1.0, 100.0), min_size=9, max_size=9))
 def test_the_chosen_length_is_the_best(confidences: list[float], costs: list[float]) -> None:
-    """No other beginning of the draft is worth more: tokens less time at the speed of late."""
+    """No other beginning of a size that passes have is worth more: tokens less time."""
     estimates = CostModel()
     for tokens, milliseconds in 2 * list(enumerate(costs, start=1)):  # a single one is doubted
         estimates.verify_latency.observe(tokens, milliseconds)
@@ -139,7 +140,7 @@ def test_the_chosen_length_is_the_best(confidences: list[float], costs: list[flo
             expected += reached
         return expected - costs[count] / costs[0]
 
-    best = max(worth(count) for count in range(len(confidences) + 1))
+    best = max(worth(rows - 1) for rows in CHAIN_ROWS if rows - 1 <= len(confidences))
     assert worth(
         len(Planner("ssd", estimates).choose_nodes(chain_of(confidences), "hit"))
     ) == pytest.approx(best)

@@ -310,7 +310,7 @@ def test_figures_are_counted_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(
         "services.distill.evaluation.logits_at",
-        lambda model, tokens, positions, cache: model(tokens).reshape(-1, 3)[positions],
+        lambda model, tokens, positions: model(tokens).reshape(-1, 3)[positions],
     )
     target = Fixed([0.0, 3.0, 1.0, 2.0])
     drafter = DeployedDrafter(Fixed([5.0, 4.0, 1.0]), np.array([3, 1, 2]))
