@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,7 @@ class _Loaded:
     kernels: ctypes.CDLL | None = None
     cores: tuple[int, ...] = ()
     """Of this process beyond its first; helpers are at home there."""
-    int8_copies: list[tuple[npt.NDArray[Any], ...]] = []  # noqa: RUF012
+    int8_copies: ClassVar[list[tuple[npt.NDArray[Any], ...]]] = []
     """What the kernels read, kept where it is."""
 
 

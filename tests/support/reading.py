@@ -52,6 +52,34 @@ def check_order(order: str, opened: Callable[[Tokens], Any], prompt: Tokens, row
         assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
 
 
+def check_company(
+    backend: Any, begin: Callable[[int], Iterator[TreeLayer | None]], count: int
+) -> None:
+    """Sequences that share passes draft what each of them drafts alone.
+
+    Args:
+        backend: none of whose sequences is open.
+        begin: opens the sequence of this number, and prepares three layers for it.
+        count: how many sequences.
+    """
+    alone = []
+    for number in range(count):
+        alone.append([layer for layer in begin(number) if layer is not None])
+        backend.close(number)
+    sizes = watch_passes(backend)
+    work = [begin(number) for number in range(count)]
+    grown: list[list[TreeLayer]] = [[] for _ in work]
+    while any(len(layers) < 3 for layers in grown):
+        for layers, steps in zip(grown, work, strict=True):
+            if len(layers) < 3 and (layer := next(steps)) is not None:
+                layers.append(layer)
+    assert max(sizes) > 1
+    for expected, found in zip(alone, grown, strict=True):
+        for one, other in zip(expected, found, strict=True):
+            assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
+            np.testing.assert_allclose(one.confidences, other.confidences, atol=1e-4)
+
+
 def check_drafts(expected: list[DraftedToken], found: list[DraftedToken]) -> None:
     """The same drafts; on a GPU another way to the same logits rounds their shares otherwise."""
     if compute_unit() == "cpu":

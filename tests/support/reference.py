@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model
 
 from protocol.decoding.sampler import Floats, sample
 from protocol.messages import Sampling, Tokens
+from services.mlx import blas
 from tests.support.tiny_models import write_tiny_model
 
 SAMPLINGS = {
@@ -77,6 +78,10 @@ def plain(family: str, prompt: tuple[int, ...], count: int, sampling: Sampling) 
     return reference(family).decoded(list(prompt), count, sampling)
 
 
+needs_cpu_kernels = pytest.mark.skipif(
+    mx.cuda.is_available() and blas.cpu_kernels() is None,
+    reason="a CUDA installation without the extra 'cpu' has no kernels for the CPU",
+)
 for_the_cpu = pytest.mark.skipif(
     mx.cuda.is_available(), reason="there is CUDA here, and it is about MLX's CPU backend"
 )

@@ -41,7 +41,7 @@ typedef signed char eight_bytes __attribute__((vector_size(8), aligned(1), may_a
 struct tiles {
     tile *narrow[1 + MOST_ROWS], *wide[1 + MOST_ROWS];
     int width[1 + MOST_ROWS];
-    int is_even; /* passes of even sizes are fastest; else fours are, where one pass will not do */
+    int balanced; /* rows that need several passes are shared out evenly; else four at a time */
 };
 
 /* The sums of four vectors. */
@@ -167,7 +167,7 @@ static int rows_at_once(const struct tiles *tiles, int left)
     if (left <= MOST_ROWS)
         return left;
     int passes = (left + MOST_ROWS - 1) / MOST_ROWS;
-    return tiles->is_even ? (left + passes - 1) / passes : 4;
+    return tiles->balanced ? (left + passes - 1) / passes : 4;
 }
 
 /* Columns `first` to `end`; elements of w have `size` bytes. */

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from services.mlx import blas
+from tests.support.reference import needs_cpu_kernels
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS brings its own BLAS")
 
@@ -147,10 +148,7 @@ def test_mlx_multiplies_through_it(rows: int) -> None:
         np.testing.assert_allclose(np.array(found), expected, rtol=1e-5)
 
 
-@pytest.mark.skipif(
-    mx.cuda.is_available() and blas.cpu_kernels() is None,
-    reason="a CUDA installation without the extra 'cpu' has no kernels for the CPU",
-)
+@needs_cpu_kernels
 def test_it_is_in_use() -> None:
     """MLX's own symbol for a product is the kernel's."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")

@@ -10,13 +10,11 @@ import pytest
 
 from services.mlx import blas
 from services.mlx.cpu_attention import attend
+from tests.support.reference import needs_cpu_kernels
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="macOS has MLX's Metal kernels"),
-    pytest.mark.skipif(
-        mx.cuda.is_available() and blas.cpu_kernels() is None,
-        reason="a CUDA installation without the extra 'cpu' has no kernels for the CPU",
-    ),
+    needs_cpu_kernels,
 ]
 
 SLOTS = 200

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from services.mlx import draft_weights
-from services.mlx.blas import cpu_kernels
 from services.mlx.draft_weights import quantise_linears, round_to_int8, use_weights
 from services.mlx.lm_head import keep_rows
-
-needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="our CPU kernels are not here")
+from tests.support.reference import needs_cpu_kernels
 
 
 class _Inner(nn.Module):
@@ -49,7 +47,7 @@ def test_rounding_keeps_what_it_can() -> None:
     assert not rows[3].any()
 
 
-@needs_kernels
+@needs_cpu_kernels
 @pytest.mark.parametrize("head", ["whole", "trimmed"])
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_few_rows_read_bytes(rows: int, head: str) -> None:

@@ -14,7 +14,7 @@ from protocol.errors import ModelError
 from protocol.messages import LogitsOptions, Sampling, Tokens
 from protocol.settings import READING_WAYS, ReadingWay
 from services.distill.context import Blocks, context_of, logits_in_context
-from services.drafter.backends.base import Rows, TreeLayer
+from services.drafter.backends.base import Rows
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_reading import ReadingBackend
 from services.drafter.backends.self_feeding import SelfFeedingBackend
@@ -32,6 +32,7 @@ from services.mlx.target_reader import (
 from tests.support.reading import (
     CHAIN,
     ORDERS,
+    check_company,
     check_drafts,
     check_order,
     feed_loudly,
@@ -168,21 +169,7 @@ def test_in_company_each_sequence_is_drafted_for_as_if_alone(folder: Path) -> No
             backend.read(number, 0, states(len(prompts[number])))
         return backend.prepare(number, CHAIN[number % 2 :], [2, 1], 3)
 
-    alone = []
-    for number in range(len(prompts)):
-        alone.append([layer for layer in begin(number) if layer is not None])
-        backend.close(number)
-    sizes = watch_passes(backend)
-    work = [begin(number) for number in range(len(prompts))]
-    grown: list[list[TreeLayer]] = [[] for _ in work]
-    while any(len(layers) < 3 for layers in grown):
-        for layers, steps in zip(grown, work, strict=True):
-            if len(layers) < 3 and (layer := next(steps)) is not None:
-                layers.append(layer)
-    assert max(sizes) > 1
-    for expected, found in zip(alone, grown, strict=True):
-        for one, other in zip(expected, found, strict=True):
-            assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
+    check_company(backend, begin, len(prompts))
 
 
 def test_without_states_it_is_the_plain_backend(folder: Path) -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from protocol.errors import ModelError
 from protocol.messages import LogitsOptions, Sampling, Tokens
-from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, Rows, TreeLayer
+from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, Rows
 from services.drafter.backends.head.loading import load_head
 from services.mlx.loader import load
 from tests.support.head_reference import Array, Eagle3Reference, MtpReference
-from tests.support.reading import CHAIN, ORDERS, check_order, grow, open_sequence, watch_passes
+from tests.support.reading import CHAIN, ORDERS, check_company, check_order, grow, open_sequence
 from tests.support.tiny_models import vocabulary_size, write_tiny_model
 from tests.support.write_heads import WIDTH, eagle3, mtp, write_head
 
@@ -227,22 +227,7 @@ def test_in_company_each_sequence_is_drafted_for_as_if_alone(
             backend.read(number, 0, case.sent(0, len(prompt)))
         return backend.prepare(number, CHAIN[number % 2 :], [2, 1], 3)
 
-    alone = []
-    for number in range(len(prompts)):
-        alone.append([layer for layer in begin(number) if layer is not None])
-        backend.close(number)
-    sizes = watch_passes(backend)
-    work = [begin(number) for number in range(len(prompts))]
-    grown: list[list[TreeLayer]] = [[] for _ in work]
-    while any(len(layers) < 3 for layers in grown):
-        for layers, steps in zip(grown, work, strict=True):
-            if len(layers) < 3 and (layer := next(steps)) is not None:
-                layers.append(layer)
-    assert max(sizes) > 1
-    for expected, found in zip(alone, grown, strict=True):
-        for one, other in zip(expected, found, strict=True):
-            assert (one.outcomes, one.tokens) == (other.outcomes, other.tokens)
-            np.testing.assert_allclose(one.confidences, other.confidences, atol=1e-4)
+    check_company(backend, begin, len(prompts))
 
 
 def test_long_stretches_without_states_are_left_out(case: Case) -> None:
