@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
+from protocol.decoding.token_tree import CHAIN_ROWS, TREE_ROWS
 from protocol.errors import NotNumbers
 from protocol.messages import OpenSequence, Sampling, Tokens, VerificationOutcome, Verify
 from services.drafter.backends.base import RoundOptions, TreeLayer
@@ -52,6 +53,8 @@ def test_a_warm_verifier_has_seen_all_lengths_and_is_as_before(family: str) -> N
     warm_verifier(verifier)
     longest = 9 if verifier.max_draft_tokens else 1
     assert set(range(1, longest + 1)) <= set(seen)
+    if verifier.takes_trees:
+        assert all(seen.count(rows) > (rows in TREE_ROWS) for rows in CHAIN_ROWS)
     assert answer(verifier) == answer(Verifier(model, 512))
     assert list(verifier._sequences) == [1]
 
