@@ -12,7 +12,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -27,6 +26,7 @@ from protocol.errors import ModelError
 from services.batching.slot_table import SlotTable, TableKV
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState, flatten_caches
+from services.kv.packed import PackedKV
 from services.kv.recording import record_pass
 from services.kv.shared_recurrence import SharedPass
 from services.kv.state import SequenceState
@@ -40,15 +40,6 @@ _log = logging.getLogger(__name__)
 _NAME = "scaled_dot_product_attention"
 _TOLERANCE = 0.05
 """Relative difference of the logits in the trial; half precision rounds coarsely."""
-
-
-@dataclass(frozen=True)
-class PackedKV:
-    """What belongs to each sequence of a row, in its order: keys, values or masks."""
-
-    values: list[Any]
-    borders: list[int]
-    """Where the parts of the row but the first begin."""
 
 
 class PackedCache:

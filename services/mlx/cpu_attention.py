@@ -6,12 +6,17 @@ kernel runs outside MLX's graph, so its inputs are computed first.
 """
 
 import ctypes
+import itertools
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
+from services.kv.packed import PackedKV
 from services.mlx.blas import cpu_kernels
+
+Rows = npt.NDArray[np.float32]
 
 _WIDEST = 256
 _LANES = 8
@@ -42,23 +47,62 @@ def attend(
         scale: factor of the products.
         mask: which slots each query sees: bool [n, slots], "causal", or None for all.
     """
+    if cpu_kernels() is None or not _is_served(queries, keys, values, mask):
+        return None
+    mx.eval([array for array in (queries, keys, values, mask) if isinstance(array, mx.array)])
+    _, heads, count, size = queries.shape
+    out = np.empty((count, heads, size), np.float32)
+    if not _attend(view(queries), keys, values, scale, mask, out):
+        return None
+    return mx.array(out)[None].swapaxes(1, 2)
+
+
+def attend_rows(queries: Rows, keys: Any, values: Any, scale: float, mask: Any) -> Rows | None:
+    """[n, heads, size] attention of queries [n, heads, size], or None as in `attend`.
+
+    Keys, values and mask are arrays or, of several sequences, `PackedKV`.
+    """
+    parts, borders = [(keys, values, mask)], [0, len(queries)]
+    if isinstance(keys, PackedKV):
+        parts = list(zip(keys.values, values.values, mask.values, strict=True))
+        borders = [0, *keys.borders, len(queries)]
+    arrays = [array for part in parts for array in part if isinstance(array, mx.array)]
+    if len(arrays) < 2 * len(parts):
+        return None
+    mx.eval(arrays)
+    out = np.empty_like(queries)
+    turned = queries[None].swapaxes(1, 2)
+    served = [
+        _attend(turned[:, :, first:end], own_keys, own_values, scale, own_mask, out[first:end])
+        for (own_keys, own_values, own_mask), (first, end) in zip(
+            parts, itertools.pairwise(borders), strict=True
+        )
+    ]
+    return out if all(served) else None
+
+
+def _attend(  # noqa: PLR0917  # `attend`'s arguments, and where the answer goes
+    queries: Rows,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    out: Rows,
+) -> bool:
+    """Whether out [n, heads, size] now has what `attend` gives for evaluated arrays."""
     kernels = cpu_kernels()
     if kernels is None or not _is_served(queries, keys, values, mask):
-        return None
-    inputs = [queries, keys, values, *([mask] if isinstance(mask, mx.array) else [])]
-    mx.eval(inputs)
-    views = [_view(array) for array in inputs]
-    if any(view.strides[-1] != view.itemsize for view in views):
-        return None
-    _, heads, count, size = queries.shape
-    out = np.empty((1, count, heads, size), np.float32)
+        return False
+    views = [queries, *(view(one) for one in (keys, values, mask) if isinstance(one, mx.array))]
+    if any(own.strides[-1] != own.itemsize for own in views):
+        return False
     call = _describe(views, out, scale, causal=isinstance(mask, str))
     kernels.cpu_attention(ctypes.byref(call))
-    return mx.array(out).swapaxes(1, 2)
+    return True
 
 
 def _is_served(
-    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None
+    queries: mx.array | Rows, keys: mx.array, values: mx.array, mask: mx.array | str | None
 ) -> bool:
     _, heads, count, size = queries.shape
     slots = keys.shape[2]
@@ -69,7 +113,8 @@ def _is_served(
     return (
         fits
         and queries.shape[0] == keys.shape[0] == 1
-        and queries.dtype == keys.dtype == values.dtype == mx.float32
+        and queries.dtype in (mx.float32, np.float32)
+        and keys.dtype == values.dtype == mx.float32
         and keys.shape == values.shape
         and keys.shape[-1] == size
         and heads % keys.shape[1] == 0
@@ -78,7 +123,7 @@ def _is_served(
     )
 
 
-def _view(array: mx.array) -> Any:
+def view(array: mx.array) -> Any:
     """The array's own memory; nothing is copied."""
     return np.asarray(memoryview(array))  # type: ignore[arg-type]  # it has a buffer
 

@@ -6,12 +6,13 @@ cosines anew for every layer, shares them among all layers of a forward.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
+import numpy.typing as npt
+from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE, Llama3RoPE, YarnRoPE
 
 from protocol.errors import ModelError
 
@@ -24,6 +25,12 @@ def _is_row(offset: Offset) -> bool:
     return isinstance(offset, mx.array) and offset.ndim > 0
 
 
+def _is_same(offset: Offset, other: Offset | None) -> bool:
+    if isinstance(offset, mx.array) or isinstance(other, mx.array):
+        return offset is other  # a frame's array is made once and only handed on
+    return offset == other
+
+
 class BranchRope(nn.Module):
     """Wraps a layer's RoPE; an array of positions rotates token i by positions[i].
 
@@ -34,6 +41,11 @@ class BranchRope(nn.Module):
     def __init__(self, rope: Any) -> None:
         super().__init__()
         self._rope = rope
+
+    @property
+    def own(self) -> Any:
+        """The layer's RoPE as it came."""
+        return self._rope
 
     def __call__(self, x: mx.array, offset: Offset = 0, **options: Any) -> mx.array:
         """[1, heads, tokens, size] -> the same, rotated; the options are the RoPE's own."""
@@ -48,7 +60,21 @@ class BranchRope(nn.Module):
         return result
 
 
-class _Tables:
+_STEADY = (nn.RoPE, Llama3RoPE, YarnRoPE)
+"""Whose angles depend on nothing but the position."""
+_FEWEST_POSITIONS = 1024
+
+
+class Angles(NamedTuple):
+    """What rotates the rows of a pass: cos and sin [any, dims / 2] of all positions so far."""
+
+    positions: npt.NDArray[np.int32]
+    """[tokens] which of them are the rows'."""
+    cos: npt.NDArray[np.float32]
+    sin: npt.NDArray[np.float32]
+
+
+class Tables:
     """cos and sin of the latest frame, [tokens, size], shared by layers of equal RoPE.
 
     They are read off the layer's own RoPE, applied to a unit vector, so that every scaling
@@ -60,17 +86,42 @@ class _Tables:
         self._dims = dims
         self._offset: Offset | None = None
         self._tables: tuple[mx.array, mx.array] | None = None
+        self._latest: tuple[Offset, Angles] | None = None
 
     def at(self, offset: Offset, tokens: int, size: int) -> tuple[mx.array, mx.array]:
         """The tables for these positions; the sine carries the sign of the half it goes to."""
-        if self._tables is None or not self._same(offset) or len(self._tables[0]) != tokens:
+        if (
+            self._tables is None
+            or not _is_same(offset, self._offset)
+            or len(self._tables[0]) != tokens
+        ):
             self._offset, self._tables = offset, self._compute(offset, tokens, size)
         return self._tables
 
-    def _same(self, offset: Offset) -> bool:
-        if isinstance(offset, mx.array) or isinstance(self._offset, mx.array):
-            return offset is self._offset  # a frame's array is made once and only handed on
-        return offset == self._offset
+    def angles(self, offset: Offset, tokens: int) -> Angles:
+        """What the rows at these positions are rotated by, outside MLX."""
+        latest = self._latest
+        if latest is None or not _is_same(offset, latest[0]) or len(latest[1].positions) != tokens:
+            positions = np.array(offset, np.int32).reshape(-1)
+            if len(positions) != tokens:
+                positions = positions[0] + np.arange(tokens, dtype=np.int32)
+            known = None if latest is None else latest[1]
+            if known is None or positions.max() >= len(known.cos):
+                known = self._by_position(int(positions.max()) + 1)
+            latest = self._latest = offset, known._replace(positions=positions)
+        return latest[1]
+
+    def _by_position(self, count: int) -> Angles:
+        rounded = max(_FEWEST_POSITIONS, 1 << (count - 1).bit_length())
+        cos, sin = self._compute(0, rounded, self._dims)
+        half = self._dims // 2
+        found: Any = (np.array(cos[:, :half]), np.array(sin[:, half:]))
+        return Angles(np.zeros(0, np.int32), *found)
+
+    @property
+    def are_steady(self) -> bool:
+        """Whether a position's angles are the same in every pass."""
+        return type(self.rope.own) in _STEADY
 
     def _compute(self, offset: Offset, tokens: int, size: int) -> tuple[mx.array, mx.array]:
         half, rest = self._dims // 2, size - self._dims
@@ -87,10 +138,20 @@ class _Tables:
 class TableRope(nn.Module):
     """Rotates by shared tables; half-split layout only."""
 
-    def __init__(self, tables: _Tables, dims: int) -> None:
+    def __init__(self, tables: Tables, dims: int) -> None:
         super().__init__()
         self._tables = tables
         self._dims = dims
+
+    @property
+    def tables(self) -> Tables:
+        """What it rotates by."""
+        return self._tables
+
+    @property
+    def dims(self) -> int:
+        """Elements of a head that are rotated."""
+        return self._dims
 
     def __call__(self, x: mx.array, offset: Offset = 0, **options: Any) -> mx.array:
         """As `BranchRope`; with options the tables say nothing."""
@@ -138,7 +199,7 @@ def allow_branches(model: nn.Module) -> None:
 
 def use_tables(model: nn.Module) -> None:
     """Let all layers of equal RoPE share their sines and cosines; for MLX's CPU backend."""
-    shared: dict[bytes, _Tables] = {}
+    shared: dict[bytes, Tables] = {}
     for attention, rope in _attentions(model):
         dims = getattr(rope, "dims", None)
         if dims is None or getattr(rope, "traditional", True):
@@ -146,5 +207,5 @@ def use_tables(model: nn.Module) -> None:
         if isinstance(rope, DynamicNTKScalingRoPE):
             continue
         probe: Any = rope(mx.ones((1, 1, 2, dims)), offset=1000)
-        tables = shared.setdefault(np.array(probe).tobytes(), _Tables(BranchRope(rope), dims))
+        tables = shared.setdefault(np.array(probe).tobytes(), Tables(BranchRope(rope), dims))
         attention.rope = TableRope(tables, dims)

@@ -11,10 +11,10 @@ from services.batching.packing import supports_packing, supports_table, supports
 from services.batching.slot_table import SlotTable
 from services.kv.cache import KVStore, windows_of
 from services.kv.rewinding import StateFactory, find_rewinding
+from services.mlx.cpu_blocks import equip_for_cpu
 from services.mlx.decode_attention import attend_table
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit
-from services.mlx.rope import use_tables
 from services.mlx.taps import TrialPasses
 from services.mlx.traced_forward import TracedForward, trace_if_faster
 
@@ -70,8 +70,7 @@ def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True
         may_share_passes: whether it is worth trying to put several sequences into a pass.
     """
     on_cpu, bucketed = compute_unit() == "cpu", compute_unit() == "cuda"
-    if on_cpu:
-        use_tables(module)
+    equip_for_cpu(module)
     if bucketed:
         fuse_linears(module)
     states = (

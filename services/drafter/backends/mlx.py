@@ -54,11 +54,12 @@ from services.kv.budget import measure_kv
 from services.kv.cache import KVStore, windows_of
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.kv.rewinding import find_branching
+from services.mlx.cpu_blocks import equip_for_cpu
 from services.mlx.draft_weights import use_weights
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import LoadedModel, compute_unit, load
-from services.mlx.rope import allow_branches, has_rope, use_tables
+from services.mlx.rope import allow_branches, has_rope
 from services.runtime.sequence_table import SequenceTable, check_rewind
 from services.sampling.candidates import Top, draft_tokens, name_candidates
 from services.sampling.device import best_of
@@ -118,8 +119,7 @@ class MlxBackend:
 
     def _equip(self, weights: DraftWeights) -> None:
         """Give the model what it computes with here: rotations, weights, joint products."""
-        if compute_unit() == "cpu":
-            use_tables(self._model)
+        equip_for_cpu(self._model)
         if has_rope(self._model) or not self._is_recurrent():
             allow_branches(self._model)
         use_weights(self._model, weights)

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "exponential.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -25,7 +26,7 @@ enum {
 };
 
 typedef eight lanes;
-typedef int ints __attribute__((vector_size(32), aligned(4), may_alias));
+typedef eight_ints ints;
 
 /* small_gemm.c: y = alpha * x @ w.T for columns `first` to `end` of y. */
 void rows_by_columns(int m, int first, int end, int k, float alpha, const float *x, int ldx,
@@ -41,25 +42,6 @@ struct attention {
     int causal; /* query i sees slots 0 to slots - queries + i */
     float scale;
 };
-
-/* e to the power of x <= 0, after Cephes; 0 where x is below the smallest normal number's. */
-SIMD static inline lanes exponential(lanes x)
-{
-    const lanes least = {-87.0f, -87.0f, -87.0f, -87.0f, -87.0f, -87.0f, -87.0f, -87.0f};
-    ints zero = x < least;
-    lanes bounded = (lanes)(((ints)x & ~zero) | ((ints)least & zero));
-    ints n = __builtin_convertvector(bounded * 1.44269504088896341f - 0.5f, ints);
-    lanes whole = __builtin_convertvector(n, lanes);
-    lanes r = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
-    lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    lanes power = (lanes)((n + 127) << 23);
-    return (lanes)((ints)(p * power) & ~zero);
-}
 
 /* Turn `count` scores, a multiple of LANES, into weights; returns 1 over their sum. */
 SIMD static float softmax(float *scores, int count)

@@ -1,0 +1,216 @@
+/* A decoder's block for a few rows: all but the attention between its two halves.
+ *
+ *     begin   norm, queries, keys and values, their norms, rotation
+ *     end     output product, residual, norm, silu(gate) * up, down product, residual
+ *
+ * MLX's CPU backend takes twenty to forty nanoseconds for each element of a norm or a silu, and
+ * some microseconds for each primitive: for a small model more than the products. The products
+ * are small_gemm.c's. Each row is computed by itself, in one order: it has the same bits in any
+ * company.
+ */
+#include <limits.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "exponential.h"
+#include "simd.h"
+
+#define SIMD AVX2
+
+enum { LANES = 8, ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
+
+void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, const float *a,
+                 int lda, const float *b, int ldb, float beta, float *c, int ldc);
+
+/* y = x @ weight.T + bias, which may be NULL. */
+struct linear {
+    const float *weight, *bias;
+    int outputs, inputs;
+};
+
+/* weight NULL: nothing is normalised. */
+struct norm {
+    const float *weight;
+    float eps;
+};
+
+struct block {
+    struct norm before, q_norm, k_norm, after;
+    struct linear q, k, v, o, gate, up, down;
+    int size;    /* of a head */
+    int rotated; /* its first elements, in two halves; 0: none */
+};
+
+/* Room for `count` floats of this thread, until it asks again. */
+static float *scratch(size_t count)
+{
+    static _Thread_local float *floats;
+    static _Thread_local size_t room;
+    if (count > room) {
+        free(floats);
+        room = count;
+        floats = aligned_alloc(64, (room * sizeof *floats + 63) / 64 * 64);
+        if (floats == NULL)
+            abort();
+    }
+    return floats;
+}
+
+/* One row; `to` may be `from`. */
+SIMD static void normalise(const struct norm *norm, int count, const float *from, float *to)
+{
+    eight lanes = {0};
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        eight x = *(const eight *)(from + i);
+        lanes = FMA_8(x, x, lanes);
+    }
+    float sum = ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) +
+                ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
+    for (; i < count; i++)
+        sum = __builtin_fmaf(from[i], from[i], sum);
+    float factor = 1.0f / sqrtf(sum / (float)count + norm->eps);
+    for (i = 0; i + LANES <= count; i += LANES)
+        *(eight *)(to + i) = *(const eight *)(from + i) * factor * *(const eight *)(norm->weight + i);
+    for (; i < count; i++)
+        to[i] = from[i] * factor * norm->weight[i];
+}
+
+/* to += from */
+SIMD static void add(int count, const float *from, float *to)
+{
+    int i = 0;
+    for (; i + LANES <= count; i += LANES)
+        *(eight *)(to + i) += *(const eight *)(from + i);
+    for (; i < count; i++)
+        to[i] += from[i];
+}
+
+/* x / (1 + e^-x) * up, with an exponential that takes no positive numbers. */
+SIMD static inline eight gated(eight x, eight up)
+{
+    const eight ones = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
+    const eight_ints sign = {INT_MIN, INT_MIN, INT_MIN, INT_MIN, INT_MIN, INT_MIN, INT_MIN, INT_MIN};
+    eight power = exponential((eight)((eight_ints)x | sign));
+    eight_ints negative = x < (eight){0};
+    eight top = (eight)(((eight_ints)power & negative) | ((eight_ints)ones & ~negative));
+    return x * (top / (ones + power)) * up;
+}
+
+SIMD static void gate_row(int count, float *gate, const float *up)
+{
+    int i = 0;
+    for (; i + LANES <= count; i += LANES)
+        *(eight *)(gate + i) = gated(*(const eight *)(gate + i), *(const eight *)(up + i));
+    if (i < count) {
+        eight x = {0}, y = {0};
+        memcpy(&x, gate + i, (count - i) * sizeof *gate);
+        memcpy(&y, up + i, (count - i) * sizeof *up);
+        x = gated(x, y);
+        memcpy(gate + i, &x, (count - i) * sizeof *gate);
+    }
+}
+
+/* One head, by the angles of its position. */
+SIMD static void rotate(int half, const float *cos, const float *sin, float *x)
+{
+    float *y = x + half;
+    int i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        eight a = *(eight *)(x + i), b = *(eight *)(y + i);
+        eight c = *(const eight *)(cos + i), s = *(const eight *)(sin + i);
+        *(eight *)(x + i) = a * c - b * s;
+        *(eight *)(y + i) = b * c + a * s;
+    }
+    for (; i < half; i++) {
+        float a = x[i], b = y[i];
+        x[i] = a * cos[i] - b * sin[i];
+        y[i] = b * cos[i] + a * sin[i];
+    }
+}
+
+static void multiply(const struct linear *linear, int rows, const float *x, float *y)
+{
+    cblas_sgemm(ROW_MAJOR, PLAIN, TRANSPOSED, rows, linear->outputs, linear->inputs, 1.0f, x,
+                linear->inputs, linear->weight, linear->inputs, 0.0f, y, linear->outputs);
+    if (linear->bias != NULL)
+        for (int r = 0; r < rows; r++)
+            add(linear->outputs, linear->bias, y + (size_t)r * linear->outputs);
+}
+
+static void normalise_rows(const struct norm *norm, int rows, int count, const float *from,
+                           float *to)
+{
+    for (int r = 0; r < rows; r++)
+        normalise(norm, count, from + (size_t)r * count, to + (size_t)r * count);
+}
+
+/* cos and sin [all positions, rotated / 2], and which position each row has. */
+struct angles {
+    const int *positions;
+    const float *cos, *sin;
+};
+
+/* The heads of all rows, each normalised and turned to its position. */
+static void place_heads(const struct block *block, const struct norm *norm,
+                        const struct angles *angles, int rows, int heads, float *x)
+{
+    int half = block->rotated / 2;
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < heads; h++, x += block->size) {
+            if (norm->weight != NULL)
+                normalise(norm, block->size, x, x);
+            if (half > 0)
+                rotate(half, angles->cos + (size_t)angles->positions[r] * half,
+                       angles->sin + (size_t)angles->positions[r] * half, x);
+        }
+}
+
+/* [rows, heads, size] -> [heads, rows, size] */
+static void turn(int rows, int heads, int size, const float *from, float *to)
+{
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < heads; h++, from += size)
+            memcpy(to + ((size_t)h * rows + r) * size, from, size * sizeof *to);
+}
+
+/* Of x [rows, width]: q [rows, heads, size], k and v [kv heads, rows, size]. */
+void cpu_block_begin(const struct block *block, int rows, const int *positions,
+                     const float *cos, const float *sin, const float *x, float *q, float *k,
+                     float *v)
+{
+    struct angles angles = {positions, cos, sin};
+    int width = block->q.inputs, size = block->size;
+    int heads = block->q.outputs / size, kv_heads = block->k.outputs / size;
+    float *normed = scratch((size_t)rows * (width + block->k.outputs));
+    float *side_by_side = normed + (size_t)rows * width;
+    normalise_rows(&block->before, rows, width, x, normed);
+    multiply(&block->q, rows, normed, q);
+    place_heads(block, &block->q_norm, &angles, rows, heads, q);
+    multiply(&block->k, rows, normed, side_by_side);
+    place_heads(block, &block->k_norm, &angles, rows, kv_heads, side_by_side);
+    turn(rows, kv_heads, size, side_by_side, k);
+    multiply(&block->v, rows, normed, side_by_side);
+    turn(rows, kv_heads, size, side_by_side, v);
+}
+
+/* What the block makes of x [rows, width] and its attention [rows, heads, size]. */
+void cpu_block_end(const struct block *block, int rows, const float *x, const float *attended,
+               float *out)
+{
+    int width = block->o.outputs, hidden = block->gate.outputs;
+    size_t all = (size_t)rows * width;
+    float *normed = scratch(all + 2 * (size_t)rows * hidden);
+    float *gate = normed + all, *up = gate + (size_t)rows * hidden;
+    multiply(&block->o, rows, attended, out);
+    add((int)all, x, out);
+    normalise_rows(&block->after, rows, width, out, normed);
+    multiply(&block->gate, rows, normed, gate);
+    multiply(&block->up, rows, normed, up);
+    for (int r = 0; r < rows; r++)
+        gate_row(hidden, gate + (size_t)r * hidden, up + (size_t)r * hidden);
+    multiply(&block->down, rows, gate, normed);
+    add((int)all, normed, out);
+}

@@ -1,0 +1,309 @@
+"""Decoder blocks on MLX's CPU backend by kernels of our own (`cpu/block.c`), for few rows.
+
+For a small model MLX spends as much time on norms, gates, rotations and the building of its
+graph as on the products. A block here is two calls, before and after its attention; keys and
+values still go through its cache. Which blocks: those of the classes below whose parts are
+plain, tried against MLX's own computation when a model is prepared. More rows, training and
+traced passes stay MLX's.
+"""
+
+import ctypes
+import logging
+import sys
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import KVCache
+
+from services.mlx.blas import cpu_kernels
+from services.mlx.cpu_attention import attend_rows, view
+from services.mlx.loader import compute_unit
+from services.mlx.rope import BranchRope, TableRope, Tables, use_tables
+
+_log = logging.getLogger(__name__)
+
+MOST_ROWS = 16
+"""As many as `small_gemm` computes with the same bits in any company (`services.mlx.blas`)."""
+_FAMILIES = ("llama", "qwen2", "qwen3")
+"""Modules of mlx-lm whose `TransformerBlock` is this kind of block."""
+_LANES, _WIDEST = 8, 256
+"""Of attention: a head's size is a multiple of the one and at most the other."""
+_TOLERANCE = 1e-4
+"""Relative, of what a block adds to its input."""
+_BEFORE = 20
+"""Tokens before those of the trial."""
+_CLASSES: dict[type, type] = {}
+
+
+class _Norm(ctypes.Structure):
+    """`struct norm` of `cpu/block.c`."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float))
+
+
+class _Linear(ctypes.Structure):
+    """`struct linear` of `cpu/block.c`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_int) for name in ("outputs", "inputs")),
+    )
+
+
+_NORMS = ("before", "q_norm", "k_norm", "after")
+_LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+class _Block(ctypes.Structure):
+    """`struct block` of `cpu/block.c`."""
+
+    _fields_ = (
+        *((name, _Norm) for name in _NORMS),
+        *((name, _Linear) for name in _LINEARS),
+        *((name, ctypes.c_int) for name in ("size", "rotated")),
+    )
+
+
+class _Unfit(Exception):
+    """This block is not of the kind that the kernels compute."""
+
+
+class _Shape(NamedTuple):
+    """What decides how a block is computed, beside its weights; blocks of one shape are alike."""
+
+    family: type
+    width: int
+    heads: int
+    kv_heads: int
+    size: int
+    hidden: int
+    scale: float
+    eps: tuple[float, ...]
+    biases: tuple[bool, ...]
+    tables: Tables | None
+
+
+class _Kernel:
+    """One block as the kernels see it.
+
+    Raises:
+        _Unfit: it is of another kind.
+    """
+
+    def __init__(self, block: Any) -> None:
+        attention, mlp = block.self_attn, block.mlp
+        self._held: list[Any] = []
+        norms = [
+            self._norm(owner, name)
+            for owner, name in (
+                (block, "input_layernorm"),
+                (attention, "q_norm"),
+                (attention, "k_norm"),
+                (block, "post_attention_layernorm"),
+            )
+        ]
+        layers = [getattr(attention, f"{name}_proj") for name in "qkvo"]
+        layers += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
+        linears = [self._linear(layer) for layer in layers]
+        rows = {name: linear.outputs for name, linear in zip(_LINEARS, linears, strict=True)}
+        heads, kv_heads = attention.n_heads, attention.n_kv_heads
+        size = rows["q"] // heads
+        self._tables, rotated = _rotation(attention.rope)
+        if size % _LANES or size > _WIDEST or rows["k"] != kv_heads * size:
+            raise _Unfit(f"heads of {size}")
+        self.shape = _Shape(
+            type(block), rows["o"], heads, kv_heads, size, rows["gate"], attention.scale,
+            tuple(norm.eps for norm in norms), tuple(bool(one.bias) for one in linears),
+            self._tables,
+        )  # fmt: skip
+        parts = dict(zip((*_NORMS, *_LINEARS), (*norms, *linears), strict=True))
+        self._block = _Block(**parts, size=size, rotated=rotated)
+        self._address = ctypes.byref(self._block)
+
+    def _norm(self, owner: Any, name: str) -> _Norm:
+        if name not in owner:
+            return _Norm(None, 0.0)
+        norm = owner[name]
+        if type(norm) is not nn.RMSNorm:
+            raise _Unfit(f"{name} is a {type(norm).__name__}")
+        return _Norm(self._pointer(norm.weight), norm.eps)
+
+    def _linear(self, layer: Any) -> _Linear:
+        if type(layer) is not nn.Linear:
+            raise _Unfit(f"a product is a {type(layer).__name__}")
+        bias = self._pointer(layer.bias) if "bias" in layer else None
+        return _Linear(self._pointer(layer.weight), bias, *layer.weight.shape)
+
+    def _pointer(self, weight: mx.array) -> int:
+        if weight.dtype != mx.float32:
+            raise _Unfit(f"weights of {weight.dtype}")
+        mx.eval(weight)
+        floats = view(weight)
+        if not floats.flags.c_contiguous:
+            raise _Unfit("weights that are not contiguous")
+        self._held.append(floats)
+        return int(floats.ctypes.data)
+
+    def takes(self, x: mx.array, cache: Any) -> bool:
+        """Whether a pass over these rows is ours."""
+        batch, count, _ = x.shape
+        return (
+            batch == 1
+            and count <= MOST_ROWS
+            and x.dtype == mx.float32
+            and cache is not None
+            and not hasattr(cache, "bits")
+            and not hasattr(cache, "is_traced")
+            and mx.default_device() == mx.cpu
+            and np.size(cache.offset) in (1, count)
+        )
+
+    def run(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        """What the block makes of [1, n, width]."""
+        kernels: Any = cpu_kernels()
+        shape, count = self.shape, x.shape[1]
+        mx.eval(x)
+        rows = view(x)
+        if not rows.flags.c_contiguous:
+            rows = np.ascontiguousarray(rows)
+        queries = np.empty((count, shape.heads, shape.size), np.float32)
+        keys, values = np.empty((2, 1, shape.kv_heads, count, shape.size), np.float32)
+        angles = None if self._tables is None else self._tables.angles(cache.offset, count)
+        kernels.cpu_block_begin(
+            self._address,
+            count,
+            *([None] * 3 if angles is None else map(_address, angles)),
+            *map(_address, (rows, queries, keys, values)),
+        )
+        all_keys, all_values = cache.update_and_fetch(mx.array(keys), mx.array(values))
+        attended = attend_rows(queries, all_keys, all_values, shape.scale, mask)
+        if attended is None:
+            attended = self._attend_by_mlx(queries, all_keys, all_values, cache, mask)
+        out = np.empty((1, count, shape.width), np.float32)
+        kernels.cpu_block_end(self._address, count, *map(_address, (rows, attended, out)))
+        return mx.array(out)
+
+    def _attend_by_mlx(
+        self, queries: Any, keys: Any, values: Any, cache: Any, mask: Any
+    ) -> npt.NDArray[np.float32]:
+        """What the block's own attention function makes of queries [n, heads, size]."""
+        attention = sys.modules[self.shape.family.__module__].scaled_dot_product_attention
+        found: mx.array = attention(
+            mx.array(queries)[None].swapaxes(1, 2),
+            keys, values, cache=cache, scale=self.shape.scale, mask=mask,
+        )  # fmt: skip
+        return np.array(mx.contiguous(found[0].swapaxes(0, 1)))
+
+
+def _address(array: Any) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def _rotation(rope: Any) -> tuple[Tables | None, int]:
+    """The tables that a layer's RoPE rotates by, and how much of a head."""
+    if isinstance(rope, BranchRope):
+        rope = rope.own
+    if type(rope).__name__ == "NoPE":
+        return None, 0
+    if not isinstance(rope, TableRope) or not rope.tables.are_steady:
+        raise _Unfit(f"its RoPE is a {type(rope).__name__}")
+    return rope.tables, rope.dims
+
+
+def equip_for_cpu(model: nn.Module) -> None:
+    """Let a model on the CPU compute by what is faster there; elsewhere it does nothing."""
+    if compute_unit() == "cpu":
+        use_tables(model)
+        use_blocks(model)
+
+
+def use_blocks(model: nn.Module) -> int:
+    """Let few rows go through our kernels in every block that is of their kind.
+
+    After `use_tables`. The weights must stay where they are.
+
+    Returns:
+        How many blocks go through them; 0 without our CPU kernels.
+    """
+    if cpu_kernels() is None:
+        return 0
+    tried: dict[_Shape, bool] = {}
+    used = 0
+    for _, block in model.named_modules():
+        if not _is_candidate(block):
+            continue
+        try:
+            kernel = _Kernel(block)
+        except _Unfit as reason:
+            _log.info("blocks by MLX: %s", reason)
+            continue
+        if kernel.shape not in tried:
+            tried[kernel.shape] = _works(block, kernel)
+        if tried[kernel.shape]:
+            block.few_rows = kernel
+            block.__class__ = _class_with_kernel(type(block))
+            used += 1
+    return used
+
+
+def _is_candidate(block: Any) -> bool:
+    parts = (
+        type(block),
+        type(getattr(block, "self_attn", None)),
+        type(getattr(block, "mlp", None)),
+    )
+    homes = {f"mlx_lm.models.{family}" for family in _FAMILIES}
+    names = tuple(part.__qualname__ for part in parts)
+    modules = {part.__module__ for part in parts}
+    return (
+        names == ("TransformerBlock", "Attention", "MLP") and len(modules) == 1 and modules <= homes
+    )
+
+
+def _class_with_kernel(plain: type) -> type:
+    """The subclass whose few rows go through the block's kernel."""
+    if plain not in _CLASSES:
+
+        def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            kernel: _Kernel = self.few_rows
+            if kernel.takes(x, cache):
+                return kernel.run(x, mask, cache)
+            by_mlx: mx.array = plain.__call__(self, x, mask, cache)
+            return by_mlx
+
+        _CLASSES[plain] = type(f"FewRows{plain.__name__}", (plain,), {"__call__": call})
+    return _CLASSES[plain]
+
+
+def _works(block: Any, kernel: _Kernel) -> bool:
+    """Whether the kernels give what MLX gives, and each row the same bits in any company."""
+    width = kernel.shape.width
+    before = mx.random.normal((1, _BEFORE, width), key=mx.random.key(0))
+    rows = mx.random.normal((1, MOST_ROWS, width), key=mx.random.key(1))
+
+    def read_before() -> Any:
+        cache: Any = KVCache()  # type: ignore[no-untyped-call]
+        mx.eval(block(before, "causal", cache))
+        return cache
+
+    found = kernel.run(rows, "causal", read_before())
+    expected = block(rows, "causal", read_before())
+    relative: Any = (mx.linalg.norm(found - expected) / mx.linalg.norm(expected - rows)).item()
+    same = all(_in_parts(kernel, rows, read_before(), size, found) for size in range(1, MOST_ROWS))
+    if not relative < _TOLERANCE or not same:
+        bits = "" if same else ", and a row's bits depend on the other rows"
+        _log.warning("blocks by MLX: ours are %.2g from its own%s", relative, bits)
+        return False
+    return True
+
+
+def _in_parts(kernel: _Kernel, rows: mx.array, cache: Any, size: int, whole: mx.array) -> bool:
+    """Whether passes of this size have the bits of a single one."""
+    parts = [
+        kernel.run(rows[:, first : first + size], "causal", cache)
+        for first in range(0, MOST_ROWS, size)
+    ]
+    return bool(mx.array_equal(mx.concatenate(parts, axis=1), whole).item())
