@@ -91,6 +91,8 @@ class ServiceSettings(ChildSettings, frozen=True, kw_only=True):
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Threads of the BLAS on Linux."""
     device: Device = ""
+    idle_flag: str = ""
+    """File in which the drafter says that it has nothing to do; empty: nobody asks."""
     prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = PREFILL_STEP_SIZE
     prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = PROMPT_CACHE_SIZE
     """Sequences whose KV is kept after their end, for others with the same beginning."""
@@ -168,7 +170,7 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     prompt_cache_file: str = ""
     """Where the KV of sequences that are over outlives the process; empty: nowhere."""
     spare_cores: list[int] = []
-    """Linux: the drafter's cores, which the verifier uses while no draft is prepared."""
+    """Linux: the drafter's cores, which the verifier uses while the drafter has nothing to do."""
     ranks: RankGroupSettings | None = None
     """The group whose rank 0 this process is; None: the whole model is here."""
 

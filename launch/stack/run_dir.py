@@ -60,6 +60,11 @@ class RunDir:
         """Where the supervisor takes commands."""
         return ipc_address(str(self.path / "control.sock"))
 
+    @property
+    def idle_flag(self) -> Path:
+        """Where the drafter says that it has nothing to do."""
+        return self.path / "drafter-idle"
+
     def log(self, role: str) -> Path:
         """The log of a process."""
         return self.path / f"{role}.log"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from launch.models.coreml_models import require_converted
 from launch.models.pair import Pair
-from launch.settings.machine import machine_name, share_cores
+from launch.settings.machine import computes_on_cpu, machine_name, share_cores
 from launch.settings.paths import cache_dir
 from launch.settings.ranks import describe_ranks, rank_group
 from launch.settings.settings import StackSettings
@@ -92,10 +92,21 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         compute_units=settings.compute_units,
         emulated_cost=settings.emulate_target_cost,
         adapter=pair.adapter,
-        spare_cores=[] if ranks else shared.drafter,
+        spare_cores=[] if ranks or not cores else shared.drafter,
+        idle_flag="" if ranks else _idle_flag(settings, pair, run_dir),
         ranks=ranks,
     )
     return Child("verifier", "services.verifier.main", told, run_dir.log("verifier"))
+
+
+def _idle_flag(settings: StackSettings, pair: Pair, run_dir: RunDir) -> str:
+    """Where target and drafter agree on the drafter's cores; empty if they do not share any."""
+    cores = share_cores(pair.backend)
+    drafts_here = pair.backend != "remote" and (
+        pair.backend not in {"mlx", "head"} or computes_on_cpu(settings.draft_device)
+    )
+    shares = drafts_here and computes_on_cpu(settings.target_device)
+    return str(run_dir.idle_flag) if shares and cores.verifier and cores.drafter else ""
 
 
 def _absolute(file: str) -> str:
@@ -129,6 +140,7 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         answer_timeout_s=settings.draft_timeout_s,
         cores=cores,
         threads=max(1, len(cores)),
+        idle_flag=_idle_flag(settings, pair, run_dir),
         prefill_step_size=settings.prefill_step_size,
         prompt_cache_size=settings.prompt_cache_size,
         prompt_cache_bytes=settings.prompt_cache_bytes,

@@ -16,6 +16,8 @@ from services.drafter.relay.relay import relay
 from services.drafter.relay.stdio_peer import StdioPeer
 from services.drafter.relay.tcp_peer import TcpPeer
 from services.drafter.sliding_context import SlidingContextBackend
+from services.runtime.idle_flag import open_idle_flag
+from services.runtime.inbox import Inbox
 from services.runtime.loop import Identity, serve
 
 
@@ -37,12 +39,13 @@ def run(settings: DrafterSettings) -> None:
 
 
 def _serve(settings: DrafterSettings, backend: DraftBackend) -> None:
+    flag = open_idle_flag(settings.idle_flag)
     if backend.identity.context_length:
         backend = SlidingContextBackend(backend)
     identity = Identity(role="drafter", **backend.identity._asdict())
     channel: Channel[ToService] = Channel(settings.address, Decoder(ToDrafter))
     with channel:
-        serve(channel, identity, Drafter(backend))
+        serve(channel, identity, Drafter(backend), Inbox(channel, flag))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ class _Loaded:
     kernels: ctypes.CDLL | None = None
     cores: tuple[int, ...] = ()
     """Of this process beyond its first; helpers are at home there."""
+    lent: ctypes.c_int | None = None
+    """What the helpers look at, kept where it is."""
     int8_copies: ClassVar[list[tuple[npt.NDArray[Any], ...]]] = []
     """What the kernels read, kept where it is."""
 
@@ -91,17 +93,24 @@ def add_int8_copy(
     return True
 
 
-def use_spare_cores(cores: Sequence[int]) -> int:
+def use_spare_cores(cores: Sequence[int], lent: ctypes.c_int | None = None) -> int:
     """Let threads on these cores, besides this process's own, share all work from now on.
 
     Returns how many threads help; 0 without our kernels. What is computed stays the same, bit
-    for bit. Costs a microsecond. `cores` are the same ones in every call, or none.
+    for bit. Costs a microsecond.
+
+    Args:
+        cores: the same ones in every call, or none.
+        lent: if given, they are used only while it is not 0, which may change at any time.
     """
     if _Loaded.kernels is None:
         return 0
+    if lent is not None:
+        _Loaded.lent = lent
     helpers = (*_Loaded.cores, *cores)
     given = (ctypes.c_int * max(1, len(helpers)))(*helpers)
-    count: int = _Loaded.kernels.set_helpers(len(helpers), given)
+    word = None if lent is None else ctypes.byref(lent)
+    count: int = _Loaded.kernels.set_helpers(len(helpers), given, len(_Loaded.cores), word)
     return count
 
 

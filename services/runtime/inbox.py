@@ -23,6 +23,7 @@ from protocol.messages import (
     Welcome,
 )
 from services.runtime.heartbeat import HeartbeatTimer, Sender
+from services.runtime.idle_flag import IdleFlag
 
 Work = (
     OpenSequence
@@ -55,10 +56,16 @@ class Connection(Sender, Protocol):
 
 
 class Inbox:
-    """Reads between two steps of work, and beats the service's heart."""
+    """Reads between two steps of work, and beats the service's heart.
 
-    def __init__(self, channel: Connection) -> None:
-        self._channel = channel
+    Args:
+        flag: says while nothing is here that there is nothing to do.
+    """
+
+    def __init__(self, channel: Connection, flag: IdleFlag | None = None) -> None:
+        self._channel, self._flag = channel, flag
+        if flag is not None:
+            flag.is_idle = False
         self.heartbeat = HeartbeatTimer(channel)
         self.messages: deque[Work | Stop] = deque()
         self.forgotten = False
@@ -72,11 +79,20 @@ class Inbox:
 
     def wait(self) -> None:
         """Return when there may be a message; beats while there is none."""
-        if not self.messages and not self._channel.await_news(self.heartbeat.wait_s):
+        if not self.messages and not self._await_news():
             self.heartbeat.beat(early=True)  # it is due, or the orchestrator may be a new one
             return
         self._read()
         self.heartbeat.beat()
+
+    def _await_news(self) -> bool:
+        if self._flag is None:
+            return self._channel.await_news(self.heartbeat.wait_s)
+        self._flag.is_idle = True
+        try:
+            return self._channel.await_news(self.heartbeat.wait_s)
+        finally:
+            self._flag.is_idle = False
 
     def look(self, sequence: int) -> None:
         """Take in what has arrived, in the middle of work on this sequence."""

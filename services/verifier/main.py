@@ -13,8 +13,10 @@ from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
 from services.mlx.blas import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
+from services.runtime.idle_flag import open_idle_flag
 from services.runtime.inbox import Inbox
 from services.runtime.loop import Identity, serve
+from services.verifier.spare_cores import SpareCores
 
 if TYPE_CHECKING:
     from services.mlx.loader import LoadedModel
@@ -36,7 +38,7 @@ def run(settings: VerifierSettings) -> None:
         emulated = _emulate_cost(settings, model)
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
         verifier = Verifier(model, settings.prefill_step_size, prompts, target)
-        verifier.spare_cores = tuple(settings.spare_cores)
+        verifier.spare_cores = SpareCores(settings.spare_cores, open_idle_flag(settings.idle_flag))
         if unit != "cpu":
             warm_verifier(verifier)
         _attach_coreml_prefill(verifier, settings, model.folder)

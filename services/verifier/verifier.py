@@ -5,7 +5,7 @@ Trees of several sequences that wait at the same time share a pass (`batching`).
 
 import contextlib
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from functools import partial
 
 import mlx.core as mx
@@ -35,7 +35,6 @@ from services.kv.budget import KVSize, KVTokens, count_kv_tokens, measure_kv
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.kv.state import SequenceState
-from services.mlx.blas import use_spare_cores
 from services.mlx.loader import LoadedModel
 from services.runtime.inbox import Work
 from services.runtime.sequence_table import SequenceTable
@@ -45,6 +44,7 @@ from services.verifier.listener import Listener
 from services.verifier.pass_ahead import PassAhead
 from services.verifier.pipelined_step import next_plain
 from services.verifier.sequence import TargetSequence
+from services.verifier.spare_cores import SpareCores
 from services.verifier.target_model import TargetModel, prepare
 
 MAX_DRAFT_TOKENS = 64
@@ -96,8 +96,7 @@ class Verifier:
         self._last_pass, self._idle_since = ForwardPass(0, 0), time.perf_counter()
         self._revoked: dict[int, int] = {}  # by sequence: see `Revoke.round`
         self._batcher.table, self.pipelines = self._target.table, self._target.pipelines
-        self.spare_cores: Sequence[int] = ()
-        """Of the drafter, for passes beside which it has nothing to do."""
+        self.spare_cores = SpareCores()
         self.listener = Listener(self._sequences)
 
     def _reckon(self, *, logits: bool) -> PassMemory:
@@ -254,7 +253,7 @@ class Verifier:
             yield from self._external.fill(sequence.state, sequence.tokens, tokens)
         pieces = self._chunked_prefill.fill(number, sequence, tokens, lambda: not self._sequences)
         with contextlib.closing(pieces):
-            self._share_cores(drafter_idle=True)
+            self.spare_cores.begin_pass(drafter_idle=True)
             for _ in pieces:
                 now = self._idle_since = time.perf_counter()
                 is_due = now - reported_at >= _PROGRESS_S
@@ -262,7 +261,7 @@ class Verifier:
                     reported, reported_at = sequence.length, now
                     yield PrefillProgress(sequence=number, length=sequence.length)
                 yield None
-                self._share_cores(drafter_idle=True)
+                self.spare_cores.begin_pass(drafter_idle=True)
 
     def _verify(self, message: Verify) -> Generator[FromService | None]:
         sequence, tree = self._validate(message)
@@ -302,7 +301,8 @@ class Verifier:
     ) -> Generator[FromService | None, None, VerificationOutcome]:
         """Verify what was asked for, and begin the next pass if its token is granted."""
         tree = sequence.rule.drop_impossible(message, asked)
-        self._share_cores(drafter_idle=all(one.drafter_idle for one in self._sequences.values()))
+        drafter_idle = all(one.drafter_idle for one in self._sequences.values())
+        self.spare_cores.begin_pass(drafter_idle=drafter_idle)
         try:
             logits, by = yield from self._logits(sequence, tree)
             begun = sequence.begin_choice(logits, message, tree)
@@ -354,10 +354,6 @@ class Verifier:
     def _is_somebody_coming(self) -> bool:
         """Whether another one will ask for a pass in a moment, without a message."""
         return any(one.comes_unasked for one in self._sequences.values())
-
-    def _share_cores(self, *, drafter_idle: bool) -> None:
-        """Compute on the drafter's cores too, or on this process's own alone."""
-        use_spare_cores(self.spare_cores if drafter_idle else ())
 
     def _feed_owed(self, sequence: TargetSequence) -> None:
         """A pass over the tokens that stand but have to be fed again, and no others."""

@@ -11,6 +11,7 @@ import pytest
 
 from launch.models.pair import pair_of
 from launch.prompts import chosen_prompts
+from launch.settings.machine import share_cores
 from launch.settings.settings import StackSettings
 from launch.stack.control import ask_supervisor
 from orchestrator.sequence.limits import Limits
@@ -19,6 +20,7 @@ from protocol.decoding.grammar import json_grammar
 from protocol.messages import ChatMessage, Done, LogitsOptions, Sampling, SwapDrafter
 from services.drafter.backends.mlx import MlxBackend
 from services.mlx.loader import load
+from services.runtime.idle_flag import IdleFlag
 from services.verifier.verifier import Verifier
 from tests.support.lockstep import Lockstep
 from tests.support.stack import (
@@ -118,6 +120,28 @@ def test_a_killed_drafter_costs_no_token(stack: RunningStack, undisturbed: list[
     assert undisturbed == answer.tokens
     eventually(lambda: has_other(stack, "drafter", old), "a new drafter")
     assert stack.answer(PROMPT, max_tokens=16).statistics.rounds > 0
+
+
+@pytest.mark.skipif(not share_cores("mlx").drafter, reason="no core is shared out here")
+def test_a_drafter_may_die_while_its_core_is_lent(
+    stack: RunningStack, undisturbed: list[int]
+) -> None:
+    """SIGKILL when it has nothing to do in a round: same tokens, and the next one lends it too."""
+    flag, old = IdleFlag(str(stack.supervisor.run_dir.idle_flag)), stack.pid("drafter")
+
+    def die() -> None:
+        eventually(lambda: flag.is_idle, "the drafter has nothing to do")
+        os.kill(old, signal.SIGKILL)
+
+    disturb = Once(8, die)
+    fixed = partial(stack.answer, PROMPT, sampling=SAMPLING, num_draft_tokens=3)
+    answer = fixed(max_tokens=MAX_TOKENS, when=disturb)
+    assert disturb.done
+    assert undisturbed == answer.tokens
+    eventually(lambda: has_other(stack, "drafter", old), "a new drafter")
+    flag.is_idle = False
+    assert undisturbed == fixed(max_tokens=MAX_TOKENS).tokens
+    eventually(lambda: flag.is_idle, "the new drafter has nothing to do")
 
 
 def test_a_killed_verifier_costs_no_token(stack: RunningStack, undisturbed: list[int]) -> None:

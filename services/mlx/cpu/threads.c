@@ -28,10 +28,16 @@ static pthread_mutex_t asking = PTHREAD_MUTEX_INITIALIZER; /* held by whom the h
 /* Helpers at work on the task, less CLOSED while there is none: a helper that wakes too late
  * sees a negative number and stays away. */
 static atomic_int gate = -CLOSED;
-static atomic_uint tasks; /* counts them; what sleeping helpers wait on */
-static atomic_int sleepers;
+
+static struct helper {
+    atomic_uint calls; /* counts them; what it waits on while it sleeps */
+    atomic_int asleep;
+} all[MOST_HELPERS];
 static atomic_int helpers; /* how many may help now */
-static int started;        /* how many threads there are */
+static atomic_int always;  /* how many of these whatever `idle` says */
+static const int busy;
+static _Atomic(const int *) idle = &busy; /* another process may write there at any time */
+static int started; /* how many threads there are */
 
 static void pause_briefly(void)
 {
@@ -40,34 +46,52 @@ static void pause_briefly(void)
 #endif
 }
 
-static void take_parts(void)
+static int may_help(int number)
 {
-    for (int number; (number = atomic_fetch_add(&next_part, 1)) < task.parts;)
-        task.compute(task.context, number);
+    if (number >= atomic_load(&helpers))
+        return 0;
+    return number < atomic_load(&always) ||
+           __atomic_load_n(atomic_load(&idle), __ATOMIC_RELAXED) != 0;
 }
 
-static void await_task(unsigned seen)
+/* Call those that may help from number `called` on; returns the first one that may not. */
+static int call_helpers(int called)
 {
-    for (int spins = SPINS; spins > 0; spins--) {
-        if (atomic_load(&tasks) != seen)
-            return;
+    for (; may_help(called); called++) {
+        struct helper *helper = &all[called];
+        atomic_fetch_add(&helper->calls, 1);
+        if (atomic_load(&helper->asleep))
+            syscall(SYS_futex, &helper->calls, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+    }
+    return called;
+}
+
+/* A core that is not ours to use is not ours to wait on either: there a helper sleeps at once. */
+static unsigned await_call(int number, unsigned seen)
+{
+    struct helper *self = &all[number];
+    for (int spins = SPINS; spins > 0 && may_help(number); spins--) {
+        if (atomic_load(&self->calls) != seen)
+            return atomic_load(&self->calls);
         pause_briefly();
     }
-    while (atomic_load(&tasks) == seen) {
-        atomic_fetch_add(&sleepers, 1);
-        syscall(SYS_futex, &tasks, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
-        atomic_fetch_sub(&sleepers, 1);
+    while (atomic_load(&self->calls) == seen) {
+        atomic_store(&self->asleep, 1);
+        syscall(SYS_futex, &self->calls, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+        atomic_store(&self->asleep, 0);
     }
+    return atomic_load(&self->calls);
 }
 
-static void *help(void *number)
+static void *help(void *argument)
 {
-    for (unsigned seen = 0;; seen = atomic_load(&tasks)) {
-        await_task(seen);
-        if ((int)(size_t)number >= atomic_load(&helpers))
-            continue;
+    int number = (int)(size_t)argument;
+    for (unsigned seen = 0;;) {
+        seen = await_call(number, seen);
         if (atomic_fetch_add(&gate, 1) >= 0)
-            take_parts();
+            for (int taken; may_help(number) &&
+                            (taken = atomic_fetch_add(&next_part, 1)) < task.parts;)
+                task.compute(task.context, taken);
         atomic_fetch_sub(&gate, 1);
     }
     return NULL;
@@ -88,12 +112,15 @@ static int start_helper(int core)
     return !failed;
 }
 
-int set_helpers(int count, const int *cores)
+int set_helpers(int count, const int *cores, int unasked, const int *lent)
 {
     if (count > MOST_HELPERS)
         count = MOST_HELPERS;
     while (started < count && start_helper(cores[started]))
         started++;
+    if (lent != NULL)
+        atomic_store(&idle, lent);
+    atomic_store(&always, lent == NULL ? count : unasked);
     atomic_store(&helpers, count < started ? count : started);
     return atomic_load(&helpers);
 }
@@ -110,10 +137,11 @@ void share_parts(part *compute, const void *context, int count)
     task.parts = count;
     atomic_store(&next_part, 0);
     atomic_fetch_add(&gate, CLOSED);
-    atomic_fetch_add(&tasks, 1);
-    if (atomic_load(&sleepers) > 0)
-        syscall(SYS_futex, &tasks, FUTEX_WAKE_PRIVATE, MOST_HELPERS, NULL, NULL, 0);
-    take_parts();
+    int called = call_helpers(0);
+    for (int taken; (taken = atomic_fetch_add(&next_part, 1)) < count;) {
+        compute(context, taken);
+        called = call_helpers(called); /* a core may be lent at any moment */
+    }
     atomic_fetch_sub(&gate, CLOSED);
     while (atomic_load(&gate) != -CLOSED)
         pause_briefly();

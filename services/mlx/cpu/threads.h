@@ -9,7 +9,10 @@ typedef void part(const void *context, int number);
  * thread, another one that calls this computes all of its parts by itself. */
 void share_parts(part *compute, const void *context, int count);
 
-/* Let `count` threads help from now on, thread i on core cores[i]; returns how many will. */
-int set_helpers(int count, const int *cores);
+/* Let `count` threads help from now on, thread i on core cores[i]; returns how many will.
+ *
+ * Unless `lent` is NULL, threads from number `unasked` on help only while *lent is not 0, which
+ * may change at any time; it is kept. Meanwhile they leave their cores alone. */
+int set_helpers(int count, const int *cores, int unasked, const int *lent);
 
 #endif

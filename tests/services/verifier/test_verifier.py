@@ -26,6 +26,7 @@ from protocol.messages import (
 )
 from services.mlx.loader import load
 from services.runtime.inbox import Work
+from services.verifier.spare_cores import SpareCores
 from services.verifier.verifier import Verifier
 from tests.support.reference import SAMPLINGS, plain, tiny_folder
 from tests.support.tiny_models import EOS, FAMILIES
@@ -334,9 +335,9 @@ def test_times_are_told() -> None:
 def test_the_drafters_cores_are_borrowed_while_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """For prompts, and for passes beside which nobody drafts for any sequence; not otherwise."""
     used: list[tuple[int, ...]] = []
-    monkeypatch.setattr("services.verifier.verifier.use_spare_cores", used.append)
+    monkeypatch.setattr("services.verifier.spare_cores.use_spare_cores", used.append)
     verifier = Verifier(load(tiny_folder("llama")), 512)
-    verifier.spare_cores = (7,)
+    verifier.spare_cores = SpareCores((7,))
     for number in (1, 2):
         deque(verifier.handle(OpenSequence(sequence=number, tokens=[5, 6], sampling=Sampling())))
     assert set(used) == {(7,)}
