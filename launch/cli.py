@@ -1,5 +1,6 @@
 """`ssd`: the command line."""
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -7,66 +8,62 @@ from pathlib import Path
 import click
 
 from launch import help_text, signals
-from launch.commands import (
-    agents,
-    bench,
-    chat,
-    completion,
-    convert,
-    demo,
-    distill,
-    doctor,
-    draft_server,
-    generate,
-    keys,
-    launch,
-    load,
-    logs,
-    mac_check,
-    models,
-    serve,
-    simulate,
-    swap_drafter,
-    top,
-)
 from launch.terminal import console
 from protocol.errors import RuntimeFailure, SsdError
 from protocol.version import DISTRIBUTION, VERSION
 
 _INTERRUPTED = 130
 
+_COMMANDS = {
+    "bench": ("bench", "command"),
+    "chat": ("chat", "command"),
+    "claude": ("agents", "claude"),
+    "codex": ("agents", "codex"),
+    "completion": ("completion", "command"),
+    "convert": ("convert", "command"),
+    "demo": ("demo", "command"),
+    "distill": ("distill", "command"),
+    "doctor": ("doctor", "command"),
+    "draft-server": ("draft_server", "command"),
+    "generate": ("generate", "command"),
+    "keys": ("keys", "command"),
+    "launch": ("launch", "command"),
+    "load": ("load", "command"),
+    "logs": ("logs", "command"),
+    "mac-check": ("mac_check", "command"),
+    "models": ("models", "command"),
+    "serve": ("serve", "command"),
+    "simulate": ("simulate", "command"),
+    "swap-drafter": ("swap_drafter", "command"),
+    "top": ("top", "command"),
+}
+"""And where in `launch.commands` it is: the module, and its name there."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class _Commands(click.Group):
+    """Imports a command when it is asked for: most runs need one, and all take half a second."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _COMMANDS and cmd_name not in self.commands:
+            module, name = _COMMANDS[cmd_name]
+            command = getattr(importlib.import_module(f"launch.commands.{module}"), name)
+            help_text.complete(command, cmd_name)
+            self.add_command(command, cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(
+    cls=_Commands,
+    epilog=help_text.EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(VERSION, prog_name=DISTRIBUTION)
 def cli() -> None:
     """Lossless, faster local LLM decoding: speculative speculative decoding."""
-
-
-for _module in (
-    launch,
-    mac_check,
-    generate,
-    chat,
-    serve,
-    swap_drafter,
-    draft_server,
-    keys,
-    logs,
-    bench,
-    load,
-    convert,
-    demo,
-    distill,
-    doctor,
-    models,
-    simulate,
-    top,
-    completion,
-):
-    cli.add_command(_module.command)
-cli.add_command(agents.claude)
-cli.add_command(agents.codex)
-help_text.complete(cli)
 
 
 def _check_shadowing() -> None:

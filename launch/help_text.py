@@ -149,23 +149,29 @@ Exit codes: 2 usage, 3 model, 4 runtime, 5 losslessness, 6 conversion,
 130 interrupted."""
 
 
-def complete(cli: click.Group) -> None:
-    """Give each verb its examples, and a word to each flag that has none."""
-    for name, command in commands(cli):
-        if name in _EXAMPLES and not command.epilog:
-            command.epilog = _format_examples(_EXAMPLES[name])
-        for option in command.params:
+def complete(command: click.Command, name: str) -> None:
+    """Give a verb, and those below it, their examples, and a word to each flag that has none."""
+    for called, one in ((name, command), *_below(command, f"{name} ")):
+        if called in _EXAMPLES and not one.epilog:
+            one.epilog = _format_examples(_EXAMPLES[called])
+        for option in one.params:
             if isinstance(option, click.Option) and not option.help:
                 option.help = next((_WORDS[o] for o in option.opts if o in _WORDS), option.help)
-    cli.epilog = _format_examples(_EXAMPLES[""]) + _LAST
 
 
-def commands(group: click.Group, above: str = "") -> Iterator[tuple[str, click.Command]]:
+def commands(group: click.Group) -> Iterator[tuple[str, click.Command]]:
     """All verbs and what one types for them; those of groups too."""
-    for name, command in group.commands.items():
-        yield f"{above}{name}", command
-        if isinstance(command, click.Group):
-            yield from commands(command, f"{above}{name} ")
+    return _below(group, "")
+
+
+def _below(command: click.Command, above: str) -> Iterator[tuple[str, click.Command]]:
+    if not isinstance(command, click.Group):
+        return
+    context = click.Context(command)
+    for name in command.list_commands(context):
+        if (found := command.get_command(context, name)) is not None:
+            yield f"{above}{name}", found
+            yield from _below(found, f"{above}{name} ")
 
 
 def _format_examples(pairs: list[tuple[str, str]]) -> str:
@@ -176,3 +182,7 @@ def _format_examples(pairs: list[tuple[str, str]]) -> str:
         lines = [f"  {command}\n      {what}" for command, what in pairs]
     # \b keeps click from joining the lines.
     return "\b\nExamples:\n" + "\n".join(lines)
+
+
+EPILOG = _format_examples(_EXAMPLES[""]) + _LAST
+"""Of `ssd --help`."""

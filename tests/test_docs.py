@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from launch.cli import cli
+from launch.help_text import commands
 from launch.settings.settings import StackSettings
 from tests.tools.module_listing import LISTING, ROOT, modules
 
@@ -17,6 +18,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _ROOMS = ("protocol", "orchestrator", "services", "launch", "tests", "docs")
 _PATH = re.compile(rf"`((?:{'|'.join(_ROOMS)})/[\w./-]*)(?::([\w.]+))?`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+COMMANDS = dict(commands(cli))
 _CODE = re.compile(r"```.*?```", re.DOTALL)
 
 
@@ -80,7 +82,7 @@ def test_settings_without_a_flag_stand_in_the_guide() -> None:
     """What only a variable or ssd.toml can set is in the settings' page, with its default."""
     page = (ROOT / "docs" / "guide" / "settings.md").read_text(encoding="utf-8")
     # `serve` has those of `launch`, and some of its own.
-    flags = {parameter.name for parameter in cli.commands["serve"].params} | {"http"}
+    flags = {parameter.name for parameter in COMMANDS["serve"].params} | {"http"}
     fields = [f for f in msgspec.structs.fields(StackSettings) if f.name not in flags]
     rows = [f"| `{field.name}` | {format(field.default, '.15g')} |" for field in fields]
     assert [row for row in rows if row not in page] == []
@@ -103,11 +105,11 @@ def test_commands_in_documents_have_the_flags_they_are_shown_with(document: Path
 
 def find_command(words: list[str]) -> click.Command | None:
     """The command that these words begin with; None if they are prose."""
-    command: click.Command | None = cli.commands.get(words[0])
+    found = words[0]
     for word in words[1:]:
-        if isinstance(command, click.Group) and word in command.commands:
-            command = command.commands[word]
-    return command
+        if f"{found} {word}" in COMMANDS:
+            found = f"{found} {word}"
+    return COMMANDS.get(found)
 
 
 def options(parameter: click.Parameter) -> list[str]:

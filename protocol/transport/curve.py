@@ -2,20 +2,24 @@
 
 Both ends know each other's public key beforehand (pinned); there is no authority and no first
 trust. Keys are 40 characters of Z85, as zmq writes them. Only `channel.py` uses the sockets.
+
+What zmq brings for keys and connections imports asyncio and TLS. Every process of a stack imports
+this module and few need that, so it is imported where it is used.
 """
 
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
 from protocol.errors import UsageError
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
 
 _DOMAIN = "ssd"
 _HANDSHAKE_MS = 5000
@@ -98,7 +102,7 @@ def read_keys(file: Path) -> KeyPair:
 
 def secure(
     socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], lock: Lock
-) -> ThreadAuthenticator | None:
+) -> "ThreadAuthenticator | None":
     """Close a socket to strangers, before it is bound or connected.
 
     Returns:
@@ -110,6 +114,8 @@ def secure(
     if isinstance(lock, ClientLock):
         socket.curve_serverkey = lock.server.encode()
         return None
+    from zmq.auth.thread import ThreadAuthenticator  # noqa: PLC0415
+
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(_DOMAIN, lock)
@@ -127,6 +133,8 @@ def monitor(socket: zmq.Socket[bytes]) -> Monitor:
 
 def poll_failure(watch: Monitor) -> str | None:
     """What has gone wrong with the connection since the last look; None if nothing has."""
+    from zmq.utils.monitor import recv_monitor_message  # noqa: PLC0415
+
     while watch.socket.poll(0):
         match recv_monitor_message(watch.socket)["event"]:
             case zmq.Event.HANDSHAKE_FAILED_AUTH:
