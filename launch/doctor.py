@@ -226,6 +226,8 @@ def _examine_pair(settings: StackSettings, survey: HardwareReport, free: int) ->
 def _examine_reading(pair: Pair, survey: HardwareReport) -> list[Finding]:
     """How fast the machine reads weights, and what that means for the target."""
     text = describe_ceiling(read_weight_bytes(pair.model, survey.device), survey.read_bytes_s)
+    if text and "small_gemm" in survey.matrix_kernels:
+        text += " as floats; what was published in fewer bits is read in as few"
     return [Finding("ok", "reading", text)] if text else []
 
 

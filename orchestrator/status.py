@@ -99,6 +99,7 @@ class StatusReporter:
             compute_unit=hello.compute_unit,
             context_length=hello.context_length,
             emulated_cost=hello.emulated_cost,
+            weight_bytes=hello.weight_bytes,
             ranks=hello.ranks,
         )
 

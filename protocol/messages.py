@@ -183,6 +183,8 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """Verifier: what was added to its model so that it costs more (measurements); else empty."""
     rewinding: Name = ""
     """Verifier: the kinds of its model's layers, and how they go back after a rejected draft."""
+    weight_bytes: int = 0
+    """Verifier: how much of its weights a pass over few tokens reads; 0: unknown."""
     started_ns: int = 0
     """When its process began, by the machine's monotonic clock; 0 means unknown."""
     ranks: list[RankStatus] = []
@@ -833,9 +835,9 @@ class ServiceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     compute_unit: str
     context_length: int
     emulated_cost: str = ""
-    """As in `Hello`."""
+    """As in `Hello`, and the next two."""
+    weight_bytes: int = 0
     ranks: list[RankStatus] = []
-    """As in `Hello`."""
     silent_s: float = 0.0
     """Since the last sign of life of its working thread, while the orchestrator was awake."""
 

@@ -88,7 +88,8 @@ def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFi
         emulated = next((s.emulated_cost for s in status.services if s.emulated_cost), "")
         reading = None
         if survey is not None and not emulated and survey.read_bytes_s:
-            weight_bytes = read_weight_bytes(config.pair.model, survey.device)
+            read = next((s.weight_bytes for s in status.services if s.weight_bytes), 0)
+            weight_bytes = read or read_weight_bytes(config.pair.model, survey.device)
             reading = WeightReading(weight_bytes=weight_bytes, read_bytes_s=survey.read_bytes_s)
         measured = Measured(cold, found, overlap, reading)
         return _result(bench, _config(config, emulated), hardware, measured)

@@ -8,32 +8,29 @@ whose products have many rows, go on with the floats. Elsewhere MLX's own quanti
 """
 
 import logging
-from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.sampler import Floats
 from protocol.settings import DraftWeights
-from services.mlx.blas import add_int8_copy
+from services.mlx.blas import WeightCopy, WeightKind, add_copy
+from services.mlx.exact_copies import add_exact_copies, large_weights
 from services.mlx.loader import compute_unit
 
 _log = logging.getLogger(__name__)
 
-_LEAST_ELEMENTS = 65536
-"""Smaller weights stay in the cache anyway."""
 _GROUP_SIZE = 64
 
 
 def use_weights(model: nn.Module, weights: DraftWeights) -> None:
     """Let the model multiply with these; what it computes changes by rounding."""
-    on_cpu = compute_unit() == "cpu"
-    if weights == "float" or (weights == "auto" and not on_cpu):
-        return
-    if not on_cpu:
-        quantise_linears(model)
+    if compute_unit() != "cpu":
+        if weights == "int8":
+            quantise_linears(model)
+    elif weights == "float":
+        add_exact_copies(model)
     elif not add_int8_weights(model) and weights == "int8":
         _log.warning("the drafter multiplies with floats: its int8 weights need our CPU kernels")
 
@@ -56,25 +53,10 @@ def add_int8_weights(model: nn.Module) -> int:
     Returns:
         How many weights have one; 0 without our CPU kernels.
     """
-    return sum(_add_copy(weight) for weight in _weights(model))
-
-
-def _weights(model: nn.Module) -> list[mx.array]:
-    """What rows are multiplied with: linear layers, and the head where it is not one of them."""
-    found = [layer.weight for layer in model.modules() if type(layer) is nn.Linear]
-    inner: Any = getattr(model, "model", None)
-    embedding: Any = getattr(inner, "embed_tokens", None)
-    if "lm_head" not in model and embedding is not None:
-        found.append(embedding.head if hasattr(embedding, "head") else embedding.weight)
-    return found
-
-
-def _add_copy(weight: mx.array) -> bool:
-    if weight.dtype != mx.float32 or weight.ndim != 2 or weight.size < _LEAST_ELEMENTS:
-        return False
-    mx.eval(weight)
-    floats: Floats = np.array(weight, copy=False)
-    return add_int8_copy(floats, *round_to_int8(floats))
+    return sum(
+        add_copy(weight, WeightCopy(WeightKind.ROUNDED_INT8, *round_to_int8(weight)))
+        for weight in large_weights(model)
+    )
 
 
 def round_to_int8(weight: Floats) -> tuple[npt.NDArray[np.int8], Floats]:

@@ -58,6 +58,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     kv_limit: str = ""
     emulated_cost: str = ""
     rewinding: str = ""
+    weight_bytes: int = 0
     ranks: list[RankStatus] = []
     features: FeatureRequest | None = None
     takes_trees: bool = False

@@ -20,6 +20,7 @@ from services.verifier.spare_cores import SpareCores
 
 if TYPE_CHECKING:
     from services.mlx.loader import LoadedModel
+    from services.ranks.target import OpenTarget
     from services.verifier.verifier import Verifier
 
 
@@ -34,35 +35,46 @@ def run(settings: VerifierSettings) -> None:
     from services.verifier.prefix_cache_file import persist_prefixes  # noqa: PLC0415
     from services.verifier.verifier import Verifier  # noqa: PLC0415
 
-    with open_target(settings) as (model, target, unit, ranks):
+    with open_target(settings) as opened:
+        model, target = opened.model, opened.target
         emulated = _emulate_cost(settings, model)
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
         verifier = Verifier(model, settings.prefill_step_size, prompts, target)
         verifier.spare_cores = SpareCores(settings.spare_cores, open_idle_flag(settings.idle_flag))
-        if unit != "cpu":
+        if opened.compute_unit != "cpu":
             warm_verifier(verifier)
         _attach_coreml_prefill(verifier, settings, model.folder)
-        kv = verifier.kv_tokens(settings.kv_bytes)
-        identity = Identity(
-            role="verifier",
-            backend="mlx",
-            model=settings.model,
-            tokenizer_fingerprint=model.vocabulary.fingerprint,
-            vocabulary_size=model.vocabulary.size,
-            context_length=model.context_length,
-            compute_unit=unit,
-            max_draft_tokens=verifier.max_draft_tokens,
-            kv_tokens=ranks.kv_tokens if ranks else kv.tokens,
-            kv_limit=kv.limit,
-            emulated_cost=emulated,
-            rewinding=verifier.rewinding,
-            takes_trees=verifier.takes_trees,
-            ranks=ranks.status if ranks else [],
-        )
+        identity = _identify(settings, opened, verifier, emulated)
         channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))
         how = f"{settings.prefill} {emulated} {identify_adapter(settings.adapter)}"
         with channel, persist_prefixes(settings.prompt_cache_file, prompts, verifier, model, how):
             _serve(channel, identity, verifier)
+
+
+def _identify(
+    settings: VerifierSettings, opened: "OpenTarget", verifier: "Verifier", emulated: str
+) -> Identity:
+    from services.mlx.exact_copies import count_read_bytes  # noqa: PLC0415
+
+    model, ranks = opened.model, opened.ranks
+    kv = verifier.kv_tokens(settings.kv_bytes)
+    return Identity(
+        role="verifier",
+        backend="mlx",
+        model=settings.model,
+        tokenizer_fingerprint=model.vocabulary.fingerprint,
+        vocabulary_size=model.vocabulary.size,
+        context_length=model.context_length,
+        compute_unit=opened.compute_unit,
+        max_draft_tokens=verifier.max_draft_tokens,
+        kv_tokens=ranks.kv_tokens if ranks else kv.tokens,
+        kv_limit=kv.limit,
+        emulated_cost=emulated,
+        rewinding=verifier.rewinding,
+        weight_bytes=0 if ranks else count_read_bytes(model.module),
+        takes_trees=verifier.takes_trees,
+        ranks=ranks.status if ranks else [],
+    )
 
 
 def _serve(channel: Channel[ToService], identity: Identity, verifier: "Verifier") -> None:

@@ -13,6 +13,7 @@ from services.kv.cache import KVStore, windows_of
 from services.kv.rewinding import StateFactory, find_rewinding
 from services.mlx.cpu_blocks import equip_for_cpu
 from services.mlx.decode_attention import attend_table
+from services.mlx.exact_copies import add_exact_copies
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit
 from services.mlx.taps import TrialPasses
@@ -71,6 +72,8 @@ def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True
     """
     on_cpu, bucketed = compute_unit() == "cpu", compute_unit() == "cuda"
     equip_for_cpu(module)
+    if on_cpu:
+        add_exact_copies(module)
     if bucketed:
         fuse_linears(module)
     states = (

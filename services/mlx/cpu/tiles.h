@@ -1,77 +1,50 @@
-/* Tiles of a product: a few rows of x times a few rows of w, the sums in registers. Included once
- * for each kind of weight and set of instructions, with
+/* The innermost products: a few rows of x times a few rows of weights, the sums in registers. */
+#ifndef SSD_TILES_H
+#define SSD_TILES_H
+
+#include <stddef.h>
+
+/* How the weights of a product are stored, beside floats:
  *
- *     NAME(x)        x with what tells the includes apart
- *     WEIGHT         the type of an element of w
- *     LOAD(w)        LANES of them as floats
- *     SIMD, LANES    the instructions, and how many floats they take at once
- *     FMA(a, b, c)   a * b + c, rounded once
- *     HALVES(v)      eight lanes: the only ones, or each the sum of two
+ *     ROUNDED_INT8  bytes, one factor a row; a drafter's, which may be less exact
+ *     FOUR_BITS     numbers q, two to a byte, and for each block its step and least weight:
+ *                   w = q * step + least. Byte i of a block has weight i in its lower half and
+ *                   weight i + 16 in its upper one
+ *     EIGHT_BITS    the same with a number to a byte
+ *     BFLOAT16, FLOAT16
  *
- * Every element is summed in the same order whatever tile it is in.
- */
+ * Rows of all but floats and ROUNDED_INT8 have a whole number of blocks. */
+enum weight_kind { FLOAT32, ROUNDED_INT8, FOUR_BITS, EIGHT_BITS, BFLOAT16, FLOAT16, KINDS };
 
-typedef float NAME(lanes) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-/* X rows of x times W rows of w: X * W sums. */
-#define TILE(X, W)                                                                              \
-    SIMD static void NAME(tile_##X##_##W)(int k, float alpha, const float *x, int ldx,          \
-                                          const void *from, int ldw, const float *scales,       \
-                                          float *y, int ldy)                                    \
-    {                                                                                           \
-        const WEIGHT *w = from;                                                                 \
-        NAME(lanes) sum[(X * W + 3) / 4 * 4] = {{0}};                                           \
-        float total[(X * W + 3) / 4 * 4];                                                       \
-        int i = 0;                                                                              \
-        for (; i + LANES <= k; i += LANES) {                                                    \
-            NAME(lanes) part[W];                                                                \
-            for (int c = 0; c < W; c++) {                                                       \
-                const WEIGHT *own = w + (size_t)c * ldw + i;                                    \
-                part[c] = LOAD(own);                                                            \
-                __builtin_prefetch((const char *)own + AHEAD);                                  \
-            }                                                                                   \
-            for (int r = 0; r < X; r++) {                                                       \
-                NAME(lanes) row = *(const NAME(lanes) *)(x + (size_t)r * ldx + i);              \
-                for (int c = 0; c < W; c++)                                                     \
-                    sum[r * W + c] = FMA(row, part[c], sum[r * W + c]);                         \
-            }                                                                                   \
-        }                                                                                       \
-        for (int s = 0; s < X * W; s += 4)                                                      \
-            add_lanes(total + s, HALVES(sum[s]), HALVES(sum[s + 1]), HALVES(sum[s + 2]),        \
-                      HALVES(sum[s + 3]));                                                      \
-        for (int r = 0; r < X; r++)                                                             \
-            for (int c = 0; c < W; c++) {                                                       \
-                float s = total[r * W + c];                                                     \
-                for (int j = i; j < k; j++)                                                     \
-                    s = __builtin_fmaf(x[(size_t)r * ldx + j], w[(size_t)c * ldw + j], s);      \
-                y[(size_t)r * ldy + c] = (scales == NULL ? alpha : alpha * scales[c]) * s;      \
-            }                                                                                   \
-    }
-
-TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TILE(6, 1)
-TILE(1, 4) TILE(2, 4) TILE(3, 4)
-#if LANES == 16
-TILE(4, 4) TILE(5, 4) TILE(6, 4)
-#else
-TILE(4, 3) TILE(5, 2) TILE(6, 2)
-#endif
-
-static const struct tiles NAME(tiles) = {
-    {NULL, NAME(tile_1_1), NAME(tile_2_1), NAME(tile_3_1), NAME(tile_4_1), NAME(tile_5_1),
-     NAME(tile_6_1)},
-#if LANES == 16
-    {NULL, NAME(tile_1_4), NAME(tile_2_4), NAME(tile_3_4), NAME(tile_4_4), NAME(tile_5_4),
-     NAME(tile_6_4)},
-    {0, 4, 4, 4, 4, 4, 4},
-#else
-    {NULL, NAME(tile_1_4), NAME(tile_2_4), NAME(tile_3_4), NAME(tile_4_3), NAME(tile_5_2),
-     NAME(tile_6_2)},
-    {0, 4, 4, 4, 3, 2, 2},
-#endif
-    LANES == 16,
+enum {
+    BLOCK_SIZE = 32,
+    MOST_ROWS = 6 /* rows of x whose sums fit the registers */
 };
 
-#undef TILE
-#undef WEIGHT
-#undef LOAD
-#undef NAME
+/* The exponents of a float of sixteen bits and of one of 32 differ by this factor. */
+#define FROM_FLOAT16 0x1p112f
+
+/* From some row on. */
+struct weights {
+    const char *rows;
+    size_t row_bytes;
+    const float *scales; /* factors or steps; NULL where the kind has none */
+    int row_scales;      /* of a row */
+};
+
+typedef void tile(int k, float alpha, const float *x, int ldx, struct weights w, float *y, int ldy);
+
+/* How products with one kind of weight are computed, by the rows of x that go through at once. */
+struct tiles {
+    tile *narrow[1 + MOST_ROWS], *wide[1 + MOST_ROWS]; /* times one row of w, and `width` rows */
+    int width[1 + MOST_ROWS];
+    int balanced; /* rows that need several passes are shared out evenly; else four at a time */
+};
+
+/* For AVX2 or AVX-512, or, elsewhere, for whatever there is. */
+const struct tiles *tiles_for(enum weight_kind kind, int has_avx512);
+
+/* Rows [n, k] of this kind, from the first one on. */
+struct weights weights_of(enum weight_kind kind, int k, const void *rows, const float *scales);
+
+#endif

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from services.mlx import blas
+from services.mlx.blas import WeightKind
 from tests.support.reference import needs_cpu_kernels
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS brings its own BLAS")
@@ -118,9 +119,10 @@ def test_many_weights_have_copies(kernel: ctypes.CDLL) -> None:
 
 
 def add_copy(kernel: ctypes.CDLL, w: Floats, copy: npt.NDArray[np.int8], scales: Floats) -> bool:
-    """What `blas.add_int8_copy` does, for this kernel; the arrays must outlive its products."""
+    """What `blas.add_copy` does, for this kernel; the arrays must outlive its products."""
     pointers = [ctypes.c_void_p(array.ctypes.data) for array in (w, copy, scales)]
-    return bool(kernel.small_gemm_add_int8(pointers[0], *w.shape, *pointers[1:]))
+    kind = int(WeightKind.ROUNDED_INT8)
+    return bool(kernel.small_gemm_add_copy(pointers[0], *w.shape, kind, *pointers[1:]))
 
 
 def contiguous_product(kernel: ctypes.CDLL, x: Floats, w: Floats) -> Floats:

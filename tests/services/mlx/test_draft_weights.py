@@ -95,7 +95,7 @@ def test_without_kernels_the_floats_draft(
 ) -> None:
     """With a word about it only to those who asked for bytes."""
     monkeypatch.setattr(draft_weights, "compute_unit", lambda: "cpu")
-    monkeypatch.setattr(draft_weights, "add_int8_copy", lambda *_: False)
+    monkeypatch.setattr(draft_weights, "add_copy", lambda *_: False)
     use_weights(_Tied(), "auto")
     assert not caplog.records
     use_weights(_Tied(), "int8")
