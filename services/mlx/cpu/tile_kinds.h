@@ -100,19 +100,28 @@ SIMD static inline V(floats) V(part_of_block)(struct V(block) block, int h)
 #define NAME(x) GLUE(x##_four_bits, LANES)
 #define STEP BLOCK_SIZE
 #define FETCHED struct V(block)
-#define FETCH(at, s, i) V(fetch_block)((at) + (i) / 2, (s) + (i) / (BLOCK_SIZE / 2))
+#define FETCH(at, s, i)                                                                         \
+    (__builtin_prefetch((at) + (i) / 2 + AHEAD),                                                \
+     V(fetch_block)((at) + (i) / 2, (s) + (i) / (BLOCK_SIZE / 2)))
 #define PART(f, h) V(part_of_block)(f, h)
 #define ELEMENT(at, i) NO_REST
 #define FACTOR(s) 1.0f
 #include "tile_template.h"
 
+struct V(byte_block) {
+    const char *numbers;
+    V(floats) step, least;
+};
+
 #define NAME(x) GLUE(x##_eight_bits, LANES)
-#define STEP LANES
-#define FETCHED V(floats)
+#define STEP BLOCK_SIZE
+#define FETCHED struct V(byte_block)
 #define FETCH(at, s, i)                                                                         \
-    FMA(__builtin_convertvector(V(widen_bytes)((at) + (i)), V(floats)),                         \
-        V(all)((s)[(i) / BLOCK_SIZE * 2]), V(all)((s)[(i) / BLOCK_SIZE * 2 + 1]))
-#define PART(f, h) (f)
+    (__builtin_prefetch((at) + (i) + AHEAD), (struct V(byte_block)) { (at) + (i), V(all)((s)[(i) / BLOCK_SIZE * 2]),                     \
+        V(all)((s)[(i) / BLOCK_SIZE * 2 + 1]) })
+#define PART(f, h)                                                                              \
+    FMA(__builtin_convertvector(V(widen_bytes)((f).numbers + (h) * LANES), V(floats)), (f).step, \
+        (f).least)
 #define ELEMENT(at, i) NO_REST
 #define FACTOR(s) 1.0f
 #include "tile_template.h"
@@ -120,7 +129,9 @@ SIMD static inline V(floats) V(part_of_block)(struct V(block) block, int h)
 #define NAME(x) GLUE(x##_bfloat16, LANES)
 #define STEP LANES
 #define FETCHED V(floats)
-#define FETCH(at, s, i) ((V(floats))(V(widen_halves)((at) + 2 * (i)) << 16))
+#define FETCH(at, s, i)                                                                         \
+    (__builtin_prefetch((at) + 2 * (i) + AHEAD),                                                \
+     (V(floats))(V(widen_halves)((at) + 2 * (i)) << 16))
 #define PART(f, h) (f)
 #define ELEMENT(at, i) NO_REST
 #define FACTOR(s) 1.0f
@@ -137,7 +148,8 @@ SIMD static inline V(floats) V(halves_as_floats)(const char *from)
 #define NAME(x) GLUE(x##_float16, LANES)
 #define STEP LANES
 #define FETCHED V(floats)
-#define FETCH(at, s, i) V(halves_as_floats)((at) + 2 * (i))
+#define FETCH(at, s, i)                                                                         \
+    (__builtin_prefetch((at) + 2 * (i) + AHEAD), V(halves_as_floats)((at) + 2 * (i)))
 #define PART(f, h) (f)
 #define ELEMENT(at, i) NO_REST
 #define FACTOR(s) 1.0f
