@@ -29,6 +29,7 @@ from services.kv.layered import LayeredState, flatten_caches
 from services.kv.packed import PackedKV
 from services.kv.recording import record_pass
 from services.kv.shared_recurrence import SharedPass
+from services.kv.slots import KnownRows, SlotCache
 from services.kv.state import SequenceState
 from services.mlx import cpu_attention, decode_attention
 from services.mlx.loader import compute_unit
@@ -68,16 +69,27 @@ class PackedCache:
         ]
         return PackedKV(masks, self._borders)
 
+    @property
+    def known(self) -> list[KnownRows] | None:
+        """See `SlotCache.known`."""
+        found = [cache.known for cache in self._caches if isinstance(cache, SlotCache)]
+        parts = [part for own in found for part in own or ()]
+        return parts if len(parts) == len(self._caches) else None
+
+    def store(self, keys: mx.array, values: mx.array) -> None:
+        """Store each part's [1, heads, count, size]."""
+        for cache, own_keys, own_values in self._pieces(keys, values):
+            cache.store(own_keys, own_values)
+
+    def _pieces(self, keys: mx.array, values: mx.array) -> Iterator[tuple[Any, mx.array, mx.array]]:
+        split = (mx.split(rows, self._borders, axis=2) for rows in (keys, values))
+        return zip(self._caches, *split, strict=True)
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PackedKV, PackedKV]:
         """Store each part's [1, heads, count, size]; return the parts' own slots."""
-        pieces = zip(
-            self._caches,
-            mx.split(keys, self._borders, axis=2),
-            mx.split(values, self._borders, axis=2),
-            strict=True,
-        )
         stored = [
-            cache.update_and_fetch(own_keys, own_values) for cache, own_keys, own_values in pieces
+            cache.update_and_fetch(own_keys, own_values)
+            for cache, own_keys, own_values in self._pieces(keys, values)
         ]
         return PackedKV([k for k, _ in stored], self._borders), PackedKV(
             [v for _, v in stored], self._borders

@@ -23,14 +23,19 @@ _LANES = 8
 """Floats of a vector register; a head's size is a multiple of it."""
 
 
-class _Call(ctypes.Structure):
-    """`struct attention` of `cpu/attention.c`; strides are in elements."""
+class AttentionCall(ctypes.Structure):
+    """`struct attention` of `cpu/attention.h`; strides are in elements."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "mask", "out")),
+        *((name, ctypes.c_void_p) for name in ("fresh_k", "fresh_v")),
         *((name, ctypes.c_long) for name in ("q_head", "q_row", "k_head", "k_row")),
         *((name, ctypes.c_long) for name in ("v_head", "v_row", "mask_row")),
-        *((name, ctypes.c_int) for name in ("heads", "kv_heads", "queries", "slots", "size")),
+        *((name, ctypes.c_long) for name in ("fresh_head", "fresh_row")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("heads", "kv_heads", "queries", "slots", "old", "size")
+        ),
         ("causal", ctypes.c_int),
         ("scale", ctypes.c_float),
     )
@@ -128,14 +133,19 @@ def view(array: mx.array) -> Any:
     return np.asarray(memoryview(array))  # type: ignore[arg-type]  # it has a buffer
 
 
-def _describe(views: list[Any], out: Any, scale: float, *, causal: bool) -> _Call:
+def address(array: Any) -> ctypes.c_void_p:
+    """Where a numpy array's elements begin."""
+    return ctypes.c_void_p(array.__array_interface__["data"][0])
+
+
+def _describe(views: list[Any], out: Any, scale: float, *, causal: bool) -> AttentionCall:
     queries, keys, values, *masks = views
     strides = {
         f"{name}_{axis}": view.strides[at] // view.itemsize
         for name, view in (("q", queries), ("k", keys), ("v", values))
         for axis, at in (("head", 1), ("row", 2))
     }
-    return _Call(
+    return AttentionCall(
         q=queries.ctypes.data,
         k=keys.ctypes.data,
         v=values.ctypes.data,
@@ -146,6 +156,7 @@ def _describe(views: list[Any], out: Any, scale: float, *, causal: bool) -> _Cal
         kv_heads=keys.shape[1],
         queries=queries.shape[2],
         slots=keys.shape[2],
+        old=keys.shape[2],
         size=keys.shape[3],
         causal=causal,
         scale=scale,

@@ -10,16 +10,18 @@ traced passes stay MLX's.
 import ctypes
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
-from mlx_lm.models.cache import KVCache
 
+from services.kv.cache import KVStore
+from services.kv.packed import PackedKV
+from services.kv.slots import KnownRows
 from services.mlx.blas import cpu_kernels
-from services.mlx.cpu_attention import attend_rows, view
+from services.mlx.cpu_attention import AttentionCall, Rows, address, attend_rows, view
 from services.mlx.loader import compute_unit
 from services.mlx.rope import BranchRope, TableRope, Tables, use_tables
 
@@ -122,6 +124,8 @@ class _Kernel:
         parts = dict(zip((*_NORMS, *_LINEARS), (*norms, *linears), strict=True))
         self._block = _Block(**parts, size=size, rotated=rotated)
         self._address = ctypes.byref(self._block)
+        self.is_last = False
+        """Whether no block of the model comes after it that is computed so."""
 
     def _norm(self, owner: Any, name: str) -> _Norm:
         if name not in owner:
@@ -163,32 +167,91 @@ class _Kernel:
 
     def run(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """What the block makes of [1, n, width]."""
-        kernels: Any = cpu_kernels()
-        shape, count = self.shape, x.shape[1]
         mx.eval(x)
         rows = view(x)
         if not rows.flags.c_contiguous:
             rows = np.ascontiguousarray(rows)
-        queries = np.empty((count, shape.heads, shape.size), np.float32)
-        keys, values = np.empty((2, 1, shape.kv_heads, count, shape.size), np.float32)
+        count = x.shape[1]
         angles = None if self._tables is None else self._tables.angles(cache.offset, count)
+        turns = [None] * 3 if angles is None else [address(array) for array in angles]
+        keys, values = np.empty((2, 1, self.shape.kv_heads, count, self.shape.size), np.float32)
+        known = getattr(cache, "known", None)
+        found = None if known is None else self._run_at_once(rows, mask, known, turns, keys, values)
+        if found is None:
+            return mx.array(self._run_in_steps(rows, mask, cache, turns, keys, values))
+        cache.store(mx.array(keys), mx.array(values))
+        if self.is_last:
+            # What the layers have stored is nobody's input in this pass.
+            start: Any = mx.async_eval
+            start([array for store in cache.stores for array in store.arrays])
+        return mx.array(found)
+
+    def _run_at_once(  # noqa: PLR0917
+        self, x: Rows, mask: Any, known: Sequence[KnownRows], turns: Any, keys: Rows, values: Rows
+    ) -> Rows | None:
+        """The block, with its own keys and values; None if there is a mask of another kind."""
+        masks = mask.values if isinstance(mask, PackedKV) else [mask]
+        calls, held = (AttentionCall * len(known))(), list[Any]()
+        for call, rows, own in zip(calls, known, masks, strict=True):
+            if not self._describe(call, rows, own, held):
+                return None
+        out = np.empty_like(x)
+        kernels: Any = cpu_kernels()
+        kernels.cpu_block(
+            self._address, x.shape[1], *turns, address(x), len(known), calls,
+            address(keys), address(values), address(out),
+        )  # fmt: skip
+        return out
+
+    def _describe(self, call: AttentionCall, rows: KnownRows, mask: Any, held: list[Any]) -> bool:
+        """Fill in one sequence's attention; whether it is of a kind that the kernels compute."""
+        shape, slots = self.shape, rows.start + rows.new
+        if isinstance(mask, mx.array):
+            if mask.dtype != mx.bool_ or mask.shape != (rows.new, slots):
+                return False
+            mx.eval(mask)
+            seen = view(mask)
+            if seen.strides[1] != 1:
+                return False
+            held.append(seen)
+            call.mask, call.mask_row = address(seen), seen.strides[0]
+        elif mask not in {None, "causal"}:
+            return False
+        if rows.start:
+            if rows.keys is None or rows.values is None:
+                return False
+            mx.eval(rows.keys, rows.values)
+            keys, values = view(rows.keys), view(rows.values)
+            if keys.dtype != np.float32 or keys.strides[3] != 4 or values.strides[3] != 4:
+                return False
+            held += (keys, values)
+            call.k, call.v = address(keys), address(values)
+            _, call.k_head, call.k_row, _ = (stride // 4 for stride in keys.strides)
+            _, call.v_head, call.v_row, _ = (stride // 4 for stride in values.strides)
+        call.heads, call.kv_heads, call.size = shape.heads, shape.kv_heads, shape.size
+        call.queries, call.slots, call.old = rows.new, slots, rows.start
+        call.causal, call.scale = isinstance(mask, str), shape.scale
+        return True
+
+    def _run_in_steps(  # noqa: PLR0917
+        self, x: Rows, mask: Any, cache: Any, turns: Any, keys: Rows, values: Rows
+    ) -> Rows:
+        """The same where the cache says itself which keys and values the rows see."""
+        kernels: Any = cpu_kernels()
+        shape, count = self.shape, x.shape[1]
+        queries = np.empty((count, shape.heads, shape.size), np.float32)
         kernels.cpu_block_begin(
-            self._address,
-            count,
-            *([None] * 3 if angles is None else map(_address, angles)),
-            *map(_address, (rows, queries, keys, values)),
+            self._address, count, *turns, *map(address, (x, queries, keys, values))
         )
         all_keys, all_values = cache.update_and_fetch(mx.array(keys), mx.array(values))
         attended = attend_rows(queries, all_keys, all_values, shape.scale, mask)
         if attended is None:
             attended = self._attend_by_mlx(queries, all_keys, all_values, cache, mask)
-        out = np.empty((1, count, shape.width), np.float32)
-        kernels.cpu_block_end(self._address, count, *map(_address, (rows, attended, out)))
-        return mx.array(out)
+        out = np.empty_like(x)
+        kernels.cpu_block_end(self._address, count, *map(address, (x, attended, out)))
+        return out
 
-    def _attend_by_mlx(
-        self, queries: Any, keys: Any, values: Any, cache: Any, mask: Any
-    ) -> npt.NDArray[np.float32]:
+    def _attend_by_mlx(self, queries: Any, keys: Any, values: Any, cache: Any, mask: Any) -> Rows:
         """What the block's own attention function makes of queries [n, heads, size]."""
         attention = sys.modules[self.shape.family.__module__].scaled_dot_product_attention
         found: mx.array = attention(
@@ -196,10 +259,6 @@ class _Kernel:
             keys, values, cache=cache, scale=self.shape.scale, mask=mask,
         )  # fmt: skip
         return np.array(mx.contiguous(found[0].swapaxes(0, 1)))
-
-
-def _address(array: Any) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
 
 
 def _rotation(rope: Any) -> tuple[Tables | None, int]:
@@ -231,7 +290,7 @@ def use_blocks(model: nn.Module) -> int:
     if cpu_kernels() is None:
         return 0
     tried: dict[_Shape, bool] = {}
-    used = 0
+    used = list[_Kernel]()
     for _, block in model.named_modules():
         if not _is_candidate(block):
             continue
@@ -245,8 +304,10 @@ def use_blocks(model: nn.Module) -> int:
         if tried[kernel.shape]:
             block.few_rows = kernel
             block.__class__ = _class_with_kernel(type(block))
-            used += 1
-    return used
+            used.append(kernel)
+    if used:
+        used[-1].is_last = True
+    return len(used)
 
 
 def _is_candidate(block: Any) -> bool:
@@ -284,26 +345,31 @@ def _works(block: Any, kernel: _Kernel) -> bool:
     before = mx.random.normal((1, _BEFORE, width), key=mx.random.key(0))
     rows = mx.random.normal((1, MOST_ROWS, width), key=mx.random.key(1))
 
-    def read_before() -> Any:
-        cache: Any = KVCache()  # type: ignore[no-untyped-call]
-        mx.eval(block(before, "causal", cache))
-        return cache
+    def read_before() -> KVStore:
+        store = KVStore([None], bucketed=False)
+        store.chain(_BEFORE)
+        mx.eval(block(before, "causal", store.caches[0]))
+        return store
 
-    found = kernel.run(rows, "causal", read_before())
-    expected = block(rows, "causal", read_before())
+    def run(compute: Any, store: KVStore, part: mx.array) -> mx.array:
+        store.chain(part.shape[1])
+        out: mx.array = compute(part, "causal", store.caches[0])
+        mx.eval(out)
+        return out
+
+    def run_in(size: int) -> mx.array:
+        store = read_before()
+        return mx.concatenate(
+            [run(kernel.run, store, rows[:, at : at + size]) for at in range(0, MOST_ROWS, size)],
+            axis=1,
+        )
+
+    found = run_in(MOST_ROWS)
+    expected = run(block, read_before(), rows)
     relative: Any = (mx.linalg.norm(found - expected) / mx.linalg.norm(expected - rows)).item()
-    same = all(_in_parts(kernel, rows, read_before(), size, found) for size in range(1, MOST_ROWS))
+    same = all(mx.array_equal(run_in(size), found).item() for size in range(1, MOST_ROWS))
     if not relative < _TOLERANCE or not same:
         bits = "" if same else ", and a row's bits depend on the other rows"
         _log.warning("blocks by MLX: ours are %.2g from its own%s", relative, bits)
         return False
     return True
-
-
-def _in_parts(kernel: _Kernel, rows: mx.array, cache: Any, size: int, whole: mx.array) -> bool:
-    """Whether passes of this size have the bits of a single one."""
-    parts = [
-        kernel.run(rows[:, first : first + size], "causal", cache)
-        for first in range(0, MOST_ROWS, size)
-    ]
-    return bool(mx.array_equal(mx.concatenate(parts, axis=1), whole).item())

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "attention.h"
 #include "exponential.h"
 #include "simd.h"
 #include "threads.h"
@@ -31,17 +32,6 @@ typedef eight_ints ints;
 /* small_gemm.c: y = alpha * x @ w.T for columns `first` to `end` of y. */
 void rows_by_columns(int m, int first, int end, int k, float alpha, const float *x, int ldx,
                      const float *w, int ldw, float *y, int ldy);
-
-/* One call; strides are in elements, the last axis of all arrays is contiguous. */
-struct attention {
-    const float *q, *k, *v;
-    const unsigned char *mask; /* [queries, slots] of 0 and 1, or NULL */
-    float *out;                /* [queries, heads, size] */
-    long q_head, q_row, k_head, k_row, v_head, v_row, mask_row;
-    int heads, kv_heads, queries, slots, size;
-    int causal; /* query i sees slots 0 to slots - queries + i */
-    float scale;
-};
 
 /* Turn `count` scores, a multiple of LANES, into weights; returns 1 over their sum. */
 SIMD static float softmax(float *scores, int count)
@@ -69,17 +59,27 @@ SIMD static float softmax(float *scores, int count)
     return 1.0f / total;
 }
 
+/* Where some columns of the values are. */
+struct columns {
+    const float *values, *fresh;
+    long row, fresh_row;
+    int old;
+};
+
 /* X rows of weights times W * LANES columns of the values. */
 #define WEIGH(X, W)                                                                             \
     SIMD static void weigh_##X##_##W(int slots, const float *weights, int ldw,                  \
-                                     const float *values, long ldv, float *const *to,           \
+                                     const struct columns *columns, float *const *to,           \
                                      const float *factors)                                      \
     {                                                                                           \
         lanes sum[X][W] = {0};                                                                  \
         for (int s = 0; s < slots; s++) {                                                       \
             lanes part[W];                                                                      \
+            const float *values = s < columns->old                                              \
+                                      ? columns->values + s * columns->row                      \
+                                      : columns->fresh + (s - columns->old) * columns->fresh_row; \
             for (int c = 0; c < W; c++)                                                         \
-                part[c] = *(const lanes *)(values + s * ldv + c * LANES);                       \
+                part[c] = *(const lanes *)(values + c * LANES);                                 \
             for (int r = 0; r < X; r++) {                                                       \
                 float weight = weights[(size_t)r * ldw + s];                                    \
                 lanes all = {weight, weight, weight, weight, weight, weight, weight, weight};   \
@@ -94,8 +94,8 @@ SIMD static float softmax(float *scores, int count)
 
 WEIGH(1, 8) WEIGH(1, 4) WEIGH(1, 1) WEIGH(3, 4) WEIGH(3, 1)
 
-static void weigh(const struct attention *call, int rows, int slots, const float *weights, int ldw, const float *values,
-                  float *const *to, const float *factors)
+static void weigh(const struct attention *call, int head, int rows, int slots,
+                  const float *weights, int ldw, float *const *to, const float *factors)
 {
     for (int row = 0; row < rows;) {
         int together = rows - row >= 3 ? 3 : 1;
@@ -105,11 +105,14 @@ static void weigh(const struct attention *call, int rows, int slots, const float
             float *places[3];
             int left = (call->size - c) / LANES;
             int width = left >= wide ? wide : left >= 4 ? 4 : 1;
+            struct columns columns = {call->v + head * call->v_head + c,
+                                      call->fresh_v + head * call->fresh_head + c, call->v_row,
+                                      call->fresh_row, call->old};
             for (int r = 0; r < together; r++)
                 places[r] = to[row + r] + c;
             (together == 3 ? (width == 4 ? weigh_3_4 : weigh_3_1)
                            : (width == 8 ? weigh_1_8 : width == 4 ? weigh_1_4 : weigh_1_1))(
-                slots, own, ldw, values + c, call->v_row, places, factors + row);
+                slots, own, ldw, &columns, places, factors + row);
             c += width * LANES;
         }
         row += together;
@@ -152,6 +155,14 @@ static int parts_of_a_head(const struct attention *call)
     return (rows + ROWS - 1) / ROWS;
 }
 
+static void score(int rows, int slots, int size, const float *queries, const float *keys, long row,
+                  float *scores, int padded)
+{
+    for (int c = 0; c < slots; c += COLUMNS)
+        rows_by_columns(rows, c, c + COLUMNS < slots ? c + COLUMNS : slots, size, 1.0f, queries,
+                        size, keys, (int)row, scores, padded);
+}
+
 /* ROWS rows of one head of the keys: row r is query r / group of head r % group. */
 static void attend_part(const void *context, int number)
 {
@@ -178,14 +189,16 @@ static void attend_part(const void *context, int number)
             queries[r * call->size + i] = from[i] * call->scale;
         to[r] = call->out + ((size_t)query * call->heads + own) * call->size;
     }
-    const float *keys = call->k + head * call->k_head;
-    for (int c = 0; c < seen; c += COLUMNS)
-        rows_by_columns(rows, c, c + COLUMNS < seen ? c + COLUMNS : seen, call->size, 1.0f, queries,
-                        call->size, keys, (int)call->k_row, scores, padded);
+    int old = seen < call->old ? seen : call->old;
+    score(rows, old, call->size, queries, call->k + head * call->k_head, call->k_row, scores,
+          padded);
+    if (seen > old)
+        score(rows, seen - old, call->size, queries, call->fresh_k + head * call->fresh_head,
+              call->fresh_row, scores + old, padded);
     for (int r = 0; r < rows; r++) {
         factors[r] = weigh_visible(call, scores + (size_t)r * padded, (first + r) / group, padded);
     }
-    weigh(call, rows, seen, scores, padded, call->v + head * call->v_head, to, factors);
+    weigh(call, head, rows, seen, scores, padded, to, factors);
 }
 
 void cpu_attention(const struct attention *call)

@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "attention.h"
 #include "exponential.h"
 #include "simd.h"
 
@@ -43,19 +44,21 @@ struct block {
     int rotated; /* its first elements, in two halves; 0: none */
 };
 
-/* Room for `count` floats of this thread, until it asks again. */
-static float *scratch(size_t count)
+enum purpose { HALVES, WHOLE, PURPOSES };
+
+/* Room for `count` floats of this thread, until it asks again for the same purpose. */
+static float *scratch(enum purpose purpose, size_t count)
 {
-    static _Thread_local float *floats;
-    static _Thread_local size_t room;
-    if (count > room) {
-        free(floats);
-        room = count;
-        floats = aligned_alloc(64, (room * sizeof *floats + 63) / 64 * 64);
-        if (floats == NULL)
+    static _Thread_local float *floats[PURPOSES];
+    static _Thread_local size_t room[PURPOSES];
+    if (count > room[purpose]) {
+        free(floats[purpose]);
+        room[purpose] = count;
+        floats[purpose] = aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64);
+        if (floats[purpose] == NULL)
             abort();
     }
-    return floats;
+    return floats[purpose];
 }
 
 /* One row; `to` may be `from`. */
@@ -184,7 +187,7 @@ void cpu_block_begin(const struct block *block, int rows, const int *positions,
     struct angles angles = {positions, cos, sin};
     int width = block->q.inputs, size = block->size;
     int heads = block->q.outputs / size, kv_heads = block->k.outputs / size;
-    float *normed = scratch((size_t)rows * (width + block->k.outputs));
+    float *normed = scratch(HALVES, (size_t)rows * (width + block->k.outputs));
     float *side_by_side = normed + (size_t)rows * width;
     normalise_rows(&block->before, rows, width, x, normed);
     multiply(&block->q, rows, normed, q);
@@ -202,7 +205,7 @@ void cpu_block_end(const struct block *block, int rows, const float *x, const fl
 {
     int width = block->o.outputs, hidden = block->gate.outputs;
     size_t all = (size_t)rows * width;
-    float *normed = scratch(all + 2 * (size_t)rows * hidden);
+    float *normed = scratch(HALVES, all + 2 * (size_t)rows * hidden);
     float *gate = normed + all, *up = gate + (size_t)rows * hidden;
     multiply(&block->o, rows, attended, out);
     add((int)all, x, out);
@@ -213,4 +216,28 @@ void cpu_block_end(const struct block *block, int rows, const float *x, const fl
         gate_row(hidden, gate + (size_t)r * hidden, up + (size_t)r * hidden);
     multiply(&block->down, rows, gate, normed);
     add((int)all, normed, out);
+}
+
+/* The whole block: `parts` are the sequences' attentions, in the order of the rows, each with its
+ * old keys and values. The rows' own, which are behind those, are left in k and v. */
+void cpu_block(const struct block *block, int rows, const int *positions, const float *cos,
+               const float *sin, const float *x, int parts, const struct attention *attentions,
+               float *k, float *v, float *out)
+{
+    int size = block->size, width = block->q.outputs;
+    float *q = scratch(WHOLE, 2 * (size_t)rows * width), *attended = q + (size_t)rows * width;
+    cpu_block_begin(block, rows, positions, cos, sin, x, q, k, v);
+    for (int p = 0, first = 0; p < parts; first += attentions[p].queries, p++) {
+        struct attention own = attentions[p];
+        own.q = q + (size_t)first * width;
+        own.q_head = size;
+        own.q_row = width;
+        own.fresh_k = k + (size_t)first * size;
+        own.fresh_v = v + (size_t)first * size;
+        own.fresh_head = (long)rows * size;
+        own.fresh_row = size;
+        own.out = attended + (size_t)first * width;
+        cpu_attention(&own);
+    }
+    cpu_block_end(block, rows, x, attended, out);
 }

@@ -113,6 +113,28 @@ def test_sequences_that_share_a_pass_have_the_bits_they_have_alone() -> None:
     np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
+def test_keys_and_values_are_written_where_they_are() -> None:
+    """A pass copies no buffer, and a fork never sees what its origin writes later."""
+    model = with_blocks("llama")
+    store = begun(model)
+
+    def places() -> list[int]:
+        mx.eval(store.arrays)
+        return [np.array(array, copy=False).ctypes.data for array in store.arrays]
+
+    logits(model, store, ROWS[:2])
+    before = places()
+    logits(model, store, ROWS[2:5])
+    assert places() == before
+    fork = store.fork(len(PROMPT) + 2)
+    logits(model, store, [9, 9, 9])
+    store.trim(len(PROMPT) + 2)
+    logits(model, store, [8, 8, 8])
+    np.testing.assert_array_equal(
+        logits(model, fork, ROWS[2:]), logits(model, begun(model), ROWS)[2:]
+    )
+
+
 def test_many_rows_stay_mlx_own() -> None:
     """A prompt's pass is what it was, bit for bit; so is one without a cache."""
     plain, ours = module("llama"), with_blocks("llama")
