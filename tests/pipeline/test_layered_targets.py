@@ -13,11 +13,10 @@ from protocol.messages import Mode, Sampling, Statistics
 from services.drafter.backends.base import DraftBackend
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.ngram import NgramBackend
-from services.mlx.loader import load
 from services.verifier.verifier import Verifier
 from tests.support.families.layered import LAYERED, RECURRENT_DRAFTERS
 from tests.support.lockstep import Lockstep
-from tests.support.reference import plain, tiny_folder
+from tests.support.reference import plain, tiny_folder, tiny_verifier
 from tests.support.stack import (
     Answered,
     RunningStack,
@@ -44,7 +43,7 @@ class Target(NamedTuple):
 
 @cache
 def verifier_of(family: str) -> Verifier:
-    return Verifier(load(tiny_folder(family)), 512)
+    return tiny_verifier(family)
 
 
 def run(

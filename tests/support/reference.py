@@ -3,8 +3,9 @@
 import atexit
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,11 @@ from mlx_lm.utils import load_model
 
 from protocol.decoding.sampler import Floats, sample
 from protocol.messages import Sampling, Tokens
+from services.kv.prefix_cache import PrefixCache
 from services.mlx import blas
+from services.mlx.loader import LoadedModel, compute_unit, load
+from services.verifier.target_model import TargetModel, prepare
+from services.verifier.verifier import Verifier
 from tests.support.tiny_models import write_tiny_model
 
 SAMPLINGS = {
@@ -55,15 +60,19 @@ class Reference:
         logits = np.array(self.module(batch, cache=make_prompt_cache(self.module)))
         return [row[: len(tokens)] for row, tokens in zip(logits, sequences, strict=True)]
 
-    def decoded(self, prompt: Tokens, count: int, sampling: Sampling) -> Tokens:
-        """Plain decoding: the prompt at once, then token by token."""
+    def decode(self, prompt: Tokens, sampling: Sampling) -> Iterator[int]:
+        """Plain decoding without an end: the prompt at once, then token by token."""
         caches = make_prompt_cache(self.module)
-        tokens, news = list(prompt), prompt
-        for _ in range(count):
+        position, news = len(prompt), prompt
+        while True:
             row = np.array(self.module(mx.array([news]), cache=caches)[0, -1:])
-            news = sample(row, [len(tokens)], sampling)
-            tokens += news
-        return tokens[len(prompt) :]
+            news = sample(row, [position], sampling)
+            position += 1
+            yield news[0]
+
+    def decoded(self, prompt: Tokens, count: int, sampling: Sampling) -> Tokens:
+        """The first `count` tokens of plain decoding."""
+        return list(islice(self.decode(prompt, sampling), count))
 
 
 @cache
@@ -72,10 +81,37 @@ def reference(family: str, seed: int = 0) -> Reference:
     return Reference(tiny_folder(family, seed))
 
 
-@cache
+class _Answer:
+    """An answer that is decoded as far as anybody has asked for."""
+
+    def __init__(self, family: str, prompt: tuple[int, ...], sampling: Sampling) -> None:
+        self._rest = reference(family).decode(list(prompt), sampling)
+        self.tokens: Tokens = []
+
+    def take(self, count: int) -> Tokens:
+        self.tokens += islice(self._rest, max(0, count - len(self.tokens)))
+        return self.tokens[:count]
+
+
+_answer = cache(_Answer)
+
+
 def plain(family: str, prompt: tuple[int, ...], count: int, sampling: Sampling) -> Tokens:
-    """`Reference.decoded`, remembered; the result must not be changed."""
-    return reference(family).decoded(list(prompt), count, sampling)
+    """`Reference.decoded`, remembered."""
+    return _answer(family, prompt, sampling).take(count)
+
+
+@cache
+def _tiny_target(family: str) -> tuple[LoadedModel, TargetModel | None]:
+    """On a GPU each verifier prepares its own: traces and tables are not for two."""
+    model = load(tiny_folder(family))
+    return model, prepare(model.module) if compute_unit() == "cpu" else None
+
+
+def tiny_verifier(family: str, step: int = 512, prompts: PrefixCache | None = None) -> Verifier:
+    """A new verifier of a tiny model, which is loaded and tried once; nothing may change it."""
+    model, target = _tiny_target(family)
+    return Verifier(model, step, prompts, target)
 
 
 needs_cpu_kernels = pytest.mark.skipif(

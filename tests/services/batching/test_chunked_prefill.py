@@ -15,11 +15,10 @@ from protocol.messages import (
     Verify,
 )
 from services.batching.chunked_prefill import ChunkSizer
-from services.mlx.loader import load
 from services.runtime.inbox import Work
 from services.runtime.work_queue import WorkQueue
 from services.verifier.verifier import Verifier
-from tests.support.reference import plain, tiny_folder
+from tests.support.reference import plain, tiny_verifier
 
 
 def test_alone_a_prompt_goes_in_the_largest_pieces() -> None:
@@ -81,7 +80,7 @@ def step(queue: WorkQueue, verifier: Verifier) -> tuple[Work, list[FromService |
 def test_prompts_that_wait_share_a_pass() -> None:
     """Short prompts of several requests are one pass, and each is then decoded as if alone."""
     prompts = [(11, 200, 7), (5, 9, 2, 8, 1), (64, 5, 120, 31)]
-    verifier = Verifier(load(tiny_folder("llama")), 512)
+    verifier = tiny_verifier("llama")
     rows, answers = by_turns(verifier, [opening(n, p[:-1]) for n, p in enumerate(prompts)])
     assert rows == [2 + 4 + 3]
     assert [(one.sequence, one.length) for one in answers] == [(0, 2), (1, 4), (2, 3)]
@@ -94,7 +93,7 @@ def test_prompts_that_wait_share_a_pass() -> None:
 
 def test_a_pass_of_prompts_has_its_limit() -> None:
     """No more tokens than a piece may have go together; the rest come next."""
-    verifier = Verifier(load(tiny_folder("llama")), 8)
+    verifier = tiny_verifier("llama", 8)
     rows, _ = by_turns(verifier, [opening(n, (n + 1,) * 5) for n in range(3)])
     assert rows == [5, 5, 5]
     rows, _ = by_turns(verifier, [opening(n, (n + 100,) * 4) for n in range(3, 6)])
@@ -110,7 +109,7 @@ def test_chunks_are_as_long_as_memory_allows() -> None:
             assert least <= rows
             return min(rows, 16)
 
-    verifier = Verifier(load(tiny_folder("llama")), 512)
+    verifier = tiny_verifier("llama")
     prefill: Any = verifier._chunked_prefill
     prefill._memory = Memory()
     rows, answers = by_turns(verifier, [opening(1, tuple(range(20, 100)))])
@@ -120,7 +119,7 @@ def test_chunks_are_as_long_as_memory_allows() -> None:
 
 def test_a_prompt_does_not_wait_for_what_another_device_computes() -> None:
     """A shorter prompt is in work elsewhere: the longer one is computed here meanwhile."""
-    verifier = Verifier(load(tiny_folder("llama")), 8)
+    verifier = tiny_verifier("llama", 8)
     prefill, tokens = verifier._chunked_prefill, list(range(1, 21))
     sequence: Any = SimpleNamespace(tokens=list[int](), state=verifier.new_state())
     with prefill.register(1, [200] * 10), prefill.register(2, tokens):
@@ -132,7 +131,7 @@ def test_a_prompt_does_not_wait_for_what_another_device_computes() -> None:
 def test_a_prompt_waits_for_the_same_prompt() -> None:
     """What another request's prompt will hold in a moment is not computed twice."""
     prompt = tuple(range(2, 42))
-    verifier = Verifier(load(tiny_folder("llama")), 512)
+    verifier = tiny_verifier("llama")
     asked = [opening(1, prompt), opening(2, (*prompt, 7, 8)), opening(3, (9, 9, 9))]
     rows, answers = by_turns(verifier, asked)
     assert rows == [43, 2]
@@ -142,7 +141,7 @@ def test_a_prompt_waits_for_the_same_prompt() -> None:
 def test_nobody_waits_for_a_prompt_that_is_given_up() -> None:
     """The one that waited computes it itself."""
     prompt = tuple(range(2, 42))
-    verifier = Verifier(load(tiny_folder("llama")), 512)
+    verifier = tiny_verifier("llama")
     first, second = (verifier.handle(opening(number, prompt)) for number in (1, 2))
     assert [next(first), next(second), next(second)] == [None, None, None]
     first.close()
@@ -153,7 +152,7 @@ def test_nobody_waits_for_a_prompt_that_is_given_up() -> None:
 
 def test_a_long_prompt_does_not_stall_the_others() -> None:
     """Between any two pieces of a new request's prompt a verification of another is answered."""
-    verifier = Verifier(load(tiny_folder("llama")), 512)
+    verifier = tiny_verifier("llama")
     queue = WorkQueue(verifier)
     answers: list[FromService | None] = []
     prompt = (11, 200, 7)

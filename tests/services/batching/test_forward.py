@@ -27,7 +27,7 @@ from services.drafter.backends.mlx import MlxBackend
 from services.kv.cache import KVStore, windows_of
 from services.mlx.loader import compute_unit, load
 from services.verifier.verifier import Verifier
-from tests.support.reference import SAMPLINGS, for_the_cpu, plain, said, tiny_folder
+from tests.support.reference import SAMPLINGS, for_the_cpu, plain, said, tiny_folder, tiny_verifier
 from tests.support.tiny_models import DRAFTERS, FAMILIES, SLOTTED
 
 ALONE = {"gemma2", "dynamic"}
@@ -44,7 +44,7 @@ NUMBERS = count(1)
 
 @cache
 def verifier_of(family: str) -> Verifier:
-    return Verifier(load(tiny_folder(family)), 512)
+    return tiny_verifier(family)
 
 
 class Stream:

@@ -23,7 +23,7 @@ from services.kv.cache import KVStore, windows_of
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.loader import LoadedModel, load
 from services.verifier.verifier import Verifier
-from tests.support.reference import SAMPLINGS, plain, said, tiny_folder
+from tests.support.reference import SAMPLINGS, plain, said, tiny_folder, tiny_verifier
 from tests.support.tiny_models import DRAFTERS, SLOTTED
 
 TEXT = (0, 2, 97, 41, 250, 33, 8, 141, 77, 19, 203, 64, 5, 120, 31, 88, 160, 3)
@@ -37,7 +37,7 @@ def model_of(family: str) -> LoadedModel:
 
 
 def verifier_of(family: str, most: int = 10, most_bytes: int = MUCH) -> Verifier:
-    return Verifier(model_of(family), 512, PrefixCache(most, most_bytes))
+    return tiny_verifier(family, 512, PrefixCache(most, most_bytes))
 
 
 class Turn:
@@ -108,7 +108,7 @@ def test_requests_that_run_at_the_same_time_share_a_beginning(family: str) -> No
 
 def test_an_abandoned_prefill_is_not_lost() -> None:
     """Who is cancelled in the middle of a prompt and asks again goes on there."""
-    verifier = Verifier(model_of("llama"), 3, PrefixCache(10, MUCH))
+    verifier = tiny_verifier("llama", 3, PrefixCache(10, MUCH))
     opening = verifier.handle(OpenSequence(sequence=1, tokens=list(TEXT), sampling=Sampling()))
     # Two pieces: each is asked for, so that others may join in, and then computed.
     assert [next(opening) for _ in range(4)] == [None] * 4

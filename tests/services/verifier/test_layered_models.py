@@ -22,7 +22,7 @@ from tests.support.families.attention import NESTED, WINDOWED
 from tests.support.families.layered import LAYERED
 from tests.support.families.parts import WINDOW
 from tests.support.families.recurrent import CONVOLUTIONS, DELTA_NETS, FED_AGAIN, MAMBAS
-from tests.support.reference import plain, said, tiny_folder
+from tests.support.reference import plain, said, tiny_folder, tiny_verifier
 
 PROMPT = (0, 2, 97, 41, 250, 33, 8, 141, 77, 19, 203, 64)
 LENGTH = 5 * WINDOW + 8
@@ -41,7 +41,7 @@ def model_of(family: str) -> LoadedModel:
 
 
 def verifier_of(family: str, step: int = 512) -> Verifier:
-    return Verifier(model_of(family), step, PrefixCache(10, MUCH))
+    return tiny_verifier(family, step, PrefixCache(10, MUCH))
 
 
 class Answer:

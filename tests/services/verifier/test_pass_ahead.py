@@ -20,10 +20,8 @@ from protocol.messages import (
     Verify,
 )
 from services.batching.slot_table import SlotTable, attend_gathered
-from services.mlx.loader import load
 from services.runtime.work_queue import WorkQueue
-from services.verifier.verifier import Verifier
-from tests.support.reference import SAMPLINGS, plain, tiny_folder
+from tests.support.reference import SAMPLINGS, plain, tiny_verifier
 from tests.support.tiny_models import SLOTTED
 
 PROMPTS = {1: [11, 200, 5], 2: [7, 8, 9, 10, 33], 3: [90, 4], 4: [11, 200, 6, 1]}
@@ -34,7 +32,7 @@ class Crowd:
     """Sequences at a verifier that runs ahead, served in turns as the service's loop does."""
 
     def __init__(self, family: str = "llama", *, table: bool = False) -> None:
-        self.verifier = Verifier(load(tiny_folder(family)), 512)
+        self.verifier = tiny_verifier(family)
         self.verifier.pipelines = True
         batcher = self.batcher = self.verifier._batcher
         batcher.table = SlotTable(attend_gathered) if table else None

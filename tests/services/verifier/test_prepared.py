@@ -19,11 +19,10 @@ from protocol.messages import (
     VerifyAhead,
 )
 from protocol.transport.codec import encode
-from services.mlx.loader import load
 from services.runtime.work_queue import WorkQueue
 from services.verifier.prepared import PreparedRounds
 from services.verifier.verifier import Verifier
-from tests.support.reference import SAMPLINGS, plain, tiny_folder
+from tests.support.reference import SAMPLINGS, plain, tiny_verifier
 
 PROMPT = (0, 2, 97, 41, 250, 33, 8, 141)
 LENGTH = 30
@@ -36,7 +35,7 @@ LAWS = SAMPLINGS | {
 
 @pytest.fixture(scope="module")
 def verifier() -> Verifier:
-    return Verifier(load(tiny_folder("llama")), 512)
+    return tiny_verifier("llama")
 
 
 def open_at(verifier: Verifier, sampling: Sampling, sequence: int = 1) -> None:

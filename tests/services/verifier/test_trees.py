@@ -25,11 +25,10 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.mlx.loader import load
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.verifier import Verifier
 from tests.support.chi_square import assert_law
-from tests.support.reference import SAMPLINGS, for_the_cpu, plain, said, tiny_folder
+from tests.support.reference import SAMPLINGS, for_the_cpu, plain, said, tiny_verifier
 from tests.support.tiny_models import FAMILIES, RECURRENT
 
 TREED = tuple(name for name in FAMILIES if name not in (*RECURRENT, "dynamic"))
@@ -45,7 +44,7 @@ NUMBERS = count(1)
 
 @cache
 def verifier_of(family: str) -> Verifier:
-    return Verifier(load(tiny_folder(family)), 512)
+    return tiny_verifier(family)
 
 
 Shape = list[tuple[int, int]]

@@ -24,11 +24,10 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.mlx.loader import load
 from services.runtime.inbox import Work
 from services.verifier.spare_cores import SpareCores
 from services.verifier.verifier import Verifier
-from tests.support.reference import SAMPLINGS, plain, tiny_folder
+from tests.support.reference import SAMPLINGS, plain, tiny_verifier
 from tests.support.tiny_models import EOS, FAMILIES
 
 LENGTH = 33
@@ -48,7 +47,7 @@ drafts: st.SearchStrategy[Draft] = st.integers(0, 8).flatmap(
 
 @cache
 def verifier_of(family: str, prefill_step_size: int = 512) -> Verifier:
-    return Verifier(load(tiny_folder(family)), prefill_step_size)
+    return tiny_verifier(family, prefill_step_size)
 
 
 class Line:
@@ -336,7 +335,7 @@ def test_the_drafters_cores_are_borrowed_while_it_is_idle(monkeypatch: pytest.Mo
     """For prompts, and for passes beside which nobody drafts for any sequence; not otherwise."""
     used: list[tuple[int, ...]] = []
     monkeypatch.setattr("services.verifier.spare_cores.use_spare_cores", used.append)
-    verifier = Verifier(load(tiny_folder("llama")), 512)
+    verifier = tiny_verifier("llama")
     verifier.spare_cores = SpareCores((7,))
     for number in (1, 2):
         deque(verifier.handle(OpenSequence(sequence=number, tokens=[5, 6], sampling=Sampling())))
