@@ -11,11 +11,12 @@ from protocol.errors import ModelError
 
 
 def read_weight_bytes(model: str, device: str) -> int:
-    """Bytes of weights that a pass reads on this device; 0 if the folder does not say."""
+    """Bytes of weights that a pass reads on this device, on a CPU as floats; 0: unknown."""
     try:
-        return weights_of(Path(model)).bytes_on(device)
+        weights = weights_of(Path(model))
     except ModelError:
         return 0
+    return 4 * weights.parameters if device == "cpu" else weights.bytes_as_stored
 
 
 def describe_ceiling(weight_bytes: int, read_bytes_s: float) -> str:

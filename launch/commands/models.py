@@ -14,6 +14,7 @@ from launch.models.catalog import Fit, Model, add_folder, list_models, pairs, re
 from launch.models.default_pair import DEFAULT, add_default
 from launch.models.hub import download
 from launch.models.recommendation import PURPOSES, Purpose, Recommendation, recommend
+from launch.models.weights import bytes_on_cpu
 from launch.settings.machine import compute_threads
 from launch.terminal import console
 from launch.terminal.dashboard import format_bytes
@@ -185,7 +186,8 @@ def _pairs_table(fits: list[Fit]) -> Table:
 
 def _card(model: Model) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    on_cpu, stored = 4 * model.parameters, model.weight_bytes
+    stored = model.weight_bytes
+    on_cpu = bytes_on_cpu(model.parameters, stored)
     per_token = model.kv_bytes_per_token
     rows = {
         "model": model.name,

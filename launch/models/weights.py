@@ -23,12 +23,19 @@ class Weights(NamedTuple):
     architecture: str
 
     def bytes_on(self, device: str) -> int:
-        """Weights in memory: float32 on a CPU, as stored elsewhere (`services.mlx.loader.load`)."""
-        return 4 * self.parameters if device == "cpu" else self.bytes_as_stored
+        """Weights in memory, on a CPU at most."""
+        if device != "cpu":
+            return self.bytes_as_stored
+        return bytes_on_cpu(self.parameters, self.bytes_as_stored)
 
     def kv_bytes_on(self, device: str) -> int:
         """KV per token."""
         return self.kv_elements * (4 if device == "cpu" else 2)
+
+
+def bytes_on_cpu(parameters: int, stored: int) -> int:
+    """Float32 (`services.mlx.loader.load`) and exact copies (`services.mlx.exact_copies`)."""
+    return 4 * parameters + min(2 * parameters, stored)
 
 
 def weights_of(folder: Path) -> Weights:

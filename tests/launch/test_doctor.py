@@ -56,7 +56,7 @@ def test_sizes_are_those_of_the_loaded_model(family: str) -> None:
     found = weights_of(folder)
     parameters: Any = tree_flatten(load(folder).module.parameters())
     assert found.parameters == sum(array.size for _, array in parameters)
-    assert found.bytes_on("cpu") == 4 * found.parameters
+    assert 4 * found.parameters < found.bytes_on("cpu") <= 6 * found.parameters
     stored: Any = mx.load(str(folder / "model.safetensors"))
     assert found.bytes_on("metal") == sum(array.nbytes for array in stored.values())
     config = json.loads((folder / "config.json").read_text())
