@@ -24,7 +24,7 @@ UNEVEN = AcceptanceModel(alpha=0.6, burst=0.2, insight=0.3)
 FIXED = [Strategy(num_draft_tokens=1, branches=8), *strategy_grid((4, 8), (24,))]
 
 
-def scenario(shape: str, ratio: float, acceptance: AcceptanceModel, tokens: int = 1000) -> Scenario:
+def scenario(shape: str, ratio: float, acceptance: AcceptanceModel, tokens: int = 500) -> Scenario:
     """T_v of this shape and 20 ms for one token; a tree step takes `ratio` of it."""
     step = 20.0 * ratio
     device = Device(t_verify=T_VERIFY[shape], t_draft=f"1:{step},16:{1.3 * step}")
