@@ -272,11 +272,15 @@ def _rotation(rope: Any) -> tuple[Tables | None, int]:
     return rope.tables, rope.dims
 
 
-def equip_for_cpu(model: nn.Module) -> None:
-    """Let a model on the CPU compute by what is faster there; elsewhere it does nothing."""
+def equip_for_cpu(model: nn.Module, *, is_part: bool = False) -> None:
+    """Let a model on the CPU compute by what is faster there; elsewhere it does nothing.
+
+    One rank's part keeps MLX's blocks: what ranks exchange is in the graph.
+    """
     if compute_unit() == "cpu":
         use_tables(model)
-        use_blocks(model)
+        if not is_part:
+            use_blocks(model)
 
 
 def use_blocks(model: nn.Module) -> int:

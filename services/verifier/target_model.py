@@ -71,7 +71,7 @@ def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True
         may_share_passes: whether it is worth trying to put several sequences into a pass.
     """
     on_cpu, bucketed = compute_unit() == "cpu", compute_unit() == "cuda"
-    equip_for_cpu(module)
+    equip_for_cpu(module, is_part=is_part)
     if on_cpu:
         add_exact_copies(module)
     if bucketed:
