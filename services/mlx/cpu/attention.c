@@ -15,6 +15,7 @@
 #include "attention.h"
 #include "exponential.h"
 #include "simd.h"
+#include "small_gemm.h"
 #include "threads.h"
 
 #define SIMD AVX2
@@ -28,10 +29,6 @@ enum {
 
 typedef eight lanes;
 typedef eight_ints ints;
-
-/* small_gemm.c: y = alpha * x @ w.T for columns `first` to `end` of y. */
-void rows_by_columns(int m, int first, int end, int k, float alpha, const float *x, int ldx,
-                     const float *w, int ldw, float *y, int ldy);
 
 /* Turn `count` scores, a multiple of LANES, into weights; returns 1 over their sum. */
 SIMD static float softmax(float *scores, int count)

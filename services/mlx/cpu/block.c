@@ -17,13 +17,11 @@
 #include "attention.h"
 #include "exponential.h"
 #include "simd.h"
+#include "small_gemm.h"
 
 #define SIMD AVX2
 
-enum { LANES = 8, ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
-
-void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, const float *a,
-                 int lda, const float *b, int ldb, float beta, float *c, int ldc);
+enum { LANES = 8 };
 
 /* y = x @ weight.T + bias, which may be NULL. */
 struct linear {

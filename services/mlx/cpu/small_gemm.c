@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "simd.h"
+#include "small_gemm.h"
 #include "threads.h"
 #include "tiles.h"
 
@@ -24,10 +24,7 @@ enum {
     PLACES = 4096,      /* for copies; a power of two */
     LEAST_WORK = 65536, /* elements of w below which helpers would come too late */
     SHARED_ROWS = 8,    /* from here a product that goes on to BLAS is shared by its columns */
-    SHARED_COLUMNS = 192,
-    ROW_MAJOR = 101,
-    PLAIN = 111,
-    TRANSPOSED = 112
+    SHARED_COLUMNS = 192
 };
 
 typedef void gemm(int order, int ta, int tb, int m, int n, int k, float alpha, const float *a,

@@ -12,14 +12,18 @@ import numpy.typing as npt
 import pytest
 
 from services.mlx import blas
-from services.mlx.blas import WeightKind
+from services.mlx.blas import WeightCopy, WeightKind
+from tests.support.cpu_kernels import (
+    PLAIN,
+    ROW_MAJOR,
+    TRANSPOSED,
+    Floats,
+    add_copy,
+    contiguous_product,
+)
 from tests.support.reference import needs_cpu_kernels
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS brings its own BLAS")
-
-Floats = npt.NDArray[np.float32]
-
-ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
 
 
 def uniform(*shape: int) -> Floats:
@@ -86,7 +90,7 @@ def test_an_int8_copy_is_read_in_the_place_of_its_weight(
     x, w, other = uniform(rows, depth), uniform(columns, depth), uniform(columns, depth) + 1
     copy = np.random.default_rng(depth).integers(-127, 128, (columns, depth), np.int8)
     scales = uniform(columns)
-    assert add_copy(kernel, w, copy, scales)
+    assert add_copy(kernel, w, rounded(copy, scales))
     expected = 0.5 * x.astype(np.float64) @ (scales[:, None] * copy.astype(np.float64)).T
     found = contiguous_product(kernel, x, w)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3 * depth**0.5)
@@ -100,7 +104,7 @@ def test_an_int8_copy_is_read_in_the_place_of_its_weight(
 def test_a_part_of_a_weight_has_no_copy(kernel: ctypes.CDLL) -> None:
     """The first rows begin where the whole weight does."""
     x, w = uniform(2, 32), uniform(20, 32)
-    assert add_copy(kernel, w, np.zeros((20, 32), np.int8), uniform(20))
+    assert add_copy(kernel, w, rounded(np.zeros((20, 32), np.int8), uniform(20)))
     assert not contiguous_product(kernel, x, w).any()
     expected = 0.5 * x.astype(np.float64) @ w[:10].T
     np.testing.assert_allclose(contiguous_product(kernel, x, w[:10]), expected, rtol=1e-5)
@@ -111,31 +115,16 @@ def test_many_weights_have_copies(kernel: ctypes.CDLL) -> None:
     x, all_rows = uniform(1, 8), np.repeat(np.arange(3000, dtype=np.float32), 8).reshape(-1, 8)
     copy, scales = np.ones((1, 8), np.int8), np.arange(3000, dtype=np.float32) + 1
     weights = [all_rows[i : i + 1] for i in range(3000)]
-    added = [add_copy(kernel, w, copy, scales[i:]) for i, w in enumerate(weights)]
+    added = [add_copy(kernel, w, rounded(copy, scales[i:])) for i, w in enumerate(weights)]
     assert sum(added) == added.index(False) == 2048
     for i in (0, 1, 1000, 2047):
         expected = 0.5 * x.sum(dtype=np.float64) * (i + 1)
         np.testing.assert_allclose(contiguous_product(kernel, x, weights[i]), expected, rtol=1e-5)
 
 
-def add_copy(kernel: ctypes.CDLL, w: Floats, copy: npt.NDArray[np.int8], scales: Floats) -> bool:
-    """What `blas.add_copy` does, for this kernel; the arrays must outlive its products."""
-    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (w, copy, scales)]
-    kind = int(WeightKind.ROUNDED_INT8)
-    return bool(kernel.small_gemm_add_copy(pointers[0], *w.shape, kind, *pointers[1:]))
-
-
-def contiguous_product(kernel: ctypes.CDLL, x: Floats, w: Floats) -> Floats:
-    """0.5 * x @ w.T of the arrays as they lie."""
-    (m, k), n = x.shape, w.shape[0]
-    out = np.empty((m, n), np.float32)
-    real, pointer = ctypes.c_float, ctypes.c_void_p
-    kernel.cblas_sgemm(
-        *(ROW_MAJOR, PLAIN, TRANSPOSED, m, n, k, real(0.5)),
-        *(pointer(x.ctypes.data), k, pointer(w.ctypes.data), k),
-        *(real(0.0), pointer(out.ctypes.data), n),
-    )
-    return out
+def rounded(copy: npt.NDArray[np.int8], scales: Floats) -> WeightCopy:
+    """A copy in bytes."""
+    return WeightCopy(WeightKind.ROUNDED_INT8, copy, scales)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 16, 17, 40])

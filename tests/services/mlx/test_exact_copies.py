@@ -8,19 +8,16 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from services.mlx import blas
 from services.mlx.blas import WeightCopy, WeightKind, pack_exactly
 from services.mlx.exact_copies import add_exact_copies, count_read_bytes, large_weights
 from services.mlx.loader import to_dense
+from tests.support.cpu_kernels import Floats, add_copy, contiguous_product
 from tests.support.reference import needs_cpu_kernels
 
 pytestmark = needs_cpu_kernels
-
-Floats = npt.NDArray[np.float32]
-ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
 
 
 def on_a_grid(n: int, k: int, most: int, *, seed: int = 1) -> Floats:
@@ -75,33 +72,21 @@ def kernel(request: pytest.FixtureRequest, tmp_path: Path) -> ctypes.CDLL:
     return own
 
 
-def product(kernel: ctypes.CDLL, x: Floats, w: Floats) -> Floats:
-    """0.5 * x @ w.T."""
-    (m, k), n = x.shape, w.shape[0]
-    out = np.empty((m, n), np.float32)
-    real, pointer = ctypes.c_float, ctypes.c_void_p
-    kernel.cblas_sgemm(
-        *(ROW_MAJOR, PLAIN, TRANSPOSED, m, n, k, real(0.5)),
-        *(pointer(x.ctypes.data), k, pointer(w.ctypes.data), k),
-        *(real(0.0), pointer(out.ctypes.data), n),
-    )
-    return out
-
-
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_products_stay_the_same_to_the_bit(kernel: ctypes.CDLL, kind: WeightKind) -> None:
     """For every number of rows, and columns and depths of many sizes."""
     for n, k in ((1, 32), (7, 96), (101, 64), (300, 576)):
         x = np.random.default_rng(k).normal(size=(16, k)).astype(np.float32)
         w = WEIGHTS[kind](n, k)
-        expected = [product(kernel, x[:rows], w) for rows in range(1, 17)]
+        expected = [contiguous_product(kernel, x[:rows], w) for rows in range(1, 17)]
         copy = pack_exactly(w, kind)
         assert copy is not None
-        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (w, copy.rows, copy.scales)]
-        assert kernel.small_gemm_add_copy(pointers[0], n, k, int(kind), *pointers[1:])
+        assert add_copy(kernel, w, copy)
         w[:] = np.nan  # nobody reads it any more
         for rows in range(1, 17):
-            np.testing.assert_array_equal(product(kernel, x[:rows], w), expected[rows - 1])
+            np.testing.assert_array_equal(
+                contiguous_product(kernel, x[:rows], w), expected[rows - 1]
+            )
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
@@ -153,27 +138,30 @@ def test_what_lies_apart_has_none() -> None:
 class _Model(nn.Module):
     """A linear layer, and one that is too small to matter."""
 
-    def __init__(self, *, bits: int | None = None, group_size: int = 64) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(256, 512, bias=False)
         self.small = nn.Linear(32, 32)
-        if bits is not None:
-            nn.quantize(self, group_size=group_size, bits=bits, class_predicate=_is_large)
 
 
 def _is_large(_: str, layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) and layer.weight.size > 65536
 
 
-@pytest.mark.parametrize("published", ["4 bits", "8 bits", "bfloat16", "float16"])
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_a_published_model_is_read_from_copies(published: str, group_size: int) -> None:
+PUBLISHED: list[tuple[str, int | None, int]] = [
+    ("bfloat16", None, 0),
+    ("float16", None, 0),
+    *(("bfloat16", bits, group_size) for bits in (4, 8) for group_size in (32, 64, 128)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "bits", "group_size"), PUBLISHED)
+def test_a_published_model_is_read_from_copies(
+    dtype: str, bits: int | None, group_size: int
+) -> None:
     """Its layers compute what they did, with less memory to read."""
-    bits = int(published.split(maxsplit=1)[0]) if published.endswith("bits") else None
-    if bits is None and group_size != 32:
-        pytest.skip("only quantised weights have groups")
     model = _Model()
-    model.set_dtype(mx.float16 if published == "float16" else mx.bfloat16)
+    model.set_dtype(getattr(mx, dtype))
     if bits is not None:
         nn.quantize(model, group_size=group_size, bits=bits, class_predicate=_is_large)
     to_dense(model, mx.float32)

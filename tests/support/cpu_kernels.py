@@ -1,0 +1,32 @@
+"""The CPU kernels called by themselves, without MLX."""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.mlx.blas import WeightCopy
+
+Floats = npt.NDArray[np.float32]
+ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
+
+
+def contiguous_product(kernel: ctypes.CDLL, x: Floats, w: Floats) -> Floats:
+    """0.5 * x @ w.T of the arrays as they lie."""
+    (m, k), n = x.shape, w.shape[0]
+    out = np.empty((m, n), np.float32)
+    real, pointer = ctypes.c_float, ctypes.c_void_p
+    kernel.cblas_sgemm(
+        *(ROW_MAJOR, PLAIN, TRANSPOSED, m, n, k, real(0.5)),
+        *(pointer(x.ctypes.data), k, pointer(w.ctypes.data), k),
+        *(real(0.0), pointer(out.ctypes.data), n),
+    )
+    return out
+
+
+def add_copy(kernel: ctypes.CDLL, w: Floats, copy: WeightCopy) -> bool:
+    """What `blas.add_copy` does, for this kernel; the arrays must outlive its products."""
+    arrays: tuple[npt.NDArray[Any], ...] = (w, copy.rows, copy.scales)
+    weight, rows, scales = (ctypes.c_void_p(array.ctypes.data) for array in arrays)
+    return bool(kernel.small_gemm_add_copy(weight, *w.shape, int(copy.kind), rows, scales))
