@@ -32,8 +32,6 @@ _TEMPERATURES = (0.0, 0.0, 0.3, 0.7, 0.7, 1.0)
 """Of the answers; most people sample at 0 or .7."""
 _USER = 0.85
 """Temperature of invented prompts."""
-_INVENTED = 0.2
-"""Share of the rows whose prompt the target invents."""
 _LOOK_EVERY = 32
 """Steps between two looks at which rows are finished."""
 
@@ -163,6 +161,21 @@ class Template(NamedTuple):
     user_tokens: int = 160
 
 
+class Wanted(NamedTuple):
+    """Which texts."""
+
+    slots: int
+    """Positions of a batch: rows times length."""
+    answer: int
+    """Tokens that there is room for behind the longest prompt of a batch."""
+    invented: float
+    """Share of the rows whose prompt the target invents."""
+
+    def room(self, prompt: int) -> int:
+        """Tokens of a row whose prompt has so many."""
+        return min(_LENGTH, -(-(prompt + self.answer) // 64) * 64)
+
+
 class _Rows:
     """The rows of a batch that are not finished."""
 
@@ -241,7 +254,7 @@ def generate(model: Llama, batch: Batch, template: Template, device: str) -> tup
 class Writer:
     """From prompts to shards."""
 
-    def __init__(self, target: Path, device: str, seed: int, slots: int) -> None:
+    def __init__(self, target: Path, device: str, seed: int, wanted: Wanted) -> None:
         dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
         self.model = Llama(target, device, dtype)
         known = TargetTokenizer(target)
@@ -250,8 +263,7 @@ class Writer:
         self._tokenizer: Any = Tokenizer.from_file(str(target / "tokenizer.json"))
         self._device = device
         self._seed = seed
-        self._slots = slots
-        """Positions of a batch: rows times length."""
+        self._wanted = wanted
 
     def encode(self, prompts: list[str]) -> list[list[int]]:
         """Through the chat template, up to the assistant's first token."""
@@ -277,6 +289,7 @@ class Writer:
 
     def batches(self, prompts: list[Prompt]) -> list[Batch]:
         """Prompts of similar length together, and invented ones; in an order of chance."""
+        wanted = self._wanted
         r = random.Random(self._seed + 1)  # noqa: S311  # not for secrets
         rows = list(zip(self.encode([p.prompt for p in prompts]), prompts, strict=True))
         rows = sorted(
@@ -284,18 +297,20 @@ class Writer:
         )
         found = []
         while rows:
-            size = self._slots // _room(len(rows[0][0]))
-            size = self._slots // _room(len(rows[min(size, len(rows)) - 1][0]))
+            size = wanted.slots // wanted.room(len(rows[0][0]))
+            size = wanted.slots // wanted.room(len(rows[min(size, len(rows)) - 1][0]))
             part, rows = rows[:size], rows[size:]
             chosen = [r.choice(_TEMPERATURES) for _ in part]
             given = [tokens for tokens, _ in part]
             names = [prompt.category for _, prompt in part]
-            found.append(Batch(given, chosen, names, _room(len(part[-1][0]))))
-        count = self._slots // 512
-        for _ in range(round(_INVENTED / (1 - _INVENTED) * len(prompts) / count + 0.5)):
+            found.append(Batch(given, chosen, names, wanted.room(len(part[-1][0]))))
+        length = wanted.room(len(self.template.opening) + self.template.user_tokens)
+        count = wanted.slots // length
+        share = wanted.invented / (1 - wanted.invented)
+        for _ in range(round(share * len(prompts) / count + 0.5)):
             chosen = [r.choice(_TEMPERATURES) for _ in range(count)]
             given = [list(self.template.opening)] * count
-            found.append(Batch(given, chosen, ["invented"] * count, 512, invents=True))
+            found.append(Batch(given, chosen, ["invented"] * count, length, invents=True))
         r.shuffle(found)
         return found
 
@@ -325,11 +340,6 @@ class Writer:
             )
 
 
-def _room(prompt: int) -> int:
-    """Tokens of a row whose prompt has so many."""
-    return min(_LENGTH, max(512, -(-(prompt + 320) // 64) * 64))
-
-
 def main() -> None:
     """Write the texts."""
     parser = argparse.ArgumentParser()
@@ -340,10 +350,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=60_000)
     parser.add_argument("--passages", type=int, default=4096)
     parser.add_argument("--slots", type=int, default=2_097_152)
+    parser.add_argument("--answer", type=int, default=320)
+    parser.add_argument("--invented", type=float, default=0.2)
     parser.add_argument("--device", default="cuda")
     flags = parser.parse_args()
     until = time.monotonic() + flags.seconds
-    writer = Writer(flags.target, flags.device, flags.seed, flags.slots)
+    wanted = Wanted(flags.slots, flags.answer, flags.invented)
+    writer = Writer(flags.target, flags.device, flags.seed, wanted)
     passages = writer.passages(flags.passages)
     print(f"{len(passages)} passages, {until - time.monotonic():.0f} s left", flush=True)
     prompts = make_prompts(flags.prompts, passages, flags.seed)
