@@ -13,6 +13,7 @@ from protocol.decoding.sampling_params import is_greedy, uses_rejection
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
 from services.drafter.backends.base import DraftedToken, RoundOptions
+from services.mlx.cpu_best import find_best
 
 SAMPLED_WIDTH = 64
 """Candidates per row when noise decides: the best by logit are rarely the best by score.
@@ -54,6 +55,11 @@ def best_of(rows: Floats, width: int, head_ids: Ids | None) -> Top:
         head_ids: what the columns of a trimmed head stand for.
     """
     width = min(width, rows.shape[-1])
+    found = find_best(rows, width)
+    if found is not None:
+        check_shares(found.totals)
+        ids = found.columns.astype(np.int64)
+        return Top(ids if head_ids is None else head_ids[ids], found.values, found.totals)
     if width == 1:
         columns = np.argmax(rows, axis=-1)[:, None]
     else:

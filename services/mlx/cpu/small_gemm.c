@@ -5,7 +5,8 @@
  * cblas_sgemm under MLX and passes everything else on (services/mlx/blas.py).
  *
  * Weights that have a copy are read there: an exact one in less memory (exact_copy.c), or one
- * that is rounded to bytes (a drafter's). The rows of x stay floats.
+ * that is rounded to bytes (a drafter's), where the rows of x are rounded too if the processor
+ * multiplies bytes (int8_rows.c). Else they stay floats.
  *
  * Every element is summed in the same order whatever the number of rows, so that a token's
  * product is the same bits in plain decoding and in a verification. Threads share the columns
@@ -14,6 +15,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "int8_rows.h"
 #include "small_gemm.h"
 #include "threads.h"
 #include "tiles.h"
@@ -31,10 +33,12 @@ typedef void gemm(int order, int ta, int tb, int m, int n, int k, float alpha, c
                   int lda, const float *b, int ldb, float beta, float *c, int ldc);
 static const struct tiles *tiles[KINDS];
 static gemm *other;
-static int least_rows, most_rows;
+static int least_rows, most_rows, rounds_rows;
 
+/* By processor, unless a test wants what another one would do. */
 void small_gemm_choose_tiles(int has_avx512)
 {
+    rounds_rows = has_avx512 && has_int8_rows();
     for (int kind = 0; kind < KINDS; kind++)
         tiles[kind] = tiles_for(kind, has_avx512);
 }
@@ -92,6 +96,7 @@ struct product {
     const float *a, *b;
     float *c;
     const struct copy *copy; /* of b, or NULL */
+    const struct int8_rows *rounded; /* a, or NULL */
 };
 
 static int rows_at_once(const struct tiles *own, int left)
@@ -144,7 +149,9 @@ static void few_rows(const void *context, int number)
     int end = end_of_part(p, number);
     for (int first = number * p->columns; first < end; first += BLOCK) {
         int last = first + BLOCK < end ? first + BLOCK : end;
-        if (p->copy == NULL)
+        if (p->rounded != NULL)
+            int8_multiply(p->rounded, first, last, p->alpha, p->copy->weights, p->c, p->ldc);
+        else if (p->copy == NULL)
             rows_by_columns(p->m, first, last, p->k, p->alpha, p->a, p->lda, p->b, p->ldb, p->c,
                             p->ldc);
         else
@@ -175,7 +182,8 @@ static const struct copy *copy_for(const struct product *p)
 void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, const float *a,
                  int lda, const float *b, int ldb, float beta, float *c, int ldc)
 {
-    struct product p = {ta, tb, m, n, k, lda, ldb, ldc, BLOCK, alpha, beta, a, b, c, NULL};
+    struct product p = {ta, tb, m, n, k, lda, ldb, ldc, BLOCK, alpha, beta, a, b, c, NULL, NULL};
+    struct int8_rows rounded;
     int large = (size_t)n * k >= LEAST_WORK;
     int is_ours = order == ROW_MAJOR && ta == PLAIN && tb == TRANSPOSED && beta == 0.0f &&
                   most_rows > 0;
@@ -183,6 +191,10 @@ void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, co
         p.copy = copy_for(&p);
     if (is_ours && (p.copy != NULL || (m >= least_rows && m <= most_rows))) {
         p.columns = large ? BLOCK : n;
+        if (p.copy != NULL && p.copy->kind == ROUNDED_INT8 && rounds_rows) {
+            rounded = int8_round_rows(m, k, a, lda);
+            p.rounded = &rounded;
+        }
         share_parts(few_rows, &p, (n + p.columns - 1) / p.columns);
     } else if (order == ROW_MAJOR && large && m >= SHARED_ROWS) {
         /* In the same parts whoever computes them, so that their sums stay the same bits. */

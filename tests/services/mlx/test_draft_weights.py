@@ -1,13 +1,19 @@
 """A drafter's weights as bytes: close to its floats, and only where they are asked for."""
 
+import ctypes
+import shutil
+from pathlib import Path
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 
-from services.mlx import draft_weights
+from services.mlx import blas, draft_weights
+from services.mlx.blas import WeightCopy, WeightKind
 from services.mlx.draft_weights import quantise_linears, round_to_int8, use_weights
 from services.mlx.lm_head import keep_rows
+from tests.support.cpu_kernels import add_copy, contiguous_product
 from tests.support.reference import needs_cpu_kernels
 
 
@@ -107,3 +113,46 @@ def test_quantising_leaves_other_layers() -> None:
     model = _Tied()
     quantise_linears(model)
     assert type(model.model.embed_tokens) is nn.Embedding
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> ctypes.CDLL:
+    """The kernels with a state of their own."""
+    loaded = blas.cpu_kernels()
+    assert loaded is not None
+    own = ctypes.CDLL(str(shutil.copy(loaded._name, tmp_path / "kernels.so")))
+    assert own.small_gemm_take(None, 1, 16) == 16
+    return own
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 63), (70, 64), (9, 100), (128, 576)])
+def test_rows_of_bytes(kernel: ctypes.CDLL, n: int, k: int) -> None:
+    """Rounded rows times rounded weights, or rows as they are: by what the processor can."""
+    random = np.random.default_rng(n)
+    weight, x = (random.normal(size=(rows, k)).astype(np.float32) for rows in (n, 16))
+    x[3] = 0.0
+    copy = WeightCopy(WeightKind.ROUNDED_INT8, *round_to_int8(weight))
+    assert add_copy(kernel, weight, copy)
+    steps = np.abs(x).max(axis=1, keepdims=True) / 127
+    steps[3] = 1.0
+    rounded = np.rint(x / steps) * steps if kernel.has_int8_rows() else x
+    found = contiguous_product(kernel, x, weight)
+    expected = 0.5 * rounded @ (copy.rows.astype(np.float64) * copy.scales[:, None]).T
+    assert np.abs(found - expected).max() < 1e-4
+    for size in range(1, 16):
+        parts = [contiguous_product(kernel, x[i : i + size], weight) for i in range(0, 16, size)]
+        assert np.array_equal(np.concatenate(parts), found)
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_row_that_is_no_number_gives_none(kernel: ctypes.CDLL, broken: float) -> None:
+    """So that whoever reads the logits sees that the drafter is broken; its neighbours are well."""
+    random = np.random.default_rng(2)
+    weight, x = (random.normal(size=(rows, 64)).astype(np.float32) for rows in (8, 4))
+    add_copy(kernel, weight, WeightCopy(WeightKind.ROUNDED_INT8, *round_to_int8(weight)))
+    x[1, 5] = broken
+    found = contiguous_product(kernel, x, weight)
+    assert not np.isfinite(found[1]).any()
+    assert np.isfinite(found[[0, 2, 3]]).all()

@@ -1,0 +1,120 @@
+/* The best few of each row of logits, and what the whole row adds up to, in two readings of it. */
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "exponential.h"
+#include "simd.h"
+
+#define SIMD AVX2
+
+enum { LANES = 8 };
+
+/* NaN if any is. */
+SIMD static float largest_of(int count, const float *row)
+{
+    eight most;
+    eight_ints none = {0};
+    int i = 0;
+    float largest = -INFINITY;
+    for (int lane = 0; lane < LANES; lane++)
+        most[lane] = -INFINITY;
+    for (; i + LANES <= count; i += LANES) {
+        eight x = *(const eight *)(row + i);
+        eight_ints above = x > most;
+        none |= x != x;
+        most = (eight)(((eight_ints)x & above) | ((eight_ints)most & ~above));
+    }
+    for (int lane = 0; lane < LANES; lane++) {
+        if (none[lane])
+            return NAN;
+        largest = most[lane] > largest ? most[lane] : largest;
+    }
+    for (; i < count; i++) {
+        if (isnan(row[i]))
+            return NAN;
+        largest = row[i] > largest ? row[i] : largest;
+    }
+    return largest;
+}
+
+/* Of e to the power of what they are below the largest. */
+SIMD static float sum_of_powers(int count, const float *row, float largest)
+{
+    eight sum = {0}, rest = {0};
+    int i = 0;
+    for (; i + LANES <= count; i += LANES)
+        sum += exponential(*(const eight *)(row + i) - largest);
+    if (i < count) {
+        for (int lane = 0; lane < LANES; lane++)
+            rest[lane] = i + lane < count ? row[i + lane] - largest : -INFINITY;
+        sum += exponential(rest);
+    }
+    return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
+}
+
+/* The best so far, in falling order; of equals the first. */
+struct list {
+    int count, width;
+    int *columns;
+    float *values;
+};
+
+static void insert(struct list *list, int column, float value)
+{
+    int at = list->count < list->width ? list->count++ : list->width - 1;
+    for (; at > 0 && list->values[at - 1] < value; at--) {
+        list->values[at] = list->values[at - 1];
+        list->columns[at] = list->columns[at - 1];
+    }
+    list->values[at] = value;
+    list->columns[at] = column;
+}
+
+SIMD static int any_above(const float *row, float bound)
+{
+    eight_ints above = *(const eight *)row > bound;
+#if defined(__x86_64__)
+    return _mm256_movemask_ps((__m256)above);
+#else
+    int any = 0;
+    for (int lane = 0; lane < LANES; lane++)
+        any |= above[lane];
+    return any;
+#endif
+}
+
+static void find_best(int count, const float *row, struct list *best)
+{
+    int i = 0;
+    for (; i < best->width; i++)
+        insert(best, i, row[i]);
+    const float *bound = &best->values[best->width - 1];
+    while (i < count)
+        if (i + LANES <= count && !any_above(row + i, *bound)) {
+            i += LANES;
+        } else {
+            int end = i + LANES < count ? i + LANES : count;
+            for (; i < end; i++)
+                if (row[i] > *bound)
+                    insert(best, i, row[i]);
+        }
+}
+
+/* Of rows [rows, count], `stride` floats apart: columns and values [rows, width] in falling order,
+ * and the logarithms of the sums of all powers of e. Where a row has a NaN, its sum is NaN and
+ * nothing is said of its best. */
+void best_of_rows(int rows, int count, const float *logits, long stride, int width, int *columns,
+                  float *values, float *totals)
+{
+    for (int r = 0; r < rows; r++) {
+        const float *row = logits + r * stride;
+        float largest = largest_of(count, row);
+        struct list best = {0, width, columns + (size_t)r * width, values + (size_t)r * width};
+        totals[r] = isfinite(largest) ? largest + logf(sum_of_powers(count, row, largest)) : NAN;
+        if (isnan(largest))
+            memset(best.columns, 0, width * sizeof *best.columns);
+        else
+            find_best(count, row, &best);
+    }
+}
