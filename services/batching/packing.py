@@ -76,6 +76,12 @@ class PackedCache:
         parts = [part for own in found for part in own or ()]
         return parts if len(parts) == len(self._caches) else None
 
+    @property
+    def plain_stores(self) -> list[KVStore] | None:
+        """See `SlotCache.plain_stores`."""
+        found = [getattr(cache, "plain_stores", None) for cache in self._caches]
+        return [store for own in found for store in own or ()] if all(found) else None
+
     def store(self, keys: mx.array, values: mx.array) -> None:
         """Store each part's [1, heads, count, size]."""
         for cache, own_keys, own_values in self._pieces(keys, values):

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from protocol.decoding.token_tree import TokenTree
 from protocol.errors import ModelError
+from services.kv.resident import ResidentSlots
 from services.kv.slots import Frame, SlotCache, TableSeat, round_to_bucket, store_rows
 from services.kv.state import PassSize
 
@@ -37,6 +38,32 @@ class KVStore:
         self.frame = Frame(0, 0, 0, np.zeros(0, np.int64), None)
         self.seat: TableSeat | None = None
         """Where its slots are, while it shares passes on a GPU."""
+        self.resident: ResidentSlots | None = None
+        """While CPU kernels may write to the slots where they are."""
+        slots = all(type(cache) is SlotCache for cache in self.caches)
+        self.is_plain = slots and not bucketed and self._narrowest is None
+        """Whether each layer has all slots up to the frame's end, and its tokens see no others."""
+
+    def reside(self, heads: int, size: int) -> ResidentSlots:
+        """Have room for the frame where CPU kernels may write.
+
+        Args:
+            heads: of keys and values.
+            size: of a head.
+
+        Raises:
+            TypeError: what is there is no float32.
+        """
+        self.leave_table()
+        end = self.frame.start + self.frame.count
+        if self.resident is None or self.resident.slots < end:
+            self.resident = ResidentSlots(self.caches, heads, round_to_bucket(end), size)
+        return self.resident
+
+    def hand_out(self) -> None:
+        """Somebody asks for the buffers, and may keep them: see `ResidentSlots`."""
+        self.resident = None
+        self.leave_table()
 
     def leave_table(self) -> None:
         """Have the slots in buffers of its own."""
@@ -233,9 +260,12 @@ class KVStore:
         stay = next((i for i, (to, slot) in enumerate(pairs) if slot != to), len(slots))
         self.length += stay
         if stay < len(slots):
-            indices = mx.array(list(slots[stay:]), dtype=mx.int32)
-            for holder in self.caches if self.seat is None else [self.seat]:
-                holder.move(indices, self.length)
+            if self.resident is not None:
+                self.resident.move(slots[stay:], self.length)
+            else:
+                indices = mx.array(list(slots[stay:]), dtype=mx.int32)
+                for holder in self.caches if self.seat is None else [self.seat]:
+                    holder.move(indices, self.length)
             self.length += len(slots) - stay
 
     def key_length(self, end: int) -> int:

@@ -13,6 +13,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from services.mlx.array_memory import view
+
 if TYPE_CHECKING:
     from services.kv.cache import KVStore
 
@@ -69,22 +71,40 @@ class SlotCache:
     @property
     def keys(self) -> mx.array | None:
         """[1, heads, slots, size]; taken back from a table, if they are in one."""
-        self._store.leave_table()
+        self._store.hand_out()
         return self._keys
 
     @keys.setter
     def keys(self, buffer: mx.array | None) -> None:
+        self._store.resident = None
         self._keys = buffer
 
     @property
     def values(self) -> mx.array | None:
         """As `keys`."""
-        self._store.leave_table()
+        self._store.hand_out()
         return self._values
 
     @values.setter
     def values(self, buffer: mx.array | None) -> None:
+        self._store.resident = None
         self._values = buffer
+
+    def settle(self, heads: int, slots: int, size: int) -> tuple[mx.array, mx.array]:
+        """Move to buffers of this size that nobody else holds; see `ResidentSlots`.
+
+        Raises:
+            TypeError: the keys or values are no float32.
+        """
+        self._keys, self._values = (
+            copy_slots(buffer, (1, heads, slots, size)) for buffer in (self._keys, self._values)
+        )
+        return self._keys, self._values
+
+    @property
+    def plain_stores(self) -> list["KVStore"] | None:
+        """`stores`, if what their layers do in a pass is known; else None."""
+        return [self._store] if self._store.is_plain else None
 
     @property
     def stores(self) -> list["KVStore"]:
@@ -146,6 +166,20 @@ class SlotCache:
     def state(self) -> list[mx.array]:
         """The buffers, for evaluation; not what is in a table."""
         return [array for array in (self._keys, self._values) if array is not None]
+
+
+def copy_slots(buffer: mx.array | None, shape: tuple[int, int, int, int]) -> mx.array:
+    """A copy in a buffer of this shape; raises TypeError if it is no float32."""
+    wider = mx.zeros(shape)
+    if buffer is None:
+        mx.eval(wider)
+        return wider
+    if buffer.dtype != mx.float32:
+        raise TypeError(f"keys and values of {buffer.dtype}")
+    mx.eval(wider, buffer)
+    slots = min(shape[2], buffer.shape[2])
+    view(wider)[..., :slots, :] = view(buffer)[..., :slots, :]
+    return wider
 
 
 def round_to_bucket(length: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.kv.packed import PackedKV
+from services.mlx.array_memory import view
 from services.mlx.blas import cpu_kernels
 
 Rows = npt.NDArray[np.float32]
@@ -126,16 +127,6 @@ def _is_served(
         and size % _LANES == 0
         and size <= _WIDEST
     )
-
-
-def view(array: mx.array) -> Any:
-    """The array's own memory; nothing is copied."""
-    return np.asarray(memoryview(array))  # type: ignore[arg-type]  # it has a buffer
-
-
-def address(array: Any) -> ctypes.c_void_p:
-    """Where a numpy array's elements begin."""
-    return ctypes.c_void_p(array.__array_interface__["data"][0])
 
 
 def _describe(views: list[Any], out: Any, scale: float, *, causal: bool) -> AttentionCall:

@@ -20,16 +20,17 @@ import numpy as np
 from services.kv.cache import KVStore
 from services.kv.packed import PackedKV
 from services.kv.slots import KnownRows
+from services.mlx.array_memory import address, view
 from services.mlx.blas import cpu_kernels
-from services.mlx.cpu_attention import AttentionCall, Rows, address, attend_rows, view
-from services.mlx.loader import compute_unit
-from services.mlx.rope import BranchRope, TableRope, Tables, use_tables
+from services.mlx.cpu_attention import AttentionCall, Rows, attend_rows
+from services.mlx.cpu_weights import LINEARS, NORMS, Block, HeldWeights, Unfit
+from services.mlx.rope import BranchRope, TableRope, Tables
 
 _log = logging.getLogger(__name__)
 
 MOST_ROWS = 16
 """As many as `small_gemm` computes with the same bits in any company (`services.mlx.blas`)."""
-_FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3")
 """Modules of mlx-lm whose `TransformerBlock` is this kind of block."""
 _LANES, _WIDEST = 8, 256
 """Of attention: a head's size is a multiple of the one and at most the other."""
@@ -38,39 +39,6 @@ _TOLERANCE = 1e-4
 _BEFORE = 20
 """Tokens before those of the trial."""
 _CLASSES: dict[type, type] = {}
-
-
-class _Norm(ctypes.Structure):
-    """`struct norm` of `cpu/block.c`."""
-
-    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float))
-
-
-class _Linear(ctypes.Structure):
-    """`struct linear` of `cpu/block.c`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
-        *((name, ctypes.c_int) for name in ("outputs", "inputs")),
-    )
-
-
-_NORMS = ("before", "q_norm", "k_norm", "after")
-_LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
-
-
-class _Block(ctypes.Structure):
-    """`struct block` of `cpu/block.c`."""
-
-    _fields_ = (
-        *((name, _Norm) for name in _NORMS),
-        *((name, _Linear) for name in _LINEARS),
-        *((name, ctypes.c_int) for name in ("size", "rotated")),
-    )
-
-
-class _Unfit(Exception):
-    """This block is not of the kind that the kernels compute."""
 
 
 class _Shape(NamedTuple):
@@ -88,18 +56,18 @@ class _Shape(NamedTuple):
     tables: Tables | None
 
 
-class _Kernel:
+class BlockKernel:
     """One block as the kernels see it.
 
     Raises:
-        _Unfit: it is of another kind.
+        Unfit: it is of another kind.
     """
 
     def __init__(self, block: Any) -> None:
         attention, mlp = block.self_attn, block.mlp
-        self._held: list[Any] = []
+        self._weights = held = HeldWeights()
         norms = [
-            self._norm(owner, name)
+            held.norm(owner, name)
             for owner, name in (
                 (block, "input_layernorm"),
                 (attention, "q_norm"),
@@ -109,47 +77,23 @@ class _Kernel:
         ]
         layers = [getattr(attention, f"{name}_proj") for name in "qkvo"]
         layers += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
-        linears = [self._linear(layer) for layer in layers]
-        rows = {name: linear.outputs for name, linear in zip(_LINEARS, linears, strict=True)}
+        linears = [held.linear(layer) for layer in layers]
+        rows = {name: linear.outputs for name, linear in zip(LINEARS, linears, strict=True)}
         heads, kv_heads = attention.n_heads, attention.n_kv_heads
         size = rows["q"] // heads
         self._tables, rotated = _rotation(attention.rope)
         if size % _LANES or size > _WIDEST or rows["k"] != kv_heads * size:
-            raise _Unfit(f"heads of {size}")
+            raise Unfit(f"heads of {size}")
         self.shape = _Shape(
             type(block), rows["o"], heads, kv_heads, size, rows["gate"], attention.scale,
             tuple(norm.eps for norm in norms), tuple(bool(one.bias) for one in linears),
             self._tables,
         )  # fmt: skip
-        parts = dict(zip((*_NORMS, *_LINEARS), (*norms, *linears), strict=True))
-        self._block = _Block(**parts, size=size, rotated=rotated)
-        self._address = ctypes.byref(self._block)
+        parts = dict(zip((*NORMS, *LINEARS), (*norms, *linears), strict=True))
+        self.block = Block(**parts, size=size, rotated=rotated)
+        self._address = ctypes.byref(self.block)
         self.is_last = False
         """Whether no block of the model comes after it that is computed so."""
-
-    def _norm(self, owner: Any, name: str) -> _Norm:
-        if name not in owner:
-            return _Norm(None, 0.0)
-        norm = owner[name]
-        if type(norm) is not nn.RMSNorm:
-            raise _Unfit(f"{name} is a {type(norm).__name__}")
-        return _Norm(self._pointer(norm.weight), norm.eps)
-
-    def _linear(self, layer: Any) -> _Linear:
-        if type(layer) is not nn.Linear:
-            raise _Unfit(f"a product is a {type(layer).__name__}")
-        bias = self._pointer(layer.bias) if "bias" in layer else None
-        return _Linear(self._pointer(layer.weight), bias, *layer.weight.shape)
-
-    def _pointer(self, weight: mx.array) -> int:
-        if weight.dtype != mx.float32:
-            raise _Unfit(f"weights of {weight.dtype}")
-        mx.eval(weight)
-        floats = view(weight)
-        if not floats.flags.c_contiguous:
-            raise _Unfit("weights that are not contiguous")
-        self._held.append(floats)
-        return int(floats.ctypes.data)
 
     def takes(self, x: mx.array, cache: Any) -> bool:
         """Whether a pass over these rows is ours."""
@@ -268,19 +212,8 @@ def _rotation(rope: Any) -> tuple[Tables | None, int]:
     if type(rope).__name__ == "NoPE":
         return None, 0
     if not isinstance(rope, TableRope) or not rope.tables.are_steady:
-        raise _Unfit(f"its RoPE is a {type(rope).__name__}")
+        raise Unfit(f"its RoPE is a {type(rope).__name__}")
     return rope.tables, rope.dims
-
-
-def equip_for_cpu(model: nn.Module, *, is_part: bool = False) -> None:
-    """Let a model on the CPU compute by what is faster there; elsewhere it does nothing.
-
-    One rank's part keeps MLX's blocks: what ranks exchange is in the graph.
-    """
-    if compute_unit() == "cpu":
-        use_tables(model)
-        if not is_part:
-            use_blocks(model)
 
 
 def use_blocks(model: nn.Module) -> int:
@@ -294,13 +227,13 @@ def use_blocks(model: nn.Module) -> int:
     if cpu_kernels() is None:
         return 0
     tried: dict[_Shape, bool] = {}
-    used = list[_Kernel]()
+    used = list[BlockKernel]()
     for _, block in model.named_modules():
         if not _is_candidate(block):
             continue
         try:
-            kernel = _Kernel(block)
-        except _Unfit as reason:
+            kernel = BlockKernel(block)
+        except Unfit as reason:
             _log.info("blocks by MLX: %s", reason)
             continue
         if kernel.shape not in tried:
@@ -320,7 +253,7 @@ def _is_candidate(block: Any) -> bool:
         type(getattr(block, "self_attn", None)),
         type(getattr(block, "mlp", None)),
     )
-    homes = {f"mlx_lm.models.{family}" for family in _FAMILIES}
+    homes = {f"mlx_lm.models.{family}" for family in FAMILIES}
     names = tuple(part.__qualname__ for part in parts)
     modules = {part.__module__ for part in parts}
     return (
@@ -333,7 +266,7 @@ def _class_with_kernel(plain: type) -> type:
     if plain not in _CLASSES:
 
         def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-            kernel: _Kernel = self.few_rows
+            kernel: BlockKernel = self.few_rows
             if kernel.takes(x, cache):
                 return kernel.run(x, mask, cache)
             by_mlx: mx.array = plain.__call__(self, x, mask, cache)
@@ -343,7 +276,7 @@ def _class_with_kernel(plain: type) -> type:
     return _CLASSES[plain]
 
 
-def _works(block: Any, kernel: _Kernel) -> bool:
+def _works(block: Any, kernel: BlockKernel) -> bool:
     """Whether the kernels give what MLX gives, and each row the same bits in any company."""
     width = kernel.shape.width
     before = mx.random.normal((1, _BEFORE, width), key=mx.random.key(0))

@@ -29,6 +29,11 @@ class _TrimmedEmbedding(nn.Module):
         self._embedding = embedding
         self.head = rows
 
+    @property
+    def looked_up(self) -> Any:
+        """The input side."""
+        return self._embedding
+
     def __call__(self, ids: mx.array) -> mx.array:
         embedded: mx.array = self._embedding(ids)
         return embedded

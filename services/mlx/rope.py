@@ -87,6 +87,7 @@ class Tables:
         self._offset: Offset | None = None
         self._tables: tuple[mx.array, mx.array] | None = None
         self._latest: tuple[Offset, Angles] | None = None
+        self._known: Angles | None = None
 
     def at(self, offset: Offset, tokens: int, size: int) -> tuple[mx.array, mx.array]:
         """The tables for these positions; the sine carries the sign of the half it goes to."""
@@ -105,11 +106,15 @@ class Tables:
             positions = np.array(offset, np.int32).reshape(-1)
             if len(positions) != tokens:
                 positions = positions[0] + np.arange(tokens, dtype=np.int32)
-            known = None if latest is None else latest[1]
-            if known is None or positions.max() >= len(known.cos):
-                known = self._by_position(int(positions.max()) + 1)
-            latest = self._latest = offset, known._replace(positions=positions)
+            latest = self._latest = offset, self.angles_at(positions)
         return latest[1]
+
+    def angles_at(self, positions: npt.NDArray[np.int32]) -> Angles:
+        """What rows at positions [tokens] are rotated by, outside MLX."""
+        known = self._known
+        if known is None or positions.max(initial=0) >= len(known.cos):
+            known = self._known = self._by_position(int(positions.max(initial=0)) + 1)
+        return known._replace(positions=positions)
 
     def _by_position(self, count: int) -> Angles:
         rounded = max(_FEWEST_POSITIONS, 1 << (count - 1).bit_length())

@@ -11,7 +11,7 @@ from services.batching.packing import supports_packing, supports_table, supports
 from services.batching.slot_table import SlotTable
 from services.kv.cache import KVStore, windows_of
 from services.kv.rewinding import StateFactory, find_rewinding
-from services.mlx.cpu_blocks import equip_for_cpu
+from services.mlx.cpu_pass import equip_for_cpu, fill_only
 from services.mlx.decode_attention import attend_table
 from services.mlx.exact_copies import add_exact_copies
 from services.mlx.fused_linear import fuse_linears
@@ -85,7 +85,7 @@ def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True
     takes_trees = states.rewinds and not is_part and supports_trees(module, states.make)
     return TargetModel(
         verify=module,
-        prefill=module,
+        prefill=fill_only(module),
         states=states,
         bucketed=bucketed,
         shares_passes=shares,

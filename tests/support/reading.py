@@ -8,7 +8,6 @@ import numpy as np
 
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import DraftedToken, Rows, TreeLayer
-from services.mlx.loader import compute_unit
 from services.mlx.target_reader import TargetReader
 
 CHAIN = [203, 64, 5]
@@ -81,10 +80,7 @@ def check_company(
 
 
 def check_drafts(expected: list[DraftedToken], found: list[DraftedToken]) -> None:
-    """The same drafts; on a GPU another way to the same logits rounds their shares otherwise."""
-    if compute_unit() == "cpu":
-        assert expected == found
-        return
+    """The same drafts; another way to the same logits rounds their shares otherwise."""
     assert [draft.token for draft in expected] == [draft.token for draft in found]
     shares = ([draft.confidence for draft in drafts] for drafts in (expected, found))
     np.testing.assert_allclose(*shares, atol=1e-4)

@@ -54,7 +54,7 @@ from services.kv.budget import measure_kv
 from services.kv.cache import KVStore, windows_of
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.kv.rewinding import find_branching
-from services.mlx.cpu_blocks import equip_for_cpu
+from services.mlx.cpu_pass import equip_for_cpu
 from services.mlx.draft_weights import use_weights
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head

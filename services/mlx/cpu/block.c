@@ -8,56 +8,21 @@
  * are small_gemm.c's. Each row is computed by itself, in one order: it has the same bits in any
  * company.
  */
+#include "block.h"
+
 #include <limits.h>
 #include <math.h>
 #include <stddef.h>
-#include <stdlib.h>
 #include <string.h>
 
-#include "attention.h"
 #include "exponential.h"
+#include "scratch.h"
 #include "simd.h"
 #include "small_gemm.h"
 
 #define SIMD AVX2
 
 enum { LANES = 8 };
-
-/* y = x @ weight.T + bias, which may be NULL. */
-struct linear {
-    const float *weight, *bias;
-    int outputs, inputs;
-};
-
-/* weight NULL: nothing is normalised. */
-struct norm {
-    const float *weight;
-    float eps;
-};
-
-struct block {
-    struct norm before, q_norm, k_norm, after;
-    struct linear q, k, v, o, gate, up, down;
-    int size;    /* of a head */
-    int rotated; /* its first elements, in two halves; 0: none */
-};
-
-enum purpose { HALVES, WHOLE, PURPOSES };
-
-/* Room for `count` floats of this thread, until it asks again for the same purpose. */
-static float *scratch(enum purpose purpose, size_t count)
-{
-    static _Thread_local float *floats[PURPOSES];
-    static _Thread_local size_t room[PURPOSES];
-    if (count > room[purpose]) {
-        free(floats[purpose]);
-        room[purpose] = count;
-        floats[purpose] = aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64);
-        if (floats[purpose] == NULL)
-            abort();
-    }
-    return floats[purpose];
-}
 
 /* One row; `to` may be `from`. */
 SIMD static void normalise(const struct norm *norm, int count, const float *from, float *to)
@@ -132,7 +97,7 @@ SIMD static void rotate(int half, const float *cos, const float *sin, float *x)
     }
 }
 
-static void multiply(const struct linear *linear, int rows, const float *x, float *y)
+void multiply_rows(const struct linear *linear, int rows, const float *x, float *y)
 {
     cblas_sgemm(ROW_MAJOR, PLAIN, TRANSPOSED, rows, linear->outputs, linear->inputs, 1.0f, x,
                 linear->inputs, linear->weight, linear->inputs, 0.0f, y, linear->outputs);
@@ -141,18 +106,11 @@ static void multiply(const struct linear *linear, int rows, const float *x, floa
             add(linear->outputs, linear->bias, y + (size_t)r * linear->outputs);
 }
 
-static void normalise_rows(const struct norm *norm, int rows, int count, const float *from,
-                           float *to)
+void normalise_rows(const struct norm *norm, int rows, int count, const float *from, float *to)
 {
     for (int r = 0; r < rows; r++)
         normalise(norm, count, from + (size_t)r * count, to + (size_t)r * count);
 }
-
-/* cos and sin [all positions, rotated / 2], and which position each row has. */
-struct angles {
-    const int *positions;
-    const float *cos, *sin;
-};
 
 /* The heads of all rows, each normalised and turned to its position. */
 static void place_heads(const struct block *block, const struct norm *norm,
@@ -185,15 +143,15 @@ void cpu_block_begin(const struct block *block, int rows, const int *positions,
     struct angles angles = {positions, cos, sin};
     int width = block->q.inputs, size = block->size;
     int heads = block->q.outputs / size, kv_heads = block->k.outputs / size;
-    float *normed = scratch(HALVES, (size_t)rows * (width + block->k.outputs));
+    float *normed = scratch(BLOCK_HALVES, sizeof(float) * rows * (width + block->k.outputs));
     float *side_by_side = normed + (size_t)rows * width;
     normalise_rows(&block->before, rows, width, x, normed);
-    multiply(&block->q, rows, normed, q);
+    multiply_rows(&block->q, rows, normed, q);
     place_heads(block, &block->q_norm, &angles, rows, heads, q);
-    multiply(&block->k, rows, normed, side_by_side);
+    multiply_rows(&block->k, rows, normed, side_by_side);
     place_heads(block, &block->k_norm, &angles, rows, kv_heads, side_by_side);
     turn(rows, kv_heads, size, side_by_side, k);
-    multiply(&block->v, rows, normed, side_by_side);
+    multiply_rows(&block->v, rows, normed, side_by_side);
     turn(rows, kv_heads, size, side_by_side, v);
 }
 
@@ -203,27 +161,26 @@ void cpu_block_end(const struct block *block, int rows, const float *x, const fl
 {
     int width = block->o.outputs, hidden = block->gate.outputs;
     size_t all = (size_t)rows * width;
-    float *normed = scratch(HALVES, all + 2 * (size_t)rows * hidden);
+    float *normed = scratch(BLOCK_HALVES, sizeof(float) * (all + 2 * (size_t)rows * hidden));
     float *gate = normed + all, *up = gate + (size_t)rows * hidden;
-    multiply(&block->o, rows, attended, out);
+    multiply_rows(&block->o, rows, attended, out);
     add((int)all, x, out);
     normalise_rows(&block->after, rows, width, out, normed);
-    multiply(&block->gate, rows, normed, gate);
-    multiply(&block->up, rows, normed, up);
+    multiply_rows(&block->gate, rows, normed, gate);
+    multiply_rows(&block->up, rows, normed, up);
     for (int r = 0; r < rows; r++)
         gate_row(hidden, gate + (size_t)r * hidden, up + (size_t)r * hidden);
-    multiply(&block->down, rows, gate, normed);
+    multiply_rows(&block->down, rows, gate, normed);
     add((int)all, normed, out);
 }
 
-/* The whole block: `parts` are the sequences' attentions, in the order of the rows, each with its
- * old keys and values. The rows' own, which are behind those, are left in k and v. */
 void cpu_block(const struct block *block, int rows, const int *positions, const float *cos,
                const float *sin, const float *x, int parts, const struct attention *attentions,
                float *k, float *v, float *out)
 {
     int size = block->size, width = block->q.outputs;
-    float *q = scratch(WHOLE, 2 * (size_t)rows * width), *attended = q + (size_t)rows * width;
+    float *q = scratch(BLOCK_WHOLE, 2 * sizeof(float) * rows * width);
+    float *attended = q + (size_t)rows * width;
     cpu_block_begin(block, rows, positions, cos, sin, x, q, k, v);
     for (int p = 0, first = 0; p < parts; first += attentions[p].queries, p++) {
         struct attention own = attentions[p];

@@ -6,10 +6,11 @@
 
 #include <float.h>
 #include <math.h>
-#include <stdlib.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+
+#include "scratch.h"
 
 #define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
 
@@ -61,17 +62,8 @@ VNNI static int round_row(int k, const float *x, float factor, int row_bytes, si
 
 struct int8_rows int8_round_rows(int m, int k, const float *x, int ldx)
 {
-    static _Thread_local char *room;
-    static _Thread_local size_t size;
     int row_bytes = (k + STEP - 1) / STEP * STEP;
-    size_t needed = (size_t)m * (row_bytes + sizeof(float) + sizeof(int));
-    if (needed > size) {
-        free(room);
-        size = (needed + STEP - 1) / STEP * STEP;
-        room = aligned_alloc(STEP, size);
-        if (room == NULL)
-            abort();
-    }
+    char *room = scratch(ROUNDED_ROWS, (size_t)m * (row_bytes + sizeof(float) + sizeof(int)));
     signed char *bytes = (signed char *)room;
     float *scales = (float *)(void *)(room + (size_t)m * row_bytes);
     int *sums = (int *)(void *)(scales + m);
@@ -158,6 +150,8 @@ void int8_multiply(const struct int8_rows *x, int first, int end, float alpha, s
 }
 
 #else
+
+#include <stdlib.h>
 
 int has_int8_rows(void)
 {

@@ -13,7 +13,7 @@ from services.mlx import blas, draft_weights
 from services.mlx.blas import WeightCopy, WeightKind
 from services.mlx.draft_weights import quantise_linears, round_to_int8, use_weights
 from services.mlx.lm_head import keep_rows
-from tests.support.cpu_kernels import add_copy, contiguous_product
+from tests.support.cpu_kernels import add_copy, contiguous_product, rows_beside_bytes
 from tests.support.reference import needs_cpu_kernels
 
 
@@ -134,11 +134,9 @@ def test_rows_of_bytes(kernel: ctypes.CDLL, n: int, k: int) -> None:
     x[3] = 0.0
     copy = WeightCopy(WeightKind.ROUNDED_INT8, *round_to_int8(weight))
     assert add_copy(kernel, weight, copy)
-    steps = np.abs(x).max(axis=1, keepdims=True) / 127
-    steps[3] = 1.0
-    rounded = np.rint(x / steps) * steps if kernel.has_int8_rows() else x
     found = contiguous_product(kernel, x, weight)
-    expected = 0.5 * rounded @ (copy.rows.astype(np.float64) * copy.scales[:, None]).T
+    weights = copy.rows.astype(np.float64) * copy.scales[:, None]
+    expected = 0.5 * rows_beside_bytes(kernel, x) @ weights.T
     assert np.abs(found - expected).max() < 1e-4
     for size in range(1, 16):
         parts = [contiguous_product(kernel, x[i : i + size], weight) for i in range(0, 16, size)]
