@@ -92,7 +92,11 @@ class ServiceSettings(ChildSettings, frozen=True, kw_only=True):
     """Threads of the BLAS on Linux."""
     device: Device = ""
     idle_flag: str = ""
-    """File in which the drafter says that it has nothing to do; empty: nobody asks."""
+    """File in which it says that it has nothing to do; empty: nobody asks."""
+    spare_cores: list[int] = []
+    """Linux: the other service's cores, which it uses while that one has nothing to do."""
+    spare_flag: str = ""
+    """File in which that one says so."""
     prefill_step_size: Annotated[int, msgspec.Meta(ge=1)] = PREFILL_STEP_SIZE
     prompt_cache_size: Annotated[int, msgspec.Meta(ge=0)] = PROMPT_CACHE_SIZE
     """Sequences whose KV is kept after their end, for others with the same beginning."""
@@ -169,8 +173,6 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     """Folder of the target's LoRA adapter; empty without one."""
     prompt_cache_file: str = ""
     """Where the KV of sequences that are over outlives the process; empty: nowhere."""
-    spare_cores: list[int] = []
-    """Linux: the drafter's cores, which the verifier uses while the drafter has nothing to do."""
     ranks: RankGroupSettings | None = None
     """The group whose rank 0 this process is; None: the whole model is here."""
 

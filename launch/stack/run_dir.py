@@ -60,10 +60,9 @@ class RunDir:
         """Where the supervisor takes commands."""
         return ipc_address(str(self.path / "control.sock"))
 
-    @property
-    def idle_flag(self) -> Path:
-        """Where the drafter says that it has nothing to do."""
-        return self.path / "drafter-idle"
+    def idle_flag(self, role: str) -> Path:
+        """Where a service says that it has nothing to do."""
+        return self.path / f"{role}-idle"
 
     def log(self, role: str) -> Path:
         """The log of a process."""

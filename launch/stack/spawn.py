@@ -93,20 +93,21 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         emulated_cost=settings.emulate_target_cost,
         adapter=pair.adapter,
         spare_cores=[] if ranks or not cores else shared.drafter,
-        idle_flag="" if ranks else _idle_flag(settings, pair, run_dir),
+        idle_flag="" if ranks else _idle_flag(settings, pair, run_dir, "verifier"),
+        spare_flag="" if ranks else _idle_flag(settings, pair, run_dir, "drafter"),
         ranks=ranks,
     )
     return Child("verifier", "services.verifier.main", told, run_dir.log("verifier"))
 
 
-def _idle_flag(settings: StackSettings, pair: Pair, run_dir: RunDir) -> str:
-    """Where target and drafter agree on the drafter's cores; empty if they do not share any."""
+def _idle_flag(settings: StackSettings, pair: Pair, run_dir: RunDir, role: str) -> str:
+    """Where this service says that its cores are free; empty if nobody could use them."""
     cores = share_cores(pair.backend)
     drafts_here = pair.backend != "remote" and (
         pair.backend not in {"mlx", "head"} or computes_on_cpu(settings.draft_device)
     )
     shares = drafts_here and computes_on_cpu(settings.target_device)
-    return str(run_dir.idle_flag) if shares and cores.verifier and cores.drafter else ""
+    return str(run_dir.idle_flag(role)) if shares and cores.verifier and cores.drafter else ""
 
 
 def _absolute(file: str) -> str:
@@ -120,7 +121,8 @@ def _prefill_model(settings: StackSettings, pair: Pair) -> str:
 
 def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int) -> Child:
     """Start a drafter."""
-    cores = share_cores(pair.backend).drafter
+    shared = share_cores(pair.backend)
+    cores, ranks = shared.drafter, rank_group(settings, shared.verifier)
     told = DrafterSettings(
         lifeline=lifeline,
         log_level=settings.log_level,
@@ -140,7 +142,9 @@ def start_drafter(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline
         answer_timeout_s=settings.draft_timeout_s,
         cores=cores,
         threads=max(1, len(cores)),
-        idle_flag=_idle_flag(settings, pair, run_dir),
+        idle_flag=_idle_flag(settings, pair, run_dir, "drafter"),
+        spare_cores=[] if ranks or not cores else shared.verifier,
+        spare_flag="" if ranks else _idle_flag(settings, pair, run_dir, "verifier"),
         prefill_step_size=settings.prefill_step_size,
         prompt_cache_size=settings.prompt_cache_size,
         prompt_cache_bytes=settings.prompt_cache_bytes,

@@ -16,6 +16,7 @@ from services.drafter.relay.relay import relay
 from services.drafter.relay.stdio_peer import StdioPeer
 from services.drafter.relay.tcp_peer import TcpPeer
 from services.drafter.sliding_context import SlidingContextBackend
+from services.mlx.blas import use_spare_cores
 from services.runtime.idle_flag import open_idle_flag
 from services.runtime.inbox import Inbox
 from services.runtime.loop import Identity, serve
@@ -40,6 +41,10 @@ def run(settings: DrafterSettings) -> None:
 
 def _serve(settings: DrafterSettings, backend: DraftBackend) -> None:
     flag = open_idle_flag(settings.idle_flag)
+    spare = open_idle_flag(settings.spare_flag)
+    if spare is not None:
+        # While the target waits for a draft.
+        use_spare_cores(settings.spare_cores, spare.word)
     if backend.identity.context_length:
         backend = SlidingContextBackend(backend)
     identity = Identity(role="drafter", **backend.identity._asdict())

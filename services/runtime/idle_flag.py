@@ -1,8 +1,8 @@
-"""Whether the drafter has nothing to do: four bytes that its process and the verifier's map.
+"""Whether a drafter or a verifier has nothing to do: four bytes that both processes map.
 
-The verifier's kernels read them between two parts of a product (`mlx/cpu/threads.c`), which no
+The other one's kernels read them between two parts of a product (`mlx/cpu/threads.c`), which no
 message could be fast enough for. Either process may die and leave them as they are: a core that
-is said to be idle is, without its drafter, and one that is said to be busy is left alone.
+is said to be idle is, without its process, and one that is said to be busy is left alone.
 """
 
 import ctypes

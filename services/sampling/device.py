@@ -19,6 +19,9 @@ from protocol.decoding.sampler import Floats, Ids
 from protocol.decoding.sampling_params import is_greedy
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
+from services.mlx.array_memory import view
+from services.mlx.cpu_choice import choose_tokens
+from services.mlx.loader import compute_unit
 from services.sampling import candidates
 from services.sampling.candidates import Top
 
@@ -65,6 +68,11 @@ def begin(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.
         logits: [rows, vocabulary], unnormalised, of any floating type.
         positions: [rows] the absolute position that each chosen token will have.
     """
+    if compute_unit() == "cpu" and logits.dtype == mx.float32:
+        mx.eval(logits)
+        chosen = choose_tokens(view(logits), positions, sampling)
+        if chosen is not None:
+            return mx.array(chosen)
     if is_greedy(sampling):
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
     elif sampling.top_k >= min(_FILTER_WIDTH, logits.shape[-1]):

@@ -13,7 +13,7 @@ from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
 from services.mlx.blas import load_blas
 from services.mlx.lean_imports import leave_out_unused_libraries
-from services.runtime.idle_flag import open_idle_flag
+from services.runtime.idle_flag import IdleFlag, open_idle_flag
 from services.runtime.inbox import Inbox
 from services.runtime.loop import Identity, serve
 from services.verifier.spare_cores import SpareCores
@@ -40,7 +40,7 @@ def run(settings: VerifierSettings) -> None:
         emulated = _emulate_cost(settings, model)
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
         verifier = Verifier(model, settings.prefill_step_size, prompts, target)
-        verifier.spare_cores = SpareCores(settings.spare_cores, open_idle_flag(settings.idle_flag))
+        verifier.spare_cores = SpareCores(settings.spare_cores, open_idle_flag(settings.spare_flag))
         if opened.compute_unit != "cpu":
             warm_verifier(verifier)
         _attach_coreml_prefill(verifier, settings, model.folder)
@@ -48,7 +48,7 @@ def run(settings: VerifierSettings) -> None:
         channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))
         how = f"{settings.prefill} {emulated} {identify_adapter(settings.adapter)}"
         with channel, persist_prefixes(settings.prompt_cache_file, prompts, verifier, model, how):
-            _serve(channel, identity, verifier)
+            _serve(channel, identity, verifier, open_idle_flag(settings.idle_flag))
 
 
 def _identify(
@@ -77,8 +77,10 @@ def _identify(
     )
 
 
-def _serve(channel: Channel[ToService], identity: Identity, verifier: "Verifier") -> None:
-    inbox = Inbox(channel)
+def _serve(
+    channel: Channel[ToService], identity: Identity, verifier: "Verifier", flag: IdleFlag | None
+) -> None:
+    inbox = Inbox(channel, flag)
     verifier.listener.take, verifier.listener.wait = inbox.take_prepared, inbox.linger
     serve(channel, identity, verifier, inbox)
 

@@ -127,7 +127,7 @@ def test_a_drafter_may_die_while_its_core_is_lent(
     stack: RunningStack, undisturbed: list[int]
 ) -> None:
     """SIGKILL when it has nothing to do in a round: same tokens, and the next one lends it too."""
-    flag, old = IdleFlag(str(stack.supervisor.run_dir.idle_flag)), stack.pid("drafter")
+    flag, old = IdleFlag(str(stack.supervisor.run_dir.idle_flag("drafter"))), stack.pid("drafter")
 
     def die() -> None:
         eventually(lambda: flag.is_idle, "the drafter has nothing to do")

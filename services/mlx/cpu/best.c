@@ -3,55 +3,12 @@
 #include <stddef.h>
 #include <string.h>
 
-#include "exponential.h"
+#include "rows.h"
 #include "simd.h"
 
 #define SIMD AVX2
 
 enum { LANES = 8 };
-
-/* NaN if any is. */
-SIMD static float largest_of(int count, const float *row)
-{
-    eight most;
-    eight_ints none = {0};
-    int i = 0;
-    float largest = -INFINITY;
-    for (int lane = 0; lane < LANES; lane++)
-        most[lane] = -INFINITY;
-    for (; i + LANES <= count; i += LANES) {
-        eight x = *(const eight *)(row + i);
-        eight_ints above = x > most;
-        none |= x != x;
-        most = (eight)(((eight_ints)x & above) | ((eight_ints)most & ~above));
-    }
-    for (int lane = 0; lane < LANES; lane++) {
-        if (none[lane])
-            return NAN;
-        largest = most[lane] > largest ? most[lane] : largest;
-    }
-    for (; i < count; i++) {
-        if (isnan(row[i]))
-            return NAN;
-        largest = row[i] > largest ? row[i] : largest;
-    }
-    return largest;
-}
-
-/* Of e to the power of what they are below the largest. */
-SIMD static float sum_of_powers(int count, const float *row, float largest)
-{
-    eight sum = {0}, rest = {0};
-    int i = 0;
-    for (; i + LANES <= count; i += LANES)
-        sum += exponential(*(const eight *)(row + i) - largest);
-    if (i < count) {
-        for (int lane = 0; lane < LANES; lane++)
-            rest[lane] = i + lane < count ? row[i + lane] - largest : -INFINITY;
-        sum += exponential(rest);
-    }
-    return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
-}
 
 /* The best so far, in falling order; of equals the first. */
 struct list {
@@ -109,7 +66,8 @@ void best_of_rows(int rows, int count, const float *logits, long stride, int wid
 {
     for (int r = 0; r < rows; r++) {
         const float *row = logits + r * stride;
-        float largest = largest_of(count, row);
+        float largest;
+        largest_of_row(count, row, &largest);
         struct list best = {0, width, columns + (size_t)r * width, values + (size_t)r * width};
         totals[r] = isfinite(largest) ? largest + logf(sum_of_powers(count, row, largest)) : NAN;
         if (isnan(largest))

@@ -4,8 +4,6 @@
 
 #include "simd.h"
 
-typedef int eight_ints __attribute__((vector_size(32), aligned(4), may_alias));
-
 /* e to the power of x <= 0, after Cephes; 0 where x is below the smallest normal number's. */
 AVX2 static inline eight exponential(eight x)
 {

@@ -3,6 +3,7 @@
 #define SSD_SIMD_H
 
 typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int eight_ints __attribute__((vector_size(32), aligned(4), may_alias));
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -8,28 +8,40 @@ import pytest
 from launch.models.pair import Pair
 from launch.settings.settings import StackSettings
 from launch.stack.run_dir import RunDir
-from launch.stack.spawn import _idle_flag
+from launch.stack.spawn import start_drafter, start_verifier
+from protocol.settings import DrafterSettings, VerifierSettings
 
 
 @pytest.mark.parametrize(
-    ("cores", "backend", "settings", "file"),
+    ("cores", "backend", "settings", "lends"),
     [
-        ({2, 3}, "mlx", {}, "drafter-idle"),
-        ({2, 3}, "ngram", {}, "drafter-idle"),
-        ({2, 3}, "ngram", {"draft_device": "gpu"}, "drafter-idle"),
-        ({2}, "mlx", {}, ""),
-        ({2, 3}, "remote", {}, ""),
-        ({2, 3}, "mlx", {"draft_device": "gpu"}, ""),
-        ({2, 3}, "mlx", {"target_device": "gpu"}, ""),
+        ({2, 3}, "mlx", {}, True),
+        ({2, 3}, "ngram", {}, True),
+        ({2, 3}, "ngram", {"draft_device": "gpu"}, True),
+        ({2}, "mlx", {}, False),
+        ({2, 3}, "remote", {}, False),
+        ({2, 3}, "mlx", {"draft_device": "gpu"}, False),
+        ({2, 3}, "mlx", {"target_device": "gpu"}, False),
     ],
     ids=str,
 )
-def test_the_drafters_core_is_lent_where_both_compute_on_cores(
-    monkeypatch: pytest.MonkeyPatch, cores: set[int], backend: Any, settings: Any, file: str
+def test_cores_are_lent_where_both_compute_on_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: set[int], backend: Any, settings: Any, *, lends: bool
 ) -> None:
-    """Not if there is only one, and not if the drafter computes elsewhere."""
+    """Each one's to the other; not if there is only one, nor if one of them computes elsewhere."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: cores, raising=False)
     monkeypatch.setattr("launch.stack.spawn.computes_on_cpu", lambda device: not device)
     run_dir, pair = RunDir("x"), Pair("/target", "/drafter", backend)
-    path = _idle_flag(StackSettings(**settings), pair, run_dir)
-    assert path == (str(run_dir.path / file) if file else "")
+    monkeypatch.setattr("launch.stack.spawn.Child", lambda _role, _module, told, _log: told)
+    asked = StackSettings(**settings)
+    verifier: Any = start_verifier(asked, pair, run_dir, 0)
+    drafter: Any = start_drafter(asked, pair, run_dir, 0)
+    assert isinstance(verifier, VerifierSettings)
+    assert isinstance(drafter, DrafterSettings)
+    flags = [
+        str(run_dir.path / f"{role}-idle") if lends else "" for role in ("verifier", "drafter")
+    ]
+    assert [verifier.idle_flag, verifier.spare_flag] == flags
+    assert [drafter.spare_flag, drafter.idle_flag] == flags
+    if lends:
+        assert (verifier.spare_cores, drafter.spare_cores) == (drafter.cores, verifier.cores)

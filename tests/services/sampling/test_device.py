@@ -1,5 +1,6 @@
 """Choosing tokens beside the logits gives the very tokens of the numpy sampler."""
 
+from collections.abc import Sequence
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from protocol.decoding import sampler
 from protocol.messages import OpenSequence, Sampling, VerificationOutcome, Verify
 from services.drafter.backends.mlx import MlxBackend
+from services.mlx.cpu_choice import choose_tokens
 from services.mlx.loader import load
 from services.sampling import device
 from services.sampling.candidates import best_of
 from services.verifier.verifier import Verifier
-from tests.support.reference import plain, tiny_folder
+from tests.support.reference import needs_cpu_kernels, plain, tiny_folder
 
 SAMPLINGS = [
     Sampling(),
@@ -43,6 +45,13 @@ def rows(seed: int, count: int, size: int, *, scale: float = 3.0, step: float = 
     return drawn.astype(np.float32)
 
 
+def choices(logits: np.ndarray, positions: Sequence[int], sampling: Sampling) -> list[list[int]]:
+    """By what chooses here, on a CPU our kernel, and by MLX, as on a GPU."""
+    found = [device.choose(mx.array(logits), positions, sampling)]
+    with patch.object(device, "choose_tokens", lambda *_: None):
+        return [*found, device.choose(mx.array(logits), positions, sampling)]
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("step", [0.0, 0.5])
 def test_the_same_tokens_as_on_the_host(sampling: Sampling, step: float) -> None:
@@ -50,7 +59,30 @@ def test_the_same_tokens_as_on_the_host(sampling: Sampling, step: float) -> None
     logits = rows(1, 240, 8192, step=step)
     positions = range(1000, 1240)
     expected = sampler.sample(logits, positions, sampling)
-    assert expected == device.choose(mx.array(logits), positions, sampling)
+    for found in choices(logits, positions, sampling):
+        assert expected == found
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("allowed", [1, 3, 200])
+def test_what_a_grammar_forbids_is_not_chosen(sampling: Sampling, allowed: int) -> None:
+    """However many tokens are left."""
+    logits, positions = rows(3, 20, 1000), range(20)
+    for row in logits:
+        row[np.random.default_rng(allowed).permutation(1000)[allowed:]] = -np.inf
+    expected = sampler.sample(logits, positions, sampling)
+    for found in choices(logits, positions, sampling):
+        assert expected == found
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_the_kernel_seldom_leaves_a_row_to_the_host(sampling: Sampling) -> None:
+    """And never to MLX."""
+    logits = rows(2, 400, 8192)
+    tokens = choose_tokens(logits, range(400), sampling)
+    assert tokens is not None
+    assert np.count_nonzero(tokens < 0) <= 8
 
 
 @given(
@@ -70,7 +102,8 @@ def test_the_same_tokens_under_any_filters(sampling: Sampling, size: int, step: 
     logits = rows(sampling.seed, 6, size, step=step)
     positions = range(sampling.seed % 1000, sampling.seed % 1000 + 6)
     expected = sampler.sample(logits, positions, sampling)
-    assert expected == device.choose(mx.array(logits), positions, sampling)
+    for found in choices(logits, positions, sampling):
+        assert expected == found
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
