@@ -19,6 +19,9 @@ _ASSUMED_ROW, _ROW_RIDGE = 0.08, 3.0
 counts, times samples."""
 _MOST_SAMPLES = 10.0
 """What a count of rows counts for in that fit, however often it was measured."""
+_EVIDENCE = 3.0
+"""Samples of each of two counts of rows before their difference is believed: a slow first pass
+makes the rows of the next ones look free, and a wide tree is a costly trial."""
 _OUTLIER = 1.5
 """A first sample beyond this multiple of what was expected must be seen twice."""
 
@@ -112,9 +115,15 @@ class VerifyLatency:
     @property
     def has_cheap_rows(self) -> bool:
         """Whether further rows were measured to add little to a pass of two or more."""
-        if self._row_ms is None:
+        if self._row_ms is None or not self._has_evidence:
             return False
         return self._row_ms < _CHEAP_ROW * min(ms for m, ms in self._points.items() if m > 1)
+
+    @property
+    def _has_evidence(self) -> bool:
+        """Whether two counts of rows above 1 have been measured more than once, here or before."""
+        often = {m for m, count in self._samples.items() if count >= _EVIDENCE}
+        return len({m for m in often | self._restored.keys() if m > 1}) >= 2
 
     @property
     def _cheap_row_ms(self) -> float | None:
