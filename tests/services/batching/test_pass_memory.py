@@ -31,6 +31,8 @@ STATES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 512, "head_dim": 128},
 }
 """Models whose states are larger than all that is computed beside them."""
+TAKEN_ON_CUDA = {96: 12.80, 160: 17.41, 512: 53.44, 1024: 107.38}
+"""MB that a pass of so many tokens of `model` took on an H100 (2026-11-23)."""
 HEADS = {"hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": 4096}
 
 
@@ -152,6 +154,23 @@ def test_the_reckoning_is_of_the_right_size(model: LoadedModel, free: Free) -> N
     taken = take(target, target.states.make(), 512)
     free.bytes = pass_memory._RESERVE + 10 * taken
     memory.check([(target.states.make(), 512)])
+
+
+@pytest.mark.parametrize("rows", TAKEN_ON_CUDA)
+def test_what_all_layers_compute_is_reckoned_on_cuda(
+    model: LoadedModel, free: Free, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX keeps it until the kernels are done: at least as much as was measured, not much more."""
+    monkeypatch.setattr(pass_memory, "compute_unit", lambda: "cuda")
+    target = prepare(model.module)
+    kv = measure_kv(model.module, target.states.make)
+    memory = PassMemory(model.module, kv, lambda: False, logits=True)
+    taken = round(TAKEN_ON_CUDA[rows] * MB)
+    free.bytes = pass_memory._RESERVE + taken
+    with pytest.raises(OutOfMemory, match=LIMIT):
+        memory.check([(target.states.make(), rows)])
+    free.bytes = pass_memory._RESERVE + 2 * taken
+    memory.check([(target.states.make(), rows)])
 
 
 def test_a_chunk_is_shortened_before_it_is_refused(model: LoadedModel, free: Free) -> None:

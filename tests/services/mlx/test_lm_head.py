@@ -52,11 +52,12 @@ def test_quantised_heads_are_trimmed(
 ) -> None:
     """Where weights stay quantised, the kept rows are dequantised.
 
-    Rows are longer than a group: with one group a row, MLX's product for Hopper is no number.
+    Rows are longer than a group, those of the attention's output, too: with one group a row,
+    MLX's product for Hopper is no number.
     """
     settings = dict(zip(("group_size", "bits", "mode"), quantization, strict=True))
     config = {"quantization": settings, "tie_word_embeddings": tied}
-    config |= {"hidden_size": 128, "intermediate_size": 128}
+    config |= {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
     folder = write_tiny_model(tmp_path / "m", "llama", config=config)
     (folder / "draft_head.json").write_text(json.dumps(IDS), encoding="utf-8")
     module: Any = load_model(folder)[0]
