@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Role = Literal["verifier", "drafter"]
 Mode = Literal["ar", "sd", "ssd"]
@@ -517,6 +517,11 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True, omit_defaults=Tr
     """Per branch, what its token was drawn from; empty if none was drawn."""
     draft_ms: Milliseconds
     """Time the drafter worked for this message."""
+    replayed: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """In the first answer to a DraftNow that brought many committed tokens: of how many of these
+    it looked whether it would have drafted them; 0: of none."""
+    foreseen: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """How many of them it would have."""
     last: bool = False
     at_ns: int = 0
     """When it was sent, on the sender's monotonic clock; 0 if unknown."""

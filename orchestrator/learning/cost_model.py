@@ -25,6 +25,7 @@ from orchestrator.learning.fan_out import (
 from orchestrator.learning.handover import HandoverEstimates
 from orchestrator.learning.hit_curve import HitCurve
 from orchestrator.learning.latency import StepLatency, VerifyLatency
+from orchestrator.learning.replay import RoundCosts, could_pay
 from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.learning.saguaro import SaguaroChoice
 from orchestrator.learning.snapshot import EstimateSnapshot
@@ -246,6 +247,17 @@ class CostModel:
             self.handover.observe_delay(self._cost_of_delay(shared[0], hits, speed))
             if self.verify_latency.has_cheap_rows and self.tree_growth.is_due():
                 self.tree_growth.observe(self._gains_by_growth(shared[0], speed))
+
+    def observe_replay(self, mode: Mode, foreseen: int, replayed: int) -> None:
+        """A drafter that was left out says how well it would have drafted what was decoded."""
+        switch = self.switches.get(mode)
+        if switch is None or self.batch.streams > 1 or not switch.plain_tok_s:
+            return
+        hits, idle_ms = self.handover.hit_rate, self.idle_ms
+        wait_ms = hits * idle_ms["hit"].value + (1.0 - hits) * idle_ms["miss"].value
+        costs = RoundCosts(1e3 / switch.plain_tok_s, self.verify_latency.of, wait_ms)
+        if not could_pay(foreseen, replayed, costs):
+            switch.call_off_trial()
 
     def observe_step(self, depth: int, branches: int, milliseconds: float) -> None:
         """The drafter took this long for one depth of a tree."""

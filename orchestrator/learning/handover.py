@@ -49,6 +49,11 @@ class HandoverEstimates:
         self._delay_ms.observe(cost_ms)
 
     @property
+    def hit_rate(self) -> float:
+        """Share of speculative rounds that began with a prepared draft; 0 if there were none."""
+        return self._hits.value
+
+    @property
     def asked_ms(self) -> float:
         """How long the target idles after a hit until it is asked for the next round."""
         return self._asked_ms.value

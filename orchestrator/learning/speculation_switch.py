@@ -42,6 +42,8 @@ _ASSUMED_ROUNDS, _ASSUMED_VARIANCE = 1.0, 0.5
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 48, 512
 _EARLIER = 32
 """How much sooner a new text gets a trial than the same one."""
+_LOOKED_AT = 12
+"""Tokens of a new text that are decoded plainly before: the drafter looks back on them first."""
 _FRESH = 64
 """Rounds for which a baseline is recent enough to end speculation by it."""
 _STALE = 512
@@ -187,7 +189,13 @@ class SpeculationSwitch:
     def on_new_text(self) -> None:
         """Another request: how drafts fare on its text is not known from the last one's."""
         if self.is_paused:
-            self._left = min(self._left, self._pause // _EARLIER)
+            self._left = min(self._left, max(_LOOKED_AT, self._pause // _EARLIER))
+
+    def call_off_trial(self) -> None:
+        """The trial that is due cannot succeed: the pause goes on as long again."""
+        if self.is_trial_due:
+            self._change(speculating=False, rounds=self._pause)
+            self.is_paused = True
 
     def begin_with_pause(self) -> None:
         """Nothing is known, but that speculation is not likely to pay: try it later."""

@@ -329,11 +329,13 @@ class Sequence:
 
     def _on_backup(self, tree: DraftTree, now: float) -> list[Action]:
         """A depth of the draft that the target waits for."""
+        estimates = self.planner.estimates
         if tree.depth != self._backup.depth + 1:
             return []  # out of order
         if tree.last:
             self._drafter_sync.on_last_depth()
         if tree.depth == 1:
+            estimates.observe_replay(self.planner.mode, tree.foreseen, tree.replayed)
             tree = replace(tree, outcomes=[BACKUP])
         grown = self._backup.add(tree) and bool(self._backup.latest_outcomes())
         draft = self._backup.draft(*BACKUP)
@@ -344,7 +346,7 @@ class Sequence:
             return []
         waited_ms = 1e3 * (now - self._waiting_since)
         self.recorder.add_wait(self._waiting_since, now)
-        self.planner.estimates.backup_ms.observe(waited_ms / tree.depth)
+        estimates.backup_ms.observe(waited_ms / tree.depth)
         return self._verify_backup()
 
     def on_draft_late(self) -> list[Action]:

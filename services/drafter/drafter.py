@@ -28,6 +28,8 @@ from protocol.messages import (
 from services.drafter.backends.base import (
     DraftBackend,
     DraftedToken,
+    Replay,
+    Replaying,
     RoundOptions,
     Rows,
     TargetReading,
@@ -36,6 +38,9 @@ from services.drafter.backends.base import (
 )
 from services.runtime.inbox import Work
 from services.runtime.sequence_table import SequenceTable, check_rewind
+
+_LEAST_REPLAYED = 8
+"""Fewer committed tokens than these say nothing about a text."""
 
 
 class Drafter:
@@ -125,7 +130,7 @@ class Drafter:
     def _draft(self, message: DraftNow) -> Generator[FromService | None]:
         answers = _Answers(message, [(message.accepted, message.pending)])
         self._check_tokens([message.pending])
-        self._commit(message)
+        answers.replay = self._commit(message) or answers.replay
         if not message.count:
             return  # it only ends what was being drafted
         options, count = self._options(message), self._clip(message.count)
@@ -150,12 +155,18 @@ class Drafter:
             grown_siblings=message.grown_siblings,
         )
 
-    def _commit(self, message: Prepare | DraftNow) -> None:
+    def _commit(self, message: Prepare | DraftNow) -> Replay | None:
         """Bring the backend up to date; raises ProtocolError if the message does not fit."""
-        check_rewind(self._lengths[message.sequence], message.base)
-        self._check_tokens(message.tokens)
-        self._backend.commit(message.sequence, message.base, message.tokens)
-        self._lengths[message.sequence] = message.base + len(message.tokens)
+        sequence, base, tokens = message.sequence, message.base, message.tokens
+        check_rewind(self._lengths[sequence], base)
+        self._check_tokens(tokens)
+        backend, replay = self._backend, None
+        if len(tokens) > _LEAST_REPLAYED and isinstance(backend, Replaying):
+            replay = backend.replay(sequence, base, tokens)
+        else:
+            backend.commit(sequence, base, tokens)
+        self._lengths[sequence] = base + len(tokens)
+        return replay
 
     def _check_prepare(self, message: Prepare) -> TokenTree:
         self._check_tokens(message.nodes)
@@ -195,6 +206,8 @@ class _Answers:
 
     def __init__(self, message: Prepare | DraftNow, known: list[tuple[int, int]]) -> None:
         self._message, self._known = message, known
+        self.replay = Replay(0, 0)
+        """What the drafter saw when it looked back on the tokens that came with it."""
         self._most = message.depth if isinstance(message, Prepare) else message.count
         self._began = time.monotonic_ns()
         self._depth, self._width = 0, 1
@@ -226,6 +239,8 @@ class _Answers:
             confidences=[_to_probability(c) for c in layer.confidences],
             distributions=layer.distributions,
             draft_ms=(now - began) / 1e6,
+            replayed=self.replay.tokens if self._depth == 1 else 0,
+            foreseen=self.replay.foreseen if self._depth == 1 else 0,
             at_ns=now,
             last=is_last or self._depth == self._most,
         )

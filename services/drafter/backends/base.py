@@ -112,6 +112,26 @@ class TargetReading(Protocol):
         ...
 
 
+class Replay(NamedTuple):
+    """Committed tokens that a drafter looked back on."""
+
+    tokens: int
+    foreseen: int
+    """How many of them it would have drafted, each after those before it."""
+
+
+@runtime_checkable
+class Replaying(Protocol):
+    """What a backend that can look back can do besides."""
+
+    def replay(self, sequence: int, base: int, tokens: Tokens, shift: int = 0) -> Replay | None:
+        """As `DraftBackend.commit`, and how well it would have drafted the last of these tokens.
+
+        None if it cannot tell, as where draft tokens are drawn. `shift`: see `RoundOptions`.
+        """
+        ...
+
+
 @runtime_checkable
 class TreeDrafting(Protocol):
     """What a backend whose identity says `takes_trees` can do besides."""

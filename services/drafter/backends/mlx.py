@@ -25,7 +25,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from protocol.decoding.logits_processor import LogitsProcessor, process_rows
 from protocol.decoding.sampling_params import drafter_sampling, uses_rejection
@@ -43,17 +42,18 @@ from services.drafter.backends.base import (
     BackendIdentity,
     DraftedToken,
     Outcome,
+    Replay,
     RoundOptions,
     TreeLayer,
 )
 from services.drafter.backends.growth import Tip, begin_tips, grow_layer, lay_out
 from services.drafter.backends.mlx_ahead import DepthsAhead
-from services.drafter.backends.mlx_tree import Bud, Tree, Trunk
+from services.drafter.backends.mlx_states import find_states, is_recurrent
+from services.drafter.backends.mlx_tree import MOST_REPLAYED, Bud, Tree, Trunk
 from services.kv.branching import BranchingState
 from services.kv.budget import measure_kv
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
-from services.kv.rewinding import find_branching
 from services.mlx.cpu_pass import equip_for_cpu
 from services.mlx.draft_weights import use_weights
 from services.mlx.fused_linear import fuse_linears
@@ -68,6 +68,8 @@ from services.sampling.device import best_of
 class MlxBackend:
     """See `base.DraftBackend` and `base.TreeDrafting`."""
 
+    _replays = True
+    """Whether it computes what it needs to look back."""
     _feeds_by_depth = False
     """Whether a token can be fed only after the one before it."""
 
@@ -89,7 +91,7 @@ class MlxBackend:
         self._bucketed = compute_unit() == "cuda"
         self._equip(weights)
         self._chunk_sizer = ChunkSizer(prefill_step_size)
-        self._new_store = self._find_store()
+        self._new_store = find_states(self._model, bucketed=self._bucketed)
         shares = supports_packing(self._model, self._new_store)
         kv = measure_kv(self._model, self._new_store)
         self._memory = PassMemory(self._model, kv, self._prompts.drop_oldest, logits=True)
@@ -120,22 +122,11 @@ class MlxBackend:
     def _equip(self, weights: DraftWeights) -> None:
         """Give the model what it computes with here: rotations, weights, joint products."""
         equip_for_cpu(self._model)
-        if has_rope(self._model) or not self._is_recurrent():
+        if has_rope(self._model) or not is_recurrent(self._model):
             allow_branches(self._model)
         use_weights(self._model, weights)
         if self._bucketed:
             fuse_linears(self._model)
-
-    def _is_recurrent(self) -> bool:
-        """Whether layers know an order that is not in their positions."""
-        return any(type(cache) is ArraysCache for cache in make_prompt_cache(self._model))
-
-    def _find_store(self) -> Callable[[], KVStore | BranchingState]:
-        """Makes the states of sequences: slots, beside recurrent states if it has such layers."""
-        if self._is_recurrent():
-            return find_branching(self._model, bucketed=self._bucketed)
-        windows = windows_of(self._model)
-        return lambda: KVStore(windows, bucketed=self._bucketed)
 
     # ------------------------------------------------------------ DraftBackend
 
@@ -156,8 +147,7 @@ class MlxBackend:
             store.evaluate()
             self._chunk_sizer.observe(len(chunk), time.perf_counter() - began)
             yield
-        opened.tokens = list(tokens)
-        opened.committed = len(tokens)
+        opened.tokens, opened.committed = list(tokens), len(tokens)
         if sampling.logits_options is not None:
             opened.processor = LogitsProcessor(
                 sampling.logits_options, self._folder, tokens, self._head_ids
@@ -166,9 +156,22 @@ class MlxBackend:
 
     def commit(self, sequence: int, base: int, tokens: Tokens) -> None:
         """Note the committed tokens; what the trunk or the tree holds of them is kept."""
+        self._take_in(self._sequences[sequence], base, tokens)
+
+    def replay(self, sequence: int, base: int, tokens: Tokens, shift: int = 0) -> Replay | None:
+        """See `base.Replaying`."""
         known = self._sequences[sequence]
+        if not self._replays or uses_rejection(known.sampling) or known.processor is not None:
+            self.commit(sequence, base, tokens)
+            return None
+        looked_at = min(len(tokens), MOST_REPLAYED)
+        self._take_in(known, base, tokens[: len(tokens) - looked_at])
+        self._take_in(known, known.committed, tokens[len(tokens) - looked_at :], rows=looked_at)
+        return known.look_back(known.committed - looked_at + 1, shift)
+
+    def _take_in(self, known: Trunk, base: int, tokens: Tokens, rows: int = 0) -> None:
         check_rewind(known.committed, base)
-        for _ in self._feed(known, base, tokens, rows=0):
+        for _ in self._feed(known, base, tokens, rows, known.width(1)):
             pass  # it cannot wait for company
         known.committed = base + len(tokens)
 
@@ -223,8 +226,7 @@ class MlxBackend:
             wanted = [*known.tokens[: known.committed], pending]
             keep = self._keep(known, wanted, known.committed, len(wanted), 1)
             known.cut(min(keep, known.committed))
-            tokens = wanted[len(known.tokens) :]
-            yield from self.ahead.draft(known, tokens, count, options)
+            yield from self.ahead.draft(known, wanted[len(known.tokens) :], count, options)
             return
         width = known.width(1)
         tail = [pending]
@@ -389,8 +391,6 @@ class MlxBackend:
         logits = yield from self._forward(known, tokens, place)
         rows = tree.add(buds, self._rows(logits, known.processor), known.processor)
         return best_of(rows, width, self._head_ids)
-
-    # ------------------------------------------------------------ the head
 
     def _rows(self, logits: mx.array, processor: LogitsProcessor | None) -> Any:
         """[rows, head] without the columns of a padded head that stand for no token."""

@@ -80,6 +80,8 @@ class _ReadingTrunk(Trunk):
 class ReadingBackend(MlxBackend):
     """See `base.DraftBackend` and `base.TargetReading`."""
 
+    _replays = False
+
     def __init__(
         self,
         folder: Path,

@@ -13,13 +13,15 @@ from protocol.decoding.sampling_params import is_greedy
 from protocol.decoding.token_tree import TokenTree
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Sampling, Tokens
-from services.drafter.backends.base import Outcome
+from services.drafter.backends.base import Outcome, Replay, RoundOptions
 from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
-from services.sampling.candidates import SAMPLED_WIDTH, Top, rank_bonuses
+from services.sampling.candidates import SAMPLED_WIDTH, Top, draft_tokens, rank_bonuses
 
 _REMEMBERED = 64
 """How many of the last tokens have their candidates kept."""
+MOST_REPLAYED = 48
+"""Tokens that are looked back on; fewer than are remembered."""
 
 
 class Bud(NamedTuple):
@@ -174,6 +176,17 @@ class Trunk:
             self.processor.rewind(length)
         oldest = length - _REMEMBERED
         self.tops = {p: top for p, top in self.tops.items() if oldest <= p < length}
+
+    def look_back(self, first: int, shift: int) -> Replay:
+        """Which tokens from position `first` on the candidates before them foresaw."""
+        positions = range(first, len(self.tokens))
+        options = RoundOptions(shift=shift)
+        drafts = [
+            draft_tokens(self.tops[position - 1], [position], self.sampling, options)[0].token
+            for position in positions
+        ]
+        right = [draft == self.tokens[at] for draft, at in zip(drafts, positions, strict=True)]
+        return Replay(len(right), sum(right))
 
     def fork(
         self, tree: TokenTree, tops: Sequence[Top], fan_out: list[int], shift: int

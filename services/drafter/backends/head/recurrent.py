@@ -133,6 +133,8 @@ class RecurrentBackend(MlxBackend):
         unit: the compute unit, if it is known.
     """
 
+    _replays = False
+
     _feeds_by_depth = True
 
     def __init__(
