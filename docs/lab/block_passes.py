@@ -18,7 +18,7 @@ load_blas(CORES)
 
 import mlx.core as mx  # noqa: E402  # behind the BLAS
 
-from services.mlx import cpu_blocks  # noqa: E402
+from services.mlx.few_rows import blocks  # noqa: E402
 from services.mlx.loader import load  # noqa: E402
 from services.verifier.target_model import prepare  # noqa: E402
 
@@ -34,7 +34,7 @@ def main() -> None:
     mx.eval(target.prefill(mx.zeros((1, CONTEXT), mx.int32), cache=state.caches))
 
     def time_pass(rows: int, most: int) -> float:
-        cpu_blocks.MOST_ROWS = most
+        blocks.MOST_ROWS = most
         began = time.perf_counter()
         state.append(rows, whole=True)
         logits = target.verify(mx.arange(rows)[None], cache=state.caches)
@@ -43,7 +43,7 @@ def main() -> None:
         state.commit(CONTEXT)
         return 1e3 * took
 
-    most = cpu_blocks.MOST_ROWS
+    most = blocks.MOST_ROWS
     for rows in ROWS:
         pairs = [(time_pass(rows, 0), time_pass(rows, most)) for _ in range(PASSES)]
         theirs, ours = (min(times) for times in zip(*pairs, strict=True))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 _LEAST = 8
 """Tokens that say something."""
-_DOUBT = 1.0
+_MARGIN = 1.0
 """Standard errors by which the drafter may be better than it seems."""
 _LONGEST = 6
 """Draft tokens in a round that are considered."""
@@ -41,7 +41,7 @@ def could_pay(foreseen: int, replayed: int, costs: RoundCosts) -> bool:
     if replayed < _LEAST or costs.plain <= 0.0:
         return True
     seen = (foreseen + 0.5) / (replayed + 1.0)
-    rate = min(1.0, seen + _DOUBT * sqrt(seen * (1.0 - seen) / replayed))
+    rate = min(1.0, seen + _MARGIN * sqrt(seen * (1.0 - seen) / replayed))
     tokens, likely = 1.0, 1.0
     for drafted in range(1, _LONGEST + 1):
         likely *= rate

@@ -42,10 +42,13 @@ _ASSUMED_ROUNDS, _ASSUMED_VARIANCE = 1.0, 0.5
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 48, 512
 _EARLIER = 32
 """How much sooner a new text gets a trial than the same one."""
-_LOOKED_AT = 12
+_LOOKED_AT = 10
 """Tokens of a new text that are decoded plainly before: the drafter looks back on them first."""
 _FRESH = 64
 """Rounds for which a baseline is recent enough to end speculation by it."""
+_KEPT = 24
+"""Rounds for which a baseline is kept although the machine has changed: one that changes all the
+time is not measured all the time."""
 _STALE = 512
 """Rounds after which a close race needs a new baseline."""
 _CLOSE = 1.15
@@ -236,10 +239,8 @@ class SpeculationSwitch:
             if self._left <= 0 or self._looks_poor:
                 self._measure_plain(_FIRST_BASELINE)
             return
-        # A machine that changes all the time is not measured all the time.
-        if self.freshness.is_old(now) or (
-            self.freshness.has_changed and self._since_baseline > _FRESH
-        ):
+        changed = self.freshness.has_changed and self._since_baseline > _KEPT
+        if changed or self.freshness.is_old(now):
             self._forget_baseline()
             return
         old = _FRESH if self.loss > self.allowance else _STALE

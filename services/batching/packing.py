@@ -31,7 +31,8 @@ from services.kv.recording import record_pass
 from services.kv.shared_recurrence import SharedPass
 from services.kv.slots import KnownRows, SlotCache
 from services.kv.state import SequenceState
-from services.mlx import cpu_attention, decode_attention
+from services.mlx import decode_attention
+from services.mlx.few_rows import attention as few_rows_attention
 from services.mlx.loader import compute_unit
 from services.mlx.metal import choice
 from services.mlx.rope import allow_branches, has_rope
@@ -158,7 +159,7 @@ def _recurrent_sources(states: Sequence[SequenceState]) -> list[list[int | None]
 
 
 _KERNELS: dict[str, Callable[..., mx.array | None]] = {
-    "cpu": cpu_attention.attend,
+    "cpu": few_rows_attention.attend,
     "cuda": decode_attention.attend,
     "metal": choice.attend,
 }

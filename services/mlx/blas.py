@@ -2,7 +2,7 @@
 
 MLX's Linux wheel links a reference BLAS at about 3 GFLOP/s. MKL loaded into the global
 symbol namespace first takes its place, about five times faster. Products of a few rows, of
-which decoding and verification consist, go to `cpu/small_gemm.c` instead, and attention to
+which decoding and verification consist, go to `cpu/products/small_gemm.c` instead, and attention to
 `cpu/attention.c`; both are compiled once per environment. On macOS nothing is needed.
 
 Measured on the default target, one core, verification of 1 / 2 / 4 / 6 tokens:
@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 _log = logging.getLogger(__name__)
 
-_SOURCES = sorted(Path(__file__).with_name("cpu").glob("*.[ch]"))
+_SOURCES = sorted(Path(__file__).with_name("cpu").rglob("*.[ch]"))
 _COMPILE_S = 60.0
 _FLAGS = ("-O3", "-shared", "-fPIC", "-pthread", "-Wl,-Bsymbolic")
 """The last one: functions that call each other are this library's, whatever else is loaded."""
@@ -45,7 +45,7 @@ BLOCK_SIZE = 32
 
 
 class WeightKind(enum.IntEnum):
-    """How a copy stores its weights: `enum weight_kind` of `cpu/tiles.h`."""
+    """How a copy stores its weights: `enum weight_kind` of `cpu/products/tiles.h`."""
 
     ROUNDED_INT8 = 1
     FOUR_BITS = 2
@@ -192,6 +192,7 @@ def _compile(library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder, library.name)
         sources = [str(source) for source in _SOURCES if source.suffix == ".c"]
-        command = [compiler, *_FLAGS, "-o", str(built), *sources, "-lm"]
+        folders = sorted({f"-I{source.parent}" for source in _SOURCES})
+        command = [compiler, *_FLAGS, *folders, "-o", str(built), *sources, "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_S)
         built.replace(library)

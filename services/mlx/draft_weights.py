@@ -3,8 +3,9 @@
 Where few tokens are drafted at a time a draft costs what reading the weights costs, and on a CPU
 drafter and target slow down each other's reading. A drafter may round: its drafts are verified.
 
-On a CPU products of few rows read int8 copies, one scale a row (`cpu/small_gemm.c`); prompts,
-whose products have many rows, go on with the floats. Elsewhere MLX's own quantisation is used.
+On a CPU products of few rows read int8 copies, one scale a row, and round the rows as well where
+the processor multiplies bytes (`cpu/products/int8_rows.c`). Prompts, whose products have many
+rows, go on with the floats. Elsewhere MLX's own quantisation is used.
 """
 
 import logging

@@ -3,8 +3,9 @@
 Decoding there costs what reading the weights costs. On a CPU a model computes in floats of 32
 bits, but one that was published in fewer has no more information than before: every weight is
 `number * step + least` of its block of 32, with numbers of four or eight bits, or a float of
-sixteen. A copy is kept only where each weight comes out of it as it was (`cpu/exact_copy.c`), so
-that no product changes by a bit. Prompts, whose products have many rows, go on with the floats.
+sixteen. A copy is kept only where each weight comes out of it as it was
+(`cpu/products/exact_copy.c`), so that no product changes by a bit. Prompts, whose products have
+many rows, go on with the floats.
 """
 
 import logging

@@ -20,7 +20,7 @@ from protocol.decoding.sampling_params import is_greedy
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
 from services.mlx.array_memory import view
-from services.mlx.cpu_choice import choose_tokens
+from services.mlx.few_rows.choice import choose_tokens
 from services.mlx.loader import compute_unit
 from services.sampling import candidates
 from services.sampling.candidates import Top

@@ -11,9 +11,9 @@ from services.batching.packing import supports_packing, supports_table, supports
 from services.batching.slot_table import SlotTable
 from services.kv.cache import KVStore, windows_of
 from services.kv.rewinding import StateFactory, find_rewinding
-from services.mlx.cpu_pass import equip_for_cpu, fill_only
 from services.mlx.decode_attention import attend_table
 from services.mlx.exact_copies import add_exact_copies
+from services.mlx.few_rows.passes import equip_for_cpu, fill_only
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit
 from services.mlx.taps import TrialPasses

@@ -54,8 +54,8 @@ from services.kv.branching import BranchingState
 from services.kv.budget import measure_kv
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
-from services.mlx.cpu_pass import equip_for_cpu
 from services.mlx.draft_weights import use_weights
+from services.mlx.few_rows.passes import equip_for_cpu
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import LoadedModel, compute_unit, load

@@ -122,7 +122,7 @@ def test_a_new_text_is_tried_early() -> None:
             pace.observe(1, 50.0, accepted=1)
             waits[-1] += 1
     assert waits == sorted(waits)
-    assert waits[0] <= 8
+    assert waits[0] <= 13  # some tokens to look back on come first
     assert 15 <= waits[-1] <= 22
 
 

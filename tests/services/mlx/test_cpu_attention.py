@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.mlx import blas
-from services.mlx.cpu_attention import attend
+from services.mlx.few_rows.attention import attend
 from tests.support.reference import needs_cpu_kernels
 
 pytestmark = [

@@ -14,7 +14,7 @@ from protocol.decoding.token_tree import read_tree
 from services.batching.packing import enable_packing, pack_caches
 from services.kv.cache import KVStore, windows_of
 from services.mlx import blas
-from services.mlx.cpu_blocks import MOST_ROWS, use_blocks
+from services.mlx.few_rows.blocks import MOST_ROWS, use_blocks
 from services.mlx.loader import load
 from services.mlx.rope import use_tables
 from tests.support.reference import for_the_cpu, needs_cpu_kernels, tiny_folder
@@ -196,5 +196,5 @@ def test_what_computes_something_else_is_found_out(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_kernels_all_is_mlx_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.mlx.cpu_blocks.cpu_kernels", lambda: None)
+    monkeypatch.setattr("services.mlx.few_rows.blocks.cpu_kernels", lambda: None)
     assert use_blocks(module("llama")) == 0

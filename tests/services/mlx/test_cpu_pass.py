@@ -12,8 +12,8 @@ from protocol.decoding.token_tree import read_tree
 from services.batching.packing import enable_packing, pack_caches
 from services.kv.cache import KVStore, windows_of
 from services.mlx import blas
-from services.mlx.cpu_blocks import MOST_ROWS, use_blocks
-from services.mlx.cpu_pass import PassKernel, fill_only, use_passes
+from services.mlx.few_rows.blocks import MOST_ROWS, use_blocks
+from services.mlx.few_rows.passes import PassKernel, fill_only, use_passes
 from services.mlx.lm_head import keep_rows
 from services.mlx.loader import load
 from services.mlx.rope import use_tables

@@ -32,7 +32,7 @@ NORMS = ("before", "q_norm", "k_norm", "after")
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-class Block(ctypes.Structure):
+class BlockWeights(ctypes.Structure):
     """`struct block`."""
 
     _fields_ = (

@@ -1,6 +1,6 @@
 """Whole passes over few rows on MLX's CPU backend in one call (`cpu/pass.c`).
 
-Where every block of a model goes through our kernels (`cpu_blocks`), its passes over few rows
+Where every block of a model goes through our kernels (`blocks`), its passes over few rows
 need neither MLX's graph nor Python between them: tokens go in, logits come out, and keys and
 values are written where they are (`kv.resident`). Passes of several sequences, chains and trees
 are all the same to it. A model whose layers are read or exchanged falls back to its blocks.
@@ -19,8 +19,8 @@ import numpy.typing as npt
 from services.kv.cache import KVStore
 from services.mlx.array_memory import address, view
 from services.mlx.blas import cpu_kernels
-from services.mlx.cpu_blocks import FAMILIES, MOST_ROWS, BlockKernel, use_blocks
-from services.mlx.cpu_weights import Block, HeldWeights, Linear, Norm, Unfit
+from services.mlx.few_rows.blocks import FAMILIES, MOST_ROWS, BlockKernel, use_blocks
+from services.mlx.few_rows.weights import BlockWeights, HeldWeights, Linear, Norm, Unfit
 from services.mlx.loader import compute_unit
 from services.mlx.rope import Angles, use_tables
 
@@ -37,7 +37,7 @@ class _Decoder(ctypes.Structure):
     """`struct decoder` of `cpu/pass.c`."""
 
     _fields_ = (
-        ("blocks", ctypes.POINTER(Block)),
+        ("blocks", ctypes.POINTER(BlockWeights)),
         ("count", ctypes.c_int),
         ("embedding", ctypes.c_void_p),
         ("norm", Norm),
@@ -84,7 +84,7 @@ class PassKernel:
         if width != self._shape.width or head.inputs != width:
             raise Unfit(f"its embedding has {width} numbers a token, its head {head.inputs}")
         self._columns = int(head.outputs)
-        self._blocks = (Block * len(kernels))(*(kernel.block for kernel in kernels))
+        self._blocks = (BlockWeights * len(kernels))(*(kernel.block for kernel in kernels))
         self._decoder = _Decoder(
             self._blocks, len(kernels), held.pointer(lookup.weight), held.norm(inner, "norm"),
             head, self._shape.scale,

@@ -22,8 +22,8 @@ from services.kv.packed import PackedKV
 from services.kv.slots import KnownRows
 from services.mlx.array_memory import address, view
 from services.mlx.blas import cpu_kernels
-from services.mlx.cpu_attention import AttentionCall, Rows, attend_rows
-from services.mlx.cpu_weights import LINEARS, NORMS, Block, HeldWeights, Unfit
+from services.mlx.few_rows.attention import AttentionCall, Rows, attend_rows
+from services.mlx.few_rows.weights import LINEARS, NORMS, BlockWeights, HeldWeights, Unfit
 from services.mlx.rope import BranchRope, TableRope, Tables
 
 _log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class BlockKernel:
             self._tables,
         )  # fmt: skip
         parts = dict(zip((*NORMS, *LINEARS), (*norms, *linears), strict=True))
-        self.block = Block(**parts, size=size, rotated=rotated)
+        self.block = BlockWeights(**parts, size=size, rotated=rotated)
         self._address = ctypes.byref(self.block)
         self.is_last = False
         """Whether no block of the model comes after it that is computed so."""

@@ -1,0 +1,1 @@
+"""Passes over few rows on a CPU, by our own kernels (`services/mlx/cpu`)."""
