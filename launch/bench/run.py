@@ -176,6 +176,7 @@ def _runs(
             repeats=config.repeats,
         )
         if config.runs:
+            reference.await_loaded()
             bench.run(config.prompts, progress(bench.steps(config.prompts)))
         return bench
 

@@ -31,6 +31,10 @@ class ReferenceWorker(JsonWorker):
         )
         super().__init__("reference", "services.tools.reference", settings, device=device)
 
+    def await_loaded(self) -> None:
+        """Return when its models are loaded, and it takes no core from what runs beside it."""
+        self.margin([0], (0, 1), Sampling())
+
     def decode(self, question: DecodeRequest) -> DecodeResult:
         """mlx-lm's own answer."""
         return self.ask(question, DecodeResult)
