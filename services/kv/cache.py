@@ -50,9 +50,6 @@ class KVStore:
         Args:
             heads: of keys and values.
             size: of a head.
-
-        Raises:
-            TypeError: what is there is no float32.
         """
         self.leave_table()
         end = self.frame.start + self.frame.count

@@ -22,9 +22,6 @@ class ResidentSlots:
         heads: of keys and values.
         slots: what there is room for.
         size: of a head.
-
-    Raises:
-        TypeError: there are keys or values that are no float32.
     """
 
     def __init__(self, caches: Sequence[SlotCache], heads: int, slots: int, size: int) -> None:

@@ -91,11 +91,7 @@ class SlotCache:
         self._values = buffer
 
     def settle(self, heads: int, slots: int, size: int) -> tuple[mx.array, mx.array]:
-        """Move to buffers of this size that nobody else holds; see `ResidentSlots`.
-
-        Raises:
-            TypeError: the keys or values are no float32.
-        """
+        """Move to buffers of this size that nobody else holds; see `ResidentSlots`."""
         self._keys, self._values = (
             copy_slots(buffer, (1, heads, slots, size)) for buffer in (self._keys, self._values)
         )
@@ -169,16 +165,14 @@ class SlotCache:
 
 
 def copy_slots(buffer: mx.array | None, shape: tuple[int, int, int, int]) -> mx.array:
-    """A copy in a buffer of this shape; raises TypeError if it is no float32."""
+    """A copy in a buffer of this shape, of float32."""
     wider = mx.zeros(shape)
-    if buffer is None:
-        mx.eval(wider)
-        return wider
-    if buffer.dtype != mx.float32:
-        raise TypeError(f"keys and values of {buffer.dtype}")
-    mx.eval(wider, buffer)
-    slots = min(shape[2], buffer.shape[2])
-    view(wider)[..., :slots, :] = view(buffer)[..., :slots, :]
+    mx.eval(wider)
+    if buffer is not None:
+        given = buffer.astype(mx.float32)
+        mx.eval(given)
+        slots = min(shape[2], given.shape[2])
+        view(wider)[..., :slots, :] = view(given)[..., :slots, :]
     return wider
 
 

@@ -114,11 +114,7 @@ class PassKernel:
         return stores if ours else None
 
     def run(self, tokens: mx.array, stores: Sequence[KVStore], *, head: bool = True) -> mx.array:
-        """Logits [1, n, vocabulary]; without `head` zeros [1, 0, vocabulary].
-
-        Raises:
-            TypeError: keys or values of these sequences are no float32.
-        """
+        """Logits [1, n, vocabulary]; without `head` [1, 0, vocabulary]."""
         row = np.ascontiguousarray(view(tokens)[0], np.int32)
         if row.size and not 0 <= row.min() <= row.max() < self.vocabulary:
             raise ValueError(f"tokens outside 0..{self.vocabulary - 1}")

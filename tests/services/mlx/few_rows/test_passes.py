@@ -229,3 +229,16 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
     for token in (-1, 1 << 20):
         with pytest.raises(ValueError, match="tokens outside 0"):
             logits(model, begun(model), [4, token])
+
+
+def test_keys_and_values_of_half_precision_are_widened() -> None:
+    """As those of another device may be."""
+    model = with_passes()
+    rounded, store = begun(model), begun(model)
+    for one, other in zip(rounded.caches, store.caches, strict=True):
+        assert one.keys is not None
+        assert one.values is not None
+        one.keys, one.values = one.keys.astype(mx.float16), one.values.astype(mx.float16)
+        other.keys = one.keys.astype(mx.float32)
+        other.values = one.values.astype(mx.float32)
+    np.testing.assert_array_equal(logits(model, rounded, ROWS), logits(model, store, ROWS))
