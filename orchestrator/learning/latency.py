@@ -27,6 +27,8 @@ _OUTLIER = 1.5
 
 _STEP_SMOOTHING = 0.01
 _STEP_RECALLED = 8.0
+_NEARLY = 0.25
+"""Share of a depth that may be missing for it to count as done: a verification varies by more."""
 _RIDGE = 0.2
 """Weight of the assumed slope: a variance of the widths, in branches squared."""
 _ASSUMED_SLOPE = 0.02
@@ -231,6 +233,11 @@ class StepLatency:
         # A little of the assumed slope keeps a single width from meaning anything.
         slope = (covariance + _RIDGE * _ASSUMED_SLOPE * mean) / (max(0.0, variance) + _RIDGE)
         return max(0.5 * mean, mean + max(0.0, slope) * (branches - usual))
+
+    def depths_in(self, milliseconds: float, branches: int) -> int | None:
+        """How many depths of so many branches get done in this time; None if it is not known."""
+        step_ms = self.of(branches)
+        return int((milliseconds - self.chain_ms) / step_ms + _NEARLY) if step_ms else None
 
     def save(self) -> dict[str, Average]:
         """For a snapshot."""

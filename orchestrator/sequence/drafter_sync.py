@@ -43,11 +43,24 @@ class DrafterSync:
             nodes=current.nodes[: len(draft) + 1],
             parents=draft.sent_parents,
             fan_out=self._planner.fan_out(draft, current.origin),
-            depth=self._planner.depth,
+            depth=self._depth_beside(1 + len(draft)),
             held_back=self._planner.held_back,
             siblings=limits.siblings,
             grown_siblings=limits.grown_siblings,
         )
+
+    def _depth_beside(self, rows: int) -> int:
+        """How deep branches are prepared beside a verification of so many rows.
+
+        No deeper than gets done meanwhile: a drafter hears of a miss between two depths only, and
+        the core of one that is done can help the target.
+        """
+        planner, estimates = self._planner, self._planner.estimates
+        if planner.num_draft_tokens or estimates.batch.streams > 1:
+            return planner.depth
+        time_ms = estimates.verify_latency.of(rows) + estimates.idle_ms["hit"].value
+        fits = estimates.step_latency.depths_in(time_ms, planner.branches)
+        return planner.depth if fits is None else max(1, min(planner.depth, fits))
 
     def draft_now(
         self, tokens: Tokens, number: int, row: int, count: int, limits: RoundLimits
