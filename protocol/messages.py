@@ -518,8 +518,8 @@ class DraftTree(Message, frozen=True, tag="tree", kw_only=True, omit_defaults=Tr
     draft_ms: Milliseconds
     """Time the drafter worked for this message."""
     replayed: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """In the first answer to a DraftNow that brought many committed tokens: of how many of these
-    it looked whether it would have drafted them; 0: of none."""
+    """In the first answer to a message that brought many committed tokens: of how many of these it
+    looked whether it would have drafted them; 0: of none."""
     foreseen: Annotated[int, msgspec.Meta(ge=0)] = 0
     """How many of them it would have."""
     last: bool = False

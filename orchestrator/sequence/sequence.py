@@ -313,6 +313,9 @@ class Sequence:
         if tree.round != self.round or not self.is_asked_for(tree):
             self.recorder.stale_trees += 1
             return []
+        if tree.replayed:
+            mode, estimates = self.planner.mode, self.planner.estimates
+            estimates.observe_replay(mode, tree.foreseen, tree.replayed)
         match self.phase:
             case Phase.VERIFYING:
                 if not self.current.cache.add(tree):
@@ -329,13 +332,11 @@ class Sequence:
 
     def _on_backup(self, tree: DraftTree, now: float) -> list[Action]:
         """A depth of the draft that the target waits for."""
-        estimates = self.planner.estimates
         if tree.depth != self._backup.depth + 1:
             return []  # out of order
         if tree.last:
             self._drafter_sync.on_last_depth()
         if tree.depth == 1:
-            estimates.observe_replay(self.planner.mode, tree.foreseen, tree.replayed)
             tree = replace(tree, outcomes=[BACKUP])
         grown = self._backup.add(tree) and bool(self._backup.latest_outcomes())
         draft = self._backup.draft(*BACKUP)
@@ -346,7 +347,7 @@ class Sequence:
             return []
         waited_ms = 1e3 * (now - self._waiting_since)
         self.recorder.add_wait(self._waiting_since, now)
-        estimates.backup_ms.observe(waited_ms / tree.depth)
+        self.planner.estimates.backup_ms.observe(waited_ms / tree.depth)
         return self._verify_backup()
 
     def on_draft_late(self) -> list[Action]:

@@ -118,7 +118,7 @@ class Drafter:
     def _prepare(self, message: Prepare) -> Generator[FromService | None]:
         answers = _Answers(message, [])
         tree = self._check_prepare(message)
-        self._commit(message)
+        answers.replay = self._commit(message) or answers.replay
         options, depth = self._options(message), self._clip(message.depth)
         sequence, fan_out, backend = message.sequence, message.fan_out, self._backend
         if self._takes_trees and isinstance(backend, TreeDrafting):

@@ -3,9 +3,11 @@
 import pytest
 
 from orchestrator.learning.cost_model import CostModel
+from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.drafter_sync import DrafterSync
 from orchestrator.sequence.limits import Limits, RoundLimits
 from orchestrator.sequence.planner import Planner
+from orchestrator.sequence.round import Round
 from protocol.messages import DraftNow
 from tests.support.fakes import Stack, Target
 
@@ -55,3 +57,20 @@ def test_nothing_is_drafted_for_nobody(trees: bool) -> None:  # noqa: FBT001  # 
     assert any(one.count for one in drafts)
     assert any(not one.count for one in drafts)
     assert stack.sequence.recorder.stale_trees == 0
+
+
+@pytest.mark.parametrize(("step_ms", "depth"), [(1.0, 6), (5.0, 4), (8.0, 2), (50.0, 1)])
+def test_no_depth_is_asked_for_that_comes_too_late(step_ms: float, depth: int) -> None:
+    """Beside a verification of 22 ms; the first depth takes in the chain, 2 ms here."""
+    estimates = CostModel()
+    estimates.draft_length = 4.0
+    for rows in (1, 3):
+        estimates.verify_latency.observe(rows, 22.0)
+    estimates.observe_step(2, 8, step_ms)
+    estimates.observe_step(1, 8, step_ms + 2.0)
+    one = DrafterSync(1, Planner("ssd", estimates, fixed_branches=8))
+    one.on_open(TOKENS)
+    limits = Limits(99, frozenset(), 0)
+    current = Round(nodes=[8, 1, 2], draft=Draft([1, 2], [0.5, 0.5]))
+    asked = one.prepare(TOKENS, 2, current, RoundLimits(limits, PLANNER, 1))
+    assert asked.depth == depth

@@ -740,3 +740,17 @@ def test_what_went_on_before_the_verifier_was_asked_anew_is_not_taken() -> None:
         stack.do(stack.sequence.record(stack.now))
     stack.calm()
     stack.assert_plain()
+
+
+def test_what_a_drafter_foresaw_reaches_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the first tree after a time without it, and from no other one."""
+    seen: list[tuple[str, int, int]] = []
+    stack = started(
+        mode="ssd", target=Target(SALTS[0]), prompt=[1, 2], limits=ENDLESS, num_draft_tokens=3
+    )
+    monkeypatch.setattr(stack.estimates, "observe_replay", lambda *said: seen.append(said))
+    assert stack.drafter_works()
+    [tree] = stack.wire
+    stack.do(stack.sequence.on_tree(replace(tree, replayed=20, foreseen=7), stack.now))
+    stack.do(stack.sequence.on_tree(replace(tree, round=99, replayed=20), stack.now))
+    assert seen == [("ssd", 7, 20)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.messages import DraftNow, DraftTree, OpenSequence, Sampling, Tokens
+from protocol.messages import DraftNow, DraftTree, OpenSequence, Prepare, Sampling, Tokens
 from services.drafter.backends.base import Replay
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_tree import MOST_REPLAYED
@@ -84,6 +84,19 @@ def test_it_says_so_with_its_first_draft_token(limit: int) -> None:
     first, *rest = answers(drafter, answer)
     assert (first.replayed, first.foreseen) == (12, 12)
     assert not any(tree.replayed or tree.foreseen for tree in rest)
+
+
+def test_it_says_so_where_it_prepares() -> None:
+    """With the first depth."""
+    drafter = Drafter(MlxBackend(tiny_folder("llama"), 16))
+    answer = plain("llama", tuple(PROMPT), 14, Sampling())
+    answers(drafter, answer[:2])
+    asked = Prepare(
+        sequence=1, round=2, base=len(PROMPT), tokens=answer[:-1], nodes=answer[-1:],
+        fan_out=[2], depth=2,
+    )  # fmt: skip
+    trees = [tree for tree in drafter.handle(asked) if isinstance(tree, DraftTree)]
+    assert [(tree.replayed, tree.foreseen) for tree in trees] == [(12, 12), (0, 0)]
 
 
 @pytest.mark.parametrize("count", [3, 60])
