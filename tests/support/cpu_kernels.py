@@ -1,15 +1,27 @@
 """The CPU kernels called by themselves, without MLX."""
 
 import ctypes
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from services.mlx import blas
 from services.mlx.blas import WeightCopy
 
 Floats = npt.NDArray[np.float32]
 ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
+
+
+def load_own(folder: Path) -> ctypes.CDLL:
+    """The kernels with a state of their own: a copy of the library in this folder."""
+    loaded = blas.cpu_kernels()
+    assert loaded is not None
+    own = ctypes.CDLL(str(shutil.copy(loaded._name, folder / "kernels.so")))
+    assert own.small_gemm_take(None, 1, 16) == 16
+    return own
 
 
 def contiguous_product(kernel: ctypes.CDLL, x: Floats, w: Floats) -> Floats:

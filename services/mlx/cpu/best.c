@@ -31,14 +31,7 @@ static void insert(struct list *list, int column, float value)
 SIMD static int any_above(const float *row, float bound)
 {
     eight_ints above = *(const eight *)row > bound;
-#if defined(__x86_64__)
-    return _mm256_movemask_ps((__m256)above);
-#else
-    int any = 0;
-    for (int lane = 0; lane < LANES; lane++)
-        any |= above[lane];
-    return any;
-#endif
+    return any_lane(above);
 }
 
 static void find_best(int count, const float *row, struct list *best)

@@ -89,14 +89,7 @@ SIMD static int any_may_win(const float *row, int first, const uint32_t *keys, f
     eight exponents = __builtin_convertvector(((eight_ints)halves >> 23) - 127, eight);
     eight most = *(const eight *)(row + first) * scale + 0.6931472f * (31.0f - exponents);
     eight_ints may = (most >= bound) | (eight_ints)(x < RARE_BITS);
-#if defined(__x86_64__)
-    return _mm256_movemask_ps((__m256)may);
-#else
-    int any = 0;
-    for (int lane = 0; lane < LANES; lane++)
-        any |= may[lane];
-    return any;
-#endif
+    return any_lane(may);
 }
 
 static int draw(int count, const float *row, float temperature, const uint32_t *keys)

@@ -1,7 +1,6 @@
 """A drafter's weights as bytes: close to its floats, and only where they are asked for."""
 
 import ctypes
-import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,11 +8,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from services.mlx import blas, draft_weights
+from services.mlx import draft_weights
 from services.mlx.blas import WeightCopy, WeightKind
 from services.mlx.draft_weights import quantise_linears, round_to_int8, use_weights
 from services.mlx.lm_head import keep_rows
-from tests.support.cpu_kernels import add_copy, contiguous_product, rows_beside_bytes
+from tests.support.cpu_kernels import add_copy, contiguous_product, load_own, rows_beside_bytes
 from tests.support.reference import needs_cpu_kernels
 
 
@@ -118,11 +117,7 @@ def test_quantising_leaves_other_layers() -> None:
 @pytest.fixture
 def kernel(tmp_path: Path) -> ctypes.CDLL:
     """The kernels with a state of their own."""
-    loaded = blas.cpu_kernels()
-    assert loaded is not None
-    own = ctypes.CDLL(str(shutil.copy(loaded._name, tmp_path / "kernels.so")))
-    assert own.small_gemm_take(None, 1, 16) == 16
-    return own
+    return load_own(tmp_path)
 
 
 @needs_cpu_kernels

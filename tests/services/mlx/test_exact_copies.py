@@ -1,7 +1,6 @@
 """Copies of weights in less memory: the same products to the bit, or no copy."""
 
 import ctypes
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from services.mlx import blas
 from services.mlx.blas import WeightCopy, WeightKind, pack_exactly
 from services.mlx.exact_copies import add_exact_copies, count_read_bytes, large_weights
 from services.mlx.loader import to_dense
-from tests.support.cpu_kernels import Floats, add_copy, contiguous_product
+from tests.support.cpu_kernels import Floats, add_copy, contiguous_product, load_own
 from tests.support.reference import needs_cpu_kernels
 
 pytestmark = needs_cpu_kernels
@@ -61,10 +60,7 @@ WEIGHTS: dict[WeightKind, Callable[[int, int], Floats]] = {
 @pytest.fixture(params=["avx2", "avx512"])
 def kernel(request: pytest.FixtureRequest, tmp_path: Path) -> ctypes.CDLL:
     """The kernels with a state of their own, for each set of instructions that is here."""
-    loaded = blas.cpu_kernels()
-    assert loaded is not None
-    own = ctypes.CDLL(str(shutil.copy(loaded._name, tmp_path / "kernels.so")))
-    assert own.small_gemm_take(None, 1, 16) == 16
+    own = load_own(tmp_path)
     if request.param == "avx2":
         own.small_gemm_choose_tiles(0)
     elif "avx512f" not in Path("/proc/cpuinfo").read_text():

@@ -1,14 +1,12 @@
 """Attention on the CPU by our own kernel: what MLX's gives, and the same bits in any company."""
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from services.mlx import blas
 from services.mlx.few_rows.attention import attend
 from tests.support.reference import needs_cpu_kernels
 
@@ -18,14 +16,6 @@ pytestmark = [
 ]
 
 SLOTS = 200
-
-
-@pytest.fixture(params=[0, 2], ids=["alone", "helped"])
-def helpers(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Without and with threads that share the work, on whatever core there is."""
-    assert blas.use_spare_cores([0] * request.param) == request.param
-    yield request.param
-    blas.use_spare_cores(())
 
 
 def rows(count: int, heads: int = 6, kv_heads: int = 2, size: int = 64) -> Any:

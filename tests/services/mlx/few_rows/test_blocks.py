@@ -1,7 +1,6 @@
 """Decoder blocks by our own kernels: what MLX gives, and the same bits in any company."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from mlx_lm.models import llama
 from protocol.decoding.token_tree import read_tree
 from services.batching.packing import enable_packing, pack_caches
 from services.kv.cache import KVStore, windows_of
-from services.mlx import blas
-from services.mlx.few_rows.blocks import MOST_ROWS, use_blocks
+from services.mlx.few_rows.blocks import use_blocks
 from services.mlx.loader import load
 from services.mlx.rope import use_tables
+from tests.services.mlx.few_rows.passes import PROMPT, ROWS, begun, logits
 from tests.support.reference import for_the_cpu, needs_cpu_kernels, tiny_folder
 from tests.support.tiny_models import write_adapter, write_tiny_model
 
@@ -27,16 +26,6 @@ pytestmark = [
 ]
 
 FAMILIES = ["llama", "llama3", "linear", "sliding", "qwen2", "qwen3", "yarn", "quantized"]
-PROMPT = [(5 * i) % 250 + 4 for i in range(30)]
-ROWS = [(7 * i) % 250 + 4 for i in range(MOST_ROWS)]
-
-
-@pytest.fixture(params=[0, 2], ids=["alone", "helped"])
-def helpers(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Without and with threads that share the work, on whatever core there is."""
-    assert blas.use_spare_cores([0] * request.param) == request.param
-    yield request.param
-    blas.use_spare_cores(())
 
 
 def module(family: str) -> Any:
@@ -52,28 +41,12 @@ def with_blocks(family: str) -> Any:
     return found
 
 
-def begun(model: Any, prompt: list[int] = PROMPT) -> KVStore:
-    """What is known of the prompt."""
-    store = KVStore(windows_of(model), bucketed=False)
-    logits(model, store, prompt)
-    return store
-
-
-def logits(model: Any, store: KVStore, tokens: list[int]) -> Any:
-    """[tokens, vocabulary]"""
-    store.chain(len(tokens))
-    return np.array(model(mx.array([tokens]), cache=store.caches)[0])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_the_model(family: str) -> None:
     """Up to rounding, behind a prompt and from the first token on."""
     plain, ours = module(family), with_blocks(family)
     for prompt in ([], PROMPT):
-        stores = [
-            begun(model, prompt) if prompt else KVStore(windows_of(model), bucketed=False)
-            for model in (plain, ours)
-        ]
+        stores = [begun(model, prompt) for model in (plain, ours)]
         expected, found = (
             logits(model, store, ROWS) for model, store in zip((plain, ours), stores, strict=True)
         )

@@ -1,7 +1,6 @@
 """Whole passes by one call: what the model gives, wherever keys and values come from and go to."""
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -11,13 +10,13 @@ import pytest
 from protocol.decoding.token_tree import read_tree
 from services.batching.packing import enable_packing, pack_caches
 from services.kv.cache import KVStore, windows_of
-from services.mlx import blas
-from services.mlx.few_rows.blocks import MOST_ROWS, use_blocks
+from services.mlx.few_rows.blocks import use_blocks
 from services.mlx.few_rows.passes import PassKernel, fill_only, use_passes
 from services.mlx.lm_head import keep_rows
 from services.mlx.loader import load
 from services.mlx.rope import use_tables
 from services.mlx.taps import Taps
+from tests.services.mlx.few_rows.passes import PROMPT, ROWS, begun, logits
 from tests.support.reference import for_the_cpu, needs_cpu_kernels, tiny_folder
 
 pytestmark = [
@@ -27,16 +26,6 @@ pytestmark = [
 ]
 
 FAMILIES = ["llama", "llama3", "linear", "qwen2", "qwen3", "yarn", "quantized"]
-PROMPT = [(5 * i) % 250 + 4 for i in range(30)]
-ROWS = [(7 * i) % 250 + 4 for i in range(MOST_ROWS)]
-
-
-@pytest.fixture(params=[0, 2], ids=["alone", "helped"])
-def helpers(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Without and with threads that share the work, on whatever core there is."""
-    assert blas.use_spare_cores([0] * request.param) == request.param
-    yield request.param
-    blas.use_spare_cores(())
 
 
 def module(family: str) -> Any:
@@ -51,20 +40,6 @@ def with_passes(family: str = "llama") -> Any:
     found = module(family)
     assert use_passes(found)
     return found
-
-
-def begun(model: Any, prompt: list[int] = PROMPT) -> KVStore:
-    """What is known of the prompt."""
-    store = KVStore(windows_of(model), bucketed=False)
-    if prompt:
-        logits(model, store, prompt)
-    return store
-
-
-def logits(model: Any, store: KVStore, tokens: list[int]) -> Any:
-    """[tokens, vocabulary]"""
-    store.chain(len(tokens))
-    return np.array(model(mx.array([tokens]), cache=store.caches)[0])
 
 
 def close(found: Any, expected: Any) -> None:
