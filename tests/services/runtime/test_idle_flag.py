@@ -5,10 +5,14 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol.messages import CloseSequence, Message, ToService
+from protocol.settings import DrafterSettings
+from services.drafter import main
+from services.drafter.backends.ngram import NgramBackend
 from services.runtime.idle_flag import IdleFlag, open_idle_flag
 from services.runtime.inbox import Inbox
 from services.verifier.spare_cores import SpareCores
@@ -110,3 +114,22 @@ def test_a_pass_begins_with_the_drafter_at_work(
     assert flag.is_idle
     SpareCores([7]).begin_pass(drafter_idle=False)
     assert used == [((7,), flag.word), ((7,),), ((),)]
+
+
+def test_a_drafter_uses_the_targets_cores_while_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the flag of the verifier, and with no flag not at all."""
+    used: list[Any] = []
+    monkeypatch.setattr(main, "use_spare_cores", lambda *given: used.append(given))
+    monkeypatch.setattr(main, "serve", lambda *_: None)
+    for flag in ("", str(tmp_path / "verifier-idle")):
+        settings = DrafterSettings(
+            lifeline=0, address=f"ipc://{tmp_path}/services", backend="ngram", spare_cores=[3],
+            spare_flag=flag,
+        )  # fmt: skip
+        main._serve(settings, NgramBackend())
+    [(cores, word)] = used
+    assert cores == [3]
+    IdleFlag(str(tmp_path / "verifier-idle")).is_idle = True
+    assert word.value == 1

@@ -85,6 +85,16 @@ def test_the_kernel_seldom_leaves_a_row_to_the_host(sampling: Sampling) -> None:
     assert np.count_nonzero(tokens < 0) <= 8
 
 
+@needs_cpu_kernels
+@pytest.mark.parametrize("filters", [{"top_p": 0.6}, {"min_p": 2 / 3}])
+def test_a_winner_at_a_border_is_left_to_the_host(filters: dict[str, float]) -> None:
+    """Rounding may keep it or not."""
+    logits = np.tile(np.log(np.array([0.6, 0.4], np.float32)), (50, 1))
+    tokens = choose_tokens(logits, range(50), Sampling(temperature=1.0, seed=3, **filters))
+    assert tokens is not None
+    assert set(tokens.tolist()) == {0, -1}
+
+
 @given(
     sampling=st.builds(
         Sampling,
