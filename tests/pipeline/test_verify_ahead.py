@@ -66,6 +66,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
         model=str(tiny_folder("llama")),
         draft_model=str(draft),
         restarts=1000,
+        max_deaths=1000,  # processes are killed beside the same request, until rounds go ahead
         decode_concurrency=4,
     )
     with running(settings) as started:
