@@ -473,7 +473,8 @@ class DraftNow(Message, frozen=True, tag="draft", kw_only=True, omit_defaults=Tr
     """Orchestrator -> drafter: the target waits; draft `count` tokens after `pending` at once.
 
     Answer: DraftTree with the single branch (accepted, pending), one per depth. With a count of 0
-    there is no answer: it ends a draft that nobody waits for any more.
+    there is no answer: it ends a draft that nobody waits for any more, or has the drafter take in
+    tokens before it is asked for a draft; what it foresaw of them it says with its next tree.
     """
 
     sequence: int

@@ -5,6 +5,9 @@ from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.round import Round
 from protocol.messages import DraftNow, Prepare, Tokens
 
+_FAR = 8
+"""Tokens that a drafter takes in, and looks back on, in a good part of a verification's time."""
+
 
 class DrafterSync:
     """For the one drafter that has the sequence open."""
@@ -14,14 +17,20 @@ class DrafterSync:
         self._planner = planner
         self._sent = 0
         """Committed tokens that it knows of."""
+        self._computed = 0
+        """Tokens that it has been asked to compute, those of a round's draft included."""
         self.awaited: DraftNow | None = None
         """The draft that the target waits for, or waited for last."""
         self._is_drafting = False
 
     def on_open(self, tokens: Tokens) -> None:
         """It was sent all tokens but the pending one."""
-        self._sent = len(tokens) - 1
+        self._sent = self._computed = len(tokens) - 1
         self._is_drafting = False
+
+    def is_behind(self, tokens: Tokens) -> bool:
+        """Whether it has so much to take in that nobody should wait for its draft."""
+        return len(tokens) - 1 - self._computed > _FAR
 
     def on_last_depth(self) -> None:
         """The draft that it was asked for is complete."""
@@ -35,6 +44,7 @@ class DrafterSync:
         if not limits.drafter_takes_trees and not draft.is_chain:
             # Its rows come first (`Draft.arrange`), so that outcomes keep their numbers.
             draft = draft.pick(draft.main)
+        self._computed += 1 + len(draft)
         return Prepare(
             sequence=self._sequence,
             round=number,
@@ -88,24 +98,24 @@ class DrafterSync:
         A drafter goes on until something newer comes, and where it prepares for no outcome nothing
         else would: it would work beside a verification that takes it to be idle.
         """
-        if not self._is_drafting:
-            return []
-        self._is_drafting = False
+        return [self.catch_up(tokens, number)] if self._is_drafting else []
+
+    def catch_up(self, tokens: Tokens, number: int) -> DraftNow:
+        """Have it take in what was committed, and draft nothing, in round `number`."""
         base, fresh = self._take_unsent(tokens)
-        return [
-            DraftNow(
-                sequence=self._sequence,
-                round=number,
-                base=base,
-                tokens=fresh,
-                pending=tokens[-1],
-                accepted=0,
-                count=0,
-            )
-        ]
+        self._is_drafting = False
+        return DraftNow(
+            sequence=self._sequence,
+            round=number,
+            base=base,
+            tokens=fresh,
+            pending=tokens[-1],
+            accepted=0,
+            count=0,
+        )
 
     def _take_unsent(self, tokens: Tokens) -> tuple[int, Tokens]:
         """The committed tokens that it was not sent yet, and where they start."""
         base = self._sent
-        self._sent = len(tokens) - 1
+        self._sent = self._computed = len(tokens) - 1
         return base, tokens[base:-1]

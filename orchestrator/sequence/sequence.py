@@ -214,6 +214,8 @@ class Sequence:
             return self._draft_now(count, now) if count else self._go_on(lookup)
         if self.current.speculating:
             self.recorder.misses += 1
+        if self._drafter_is_behind:
+            return self._go_on(lookup, "plain")
         if count := self.planner.backup_length(lookup):
             self.recorder.fallbacks["draft"] += 1
             return self._draft_now(count, now)
@@ -258,17 +260,24 @@ class Sequence:
         """
         draft, offered, rows, verify = planned
         self.round = verify.round
-        speculating = self._should_speculate()
+        speculating = self._should_speculate() and not self._drafter_is_behind
         self.current = Round(verify.nodes, draft, offered, rows, origin, speculating)
         self.current.begun_unasked = unasked
         self.phase = Phase.VERIFYING
         self._free_run.on_verify(verify)
         return [*([] if unasked else [ToVerifier(verify)]), *self._prepare()]
 
+    @property
+    def _drafter_is_behind(self) -> bool:
+        """Whether it has to catch up, which it does beside a verification without a draft."""
+        return self.planner.mode == "ssd" and self._drafter_sync.is_behind(self.tokens)
+
     def _should_speculate(self) -> bool:
         return self.planner.should_speculate and self._limits.can_speculate(len(self.tokens))
 
     def _prepare(self) -> list[Action]:
+        if self._should_speculate() and self._drafter_is_behind:
+            return [ToDrafter(self._drafter_sync.catch_up(self.tokens, self.round))]
         if self.planner.mode != "ssd" or not self.current.speculating:
             stops = self._drafter_sync.stop(self.tokens, self.round)
             return [ToDrafter(stop) for stop in stops if self._limits.has_drafter]

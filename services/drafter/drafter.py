@@ -51,6 +51,8 @@ class Drafter:
         self._open: set[int] = set()
         self._lengths: SequenceTable[int] = SequenceTable()
         """Committed tokens of each sequence that is open and prefilled."""
+        self._replays: dict[int, Replay] = {}
+        """What it saw when it looked back on a sequence and has not told yet."""
 
     def forget(self) -> None:
         """Whoever asked is gone: close what is open."""
@@ -58,6 +60,7 @@ class Drafter:
             self._backend.close(sequence)
         self._open.clear()
         self._lengths.clear()
+        self._replays.clear()
 
     def supersedes(self, news: Work, current: Work) -> bool:
         """Any news of a sequence ends the work on an older round; only its end ends a prefill."""
@@ -90,6 +93,7 @@ class Drafter:
             case CloseSequence():
                 self._open.discard(message.sequence)
                 self._lengths.pop(message.sequence, None)
+                self._replays.pop(message.sequence, None)
                 self._backend.close(message.sequence)
             case _:
                 raise ProtocolError(f"a drafter cannot handle {type(message).__name__}")
@@ -105,6 +109,7 @@ class Drafter:
     def _prefill(self, message: OpenSequence) -> Generator[FromService | None]:
         started = time.perf_counter()
         self._lengths.pop(message.sequence, None)
+        self._replays.pop(message.sequence, None)
         self._backend.close(message.sequence)
         self._check_tokens(message.tokens)
         yield from self._backend.open(message.sequence, message.tokens, message.sampling)
@@ -118,7 +123,8 @@ class Drafter:
     def _prepare(self, message: Prepare) -> Generator[FromService | None]:
         answers = _Answers(message, [])
         tree = self._check_prepare(message)
-        answers.replay = self._commit(message) or answers.replay
+        self._commit(message)
+        answers.replay = self._take_replay(message.sequence)
         options, depth = self._options(message), self._clip(message.depth)
         sequence, fan_out, backend = message.sequence, message.fan_out, self._backend
         if self._takes_trees and isinstance(backend, TreeDrafting):
@@ -130,9 +136,10 @@ class Drafter:
     def _draft(self, message: DraftNow) -> Generator[FromService | None]:
         answers = _Answers(message, [(message.accepted, message.pending)])
         self._check_tokens([message.pending])
-        answers.replay = self._commit(message) or answers.replay
+        self._commit(message)
         if not message.count:
-            return  # it only ends what was being drafted
+            return  # it only ends what was being drafted, or catches up
+        answers.replay = self._take_replay(message.sequence)
         options, count = self._options(message), self._clip(message.count)
         sequence, pending, backend = message.sequence, message.pending, self._backend
         layers: Iterable[TreeLayer | None]
@@ -155,18 +162,21 @@ class Drafter:
             grown_siblings=message.grown_siblings,
         )
 
-    def _commit(self, message: Prepare | DraftNow) -> Replay | None:
+    def _take_replay(self, sequence: int) -> Replay:
+        return self._replays.pop(sequence, Replay(0, 0))
+
+    def _commit(self, message: Prepare | DraftNow) -> None:
         """Bring the backend up to date; raises ProtocolError if the message does not fit."""
         sequence, base, tokens = message.sequence, message.base, message.tokens
         check_rewind(self._lengths[sequence], base)
         self._check_tokens(tokens)
-        backend, replay = self._backend, None
+        backend = self._backend
         if len(tokens) > _LEAST_REPLAYED and isinstance(backend, Replaying):
-            replay = backend.replay(sequence, base, tokens)
+            if (replay := backend.replay(sequence, base, tokens)) is not None:
+                self._replays[sequence] = replay
         else:
             backend.commit(sequence, base, tokens)
         self._lengths[sequence] = base + len(tokens)
-        return replay
 
     def _check_prepare(self, message: Prepare) -> TokenTree:
         self._check_tokens(message.nodes)

@@ -26,6 +26,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from services.mlx.weight_memory import WeightMemory
+
 _log = logging.getLogger(__name__)
 
 _SOURCES = sorted(Path(__file__).with_name("cpu").rglob("*.[ch]"))
@@ -52,9 +54,10 @@ class WeightKind(enum.IntEnum):
     EIGHT_BITS = 3
     BFLOAT16 = 4
     FLOAT16 = 5
+    TILED_INT8 = 6
 
 
-_BITS = dict(zip(WeightKind, (8, 4, 8, 16, 16), strict=True))
+_BITS = dict(zip(WeightKind, (8, 4, 8, 16, 16, 8), strict=True))
 _ON_A_GRID = (WeightKind.FOUR_BITS, WeightKind.EIGHT_BITS)
 
 
@@ -64,7 +67,7 @@ class WeightCopy(NamedTuple):
     kind: WeightKind
     rows: npt.NDArray[np.generic]
     scales: npt.NDArray[np.float32]
-    """ROUNDED_INT8: a factor a row. On a grid: [n, k / BLOCK_SIZE, 2], step and least weight."""
+    """Of bytes: a factor a row. On a grid: [n, k / BLOCK_SIZE, 2], step and least weight."""
 
     @property
     def nbytes(self) -> int:
@@ -75,6 +78,7 @@ class WeightCopy(NamedTuple):
 class _Loaded:
     """What `load_blas` has loaded into this process."""
 
+    memory = WeightMemory()
     kernels: ctypes.CDLL | None = None
     cores: tuple[int, ...] = ()
     """Of this process beyond its first; helpers are at home there."""
@@ -112,6 +116,11 @@ def cpu_kernels() -> ctypes.CDLL | None:
     return _Loaded.kernels
 
 
+def multiplies_bytes() -> bool:
+    """Whether rows of bytes are multiplied with weights of bytes (`WeightKind.TILED_INT8`)."""
+    return _Loaded.kernels is not None and bool(_Loaded.kernels.has_int8_rows())
+
+
 def pack_exactly(weight: npt.NDArray[np.float32], kind: WeightKind) -> WeightCopy | None:
     """A copy of this kind of weight [n, k]; None where it would not be the same, bit for bit."""
     if _Loaded.kernels is None or not weight.flags.c_contiguous:
@@ -130,16 +139,18 @@ def pack_exactly(weight: npt.NDArray[np.float32], kind: WeightKind) -> WeightCop
 def add_copy(weight: npt.NDArray[np.float32], copy: WeightCopy) -> bool:
     """Let products of few rows read the copy in the place of `weight` [n, k].
 
-    Both are kept; False without our kernels, or where they have no place left.
+    The weight is kept, and another copy made; False without our kernels, or where they have no
+    place left.
     """
     if _Loaded.kernels is None or not weight.flags.c_contiguous:
         return False
     n, k = weight.shape
-    kind, rows, scales = copy
+    kind = copy.kind
+    rows, scales = _Loaded.memory.copy(copy.rows), _Loaded.memory.copy(copy.scales)
     pointers = [ctypes.c_void_p(array.ctypes.data) for array in (weight, rows, scales)]
     if not _Loaded.kernels.small_gemm_add_copy(pointers[0], n, k, int(kind), *pointers[1:]):
         return False
-    _Loaded.copies[weight.ctypes.data] = (weight, copy)
+    _Loaded.copies[weight.ctypes.data] = (weight, WeightCopy(kind, rows, scales))
     return True
 
 

@@ -3,8 +3,9 @@
 Where few tokens are drafted at a time a draft costs what reading the weights costs, and on a CPU
 drafter and target slow down each other's reading. A drafter may round: its drafts are verified.
 
-On a CPU products of few rows read int8 copies, one scale a row, and round the rows as well where
-the processor multiplies bytes (`cpu/products/int8_rows.c`). Prompts, whose products have many
+On a CPU products of few rows read int8 copies, one scale a row. Where the processor multiplies
+bytes they lie in the order in which it does, and the rows are rounded as well
+(`cpu/products/int8_rows.c`). Prompts, whose products have many
 rows, go on with the floats. Elsewhere MLX's own quantisation is used.
 """
 
@@ -16,13 +17,15 @@ import numpy.typing as npt
 
 from protocol.decoding.sampler import Floats
 from protocol.settings import DraftWeights
-from services.mlx.blas import WeightCopy, WeightKind, add_copy
+from services.mlx.blas import WeightCopy, WeightKind, add_copy, multiplies_bytes
 from services.mlx.exact_copies import add_exact_copies, large_weights
 from services.mlx.loader import compute_unit
 
 _log = logging.getLogger(__name__)
 
 _GROUP_SIZE = 64
+_TILED_ROWS, _TILED_BYTES = 4, 64
+"""Of a tile: as in `cpu/products/tiles.h`."""
 
 
 def use_weights(model: nn.Module, weights: DraftWeights) -> None:
@@ -54,10 +57,24 @@ def add_int8_weights(model: nn.Module) -> int:
     Returns:
         How many weights have one; 0 without our CPU kernels.
     """
-    return sum(
-        add_copy(weight, WeightCopy(WeightKind.ROUNDED_INT8, *round_to_int8(weight)))
-        for weight in large_weights(model)
-    )
+    tiled = multiplies_bytes()
+    return sum(add_copy(weight, int8_copy(weight, tiled=tiled)) for weight in large_weights(model))
+
+
+def int8_copy(weight: Floats, *, tiled: bool) -> WeightCopy:
+    """A copy of a weight [n, k] in bytes; `tiled`: in the order of products with rows of bytes."""
+    rows, scales = round_to_int8(weight)
+    if not tiled:
+        return WeightCopy(WeightKind.ROUNDED_INT8, rows, scales)
+    return WeightCopy(WeightKind.TILED_INT8, tile_rows(rows), scales)
+
+
+def tile_rows(rows: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
+    """[n, k] -> [n / 4, k / 64, 4, 64], filled up with zeros: all of a tile lies together."""
+    n, k = rows.shape
+    filled = np.pad(rows, ((0, -n % _TILED_ROWS), (0, -k % _TILED_BYTES)))
+    tiles = filled.reshape(-1, _TILED_ROWS, filled.shape[1] // _TILED_BYTES, _TILED_BYTES)
+    return np.ascontiguousarray(tiles.transpose(0, 2, 1, 3))
 
 
 def round_to_int8(weight: Floats) -> tuple[npt.NDArray[np.int8], Floats]:

@@ -44,9 +44,7 @@ def add_copy(kernel: ctypes.CDLL, w: Floats, copy: WeightCopy) -> bool:
     return bool(kernel.small_gemm_add_copy(weight, *w.shape, int(copy.kind), rows, scales))
 
 
-def rows_beside_bytes(kernel: ctypes.CDLL, x: Floats) -> npt.NDArray[np.float64]:
-    """The rows of x as they are multiplied with int8 weights: rounded, where bytes are."""
-    if not kernel.has_int8_rows():
-        return x.astype(np.float64)
+def rounded_rows(x: Floats) -> npt.NDArray[np.float64]:
+    """The rows of x as they are multiplied with tiles of bytes."""
     steps = np.abs(x).max(axis=1, keepdims=True).astype(np.float64) / 127
     return np.rint(x / np.where(steps > 0, steps, 1)) * steps

@@ -3,12 +3,13 @@
 import pytest
 
 from orchestrator.learning.cost_model import CostModel
+from orchestrator.sequence.actions import ToVerifier
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.drafter_sync import DrafterSync
 from orchestrator.sequence.limits import Limits, RoundLimits
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.round import Round
-from protocol.messages import DraftNow
+from protocol.messages import DraftNow, Prepare, Verify
 from tests.support.fakes import Stack, Target
 
 TOKENS = [5, 6, 7, 8]
@@ -74,3 +75,37 @@ def test_no_depth_is_asked_for_that_comes_too_late(step_ms: float, depth: int) -
     current = Round(nodes=[8, 1, 2], draft=Draft([1, 2], [0.5, 0.5]))
     asked = one.prepare(TOKENS, 2, current, RoundLimits(limits, PLANNER, 1))
     assert asked.depth == depth
+
+
+def test_after_a_pause_the_drafter_catches_up_beside_a_verification() -> None:
+    """It is asked for a draft, and waited for, when it has taken in what it missed."""
+    estimates = CostModel()
+    switch = estimates.switch("ssd")
+    assert switch is not None
+    switch.begin_with_pause()
+    limits = Limits(200, frozenset(), 0)
+    stack = Stack(mode="ssd", target=Target(0), prompt=[1], limits=limits, estimates=estimates)
+    stack.drafter_comes()
+    stack.calm().assert_plain()
+    asked = [one for one in stack.to_drafter() if isinstance(one, DraftNow | Prepare)]
+    first, second = asked[:2]
+    assert isinstance(first, DraftNow)
+    assert first.count == 0
+    assert len(first.tokens) > 40
+    sent = [action.message for action in stack.actions if isinstance(action, ToVerifier)]
+    [beside] = [one for one in sent if isinstance(one, Verify) and one.round == first.round]
+    assert (len(beside.nodes), beside.granted, beside.drafter_idle) == (1, 0, False)
+    assert second.round == first.round + 1
+    assert len(second.tokens) == 1
+
+
+def test_a_long_draft_that_stands_leaves_nobody_behind() -> None:
+    """The drafter computed it when it prepared what may follow."""
+    tokens = list(range(1, 30))
+    one = sync()
+    current = Round(nodes=[8, *tokens], draft=Draft(tokens, [0.5] * len(tokens)))
+    limits = RoundLimits(Limits(99, frozenset(), 0), PLANNER, 1)
+    assert not one.is_behind(TOKENS)
+    one.prepare(TOKENS, 2, current, limits)
+    assert not one.is_behind([*TOKENS, *tokens, 3])
+    assert one.is_behind([*TOKENS, *tokens, *range(20)])

@@ -20,7 +20,6 @@ from tests.support.cpu_kernels import (
     Floats,
     add_copy,
     contiguous_product,
-    rows_beside_bytes,
 )
 from tests.support.reference import needs_cpu_kernels
 
@@ -92,7 +91,7 @@ def test_an_int8_copy_is_read_in_the_place_of_its_weight(
     copy = np.random.default_rng(depth).integers(-127, 128, (columns, depth), np.int8)
     scales = uniform(columns)
     assert add_copy(kernel, w, rounded(copy, scales))
-    expected = 0.5 * rows_beside_bytes(kernel, x) @ (scales[:, None] * copy).T
+    expected = 0.5 * x.astype(np.float64) @ (scales[:, None] * copy).T
     found = contiguous_product(kernel, x, w)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3 * depth**0.5)
     alone = [contiguous_product(kernel, x[i : i + 1], w)[0] for i in range(rows)]
@@ -119,7 +118,7 @@ def test_many_weights_have_copies(kernel: ctypes.CDLL) -> None:
     added = [add_copy(kernel, w, rounded(copy, scales[i:])) for i, w in enumerate(weights)]
     assert sum(added) == added.index(False) == 2048
     for i in (0, 1, 1000, 2047):
-        expected = 0.5 * rows_beside_bytes(kernel, x).sum(axis=1, keepdims=True) * (i + 1)
+        expected = 0.5 * x.astype(np.float64).sum(axis=1, keepdims=True) * (i + 1)
         np.testing.assert_allclose(contiguous_product(kernel, x, weights[i]), expected, rtol=1e-5)
 
 

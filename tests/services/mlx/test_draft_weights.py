@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from services.mlx import draft_weights
-from services.mlx.blas import WeightCopy, WeightKind
-from services.mlx.draft_weights import quantise_linears, round_to_int8, use_weights
+from services.mlx.draft_weights import int8_copy, quantise_linears, round_to_int8, use_weights
 from services.mlx.lm_head import keep_rows
-from tests.support.cpu_kernels import add_copy, contiguous_product, load_own, rows_beside_bytes
+from tests.support.cpu_kernels import add_copy, contiguous_product, load_own, rounded_rows
 from tests.support.reference import needs_cpu_kernels
 
 
@@ -121,17 +120,21 @@ def kernel(tmp_path: Path) -> ctypes.CDLL:
 
 
 @needs_cpu_kernels
+@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 63), (70, 64), (9, 100), (128, 576)])
-def test_rows_of_bytes(kernel: ctypes.CDLL, n: int, k: int) -> None:
-    """Rounded rows times rounded weights, or rows as they are: by what the processor can."""
+def test_rows_times_bytes(kernel: ctypes.CDLL, n: int, k: int, *, tiled: bool) -> None:
+    """Rows as they are times rounded weights, and rounded ones times the same in tiles."""
+    if tiled and not kernel.has_int8_rows():
+        pytest.skip("this processor does not multiply bytes")
     random = np.random.default_rng(n)
     weight, x = (random.normal(size=(rows, k)).astype(np.float32) for rows in (n, 16))
     x[3] = 0.0
-    copy = WeightCopy(WeightKind.ROUNDED_INT8, *round_to_int8(weight))
+    copy = int8_copy(weight, tiled=tiled)
     assert add_copy(kernel, weight, copy)
     found = contiguous_product(kernel, x, weight)
-    weights = copy.rows.astype(np.float64) * copy.scales[:, None]
-    expected = 0.5 * rows_beside_bytes(kernel, x) @ weights.T
+    rows, scales = round_to_int8(weight)
+    beside = rounded_rows(x) if tiled else x.astype(np.float64)
+    expected = 0.5 * beside @ (rows * scales[:, None].astype(np.float64)).T
     assert np.abs(found - expected).max() < 1e-4
     for size in range(1, 16):
         parts = [contiguous_product(kernel, x[i : i + size], weight) for i in range(0, 16, size)]
@@ -144,7 +147,8 @@ def test_a_row_that_is_no_number_gives_none(kernel: ctypes.CDLL, broken: float) 
     """So that whoever reads the logits sees that the drafter is broken; its neighbours are well."""
     random = np.random.default_rng(2)
     weight, x = (random.normal(size=(rows, 64)).astype(np.float32) for rows in (8, 4))
-    add_copy(kernel, weight, WeightCopy(WeightKind.ROUNDED_INT8, *round_to_int8(weight)))
+    copy = int8_copy(weight, tiled=bool(kernel.has_int8_rows()))
+    add_copy(kernel, weight, copy)
     x[1, 5] = broken
     found = contiguous_product(kernel, x, weight)
     assert not np.isfinite(found[1]).any()

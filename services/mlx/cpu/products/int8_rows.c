@@ -15,11 +15,9 @@
 #define VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
 
 enum {
-    STEP = 64,       /* bytes at once */
-    AHEAD = 8192,    /* as in tiles.c */
-    AT_ONCE = 4,     /* rows of w */
+    STEP = TILED_BYTES,
     LARGEST = 127,
-    UNSIGNED = 128   /* the instruction takes unsigned bytes times signed ones */
+    UNSIGNED = 128 /* the instruction takes unsigned bytes times signed ones */
 };
 
 int has_int8_rows(void)
@@ -89,28 +87,25 @@ VNNI static __m128i add_lanes(__m512i a, __m512i b, __m512i c, __m512i d)
     return _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
 }
 
-/* ROWS rows of x from row `at` on times up to four rows of w, `left` of them. */
+/* ROWS rows of x from row `at` on times one tile of w, of which `left` rows count. */
 #define TILE(ROWS)                                                                              \
     VNNI static void tile_##ROWS(const struct int8_rows *x, int at, float alpha,                \
                                  struct weights w, int left, float *y, int ldy)                 \
     {                                                                                           \
         const __m512i to_unsigned = _mm512_set1_epi8((char)UNSIGNED);                           \
         const signed char *from = x->bytes + (size_t)at * x->row_bytes;                         \
-        __m512i sum[ROWS][AT_ONCE];                                                             \
+        const char *next = w.rows;                                                              \
+        __m512i sum[ROWS][TILED_ROWS];                                                          \
         for (int r = 0; r < ROWS; r++)                                                          \
-            for (int c = 0; c < AT_ONCE; c++)                                                   \
+            for (int c = 0; c < TILED_ROWS; c++)                                                \
                 sum[r][c] = _mm512_setzero_si512();                                             \
-        for (int i = 0; i < x->k; i += STEP) {                                                  \
-            __mmask64 there = x->k - i >= STEP ? ~0ull : (1ull << (x->k - i)) - 1;              \
-            __m512i part[AT_ONCE];                                                              \
-            for (int c = 0; c < AT_ONCE; c++) {                                                 \
-                const char *row = w.rows + (c < left ? c : 0) * w.row_bytes + i;                \
-                __builtin_prefetch(row + AHEAD);                                                \
-                part[c] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, row), to_unsigned);   \
-            }                                                                                   \
+        for (int i = 0; i < x->row_bytes; i += STEP) {                                          \
+            __m512i part[TILED_ROWS];                                                           \
+            for (int c = 0; c < TILED_ROWS; c++, next += STEP)                                  \
+                part[c] = _mm512_xor_si512(_mm512_loadu_si512(next), to_unsigned);              \
             for (int r = 0; r < ROWS; r++) {                                                    \
                 __m512i own = _mm512_load_si512(from + (size_t)r * x->row_bytes + i);           \
-                for (int c = 0; c < AT_ONCE; c++)                                               \
+                for (int c = 0; c < TILED_ROWS; c++)                                            \
                     sum[r][c] = _mm512_dpbusd_epi32(sum[r][c], part[c], own);                   \
             }                                                                                   \
         }                                                                                       \
@@ -140,11 +135,11 @@ void int8_multiply(const struct int8_rows *x, int first, int end, float alpha, s
     for (int at = 0; at < x->m; at += rows) {
         if (rows > x->m - at)
             rows = x->m - at;
-        for (int c = first; c < end; c += AT_ONCE) {
+        for (int c = first; c < end; c += TILED_ROWS) {
             struct weights own = w;
             own.rows += (size_t)c * w.row_bytes;
             own.scales += (size_t)c * w.row_scales;
-            by_rows[rows](x, at, alpha, own, end - c < AT_ONCE ? end - c : AT_ONCE, y + c, ldy);
+            by_rows[rows](x, at, alpha, own, end - c < TILED_ROWS ? end - c : TILED_ROWS, y + c, ldy);
         }
     }
 }

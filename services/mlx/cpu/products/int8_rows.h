@@ -18,7 +18,7 @@ int has_int8_rows(void);
 /* Round x [m, k], each row by itself, into memory of this thread, which its next call reuses. */
 struct int8_rows int8_round_rows(int m, int k, const float *x, int ldx);
 
-/* y = alpha * x @ w.T for columns `first` to `end`; w is ROUNDED_INT8. */
+/* y = alpha * x @ w.T for columns `first`, where a tile begins, to `end`; w is TILED_INT8. */
 void int8_multiply(const struct int8_rows *x, int first, int end, float alpha, struct weights w,
                    float *y, int ldy);
 

@@ -5,8 +5,8 @@
  * cblas_sgemm under MLX and passes everything else on (services/mlx/blas.py).
  *
  * Weights that have a copy are read there: an exact one in less memory (exact_copy.c), or one
- * that is rounded to bytes (a drafter's), where the rows of x are rounded too if the processor
- * multiplies bytes (int8_rows.c). Else they stay floats.
+ * that is rounded to bytes (a drafter's), where the rows of x are rounded too if it is tiled
+ * (int8_rows.c). Else they stay floats.
  *
  * Every element is summed in the same order whatever the number of rows, so that a token's
  * product is the same bits in plain decoding and in a verification. Threads share the columns
@@ -33,12 +33,11 @@ typedef void gemm(int order, int ta, int tb, int m, int n, int k, float alpha, c
                   int lda, const float *b, int ldb, float beta, float *c, int ldc);
 static const struct tiles *tiles[KINDS];
 static gemm *other;
-static int least_rows, most_rows, rounds_rows;
+static int least_rows, most_rows;
 
 /* By processor, unless a test wants what another one would do. */
 void small_gemm_choose_tiles(int has_avx512)
 {
-    rounds_rows = has_avx512 && has_int8_rows();
     for (int kind = 0; kind < KINDS; kind++)
         tiles[kind] = tiles_for(kind, has_avx512);
 }
@@ -176,7 +175,8 @@ static const struct copy *copy_for(const struct product *p)
         return NULL;
     const struct copy *found = place_of(p->b);
     int fits = found->w == p->b && found->n == p->n && found->k == p->k && p->ldb == p->k;
-    return fits && (found->kind == ROUNDED_INT8 || p->m <= most_rows) ? found : NULL;
+    int is_rounded = found->kind == ROUNDED_INT8 || found->kind == TILED_INT8;
+    return fits && (is_rounded || p->m <= most_rows) ? found : NULL;
 }
 
 void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, const float *a,
@@ -191,7 +191,7 @@ void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, co
         p.copy = copy_for(&p);
     if (is_ours && (p.copy != NULL || (m >= least_rows && m <= most_rows))) {
         p.columns = large ? BLOCK : n;
-        if (p.copy != NULL && p.copy->kind == ROUNDED_INT8 && rounds_rows) {
+        if (p.copy != NULL && p.copy->kind == TILED_INT8) {
             rounded = int8_round_rows(m, k, a, lda);
             p.rounded = &rounded;
         }

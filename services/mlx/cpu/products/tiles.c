@@ -51,11 +51,13 @@ const struct tiles *tiles_for(enum weight_kind kind, int has_avx512)
 struct weights weights_of(enum weight_kind kind, int k, const void *rows, const float *scales)
 {
     static const float none;
-    const size_t bits[KINDS] = {32, 8, 4, 8, 16, 16};
-    int row_scales = 0;
-    if (kind == ROUNDED_INT8)
+    const size_t bits[KINDS] = {32, 8, 4, 8, 16, 16, 8};
+    int row_scales = 0, columns = k;
+    if (kind == TILED_INT8)
+        columns = (k + TILED_BYTES - 1) / TILED_BYTES * TILED_BYTES;
+    if (kind == ROUNDED_INT8 || kind == TILED_INT8)
         row_scales = 1;
     else if (kind == FOUR_BITS || kind == EIGHT_BITS)
         row_scales = k / BLOCK_SIZE * 2;
-    return (struct weights){rows, k * bits[kind] / 8, row_scales > 0 ? scales : &none, row_scales};
+    return (struct weights){rows, columns * bits[kind] / 8, row_scales > 0 ? scales : &none, row_scales};
 }

@@ -7,17 +7,30 @@
 /* How the weights of a product are stored, beside floats:
  *
  *     ROUNDED_INT8  bytes, one factor a row; a drafter's, which may be less exact
+ *     TILED_INT8    the same in the order in which rows of bytes are multiplied (int8_rows.c):
+ *                   64 bytes of each of four rows, then the next 64; zeros fill the last ones
  *     FOUR_BITS     numbers q, two to a byte, and for each block its step and least weight:
  *                   w = q * step + least. Byte i of a block has weight i in its lower half and
  *                   weight i + 16 in its upper one
  *     EIGHT_BITS    the same with a number to a byte
  *     BFLOAT16, FLOAT16
  *
- * Rows of all but floats and ROUNDED_INT8 have a whole number of blocks. */
-enum weight_kind { FLOAT32, ROUNDED_INT8, FOUR_BITS, EIGHT_BITS, BFLOAT16, FLOAT16, KINDS };
+ * Rows of all but floats and bytes with one factor have a whole number of blocks. */
+enum weight_kind {
+    FLOAT32,
+    ROUNDED_INT8,
+    FOUR_BITS,
+    EIGHT_BITS,
+    BFLOAT16,
+    FLOAT16,
+    TILED_INT8,
+    KINDS
+};
 
 enum {
     BLOCK_SIZE = 32,
+    TILED_ROWS = 4,
+    TILED_BYTES = 64,
     MOST_ROWS = 6 /* rows of x whose sums fit the registers */
 };
 

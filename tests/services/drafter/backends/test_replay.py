@@ -1,6 +1,7 @@
 """A drafter looks back on tokens that were decoded without it."""
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.messages import DraftNow, DraftTree, OpenSequence, Prepare, Sampling, Tokens
 from services.drafter.backends.base import Replay
@@ -97,6 +98,27 @@ def test_it_says_so_where_it_prepares() -> None:
     )  # fmt: skip
     trees = [tree for tree in drafter.handle(asked) if isinstance(tree, DraftTree)]
     assert [(tree.replayed, tree.foreseen) for tree in trees] == [(12, 12), (0, 0)]
+
+
+def test_what_it_saw_while_it_caught_up_it_says_with_the_next_draft() -> None:
+    """Once, and not of a sequence that was opened anew."""
+    drafter = Drafter(MlxBackend(tiny_folder("llama"), 16))
+    answer = plain("llama", tuple(PROMPT), 14, Sampling())
+    caught_up = DraftNow(
+        sequence=1, round=1, base=len(PROMPT), tokens=answer[:-1], pending=answer[-1],
+        accepted=0, count=0,
+    )  # fmt: skip
+    opening = OpenSequence(sequence=1, tokens=PROMPT, sampling=Sampling())
+    asked = replace(caught_up, round=2, base=len(PROMPT) + 13, tokens=[], count=2)
+    cases: list[tuple[list[OpenSequence | DraftNow], list[tuple[int, int]]]] = [
+        ([opening, caught_up, asked], [(12, 12), (0, 0)]),
+        ([asked], [(0, 0), (0, 0)]),
+        ([opening, caught_up, opening, replace(asked, base=len(PROMPT))], [(0, 0), (0, 0)]),
+    ]
+    for messages, said in cases:
+        found = [answer for message in messages for answer in drafter.handle(message)]
+        trees = [tree for tree in found if isinstance(tree, DraftTree)]
+        assert [(tree.replayed, tree.foreseen) for tree in trees] == said
 
 
 @pytest.mark.parametrize("count", [3, 60])
