@@ -55,6 +55,7 @@ from services.kv.budget import measure_kv
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.draft_weights import use_weights
+from services.mlx.few_rows.blocks import MOST_ROWS
 from services.mlx.few_rows.passes import equip_for_cpu
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
@@ -166,13 +167,16 @@ class MlxBackend:
             return None
         looked_at = min(len(tokens), MOST_REPLAYED)
         self._take_in(known, base, tokens[: len(tokens) - looked_at])
-        self._take_in(known, known.committed, tokens[len(tokens) - looked_at :], rows=looked_at)
+        self._take_in(known, known.committed, tokens[len(tokens) - looked_at :], rows=True)
         return known.look_back(known.committed - looked_at + 1, shift)
 
-    def _take_in(self, known: Trunk, base: int, tokens: Tokens, rows: int = 0) -> None:
+    def _take_in(self, known: Trunk, base: int, tokens: Tokens, *, rows: bool = False) -> None:
         check_rewind(known.committed, base)
-        for _ in self._feed(known, base, tokens, rows, known.width(1)):
-            pass  # it cannot wait for company
+        # So few are one call on a CPU.
+        size = MOST_ROWS if rows and not self._on_gpu else max(1, len(tokens))
+        for at in range(0, len(tokens), size):
+            piece = tokens[at : at + size]
+            list(self._feed(known, base + at, piece, len(piece) if rows else 0, known.width(1)))
         known.committed = base + len(tokens)
 
     def prepare(
@@ -279,11 +283,8 @@ class MlxBackend:
         """
         keep = base + common_prefix_length(known.tokens[base:], wanted[base:])
         keep = self._adopt(known, wanted, keep, first_row, width)
-        for position in range(first_row, keep):
-            top = known.tops.get(position)
-            if top is None or top.ids.shape[1] < min(width, self._head_size):
-                return position
-        return keep
+        width = min(width, self._head_size)
+        return next((at for at in range(first_row, keep) if known.width_at(at) < width), keep)
 
     def _adopt(self, known: Trunk, wanted: Tokens, keep: int, first_row: int, width: int) -> int:
         """If `wanted` goes on along a path of the tree, move that path to the trunk.
@@ -322,8 +323,7 @@ class MlxBackend:
             return
         rows = process_rows(known.processor, tokens, self._rows(logits, known.processor))
         top = best_of(rows, width, self._head_ids)
-        for row in range(len(tokens)):
-            known.tops[start + row] = top.only(row)
+        known.tops |= {start + row: top.only(row) for row in range(len(tokens))}
 
     def _forward(
         self, known: Trunk, tokens: Tokens, place: Callable[[], None]

@@ -168,6 +168,11 @@ class Trunk:
         """How many candidates to find after a token where so many are wanted."""
         return wanted if is_greedy(self.sampling) else max(wanted, SAMPLED_WIDTH)
 
+    def width_at(self, position: int) -> int:
+        """How many candidates are known after this token."""
+        top = self.tops.get(position)
+        return 0 if top is None else top.ids.shape[1]
+
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens only."""
         self.store.trim(length)
