@@ -4,6 +4,7 @@ A pass reads each weight once. With pages of 4 KB the processor looks up an addr
 cache lines, and its prefetching ends with each page.
 """
 
+import contextlib
 import mmap
 from typing import TypeVar
 
@@ -41,7 +42,8 @@ def _allocate(size: int) -> npt.NDArray[np.uint8]:
     """So many bytes from the beginning of a large page, in large pages where there are any."""
     memory = mmap.mmap(-1, size + _LARGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without them: small ones do
+            memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
     first = -whole.ctypes.data % _LARGE_PAGE
     return whole[first : first + size]

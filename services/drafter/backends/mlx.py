@@ -167,16 +167,16 @@ class MlxBackend:
             return None
         looked_at = min(len(tokens), MOST_REPLAYED)
         self._take_in(known, base, tokens[: len(tokens) - looked_at])
-        self._take_in(known, known.committed, tokens[len(tokens) - looked_at :], rows=True)
+        self._take_in(known, known.committed, tokens[len(tokens) - looked_at :], looks=True)
         return known.look_back(known.committed - looked_at + 1, shift)
 
-    def _take_in(self, known: Trunk, base: int, tokens: Tokens, *, rows: bool = False) -> None:
+    def _take_in(self, known: Trunk, base: int, tokens: Tokens, *, looks: bool = False) -> None:
         check_rewind(known.committed, base)
         # So few are one call on a CPU.
-        size = MOST_ROWS if rows and not self._on_gpu else max(1, len(tokens))
+        size = MOST_ROWS if looks and not self._on_gpu else max(1, len(tokens))
         for at in range(0, len(tokens), size):
             piece = tokens[at : at + size]
-            list(self._feed(known, base + at, piece, len(piece) if rows else 0, known.width(1)))
+            list(self._feed(known, base + at, piece, len(piece) if looks else 0, known.width(1)))
         known.committed = base + len(tokens)
 
     def prepare(

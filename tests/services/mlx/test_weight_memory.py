@@ -1,9 +1,11 @@
 """Where weights lie that every pass reads."""
 
 import gc
+import mmap
 import weakref
 
 import numpy as np
+import pytest
 
 from services.mlx.weight_memory import LINE, WeightMemory
 
@@ -37,3 +39,8 @@ def test_what_is_not_used_any_more_is_given_back() -> None:
     del first
     gc.collect()
     assert whole() is None
+
+
+def test_small_pages_do_where_there_are_no_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345, raising=False)
+    assert WeightMemory().copy(np.arange(9)).tolist() == list(range(9))
