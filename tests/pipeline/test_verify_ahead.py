@@ -66,6 +66,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
         model=str(tiny_folder("llama")),
         draft_model=str(draft),
         restarts=1000,
+        emulate_target_cost="30MB",  # else a drafter is seldom in time for so small a target
         max_deaths=1000,  # processes are killed beside the same request
         decode_concurrency=4,
     )
