@@ -26,8 +26,6 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from services.mlx.weight_memory import WeightMemory
-
 _log = logging.getLogger(__name__)
 
 _SOURCES = sorted(Path(__file__).with_name("cpu").rglob("*.[ch]"))
@@ -78,7 +76,6 @@ class WeightCopy(NamedTuple):
 class _Loaded:
     """What `load_blas` has loaded into this process."""
 
-    memory = WeightMemory()
     kernels: ctypes.CDLL | None = None
     cores: tuple[int, ...] = ()
     """Of this process beyond its first; helpers are at home there."""
@@ -139,18 +136,16 @@ def pack_exactly(weight: npt.NDArray[np.float32], kind: WeightKind) -> WeightCop
 def add_copy(weight: npt.NDArray[np.float32], copy: WeightCopy) -> bool:
     """Let products of few rows read the copy in the place of `weight` [n, k].
 
-    The weight is kept, and another copy made; False without our kernels, or where they have no
-    place left.
+    Both are kept; False without our kernels, or where they have no place left.
     """
     if _Loaded.kernels is None or not weight.flags.c_contiguous:
         return False
     n, k = weight.shape
-    kind = copy.kind
-    rows, scales = _Loaded.memory.copy(copy.rows), _Loaded.memory.copy(copy.scales)
+    kind, rows, scales = copy
     pointers = [ctypes.c_void_p(array.ctypes.data) for array in (weight, rows, scales)]
     if not _Loaded.kernels.small_gemm_add_copy(pointers[0], n, k, int(kind), *pointers[1:]):
         return False
-    _Loaded.copies[weight.ctypes.data] = (weight, WeightCopy(kind, rows, scales))
+    _Loaded.copies[weight.ctypes.data] = (weight, copy)
     return True
 
 

@@ -196,9 +196,8 @@ DEATHS: dict[str, Callable[[RunningStack], Answered]] = {
 
 @pytest.mark.parametrize("role", DEATHS)
 def test_an_answer_survives_whoever_dies(stack: RunningStack, role: str) -> None:
-    """What was committed is the truth, whether rounds that began unasked were under way or not."""
-    answer_ahead(stack, max_tokens=LENGTH)
-    answer = DEATHS[role](stack)
+    """What was committed is the truth; the statistics count rounds that began unasked."""
+    answer = stack.until(goes_ahead, "rounds begin unasked", partial(DEATHS[role], stack))
     assert answer.tokens == plain("llama", PROMPT, LONG, Sampling())
 
 
@@ -208,8 +207,11 @@ def test_an_answer_survives_a_swap(stack: RunningStack) -> None:
     drafter = next(s.model for s in stack.client.status().services if s.role == "drafter")
     name = stack.supervisor.run_dir.path.name
 
-    back = SwapDrafter(backend="mlx", model=drafter)
-    assert ask_supervisor(name, back, DEADLINE_S) == Done()
-    answer_ahead(stack, max_tokens=LENGTH)
-    answer = answer_beside_swap(stack, SwapDrafter(backend="ngram"), "", **AHEAD, max_tokens=LONG)
+    def swapped() -> Answered:
+        back = SwapDrafter(backend="mlx", model=drafter)
+        assert ask_supervisor(name, back, DEADLINE_S) == Done()
+        answer_ahead(stack, max_tokens=LENGTH)
+        return answer_beside_swap(stack, SwapDrafter(backend="ngram"), "", **AHEAD, max_tokens=LONG)
+
+    answer = stack.until(goes_ahead, "rounds begin unasked", swapped)
     assert answer.tokens == plain("llama", PROMPT, LONG, Sampling())

@@ -172,7 +172,7 @@ class MlxBackend:
 
     def _take_in(self, known: Trunk, base: int, tokens: Tokens, *, looks: bool = False) -> None:
         check_rewind(known.committed, base)
-        # So few are one call on a CPU.
+        # So few are one call on a CPU; it cannot wait for company.
         size = MOST_ROWS if looks and not self._on_gpu else max(1, len(tokens))
         for at in range(0, len(tokens), size):
             piece = tokens[at : at + size]

@@ -1,8 +1,11 @@
 """What a drafter is told when nobody waits for its draft any more."""
 
+from collections.abc import Callable
+
 import pytest
 
 from orchestrator.learning.cost_model import CostModel
+from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.actions import ToVerifier
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.drafter_sync import DrafterSync
@@ -77,14 +80,21 @@ def test_no_depth_is_asked_for_that_comes_too_late(step_ms: float, depth: int) -
     assert asked.depth == depth
 
 
-def test_after_a_pause_the_drafter_catches_up_beside_a_verification() -> None:
-    """It is asked for a draft, and waited for, when it has taken in what it missed."""
+def test_after_a_pause_the_drafter_catches_up_beside_a_verification(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked for a draft, and waited for, when it has taken in what it missed.
+
+    The verification beside it is none of the trial's.
+    """
     estimates = CostModel()
     switch = estimates.switch("ssd")
     assert switch is not None
     switch.begin_with_pause()
     limits = Limits(200, frozenset(), 0)
     stack = Stack(mode="ssd", target=Target(0), prompt=[1], limits=limits, estimates=estimates)
+    seen: list[RoundObservation] = []
+    monkeypatch.setattr(estimates, "observe_round", observing(seen, estimates.observe_round))
     stack.drafter_comes()
     stack.calm().assert_plain()
     asked = [one for one in stack.to_drafter() if isinstance(one, DraftNow | Prepare)]
@@ -97,6 +107,18 @@ def test_after_a_pause_the_drafter_catches_up_beside_a_verification() -> None:
     assert (len(beside.nodes), beside.granted, beside.drafter_idle) == (1, 0, False)
     assert second.round == first.round + 1
     assert len(second.tokens) == 1
+    assert not seen[first.round - 1].speculating
+    assert seen[first.round].speculating
+
+
+def observing(
+    seen: list[RoundObservation], observe: Callable[[RoundObservation], None]
+) -> Callable[[RoundObservation], None]:
+    def see(one: RoundObservation) -> None:
+        seen.append(one)
+        observe(one)
+
+    return see
 
 
 def test_a_long_draft_that_stands_leaves_nobody_behind() -> None:
