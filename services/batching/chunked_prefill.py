@@ -18,6 +18,7 @@ from protocol.messages import Tokens
 from services.batching.forward import Batcher
 from services.batching.pass_memory import PassMemory
 from services.batching.prefill_order import PrefillOrder
+from services.batching.slot_table import SlotTable
 from services.kv.state import SequenceState
 
 _WORTH = 8
@@ -86,6 +87,7 @@ class ChunkedPrefill:
         end_ids: tokens that end a message of a chat.
         reader: keeps what a drafter reads of the model.
         memory: shortens chunks that do not fit, or refuses them.
+        table: of the slots of sequences that share passes, where there is one.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class ChunkedPrefill:
         end_ids: Collection[int] = (),
         reader: Reader | None = None,
         memory: PassMemory | None = None,
+        table: SlotTable | None = None,
     ) -> None:
         self._checkpoints = checkpoints
         self._end_ids = frozenset(end_ids)
@@ -105,6 +108,7 @@ class ChunkedPrefill:
         self._memory = memory
         read = reader.take if reader is not None else None
         self._batcher = Batcher(model, 0, read=read, memory=memory)
+        self._batcher.table, self._batcher.fills = table, True
         self._shares = shares
         self._chunk_sizer = ChunkSizer(step)
         self._grid = min(step, _GRID)

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -126,6 +125,8 @@ class Batcher:
         self._memory = memory
         self.table: SlotTable | None = None
         """Of the slots of sequences that share passes, where one attention serves all of them."""
+        self.fills = False
+        """Whether the passes are over prompts, which a table takes alone, too, if they suit it."""
         self._read = read
         self.traced = traced
         self.most_rows = most_rows
@@ -244,8 +245,10 @@ class Batcher:
         if isinstance(state, BranchingState) and state.is_batched:
             batch: mx.array = self._model(row.swapaxes(0, 1), cache=state.caches)
             return batch.swapaxes(0, 1)
+        if (seated := self._run_at_table(row, states, beside)) is not None:
+            return seated
         if len(states) > 1:
-            with self._pack(states) as caches:
+            with pack_pass(states, in_batches=batches_recurrences()) as caches:
                 logits: mx.array = self._model(row, cache=caches, **beside)
         elif self.traced is not None and isinstance(state, KVStore) and self.traced.serves(state):
             logits = self.traced(row, state)
@@ -255,11 +258,15 @@ class Batcher:
                 self.table.drop_if_empty()
         return logits
 
-    def _pack(self, states: list[SequenceState]) -> AbstractContextManager[Sequence[Any]]:
+    def _run_at_table(
+        self, row: mx.array, states: list[SequenceState], beside: dict[str, mx.array]
+    ) -> mx.array | None:
+        """The logits, if the table is for such a pass."""
         stores = [state for state in states if isinstance(state, KVStore)]
-        caches = None
-        if self.table is not None and len(stores) == len(states):
-            caches = self.table.pack(stores)
-        if caches is not None:
-            return nullcontext(caches)
-        return pack_pass(states, in_batches=batches_recurrences())
+        if self.table is None or beside or len(stores) < len(states):
+            return None
+        if self.fills:
+            suits = self.table.suits_prompts(stores)
+        else:
+            suits = len(stores) > 1 or self.table.is_shared_by(stores[0])
+        return self.table.run(self._model, row, stores) if suits else None

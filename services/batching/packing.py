@@ -158,10 +158,10 @@ def _recurrent_sources(states: Sequence[SequenceState]) -> list[list[int | None]
     return first.replay.sources
 
 
-_KERNELS: dict[str, Callable[..., mx.array | None]] = {
-    "cpu": few_rows_attention.attend,
-    "cuda": decode_attention.attend,
-    "metal": choice.attend,
+_KERNELS: dict[str, tuple[Callable[..., mx.array | None], ...]] = {
+    "cpu": (few_rows_attention.attend,),
+    "cuda": (decode_attention.attend, decode_attention.attend_many),
+    "metal": (choice.attend,),
 }
 
 
@@ -207,13 +207,13 @@ def _attend(  # noqa: PLR0917  # mlx-lm's signature
     Without a cache this may be a step of training, which needs gradients.
     """
     unit = compute_unit()
-    kernel = _KERNELS.get(unit)
     plain = sinks is None and not hasattr(cache, "bits")
     in_graph = unit == "cpu" and getattr(cache, "is_traced", False)
-    if kernel is not None and plain and cache is not None and not in_graph:
-        own = kernel(queries, keys, values, scale, mask)
-        if own is not None:
-            return own
+    if plain and cache is not None and not in_graph:
+        for kernel in _KERNELS.get(unit, ()):
+            own = kernel(queries, keys, values, scale, mask)
+            if own is not None:
+                return own
     found: mx.array = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
     )
@@ -251,22 +251,24 @@ def supports_packing(model: Any, make_state: Callable[[], SequenceState]) -> boo
     return bool(mx.all(mx.isfinite(flat)).item()) and float(distance) < _TOLERANCE
 
 
-def supports_table(
+def find_table(
     model: Any, make_state: Callable[[], SequenceState], attend: Callable[..., mx.array]
-) -> bool:
-    """Whether two sequences at one table get the logits that each gets alone: tried out.
+) -> SlotTable | None:
+    """A table at which two sequences get the logits that each gets alone: tried out.
 
     `enable_packing` has been called.
     """
+    table = SlotTable(attend)
     try:
         alone = _try_passes(model, make_state, flat=False)
-        seated = _try_passes(model, make_state, flat=True, table=SlotTable(attend))
+        seated = _try_passes(model, make_state, flat=True, table=table)
     # Whatever a model does with keys that are not arrays, or a kernel that does not compile.
     except Exception as error:  # noqa: BLE001
         _log.info("shared passes of this model attend sequence by sequence: %s", error)
-        return False
+        return None
     distance = np.array(mx.linalg.norm(seated - alone) / mx.linalg.norm(alone))
-    return bool(np.isfinite(distance)) and float(distance) < _TOLERANCE
+    table.drop_if_empty()
+    return table if np.isfinite(distance) and float(distance) < _TOLERANCE else None
 
 
 def supports_trees(model: Any, make_state: Callable[[], SequenceState]) -> bool:
@@ -338,11 +340,10 @@ def _run_flat(
 ) -> mx.array:
     for state, own in zip(states, tokens, strict=True):
         state.append(len(own))
-    packed: Any = (
-        pack_pass(states, in_batches=batches_recurrences())
-        if table is None
-        else contextlib.nullcontext(table.pack(states))
-    )
-    with packed as caches:
-        rows: mx.array = model(mx.array([[*tokens[0], *tokens[1]]]), cache=caches)[0]
+    row = mx.array([[*tokens[0], *tokens[1]]])
+    if table is not None:
+        seated: Any = table.run(model, row, states)
+        return seated[0]  # type: ignore[no-any-return]
+    with pack_pass(states, in_batches=batches_recurrences()) as caches:
+        rows: mx.array = model(row, cache=caches)[0]
     return rows

@@ -3,14 +3,18 @@
 Sequence by sequence, a shared pass costs the host as many launches as there are sequences in
 it. Here each sequence has a seat, a run of slots of a common buffer; a pass writes all its
 rows at once, and one kernel attends them, each to the slots of its own seat. Who comes is
-copied to its seat when it first shares a pass, and back when something else is done with its
-slots; others are not touched, unless the table has to grow, which doubles it.
+copied to its seat when it first shares a pass, unless its prompt is computed there, and back
+when something else is done with its slots; others are not touched, unless the table has to
+grow, which doubles it.
+
+A GPU plans or loads kernels for 50 to 80 ms when it first sees a number of rows, so passes are
+filled up to one of a few sizes.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -21,16 +25,33 @@ from services.kv.slots import round_to_bucket
 _FEWEST_SEATS = 4
 _SPARE_SLOTS = 256
 """Room for tokens to come, so that the table seldom grows."""
+_STEP = 64
+"""Rows: up to here passes are filled up to a power of two, beyond to a multiple."""
+_WARM_PASSES = (2, 4, 8, 16, 32, 64)
+_WARM_PROMPTS = (128, 256, 512)
+_WARM_TIMES = 2
+"""The first pass also copies, and what it hands to a GPU at once is cut elsewhere."""
+_MOST_PROMPT_BYTES = 1 << 28
+"""Keys and values that the prompts of a pass may see in one layer, counted for each token that
+sees them: every row reads them for itself, which MLX's own attention does not."""
 
 Attend = Callable[..., mx.array]
 """(queries [1, heads, rows, size], keys [kv heads, all slots, size], values, mask [rows, slots],
 first [rows], scale) -> [1, heads, rows, size]; row i sees the slots from first[i] on."""
 
 
+class _Kind(NamedTuple):
+    """What one layer keeps of each token, its keys or its values."""
+
+    heads: int
+    size: int
+    dtype: mx.Dtype
+
+
 @dataclass
 class _Layer:
     keys: mx.array
-    """[heads, seats * slots, size]"""
+    """[heads, filler slots and seats * slots, size]"""
     values: mx.array
 
 
@@ -46,6 +67,11 @@ class _Pass:
     """[rows] the first slot of its seat."""
     mask: mx.array
     """bool [rows, longest]"""
+
+
+def pad_rows(count: int) -> int:
+    """The size that a pass over so many rows is filled up to."""
+    return 1 << (count - 1).bit_length() if count <= _STEP else -(-count // _STEP) * _STEP
 
 
 @dataclass(frozen=True)
@@ -122,6 +148,10 @@ class Seat:
         """Copy the rows in `slots` to the consecutive slots from `to` on."""
         self._table.move(self.index, slots, to)
 
+    def evaluate(self) -> None:
+        """Compute what has been stored so far."""
+        self._table.evaluate()
+
 
 class SlotTable:
     """See the module.
@@ -133,23 +163,64 @@ class SlotTable:
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
         self._layers: list[_Layer] = []
+        self._kinds: list[tuple[_Kind, _Kind]] = []
+        """Of the layers, once one was seen."""
         self._taken: list[weakref.ref[KVStore] | None] = []
         self._slots = 0
         """Of a seat."""
 
-    def pack(self, stores: Sequence[KVStore]) -> list[TableCache] | None:
-        """The caches for one forward over the passes of these, laid end to end.
+    def run(self, model: Any, row: mx.array, stores: Sequence[KVStore]) -> mx.array | None:
+        """[1, rows, head] logits of the passes of these, laid end to end; lazy.
 
         None if nothing is stored yet from which the table could learn its shape.
         """
+        count = row.shape[1]
+        more = pad_rows(count) - count
+        caches = self._pack(stores, more)
+        if caches is None:
+            return None
+        filled = mx.pad(row, [(0, 0), (0, more)]) if more else row
+        logits: mx.array = model(filled, cache=caches)
+        return logits[:, :count] if more else logits
+
+    def warm_up(self, model: Any, make_store: Callable[[], Any]) -> None:
+        """Compute passes of each small size and some of prompts, so that nobody waits for them."""
+        for rows in (*_WARM_PASSES, *_WARM_PROMPTS):
+            for _ in range(_WARM_TIMES):
+                stores = [make_store(), make_store()]
+                stores[0].append(rows - 1)
+                stores[1].append(1)
+                logits = self.run(model, mx.zeros((1, rows), mx.int32), stores)
+                self.evaluate()
+                if logits is not None and rows in _WARM_PASSES:
+                    mx.eval(logits)
+        del stores
+        self.drop_if_empty()
+
+    def suits_prompts(self, stores: Sequence[KVStore]) -> bool:
+        """Whether the passes of these read so little that each row may read it for itself."""
+        frames = [store.frame for store in stores]
+        pairs = sum(frame.count * (frame.start + (frame.count + 1) // 2) for frame in frames)
+        widest = max((_bytes_of(*kinds) for kinds in self._kinds), default=0)
+        return 0 < pairs * widest <= _MOST_PROMPT_BYTES
+
+    def _pack(self, stores: Sequence[KVStore], more: int) -> list[TableCache] | None:
         ends = [store.frame.start + store.frame.count for store in stores]
         if not self._make_room(stores, max(ends)):
             return None
         for store in stores:
             if store.seat is None:
                 self._take_in(store)
-        now = self._plan(stores, max(ends))
+        now = self._plan(stores, max(ends), more)
         return [TableCache(layer, now, self._attend) for layer in self._layers]
+
+    def evaluate(self) -> None:
+        """Compute what all seats have stored so far."""
+        mx.eval([[one.keys, one.values] for one in self._layers])
+
+    def is_shared_by(self, store: KVStore) -> bool:
+        """Whether this sequence sits here, and another one does: it is about to have company."""
+        return store.seat is not None and sum(map(self._sits, range(len(self._taken)))) > 1
 
     def drop_if_empty(self) -> None:
         """Free the memory of a table in which nobody sits."""
@@ -165,13 +236,12 @@ class SlotTable:
     def _make_room(self, stores: Sequence[KVStore], longest: int) -> bool:
         """Let every sequence have a seat of so many slots; False if no shape is known."""
         if not self._layers:
-            known = next((s for s in stores if s.caches[0].keys is not None), None)
-            if known is None:
+            if not self._learn_kinds(stores):
                 return False
             self._slots = round_to_bucket(longest + _SPARE_SLOTS)
             self._taken = [None] * _FEWEST_SEATS
             self._layers = [
-                _Layer(self._empty(cache.keys), self._empty(cache.values)) for cache in known.caches
+                _Layer(self._empty(keys), self._empty(values)) for keys, values in self._kinds
             ]
         free = sum(not self._sits(index) for index in range(len(self._taken)))
         coming = sum(store.seat is None for store in stores)
@@ -184,10 +254,16 @@ class SlotTable:
             self._grow(seats, slots)
         return True
 
-    def _empty(self, like: mx.array | None) -> mx.array:
-        if like is None:
-            raise ValueError("a layer without keys and values cannot be part of a table")
-        return mx.zeros((like.shape[1], _FEWEST_SEATS * self._slots, like.shape[3]), like.dtype)
+    def _learn_kinds(self, stores: Sequence[KVStore]) -> bool:
+        """Whether it is known what the layers keep, perhaps from one of these."""
+        known = next((store for store in stores if store.arrays), None)
+        if not self._kinds and known is not None:
+            self._kinds = [(_kind_of(cache.keys), _kind_of(cache.values)) for cache in known.caches]
+        return bool(self._kinds)
+
+    def _empty(self, kind: _Kind) -> mx.array:
+        slots = _STEP + _FEWEST_SEATS * self._slots
+        return mx.zeros((kind.heads, slots, kind.size), kind.dtype)
 
     def _grow(self, seats: int, slots: int) -> None:
         before = len(self._taken)
@@ -195,17 +271,22 @@ class SlotTable:
 
         def widen(buffer: mx.array) -> mx.array:
             heads, _, size = buffer.shape
-            padded = mx.pad(buffer.reshape(heads, before, self._slots, size), wider)
-            return padded.reshape(heads, seats * slots, size)
+            seated = buffer[:, _STEP:].reshape(heads, before, self._slots, size)
+            padded = mx.pad(seated, wider).reshape(heads, seats * slots, size)
+            return mx.concatenate([buffer[:, :_STEP], padded], axis=1)
 
         self._layers = [_Layer(widen(one.keys), widen(one.values)) for one in self._layers]
-        mx.eval([[one.keys, one.values] for one in self._layers])
+        self.evaluate()
         self._taken += [None] * (seats - before)
         self._slots = slots
 
+    def _base(self, index: int) -> int:
+        """The first slot of a seat."""
+        return _STEP + index * self._slots
+
     def _take_in(self, store: KVStore) -> None:
         index = next(i for i in range(len(self._taken)) if not self._sits(i))
-        base, count = index * self._slots, store.frame.start
+        base, count = self._base(index), store.frame.start
         for layer, cache in zip(self._layers, store.caches, strict=True):
             keys, values = cache.keys, cache.values
             if count and keys is not None and values is not None:
@@ -215,10 +296,13 @@ class SlotTable:
         store.seat = Seat(self, index)
         self._taken[index] = weakref.ref(store)
 
-    def _plan(self, stores: Sequence[KVStore], longest: int) -> _Pass:
-        bases = [self._slots * _seat_of(store).index for store in stores]
+    def _plan(self, stores: Sequence[KVStore], longest: int, more: int) -> _Pass:
+        """The rows of these, and `more` that nobody looks at; each sees some slot."""
+        bases = [self._base(_seat_of(store).index) for store in stores]
         counts = [store.frame.count for store in stores]
-        mask: Any = np.zeros((sum(counts), min(round_to_bucket(longest), self._slots)), np.bool_)
+        rows = sum(counts)
+        mask: Any = np.zeros((rows + more, min(round_to_bucket(longest), self._slots)), np.bool_)
+        mask[rows:, 0] = True
         slots, row = [], 0
         for store, base in zip(stores, bases, strict=True):
             frame = store.frame
@@ -226,18 +310,19 @@ class SlotTable:
             mask[row : row + frame.count, :end] = store.visible_rows()
             slots.append(base + np.arange(frame.start, end))
             row += frame.count
-        positions = np.concatenate([store.positions for store in stores])
+        filler = np.zeros(more, np.int64)
+        positions = np.concatenate([*(store.positions for store in stores), filler])
         return _Pass(
             # One array for all layers: they share the sines of a position by its identity.
             offset=mx.array(positions, dtype=mx.int32),
-            slots=mx.array(np.concatenate(slots), dtype=mx.int32),
-            first=mx.array(np.repeat(bases, counts), dtype=mx.int32),
+            slots=mx.array(np.concatenate([*slots, np.arange(more)]), dtype=mx.int32),
+            first=mx.array(np.concatenate([np.repeat(bases, counts), filler]), dtype=mx.int32),
             mask=mx.array(mask),
         )
 
     def copy_out(self, index: int, length: int) -> list[tuple[mx.array, mx.array]]:
         """A seat's keys and values, which is free from then on."""
-        base = index * self._slots
+        base = self._base(index)
         rows = slice(base, base + min(round_to_bucket(length), self._slots))
         copies: list[tuple[mx.array, mx.array]] = [
             (mx.contiguous(one.keys[None, :, rows]), mx.contiguous(one.values[None, :, rows]))
@@ -250,12 +335,23 @@ class SlotTable:
 
     def move(self, index: int, slots: mx.array, to: int) -> None:
         """See `Seat.move`."""
-        base = index * self._slots
+        base = self._base(index)
         for layer in self._layers:
             for buffer in (layer.keys, layer.values):
                 buffer[:, base + to : base + to + slots.size, :] = mx.take(
                     buffer, base + slots, axis=1
                 )
+
+
+def _kind_of(rows: mx.array | None) -> _Kind:
+    if rows is None:
+        raise ValueError("a layer without keys and values cannot be part of a table")
+    return _Kind(rows.shape[1], rows.shape[3], rows.dtype)
+
+
+def _bytes_of(*kinds: _Kind) -> int:
+    """Of one token's keys and values in a layer."""
+    return sum(kind.heads * kind.size * kind.dtype.size for kind in kinds)
 
 
 def _seat_of(store: KVStore) -> Any:

@@ -319,7 +319,10 @@ class KVStore:
 
     def evaluate(self) -> None:
         """Compute what has been stored so far (after a prefill chunk whose logits are unused)."""
-        mx.eval(self.arrays)
+        if self.seat is not None:
+            self.seat.evaluate()
+        else:
+            mx.eval(self.arrays)
 
 
 def windows_of(model: Any) -> list[int | None]:

@@ -207,3 +207,7 @@ class TableSeat(Protocol):
     def move(self, slots: mx.array, to: int) -> None:
         """See `SlotCache.move`."""
         ...
+
+    def evaluate(self) -> None:
+        """Compute what has been stored so far."""
+        ...

@@ -21,7 +21,12 @@ _log = logging.getLogger(__name__)
 
 _MOST_PAIRS = 8192
 """Queries times slots: every query reads the keys for itself, which cuDNN's tiles do not."""
+_STEP = 64
+"""Of the numbers of queries that MLX's attention plans for; twice that from 128 on."""
 _WARPS = 16
+_WARPS_OF_MANY = 4
+"""From `_MANY` rows on: there are blocks enough to keep the device busy."""
+_MANY = 64
 _SIZES = (64, 128, 256)
 """Head sizes: each of the 32 lanes of a warp holds whole pairs of values."""
 _TYPES = (mx.float16, mx.bfloat16)
@@ -45,6 +50,31 @@ def attend(
     if not _works(queries.dtype, queries.shape[-1]):
         return None
     return _attend_alone(queries, keys, values, scale, mask)
+
+
+def attend_many(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> mx.array | None:
+    """[1, heads, n, size] attention by MLX, filled up to a number of queries that recurs.
+
+    For each new number of queries and slots MLX has cuDNN make a plan, which takes 40 to 60 ms.
+    None where there is nothing to be filled up. Arguments as for `attend`.
+    """
+    batch, _, count, _ = queries.shape
+    more = -count % (_STEP if count <= _STEP * 2 else 2 * _STEP)
+    slots = keys.shape[2]
+    if not isinstance(mask, mx.array) or mask.shape != (count, slots):
+        return None
+    if not more or batch > 1 or count * slots <= _MOST_PAIRS:
+        return None
+    found: mx.array = mx.fast.scaled_dot_product_attention(
+        mx.pad(queries, [(0, 0), (0, 0), (0, more), (0, 0)]),
+        keys,
+        values,
+        scale=scale,
+        mask=mx.pad(mask, [(0, more), (0, 0)], constant_values=True),
+    )
+    return found[:, :, :count]
 
 
 def _takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) -> bool:
@@ -74,16 +104,17 @@ def _launch(source: str, kv_heads: int, **inputs: mx.array) -> mx.array:
     """What this kernel makes of its inputs, which have their names in the source."""
     queries = inputs["q"]
     _, heads, count, size = queries.shape
+    warps = _WARPS if count < _MANY else _WARPS_OF_MANY
     out = _kernel(source, tuple(inputs))(
         inputs=list(inputs.values()),
         template=[
             ("T", queries.dtype),
             ("D", size),
-            ("WARPS", _WARPS),
+            ("WARPS", warps),
             ("GROUP", heads // kv_heads),
         ],
-        grid=(heads * _WARPS * 32, count, 1),
-        threadgroup=(_WARPS * 32, 1, 1),
+        grid=(heads * warps * 32, count, 1),
+        threadgroup=(warps * 32, 1, 1),
         # Tokens first: the model's next step wants the heads of a token side by side.
         output_shapes=[(1, count, heads, size)],
         output_dtypes=[queries.dtype],

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from protocol.errors import ModelError
-from services.batching.packing import supports_packing, supports_table, supports_trees
+from services.batching.packing import find_table, supports_packing, supports_trees
 from services.batching.slot_table import SlotTable
 from services.kv.cache import KVStore, windows_of
 from services.kv.rewinding import StateFactory, find_rewinding
@@ -108,9 +108,10 @@ def _find_slots(module: Any, *, bucketed: bool) -> StateFactory:
 
 def _find_table(module: Any, states: StateFactory) -> SlotTable | None:
     """A table for shared passes on CUDA, if the model and the kernel work with one."""
-    if not supports_table(module, states.make, attend_table):
-        return None
-    return SlotTable(attend_table)
+    table = find_table(module, states.make, attend_table)
+    if table is not None:
+        table.warm_up(module, states.make)
+    return table
 
 
 def _trace(module: Any, states: StateFactory, *, takes_trees: bool) -> TracedForward | None:

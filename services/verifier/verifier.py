@@ -91,6 +91,7 @@ class Verifier:
             end_ids=model.end_ids,
             reader=self._features,
             memory=self._memory,
+            table=self._target.table,
         )
         self._pass_ahead = PassAhead(self._model, self._batcher)
         self._last_pass, self._idle_since = ForwardPass(0, 0), time.perf_counter()

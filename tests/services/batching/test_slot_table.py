@@ -11,8 +11,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from services.batching import slot_table
 from services.batching.forward import Batcher
-from services.batching.packing import enable_packing, supports_table
+from services.batching.packing import enable_packing, find_table
 from services.batching.slot_table import SlotTable, attend_gathered
 from services.kv.cache import KVStore, windows_of
 from services.mlx.loader import load
@@ -154,9 +155,84 @@ def test_nobody_holds_a_seat_for_long() -> None:
     lines = [Line(module, [3, 1]), Line(module, [1, 5])]
     shared_pass(batcher, lines, [[5], [6]], 1)
     lines[0].request = lines[1].request = None
+    shared_pass(batcher, lines[1:], [[8]], 1)  # by itself, for the moment
+    assert lines[1].state.seat is not None
+    lines[1].request = None
     dropped = weakref.ref(lines.pop().state)
     assert dropped() is None
     shared_pass(batcher, lines, [[7]], 1)  # alone: it takes its slots back
+    assert table._layers == []
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 64, 65, 200])
+def test_passes_are_filled_up_to_a_size_that_recurs(rows: int) -> None:
+    """What is computed beside a sequence's own rows changes nothing of it."""
+    module = model_of("llama")
+    batcher = table_of(module)
+    batcher.most_rows = 256
+    sizes: list[int] = []
+
+    def counted(tokens: Any, cache: Any) -> Any:
+        sizes.append(tokens.shape[1])
+        return module(tokens, cache=cache)
+
+    batcher._model = counted
+    lines = [Line(module, [3, 1, 4]), Line(module, [1, 5])]
+    shared_pass(batcher, lines, [[6] * rows, [7]], 1)
+    assert sizes == [{2: 2, 3: 4, 4: 4, 6: 8, 65: 128, 66: 128, 201: 256}[rows + 1]]
+    shared_pass(batcher, lines, [[8], [9]], 1)
+
+
+def test_prompts_are_computed_at_the_table() -> None:
+    """Alone and together, in pieces, and whoever decodes beside them; nothing is copied there."""
+    module = model_of("llama")
+    decode = table_of(module)
+    table = decode.table
+    assert table is not None
+    shared_pass(decode, [Line(module, [3]), Line(module, [4])], [[5], [6]], 1)  # shapes are known
+    fill = Batcher(module, 512)
+    fill.table, fill.fills = table, True
+    lines = [Line(module, []) for _ in range(3)]
+    shared_pass(fill, lines[:1], [list(range(30))], 30)
+    seats = [line.state.seat for line in lines]
+    assert seats[0] is not None
+    shared_pass(fill, lines, [[1, 2], list(range(70)), [3, 4, 5]], 2)
+    shared_pass(decode, lines, [[8], [9], [7]], 1)
+    assert lines[0].state.seat is seats[0]
+    for line in lines:
+        line.state.evaluate()
+
+
+def test_prompts_that_read_much_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row reads for itself what it sees: MLX's own attention serves better."""
+    module = model_of("llama")
+    batcher = table_of(module)
+    shared_pass(batcher, [Line(module, [3]), Line(module, [4])], [[5], [6]], 1)
+    batcher.fills = True
+    monkeypatch.setattr(slot_table, "_MOST_PROMPT_BYTES", 4096)
+    lines = [Line(module, []), Line(module, [])]
+    shared_pass(batcher, lines, [list(range(50)), [1]], 2)
+    assert [line.state.seat for line in lines] == [None, None]
+
+
+def test_a_table_computes_passes_beforehand() -> None:
+    """Of each small size, and nobody sits there afterwards."""
+    module = model_of("llama")
+    windows = windows_of(module)
+
+    def make() -> KVStore:
+        return KVStore(windows, bucketed=False)
+
+    table = find_table(module, make, attend_gathered)
+    assert table is not None
+    sizes: set[int] = set()
+
+    def counted(tokens: Any, cache: Any) -> Any:
+        sizes.add(tokens.shape[1])
+        return module(tokens, cache=cache)
+
+    table.warm_up(counted, make)
+    assert {2, 4, 8, 16, 32, 64} < sizes
     assert table._layers == []
 
 
@@ -170,5 +246,5 @@ def test_a_model_that_works_with_a_table_is_found_out() -> None:
     def broken(*arguments: Any) -> mx.array:
         return 2.0 * attend_gathered(*arguments)
 
-    assert supports_table(module, make, attend_gathered)
-    assert not supports_table(module, make, broken)
+    assert find_table(module, make, attend_gathered)
+    assert not find_table(module, make, broken)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from services.batching.slot_table import attend_gathered
-from services.mlx.decode_attention import _takes, attend_table
+from services.mlx.decode_attention import _takes, attend_many, attend_table
 
 _ROOT = Path(__file__).parents[3]
 _DEADLINE_S = 120
@@ -122,6 +122,20 @@ def test_which_calls_it_serves() -> None:
             _call(5, 256, mask=mx.zeros((5, 256), mx.float16)),
         ]
     )
+
+
+def test_many_queries_are_filled_up_to_a_number_that_recurs() -> None:
+    """MLX's attention on CUDA plans anew for each number; the answer stays the same."""
+    shapes = [(1, 4, 133, 64), (1, 2, 256, 64), (1, 2, 256, 64)]
+    q, k, v = (mx.random.normal(s, key=mx.random.key(i)) for i, s in enumerate(shapes))
+    seen = mx.arange(256)[None] <= mx.arange(133)[:, None] + 10
+    found = attend_many(q, k, v, 0.1, seen)
+    expected: Any = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.1, mask=seen)
+    assert found is not None
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert attend_many(q[:, :, :128], k, v, 0.1, seen[:128]) is None  # recurs as it is
+    assert attend_many(q[:, :, :30], k, v, 0.1, seen[:30]) is None  # `attend`'s
+    assert attend_many(q, k, v, 0.1, "causal") is None
 
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
