@@ -21,8 +21,13 @@ import numpy as np
 
 from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
+from services.mlx.free_memory import free_for_mlx
 
-_FEWEST_SEATS = 4
+_FEWEST_SEATS, _MOST_SEATS = 4, 32
+"""Of a table at its beginning; what follows is asked for."""
+_KEPT_BYTES = 1 << 29
+"""Of a table that has more seats at its beginning than four, and stays when nobody sits there:
+to make room again costs a GPU tens of milliseconds."""
 _SPARE_SLOTS = 256
 """Room for tokens to come, so that the table seldom grows."""
 _STEP = 64
@@ -194,8 +199,6 @@ class SlotTable:
                 self.evaluate()
                 if logits is not None and rows in _WARM_PASSES:
                     mx.eval(logits)
-        del stores
-        self.drop_if_empty()
 
     def suits_prompts(self, stores: Sequence[KVStore]) -> bool:
         """Whether the passes of these read so little that each row may read it for itself."""
@@ -223,9 +226,17 @@ class SlotTable:
         return store.seat is not None and sum(map(self._sits, range(len(self._taken)))) > 1
 
     def drop_if_empty(self) -> None:
-        """Free the memory of a table in which nobody sits."""
+        """Free the memory of a table in which nobody sits, if it is much."""
+        if self._bytes(len(self._taken), self._slots) > _KEPT_BYTES:
+            self._drop_if_empty()
+
+    def _drop_if_empty(self) -> None:
         if self._layers and not any(map(self._sits, range(len(self._taken)))):
             self._layers, self._taken, self._slots = [], [], 0
+
+    def _bytes(self, seats: int, slots: int) -> int:
+        """Of a table of so many seats with so many slots."""
+        return seats * slots * sum(_bytes_of(*kinds) for kinds in self._kinds)
 
     def _sits(self, index: int) -> bool:
         """Whether this seat is taken, by a sequence that is still there."""
@@ -234,15 +245,14 @@ class SlotTable:
         return store is not None and store.seat is not None
 
     def _make_room(self, stores: Sequence[KVStore], longest: int) -> bool:
-        """Let every sequence have a seat of so many slots; False if no shape is known."""
+        """Let every sequence have a seat of so many slots.
+
+        False if no shape is known, or there is no memory for them.
+        """
+        if not self._learn_kinds(stores):
+            return False
         if not self._layers:
-            if not self._learn_kinds(stores):
-                return False
-            self._slots = round_to_bucket(longest + _SPARE_SLOTS)
-            self._taken = [None] * _FEWEST_SEATS
-            self._layers = [
-                _Layer(self._empty(keys), self._empty(values)) for keys, values in self._kinds
-            ]
+            self._begin(round_to_bucket(longest + _SPARE_SLOTS))
         free = sum(not self._sits(index) for index in range(len(self._taken)))
         coming = sum(store.seat is None for store in stores)
         seats, slots = len(self._taken), self._slots
@@ -250,8 +260,11 @@ class SlotTable:
             seats *= 2
         if longest > slots:
             slots = round_to_bucket(max(longest + _SPARE_SLOTS, 2 * slots))
-        if (seats, slots) != (len(self._taken), self._slots):
-            self._grow(seats, slots)
+        if (seats, slots) == (len(self._taken), self._slots):
+            return True
+        if self._bytes(seats, slots) > free_for_mlx().bytes:
+            return False
+        self._grow(seats, slots)
         return True
 
     def _learn_kinds(self, stores: Sequence[KVStore]) -> bool:
@@ -261,9 +274,17 @@ class SlotTable:
             self._kinds = [(_kind_of(cache.keys), _kind_of(cache.values)) for cache in known.caches]
         return bool(self._kinds)
 
-    def _empty(self, kind: _Kind) -> mx.array:
-        slots = _STEP + _FEWEST_SEATS * self._slots
-        return mx.zeros((kind.heads, slots, kind.size), kind.dtype)
+    def _begin(self, slots: int) -> None:
+        """Have as many seats of so many slots as are kept when nobody sits there."""
+        seats = _MOST_SEATS
+        while seats > _FEWEST_SEATS and self._bytes(seats, slots) > _KEPT_BYTES:
+            seats //= 2
+
+        def empty(kind: _Kind) -> mx.array:
+            return mx.zeros((kind.heads, _STEP + seats * slots, kind.size), kind.dtype)
+
+        self._taken, self._slots = [None] * seats, slots
+        self._layers = [_Layer(empty(keys), empty(values)) for keys, values in self._kinds]
 
     def _grow(self, seats: int, slots: int) -> None:
         before = len(self._taken)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from protocol.process.free_memory import FreeMemory
 from services.batching import slot_table
 from services.batching.forward import Batcher
 from services.batching.packing import enable_packing, find_table
@@ -19,6 +20,9 @@ from services.kv.cache import KVStore, windows_of
 from services.mlx.loader import load
 from tests.support.reference import tiny_folder
 
+_wide = pytest.mark.skipif(
+    mx.cuda.is_available(), reason="MLX's attention takes no batch of 64 rows and more there"
+)
 FAMILIES = ["llama", "qwen3", "moe"]
 
 
@@ -104,8 +108,9 @@ def test_sequences_come_and_go() -> None:
     assert gone.state.seat is None
 
 
-def test_a_table_grows() -> None:
+def test_a_table_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """More sequences than it has seats, and longer ones than it has slots."""
+    monkeypatch.setattr(slot_table, "_MOST_SEATS", 4)
     module = model_of("llama")
     batcher = table_of(module)
     lines = [Line(module, [3, index]) for index in range(4)]
@@ -146,8 +151,8 @@ def test_rows_that_stand_are_moved_at_the_table() -> None:
     shared_pass(batcher, lines, [[6], [9]], 1)
 
 
-def test_nobody_holds_a_seat_for_long() -> None:
-    """A sequence that is dropped frees its seat, and an empty table its memory."""
+def test_nobody_holds_a_seat_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that is dropped frees its seat, and an empty table its memory, if it is much."""
     module = model_of("llama")
     batcher = table_of(module)
     table = batcher.table
@@ -161,10 +166,41 @@ def test_nobody_holds_a_seat_for_long() -> None:
     dropped = weakref.ref(lines.pop().state)
     assert dropped() is None
     shared_pass(batcher, lines, [[7]], 1)  # alone: it takes its slots back
+    assert lines[0].state.seat is None
+    assert table._layers != []
+    monkeypatch.setattr(slot_table, "_KEPT_BYTES", 0)
+    shared_pass(batcher, lines, [[7]], 1)
     assert table._layers == []
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 64, 65, 200])
+def test_a_large_table_has_few_seats_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = model_of("llama")
+    batcher, small = table_of(module), table_of(module)
+    lines = [Line(module, [3, 1]), Line(module, [1, 5])]
+    shared_pass(batcher, lines, [[5], [6]], 1)
+    monkeypatch.setattr(slot_table, "_KEPT_BYTES", 0)
+    shared_pass(small, [Line(module, [3]), Line(module, [1])], [[5], [6]], 1)
+    seats = [len(one.table._taken) for one in (batcher, small) if one.table is not None]
+    assert seats == [32, 4]
+
+
+def test_a_table_for_which_there_is_no_memory_does_not_grow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its sequences are computed one by one instead, in the same pass."""
+    module = model_of("llama")
+    batcher = table_of(module)
+    lines = [Line(module, [3, 1]), Line(module, [1, 5])]
+    shared_pass(batcher, lines, [[5], [6]], 1)
+    monkeypatch.setattr(slot_table, "free_for_mlx", lambda: FreeMemory(1000, "this test's limit"))
+    lines.append(Line(module, [index % 250 for index in range(900)]))
+    shared_pass(batcher, lines, [[7, 8]] * 3, 1)
+    assert all(line.state.seat is None for line in lines)
+
+
+@pytest.mark.parametrize(
+    "rows", [1, 2, 3, 5, *(pytest.param(rows, marks=_wide) for rows in (64, 65, 200))]
+)
 def test_passes_are_filled_up_to_a_size_that_recurs(rows: int) -> None:
     """What is computed beside a sequence's own rows changes nothing of it."""
     module = model_of("llama")
@@ -183,6 +219,7 @@ def test_passes_are_filled_up_to_a_size_that_recurs(rows: int) -> None:
     shared_pass(batcher, lines, [[8], [9]], 1)
 
 
+@_wide
 def test_prompts_are_computed_at_the_table() -> None:
     """Alone and together, in pieces, and whoever decodes beside them; nothing is copied there."""
     module = model_of("llama")
@@ -215,6 +252,7 @@ def test_prompts_that_read_much_are_not(monkeypatch: pytest.MonkeyPatch) -> None
     assert [line.state.seat for line in lines] == [None, None]
 
 
+@_wide
 def test_a_table_computes_passes_beforehand() -> None:
     """Of each small size, and nobody sits there afterwards."""
     module = model_of("llama")
@@ -233,7 +271,7 @@ def test_a_table_computes_passes_beforehand() -> None:
 
     table.warm_up(counted, make)
     assert {2, 4, 8, 16, 32, 64} < sizes
-    assert table._layers == []
+    assert not any(map(table._sits, range(len(table._taken))))
 
 
 def test_a_model_that_works_with_a_table_is_found_out() -> None:

@@ -49,7 +49,7 @@ class Answer:
 
     def __init__(self, verifier: Verifier, prompt: Tokens, sampling: Sampling) -> None:
         self.verifier, self.number, self.tokens = verifier, next(NUMBERS), list(prompt)
-        [opened] = said(verifier.handle(self.opening(prompt, sampling)))
+        *_, opened = said(verifier.handle(self.opening(prompt, sampling)))
         assert isinstance(opened, Prefilled)
         self.cached = opened.cached
         self.rounds = 0
