@@ -221,7 +221,8 @@ def test_small_passes_are_not_reckoned(model: LoadedModel, free: Free) -> None:
 def test_a_prompt_that_does_not_fit_ends_alone(model: LoadedModel, free: Free) -> None:
     """It is refused with a sentence that names the limit; the next one is served."""
     verifier = Verifier(model, 64, PrefixCache(4, 1 << 30))
-    free.bytes = pass_memory._RESERVE + 8 * MB
+    kv = measure_kv(model.module, prepare(model.module).states.make)
+    free.bytes = pass_memory._RESERVE + 4000 * kv.per_token
     with pytest.raises(OutOfMemory, match=f"a prompt of 4000 tokens needs .* {LIMIT} leaves"):
         list(verifier.handle(opening(4000)))
     assert any(isinstance(answer, Prefilled) for answer in verifier.handle(opening(20)))
