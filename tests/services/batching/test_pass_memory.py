@@ -218,6 +218,9 @@ def test_small_passes_are_not_reckoned(model: LoadedModel, free: Free) -> None:
     assert free.asked > 0
 
 
+@pytest.mark.skipif(
+    mx.cuda.is_available(), reason="a pass of so small a model takes more than its KV there"
+)
 def test_a_prompt_that_does_not_fit_ends_alone(model: LoadedModel, free: Free) -> None:
     """It is refused with a sentence that names the limit; the next one is served."""
     verifier = Verifier(model, 64, PrefixCache(4, 1 << 30))
