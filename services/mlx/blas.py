@@ -42,6 +42,8 @@ _FEW_THREADS = 4
 
 BLOCK_SIZE = 32
 """Weights of a row that have a grid of their own."""
+TILED_ROWS = 4
+"""Rows of which a block each, or some bytes, lie together."""
 
 
 class WeightKind(enum.IntEnum):
@@ -65,7 +67,8 @@ class WeightCopy(NamedTuple):
     kind: WeightKind
     rows: npt.NDArray[np.generic]
     scales: npt.NDArray[np.float32]
-    """Of bytes: a factor a row. On a grid: [n, k / BLOCK_SIZE, 2], step and least weight."""
+    """Of bytes: a factor a row. On a grid: [n / TILED_ROWS, k / BLOCK_SIZE, TILED_ROWS, 2],
+    step and least weight."""
 
     @property
     def nbytes(self) -> int:
@@ -123,10 +126,11 @@ def pack_exactly(weight: npt.NDArray[np.float32], kind: WeightKind) -> WeightCop
     if _Loaded.kernels is None or not weight.flags.c_contiguous:
         return None
     n, k = weight.shape
+    tiles = -(-n // TILED_ROWS)
     packed = WeightCopy(
         kind,
-        np.empty(n * k * _BITS[kind] // 8, np.uint8),
-        np.empty((n, k // BLOCK_SIZE, 2) if kind in _ON_A_GRID else 0, np.float32),
+        np.zeros(tiles * TILED_ROWS * k * _BITS[kind] // 8, np.uint8),
+        np.zeros((tiles, k // BLOCK_SIZE, TILED_ROWS, 2) if kind in _ON_A_GRID else 0, np.float32),
     )
     pointers = [ctypes.c_void_p(array.ctypes.data) for array in (weight, *packed[1:])]
     same = _Loaded.kernels.exact_copy_pack(int(kind), pointers[0], n, k, *pointers[1:])

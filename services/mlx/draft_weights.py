@@ -17,15 +17,15 @@ import numpy.typing as npt
 
 from protocol.decoding.sampler import Floats
 from protocol.settings import DraftWeights
-from services.mlx.blas import WeightCopy, WeightKind, add_copy, multiplies_bytes
+from services.mlx.blas import TILED_ROWS, WeightCopy, WeightKind, add_copy, multiplies_bytes
 from services.mlx.exact_copies import add_exact_copies, large_weights
 from services.mlx.loader import compute_unit
 
 _log = logging.getLogger(__name__)
 
 _GROUP_SIZE = 64
-_TILED_ROWS, _TILED_BYTES = 4, 64
-"""Of a tile: as in `cpu/products/tiles.h`."""
+_TILED_BYTES = 64
+"""Of a row, together: as in `cpu/products/tiles.h`."""
 
 
 def use_weights(model: nn.Module, weights: DraftWeights) -> None:
@@ -72,8 +72,8 @@ def int8_copy(weight: Floats, *, tiled: bool) -> WeightCopy:
 def tile_rows(rows: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
     """[n, k] -> [n / 4, k / 64, 4, 64], filled up with zeros: all of a tile lies together."""
     n, k = rows.shape
-    filled = np.pad(rows, ((0, -n % _TILED_ROWS), (0, -k % _TILED_BYTES)))
-    tiles = filled.reshape(-1, _TILED_ROWS, filled.shape[1] // _TILED_BYTES, _TILED_BYTES)
+    filled = np.pad(rows, ((0, -n % TILED_ROWS), (0, -k % _TILED_BYTES)))
+    tiles = filled.reshape(-1, TILED_ROWS, filled.shape[1] // _TILED_BYTES, _TILED_BYTES)
     return np.ascontiguousarray(tiles.transpose(0, 2, 1, 3))
 
 

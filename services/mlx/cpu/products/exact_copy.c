@@ -80,21 +80,22 @@ AVX2 static int find_grid(const float *w, int most, float *steps, unsigned char 
     return 1;
 }
 
-/* The blocks of a row; 0 if one lies on no such grid. */
+/* The blocks of a row, of which the next ones lie behind those of the tile's other rows; 0 if one
+ * lies on no such grid. */
 AVX2 static int pack_grids(int kind, const float *w, int k, unsigned char *to, float *steps)
 {
     unsigned char numbers[BLOCK_SIZE];
-    for (int i = 0; i < k; i += BLOCK_SIZE, steps += 2) {
+    for (int i = 0; i < k; i += BLOCK_SIZE, steps += 2 * TILED_ROWS) {
         if (!find_grid(w + i, kind == FOUR_BITS ? 15 : 255, steps, numbers))
             return 0;
         for (int j = 0; j < BLOCK_SIZE; j++)
             if (__builtin_fmaf(numbers[j], steps[0], steps[1]) != w[i + j])
                 return 0;
         if (kind == EIGHT_BITS)
-            memcpy(to + i, numbers, BLOCK_SIZE);
+            memcpy(to + i * TILED_ROWS, numbers, BLOCK_SIZE);
         else
             for (int j = 0; j < HALF; j++)
-                to[i / 2 + j] = (unsigned char)(numbers[j] | numbers[j + HALF] << 4);
+                to[i / 2 * TILED_ROWS + j] = (unsigned char)(numbers[j] | numbers[j + HALF] << 4);
     }
     return 1;
 }
@@ -133,8 +134,9 @@ struct packing {
 static int pack_row(const struct packing *p, int row)
 {
     const float *w = p->w + (size_t)row * p->k;
-    char *to = (char *)p->to.rows + row * p->to.row_bytes;
-    float *steps = (float *)p->to.scales + (size_t)row * p->to.row_scales;
+    struct weights own = from_row(p->to, row);
+    char *to = (char *)own.rows;
+    float *steps = (float *)own.scales;
     if (p->kind == FOUR_BITS || p->kind == EIGHT_BITS)
         return pack_grids(p->kind, w, p->k, (unsigned char *)to, steps);
     return (p->kind == BFLOAT16 ? pack_bfloat16 : pack_float16)(w, p->k, (uint16_t *)(void *)to);

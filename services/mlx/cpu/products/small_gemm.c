@@ -21,7 +21,7 @@
 #include "tiles.h"
 
 enum {
-    BLOCK = 48,         /* rows of w that stay in the L2 cache while all rows of x pass */
+    BLOCK = 48,         /* rows of w, whole tiles, that stay in the L2 cache while x passes */
     MOST_COPIED_ROWS = 64,
     PLACES = 4096,      /* for copies; a power of two */
     LEAST_WORK = 65536, /* elements of w below which helpers would come too late */
@@ -104,13 +104,6 @@ static int rows_at_once(const struct tiles *own, int left)
         return left;
     int passes = (left + MOST_ROWS - 1) / MOST_ROWS;
     return own->balanced ? (left + passes - 1) / passes : 4;
-}
-
-static struct weights from_row(struct weights w, int row)
-{
-    w.rows += (size_t)row * w.row_bytes;
-    w.scales += (size_t)row * w.row_scales;
-    return w;
 }
 
 /* Columns `first` to `end`. */

@@ -97,12 +97,12 @@ SIMD static inline V(floats) V(part_of_block)(struct V(block) block, int h)
 #endif
 }
 
+#define IN_TILES
 #define NAME(x) GLUE(x##_four_bits, LANES)
 #define STEP BLOCK_SIZE
 #define FETCHED struct V(block)
 #define FETCH(at, s, i)                                                                         \
-    (__builtin_prefetch((at) + (i) / 2 + AHEAD),                                                \
-     V(fetch_block)((at) + (i) / 2, (s) + (i) / (BLOCK_SIZE / 2)))
+    V(fetch_block)((at) + (i) / 2 * TILED_ROWS, (s) + (i) / BLOCK_SIZE * 2 * TILED_ROWS)
 #define PART(f, h) V(part_of_block)(f, h)
 #define ELEMENT(at, i) NO_REST
 #define FACTOR(s) 1.0f
@@ -113,18 +113,24 @@ struct V(byte_block) {
     V(floats) step, least;
 };
 
+SIMD static inline struct V(byte_block) V(fetch_bytes)(const char *numbers, const float *steps)
+{
+    return (struct V(byte_block)){numbers, V(all)(steps[0]), V(all)(steps[1])};
+}
+
 #define NAME(x) GLUE(x##_eight_bits, LANES)
 #define STEP BLOCK_SIZE
 #define FETCHED struct V(byte_block)
 #define FETCH(at, s, i)                                                                         \
-    (__builtin_prefetch((at) + (i) + AHEAD), (struct V(byte_block)) { (at) + (i), V(all)((s)[(i) / BLOCK_SIZE * 2]),                     \
-        V(all)((s)[(i) / BLOCK_SIZE * 2 + 1]) })
+    V(fetch_bytes)((at) + (i) * TILED_ROWS, (s) + (i) / BLOCK_SIZE * 2 * TILED_ROWS)
 #define PART(f, h)                                                                              \
     FMA(__builtin_convertvector(V(widen_bytes)((f).numbers + (h) * LANES), V(floats)), (f).step, \
         (f).least)
 #define ELEMENT(at, i) NO_REST
 #define FACTOR(s) 1.0f
 #include "tile_template.h"
+
+#undef IN_TILES
 
 #define NAME(x) GLUE(x##_bfloat16, LANES)
 #define STEP LANES

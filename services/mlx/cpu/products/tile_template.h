@@ -10,6 +10,7 @@
  *     PART(f, h)       the h-th LANES of them as floats
  *     ELEMENT(at, i)   a weight beyond the last whole step, as a float
  *     FACTOR(s)        what the sums of a row with scales `s` are multiplied with
+ *     IN_TILES         if TILED_ROWS rows lie together
  *
  * Every element is summed in the same order whatever tile it is in, and whatever kind its weights
  * are.
@@ -59,7 +60,16 @@ TILE(1, 4) TILE(2, 4) TILE(3, 4)
 #if LANES == 16
 TILE(4, 4) TILE(5, 4) TILE(6, 4)
 #else
-TILE(4, 3) TILE(5, 2) TILE(6, 2)
+#ifdef IN_TILES /* which a product's columns may not cross */
+TILE(4, 2)
+#define WIDTH_OF_4 2
+#define TILE_OF_4 NAME(tile_4_2)
+#else
+TILE(4, 3)
+#define WIDTH_OF_4 3
+#define TILE_OF_4 NAME(tile_4_3)
+#endif
+TILE(5, 2) TILE(6, 2)
 #endif
 
 static const struct tiles NAME(tiles) = {
@@ -70,14 +80,16 @@ static const struct tiles NAME(tiles) = {
      NAME(tile_6_4)},
     {0, 4, 4, 4, 4, 4, 4},
 #else
-    {NULL, NAME(tile_1_4), NAME(tile_2_4), NAME(tile_3_4), NAME(tile_4_3), NAME(tile_5_2),
+    {NULL, NAME(tile_1_4), NAME(tile_2_4), NAME(tile_3_4), TILE_OF_4, NAME(tile_5_2),
      NAME(tile_6_2)},
-    {0, 4, 4, 4, 3, 2, 2},
+    {0, 4, 4, 4, WIDTH_OF_4, 2, 2},
 #endif
     LANES == 16,
 };
 
 #undef TILE
+#undef TILE_OF_4
+#undef WIDTH_OF_4
 #undef NAME
 #undef STEP
 #undef FETCHED

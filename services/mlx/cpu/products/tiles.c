@@ -52,12 +52,25 @@ struct weights weights_of(enum weight_kind kind, int k, const void *rows, const 
 {
     static const float none;
     const size_t bits[KINDS] = {32, 8, 4, 8, 16, 16, 8};
-    int row_scales = 0, columns = k;
+    int columns = k, row_scales = 0, tile_scales;
     if (kind == TILED_INT8)
         columns = (k + TILED_BYTES - 1) / TILED_BYTES * TILED_BYTES;
     if (kind == ROUNDED_INT8 || kind == TILED_INT8)
         row_scales = 1;
-    else if (kind == FOUR_BITS || kind == EIGHT_BITS)
-        row_scales = k / BLOCK_SIZE * 2;
-    return (struct weights){rows, columns * bits[kind] / 8, row_scales > 0 ? scales : &none, row_scales};
+    tile_scales = TILED_ROWS * row_scales;
+    size_t row_bytes = columns * bits[kind] / 8, tile_bytes = TILED_ROWS * row_bytes;
+    if (kind == FOUR_BITS || kind == EIGHT_BITS) {
+        row_bytes = BLOCK_SIZE * bits[kind] / 8;
+        row_scales = 2;
+        tile_scales = TILED_ROWS * row_scales * (k / BLOCK_SIZE);
+    }
+    return (struct weights){rows,       row_bytes,  tile_bytes, row_scales > 0 ? scales : &none,
+                            row_scales, tile_scales};
+}
+
+struct weights from_row(struct weights w, int row)
+{
+    w.rows += row / TILED_ROWS * w.tile_bytes + row % TILED_ROWS * w.row_bytes;
+    w.scales += row / TILED_ROWS * (size_t)w.tile_scales + row % TILED_ROWS * w.row_scales;
+    return w;
 }

@@ -11,7 +11,8 @@
  *                   64 bytes of each of four rows, then the next 64; zeros fill the last ones
  *     FOUR_BITS     numbers q, two to a byte, and for each block its step and least weight:
  *                   w = q * step + least. Byte i of a block has weight i in its lower half and
- *                   weight i + 16 in its upper one
+ *                   weight i + 16 in its upper one. One block of each of four rows lies before
+ *                   the next ones of the same rows, and so do steps; zeros fill the last rows
  *     EIGHT_BITS    the same with a number to a byte
  *     BFLOAT16, FLOAT16
  *
@@ -40,9 +41,10 @@ enum {
 /* From some row on. */
 struct weights {
     const char *rows;
-    size_t row_bytes;
+    size_t row_bytes;    /* from one of TILED_ROWS rows to the next */
+    size_t tile_bytes;   /* from all of them to the next */
     const float *scales; /* factors or steps; NULL where the kind has none */
-    int row_scales;      /* of a row */
+    int row_scales, tile_scales;
 };
 
 typedef void tile(int k, float alpha, const float *x, int ldx, struct weights w, float *y, int ldy);
@@ -59,5 +61,8 @@ const struct tiles *tiles_for(enum weight_kind kind, int has_avx512);
 
 /* Rows [n, k] of this kind, from the first one on. */
 struct weights weights_of(enum weight_kind kind, int k, const void *rows, const float *scales);
+
+/* The same from a row on. */
+struct weights from_row(struct weights w, int row);
 
 #endif
