@@ -80,6 +80,11 @@ class KVStore:
         self._set(Frame(self.length, count, self.length, np.arange(end), None))
         self.length = end
 
+    def narrow(self, chain: Frame, first: int, count: int) -> None:
+        """The next forward is over `count` tokens of a chain from its `first` one on."""
+        start = chain.start + first
+        self._set(Frame(start, count, start, chain.positions[: start + count], None))
+
     def branches(
         self,
         start: int,

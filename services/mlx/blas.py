@@ -121,6 +121,11 @@ def multiplies_bytes() -> bool:
     return _Loaded.kernels is not None and bool(_Loaded.kernels.has_int8_rows())
 
 
+def has_avx512() -> bool:
+    """Whether products of few rows take sixteen floats at once."""
+    return _Loaded.kernels is not None and bool(_Loaded.kernels.small_gemm_has_avx512())
+
+
 def pack_exactly(weight: npt.NDArray[np.float32], kind: WeightKind) -> WeightCopy | None:
     """A copy of this kind of weight [n, k]; None where it would not be the same, bit for bit."""
     if _Loaded.kernels is None or not weight.flags.c_contiguous:

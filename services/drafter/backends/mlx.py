@@ -56,7 +56,7 @@ from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.draft_weights import use_weights
 from services.mlx.few_rows.blocks import MOST_ROWS
-from services.mlx.few_rows.passes import equip_for_cpu
+from services.mlx.few_rows.passes import equip_for_cpu, fill_only
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import LoadedModel, compute_unit, load
@@ -91,6 +91,7 @@ class MlxBackend:
         self._head_ids = None if given else trim_head(self._model, folder)
         self._bucketed = compute_unit() == "cuda"
         self._equip(weights)
+        self._fill = fill_only(self._model)
         self._chunk_sizer = ChunkSizer(prefill_step_size)
         self._new_store = find_states(self._model, bucketed=self._bucketed)
         shares = supports_packing(self._model, self._new_store)
@@ -129,8 +130,6 @@ class MlxBackend:
         if self._bucketed:
             fuse_linears(self._model)
 
-    # ------------------------------------------------------------ DraftBackend
-
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Prefill in chunks; may be abandoned between two."""
         running = [CachedPrefix(known.tokens, known.store) for known in self._sequences.values()]
@@ -142,11 +141,11 @@ class MlxBackend:
             began = time.perf_counter()
             size = self._chunk_sizer.size(alone=not self._sequences)
             size = self._memory.fit(store, size, least=min(size, LEAST_CHUNK))
-            chunk = tokens[store.length : store.length + size]
-            store.chain(len(chunk))
-            self._model(mx.array(chunk)[None], cache=store.caches)
+            chunk = mx.array([tokens[store.length : store.length + size]])
+            store.chain(chunk.size)
+            self._fill(chunk, cache=store.caches)
             store.evaluate()
-            self._chunk_sizer.observe(len(chunk), time.perf_counter() - began)
+            self._chunk_sizer.observe(chunk.size, time.perf_counter() - began)
             yield
         opened.tokens, opened.committed = list(tokens), len(tokens)
         if sampling.logits_options is not None:

@@ -4,11 +4,15 @@ Where every block of a model goes through our kernels (`blocks`), its passes ove
 need neither MLX's graph nor Python between them: tokens go in, logits come out, and keys and
 values are written where they are (`kv.resident`). Passes of several sequences, chains and trees
 are all the same to it. A model whose layers are read or exchanged falls back to its blocks.
+
+Prompts are passes over few rows, too, one after the other: where weights have copies, products
+with AVX-512 are quicker than MKL's, which has no such instructions on every processor that does,
+and what MLX computes between them by one thread is a third of its time.
 """
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +22,8 @@ import numpy.typing as npt
 
 from services.kv.cache import KVStore
 from services.mlx.array_memory import address, view
-from services.mlx.blas import cpu_kernels
+from services.mlx.blas import cpu_kernels, find_copy, has_avx512
+from services.mlx.exact_copies import large_weights
 from services.mlx.few_rows.blocks import FAMILIES, MOST_ROWS, BlockKernel, use_blocks
 from services.mlx.few_rows.weights import BlockWeights, HeldWeights, Linear, Norm, Unfit
 from services.mlx.loader import compute_unit
@@ -30,6 +35,11 @@ _TOLERANCE = 1e-4
 """Relative, of the logits."""
 _BEFORE, _TRIED = 20, 3
 """Tokens before those of the trial, and how many those are."""
+PIECE = 48
+"""Rows of a prompt's passes. Eight times six, which share what is fetched of a weight."""
+_MOST_TOKENS = 1 << 20
+_MOST_PARTS = 16
+"""Sequences of a pass: as in `cpu/pass.c`."""
 _CLASSES: dict[type, type] = {}
 
 
@@ -97,9 +107,11 @@ class PassKernel:
         weight = embedding.weight if rows is None else rows
         return Linear(self._weights.pointer(weight), None, *weight.shape)
 
-    def stores_of(self, model: Any, tokens: mx.array, cache: Any) -> list[KVStore] | None:
+    def stores_of(
+        self, model: Any, tokens: mx.array, cache: Any, most: int = MOST_ROWS
+    ) -> list[KVStore] | None:
         """The sequences of a pass that is ours, whose tokens are these; None if it is not."""
-        if not cache or tokens.ndim != 2 or tokens.shape[0] != 1 or tokens.size > MOST_ROWS:
+        if not cache or tokens.ndim != 2 or tokens.shape[0] != 1 or tokens.size > most:
             return None
         stores: list[KVStore] | None = getattr(cache[0], "plain_stores", None)
         ours = (
@@ -115,9 +127,32 @@ class PassKernel:
 
     def run(self, tokens: mx.array, stores: Sequence[KVStore], *, head: bool = True) -> mx.array:
         """Logits [1, n, vocabulary]; without `head` [1, 0, vocabulary]."""
+        return self._run(self._check(tokens), stores, head=head)
+
+    def fill(self, tokens: mx.array, stores: Sequence[KVStore]) -> None:
+        """Keep keys and values of chains of any length, in passes of up to `PIECE` rows."""
+        row, at = self._check(tokens), 0
+        frames = [store.frame for store in stores]
+        for store in stores:
+            store.reside(self._shape.kv_heads, self._shape.size)  # with room for all of them
+        for pieces in _cut([frame.count for frame in frames]):
+            for index, first, count in pieces:
+                stores[index].narrow(frames[index], first, count)
+            end = at + sum(count for *_, count in pieces)
+            self._run(row[at:end], [stores[index] for index, *_ in pieces], head=False)
+            at = end
+        for store, frame in zip(stores, frames, strict=True):
+            store.narrow(frame, 0, frame.count)
+
+    def _check(self, tokens: mx.array) -> npt.NDArray[np.int32]:
         row = np.ascontiguousarray(view(tokens)[0], np.int32)
         if row.size and not 0 <= row.min() <= row.max() < self.vocabulary:
             raise ValueError(f"tokens outside 0..{self.vocabulary - 1}")
+        return row
+
+    def _run(
+        self, row: npt.NDArray[np.int32], stores: Sequence[KVStore], *, head: bool
+    ) -> mx.array:
         parts, held = self._describe(stores)
         turns = [None] * 3 if (angles := self._angles(stores)) is None else map(address, angles)
         logits = np.empty((1, row.size if head else 0, self._columns), np.float32)
@@ -180,18 +215,38 @@ def use_passes(model: Any) -> bool:
     return True
 
 
+def _cut(counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Passes over so many rows of each sequence: which one, from which row on, and how many."""
+    pieces: list[tuple[int, int, int]] = []
+    room = PIECE
+    for index, count in enumerate(counts):
+        first = 0
+        while first < count:
+            taken = min(count - first, room)
+            pieces.append((index, first, taken))
+            first, room = first + taken, room - taken
+            if not room or len(pieces) == _MOST_PARTS:
+                yield pieces
+                pieces, room = [], PIECE
+    if pieces:
+        yield pieces
+
+
 def fill_only(model: Any) -> Any:
-    """`model`, called where only keys and values are wanted."""
+    """`model`, called where only keys and values are wanted; its weights have their copies."""
     kernel: PassKernel | None = getattr(model, "few_rows", None)
     if kernel is None:
         return model
+    copies = [find_copy(weight) for weight in large_weights(model)]
+    most = _MOST_TOKENS if copies and None not in copies and has_avx512() else MOST_ROWS
 
     def fill(tokens: mx.array, cache: Any = None) -> mx.array:
-        stores = kernel.stores_of(model, tokens, cache)
-        if stores is not None:
-            return kernel.run(tokens, stores, head=False)
-        found: mx.array = model(tokens, cache=cache)
-        return found
+        stores = kernel.stores_of(model, tokens, cache, most)
+        if stores is None or any(store.frame.visible is not None for store in stores):
+            found: mx.array = model(tokens, cache=cache)
+            return found
+        kernel.fill(tokens, stores)
+        return mx.zeros((1, 0, kernel.vocabulary))
 
     return fill
 

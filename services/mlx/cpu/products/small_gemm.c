@@ -8,6 +8,8 @@
  * that is rounded to bytes (a drafter's), where the rows of x are rounded too if it is tiled
  * (int8_rows.c). Else they stay floats.
  *
+ * Beyond `most_rows` rows BLAS is the faster one, but where copies and AVX-512 are.
+ *
  * Every element is summed in the same order whatever the number of rows, so that a token's
  * product is the same bits in plain decoding and in a verification. Threads share the columns
  * of a product, which changes no sum either.
@@ -33,13 +35,19 @@ typedef void gemm(int order, int ta, int tb, int m, int n, int k, float alpha, c
                   int lda, const float *b, int ldb, float beta, float *c, int ldc);
 static const struct tiles *tiles[KINDS];
 static gemm *other;
-static int least_rows, most_rows;
+static int least_rows, most_rows, wide;
 
 /* By processor, unless a test wants what another one would do. */
 void small_gemm_choose_tiles(int has_avx512)
 {
+    wide = has_avx512;
     for (int kind = 0; kind < KINDS; kind++)
         tiles[kind] = tiles_for(kind, has_avx512);
+}
+
+int small_gemm_has_avx512(void)
+{
+    return wide;
 }
 
 /* Where other products go, and for which numbers of rows the work is ours; 0 if it never is. */
@@ -169,7 +177,7 @@ static const struct copy *copy_for(const struct product *p)
     const struct copy *found = place_of(p->b);
     int fits = found->w == p->b && found->n == p->n && found->k == p->k && p->ldb == p->k;
     int is_rounded = found->kind == ROUNDED_INT8 || found->kind == TILED_INT8;
-    return fits && (is_rounded || p->m <= most_rows) ? found : NULL;
+    return fits && (is_rounded || wide || p->m <= most_rows) ? found : NULL;
 }
 
 void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, const float *a,
@@ -180,9 +188,10 @@ void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, co
     int large = (size_t)n * k >= LEAST_WORK;
     int is_ours = order == ROW_MAJOR && ta == PLAIN && tb == TRANSPOSED && beta == 0.0f &&
                   most_rows > 0;
+    int most = wide && !large ? MOST_COPIED_ROWS : most_rows;
     if (is_ours)
         p.copy = copy_for(&p);
-    if (is_ours && (p.copy != NULL || (m >= least_rows && m <= most_rows))) {
+    if (is_ours && (p.copy != NULL || (m >= least_rows && m <= most))) {
         p.columns = large ? BLOCK : n;
         if (p.copy != NULL && p.copy->kind == TILED_INT8) {
             rounded = int8_round_rows(m, k, a, lda);

@@ -1,6 +1,7 @@
 """Whole passes by one call: what the model gives, wherever keys and values come from and go to."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +11,8 @@ import pytest
 from protocol.decoding.token_tree import read_tree
 from services.batching.packing import enable_packing, pack_caches
 from services.kv.cache import KVStore, windows_of
+from services.mlx.blas import has_avx512
+from services.mlx.exact_copies import add_exact_copies
 from services.mlx.few_rows.blocks import use_blocks
 from services.mlx.few_rows.passes import PassKernel, fill_only, use_passes
 from services.mlx.lm_head import keep_rows
@@ -18,6 +21,7 @@ from services.mlx.rope import use_tables
 from services.mlx.taps import Taps
 from tests.services.mlx.few_rows.passes import PROMPT, ROWS, begun, logits
 from tests.support.reference import for_the_cpu, needs_cpu_kernels, tiny_folder
+from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="macOS has MLX's Metal kernels"),
@@ -159,6 +163,57 @@ def test_keys_and_values_alone() -> None:
     assert fill_only(model)(mx.array([ROWS[:4]]), cache=filled.caches).shape[1] == 0
     logits(model, whole, ROWS[:4])
     np.testing.assert_array_equal(logits(model, filled, [5, 6]), logits(model, whole, [5, 6]))
+
+
+def large_model(tmp_path: Path) -> Any:
+    """With large weights, all of them with exact copies."""
+    config = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
+    found = load(write_tiny_model(tmp_path, "llama", config=config)).module
+    found.set_dtype(mx.bfloat16)
+    found.set_dtype(mx.float32)
+    use_tables(found)
+    assert use_blocks(found)
+    assert use_passes(found)
+    assert add_exact_copies(found) > 0
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(17,), (100, 1), (300,), (20, 30, 3), (48, 48), (2,) * 20])
+def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
+    tmp_path: Path, helpers: int, lengths: tuple[int, ...]
+) -> None:
+    """In whatever pieces it goes through, alone and with others."""
+    if not has_avx512():
+        pytest.skip("prompts go through MLX's blocks on this processor")
+    model = large_model(tmp_path)
+    enable_packing(model)
+    prompts = [[(7 * i + n) % 250 for i in range(n)] for n in lengths]
+    stores = [begun(model, PROMPT[:index]) for index, _ in enumerate(prompts)]
+    for store, prompt in zip(stores, prompts, strict=True):
+        store.chain(len(prompt))
+    row = mx.array([[token for prompt in prompts for token in prompt]])
+    caches = pack_caches(stores) if len(stores) > 1 else stores[0].caches
+    assert fill_only(model)(row, cache=caches).shape[1] == 0
+    for index, (store, prompt) in enumerate(zip(stores, prompts, strict=True)):
+        assert store.frame.count == len(prompt)
+        alone = begun(model, PROMPT[:index])
+        for token in prompt:
+            logits(model, alone, [token])
+        np.testing.assert_array_equal(logits(model, store, ROWS), logits(model, alone, ROWS))
+
+
+def test_a_tree_is_no_prompt(tmp_path: Path) -> None:
+    """It goes through the model as it would without a way for prompts."""
+    model = large_model(tmp_path)
+    tree = read_tree(list(range(40)), [0] * 39)
+    filled, whole = begun(model), begun(model)
+    for store in (filled, whole):
+        store.append_tree(tree)
+    mx.eval(fill_only(model)(mx.array([tree.tokens]), cache=filled.caches))
+    mx.eval(model(mx.array([tree.tokens]), cache=whole.caches))
+    for store in (filled, whole):
+        store.commit_rows([0, 5])
+    np.testing.assert_array_equal(logits(model, filled, [5]), logits(model, whole, [5]))
 
 
 def test_a_trimmed_head() -> None:
