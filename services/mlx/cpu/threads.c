@@ -1,5 +1,9 @@
 /* See threads.h. A product takes a fifth of a millisecond, so helpers spin for a moment before
- * they sleep, and nobody waits for one that did not wake: the others take its parts. */
+ * they sleep, and nobody waits for one that did not wake: the others take its parts.
+ *
+ * Each thread has neighbouring parts, as long as there are any: of weights that two cores read in
+ * turns, some kilobytes each, both together get no more per second than one alone.
+ */
 #define _GNU_SOURCE
 #include "threads.h"
 
@@ -14,15 +18,21 @@
 enum {
     MOST_HELPERS = 15,
     SPINS = 2000,
+    CACHE_LINE = 64,
     CLOSED = 1 << 20
 };
 
 static struct {
     part *compute;
     const void *context;
-    int parts;
+    int runs;
 } task;
-static atomic_int next_part;
+
+/* Neighbouring parts for one thread, the first for whom the others help. */
+static struct run {
+    _Alignas(CACHE_LINE) atomic_int next;
+    int end;
+} runs[1 + MOST_HELPERS];
 static pthread_mutex_t asking = PTHREAD_MUTEX_INITIALIZER; /* held by whom the helpers work for */
 
 /* Helpers at work on the task, less CLOSED while there is none: a helper that wakes too late
@@ -83,14 +93,34 @@ static unsigned await_call(int number, unsigned seen)
     return atomic_load(&self->calls);
 }
 
+static void divide(int parts, int count)
+{
+    task.runs = count;
+    for (int i = 0; i < count; i++) {
+        atomic_store(&runs[i].next, i * parts / count);
+        runs[i].end = (i + 1) * parts / count;
+    }
+}
+
+/* A part of the run `own`, or of another one when that is done; -1 if there is none left. */
+static int take_part(int own)
+{
+    for (int i = 0; i < task.runs; i++) {
+        struct run *run = &runs[(own + i) % task.runs];
+        int taken = atomic_load(&run->next) < run->end ? atomic_fetch_add(&run->next, 1) : run->end;
+        if (taken < run->end)
+            return taken;
+    }
+    return -1;
+}
+
 static void *help(void *argument)
 {
     int number = (int)(size_t)argument;
     for (unsigned seen = 0;;) {
         seen = await_call(number, seen);
         if (atomic_fetch_add(&gate, 1) >= 0)
-            for (int taken; may_help(number) &&
-                            (taken = atomic_fetch_add(&next_part, 1)) < task.parts;)
+            for (int taken; may_help(number) && (taken = take_part(1 + number)) >= 0;)
                 task.compute(task.context, taken);
         atomic_fetch_sub(&gate, 1);
     }
@@ -132,13 +162,15 @@ void share_parts(part *compute, const void *context, int count)
             compute(context, number);
         return;
     }
+    int helping = 0;
+    while (may_help(helping))
+        helping++;
     task.compute = compute;
     task.context = context;
-    task.parts = count;
-    atomic_store(&next_part, 0);
+    divide(count, 1 + helping);
     atomic_fetch_add(&gate, CLOSED);
     int called = call_helpers(0);
-    for (int taken; (taken = atomic_fetch_add(&next_part, 1)) < count;) {
+    for (int taken; (taken = take_part(0)) >= 0;) {
         compute(context, taken);
         called = call_helpers(called); /* a core may be lent at any moment */
     }
