@@ -27,6 +27,8 @@ _FEW_BYTES = 32 << 20
 """Nor are states of so few bytes."""
 _MORE_ROWS = 8
 """For which a recurrent layer holds states while others are under way."""
+_MORE_ROWS_ON_CUDA = 64
+"""The same where they are held until the kernels of a graph are done."""
 _AT_ONCE = 3
 """Layers of arrays that are alive at the same time: MLX works ahead of what is computed."""
 _CUDA_ARRAYS = 4
@@ -71,7 +73,9 @@ class PassMemory:
         if logits:
             self._row_bytes += _AT_ONCE * _BYTES * _count_head(model)
         served = compute_unit() != "cpu" or cpu_kernels() is not None
-        self._rounding = self._layers * _CUDA_ROUNDING if compute_unit() == "cuda" else 0
+        on_cuda = compute_unit() == "cuda"
+        self._rounding = self._layers * _CUDA_ROUNDING if on_cuda else 0
+        self._more_rows = _MORE_ROWS_ON_CUDA if on_cuda else _MORE_ROWS
         self._score_bytes = 0 if served else 2 * _BYTES * _count_heads(model)
 
     def fit(self, state: Held, rows: int, least: int) -> int:
@@ -125,7 +129,7 @@ class PassMemory:
         """Bytes that a pass over so many tokens takes for recurrent states until it is over."""
         size = self._kv.passes
         kept = rows if self._rejects and rows <= size.most_kept else 0
-        return size.states * (1 + kept) + size.per_row * (rows + _MORE_ROWS)
+        return size.states * (1 + kept) + size.per_row * (rows + self._more_rows)
 
     def _count_bytes(self, asked: Sequence[tuple[Held, int]]) -> int:
         total = _RESERVE + self._rounding

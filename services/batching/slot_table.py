@@ -30,10 +30,10 @@ _KEPT_BYTES = 1 << 29
 to make room again costs a GPU tens of milliseconds."""
 _SPARE_SLOTS = 256
 """Room for tokens to come, so that the table seldom grows."""
-_STEP = 64
-"""Rows: up to here passes are filled up to a power of two, beyond to a multiple."""
+_FEW, _STEP = 64, 128
+"""Rows: up to the first passes are filled up to a power of two, then to multiples of the other."""
 _WARM_PASSES = (2, 4, 8, 16, 32, 64)
-_WARM_PROMPTS = (128, 256, 512)
+_WARM_PROMPTS = (128, 256, 384, 512)
 _WARM_TIMES = 2
 """The first pass also copies, and what it hands to a GPU at once is cut elsewhere."""
 _MOST_PROMPT_BYTES = 1 << 28
@@ -76,7 +76,7 @@ class _Pass:
 
 def pad_rows(count: int) -> int:
     """The size that a pass over so many rows is filled up to."""
-    return 1 << (count - 1).bit_length() if count <= _STEP else -(-count // _STEP) * _STEP
+    return 1 << (count - 1).bit_length() if count <= _FEW else -(-count // _STEP) * _STEP
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def test_a_chunk_is_shortened_before_it_is_refused(model: LoadedModel, free: Fre
     memory = PassMemory(model.module, kv, lambda: False, logits=False)
     state = target.states.make()
     assert memory.fit(state, 512, least=16) == 512
-    free.bytes = pass_memory._RESERVE + 5 * MB
+    free.bytes = memory._count_bytes([(state, 512)]) - 1
     shortened = memory.fit(state, 512, least=16)
     assert 16 < shortened < 512
     with pytest.raises(OutOfMemory):
