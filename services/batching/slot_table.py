@@ -283,7 +283,8 @@ class SlotTable:
         def empty(kind: _Kind) -> mx.array:
             return mx.zeros((kind.heads, _STEP + seats * slots, kind.size), kind.dtype)
 
-        self._taken, self._slots = [None] * seats, slots
+        self._taken = [None for _ in range(seats)]
+        self._slots = slots
         self._layers = [_Layer(empty(keys), empty(values)) for keys, values in self._kinds]
 
     def _grow(self, seats: int, slots: int) -> None:
