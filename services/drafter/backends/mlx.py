@@ -90,7 +90,7 @@ class MlxBackend:
         self._model, self._folder = loaded.module, folder
         self._head_ids = None if given else trim_head(self._model, folder)
         self._bucketed = compute_unit() == "cuda"
-        self._fill = self._equip(weights)
+        self._equip(weights)
         self._chunk_sizer = ChunkSizer(prefill_step_size)
         self._new_store = find_states(self._model, bucketed=self._bucketed)
         shares = supports_packing(self._model, self._new_store)
@@ -120,15 +120,14 @@ class MlxBackend:
         if self.ahead is not None and isinstance(store := self._new_store(), KVStore):
             self._batcher.traced = self.ahead.trace(store)
 
-    def _equip(self, weights: DraftWeights) -> Any:
-        """The model for prompts; it gets what it computes with here: rotations, weights."""
+    def _equip(self, weights: DraftWeights) -> None:
+        """Give the model what it computes with here: rotations, weights, joint products."""
         equip_for_cpu(self._model)
         if has_rope(self._model) or not is_recurrent(self._model):
             allow_branches(self._model)
         use_weights(self._model, weights)
         if self._bucketed:
             fuse_linears(self._model)
-        return fill_only(self._model)
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Prefill in chunks; may be abandoned between two."""
@@ -143,7 +142,7 @@ class MlxBackend:
             size = self._memory.fit(store, size, least=min(size, LEAST_CHUNK))
             chunk = mx.array([tokens[store.length : store.length + size]])
             store.chain(chunk.size)
-            self._fill(chunk, cache=store.caches)
+            fill_only(self._model)(chunk, cache=store.caches)
             store.evaluate()
             self._chunk_sizer.observe(chunk.size, time.perf_counter() - began)
             yield

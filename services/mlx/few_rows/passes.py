@@ -94,6 +94,7 @@ class PassKernel:
         if width != self._shape.width or head.inputs != width:
             raise Unfit(f"its embedding has {width} numbers a token, its head {head.inputs}")
         self._columns = int(head.outputs)
+        self._takes_prompts: bool | None = None
         self._blocks = (BlockWeights * len(kernels))(*(kernel.block for kernel in kernels))
         self._decoder = _Decoder(
             self._blocks, len(kernels), held.pointer(lookup.weight), held.norm(inner, "norm"),
@@ -124,6 +125,13 @@ class PassKernel:
             and [type(layer) for layer in self._layers] == self._classes
         )
         return stores if ours else None
+
+    def takes_prompts(self, model: Any) -> bool:
+        """Whether passes over many rows are quicker here: asked when weights have their copies."""
+        if self._takes_prompts is None:
+            copies = [find_copy(weight) for weight in large_weights(model)]
+            self._takes_prompts = bool(copies) and None not in copies and has_avx512()
+        return self._takes_prompts
 
     def run(self, tokens: mx.array, stores: Sequence[KVStore], *, head: bool = True) -> mx.array:
         """Logits [1, n, vocabulary]; without `head` [1, 0, vocabulary]."""
@@ -233,14 +241,13 @@ def _cut(counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def fill_only(model: Any) -> Any:
-    """`model`, called where only keys and values are wanted; its weights have their copies."""
+    """`model`, called where only keys and values are wanted."""
     kernel: PassKernel | None = getattr(model, "few_rows", None)
     if kernel is None:
         return model
-    copies = [find_copy(weight) for weight in large_weights(model)]
-    most = _MOST_TOKENS if copies and None not in copies and has_avx512() else MOST_ROWS
 
     def fill(tokens: mx.array, cache: Any = None) -> mx.array:
+        most = _MOST_TOKENS if kernel.takes_prompts(model) else MOST_ROWS
         stores = kernel.stores_of(model, tokens, cache, most)
         if stores is None or any(store.frame.visible is not None for store in stores):
             found: mx.array = model(tokens, cache=cache)
