@@ -4,8 +4,8 @@ Decoding there costs what reading the weights costs. On a CPU a model computes i
 bits, but one that was published in fewer has no more information than before: every weight is
 `number * step + least` of its block of 32, with numbers of four or eight bits, or a float of
 sixteen. A copy is kept only where each weight comes out of it as it was
-(`cpu/products/exact_copy.c`), so that no product changes by a bit. Prompts, whose products have
-many rows, go on with the floats.
+(`cpu/products/exact_copy.c`), so that no product changes by a bit. Without AVX-512 prompts, whose
+products have many rows, go on with the floats.
 """
 
 import logging
