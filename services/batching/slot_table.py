@@ -251,8 +251,8 @@ class SlotTable:
         """
         if not self._learn_kinds(stores):
             return False
-        if not self._layers:
-            self._begin(round_to_bucket(longest + _SPARE_SLOTS))
+        if not self._layers and not self._begin(round_to_bucket(longest + _SPARE_SLOTS)):
+            return False
         free = sum(not self._sits(index) for index in range(len(self._taken)))
         coming = sum(store.seat is None for store in stores)
         seats, slots = len(self._taken), self._slots
@@ -274,11 +274,13 @@ class SlotTable:
             self._kinds = [(_kind_of(cache.keys), _kind_of(cache.values)) for cache in known.caches]
         return bool(self._kinds)
 
-    def _begin(self, slots: int) -> None:
-        """Have as many seats of so many slots as are kept when nobody sits there."""
-        seats = _MOST_SEATS
-        while seats > _FEWEST_SEATS and self._bytes(seats, slots) > _KEPT_BYTES:
+    def _begin(self, slots: int) -> bool:
+        """Have as many seats of so many slots as are kept when nobody sits there, if they fit."""
+        free, seats = free_for_mlx().bytes, _MOST_SEATS
+        while seats > _FEWEST_SEATS and self._bytes(seats, slots) > min(_KEPT_BYTES, free):
             seats //= 2
+        if self._bytes(seats, slots) > free:
+            return False
 
         def empty(kind: _Kind) -> mx.array:
             return mx.zeros((kind.heads, _STEP + seats * slots, kind.size), kind.dtype)
@@ -286,6 +288,7 @@ class SlotTable:
         self._taken = [None for _ in range(seats)]
         self._slots = slots
         self._layers = [_Layer(empty(keys), empty(values)) for keys, values in self._kinds]
+        return True
 
     def _grow(self, seats: int, slots: int) -> None:
         before = len(self._taken)

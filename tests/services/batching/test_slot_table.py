@@ -184,6 +184,18 @@ def test_a_large_table_has_few_seats_at_first(monkeypatch: pytest.MonkeyPatch) -
     assert seats == [32, 4]
 
 
+def test_a_table_for_which_there_is_no_memory_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its sequences are computed one by one instead, in the same pass."""
+    module = model_of("llama")
+    batcher = table_of(module)
+    monkeypatch.setattr(slot_table, "free_for_mlx", lambda: FreeMemory(1000, "this test's limit"))
+    lines = [Line(module, [3, 1]), Line(module, [1, 5])]
+    shared_pass(batcher, lines, [[5], [6]], 1)
+    assert [line.state.seat for line in lines] == [None, None]
+
+
 def test_a_table_for_which_there_is_no_memory_does_not_grow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
