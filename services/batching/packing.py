@@ -267,7 +267,6 @@ def find_table(
         _log.info("shared passes of this model attend sequence by sequence: %s", error)
         return None
     distance = np.array(mx.linalg.norm(seated - alone) / mx.linalg.norm(alone))
-    table.drop_if_empty()
     return table if np.isfinite(distance) and float(distance) < _TOLERANCE else None
 
 
@@ -342,8 +341,10 @@ def _run_flat(
         state.append(len(own))
     row = mx.array([[*tokens[0], *tokens[1]]])
     if table is not None:
-        seated: Any = table.run(model, row, states)
-        return seated[0]  # type: ignore[no-any-return]
+        seated = table.run(model, row, states)
+        if seated is None:
+            raise ModelError("there is no room for a table")
+        return seated[0]
     with pack_pass(states, in_batches=batches_recurrences()) as caches:
         rows: mx.array = model(row, cache=caches)[0]
     return rows

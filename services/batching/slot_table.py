@@ -7,8 +7,7 @@ copied to its seat when it first shares a pass, unless its prompt is computed th
 when something else is done with its slots; others are not touched, unless the table has to
 grow, which doubles it.
 
-A GPU plans or loads kernels for 50 to 80 ms when it first sees a number of rows, so passes are
-filled up to one of a few sizes.
+Passes are filled up to one of a few sizes, which are computed at load (`round_rows`).
 """
 
 import weakref
@@ -21,17 +20,17 @@ import numpy as np
 
 from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
+from services.mlx.decode_attention import ROWS_STEP, round_rows
 from services.mlx.free_memory import free_for_mlx
 
 _FEWEST_SEATS, _MOST_SEATS = 4, 32
-"""Of a table at its beginning; what follows is asked for."""
+"""Of a table at its beginning: as many as `_KEPT_BYTES` allow."""
 _KEPT_BYTES = 1 << 29
-"""Of a table that has more seats at its beginning than four, and stays when nobody sits there:
-to make room again costs a GPU tens of milliseconds."""
+"""A table of so much memory stays when nobody sits there: it need not grow again."""
 _SPARE_SLOTS = 256
 """Room for tokens to come, so that the table seldom grows."""
-_FEW, _STEP = 64, 128
-"""Rows: up to the first passes are filled up to a power of two, then to multiples of the other."""
+_FILLER = ROWS_STEP
+"""Slots in front of the seats, for the rows that a pass is filled up with."""
 _WARM_PASSES = (2, 4, 8, 16, 32, 64)
 _WARM_PROMPTS = (128, 256, 384, 512)
 _WARM_TIMES = 2
@@ -72,11 +71,6 @@ class _Pass:
     """[rows] the first slot of its seat."""
     mask: mx.array
     """bool [rows, longest]"""
-
-
-def pad_rows(count: int) -> int:
-    """The size that a pass over so many rows is filled up to."""
-    return 1 << (count - 1).bit_length() if count <= _FEW else -(-count // _STEP) * _STEP
 
 
 @dataclass(frozen=True)
@@ -180,7 +174,7 @@ class SlotTable:
         None if nothing is stored yet from which the table could learn its shape.
         """
         count = row.shape[1]
-        more = pad_rows(count) - count
+        more = round_rows(count) - count
         caches = self._pack(stores, more)
         if caches is None:
             return None
@@ -283,7 +277,7 @@ class SlotTable:
             return False
 
         def empty(kind: _Kind) -> mx.array:
-            return mx.zeros((kind.heads, _STEP + seats * slots, kind.size), kind.dtype)
+            return mx.zeros((kind.heads, _FILLER + seats * slots, kind.size), kind.dtype)
 
         self._taken = [None for _ in range(seats)]
         self._slots = slots
@@ -296,9 +290,9 @@ class SlotTable:
 
         def widen(buffer: mx.array) -> mx.array:
             heads, _, size = buffer.shape
-            seated = buffer[:, _STEP:].reshape(heads, before, self._slots, size)
+            seated = buffer[:, _FILLER:].reshape(heads, before, self._slots, size)
             padded = mx.pad(seated, wider).reshape(heads, seats * slots, size)
-            return mx.concatenate([buffer[:, :_STEP], padded], axis=1)
+            return mx.concatenate([buffer[:, :_FILLER], padded], axis=1)
 
         self._layers = [_Layer(widen(one.keys), widen(one.values)) for one in self._layers]
         self.evaluate()
@@ -307,7 +301,7 @@ class SlotTable:
 
     def _base(self, index: int) -> int:
         """The first slot of a seat."""
-        return _STEP + index * self._slots
+        return _FILLER + index * self._slots
 
     def _take_in(self, store: KVStore) -> None:
         index = next(i for i in range(len(self._taken)) if not self._sits(i))

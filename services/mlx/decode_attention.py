@@ -21,8 +21,9 @@ _log = logging.getLogger(__name__)
 
 _MOST_PAIRS = 8192
 """Queries times slots: every query reads the keys for itself, which cuDNN's tiles do not."""
-_STEP = 64
-"""Of the numbers of queries that MLX's attention plans for; twice that from 128 on."""
+_FEW = 64
+ROWS_STEP = 128
+"""Of the numbers of rows that recur (`round_rows`)."""
 _WARPS = 16
 _WARPS_OF_MANY = 4
 """From `_MANY` rows on: there are blocks enough to keep the device busy."""
@@ -52,17 +53,23 @@ def attend(
     return _attend_alone(queries, keys, values, scale, mask)
 
 
+def round_rows(count: int) -> int:
+    """The number of rows that so many are filled up to, so that few numbers recur.
+
+    A GPU plans or loads kernels for 50 to 80 ms when it first sees one (docs/lab/concurrency.md).
+    """
+    return 1 << (count - 1).bit_length() if count <= _FEW else -(-count // ROWS_STEP) * ROWS_STEP
+
+
 def attend_many(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
     """[1, heads, n, size] attention by MLX, filled up to a number of queries that recurs.
 
-    For each new number of queries and slots MLX has cuDNN make a plan, which takes 40 to 60 ms.
     None where there is nothing to be filled up. Arguments as for `attend`.
     """
     batch, _, count, _ = queries.shape
-    more = -count % (_STEP if count <= _STEP * 2 else 2 * _STEP)
-    slots = keys.shape[2]
+    more, slots = round_rows(count) - count, keys.shape[2]
     if not isinstance(mask, mx.array) or mask.shape != (count, slots):
         return None
     if not more or batch > 1 or count * slots <= _MOST_PAIRS:

@@ -111,6 +111,7 @@ def _find_table(module: Any, states: StateFactory) -> SlotTable | None:
     table = find_table(module, states.make, attend_table)
     if table is not None:
         table.warm_up(module, states.make)
+        table.drop_if_empty()
     return table
 
 

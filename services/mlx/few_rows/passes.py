@@ -5,13 +5,13 @@ need neither MLX's graph nor Python between them: tokens go in, logits come out,
 values are written where they are (`kv.resident`). Passes of several sequences, chains and trees
 are all the same to it. A model whose layers are read or exchanged falls back to its blocks.
 
-Prompts are passes over few rows, too, one after the other: where weights have copies, products
-with AVX-512 are quicker than MKL's, which has no such instructions on every processor that does,
-and what MLX computes between them by one thread is a third of its time.
+Prompts are passes over few rows, too, one after the other, where weights have copies and the
+processor AVX-512, which MKL does not use on every processor that has it.
 """
 
 import ctypes
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,7 +37,6 @@ _BEFORE, _TRIED = 20, 3
 """Tokens before those of the trial, and how many those are."""
 PIECE = 48
 """Rows of a prompt's passes. Eight times six, which share what is fetched of a weight."""
-_MOST_TOKENS = 1 << 20
 _MOST_PARTS = 16
 """Sequences of a pass: as in `cpu/pass.c`."""
 _CLASSES: dict[type, type] = {}
@@ -247,7 +246,7 @@ def fill_only(model: Any) -> Any:
         return model
 
     def fill(tokens: mx.array, cache: Any = None) -> mx.array:
-        most = _MOST_TOKENS if kernel.takes_prompts(model) else MOST_ROWS
+        most = sys.maxsize if kernel.takes_prompts(model) else MOST_ROWS
         stores = kernel.stores_of(model, tokens, cache, most)
         if stores is None or any(store.frame.visible is not None for store in stores):
             found: mx.array = model(tokens, cache=cache)

@@ -232,7 +232,7 @@ def test_passes_are_filled_up_to_a_size_that_recurs(rows: int) -> None:
 
 
 @_wide
-def test_prompts_are_computed_at_the_table() -> None:
+def test_prompts_are_computed_at_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone and together, in pieces, and whoever decodes beside them; nothing is copied there."""
     module = model_of("llama")
     decode = table_of(module)
@@ -248,8 +248,10 @@ def test_prompts_are_computed_at_the_table() -> None:
     shared_pass(fill, lines, [[1, 2], list(range(70)), [3, 4, 5]], 2)
     shared_pass(decode, lines, [[8], [9], [7]], 1)
     assert lines[0].state.seat is seats[0]
-    for line in lines:
-        line.state.evaluate()
+    evaluated: list[mx.array] = []
+    monkeypatch.setattr(mx, "eval", evaluated.extend)
+    lines[0].state.evaluate()
+    assert [keys.shape for keys, _ in evaluated] == [one.keys.shape for one in table._layers]
 
 
 def test_prompts_that_read_much_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

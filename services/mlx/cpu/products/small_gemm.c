@@ -188,6 +188,7 @@ void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, float alpha, co
     int large = (size_t)n * k >= LEAST_WORK;
     int is_ours = order == ROW_MAJOR && ta == PLAIN && tb == TRANSPOSED && beta == 0.0f &&
                   most_rows > 0;
+    /* Small weights have no copies; a row's products all go the same way. */
     int most = wide && !large ? MOST_COPIED_ROWS : most_rows;
     if (is_ours)
         p.copy = copy_for(&p);
