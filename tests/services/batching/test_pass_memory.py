@@ -165,13 +165,26 @@ def test_what_all_layers_compute_is_reckoned_on_cuda(
     target = prepare(model.module)
     kv = measure_kv(model.module, target.states.make)
     memory = PassMemory(model.module, kv, lambda: False, logits=True)
-    assert memory._rounding == len(model.module.layers) << 20
     taken = round(TAKEN_ON_CUDA[rows] * MB)
     free.bytes = pass_memory._RESERVE + taken
     with pytest.raises(OutOfMemory, match=LIMIT):
         memory.check([(target.states.make(), rows)])
     free.bytes = pass_memory._RESERVE + 2 * taken
     memory.check([(target.states.make(), rows)])
+
+
+def test_whole_pieces_of_memory_are_reckoned_on_cuda(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small model's arrays are smaller than what MLX takes for them there."""
+    target = prepare(model.module)
+    kv, state = measure_kv(model.module, target.states.make), target.states.make()
+    needed = []
+    for unit in ("cpu", "cuda"):
+        monkeypatch.setattr(pass_memory, "compute_unit", lambda unit=unit: unit)
+        memory = PassMemory(model.module, kv, lambda: False, logits=False)
+        needed.append(memory._count_bytes([(state, 1)]))
+    assert needed[1] - needed[0] > len(model.module.layers) * MB
 
 
 def test_a_chunk_is_shortened_before_it_is_refused(model: LoadedModel, free: Free) -> None:
