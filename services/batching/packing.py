@@ -23,7 +23,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.errors import ModelError
-from services.batching.slot_table import SlotTable, TableKV
+from services.batching.slot_table import SlotTable
+from services.batching.table_cache import TableKV
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState, flatten_caches
 from services.kv.packed import PackedKV

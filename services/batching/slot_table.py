@@ -10,18 +10,25 @@ grow, which doubles it.
 Passes are filled up to one of a few sizes, which are computed at load (`round_rows`).
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from protocol.errors import ModelError
+from services.batching.table_cache import Attend, TableLayer, TablePass
+from services.batching.traced_table import TracedTable, call_model, trace_table_if_faster
 from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
 from services.mlx.decode_attention import ROWS_STEP, round_rows
 from services.mlx.free_memory import free_for_mlx
+from services.mlx.traced_forward import Reader
+
+_log = logging.getLogger(__name__)
 
 _FEWEST_SEATS, _MOST_SEATS = 4, 32
 """Of a table at its beginning: as many as `_KEPT_BYTES` allow."""
@@ -35,13 +42,11 @@ _WARM_PASSES = (2, 4, 8, 16, 32, 64)
 _WARM_PROMPTS = (128, 256, 384, 512)
 _WARM_TIMES = 2
 """The first pass also copies, and what it hands to a GPU at once is cut elsewhere."""
+_TRIAL_ROWS, _TRIAL_TOKENS = 16, 64
+"""Of the pass that is compared with its trace: its rows, and how many tokens differ in it."""
 _MOST_PROMPT_BYTES = 1 << 28
 """Keys and values that the prompts of a pass may see in one layer, counted for each token that
 sees them: every row reads them for itself, which MLX's own attention does not."""
-
-Attend = Callable[..., mx.array]
-"""(queries [1, heads, rows, size], keys [kv heads, all slots, size], values, mask [rows, slots],
-first [rows], scale) -> [1, heads, rows, size]; row i sees the slots from first[i] on."""
 
 
 class _Kind(NamedTuple):
@@ -50,86 +55,6 @@ class _Kind(NamedTuple):
     heads: int
     size: int
     dtype: mx.Dtype
-
-
-@dataclass
-class _Layer:
-    keys: mx.array
-    """[heads, filler slots and seats * slots, size]"""
-    values: mx.array
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """Which rows a shared pass writes, and what each of its tokens sees."""
-
-    offset: mx.array
-    """[rows] RoPE positions."""
-    slots: mx.array
-    """[rows] where its keys and values go."""
-    first: mx.array
-    """[rows] the first slot of its seat."""
-    mask: mx.array
-    """bool [rows, longest]"""
-
-
-@dataclass(frozen=True)
-class TableKV:
-    """Keys or values of all seats, in the place of one sequence's."""
-
-    buffer: mx.array
-    mask: mx.array
-    first: mx.array
-    attend: Attend
-
-
-class TableCache:
-    """One layer of the table for one pass; what mlx-lm takes for a KV cache."""
-
-    def __init__(self, layer: _Layer, now: _Pass, attend: Attend) -> None:
-        self._layer, self._pass, self._attend = layer, now, attend
-
-    @property
-    def offset(self) -> mx.array:
-        """[tokens] RoPE position of each token of the row."""
-        return self._pass.offset
-
-    def make_mask(
-        self, n: int, *, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array:
-        """bool [n, slots], which slots of its own seat each token sees."""
-        del return_array
-        if window_size is not None or n != self._pass.mask.shape[0]:
-            raise TypeError("a table has no windows, and takes the tokens of one pass")
-        return self._pass.mask
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[TableKV, TableKV]:
-        """Store [1, heads, n, size], each row in its slot; return all of them."""
-        layer, now = self._layer, self._pass
-        layer.keys[:, now.slots, :] = keys[0]
-        layer.values[:, now.slots, :] = values[0]
-        return (
-            TableKV(layer.keys, now.mask, now.first, self._attend),
-            TableKV(layer.values, now.mask, now.first, self._attend),
-        )
-
-
-def attend_gathered(  # noqa: PLR0917  # `Attend`
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    mask: mx.array,
-    first: mx.array,
-    scale: float,
-) -> mx.array:
-    """`Attend` with MLX's own operations; it copies what is seen, and is for comparison."""
-    slots = first[:, None] + mx.arange(mask.shape[1])[None]
-    seen = [mx.take(buffer, slots, axis=1).swapaxes(0, 1) for buffer in (keys, values)]
-    rows = queries[0].swapaxes(0, 1)[:, :, None]
-    found: mx.array = mx.fast.scaled_dot_product_attention(
-        rows, seen[0], seen[1], scale=scale, mask=mask[:, None, None]
-    )
-    return found[:, :, 0].swapaxes(0, 1)[None]
 
 
 class Seat:
@@ -161,38 +86,70 @@ class SlotTable:
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
-        self._layers: list[_Layer] = []
+        self._layers: list[TableLayer] = []
         self._kinds: list[tuple[_Kind, _Kind]] = []
         """Of the layers, once one was seen."""
         self._taken: list[weakref.ref[KVStore] | None] = []
         self._slots = 0
         """Of a seat."""
+        self._traced: TracedTable | None = None
 
     def run(self, model: Any, row: mx.array, stores: Sequence[KVStore]) -> mx.array | None:
         """[1, rows, head] logits of the passes of these, laid end to end; lazy.
 
         None if nothing is stored yet from which the table could learn its shape.
         """
+        is_own = self._traced is not None and self._traced.model is model
+        few = row.shape[1] <= _WARM_PASSES[-1]
+        return self._run(model, row, stores, self._traced if is_own and few else None)
+
+    def _run(
+        self, model: Any, row: mx.array, stores: Sequence[KVStore], traced: TracedTable | None
+    ) -> mx.array | None:
         count = row.shape[1]
         more = round_rows(count) - count
-        caches = self._pack(stores, more)
-        if caches is None:
+        now = self._pack(stores, more)
+        if now is None:
             return None
         filled = mx.pad(row, [(0, 0), (0, more)]) if more else row
-        logits: mx.array = model(filled, cache=caches)
+        if traced is not None:
+            logits = traced(filled, self._layers, now)
+        else:
+            logits = call_model(model, filled, self._layers, now, self._attend)
         return logits[:, :count] if more else logits
 
     def warm_up(self, model: Any, make_store: Callable[[], Any]) -> None:
-        """Compute passes of each small size and some of prompts, so that nobody waits for them."""
-        for rows in (*_WARM_PASSES, *_WARM_PROMPTS):
-            for _ in range(_WARM_TIMES):
-                stores = [make_store(), make_store()]
-                stores[0].append(rows - 1)
-                stores[1].append(1)
-                logits = self.run(model, mx.zeros((1, rows), mx.int32), stores)
+        """Compute passes of each small size and some of prompts, so that nobody waits for them.
+
+        Those of the small sizes are traced from then on, if that is faster here.
+        """
+        try_pass = partial(self._try_pass, model, make_store)
+        self._traced = trace_table_if_faster(model, self._attend, partial(try_pass, _TRIAL_ROWS))
+        try:
+            for rows in _WARM_PASSES * _WARM_TIMES:
+                mx.eval(try_pass(rows, self._traced))
+            for rows in _WARM_PROMPTS * _WARM_TIMES:
+                try_pass(rows, None)
                 self.evaluate()
-                if logits is not None and rows in _WARM_PASSES:
-                    mx.eval(logits)
+        except ModelError as error:
+            _log.info("passes of several sequences are not computed beforehand: %s", error)
+
+    def _try_pass(
+        self, model: Any, make_store: Callable[[], Any], rows: int, traced: TracedTable | None
+    ) -> mx.array:
+        """Of two new sequences, one of which has all tokens but one."""
+        stores = [make_store(), make_store()]
+        stores[0].append(rows - 1)
+        stores[1].append(1)
+        logits = self._run(model, mx.arange(rows)[None] % _TRIAL_TOKENS, stores, traced)
+        if logits is None:
+            raise ModelError("there is no room for a table")
+        return logits
+
+    def read(self, reader: Reader) -> None:
+        """See `TracedForward.read`."""
+        if self._traced is not None:
+            self._traced.read(reader)
 
     def suits_prompts(self, stores: Sequence[KVStore]) -> bool:
         """Whether the passes of these read so little that each row may read it for itself."""
@@ -201,15 +158,14 @@ class SlotTable:
         widest = max((_bytes_of(*kinds) for kinds in self._kinds), default=0)
         return 0 < pairs * widest <= _MOST_PROMPT_BYTES
 
-    def _pack(self, stores: Sequence[KVStore], more: int) -> list[TableCache] | None:
+    def _pack(self, stores: Sequence[KVStore], more: int) -> TablePass | None:
         ends = [store.frame.start + store.frame.count for store in stores]
         if not self._make_room(stores, max(ends)):
             return None
         for store in stores:
             if store.seat is None:
                 self._take_in(store)
-        now = self._plan(stores, max(ends), more)
-        return [TableCache(layer, now, self._attend) for layer in self._layers]
+        return self._plan(stores, max(ends), more)
 
     def evaluate(self) -> None:
         """Compute what all seats have stored so far."""
@@ -281,7 +237,7 @@ class SlotTable:
 
         self._taken = [None for _ in range(seats)]
         self._slots = slots
-        self._layers = [_Layer(empty(keys), empty(values)) for keys, values in self._kinds]
+        self._layers = [TableLayer(empty(keys), empty(values)) for keys, values in self._kinds]
         return True
 
     def _grow(self, seats: int, slots: int) -> None:
@@ -294,7 +250,7 @@ class SlotTable:
             padded = mx.pad(seated, wider).reshape(heads, seats * slots, size)
             return mx.concatenate([buffer[:, :_FILLER], padded], axis=1)
 
-        self._layers = [_Layer(widen(one.keys), widen(one.values)) for one in self._layers]
+        self._layers = [TableLayer(widen(one.keys), widen(one.values)) for one in self._layers]
         self.evaluate()
         self._taken += [None] * (seats - before)
         self._slots = slots
@@ -315,7 +271,7 @@ class SlotTable:
         store.seat = Seat(self, index)
         self._taken[index] = weakref.ref(store)
 
-    def _plan(self, stores: Sequence[KVStore], longest: int, more: int) -> _Pass:
+    def _plan(self, stores: Sequence[KVStore], longest: int, more: int) -> TablePass:
         """The rows of these, and `more` that nobody looks at; each sees some slot."""
         bases = [self._base(_seat_of(store).index) for store in stores]
         counts = [store.frame.count for store in stores]
@@ -331,10 +287,10 @@ class SlotTable:
             row += frame.count
         filler = np.zeros(more, np.int64)
         positions = np.concatenate([*(store.positions for store in stores), filler])
-        return _Pass(
+        return TablePass(
             # One array for all layers: they share the sines of a position by its identity.
             offset=mx.array(positions, dtype=mx.int32),
-            slots=mx.array(np.concatenate([*slots, np.arange(more)]), dtype=mx.int32),
+            slots=mx.array(np.concatenate([*slots, np.arange(more)])[None, :, None], mx.int32),
             first=mx.array(np.concatenate([np.repeat(bases, counts), filler]), dtype=mx.int32),
             mask=mx.array(mask),
         )

@@ -10,10 +10,9 @@ pass is an input of the traced function: the tokens, the position of the first o
 buffers. A plain number in their place would become a part of the trace.
 """
 
-import logging
-import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -21,8 +20,7 @@ import numpy as np
 from protocol.decoding.token_tree import read_tree
 from services.kv.cache import KVStore
 from services.kv.slots import Frame, SlotCache, round_to_bucket
-
-_log = logging.getLogger(__name__)
+from services.mlx.trace_trial import is_worth_it
 
 MOST_ROWS = 9
 """Longer chains are rare, and each length is a trace of its own."""
@@ -32,17 +30,13 @@ TRACED_SLOTS = (256, 512)
 """Sizes of the buffers that are traced. A new shape compiles kernels for about a second, which
 nobody should wait for in the middle of an answer: what is not traced at load never is."""
 
-_TOLERANCE = 0.02
-"""Relative difference of the logits in the trial; half precision rounds coarsely."""
 _TRIAL_PROMPT = 24
 _TRIAL_ROWS = 4
 _TRIAL_TREE = read_tree([5, 9, 3, 11, 4, 7], [0, 1, 0, 1, 3])
-_TRIALS = 5
-"""Passes of each kind that are timed; the fastest counts."""
-_WORTHWHILE = 0.97
-"""A replay must take at most this share of the time of the model's own forward."""
 
 Forward = Callable[[mx.array, KVStore], mx.array]
+_Outputs = tuple[mx.array, list[mx.array], list[mx.array], list[mx.array]]
+"""Logits, keys and values of each layer, features if some are read."""
 Place = Callable[[KVStore], None]
 """Sets the frame of what comes next."""
 
@@ -120,6 +114,24 @@ class LayerInputs:
         return self.keys, self.values
 
 
+class Reader(Protocol):
+    """Reads the model during its passes (`services.mlx.taps`)."""
+
+    def compute(self) -> mx.array | None:
+        """[tokens, width] of the last pass, lazy; None if nothing is read."""
+        ...
+
+    def put(self, features: mx.array) -> None:
+        """These are of the last pass, [tokens, width]: a replay, which a reader cannot see."""
+        ...
+
+
+def features_of(reader: Reader | None) -> list[mx.array]:
+    """What was read of a forward in the making, as one of the outputs of its trace."""
+    features = reader.compute() if reader is not None else None
+    return [] if features is None else [features]
+
+
 class TracedForward:
     """Replays a model's forward over chains of up to `MOST_ROWS` tokens, and trees; see the module.
 
@@ -132,10 +144,15 @@ class TracedForward:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._replay: Any = mx.compile(self._forward)
-        self._replay_tree: Any = mx.compile(self._forward_tree)
         self._shapes: set[_Shape] = set()
         """What has been traced."""
+        self.read(None)
+
+    def read(self, reader: Reader | None) -> None:
+        """Let traces hold what this reads of the model; to be called again when it changes."""
+        self._reader = reader
+        self._replay: Any = mx.compile(self._forward)
+        self._replay_tree: Any = mx.compile(self._forward_tree)
 
     def serves(self, store: KVStore) -> bool:
         """Whether the current frame is a chain or a tree of a shape that has been traced."""
@@ -187,20 +204,23 @@ class TracedForward:
         start = mx.array(frame.start)
         logits: mx.array
         if frame.visible is None:
-            logits, keys, values = self._replay(tokens, start, keys, values)
+            logits, keys, values, features = self._replay(tokens, start, keys, values)
         else:
             inputs = _pad_tree(tokens, frame, keys[0].shape[2])
-            logits, keys, values = self._replay_tree(*inputs, start, keys, values)
+            logits, keys, values, features = self._replay_tree(*inputs, start, keys, values)
         for cache, own_keys, own_values in zip(store.caches, keys, values, strict=True):
             cache.keys, cache.values = own_keys, own_values
+        if self._reader is not None and features:
+            self._reader.put(features[0][: frame.count])
         return logits[:, : frame.count]
 
     def _forward(
         self, tokens: mx.array, start: mx.array, keys: list[mx.array], values: list[mx.array]
-    ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+    ) -> _Outputs:
         layers = [LayerInputs(k, v, start) for k, v in zip(keys, values, strict=True)]
         logits: mx.array = self._model(tokens, cache=layers)
-        return logits, [layer.keys for layer in layers], [layer.values for layer in layers]
+        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
+        return logits, keys, values, features_of(self._reader)
 
     def _forward_tree(  # noqa: PLR0917  # arrays that change from pass to pass
         self,
@@ -210,11 +230,12 @@ class TracedForward:
         start: mx.array,
         keys: list[mx.array],
         values: list[mx.array],
-    ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+    ) -> _Outputs:
         pairs = zip(keys, values, strict=True)
         layers = [LayerInputs(k, v, start, positions, visible) for k, v in pairs]
         logits: mx.array = self._model(tokens, cache=layers)
-        return logits, [layer.keys for layer in layers], [layer.values for layer in layers]
+        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
+        return logits, keys, values, features_of(self._reader)
 
 
 def _count_rows(frame: Frame) -> int:
@@ -265,67 +286,29 @@ def _is_worth_it(
     model: Any, traced: TracedForward, new_store: Callable[[], KVStore], place: Place, what: str
 ) -> bool:
     """Whether replays of what `place` sets are right, and faster than the model's own forward."""
-    try:
-        distance = _compare(model, traced, new_store, place)
-    # Whatever a model does that cannot be traced: control flow on values, caches of its own.
-    except Exception as error:  # noqa: BLE001
-        _log.info("the forward of this model is not traced for %s: %s", what, error)
+    own, other = _prefill(model, new_store), _prefill(model, new_store)
+    place(other)
+    if not traced.can_trace(other):
         return False
-    if distance is None:
-        return False
-    if not distance < _TOLERANCE:
-        _log.warning(
-            "the traced forward of %s is %.2g from the model's own: not used", what, distance
-        )
-        return False
-    own = _time(lambda tokens, store: model(tokens, cache=store.caches), model, new_store, place)
-    replayed = _time(traced, model, new_store, place)
-    used = replayed < _WORTHWHILE * own
-    _log.info(
-        "verifying %s takes %.1f ms traced, %.1f ms otherwise: traces are %s",
-        what,
-        1e3 * replayed,
-        1e3 * own,
-        "used" if used else "not used",
+    other.trim(_TRIAL_PROMPT)
+
+    def call(tokens: mx.array, store: KVStore) -> mx.array:
+        logits: mx.array = model(tokens, cache=store.caches)
+        return logits
+
+    return is_worth_it(
+        what, partial(_try_pass, call, own, place), partial(_try_pass, traced, other, place)
     )
-    return used
 
 
-def _compare(
-    model: Any, traced: TracedForward, new_store: Callable[[], KVStore], place: Place
-) -> float | None:
-    """Largest relative difference of the logits at two places of a text; None if unserved."""
-    distances = []
-    store, other = _prefill(model, new_store), _prefill(model, new_store)
-    for first in (5, 9):  # the second replays the trace of the first, somewhere else
-        place(store)
-        place(other)
-        if not traced.can_trace(other):
-            return None
-        tokens = mx.arange(first, first + store.frame.count)[None]
-        expected = model(tokens, cache=store.caches).astype(mx.float32)
-        # Evaluated first: kernels that are tried out before their first use cannot be so in
-        # the middle of a trace.
-        mx.eval(expected)
-        found = traced(tokens, other).astype(mx.float32)
-        distance: Any = (mx.linalg.norm(found - expected) / mx.linalg.norm(expected)).item()
-        distances.append(distance)
-    return float(max(distances))
-
-
-def _time(forward: Forward, model: Any, new_store: Callable[[], KVStore], place: Place) -> float:
-    """Seconds of the fastest pass."""
-    store = _prefill(model, new_store)
-    seconds = []
-    for _ in range(_TRIALS):
-        length = store.length
-        place(store)
-        tokens = mx.arange(5, 5 + store.frame.count)[None]
-        started = time.perf_counter()
-        mx.eval(forward(tokens, store))
-        seconds.append(time.perf_counter() - started)
-        store.trim(length)
-    return min(seconds)
+def _try_pass(forward: Forward, store: KVStore, place: Place) -> mx.array:
+    """The logits of what `place` sets; each time one token further in the text."""
+    length = store.length
+    place(store)
+    first = length % 5 + 5
+    logits = forward(mx.arange(first, first + store.frame.count)[None], store)
+    store.trim(length + 1)
+    return logits
 
 
 def _widen(store: KVStore, slots: int) -> None:

@@ -43,6 +43,7 @@ class FeatureSource:
         self._number = 0
         self._taps: Taps | None = None
         self._projection: mx.array | None = None
+        self._replayed: mx.array | None = None
         self._kept: list[tuple[Tokens, FeatureLog]] = []
         """Of sequences that are over, the last few."""
 
@@ -57,7 +58,7 @@ class FeatureSource:
             return
         if self._taps is not None:
             self._taps.remove()
-        self.request = self._taps = self._projection = None
+        self.request = self._taps = self._projection = self._replayed = None
         self._kept = []
         if request is None:
             return
@@ -70,7 +71,16 @@ class FeatureSource:
         self.request, self._taps = request, taps
 
     def take(self) -> mx.array | None:
-        """[tokens, width] of the last pass, lazy; None if nothing is read."""
+        """[tokens, width] of the last pass, lazy, padding included; None if nothing is read."""
+        replayed, self._replayed = self._replayed, None
+        return self.compute() if replayed is None else replayed
+
+    def put(self, features: mx.array) -> None:
+        """These are of the last pass: the replay of a trace, which does not reach the taps."""
+        self._replayed = features
+
+    def compute(self) -> mx.array | None:
+        """[tokens, width] of what the taps have caught last, lazy; None if nothing is read."""
         if self._taps is None or self.request is None:
             return None
         features = self._taps.features(self.request.normalization)[0]

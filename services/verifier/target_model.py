@@ -17,7 +17,7 @@ from services.mlx.few_rows.passes import equip_for_cpu, fill_only
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit
 from services.mlx.taps import TrialPasses
-from services.mlx.traced_forward import TracedForward, trace_if_faster
+from services.mlx.traced_forward import Reader, TracedForward, trace_if_faster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,12 @@ class TargetModel:
         resumed has the bits of a fresh one.
         """
         return self.shares_passes and self.states.way != "replay"
+
+    def read(self, reader: Reader) -> None:
+        """Let passes that are replayed hold what this reads of the model, as it does now."""
+        for traced in (self.traced, self.table):
+            if traced is not None:
+                traced.read(reader)
 
     def run_alone(self, tokens: mx.array) -> mx.array:
         """Logits [1, n, vocabulary] of tokens [1, n] of no sequence."""

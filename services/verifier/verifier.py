@@ -236,12 +236,12 @@ class Verifier:
 
     def _read(self, message: ReadTarget) -> Generator[FromService | None]:
         """Send these features from now on, and first what there is of them."""
+        before = self._features.request
         try:
             self._features.configure(message.features, message.number)
         finally:
-            # A trace would not pass through the taps.
-            reads = self._features.request is not None
-            self._batcher.traced = None if reads else self._target.traced
+            if self._features.request != before:
+                self._target.read(self._features)
         for number, sequence in self._sequences.items():
             yield from self._features.messages(number, sequence)
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from protocol.messages import Sampling
 from services.kv.cache import KVStore
 from services.kv.slots import SlotCache, round_to_bucket
+from services.mlx.trace_trial import distance
 from services.mlx.traced_forward import LayerInputs, grow
 from services.sampling.device import PositionNoise, guess
 
@@ -306,9 +307,9 @@ class TracedPasses:
         except Exception as error:  # noqa: BLE001
             _log.info("depths of %d rows are not traced: %s", rows, error)
             return False
-        distance = max(map(_distance, expected, found))
-        if not distance < _TOLERANCE:
-            _log.warning("traced depths of %d rows are %.2g from the model's", rows, distance)
+        furthest = max(map(distance, expected, found))
+        if not furthest < _TOLERANCE:
+            _log.warning("traced depths of %d rows are %.2g from the model's", rows, furthest)
             return False
         own, replayed = self._time(open_plain, rows), self._time(open_traced, rows)
         _log.info("a depth of %d rows: %.2f ms traced, %.2f ms otherwise", rows, replayed, own)
@@ -350,9 +351,3 @@ def _prefill(model: Any, new_store: Callable[[], KVStore]) -> KVStore:
     store.chain(_TRIAL_PROMPT)
     mx.eval(model(mx.arange(1, 1 + _TRIAL_PROMPT)[None], cache=store.caches))
     return store
-
-
-def _distance(one: mx.array, other: mx.array) -> float:
-    one, other = one.astype(mx.float32), other.astype(mx.float32)
-    found: Any = (mx.linalg.norm(one - other) / mx.linalg.norm(one)).item()
-    return float(found)

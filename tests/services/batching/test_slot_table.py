@@ -15,7 +15,9 @@ from protocol.process.free_memory import FreeMemory
 from services.batching import slot_table
 from services.batching.forward import Batcher
 from services.batching.packing import enable_packing, find_table
-from services.batching.slot_table import SlotTable, attend_gathered
+from services.batching.slot_table import SlotTable
+from services.batching.table_cache import attend_gathered
+from services.batching.traced_table import TracedTable
 from services.kv.cache import KVStore, windows_of
 from services.mlx.loader import load
 from tests.support.reference import tiny_folder
@@ -24,6 +26,16 @@ _wide = pytest.mark.skipif(
     mx.cuda.is_available(), reason="MLX's attention takes no batch of 64 rows and more there"
 )
 FAMILIES = ["llama", "qwen3", "moe"]
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["own", "traced"])
+def _passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds whether passes of few rows are the model's own or replays of a trace."""
+    monkeypatch.setattr(Tables, "are_traced", request.param)
+
+
+class Tables:
+    are_traced = False
 
 
 def model_of(family: str) -> Any:
@@ -35,6 +47,8 @@ def model_of(family: str) -> Any:
 def table_of(module: Any) -> Batcher:
     batcher = Batcher(module, 64)
     batcher.table = SlotTable(attend_gathered)
+    if Tables.are_traced:
+        batcher.table._traced = TracedTable(module, attend_gathered)
     return batcher
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from services.batching.slot_table import attend_gathered
+from services.batching.table_cache import attend_gathered
 from services.mlx.decode_attention import _takes, attend_many, attend_table
 
 _ROOT = Path(__file__).parents[3]

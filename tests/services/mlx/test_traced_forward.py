@@ -10,7 +10,7 @@ from protocol.decoding.token_tree import read_tree
 from services.batching.forward import Batcher
 from services.batching.packing import enable_packing
 from services.kv.cache import KVStore, windows_of
-from services.mlx import traced_forward
+from services.mlx import trace_trial, traced_forward
 from services.mlx.loader import load
 from services.mlx.rope import allow_branches
 from services.mlx.traced_forward import MOST_ROWS, TracedForward, trace_if_faster
@@ -218,7 +218,7 @@ def test_wrong_traces_of_trees_are_found_at_load(
 ) -> None:
     """Chains may be traced where trees are not; how fast either is, is not asked here."""
     allow_branches(model)
-    monkeypatch.setattr(traced_forward, "_WORTHWHILE", float("inf"))
+    monkeypatch.setattr(trace_trial, "_WORTHWHILE", float("inf"))
     monkeypatch.setattr(traced_forward, "TRACED_SLOTS", (256,))
     for name, one in (("right", model), ("wrong", _WrongInTrees(model))):
         traced = trace_if_faster(

@@ -1,6 +1,6 @@
 """What the verifier sends a drafter that reads the target."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import mlx.core as mx
@@ -20,11 +20,17 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
+from services.batching.packing import enable_packing, find_table
+from services.batching.table_cache import attend_gathered
+from services.batching.traced_table import TracedTable
 from services.kv.prefix_cache import PrefixCache
+from services.kv.rewinding import find_rewinding
 from services.mlx.loader import load
 from services.mlx.taps import Taps
+from services.mlx.traced_forward import TracedForward
 from services.runtime.inbox import Work
 from services.verifier.feature_log import FeatureLog
+from services.verifier.target_model import TargetModel
 from services.verifier.verifier import Verifier
 from tests.support.reference import tiny_folder
 
@@ -38,6 +44,39 @@ def new_verifier(request: FeatureRequest | None = REQUEST, **options: PrefixCach
     if request is not None:
         assert answers(verifier, ReadTarget(features=request)) == []
     return verifier
+
+
+def replaying_verifier() -> Verifier:
+    """Its passes over few tokens are replays of traces, as on a GPU."""
+    loaded = load(tiny_folder("llama"))
+    model = loaded.module
+    enable_packing(model)
+    states = find_rewinding(model, bucketed=False)
+    traced = TracedForward(model)
+    for rows in (1, 3):
+        traced.prepare(rows, 256, states.make)  # type: ignore[arg-type]  # of slots
+    traced.prepare_tree(8, 256, states.make)  # type: ignore[arg-type]
+    table = find_table(model, states.make, attend_gathered)
+    assert table is not None
+    table._traced = TracedTable(model, attend_gathered)
+    target = TargetModel(
+        verify=model,
+        prefill=model,
+        states=states,
+        bucketed=False,
+        shares_passes=True,
+        takes_trees=True,
+        table=table,
+        pipelines=False,
+        traced=traced,
+    )
+    verifier = Verifier(loaded, 4, target=target)
+    assert answers(verifier, ReadTarget(features=REQUEST)) == []
+    return verifier
+
+
+either = pytest.mark.parametrize("new", [new_verifier, replaying_verifier])
+New = Callable[[], Verifier]
 
 
 def answers(verifier: Verifier, message: Work) -> list[FromService]:
@@ -70,9 +109,10 @@ def check(sent: list[FromService], tokens: Tokens, first: int = 0) -> None:
     np.testing.assert_allclose(found, expected(tuple(tokens))[first:], atol=2e-3)
 
 
-def test_a_prompt_and_what_is_committed() -> None:
+@either
+def test_a_prompt_and_what_is_committed(new: New) -> None:
     """All states of the prompt before Prefilled, those of committed tokens before the outcome."""
-    verifier = new_verifier()
+    verifier = new()
     *sent, last = open_sequence(verifier, PROMPT)
     assert isinstance(last, Prefilled)
     check(sent, PROMPT)
@@ -86,9 +126,10 @@ def test_a_prompt_and_what_is_committed() -> None:
         position = len(committed)
 
 
-def test_of_a_tree_the_path_that_stands_is_sent() -> None:
+@either
+def test_of_a_tree_the_path_that_stands_is_sent(new: New) -> None:
     """The states of a side branch's tokens, in the order of their positions."""
-    verifier, position = new_verifier(), len(PROMPT)
+    verifier, position = new(), len(PROMPT)
     open_sequence(verifier, PROMPT)
     right: Tokens = []
     for _ in range(3):  # what the target says after 64, one row a pass
@@ -159,9 +200,10 @@ def interleave(*generators: Iterator[FromService | None]) -> list[FromService]:
     return found
 
 
-def test_sequences_of_one_pass_get_their_own() -> None:
+@either
+def test_sequences_of_one_pass_get_their_own(new: New) -> None:
     """Two chains in one pass: each sequence's states, as if it were alone."""
-    verifier = new_verifier()
+    verifier = new()
     other = PROMPT[::-1]
     open_sequence(verifier, PROMPT, 1)
     open_sequence(verifier, other, 2)

@@ -1,0 +1,100 @@
+"""The layers of a table of slots (`slot_table`) as the caches of one pass over its rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+Attend = Callable[..., mx.array]
+"""(queries [1, heads, rows, size], keys [kv heads, all slots, size], values, mask [rows, slots],
+first [rows], scale) -> [1, heads, rows, size]; row i sees the slots from first[i] on."""
+
+
+@dataclass
+class TableLayer:
+    """One layer's keys and values of all seats."""
+
+    keys: mx.array
+    """[heads, filler slots and seats * slots, size]"""
+    values: mx.array
+
+
+@dataclass(frozen=True)
+class TablePass:
+    """Which rows a shared pass writes, and what each of its tokens sees."""
+
+    offset: mx.array
+    """[rows] RoPE positions."""
+    slots: mx.array
+    """[1, rows, 1] where its keys and values go."""
+    first: mx.array
+    """[rows] the first slot of its seat."""
+    mask: mx.array
+    """bool [rows, longest]"""
+
+
+@dataclass(frozen=True)
+class TableKV:
+    """Keys or values of all seats, in the place of one sequence's."""
+
+    buffer: mx.array
+    mask: mx.array
+    first: mx.array
+    attend: Attend
+
+
+class TableCache:
+    """One layer of the table for one pass; what mlx-lm takes for a KV cache."""
+
+    def __init__(self, layer: TableLayer, now: TablePass, attend: Attend) -> None:
+        self._layer, self._pass, self._attend = layer, now, attend
+
+    @property
+    def offset(self) -> mx.array:
+        """[tokens] RoPE position of each token of the row."""
+        return self._pass.offset
+
+    def make_mask(
+        self, n: int, *, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """bool [n, slots], which slots of its own seat each token sees."""
+        del return_array
+        if window_size is not None or n != self._pass.mask.shape[0]:
+            raise TypeError("a table has no windows, and takes the tokens of one pass")
+        return self._pass.mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[TableKV, TableKV]:
+        """Store [1, heads, n, size], each row in its slot; return all of them."""
+        layer, now = self._layer, self._pass
+        layer.keys = _put(layer.keys, now.slots, keys)
+        layer.values = _put(layer.values, now.slots, values)
+        return (
+            TableKV(layer.keys, now.mask, now.first, self._attend),
+            TableKV(layer.values, now.mask, now.first, self._attend),
+        )
+
+
+def _put(buffer: mx.array, slots: mx.array, rows: mx.array) -> mx.array:
+    """`buffer` with `rows` [1, heads, n, size] in these slots, in one launch.
+
+    An assignment to `buffer[:, slots]` is six: it makes indices of the heads and converts them.
+    """
+    return mx.put_along_axis(buffer, slots, rows.squeeze(0), axis=1)
+
+
+def attend_gathered(  # noqa: PLR0917  # `Attend`
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array,
+    first: mx.array,
+    scale: float,
+) -> mx.array:
+    """`Attend` with MLX's own operations; it copies what is seen, and is for comparison."""
+    slots = first[:, None] + mx.arange(mask.shape[1])[None]
+    seen = [mx.take(buffer, slots, axis=1).swapaxes(0, 1) for buffer in (keys, values)]
+    rows = queries.squeeze(0).swapaxes(0, 1)[:, :, None]
+    found: mx.array = mx.fast.scaled_dot_product_attention(
+        rows, seen[0], seen[1], scale=scale, mask=mask[:, None, None]
+    )
+    return found[:, :, 0].swapaxes(0, 1)[None]

@@ -1,0 +1,77 @@
+"""A model's forward over the rows of a table of slots, traced once for each number of rows.
+
+As `services.mlx.traced_forward` for one sequence. Nothing of a pass is a part of the trace but
+its number of rows, the slots that the longest of its sequences needs, and the table's size.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from services.batching.table_cache import Attend, TableCache, TableLayer, TablePass
+from services.mlx.trace_trial import is_worth_it
+from services.mlx.traced_forward import Reader, features_of
+
+
+class TracedTable:
+    """Replays forwards over the layers of a table.
+
+    Args:
+        model: called on tokens [1, rows] and caches.
+        attend: the attention of a pass.
+    """
+
+    def __init__(self, model: Any, attend: Attend) -> None:
+        self.model = model
+        self._attend = attend
+        self.read(None)
+
+    def read(self, reader: Reader | None) -> None:
+        """See `TracedForward.read`."""
+        self._reader = reader
+        self._replay: Any = mx.compile(self._forward)
+
+    def __call__(self, row: mx.array, layers: Sequence[TableLayer], now: TablePass) -> mx.array:
+        """[1, rows, head] logits of [1, rows] tokens, lazy; the layers hold them afterwards."""
+        logits: mx.array
+        logits, keys, values, features = self._replay(
+            row,
+            [now.offset, now.slots, now.first, now.mask],
+            [layer.keys for layer in layers],
+            [layer.values for layer in layers],
+        )
+        for layer, own_keys, own_values in zip(layers, keys, values, strict=True):
+            layer.keys, layer.values = own_keys, own_values
+        if self._reader is not None and features:
+            self._reader.put(features[0])
+        return logits
+
+    def _forward(
+        self, row: mx.array, now: list[mx.array], keys: list[mx.array], values: list[mx.array]
+    ) -> tuple[mx.array, list[mx.array], list[mx.array], list[mx.array]]:
+        layers = [TableLayer(*pair) for pair in zip(keys, values, strict=True)]
+        logits = call_model(self.model, row, layers, TablePass(*now), self._attend)
+        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
+        return logits, keys, values, features_of(self._reader)
+
+
+def call_model(
+    model: Any, row: mx.array, layers: Sequence[TableLayer], now: TablePass, attend: Attend
+) -> mx.array:
+    """[1, rows, head] logits of one pass, lazy; the layers hold its rows afterwards."""
+    caches = [TableCache(layer, now, attend) for layer in layers]
+    logits: mx.array = model(row, cache=caches)
+    return logits
+
+
+def trace_table_if_faster(
+    model: Any, attend: Attend, run: Callable[[TracedTable | None], mx.array]
+) -> TracedTable | None:
+    """Traced forwards for this model, or None where they are wrong or not faster here.
+
+    `run` computes the same pass each time, with a trace or without, and gives its lazy logits.
+    """
+    traced = TracedTable(model, attend)
+    used = is_worth_it("shared passes", lambda: run(None), lambda: run(traced))
+    return traced if used else None

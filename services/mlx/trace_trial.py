@@ -1,0 +1,80 @@
+"""Whether a trace of a model's forward is right, and faster than the forward itself."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+_log = logging.getLogger(__name__)
+
+_TOLERANCE = 0.02
+"""Relative difference of the logits; half precision rounds coarsely."""
+_TRIALS = 5
+"""Passes of each kind that are timed; the fastest counts."""
+_WORTHWHILE = 0.97
+"""A replay must take at most this share of the time of the model's own forward."""
+
+Pass = Callable[[], mx.array]
+"""Begins a pass over the same tokens each time; its logits, lazy."""
+
+
+def is_worth_it(what: str, own: Pass, replayed: Pass) -> bool:
+    """Whether replays have the model's own logits, in less time.
+
+    Args:
+        what: is computed, for the log.
+        own: the model's own forward.
+        replayed: by a trace, which its first call makes.
+    """
+    try:
+        # Evaluated first: kernels that are tried out before their first use cannot be so in
+        # the middle of a trace.
+        distances = [distance(own(), replayed()) for _ in range(2)]
+    # Whatever a model does that cannot be traced: control flow on values, caches of its own.
+    except Exception as error:  # noqa: BLE001
+        _log.info("the forward of this model is not traced for %s: %s", what, error)
+        return False
+    return is_close(what, max(distances)) and is_faster(what, measure(own), measure(replayed))
+
+
+def distance(expected: mx.array, found: mx.array) -> float:
+    """Relative difference of logits; the expected ones are evaluated first."""
+    mx.eval(expected)
+    expected, found = expected.astype(mx.float32), found.astype(mx.float32)
+    relative: Any = (mx.linalg.norm(found - expected) / mx.linalg.norm(expected)).item()
+    return float(relative)
+
+
+def is_close(what: str, relative: float) -> bool:
+    """Whether logits that are so far from the model's own will do."""
+    if not relative < _TOLERANCE:
+        _log.warning(
+            "the traced forward of %s is %.2g from the model's own: not used", what, relative
+        )
+        return False
+    return True
+
+
+def is_faster(what: str, own_s: float, replayed_s: float) -> bool:
+    """Whether replays pay."""
+    used = replayed_s < _WORTHWHILE * own_s
+    _log.info(
+        "verifying %s takes %.1f ms traced, %.1f ms otherwise: traces are %s",
+        what,
+        1e3 * replayed_s,
+        1e3 * own_s,
+        "used" if used else "not used",
+    )
+    return used
+
+
+def measure(run: Pass) -> float:
+    """Seconds of the fastest pass."""
+    seconds = []
+    for _ in range(_TRIALS):
+        started = time.perf_counter()
+        mx.eval(run())
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
