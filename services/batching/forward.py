@@ -42,6 +42,8 @@ class ForwardPass:
     """When its first result was there; likewise."""
     logits: mx.array | None = None
     """[rows, vocabulary] of a shared pass, until the likeliest tokens are known."""
+    features: mx.array | None = None
+    """[rows or more, width] of what is read of the model beside its logits, in the making."""
     _choice: mx.array | None = None
     _best: npt.NDArray[np.int32] | None = None
 
@@ -186,7 +188,19 @@ class Batcher:
             state.append(1)
         now = ForwardPass(len(states), len(states))
         now.logits = self._call(tokens[None], list(states), {})[0]
+        now.features = self._read_features()
         return now.logits, now
+
+    def begin_alone(
+        self, token: mx.array, state: SequenceState
+    ) -> tuple[mx.array, mx.array | None]:
+        """Build a pass over one token of a sequence; it is the state's current frame.
+
+        Returns:
+            [1, head] logits and [1, width] features, None if nothing is read; both lazy.
+        """
+        logits = self._call(token[None], [state], {})[0]
+        return logits, self._read_features()
 
     def _with_company(self, asked: BatchRequest) -> list[BatchRequest]:
         self.withdraw(asked)
@@ -230,13 +244,21 @@ class Batcher:
         states = [asked.state for asked in asks]
         beside = {"states": mx.concatenate(inputs, axis=1)} if inputs else {}
         logits = self._call(mx.array(row)[None], states, beside)[0]
-        features = self._read() if self._read is not None else None
+        now.features = self._read_features()
         for asked, end in zip(asks, ends, strict=True):
             rows = slice(end - len(asked.tokens), end)
             asked.logits, asked.by, asked.row = logits[rows], now, rows.start
             if len(asks) > 1:
                 now.logits, asked.best = logits, partial(now.best, rows)
-            asked.features = None if features is None else features[rows]
+            asked.features = None if now.features is None else now.features[rows]
+
+    def _read_features(self) -> mx.array | None:
+        """Of the pass that was built last; computed with it, not when they are asked for."""
+        features = self._read() if self._read is not None else None
+        if features is not None:
+            start: Any = mx.async_eval
+            start(features)
+        return features
 
     def _call(
         self, row: mx.array, states: list[SequenceState], beside: dict[str, mx.array]

@@ -147,9 +147,8 @@ def join_states(states: Sequence[mx.array]) -> mx.array:
 
 
 def _normalise(state: mx.array) -> mx.array:
-    wide = state.astype(mx.float32)
-    mean = mx.mean(wide * wide, axis=-1, keepdims=True)
-    return (wide * mx.rsqrt(mean + _EPS)).astype(state.dtype)
+    normalised: mx.array = mx.fast.rms_norm(state, None, _EPS)
+    return normalised
 
 
 def is_tapped(model: Any) -> bool:

@@ -26,12 +26,11 @@ class PassAhead:
     """Begins passes that were not asked for yet.
 
     Args:
-        model: for passes of one sequence.
-        batcher: for shared ones.
+        batcher: builds them.
     """
 
-    def __init__(self, model: Any, batcher: Batcher) -> None:
-        self._model, self._batcher = model, batcher
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
         self._followed: ForwardPass | None = None
         """The pass that was looked at last."""
 
@@ -54,7 +53,7 @@ class PassAhead:
         if len(members) == 1:
             [alone] = members
             alone.state.commit(alone.state.length)  # a chain of one token stands
-            alone.ahead.append(PipelinedStep(self._model, alone.state, choice))
+            alone.ahead.append(PipelinedStep(self._batcher, alone.state, choice))
         elif all(isinstance(one.state, KVStore) for one in members):
             self._start_shared(members, choice)
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from protocol.messages import Tokens, VerificationOutcome, Verify
-from services.batching.forward import ForwardPass
+from services.batching.forward import Batcher, ForwardPass
 from services.kv.state import SequenceState
 
 
@@ -43,6 +43,12 @@ class SharedStep:
     logits: mx.array
     """[1, vocabulary], lazy"""
 
+    @property
+    def features(self) -> mx.array | None:
+        """[1, width] of what is read of the model there."""
+        joint = self.by.features
+        return None if joint is None else joint[self.row : self.row + 1]
+
     def best(self) -> npt.NDArray[np.int32]:
         """[1] the likeliest token after it (`ForwardPass.best`)."""
         return self.by.best(slice(self.row, self.row + 1))
@@ -59,13 +65,13 @@ class PipelinedStep:
     """A pass of one sequence, over one token that was not asked for yet.
 
     Args:
-        model: called on the token.
+        batcher: builds the pass.
         state: of the sequence; it stays what it was until the pass is taken up.
         choice: [1] of `sampling.device.begin`, after the last token in the state; the pass is
             discarded if it is not a token.
     """
 
-    def __init__(self, model: Any, state: SequenceState, choice: mx.array) -> None:
+    def __init__(self, batcher: Batcher, state: SequenceState, choice: mx.array) -> None:
         start: Any = mx.async_eval
         self.by, self.row, self.best = ForwardPass(rows=1, sequences=1), 0, None
         self._state = state
@@ -75,7 +81,7 @@ class PipelinedStep:
         length = state.length
         state.append(1)
         try:
-            self.logits: mx.array = model(self._token[None], cache=state.caches)[0]
+            self.logits, self.features = batcher.begin_alone(self._token, state)
         except BaseException:
             state.commit(length)
             raise

@@ -93,7 +93,7 @@ class Verifier:
             memory=self._memory,
             table=self._target.table,
         )
-        self._pass_ahead = PassAhead(self._model, self._batcher)
+        self._pass_ahead = PassAhead(self._batcher)
         self._last_pass, self._idle_since = ForwardPass(0, 0), time.perf_counter()
         self._revoked: dict[int, int] = {}  # by sequence: see `Revoke.round`
         self._batcher.table, self.pipelines = self._target.table, self._target.pipelines
@@ -242,6 +242,8 @@ class Verifier:
         finally:
             if self._features.request != before:
                 self._target.read(self._features)
+                for sequence in self._sequences.values():
+                    sequence.ahead.clear()  # of what another drafter asked for
         for number, sequence in self._sequences.items():
             yield from self._features.messages(number, sequence)
 
@@ -332,7 +334,7 @@ class Verifier:
             if ahead.by is not self._last_pass:
                 ahead.by.started = self._idle_since  # at work ever since: the device did not idle
             self._start_ahead(ahead.by)
-            sequence.best = ahead.best
+            sequence.best, sequence.read = ahead.best, ahead.features
             return ahead.logits, ahead.by
         if sequence.state.owed > sequence.state.most_owed:
             self._feed_owed(sequence)
@@ -364,7 +366,7 @@ class Verifier:
 
     def _start_ahead(self, by: ForwardPass) -> None:
         """Begin the next pass on a device that would idle until its tokens have been read."""
-        if self.pipelines and self._features.request is None:  # it would not be read
+        if self.pipelines:
             self._pass_ahead.start(by, self._sequences.values())
 
     def _record_pass(self, by: ForwardPass) -> None:

@@ -217,6 +217,48 @@ def test_sequences_of_one_pass_get_their_own(new: New) -> None:
         check([m for m in sent if m.sequence == number], tokens, len(tokens) - 1)  # type: ignore[union-attr]
 
 
+@either
+@pytest.mark.parametrize("crowd", [1, 2])
+def test_tokens_that_come_unasked_are_read_too(new: New, crowd: int) -> None:
+    """Their passes begin before anybody has read the tokens before them."""
+    verifier = new()
+    verifier.pipelines = True
+    prompts = {1: PROMPT, 2: PROMPT[::-1]}
+    asked = []
+    for number in range(1, 1 + crowd):
+        open_sequence(verifier, prompts[number], number)
+        position = len(prompts[number])
+        asked.append(Verify(sequence=number, round=1, position=position, nodes=[64], granted=5))
+    sent = interleave(*map(verifier.handle, asked))
+    for number in range(1, 1 + crowd):
+        outcomes = [m for m in sent if isinstance(m, VerificationOutcome) and m.sequence == number]
+        assert len(outcomes) == 6
+        committed = [*prompts[number], 64, *(outcome.bonus for outcome in outcomes)]
+        own = [m for m in sent if isinstance(m, Features) and m.sequence == number]
+        check(list(own), committed[:-1], len(prompts[number]))
+
+
+@either
+def test_a_run_goes_on_when_another_drafter_reads(new: New) -> None:
+    """What has begun for the one before is not sent to it."""
+    verifier = new()
+    verifier.pipelines = True
+    open_sequence(verifier, PROMPT)
+    run = verifier.handle(Verify(sequence=1, round=1, position=len(PROMPT), nodes=[64], granted=5))
+    for answer in run:
+        if isinstance(answer, VerificationOutcome):
+            break
+    other = FeatureRequest(layers=[1], dtype="float32")
+    assert answers(verifier, ReadTarget(features=other, number=2)) == []
+    sent = [answer for answer in run if answer is not None]
+    widths = [
+        len(answer.data) // (4 * answer.count) for answer in sent if isinstance(answer, Features)
+    ]
+    assert [answer.request for answer in sent if isinstance(answer, Features)] == [2] * 5
+    assert len(set(widths)) == 1
+    assert widths[0] * 2 == len(expected((1, 2))[0])
+
+
 def test_a_projection_is_applied(tmp_path_factory: pytest.TempPathFactory) -> None:
     """With `fc.weight` of a file, so many numbers a token travel; another width is refused."""
     path = tmp_path_factory.mktemp("p") / "fc.safetensors"

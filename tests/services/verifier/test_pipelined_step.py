@@ -244,7 +244,7 @@ def test_a_choice_that_is_not_a_token_is_discarded() -> None:
     asking.verify()
     sequence = asking.verifier._sequences[1]
     length = sequence.length
-    ahead = PipelinedStep(asking.model, sequence.state, mx.array([-1]))
+    ahead = PipelinedStep(asking.verifier._batcher, sequence.state, mx.array([-1]))
     assert ahead.take_up([asking.tokens[-1]]) is None
     assert ahead.take_up([0, 1]) is None
     assert length == sequence.length
