@@ -32,7 +32,7 @@ from services.kv.recording import record_pass
 from services.kv.shared_recurrence import SharedPass
 from services.kv.slots import KnownRows, SlotCache
 from services.kv.state import SequenceState
-from services.mlx import decode_attention
+from services.mlx.cuda import attention as cuda_attention
 from services.mlx.few_rows import attention as few_rows_attention
 from services.mlx.loader import compute_unit
 from services.mlx.metal import choice
@@ -161,7 +161,7 @@ def _recurrent_sources(states: Sequence[SequenceState]) -> list[list[int | None]
 
 _KERNELS: dict[str, tuple[Callable[..., mx.array | None], ...]] = {
     "cpu": (few_rows_attention.attend,),
-    "cuda": (decode_attention.attend, decode_attention.attend_many),
+    "cuda": (cuda_attention.attend, cuda_attention.attend_many),
     "metal": (choice.attend,),
 }
 

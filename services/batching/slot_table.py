@@ -24,7 +24,7 @@ from services.batching.table_cache import Attend, TableLayer, TablePass
 from services.batching.traced_table import TracedTable, call_model, trace_table_if_faster
 from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
-from services.mlx.decode_attention import ROWS_STEP, round_rows
+from services.mlx.cuda.attention import ROWS_STEP, round_rows
 from services.mlx.free_memory import free_for_mlx
 from services.mlx.traced_forward import Reader
 

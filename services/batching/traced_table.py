@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from services.batching.table_cache import Attend, TableCache, TableLayer, TablePass
+from services.mlx.cuda.choice import in_trace
 from services.mlx.trace_trial import is_worth_it
 from services.mlx.traced_forward import Reader, features_of
 
@@ -51,7 +52,8 @@ class TracedTable:
         self, row: mx.array, now: list[mx.array], keys: list[mx.array], values: list[mx.array]
     ) -> tuple[mx.array, list[mx.array], list[mx.array], list[mx.array]]:
         layers = [TableLayer(*pair) for pair in zip(keys, values, strict=True)]
-        logits = call_model(self.model, row, layers, TablePass(*now), self._attend)
+        with in_trace():
+            logits = call_model(self.model, row, layers, TablePass(*now), self._attend)
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
         return logits, keys, values, features_of(self._reader)
 

@@ -22,7 +22,7 @@ class _FusedProduct:
     """The joint layer; its latest rows are kept until each sibling has taken its part."""
 
     def __init__(self, layer: Any, borders: list[int]) -> None:
-        self._layer = layer
+        self.layer = layer
         self._borders = borders
         self._input: mx.array | None = None
         self._parts: dict[int, mx.array] = {}
@@ -30,7 +30,7 @@ class _FusedProduct:
     def part(self, x: mx.array, index: int) -> mx.array:
         """What the sibling of this index gives for `x`."""
         if x is not self._input or index not in self._parts:
-            parts = mx.split(self._layer(x), self._borders, axis=-1)
+            parts = mx.split(self.layer(x), self._borders, axis=-1)
             self._input, self._parts = x, dict(enumerate(parts))
         part = self._parts.pop(index)
         if not self._parts:
@@ -50,6 +50,11 @@ class FusedSlice(nn.Module):
         self.own = own
         self._product = product
         self._index = index
+
+    @property
+    def joint(self) -> Any:
+        """The layer that it is a part of."""
+        return self._product.layer
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., rows, inputs] -> [..., rows, outputs]."""

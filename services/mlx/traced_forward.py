@@ -20,6 +20,7 @@ import numpy as np
 from protocol.decoding.token_tree import read_tree
 from services.kv.cache import KVStore
 from services.kv.slots import Frame, SlotCache, round_to_bucket
+from services.mlx.cuda.choice import in_trace
 from services.mlx.trace_trial import is_worth_it
 
 MOST_ROWS = 9
@@ -218,7 +219,8 @@ class TracedForward:
         self, tokens: mx.array, start: mx.array, keys: list[mx.array], values: list[mx.array]
     ) -> _Outputs:
         layers = [LayerInputs(k, v, start) for k, v in zip(keys, values, strict=True)]
-        logits: mx.array = self._model(tokens, cache=layers)
+        with in_trace():
+            logits: mx.array = self._model(tokens, cache=layers)
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
         return logits, keys, values, features_of(self._reader)
 
@@ -233,7 +235,8 @@ class TracedForward:
     ) -> _Outputs:
         pairs = zip(keys, values, strict=True)
         layers = [LayerInputs(k, v, start, positions, visible) for k, v in pairs]
-        logits: mx.array = self._model(tokens, cache=layers)
+        with in_trace():
+            logits: mx.array = self._model(tokens, cache=layers)
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
         return logits, keys, values, features_of(self._reader)
 

@@ -11,7 +11,8 @@ from services.batching.packing import find_table, supports_packing, supports_tre
 from services.batching.slot_table import SlotTable
 from services.kv.cache import KVStore, windows_of
 from services.kv.rewinding import StateFactory, find_rewinding
-from services.mlx.decode_attention import attend_table
+from services.mlx.cuda.attention import attend_table
+from services.mlx.cuda.choice import use_products
 from services.mlx.exact_copies import add_exact_copies
 from services.mlx.few_rows.passes import equip_for_cpu, fill_only
 from services.mlx.fused_linear import fuse_linears
@@ -82,6 +83,7 @@ def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True
         add_exact_copies(module)
     if bucketed:
         fuse_linears(module)
+        use_products(module)
     states = (
         _find_slots(module, bucketed=bucketed)
         if is_part

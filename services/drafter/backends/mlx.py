@@ -54,6 +54,7 @@ from services.kv.branching import BranchingState
 from services.kv.budget import measure_kv
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
+from services.mlx.cuda.choice import use_products
 from services.mlx.draft_weights import use_weights
 from services.mlx.few_rows.blocks import MOST_ROWS
 from services.mlx.few_rows.passes import equip_for_cpu, fill_only
@@ -128,6 +129,7 @@ class MlxBackend:
         use_weights(self._model, weights)
         if self._bucketed:
             fuse_linears(self._model)
+            use_products(self._model)
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Prefill in chunks; may be abandoned between two."""

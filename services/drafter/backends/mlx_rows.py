@@ -19,6 +19,7 @@ import numpy.typing as npt
 from protocol.messages import Sampling
 from services.kv.cache import KVStore
 from services.kv.slots import SlotCache, round_to_bucket
+from services.mlx.cuda.choice import in_trace
 from services.mlx.trace_trial import distance
 from services.mlx.traced_forward import LayerInputs, grow
 from services.sampling.device import PositionNoise, guess
@@ -242,7 +243,8 @@ class TracedPasses:
         positions, visible, start = place
         pairs = zip(*buffers, strict=True)
         layers = [LayerInputs(k, v, start, positions, visible) for k, v in pairs]
-        logits: mx.array = self._model(tokens[None], cache=layers)[0][:, : self._size]
+        with in_trace():
+            logits: mx.array = self._model(tokens[None], cache=layers)[0][:, : self._size]
         following = start + stride
         rows, slots = mx.arange(tokens.shape[0])[:, None], mx.arange(visible.shape[1])[None]
         seen = visible | (slots == following + rows)

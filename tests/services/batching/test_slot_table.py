@@ -1,7 +1,7 @@
 """Shared passes over one table of slots: each sequence gets what it gets alone.
 
 The attention is MLX's own here; the kernel that stands in its place on CUDA is compared with it
-in `test_decode_attention.py`, and with the model's own logits when a model is loaded there.
+in `mlx/cuda/test_attention.py`, and with the model's own logits when a model is loaded there.
 """
 
 import weakref

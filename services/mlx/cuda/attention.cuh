@@ -1,4 +1,4 @@
-// One query of one head against all its keys; see decode_attention.py.
+// One query of one head against all its keys; see attention.py.
 
 #define NO_KEY __int_as_float(0xff800000)  // minus infinity
 
@@ -7,12 +7,6 @@ struct alignas(2 * sizeof(T)) Pair {
   T first;
   T second;
 };
-
-__device__ inline float summed(float value) {
-#pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffffu, value, lane);
-  return value;
-}
 
 // `mask` says which keys are seen; each step is from one element to the next.
 template <typename T, int D, int WARPS>

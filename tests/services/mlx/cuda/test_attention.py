@@ -16,9 +16,9 @@ import numpy.typing as npt
 import pytest
 
 from services.batching.table_cache import attend_gathered
-from services.mlx.decode_attention import _takes, attend_many, attend_table
+from services.mlx.cuda.attention import _takes, attend_many, attend_table
 
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[4]
 _DEADLINE_S = 120
 
 Array = npt.NDArray[Any]
@@ -27,11 +27,11 @@ Array = npt.NDArray[Any]
 @pytest.fixture(scope="module", params=[64, 128, 256])
 def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("kernel") / "few_queries"
-    source = Path(__file__).with_name("decode_attention_host.cpp")
+    source = Path(__file__).with_name("attention_host.cpp")
     compiler = shutil.which("c++")
     assert compiler is not None, "the tests need a C++ compiler, c++"
     flags = ["-std=c++20", "-O1", "-pthread", f"-DSIZE={request.param}"]
-    include = f"-I{_ROOT / 'services' / 'mlx'}"
+    include = f"-I{_ROOT / 'services' / 'mlx' / 'cuda'}"
     subprocess.run(
         [compiler, *flags, include, "-o", program, source], check=True, timeout=_DEADLINE_S
     )

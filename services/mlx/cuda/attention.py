@@ -10,12 +10,12 @@ running maximum, sum and weighted values (the online softmax of Milakov and Gime
 """
 
 import functools
-import hashlib
 import logging
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+
+from services.mlx.cuda.kernel import build
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _launch(source: str, kv_heads: int, **inputs: mx.array) -> mx.array:
     queries = inputs["q"]
     _, heads, count, size = queries.shape
     warps = _WARPS if count < _MANY else _WARPS_OF_MANY
-    out = _kernel(source, tuple(inputs))(
+    out = build("attention.cuh", source, tuple(inputs), contiguous=False)(
         inputs=list(inputs.values()),
         template=[
             ("T", queries.dtype),
@@ -168,22 +168,6 @@ def attend_table(  # noqa: PLR0917  # `slot_table.Attend`
 @functools.cache
 def _on_device(scale: float) -> mx.array:
     return mx.array([scale], mx.float32)
-
-
-@functools.cache
-def _kernel(source: str, inputs: tuple[str, ...]) -> Any:
-    header = Path(__file__).with_suffix(".cuh").read_text(encoding="utf-8")
-    # MLX keeps compiled kernels by their name, some versions of it across runs.
-    digest = hashlib.sha256((header + source).encode()).hexdigest()[:12]
-    make: Any = mx.fast.cuda_kernel
-    return make(
-        name=f"few_queries_{digest}",
-        input_names=list(inputs),
-        output_names=["out"],
-        source=source,
-        header=header,
-        ensure_row_contiguous=False,
-    )
 
 
 _SOURCE = """

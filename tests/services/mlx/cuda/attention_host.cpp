@@ -1,4 +1,4 @@
-// Runs services/mlx/decode_attention.cuh on the host: a thread for each thread of a block. Test only.
+// Runs services/mlx/cuda/attention.cuh on the host: a thread for each thread of a block. Test only.
 //
 // stdin:  heads, kv heads, queries, keys, then q, k, v, mask as numbers
 // stdout: out [queries, heads, D]
@@ -33,7 +33,8 @@ float __shfl_xor_sync(unsigned, float value, int lane) {
   return other;
 }
 
-#include "decode_attention.cuh"
+#include "common.cuh"
+#include "attention.cuh"
 
 void run(int heads, int group, int queries, int keys, const std::vector<float>& q,
          const std::vector<float>& k, const std::vector<float>& v, const bool* mask,

@@ -1,0 +1,179 @@
+"""Up to how many rows the products of a traced forward go through our kernel on CUDA: tried out."""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from services.mlx.cuda import product
+from services.mlx.fused_linear import FusedSlice
+from services.mlx.loader import compute_unit
+
+_log = logging.getLogger(__name__)
+
+_ROWS = (2, 4, 8, 16, 32, 64)
+_LAYERS = 4
+"""Of a shape, whose weights are read in turn when it is timed."""
+_TRIALS = 7
+"""Of which the fastest counts."""
+_WORTHWHILE = 0.97
+"""Share of the time of MLX's products that ours may take at most."""
+_TOLERANCE = 0.01
+"""Relative; half precision rounds the result to steps of .001 (float16) or .008 (bfloat16)."""
+
+
+@dataclass
+class _Use:
+    """Of the kernel in this process."""
+
+    most_rows: int = 0
+    tracing: bool = False
+
+
+_use = _Use()
+
+
+@contextmanager
+def in_trace() -> Iterator[None]:
+    """Products of few rows may go through the kernel in here: what is built will be replayed."""
+    before, _use.tracing = _use.tracing, True
+    try:
+        yield
+    finally:
+        _use.tracing = before
+
+
+def _serves(x: mx.array, weight: mx.array) -> bool:
+    rows = x.size // x.shape[-1]
+    return _use.tracing and 1 < rows <= _use.most_rows and x.dtype == weight.dtype
+
+
+class FewRowsLinear(nn.Linear):
+    """A layer whose few rows go through our kernel."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., rows, inputs] -> [..., rows, outputs]."""
+        if not _serves(x, self.weight):
+            by_mlx: mx.array = super().__call__(x)
+            return by_mlx
+        found = product.multiply(x, self.weight)
+        return found + self.bias if "bias" in self else found
+
+
+class FewRowsEmbedding(nn.Embedding):
+    """A tied embedding whose few rows of logits go through our kernel."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Logits of [..., rows, inputs]."""
+        if not _serves(x, self.weight):
+            by_mlx: mx.array = super().as_linear(x)
+            return by_mlx
+        return product.multiply(x, self.weight)
+
+
+_LAYERS_OF_OURS = {nn.Linear: FewRowsLinear, nn.Embedding: FewRowsEmbedding}
+
+
+def use_products(model: nn.Module) -> int:
+    """Let a model on CUDA use the kernel where it is right and faster; up to how many rows.
+
+    Takes the place of what an earlier call chose. Elsewhere than on CUDA it does nothing.
+    """
+    _use.most_rows = 0
+    if compute_unit() != "cuda":
+        return 0
+    layers = list(_find_layers(model))
+    by_shape = defaultdict[Any, list[Any]](list)
+    for layer in layers:
+        layer.__class__ = _LAYERS_OF_OURS.get(type(layer), type(layer))
+        by_shape[layer.weight.shape].append(layer)
+    some = [layer for own in by_shape.values() for layer in own[:_LAYERS]]
+    _use.most_rows = _try_rows(some) if some else 0
+    return _use.most_rows
+
+
+def _find_layers(model: nn.Module) -> Iterator[Any]:
+    """Those whose product the kernel takes, joint ones in the place of their parts."""
+    tied = not any(name == "lm_head" for name, _ in model.named_modules())
+    joint = dict[int, Any]()
+    for _, module in model.named_modules():
+        kind = type(module)
+        if kind is FusedSlice:
+            joint[id(module.joint)] = module.joint
+        elif kind in {nn.Linear, FewRowsLinear} or (
+            tied and kind in {nn.Embedding, FewRowsEmbedding}
+        ):
+            joint[id(module)] = module
+    yield from (layer for layer in joint.values() if layer.weight.dtype in product.TYPES)
+
+
+def _try_rows(layers: list[Any]) -> int:
+    """Up to how many rows the kernel is right, and faster for all of these together."""
+    most = 0
+    for rows in _ROWS:
+        inputs = [_normal((1, rows, layer.weight.shape[1]), layer.weight.dtype) for layer in layers]
+        try:
+            by_mlx, ours = (_trace(layers, most_rows) for most_rows in (0, rows))
+            distance = max(map(_distance, by_mlx(inputs), ours(inputs)))
+        except (RuntimeError, ValueError, TypeError, OSError) as error:
+            _log.warning("the kernel for products of %d rows does not run here: %s", rows, error)
+            return most
+        if not distance < _TOLERANCE:
+            _log.warning("the kernel's products of %d rows are %.2g from MLX's", rows, distance)
+            return most
+        share = _time(ours, inputs) / _time(by_mlx, inputs)
+        _log.info("products of %d rows by our kernel take %.2f of MLX's time", rows, share)
+        if share > _WORTHWHILE:
+            return most
+        most = rows
+    return most
+
+
+Products = Callable[[list[mx.array]], list[mx.array]]
+
+
+def _trace(layers: list[Any], most_rows: int) -> Products:
+    """The products of all these layers, by the kernel up to so many rows."""
+
+    def multiply(inputs: list[mx.array]) -> list[mx.array]:
+        before, _use.most_rows = _use.most_rows, most_rows
+        try:
+            with in_trace():
+                return [_call(layer, x) for layer, x in zip(layers, inputs, strict=True)]
+        finally:
+            _use.most_rows = before
+
+    compiled: Products = mx.compile(multiply)
+    return compiled
+
+
+def _call(layer: Any, x: mx.array) -> mx.array:
+    product_of = layer.as_linear if isinstance(layer, nn.Embedding) else layer
+    found: mx.array = product_of(x)
+    return found
+
+
+def _time(run: Products, inputs: list[mx.array]) -> float:
+    """Seconds of all products, the fastest time."""
+    seconds = []
+    for _ in range(_TRIALS):
+        started = time.perf_counter()
+        mx.eval(run(inputs))
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def _distance(expected: mx.array, found: mx.array) -> float:
+    difference = mx.linalg.norm((found.astype(mx.float32) - expected.astype(mx.float32)).flatten())
+    relative: Any = (difference / mx.linalg.norm(expected.astype(mx.float32).flatten())).item()
+    return float(relative)
+
+
+def _normal(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    return mx.random.normal(shape, dtype, key=mx.random.key(0))
