@@ -141,7 +141,8 @@ def test_branches_that_do_not_fit_are_not_grown(
     drafter = MlxBackend(folder, 64)
     list(drafter.open(1, [5] * 20, Sampling()))
     mx.clear_cache()
-    free.bytes = pass_memory._RESERVE + 60 * MB
+    # More is held on CUDA: the two tokens before the branches take 90 MB there, not 29.
+    free.bytes = pass_memory._RESERVE + (110 if mx.cuda.is_available() else 60) * MB
     with pytest.raises(OutOfMemory, match=f"a pass over 16 tokens needs .* {LIMIT} leaves"):
         list(drafter.prepare(1, [7, 8], [8, 8], 2))
 

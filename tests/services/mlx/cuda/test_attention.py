@@ -5,8 +5,6 @@ of the host's. What only a device can show (that MLX compiles and feeds it) is t
 model is loaded there (`_works`).
 """
 
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,7 @@ import pytest
 
 from services.batching.table_cache import attend_gathered
 from services.mlx.cuda.attention import _takes, attend_many, attend_table
-
-_ROOT = Path(__file__).parents[4]
-_DEADLINE_S = 120
+from tests.services.mlx.cuda.host import compile_kernel, run_kernel
 
 Array = npt.NDArray[Any]
 
@@ -27,31 +23,15 @@ Array = npt.NDArray[Any]
 @pytest.fixture(scope="module", params=[64, 128, 256])
 def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("kernel") / "few_queries"
-    source = Path(__file__).with_name("attention_host.cpp")
-    compiler = shutil.which("c++")
-    assert compiler is not None, "the tests need a C++ compiler, c++"
-    flags = ["-std=c++20", "-O1", "-pthread", f"-DSIZE={request.param}"]
-    include = f"-I{_ROOT / 'services' / 'mlx' / 'cuda'}"
-    subprocess.run(
-        [compiler, *flags, include, "-o", program, source], check=True, timeout=_DEADLINE_S
-    )
+    compile_kernel("attention_host.cpp", program, SIZE=request.param)
     program.with_suffix(".size").write_text(str(request.param))
     return program
 
 
 def _attention(kernel: Path, q: Array, k: Array, v: Array, seen: Array) -> Array:
     """What the kernel gives for [heads, n, size], [kv heads, slots, size] and [n, slots]."""
-    head = f"{len(q)} {len(k)} {q.shape[1]} {k.shape[1]}\n"
-    numbers = np.concatenate([a.ravel() for a in (q, k, v, seen.astype(np.float32))])
-    told = subprocess.run(
-        [kernel],
-        input=head + "\n".join(map(str, numbers)),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=_DEADLINE_S,
-    )
-    found = np.array(told.stdout.split(), np.float32)
+    counts = [len(q), len(k), q.shape[1], k.shape[1]]
+    found = run_kernel(kernel, counts, q, k, v, seen)
     return found.reshape(q.shape[1], len(q), q.shape[2]).swapaxes(0, 1)
 
 

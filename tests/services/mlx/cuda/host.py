@@ -1,0 +1,43 @@
+"""Kernels for CUDA, compiled as C++ and run on the host."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_FOLDER = Path(__file__).parent
+_KERNELS = Path(__file__).parents[4] / "services" / "mlx" / "cuda"
+_DEADLINE_S = 120
+
+
+def compile_kernel(source: str, program: Path, **constants: int) -> Path:
+    """The program of a C++ file beside this one, with these constants."""
+    compiler = shutil.which("c++")
+    assert compiler is not None, "the tests need a C++ compiler, c++"
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-pthread",
+        f"-I{_KERNELS}",
+        *(f"-D{name}={value}" for name, value in constants.items()),
+    ]
+    command = [compiler, *flags, "-o", program, _FOLDER / source]
+    subprocess.run(command, check=True, timeout=_DEADLINE_S)
+    return program
+
+
+def run_kernel(program: Path, *inputs: Any) -> npt.NDArray[np.float32]:
+    """The numbers that it prints, given these numbers and arrays."""
+    numbers = np.concatenate([np.asarray(one, np.float64).ravel() for one in inputs])
+    told = subprocess.run(
+        [program],
+        input="\n".join(f"{number:.9g}" for number in numbers),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_DEADLINE_S,
+    )
+    return np.array(told.stdout.split(), np.float32)

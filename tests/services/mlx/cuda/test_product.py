@@ -1,0 +1,169 @@
+"""The product of a few rows on CUDA: its source run on the host, and where it is used.
+
+A CUDA device is not needed but for the last test: the kernel's file is compiled as C++.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from services.mlx.cuda import choice, product
+from services.mlx.cuda.choice import in_trace, use_products
+from services.mlx.fused_linear import fuse_linears
+from services.mlx.loader import load
+from tests.services.mlx.cuda.host import compile_kernel, run_kernel
+from tests.support.reference import tiny_folder
+
+SHAPES = [(2, 1, 4), (4, 2, 2), (8, 4, 1)]
+"""Rows and outputs of a warp, and numbers that a lane reads at once."""
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows, outputs, run = request.param
+    program = tmp_path_factory.mktemp("kernel") / "product"
+    sizes = {"WARP_ROWS": rows, "WARP_OUTPUTS": outputs, "LANE_RUN": run}
+    return compile_kernel("product_host.cpp", program, **sizes)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 128, 8), (3, 256, 5), (9, 384, 3)])
+def test_is_the_product(kernel: Path, rows: int, inputs: int, outputs: int) -> None:
+    """Of any number of rows and outputs, whole groups of them or not."""
+    random = np.random.default_rng(rows)
+    x, w = (random.normal(size=(count, inputs)) for count in (rows, outputs))
+    found = run_kernel(kernel, rows, inputs, outputs, x, w).reshape(rows, outputs)
+    np.testing.assert_allclose(found, x @ w.T, atol=1e-4)
+
+
+def test_a_row_has_the_same_bits_in_any_company(kernel: Path) -> None:
+    random = np.random.default_rng(1)
+    x, w = (random.normal(size=(count, 256)) for count in (9, 6))
+    together = run_kernel(kernel, 9, 256, 6, x, w).reshape(9, 6)
+    for row in (0, 4, 8):
+        alone = run_kernel(kernel, 1, 256, 6, x[row], w)
+        np.testing.assert_array_equal(together[row], alone)
+
+
+class Products:
+    """Stands in for the kernel: MLX's product, counted; or a wrong or broken one."""
+
+    def __init__(self, factor: float = 1.0, fails_from: int = 1 << 20) -> None:
+        self.factor, self.fails_from = factor, fails_from
+        self.rows: list[int] = []
+
+    def __call__(self, x: mx.array, weight: mx.array) -> mx.array:
+        rows = x.size // weight.shape[1]
+        if rows >= self.fails_from:
+            raise RuntimeError("too many resources requested for launch")
+        self.rows.append(rows)
+        found: mx.array = self.factor * (x @ weight.T)
+        return found
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Products]:
+    """Lets the choice take place, with times as given: by rows, the kernel's share of MLX's."""
+
+    def pretend(shares: dict[int, float], **how: Any) -> Products:
+        products = Products(**how)
+        times = iter([t for rows in choice._ROWS for t in (shares.get(rows, 0.5), 1.0)])
+        monkeypatch.setattr(choice, "compute_unit", lambda: "cuda")
+        monkeypatch.setattr(choice, "_time", lambda *_: next(times))
+        monkeypatch.setattr(product, "multiply", products)
+        monkeypatch.setattr(product, "TYPES", (mx.float32,))
+        return products
+
+    monkeypatch.setattr(choice, "_use", choice._Use())
+    return pretend
+
+
+OnCuda = Callable[..., Products]
+
+
+def model_of(family: str = "llama") -> Any:
+    return load(tiny_folder(family)).module
+
+
+@pytest.mark.parametrize(
+    ("shares", "most"), [({}, 64), ({16: 1.1}, 8), ({2: 0.99}, 0), ({32: 0.98, 64: 0.2}, 16)]
+)
+def test_it_serves_as_many_rows_as_it_is_faster_for(
+    on_cuda: OnCuda, shares: dict[int, float], most: int
+) -> None:
+    on_cuda(shares)
+    assert use_products(model_of()) == most
+
+
+@pytest.mark.parametrize(("how", "most"), [({"factor": 1.1}, 0), ({"fails_from": 16}, 8)])
+def test_what_is_wrong_or_does_not_run_is_not_used(
+    on_cuda: OnCuda, how: dict[str, Any], most: int
+) -> None:
+    on_cuda({}, **how)
+    assert use_products(model_of()) == most
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "biased", "moe"])
+def test_few_rows_of_a_trace_go_through_it(on_cuda: OnCuda, family: str) -> None:
+    """All products of the model, joint ones too; single rows, many and other passes do not."""
+    module = model_of("llama" if family == "biased" else family)
+    if family == "biased":
+        layer = module.model.layers[0].self_attn.o_proj
+        layer.bias = mx.random.normal((layer.weight.shape[0],), key=mx.random.key(1))
+    fuse_linears(module)
+    products = on_cuda({16: 1.1})
+    tokens = mx.array([[5, 6, 7]])
+    expected = np.array(module(tokens))
+    assert use_products(module) == 8
+    products.rows.clear()
+    np.testing.assert_allclose(np.array(module(tokens)), expected, atol=1e-5)
+    assert products.rows == []
+    with in_trace():
+        np.testing.assert_allclose(np.array(module(tokens)), expected, atol=1e-4)
+        assert set(products.rows) == {3}
+        layers = len(module.model.layers)
+        assert len(products.rows) >= (4 if family != "moe" else 2) * layers
+        products.rows.clear()
+        mx.eval(module(tokens[:, :1]), module(mx.zeros((1, 9), mx.int32)))
+        assert products.rows == []
+
+
+def test_a_tied_head_goes_through_it(on_cuda: OnCuda) -> None:
+    embedding = nn.Embedding(288, 64)
+    module = nn.Sequential(embedding)
+    products = on_cuda({})
+    use_products(module)
+    products.rows.clear()
+    x = mx.random.normal((1, 3, 64), key=mx.random.key(0))
+    with in_trace():
+        found = embedding.as_linear(x)
+    assert products.rows == [3]
+    np.testing.assert_allclose(np.array(found), np.array(x @ embedding.weight.T), atol=1e-5)
+
+
+def test_elsewhere_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "compute_unit", lambda: "metal")
+    module = model_of()
+    kinds = [type(one) for one in module.modules()]
+    assert use_products(module) == 0
+    assert [type(one) for one in module.modules()] == kinds
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [2, 3, 8, 17])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("shape", [(960, 576), (5001, 96), (9000, 1536)])
+def test_the_kernel_multiplies_as_mlx_does(
+    rows: int, dtype: mx.Dtype, shape: tuple[int, int]
+) -> None:
+    x, w = (
+        mx.random.normal((count, shape[1]), dtype, key=mx.random.key(count))
+        for count in (rows, shape[0])
+    )
+    expected = (x @ w.T).astype(mx.float32)
+    distance: Any = mx.linalg.norm(product.multiply(x, w).astype(mx.float32) - expected)
+    assert distance.item() < 0.01 * float(mx.linalg.norm(expected))
