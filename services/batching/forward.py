@@ -187,8 +187,7 @@ class Batcher:
             state.append(own)
             state.append(1)
         now = ForwardPass(len(states), len(states))
-        now.logits = self._call(tokens[None], list(states), {})[0]
-        now.features = self._read_features()
+        now.logits, now.features = self._build(tokens[None], list(states), {})
         return now.logits, now
 
     def begin_alone(
@@ -199,8 +198,7 @@ class Batcher:
         Returns:
             [1, head] logits and [1, width] features, None if nothing is read; both lazy.
         """
-        logits = self._call(token[None], [state], {})[0]
-        return logits, self._read_features()
+        return self._build(token[None], [state], {})
 
     def _with_company(self, asked: BatchRequest) -> list[BatchRequest]:
         self.withdraw(asked)
@@ -243,8 +241,7 @@ class Batcher:
         now = ForwardPass(len(row), len(asks))
         states = [asked.state for asked in asks]
         beside = {"states": mx.concatenate(inputs, axis=1)} if inputs else {}
-        logits = self._call(mx.array(row)[None], states, beside)[0]
-        now.features = self._read_features()
+        logits, now.features = self._build(mx.array(row)[None], states, beside)
         for asked, end in zip(asks, ends, strict=True):
             rows = slice(end - len(asked.tokens), end)
             asked.logits, asked.by, asked.row = logits[rows], now, rows.start
@@ -252,13 +249,18 @@ class Batcher:
                 now.logits, asked.best = logits, partial(now.best, rows)
             asked.features = None if now.features is None else now.features[rows]
 
-    def _read_features(self) -> mx.array | None:
-        """Of the pass that was built last; computed with it, not when they are asked for."""
+    def _build(
+        self, row: mx.array, states: list[SequenceState], beside: dict[str, mx.array]
+    ) -> tuple[mx.array, mx.array | None]:
+        """[rows, head] logits of a pass and [rows or more, width] features, lazy.
+
+        Who asks for the logits has the features computed in the same go: they are sent first.
+        """
+        logits = self._call(row, states, beside)[0]
         features = self._read() if self._read is not None else None
         if features is not None:
-            start: Any = mx.async_eval
-            start(features)
-        return features
+            logits = mx.depends(logits, features)
+        return logits, features
 
     def _call(
         self, row: mx.array, states: list[SequenceState], beside: dict[str, mx.array]

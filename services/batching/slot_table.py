@@ -26,7 +26,7 @@ from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
 from services.mlx.cuda.attention import ROWS_STEP, round_rows
 from services.mlx.free_memory import free_for_mlx
-from services.mlx.traced_forward import Reader
+from services.mlx.traced_forward import FeatureReader
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class SlotTable:
             raise ModelError("there is no room for a table")
         return logits
 
-    def read(self, reader: Reader) -> None:
+    def read(self, reader: FeatureReader) -> None:
         """See `TracedForward.read`."""
         if self._traced is not None:
             self._traced.read(reader)

@@ -12,7 +12,7 @@ import mlx.core as mx
 from services.batching.table_cache import Attend, TableCache, TableLayer, TablePass
 from services.mlx.cuda.choice import in_trace
 from services.mlx.trace_trial import is_worth_it
-from services.mlx.traced_forward import Reader, features_of
+from services.mlx.traced_forward import FeatureReader, features_of
 
 
 class TracedTable:
@@ -28,7 +28,7 @@ class TracedTable:
         self._attend = attend
         self.read(None)
 
-    def read(self, reader: Reader | None) -> None:
+    def read(self, reader: FeatureReader | None) -> None:
         """See `TracedForward.read`."""
         self._reader = reader
         self._replay: Any = mx.compile(self._forward)

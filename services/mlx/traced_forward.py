@@ -115,7 +115,7 @@ class LayerInputs:
         return self.keys, self.values
 
 
-class Reader(Protocol):
+class FeatureReader(Protocol):
     """Reads the model during its passes (`services.mlx.taps`)."""
 
     def compute(self) -> mx.array | None:
@@ -127,7 +127,7 @@ class Reader(Protocol):
         ...
 
 
-def features_of(reader: Reader | None) -> list[mx.array]:
+def features_of(reader: FeatureReader | None) -> list[mx.array]:
     """What was read of a forward in the making, as one of the outputs of its trace."""
     features = reader.compute() if reader is not None else None
     return [] if features is None else [features]
@@ -149,7 +149,7 @@ class TracedForward:
         """What has been traced."""
         self.read(None)
 
-    def read(self, reader: Reader | None) -> None:
+    def read(self, reader: FeatureReader | None) -> None:
         """Let traces hold what this reads of the model; to be called again when it changes."""
         self._reader = reader
         self._replay: Any = mx.compile(self._forward)

@@ -18,7 +18,7 @@ from services.mlx.few_rows.passes import equip_for_cpu, fill_only
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit
 from services.mlx.taps import TrialPasses
-from services.mlx.traced_forward import Reader, TracedForward, trace_if_faster
+from services.mlx.traced_forward import FeatureReader, TracedForward, trace_if_faster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class TargetModel:
         """
         return self.shares_passes and self.states.way != "replay"
 
-    def read(self, reader: Reader) -> None:
+    def read(self, reader: FeatureReader) -> None:
         """Let passes that are replayed hold what this reads of the model, as it does now."""
         for traced in (self.traced, self.table):
             if traced is not None:

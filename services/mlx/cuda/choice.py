@@ -54,7 +54,7 @@ def _serves(x: mx.array, weight: mx.array) -> bool:
     return _use.tracing and 1 < rows <= _use.most_rows and x.dtype == weight.dtype
 
 
-class FewRowsLinear(nn.Linear):
+class TracedLinear(nn.Linear):
     """A layer whose few rows go through our kernel."""
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -66,7 +66,7 @@ class FewRowsLinear(nn.Linear):
         return found + self.bias if "bias" in self else found
 
 
-class FewRowsEmbedding(nn.Embedding):
+class TracedEmbedding(nn.Embedding):
     """A tied embedding whose few rows of logits go through our kernel."""
 
     def as_linear(self, x: mx.array) -> mx.array:
@@ -77,7 +77,7 @@ class FewRowsEmbedding(nn.Embedding):
         return product.multiply(x, self.weight)
 
 
-_LAYERS_OF_OURS = {nn.Linear: FewRowsLinear, nn.Embedding: FewRowsEmbedding}
+_LAYERS_OF_OURS = {nn.Linear: TracedLinear, nn.Embedding: TracedEmbedding}
 
 
 def use_products(model: nn.Module) -> int:
@@ -106,8 +106,8 @@ def _find_layers(model: nn.Module) -> Iterator[Any]:
         kind = type(module)
         if kind is FusedSlice:
             joint[id(module.joint)] = module.joint
-        elif kind in {nn.Linear, FewRowsLinear} or (
-            tied and kind in {nn.Embedding, FewRowsEmbedding}
+        elif kind in {nn.Linear, TracedLinear} or (
+            tied and kind in {nn.Embedding, TracedEmbedding}
         ):
             joint[id(module)] = module
     yield from (layer for layer in joint.values() if layer.weight.dtype in product.TYPES)
