@@ -16,8 +16,8 @@ from launch.models.weights import Weights, weights_of
 from launch.settings.machine import package_versions, share_cores
 from launch.settings.ranks import rank_group
 from launch.settings.settings import StackSettings
+from launch.workers.kernel_report import ask_kernel_report, describe_kernels
 from launch.workers.layers import describe_layers
-from launch.workers.metal_kernels import ask_metal_kernels, describe_kernels
 from launch.workers.worker import run_module
 from protocol.decoding.vocabulary import read_vocabulary
 from protocol.errors import ModelError, RuntimeFailure, SsdError, UsageError
@@ -214,7 +214,7 @@ def _examine_pair(settings: StackSettings, survey: HardwareReport, free: int) ->
     return [
         *findings,
         _check_layers(pair),
-        *_examine_kernels(pair, settings),
+        *_examine_kernels(pair, settings, survey),
         *_check_conversions(pair),
         *_check_vocabulary(pair),
         _check_memory(needs, survey, free),
@@ -261,11 +261,11 @@ def _check_layers(pair: Pair) -> Finding:
     return Finding("ok", "layers", report.rewinding)
 
 
-def _examine_kernels(pair: Pair, settings: StackSettings) -> list[Finding]:
-    """Our kernels for few rows on Metal: which are used, and what was measured."""
-    report = ask_metal_kernels(pair.model, settings.metal_kernels)
+def _examine_kernels(pair: Pair, settings: StackSettings, survey: HardwareReport) -> list[Finding]:
+    """Our kernels for few rows on a GPU: which are used, and what was measured."""
+    report = ask_kernel_report(pair.model, settings.metal_kernels, survey.device)
     level: Level = "note" if report.note else "ok"
-    return [Finding(level, "Metal kernels", text) for text in describe_kernels(report)]
+    return [Finding(level, "GPU kernels", text) for text in describe_kernels(report)]
 
 
 def _check_conversions(pair: Pair) -> list[Finding]:

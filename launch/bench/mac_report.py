@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from launch.bench.bandwidth import describe_ceiling, describe_share
-from launch.workers.metal_kernels import describe_kernels
+from launch.workers.kernel_report import describe_kernels
 from protocol.jobs.coreml_probe import ProbeResult
-from protocol.jobs.metal_kernels import MetalKernelsReport
+from protocol.jobs.kernel_report import KernelReport
 
 TEMPERATURE = 0.8
 """Of all answers."""
@@ -52,7 +52,7 @@ class MacReport(msgspec.Struct, frozen=True, kw_only=True):
     probes: list[ProbeResult] = []
     overlap: dict[str, list[ProbeResult]] = {}
     """"alone": draft and target loop one after the other; "together": at the same time."""
-    kernels: MetalKernelsReport = MetalKernelsReport()
+    kernels: KernelReport = KernelReport()
     """Of our own for few rows on Metal, with the target; whole passes without and with them."""
     answers: list[MeasuredAnswer] = []
     stack: str = ""

@@ -24,7 +24,7 @@ from launch.stack.child import Lifeline
 from launch.stack.session import private_stack
 from launch.terminal import console
 from launch.workers.coreml_probe import ProbeWorker, open_probes
-from launch.workers.metal_kernels import ask_metal_kernels
+from launch.workers.kernel_report import ask_kernel_report
 from protocol.client.client import Client
 from protocol.errors import SsdError, UsageError
 from protocol.jobs.coreml_probe import ProbeResult
@@ -93,7 +93,7 @@ def _measure(folder: Path, target: Path, options: dict[str, Any]) -> MacReport:
         probes = _probes(common, _choose_probes(str(target), own, options))
         overlap = _overlap(common, str(target), options["seconds"]) if _on_mac() else {}
     console.stderr().print("measuring: kernels for few rows")
-    kernels = ask_metal_kernels(str(target), "auto", passes=True)
+    kernels = ask_kernel_report(str(target), "auto", survey.device, passes=True)
     missing: list[str] = [] if _on_mac() else list(_ONLY_ON_A_MAC)
     # A target of any size drafts for itself on a device alone.
     drafter = (own if _on_mac() else None) or folder

@@ -10,7 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 
+from protocol.jobs.kernel_report import KernelProbe
 from services.mlx.cuda import product
 from services.mlx.fused_linear import FusedSlice
 from services.mlx.loader import compute_unit
@@ -80,59 +82,70 @@ class TracedEmbedding(nn.Embedding):
 _LAYERS_OF_OURS = {nn.Linear: TracedLinear, nn.Embedding: TracedEmbedding}
 
 
-def use_products(model: nn.Module) -> int:
-    """Let a model on CUDA use the kernel where it is right and faster; up to how many rows.
+def use_products(model: nn.Module) -> KernelProbe | None:
+    """Let a model on CUDA use the kernel where it is right and faster; what was measured of it.
 
-    Takes the place of what an earlier call chose. Elsewhere than on CUDA it does nothing.
+    Takes the place of what an earlier call chose. None elsewhere than on CUDA, and for models
+    whose weights are of a kind that the kernel does not take.
     """
     _use.most_rows = 0
-    if compute_unit() != "cuda":
-        return 0
-    layers = list(_find_layers(model))
+    layers = list(_find_layers(model)) if compute_unit() == "cuda" else []
+    if not layers:
+        return None
     by_shape = defaultdict[Any, list[Any]](list)
     for layer in layers:
         layer.__class__ = _LAYERS_OF_OURS.get(type(layer), type(layer))
         by_shape[layer.weight.shape].append(layer)
-    some = [layer for own in by_shape.values() for layer in own[:_LAYERS]]
-    _use.most_rows = _try_rows(some) if some else 0
-    return _use.most_rows
+    found = _try_rows([layer for own in by_shape.values() for layer in own[:_LAYERS]])
+    _use.most_rows = found.most_rows
+    name = str(layers[0].weight.dtype).rpartition(".")[2]
+    _log.info("products of up to %d rows go through our kernel in traces", found.most_rows)
+    return msgspec.structs.replace(
+        found, shape=f"products of {len(by_shape)} shapes, {name}", layers=len(layers)
+    )
 
 
 def _find_layers(model: nn.Module) -> Iterator[Any]:
     """Those whose product the kernel takes, joint ones in the place of their parts."""
-    tied = not any(name == "lm_head" for name, _ in model.named_modules())
-    joint = dict[int, Any]()
-    for _, module in model.named_modules():
-        kind = type(module)
-        if kind is FusedSlice:
-            joint[id(module.joint)] = module.joint
-        elif kind in {nn.Linear, TracedLinear} or (
-            tied and kind in {nn.Embedding, TracedEmbedding}
-        ):
-            joint[id(module)] = module
-    yield from (layer for layer in joint.values() if layer.weight.dtype in product.TYPES)
+    modules = [module for _, module in model.named_modules()]
+    parts = [module for module in modules if type(module) is FusedSlice]
+    alone = {id(part.own) for part in parts}
+    kinds = {nn.Linear, TracedLinear}
+    if not any(name.endswith("lm_head") for name, _ in model.named_modules()):
+        kinds |= {nn.Embedding, TracedEmbedding}  # tied
+    found = [part.joint for part in parts]
+    found += [one for one in modules if type(one) in kinds and id(one) not in alone]
+    different = {id(layer): layer for layer in found}
+    yield from (layer for layer in different.values() if layer.weight.dtype in product.TYPES)
 
 
-def _try_rows(layers: list[Any]) -> int:
+def _try_rows(layers: list[Any]) -> KernelProbe:
     """Up to how many rows the kernel is right, and faster for all of these together."""
-    most = 0
+    most, furthest, reason = 0, 0.0, ""
+    own_ms, mlx_ms = dict[int, float](), dict[int, float]()
     for rows in _ROWS:
         inputs = [_normal((1, rows, layer.weight.shape[1]), layer.weight.dtype) for layer in layers]
         try:
             by_mlx, ours = (_trace(layers, most_rows) for most_rows in (0, rows))
             distance = max(map(_distance, by_mlx(inputs), ours(inputs)))
         except (RuntimeError, ValueError, TypeError, OSError) as error:
-            _log.warning("the kernel for products of %d rows does not run here: %s", rows, error)
-            return most
+            reason = f"of {rows} rows it does not run here: {error}"
+            break
+        furthest = max(furthest, distance)
         if not distance < _TOLERANCE:
-            _log.warning("the kernel's products of %d rows are %.2g from MLX's", rows, distance)
-            return most
-        share = _time(ours, inputs) / _time(by_mlx, inputs)
-        _log.info("products of %d rows by our kernel take %.2f of MLX's time", rows, share)
-        if share > _WORTHWHILE:
-            return most
+            reason = f"of {rows} rows its result is {distance:.2g} from MLX's"
+            break
+        own_ms[rows], mlx_ms[rows] = _time(ours, inputs), _time(by_mlx, inputs)
+        if own_ms[rows] > _WORTHWHILE * mlx_ms[rows]:
+            reason = "more are faster by MLX" if most else "it is not faster than MLX's"
+            break
         most = rows
-    return most
+    if reason and "faster" not in reason:
+        _log.warning("our kernel for products: %s", reason)
+    return KernelProbe(
+        kernel="product", shape="", least_rows=min(most, _ROWS[0]), most_rows=most, reason=reason,
+        distance=furthest, own_ms=own_ms, mlx_ms=mlx_ms,
+    )  # fmt: skip
 
 
 Products = Callable[[list[mx.array]], list[mx.array]]
@@ -160,13 +173,13 @@ def _call(layer: Any, x: mx.array) -> mx.array:
 
 
 def _time(run: Products, inputs: list[mx.array]) -> float:
-    """Seconds of all products, the fastest time."""
+    """Milliseconds of all products, the fastest time."""
     seconds = []
     for _ in range(_TRIALS):
         started = time.perf_counter()
         mx.eval(run(inputs))
         seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    return 1e3 * min(seconds)
 
 
 def _distance(expected: mx.array, found: mx.array) -> float:

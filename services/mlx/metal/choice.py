@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from protocol.jobs.metal_kernels import KernelProbe, MetalKernelsReport
+from protocol.jobs.kernel_report import KernelProbe, KernelReport
 from protocol.settings import MetalKernels
 from services.mlx.loader import compute_unit
 from services.mlx.metal import attention, product
@@ -152,10 +152,10 @@ def try_attention(shape: AttentionKind) -> int:
     return tried[shape].least_rows
 
 
-def report() -> MetalKernelsReport:
+def report() -> KernelReport:
     """What has been tried so far."""
     attentions = list((_in_use.attention or {}).values())
-    return MetalKernelsReport(note=_in_use.note, probes=[*_in_use.products, *attentions])
+    return KernelReport(note=_in_use.note, probes=[*_in_use.products, *attentions])
 
 
 def has_accelerators() -> bool:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from protocol.jobs.metal_kernels import KernelName, KernelProbe
+from protocol.jobs.kernel_report import KernelName, KernelProbe
 from services.mlx.metal import attention, product
 from services.mlx.metal.product import MOST_ROWS, Quantised
 

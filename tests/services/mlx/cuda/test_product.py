@@ -12,10 +12,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from protocol.jobs.kernel_report import KernelReportSettings
 from services.mlx.cuda import choice, product
 from services.mlx.cuda.choice import in_trace, use_products
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load
+from services.tools import kernel_report
 from tests.services.mlx.cuda.host import compile_kernel, run_kernel
 from tests.support.reference import tiny_folder
 
@@ -96,15 +98,28 @@ def test_it_serves_as_many_rows_as_it_is_faster_for(
     on_cuda: OnCuda, shares: dict[int, float], most: int
 ) -> None:
     on_cuda(shares)
-    assert use_products(model_of()) == most
+    found = use_products(model_of())
+    assert found is not None
+    assert (found.most_rows, found.least_rows) == (most, min(most, 2))
+    assert ("faster" in found.reason) is (most < 64)
+    assert list(found.own_ms) == [rows for rows in choice._ROWS if rows <= max(2 * most, 2)]
 
 
-@pytest.mark.parametrize(("how", "most"), [({"factor": 1.1}, 0), ({"fails_from": 16}, 8)])
+@pytest.mark.parametrize(
+    ("how", "most", "reason"),
+    [
+        ({"factor": 1.1}, 0, "of 2 rows its result is 0.1 from MLX's"),
+        ({"fails_from": 16}, 8, "of 16 rows it does not run here: too many resources"),
+    ],
+)
 def test_what_is_wrong_or_does_not_run_is_not_used(
-    on_cuda: OnCuda, how: dict[str, Any], most: int
+    on_cuda: OnCuda, how: dict[str, Any], most: int, reason: str
 ) -> None:
     on_cuda({}, **how)
-    assert use_products(model_of()) == most
+    found = use_products(model_of())
+    assert found is not None
+    assert found.most_rows == most
+    assert found.reason.startswith(reason)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "biased", "moe"])
@@ -118,7 +133,7 @@ def test_few_rows_of_a_trace_go_through_it(on_cuda: OnCuda, family: str) -> None
     products = on_cuda({16: 1.1})
     tokens = mx.array([[5, 6, 7]])
     expected = np.array(module(tokens))
-    assert use_products(module) == 8
+    assert use_products(module) is not None
     products.rows.clear()
     np.testing.assert_allclose(np.array(module(tokens)), expected, atol=1e-5)
     assert products.rows == []
@@ -145,11 +160,30 @@ def test_a_tied_head_goes_through_it(on_cuda: OnCuda) -> None:
     np.testing.assert_allclose(np.array(found), np.array(x @ embedding.weight.T), atol=1e-5)
 
 
+def test_doctor_is_told(on_cuda: OnCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many products there are, joint ones as one, and what was measured of them."""
+    on_cuda({16: 1.1})
+    monkeypatch.setattr(kernel_report, "compute_unit", lambda: "cuda")
+    [probe] = kernel_report.measure(KernelReportSettings(model=str(tiny_folder("llama")))).probes
+    assert (probe.kernel, probe.most_rows, probe.reason) == ("product", 8, "more are faster by MLX")
+    assert probe.layers == 4 * 3 + 1  # of three layers, and the head
+    assert probe.own_ms[16] == 1.1
+
+
+def test_doctor_is_told_of_other_weights(on_cuda: OnCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cuda({})
+    monkeypatch.setattr(product, "TYPES", ())
+    monkeypatch.setattr(kernel_report, "compute_unit", lambda: "cuda")
+    report = kernel_report.measure(KernelReportSettings(model=str(tiny_folder("llama"))))
+    assert report.probes == []
+    assert "not in half precision" in report.note
+
+
 def test_elsewhere_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "compute_unit", lambda: "metal")
     module = model_of()
     kinds = [type(one) for one in module.modules()]
-    assert use_products(module) == 0
+    assert use_products(module) is None
     assert [type(one) for one in module.modules()] == kinds
 
 

@@ -9,13 +9,13 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama
 
-from protocol.jobs.metal_kernels import MetalKernelsSettings
+from protocol.jobs.kernel_report import KernelReportSettings
 from services.batching.packing import enable_packing
 from services.kv.cache import KVStore, windows_of
 from services.mlx.metal import attention, choice, probe, product
 from services.mlx.metal.choice import FewRowsEmbedding, FewRowsLinear, use_kernels
 from services.mlx.metal.probe import choose_rows
-from services.tools import metal_kernels
+from services.tools import kernel_report
 from tests.services.mlx.metal.host import HostMetal
 from tests.support.tiny_models import write_tiny_model
 
@@ -216,8 +216,8 @@ def test_nothing_changes_where_there_is_no_metal(model: Any) -> None:
     assert not _our_layers(model)
     q, k = mx.zeros((1, 2, 3, 64), mx.float16), mx.zeros((1, 1, 9, 64), mx.float16)
     assert choice.attend(q, k, k, 1.0, "causal") is None
-    found = metal_kernels.measure(MetalKernelsSettings(model="nowhere"))
-    assert found.note == "there is no Metal here"
+    found = kernel_report.measure(KernelReportSettings(model="nowhere"))
+    assert found.note == "there is no GPU here"
     assert not found.probes
 
 
@@ -225,10 +225,10 @@ def test_what_the_reports_measure(mac: HostMetal, tmp_path: Path) -> None:
     """Each shape of a folder's layers, and for `ssd mac-check` passes without and with kernels."""
     config = {**_SHAPE, "quantization": {"group_size": 64, "bits": 4}, "torch_dtype": "float16"}
     folder = write_tiny_model(tmp_path / "model", "quantized", layers=1, config=config)
-    told = MetalKernelsSettings(model=str(folder), kernels="on")
-    found = metal_kernels.measure(told)
+    told = KernelReportSettings(model=str(folder), kernels="on")
+    found = kernel_report.measure(told)
     assert not found.pass_ms
-    both = metal_kernels.measure(MetalKernelsSettings(model=str(folder), passes=True))
+    both = kernel_report.measure(KernelReportSettings(model=str(folder), passes=True))
     assert [one.shape for one in both.probes] == [one.shape for one in found.probes]
     assert [one.own_ms.keys() for one in found.probes] == [
         dict.fromkeys(probe.TIMED_ROWS).keys()

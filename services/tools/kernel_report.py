@@ -1,7 +1,7 @@
-"""`python -m services.tools.metal_kernels SETTINGS`: our kernels for few rows, on this Mac.
+"""`python -m services.tools.kernel_report SETTINGS`: our kernels for few rows, on this GPU.
 
-They are tried with the target's own layers. Of the target no more is read than that takes,
-unless whole passes are timed.
+They are tried with the target's own layers. On Metal no more of the target is read than that
+takes, unless whole passes are timed.
 """
 
 import sys
@@ -15,10 +15,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from protocol.errors import ModelError
-from protocol.jobs.metal_kernels import MetalKernelsReport, MetalKernelsSettings
+from protocol.jobs.kernel_report import KernelReport, KernelReportSettings
 from protocol.process.child import run_reporting_errors
 from protocol.settings import decode_settings
 from services.kv.state import SequenceState
+from services.mlx.cuda.choice import use_products
+from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit, load
 from services.mlx.metal import attention
 from services.mlx.metal.choice import report, stop_using, try_attention, use_kernels
@@ -31,10 +33,12 @@ _TRIALS = 5
 """Of which the fastest counts."""
 
 
-def measure(settings: MetalKernelsSettings) -> MetalKernelsReport:
+def measure(settings: KernelReportSettings) -> KernelReport:
     """Try the kernels as the settings say; raises ModelError if the model does not load."""
+    if compute_unit() == "cuda":
+        return _measure_on_cuda(settings)
     if compute_unit() != "metal":
-        return MetalKernelsReport(note="there is no Metal here")
+        return KernelReport(note="there is no GPU here")
     if settings.passes:
         return _measure_passes(settings)
     try:
@@ -50,6 +54,15 @@ def measure(settings: MetalKernelsSettings) -> MetalKernelsReport:
     return report()
 
 
+def _measure_on_cuda(settings: KernelReportSettings) -> KernelReport:
+    module = load(Path(settings.model)).module
+    fuse_linears(module)
+    probe = use_products(module)
+    if probe is None:
+        return KernelReport(note="the target's products go through MLX: not in half precision")
+    return KernelReport(probes=[probe])
+
+
 def _attention_shape(module: Any, config: dict[str, Any]) -> AttentionKind | None:
     """What the configuration says of it, where it has the usual words."""
     own = config.get("text_config") or config
@@ -62,7 +75,7 @@ def _attention_shape(module: Any, config: dict[str, Any]) -> AttentionKind | Non
     return AttentionKind(heads, kv_heads, own.get("head_dim") or width // heads, types[0])
 
 
-def _measure_passes(settings: MetalKernelsSettings) -> MetalKernelsReport:
+def _measure_passes(settings: KernelReportSettings) -> KernelReport:
     """What the probes find, then whole passes by MLX and by all kernels that are right."""
     module = load(Path(settings.model)).module
     states = prepare(module).states
@@ -102,9 +115,9 @@ def _time_pass(module: Any, state: SequenceState, rows: int) -> float:
 
 
 def _run() -> None:
-    settings = decode_settings(sys.argv[1], MetalKernelsSettings)
+    settings = decode_settings(sys.argv[1], KernelReportSettings)
     sys.stdout.write(msgspec.json.encode(measure(settings)).decode() + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(run_reporting_errors("metal kernels", _run))
+    sys.exit(run_reporting_errors("kernel report", _run))

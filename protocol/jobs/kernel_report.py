@@ -1,4 +1,4 @@
-"""What was found of the kernels for few rows on Metal: one JSON object on stdout."""
+"""What was found of the kernels for few rows on a GPU: one JSON object on stdout."""
 
 from typing import Literal
 
@@ -9,12 +9,13 @@ from protocol.settings import MetalKernels, Settings
 KernelName = Literal["product", "attention"]
 
 
-class MetalKernelsSettings(Settings, frozen=True, kw_only=True):
+class KernelReportSettings(Settings, frozen=True, kw_only=True):
     """What is to be measured."""
 
     model: str
     """Folder of the target."""
     kernels: MetalKernels = "auto"
+    """On Metal; those for CUDA are used wherever they are faster."""
     passes: bool = False
     """Whether whole passes are timed too, without the kernels and with them."""
 
@@ -29,16 +30,18 @@ class KernelProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """product: how many layers of the model have this shape."""
     least_rows: int = 0
     """From how many rows on it is used; 0: never."""
+    most_rows: int = 0
+    """Up to how many, if not for all that it takes."""
     reason: str = ""
     """Why it is not used, or not for a single row."""
     distance: float = 0.0
-    """Relative, from what MLX computes."""
+    """Relative, from what MLX computes; the largest."""
     own_ms: dict[int, float] = {}
     """By rows: a call of ours, and of MLX's."""
     mlx_ms: dict[int, float] = {}
 
 
-class MetalKernelsReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KernelReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All kernels on this machine, for one target."""
 
     note: str = ""

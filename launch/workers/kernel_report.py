@@ -1,47 +1,47 @@
-"""Our kernels for few rows on this Mac, measured by a process with MLX; and that in words."""
+"""Our kernels for few rows on this GPU, measured by a process with MLX; and that in words."""
 
-import sys
 from collections.abc import Iterator
 
 import msgspec
 
 from launch.workers.worker import run_module
 from protocol.errors import SsdError
-from protocol.jobs.metal_kernels import KernelProbe, MetalKernelsReport, MetalKernelsSettings
+from protocol.jobs.kernel_report import KernelProbe, KernelReport, KernelReportSettings
 from protocol.settings import MetalKernels, encode_settings
 
-NO_METAL = "there is no Metal here; kernels for the few rows of a verification are for Macs"
+NO_GPU = "there is no GPU here; the kernels for few rows on a CPU stand under `device`"
 _TIMEOUT_S = 120.0
 _PASSES_TIMEOUT_S = 900.0
 """A large target takes minutes to load."""
 
 
-def ask_metal_kernels(
-    model: str, kernels: MetalKernels, *, passes: bool = False
-) -> MetalKernelsReport:
+def ask_kernel_report(
+    model: str, kernels: MetalKernels, device: str, *, passes: bool = False
+) -> KernelReport:
     """What was measured with the layers of a target; else a note why nothing was.
 
     Args:
         model: the target's folder.
-        kernels: the setting of this name.
+        kernels: the setting `metal_kernels`.
+        device: where MLX computes here, see `HardwareReport`.
         passes: whether whole passes are timed too, for which all of the target is loaded.
     """
-    if sys.platform != "darwin":
-        return MetalKernelsReport(note=NO_METAL)
-    told = MetalKernelsSettings(model=model, kernels=kernels, passes=passes)
+    if device == "cpu":
+        return KernelReport(note=NO_GPU)
+    told = KernelReportSettings(model=model, kernels=kernels, passes=passes)
     try:
         found = run_module(
             "kernel report",
-            "services.tools.metal_kernels",
+            "services.tools.kernel_report",
             encode_settings(told),
             timeout_s=_PASSES_TIMEOUT_S if passes else _TIMEOUT_S,
         )
     except SsdError as error:
-        return MetalKernelsReport(note=str(error))
-    return msgspec.json.decode(found, type=MetalKernelsReport)
+        return KernelReport(note=str(error))
+    return msgspec.json.decode(found, type=KernelReport)
 
 
-def describe_kernels(report: MetalKernelsReport) -> Iterator[str]:
+def describe_kernels(report: KernelReport) -> Iterator[str]:
     """Which are used and what was measured, a line each."""
     if report.note:
         yield report.note
@@ -55,7 +55,11 @@ def describe_kernels(report: MetalKernelsReport) -> Iterator[str]:
 
 def _describe(probe: KernelProbe) -> str:
     layers = f"{probe.layers} x " if probe.layers else ""
-    used = f"used from {probe.least_rows} rows on" if probe.least_rows > 1 else "used"
+    used = "used"
+    if probe.most_rows:
+        used = f"used for {probe.least_rows} to {probe.most_rows} rows"
+    elif probe.least_rows > 1:
+        used = f"used from {probe.least_rows} rows on"
     text = f"{probe.kernel}, {layers}{probe.shape}: {used if probe.least_rows else 'not used'}"
     if probe.reason:
         text += f", {probe.reason}"
