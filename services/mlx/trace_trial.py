@@ -29,9 +29,7 @@ def is_worth_it(what: str, own: Pass, replayed: Pass) -> bool:
         replayed: by a trace, which its first call makes.
     """
     try:
-        # Evaluated first: kernels that are tried out before their first use cannot be so in
-        # the middle of a trace.
-        distances = [distance(own(), replayed()) for _ in range(2)]
+        distances = [_compare(own, replayed) for _ in range(2)]
     # Whatever a model does that cannot be traced: control flow on values, caches of its own.
     except Exception as error:  # noqa: BLE001
         _log.info("the forward of this model is not traced for %s: %s", what, error)
@@ -39,9 +37,16 @@ def is_worth_it(what: str, own: Pass, replayed: Pass) -> bool:
     return is_close(what, max(distances)) and is_faster(what, measure(own), measure(replayed))
 
 
-def distance(expected: mx.array, found: mx.array) -> float:
-    """Relative difference of logits; the expected ones are evaluated first."""
+def _compare(own: Pass, replayed: Pass) -> float:
+    expected = own()
+    # Evaluated first: kernels that are tried out before their first use cannot be so in the
+    # middle of a trace.
     mx.eval(expected)
+    return distance(expected, replayed())
+
+
+def distance(expected: mx.array, found: mx.array) -> float:
+    """Relative difference of logits."""
     expected, found = expected.astype(mx.float32), found.astype(mx.float32)
     relative: Any = (mx.linalg.norm(found - expected) / mx.linalg.norm(expected)).item()
     return float(relative)
