@@ -115,10 +115,10 @@ def test_the_default_pair_drafts_trees_on_the_reference_runtime() -> None:
     settings = StackSettings(draft_backend="coreml", draft_model=str(default_converted()))
     assert pair_of(settings).backend == "coreml"
     with running(settings) as stack:
-        plain = stack.answer(QUESTION, mode="ar", max_tokens=32)
+        plain = stack.answer(QUESTION, mode="ar", max_tokens=16)
         answer = stack.until(
             lambda answer: answer.statistics.cache_hits > 0,
             "an outcome is hit",
-            lambda: stack.answer(QUESTION, max_tokens=32, num_draft_tokens=3),
+            lambda: stack.answer(QUESTION, max_tokens=16, num_draft_tokens=3),
         )
     assert plain.tokens == answer.tokens
