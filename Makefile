@@ -14,9 +14,8 @@ demo: $(VENV)/.pair
 
 # Two at a time: most tests wait for processes; those of a file stay together, and the files come
 # in the order of tests/conftest.py.
-# Three processes for two cores: tests of processes wait a fifth of their time.
 test: $(VENV)/.pair
-	"$(BIN)/python" -m pytest --numprocesses 3 --dist loadfile \
+	"$(BIN)/python" -m pytest --numprocesses 2 --dist loadfile \
 		--no-loadscope-reorder --durations 12
 
 # What computes with MLX, on a CUDA device; its products in whole float32 there, as on a CPU.

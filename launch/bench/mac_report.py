@@ -91,7 +91,7 @@ def lines(report: MacReport) -> Iterator[str]:
             for text in format_probe(loop):
                 yield f"{when}: {text}"
     for text in describe_kernels(report.kernels):
-        yield f"Metal kernels: {text}"
+        yield f"GPU kernels: {text}"
     yield from _format_answers(report)
     if report.answers_failed:
         yield f"answers: no more figures, {report.answers_failed}"

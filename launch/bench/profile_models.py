@@ -27,6 +27,8 @@ BRANCHES = [1, 4, 8, 16, 24, 32]
 _CONTEXT = 128
 _WORK_S = 1.5
 """How long each side works in the overlap measurement, about."""
+_MOST_REPEATS = 400
+"""Of a tiny model: each adds tokens to its context, which is to stay short."""
 _WIDTH = 16
 _CHAIN = 5
 
@@ -115,7 +117,8 @@ class ProfilerPair:
     def _work(self, profiler: ProfilerWorker, count: int) -> tuple[ProfilerWorker, WorkRequest]:
         """As much as fills the time that is meant for it."""
         [each_ms] = profiler.ask(TimeRequest([count], self.context), TimeResult).medians_ms.values()
-        return profiler, WorkRequest(count, max(2, round(1e3 * _WORK_S / each_ms)), self.context)
+        repeats = min(max(2, round(1e3 * _WORK_S / each_ms)), _MOST_REPEATS)
+        return profiler, WorkRequest(count, repeats, self.context)
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ def test_all_that_can_be_measured_here_is_in_the_file(checked: tuple[str, str]) 
     assert all(answer["same_as_plain"] and answer["tokens"] for answer in report["answers"])
     assert not report["answers_failed"]
     assert report["versions"]["coremltools"]
-    assert "there is no Metal here" in report["kernels"]["note"]
+    assert "there is no GPU here" in report["kernels"]["note"]
     assert len(report["not_measured"]) == 4 + 1  # its target has no conversion of that name
 
 
@@ -83,7 +83,7 @@ def test_people_read_the_same(checked: tuple[str, str]) -> None:
     assert "reference decode: " in printed
     assert "injection of 512 tokens, float16: " in printed
     assert "70 calls on reference: " in printed
-    assert "Metal kernels: there is no Metal here" in printed
+    assert "GPU kernels: there is no GPU here" in printed
     assert printed.count("not measured here: ") == 5
 
 

@@ -52,7 +52,7 @@ def test_mac_check_shows_them() -> None:
     report = mac_report.MacReport(
         date="", machine={"system": "here"}, versions={}, model="m", package={}, kernels=_FOUND
     )
-    said = [line for line in mac_report.lines(report) if line.startswith("Metal kernels: ")]
+    said = [line for line in mac_report.lines(report) if line.startswith("GPU kernels: ")]
     assert len(said) == 6
 
 
