@@ -34,7 +34,7 @@ def is_worth_it(what: str, own: Pass, replayed: Pass) -> bool:
     except Exception as error:  # noqa: BLE001
         _log.info("the forward of this model is not traced for %s: %s", what, error)
         return False
-    return is_close(what, max(distances)) and is_faster(what, measure(own), measure(replayed))
+    return is_close(what, max(distances)) and is_faster(what, time_pass(own), time_pass(replayed))
 
 
 def _compare(own: Pass, replayed: Pass) -> float:
@@ -42,11 +42,11 @@ def _compare(own: Pass, replayed: Pass) -> float:
     # Evaluated first: kernels that are tried out before their first use cannot be so in the
     # middle of a trace.
     mx.eval(expected)
-    return distance(expected, replayed())
+    return measure_distance(expected, replayed())
 
 
-def distance(expected: mx.array, found: mx.array) -> float:
-    """Relative difference of logits."""
+def measure_distance(expected: mx.array, found: mx.array) -> float:
+    """Relative difference of what was found; arrays of one shape."""
     expected, found = expected.astype(mx.float32), found.astype(mx.float32)
     relative: Any = (mx.linalg.norm(found - expected) / mx.linalg.norm(expected)).item()
     return float(relative)
@@ -75,7 +75,7 @@ def is_faster(what: str, own_s: float, replayed_s: float) -> bool:
     return used
 
 
-def measure(run: Pass) -> float:
+def time_pass(run: Pass) -> float:
     """Seconds of the fastest pass."""
     seconds = []
     for _ in range(_TRIALS):

@@ -20,7 +20,7 @@ from protocol.messages import Sampling
 from services.kv.cache import KVStore
 from services.kv.slots import SlotCache, round_to_bucket
 from services.mlx.cuda.choice import in_trace
-from services.mlx.trace_trial import distance
+from services.mlx.trace_trial import measure_distance
 from services.mlx.traced_forward import LayerInputs, grow
 from services.sampling.device import PositionNoise, guess
 
@@ -309,7 +309,7 @@ class TracedPasses:
         except Exception as error:  # noqa: BLE001
             _log.info("depths of %d rows are not traced: %s", rows, error)
             return False
-        furthest = max(map(distance, expected, found))
+        furthest = max(map(measure_distance, expected, found))
         if not furthest < _TOLERANCE:
             _log.warning("traced depths of %d rows are %.2g from the model's", rows, furthest)
             return False

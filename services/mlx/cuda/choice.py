@@ -16,6 +16,7 @@ from protocol.jobs.kernel_report import KernelProbe
 from services.mlx.cuda import product
 from services.mlx.fused_linear import FusedSlice
 from services.mlx.loader import compute_unit
+from services.mlx.trace_trial import measure_distance
 
 _log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def _try_rows(layers: list[Any]) -> KernelProbe:
         inputs = [_normal((1, rows, layer.weight.shape[1]), layer.weight.dtype) for layer in layers]
         try:
             by_mlx, ours = (_trace(layers, most_rows) for most_rows in (0, rows))
-            distance = max(map(_distance, by_mlx(inputs), ours(inputs)))
+            distance = max(map(measure_distance, by_mlx(inputs), ours(inputs)))
         except (RuntimeError, ValueError, TypeError, OSError) as error:
             reason = f"of {rows} rows it does not run here: {error}"
             break
@@ -180,12 +181,6 @@ def _time(run: Products, inputs: list[mx.array]) -> float:
         mx.eval(run(inputs))
         seconds.append(time.perf_counter() - started)
     return 1e3 * min(seconds)
-
-
-def _distance(expected: mx.array, found: mx.array) -> float:
-    difference = mx.linalg.norm((found.astype(mx.float32) - expected.astype(mx.float32)).flatten())
-    relative: Any = (difference / mx.linalg.norm(expected.astype(mx.float32).flatten())).item()
-    return float(relative)
 
 
 def _normal(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:

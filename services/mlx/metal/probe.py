@@ -3,13 +3,14 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from protocol.jobs.kernel_report import KernelName, KernelProbe
 from services.mlx.metal import attention, product
 from services.mlx.metal.product import MOST_ROWS, Quantised
+from services.mlx.trace_trial import measure_distance
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def _compare_product(weights: Quantised) -> _Comparison:
         mx.array_equal(product.multiply(x[:n], weights), found[:n]).item()
         for n in range(1, MOST_ROWS)
     ]
-    return _Comparison(_distance(found, expected), all(same))
+    return _Comparison(measure_distance(found, expected), all(same))
 
 
 def probe_attention(shape: AttentionKind, *, always: bool) -> KernelProbe:
@@ -132,7 +133,7 @@ def _compare_attention(shape: AttentionKind) -> _Comparison:
         ends = mx.array([[slots - 3 * (i % 3)] for i in range(count)])
         for mask in ("causal", mx.arange(slots)[None] < ends):
             found = attention.attend(q, k, v, 0.1, mask)
-            distances.append(_distance(found, _attend_by_mlx(q, k, v, 0.1, mask)))
+            distances.append(measure_distance(found, _attend_by_mlx(q, k, v, 0.1, mask)))
     together, same = attention.attend(q, k, v, 0.1, "causal"), []
     for row in range(count):
         end = slots - count + row + 1
@@ -208,12 +209,6 @@ def _time(calls: Calls) -> float:
         mx.eval(found)
         seconds.append((time.perf_counter() - started) / count)
     return 1e3 * min(seconds)
-
-
-def _distance(found: mx.array, expected: mx.array) -> float:
-    difference = mx.linalg.norm((found.astype(mx.float32) - expected.astype(mx.float32)).flatten())
-    relative: Any = (difference / mx.linalg.norm(expected.astype(mx.float32).flatten())).item()
-    return float(relative)
 
 
 def _normal(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:

@@ -108,41 +108,33 @@ def test_what_cannot_be_traced_is_found_at_load(
 
 
 class Reads:
-    """Reads the sum of the logits."""
+    """Reads the sum of each token's logits."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.found: mx.array | None = None
+    def __init__(self) -> None:
+        self.caught: mx.array | None = None
+        self.replayed: mx.array | None = None
+
+    def catch(self, logits: mx.array, _: Any) -> mx.array:
+        self.caught = logits[0].sum(axis=-1, keepdims=True)
+        return logits
 
     def compute(self) -> mx.array | None:
-        return self._model.latest
+        return self.caught
 
     def put(self, features: mx.array) -> None:
-        self.found = features
+        self.replayed = features
 
 
 def test_what_is_read_of_the_model_is_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the moment on when it is asked for."""
     monkeypatch.setattr(trace_trial, "_WORTHWHILE", float("inf"))
-
-    def keep(logits: mx.array, _: Any) -> mx.array:
-        model_and_latest["latest"] = logits[0].sum(axis=-1, keepdims=True)
-        return logits
-
-    model_and_latest: dict[str, mx.array] = {}
-
-    class Latest:
-        @property
-        def latest(self) -> mx.array:
-            return model_and_latest["latest"]
-
-    table, model, make = warm_table(keep)
-    reads = Reads(Latest())
+    reads = Reads()
+    table, model, make = warm_table(reads.catch)
     run(table, model, [make()])
-    assert reads.found is None
+    assert reads.replayed is None
     table.read(reads)
     for _ in range(2):
-        reads.found = None
+        reads.replayed = None
         logits = run(table, model, [make(), make()])
-        assert reads.found is not None
-        np.testing.assert_allclose(np.array(reads.found)[:6, 0], logits[0].sum(-1), atol=1e-3)
+        assert reads.replayed is not None
+        np.testing.assert_allclose(np.array(reads.replayed)[:6, 0], logits[0].sum(-1), atol=1e-3)
