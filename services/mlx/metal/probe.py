@@ -86,7 +86,7 @@ def _compare_product(weights: Quantised) -> _Comparison:
         mx.array_equal(product.multiply(x[:n], weights), found[:n]).item()
         for n in range(1, MOST_ROWS)
     ]
-    return _Comparison(measure_distance(found, expected), all(same))
+    return _Comparison(measure_distance(expected, found), all(same))
 
 
 def probe_attention(shape: AttentionKind, *, always: bool) -> KernelProbe:
@@ -133,7 +133,7 @@ def _compare_attention(shape: AttentionKind) -> _Comparison:
         ends = mx.array([[slots - 3 * (i % 3)] for i in range(count)])
         for mask in ("causal", mx.arange(slots)[None] < ends):
             found = attention.attend(q, k, v, 0.1, mask)
-            distances.append(measure_distance(found, _attend_by_mlx(q, k, v, 0.1, mask)))
+            distances.append(measure_distance(_attend_by_mlx(q, k, v, 0.1, mask), found))
     together, same = attention.attend(q, k, v, 0.1, "causal"), []
     for row in range(count):
         end = slots - count + row + 1
