@@ -1,6 +1,7 @@
 """The target and the drafter timed by themselves: each in a process as its service would be."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,8 +28,8 @@ BRANCHES = [1, 4, 8, 16, 24, 32]
 _CONTEXT = 128
 _WORK_S = 1.5
 """How long each side works in the overlap measurement, about."""
-_MOST_REPEATS = 400
-"""Of a tiny model: each adds tokens to its context, which is to stay short."""
+_MOST_ADDED = 2000
+"""Tokens that verifications may add to their context: a tiny target fits many into that time."""
 _WIDTH = 16
 _CHAIN = 5
 
@@ -97,7 +98,7 @@ class ProfilerPair:
         """In turn, then together; None without a draft model."""
         if self.drafter is None:
             return None
-        first = self._work(self.target, _CHAIN)
+        first = self._work(self.target, _CHAIN, _MOST_ADDED // _CHAIN)
         second = self._work(self.drafter, _WIDTH)
         alone = [profiler.ask(work, WorkResult).seconds for profiler, work in (first, second)]
         for profiler, work in (first, second):
@@ -114,10 +115,12 @@ class ProfilerPair:
             efficiency=min(1.0, max(0.0, hidden)),
         )
 
-    def _work(self, profiler: ProfilerWorker, count: int) -> tuple[ProfilerWorker, WorkRequest]:
-        """As much as fills the time that is meant for it."""
+    def _work(
+        self, profiler: ProfilerWorker, count: int, most: int = sys.maxsize
+    ) -> tuple[ProfilerWorker, WorkRequest]:
+        """As much as fills the time that is meant for it, `most` repeats at most."""
         [each_ms] = profiler.ask(TimeRequest([count], self.context), TimeResult).medians_ms.values()
-        repeats = min(max(2, round(1e3 * _WORK_S / each_ms)), _MOST_REPEATS)
+        repeats = min(max(2, round(1e3 * _WORK_S / each_ms)), most)
         return profiler, WorkRequest(count, repeats, self.context)
 
 

@@ -144,6 +144,12 @@ class TargetSequence:
         count = len(places)
         return rows[:count] if places[-1] == count - 1 else rows[mx.array(list(places))]
 
+    def forget_features(self) -> None:
+        """What passes under way read was asked for by another drafter."""
+        self.ahead.clear()
+        if self.request is not None:
+            self.request.features = None
+
     def on_verify(self, now: float, busy_since: float) -> None:
         """Its next verification is here; `busy_since` is when the last pass began."""
         if not self.answered_at:

@@ -243,7 +243,7 @@ class Verifier:
             if self._features.request != before:
                 self._target.read(self._features)
                 for sequence in self._sequences.values():
-                    sequence.ahead.clear()  # of what another drafter asked for
+                    sequence.forget_features()
         for number, sequence in self._sequences.items():
             yield from self._features.messages(number, sequence)
 

@@ -20,7 +20,7 @@ from protocol.messages import Sampling
 from services.kv.cache import KVStore
 from services.kv.slots import SlotCache, round_to_bucket
 from services.mlx.cuda.choice import in_trace
-from services.mlx.trace_trial import measure_distance
+from services.mlx.trace_trial import is_close, is_faster, measure_distance
 from services.mlx.traced_forward import LayerInputs, grow
 from services.sampling.device import PositionNoise, guess
 
@@ -32,14 +32,10 @@ TRACED_SLOTS = (256, 512, 768, 1024)
 """Sizes of the buffers; as for verifications, what is not traced at load never is."""
 
 _GREEDY, _DRAWN = Sampling(), Sampling(temperature=1.0)
-_TOLERANCE = 0.02
-"""Relative difference of the logits in the trial; half precision rounds coarsely."""
 _TRIAL_PROMPT = 24
 _TRIAL_DEPTHS = 4
 _TRIALS = 3
 """Runs of so many depths that are timed; the fastest counts."""
-_WORTHWHILE = 0.97
-"""A replay must take at most this share of the time of the model's own passes."""
 
 Frame = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 """What `KVStore.branches` takes."""
@@ -309,23 +305,20 @@ class TracedPasses:
         except Exception as error:  # noqa: BLE001
             _log.info("depths of %d rows are not traced: %s", rows, error)
             return False
-        furthest = max(map(measure_distance, expected, found))
-        if not furthest < _TOLERANCE:
-            _log.warning("traced depths of %d rows are %.2g from the model's", rows, furthest)
+        what = f"depths of {rows} rows"
+        if not is_close(what, max(map(measure_distance, expected, found))):
             return False
-        own, replayed = self._time(open_plain, rows), self._time(open_traced, rows)
-        _log.info("a depth of %d rows: %.2f ms traced, %.2f ms otherwise", rows, replayed, own)
-        return replayed < _WORTHWHILE * own
+        return is_faster(what, self._time(open_plain, rows), self._time(open_traced, rows))
 
     def _time(self, open_rows: Callable[[], SideBySide], rows: int) -> float:
-        """Milliseconds of a depth in the fastest run."""
+        """Seconds of a depth in the fastest run."""
         seconds = []
         for _ in range(_TRIALS):
             opened = open_rows()
             began = time.perf_counter()
             self.run(opened, rows)
             seconds.append(time.perf_counter() - began)
-        return 1e3 * min(seconds) / _TRIAL_DEPTHS
+        return min(seconds) / _TRIAL_DEPTHS
 
 
 def _pad(count: int) -> int:

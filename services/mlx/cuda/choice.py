@@ -1,11 +1,11 @@
 """Up to how many rows the products of a traced forward go through our kernel on CUDA: tried out."""
 
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,15 +16,13 @@ from protocol.jobs.kernel_report import KernelProbe
 from services.mlx.cuda import product
 from services.mlx.fused_linear import FusedSlice
 from services.mlx.loader import compute_unit
-from services.mlx.trace_trial import measure_distance
+from services.mlx.trace_trial import measure_distance, time_pass
 
 _log = logging.getLogger(__name__)
 
 _ROWS = (2, 4, 8, 16, 32, 64)
 _LAYERS = 4
 """Of a shape, whose weights are read in turn when it is timed."""
-_TRIALS = 7
-"""Of which the fastest counts."""
 _WORTHWHILE = 0.97
 """Share of the time of MLX's products that ours may take at most."""
 _TOLERANCE = 0.01
@@ -136,7 +134,8 @@ def _try_rows(layers: list[Any]) -> KernelProbe:
         if not distance < _TOLERANCE:
             reason = f"of {rows} rows its result is {distance:.2g} from MLX's"
             break
-        own_ms[rows], mlx_ms[rows] = _time(ours, inputs), _time(by_mlx, inputs)
+        own_ms[rows] = 1e3 * time_pass(partial(ours, inputs))
+        mlx_ms[rows] = 1e3 * time_pass(partial(by_mlx, inputs))
         if own_ms[rows] > _WORTHWHILE * mlx_ms[rows]:
             reason = "more are faster by MLX" if most else "it is not faster than MLX's"
             break
@@ -171,16 +170,6 @@ def _call(layer: Any, x: mx.array) -> mx.array:
     product_of = layer.as_linear if isinstance(layer, nn.Embedding) else layer
     found: mx.array = product_of(x)
     return found
-
-
-def _time(run: Products, inputs: list[mx.array]) -> float:
-    """Milliseconds of all products, the fastest time."""
-    seconds = []
-    for _ in range(_TRIALS):
-        started = time.perf_counter()
-        mx.eval(run(inputs))
-        seconds.append(time.perf_counter() - started)
-    return 1e3 * min(seconds)
 
 
 def _normal(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:

@@ -23,6 +23,7 @@ from protocol.messages import (
 from services.batching.packing import enable_packing, find_table
 from services.batching.table_cache import attend_gathered
 from services.batching.traced_table import TracedTable
+from services.kv.cache import KVStore, windows_of
 from services.kv.prefix_cache import PrefixCache
 from services.kv.rewinding import find_rewinding
 from services.mlx.loader import load
@@ -51,11 +52,15 @@ def replaying_verifier() -> Verifier:
     loaded = load(tiny_folder("llama"))
     model = loaded.module
     enable_packing(model)
-    states = find_rewinding(model, bucketed=False)
+    states, windows = find_rewinding(model, bucketed=False), windows_of(model)
+
+    def make() -> KVStore:
+        return KVStore(windows, bucketed=False)
+
     traced = TracedForward(model)
     for rows in (1, 3):
-        traced.prepare(rows, 256, states.make)  # type: ignore[arg-type]  # of slots
-    traced.prepare_tree(8, 256, states.make)  # type: ignore[arg-type]
+        traced.prepare(rows, 256, make)
+    traced.prepare_tree(8, 256, make)
     table = find_table(model, states.make, attend_gathered)
     assert table is not None
     table._traced = TracedTable(model, attend_gathered)
@@ -257,6 +262,24 @@ def test_a_run_goes_on_when_another_drafter_reads(new: New) -> None:
     assert [answer.request for answer in sent if isinstance(answer, Features)] == [2] * 5
     assert len(set(widths)) == 1
     assert widths[0] * 2 == len(expected((1, 2))[0])
+
+
+def test_a_shared_pass_for_another_drafter_is_not_sent() -> None:
+    """One sequence computes it, the other takes its part when somebody else reads."""
+    verifier = new_verifier()
+    open_sequence(verifier, PROMPT, 1)
+    open_sequence(verifier, PROMPT[::-1], 2)
+    first, second = (
+        verifier.handle(Verify(sequence=number, round=1, position=len(PROMPT), nodes=[64]))
+        for number in (1, 2)
+    )
+    assert next(first) is next(second) is None  # both wait for company
+    assert any(isinstance(answer, VerificationOutcome) for answer in first)
+    other = FeatureRequest(layers=[1], dtype="float32")
+    answers(verifier, ReadTarget(features=other, number=2))
+    [outcome] = [answer for answer in second if answer is not None]
+    assert isinstance(outcome, VerificationOutcome)
+    assert outcome.sequences == 2
 
 
 def test_a_projection_is_applied(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -17,6 +17,7 @@ from services.drafter.backends import mlx_rows
 from services.drafter.backends.base import RoundOptions
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_rows import TracedPasses, TracedRows
+from services.mlx import trace_trial
 from services.mlx.loader import load
 from services.verifier.verifier import Verifier
 from tests.services.drafter.backends import test_mlx_trees
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("all_candidates")
 def trace(backend: MlxBackend, worthwhile: float = float("inf")) -> TracedPasses:
     """Use what is right, however fast it is here; a few shapes."""
     with (
-        patch.object(mlx_rows, "_WORTHWHILE", worthwhile),
+        patch.object(trace_trial, "_WORTHWHILE", worthwhile),
         patch.object(mlx_rows, "TRACED_SLOTS", (256,)),
         patch.object(mlx_rows, "TRACED_ROWS", (1, 8, 32)),
     ):

@@ -1,0 +1,60 @@
+// What kernels for CUDA take from the device, on the host: a thread for each of theirs. Test only.
+// WARPS of a block is defined before.
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+constexpr int LANES = 32, THREADS = WARPS * LANES;
+
+#define __device__
+#define __shared__ static
+#define __int_as_float(bits) (-INFINITY)
+#define __expf expf
+using std::min;
+
+struct Index { int x; };
+thread_local Index threadIdx;
+std::barrier<> block(THREADS);
+std::unique_ptr<std::barrier<>> warps[WARPS];
+float exchanged[THREADS];
+
+void __syncthreads() { block.arrive_and_wait(); }
+
+float __shfl_xor_sync(unsigned, float value, int lane) {
+  auto& warp = *warps[threadIdx.x / LANES];
+  exchanged[threadIdx.x] = value;
+  warp.arrive_and_wait();
+  const float other = exchanged[threadIdx.x ^ lane];
+  warp.arrive_and_wait();
+  return other;
+}
+
+// Once by every thread of a block.
+void run_block(const std::function<void()>& kernel) {
+  for (auto& warp : warps)
+    if (!warp) warp = std::make_unique<std::barrier<>>(LANES);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < THREADS; t++)
+    threads.emplace_back([&kernel, t] {
+      threadIdx.x = t;
+      kernel();
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+std::vector<float> numbers(size_t count) {
+  std::vector<float> found(count);
+  for (auto& number : found)
+    if (scanf("%f", &number) != 1) exit(1);
+  return found;
+}
+
+void print(const std::vector<float>& out) {
+  for (float number : out) printf("%.9g\n", number);
+}
