@@ -1,10 +1,11 @@
 """The small target, widened to the cost of a large one without changing what it says.
 
-`python docs/lab/wide_target.py FOLDER OUT --billions 8`: a Llama folder whose layers get more
-columns in their MLP and more heads, random ones whose outputs are multiplied by zero. It has as
-many layers as before, so as many launches as a real model of that size has, and real text,
-real drafts and real acceptance. 2, 3 and 4 ranks divide the MLP; the heads 2 and 4, or as
-`--kv-heads` says (three heads to each): with 6 of them 2, 3 and 6.
+`python docs/lab/wide_target.py FOLDER OUT --billions 7 --width 4096 --kv-heads 16`: a Llama
+folder whose layers get more columns in their MLP and more heads, random ones whose outputs are
+multiplied by zero, and whose residual stream is widened by zeros. It has as many layers as
+before, so as many launches as a real model of that size has, products of such a model's shapes,
+and real text, real drafts and real acceptance. 2, 3 and 4 ranks divide the MLP; the heads 2 and
+4, or as `--kv-heads` says (three heads to each): with 6 of them 2, 3 and 6.
 Weights are float16 and are made on the GPU where there is one.
 """
 
@@ -31,23 +32,24 @@ def pad(weight: mx.array, rows: int, columns: int, *, silent: bool) -> mx.array:
 
 def widen(name: str, weight: mx.array, config: dict[str, Any], wide: dict[str, Any]) -> mx.array:
     """One tensor of the wide target; `wide` is the configuration that it is to have."""
-    hidden, head, intermediate = (
-        config["hidden_size"],
-        config["head_dim"],
-        wide["intermediate_size"],
-    )
+    stream, head, intermediate = wide["hidden_size"], config["head_dim"], wide["intermediate_size"]
     part = name.split(".")[-2]
-    if part in ("gate_proj", "up_proj"):
-        return pad(weight, intermediate, hidden, silent=False)
-    if part == "down_proj":
-        return pad(weight, hidden, intermediate, silent=True)
-    if part == "q_proj":
-        return pad(weight, wide["num_attention_heads"] * head, hidden, silent=False)
-    if part in ("k_proj", "v_proj"):
-        return pad(weight, wide["num_key_value_heads"] * head, hidden, silent=False)
-    if part == "o_proj":
-        return pad(weight, hidden, wide["num_attention_heads"] * head, silent=True)
-    return weight.astype(mx.float16)
+    if part.endswith("norm"):
+        # The mean square of the wide stream is less by the share of its zeros.
+        share: mx.array = weight.astype(mx.float32) * (config["hidden_size"] / stream) ** 0.5
+        return mx.pad(share, [(0, stream - weight.size)]).astype(mx.float16)
+    queries, kv = (wide[f"num_{kind}_heads"] * head for kind in ("attention", "key_value"))
+    rows, columns, silent = {
+        "embed_tokens": (weight.shape[0], stream, True),
+        "gate_proj": (intermediate, stream, False),
+        "up_proj": (intermediate, stream, False),
+        "down_proj": (stream, intermediate, True),
+        "q_proj": (queries, stream, False),
+        "k_proj": (kv, stream, False),
+        "v_proj": (kv, stream, False),
+        "o_proj": (stream, queries, True),
+    }[part]
+    return pad(weight, rows, columns, silent=silent)
 
 
 def main() -> None:
@@ -55,13 +57,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A wide target that says what a small one says.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--billions", type=float, default=8.0)
+    parser.add_argument("--billions", type=float, default=8.0, help="of the MLPs")
+    parser.add_argument("--width", type=int, help="of the residual stream; as it is unless given")
     parser.add_argument("--kv-heads", type=int, default=4)
     given = parser.parse_args()
     config = json.loads((given.folder / "config.json").read_text())
     layers = config["num_hidden_layers"]
-    columns = given.billions * 1e9 / (3 * layers * config["hidden_size"])
+    stream = given.width or config["hidden_size"]
+    columns = given.billions * 1e9 / (3 * layers * stream)
     changed = {
+        "hidden_size": stream,
+        "rms_norm_eps": config["rms_norm_eps"] * config["hidden_size"] / stream,
         "intermediate_size": round(columns / 768) * 768,
         "num_attention_heads": _HEADS_A_KV_HEAD * given.kv_heads,
         "num_key_value_heads": given.kv_heads,

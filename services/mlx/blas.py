@@ -3,7 +3,9 @@
 MLX's Linux wheel links a reference BLAS at about 3 GFLOP/s. MKL loaded into the global
 symbol namespace first takes its place, about five times faster. Products of a few rows, of
 which decoding and verification consist, go to `cpu/products/small_gemm.c` instead, and attention to
-`cpu/attention.c`; both are compiled once per environment. On macOS nothing is needed.
+`cpu/attention.c`; both are compiled once per environment. Without MKL (an installation for CUDA,
+whose drafter may run on the CPU) they pass other products on to the reference BLAS. On macOS
+nothing is needed.
 
 Measured on the default target, one core, verification of 1 / 2 / 4 / 6 tokens:
 MKL 50 / 60 / 93 / 113 ms, small_gemm 49 / 54 / 62 / 78 ms. Weights that were published in few bits
@@ -13,6 +15,7 @@ are read from copies of that size (`services.mlx.exact_copies`), three times fas
 import ctypes
 import enum
 import hashlib
+import importlib.util
 import logging
 import os
 import shutil
@@ -36,6 +39,7 @@ _FLAGS = ("-O3", "-shared", "-fPIC", "-pthread", "-Wl,-Bsymbolic")
 _MOST_ROWS = 16
 """From here packing pays."""
 
+_REFERENCE_BLAS = "mlx*.libs/libblas-*.so*"
 _FEW_THREADS = 4
 """More threads make MKL the faster one for any number of rows."""
 
@@ -95,20 +99,35 @@ def load_blas(threads: int) -> None:
     """
     if sys.platform != "linux" or _Loaded.kernels is not None:
         return
-    libraries = sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*"))
-    if not libraries:
-        _log.warning("MKL is not installed (extra 'cpu'); MLX's reference BLAS is 5 times slower")
-        return
+    mkl = _find_mkl()
+    library = mkl or _find_reference_blas()
+    if mkl is None and (library is None or library.parent.name.startswith("mlx_cpu")):
+        _log.warning("MKL is not installed (extra 'cpu'): many products take five times as long")
     # MLX's products resolve to whichever library is loaded first.
-    kernels = _load_kernels() if threads <= _FEW_THREADS else None
-    mkl = ctypes.CDLL(str(libraries[-1]), mode=ctypes.RTLD_GLOBAL)
-    # Our kernels share what they pass on to MKL among their own threads.
-    mkl.MKL_Set_Num_Threads(1 if kernels is not None else threads)
+    kernels = _load_kernels() if library is not None and threads <= _FEW_THREADS else None
+    if library is None or (mkl is None and kernels is None):
+        return
+    blas = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    if mkl is not None:
+        # Our kernels share what they pass on to MKL among their own threads.
+        blas.MKL_Set_Num_Threads(1 if kernels is not None else threads)
     if kernels is not None:
-        kernels.small_gemm_take(ctypes.cast(mkl.cblas_sgemm, ctypes.c_void_p), 1, _MOST_ROWS)
+        kernels.small_gemm_take(ctypes.cast(blas.cblas_sgemm, ctypes.c_void_p), 1, _MOST_ROWS)
         _Loaded.kernels = kernels
         _Loaded.cores = tuple(sorted(os.sched_getaffinity(0))[1:threads])
         use_spare_cores(())
+
+
+def _find_mkl() -> Path | None:
+    return max(Path(sys.prefix, "lib").glob("libmkl_rt.so*"), default=None)
+
+
+def _find_reference_blas() -> Path | None:
+    """The one that MLX's wheel brings along; MLX itself must not be imported for it."""
+    found = importlib.util.find_spec("mlx")
+    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    libraries = [path for folder in folders for path in Path(folder).parent.glob(_REFERENCE_BLAS)]
+    return max(libraries, default=None)
 
 
 def cpu_kernels() -> ctypes.CDLL | None:

@@ -18,7 +18,6 @@ from mlx_lm.utils import load_model
 from protocol.decoding.sampler import Floats, sample
 from protocol.messages import Sampling, Tokens
 from services.kv.prefix_cache import PrefixCache
-from services.mlx import blas
 from services.mlx.loader import LoadedModel, compute_unit, load
 from services.verifier.target_model import TargetModel, prepare
 from services.verifier.verifier import Verifier
@@ -114,10 +113,6 @@ def tiny_verifier(family: str, step: int = 512, prompts: PrefixCache | None = No
     return Verifier(model, step, prompts, target)
 
 
-needs_cpu_kernels = pytest.mark.skipif(
-    mx.cuda.is_available() and blas.cpu_kernels() is None,
-    reason="a CUDA installation without the extra 'cpu' has no kernels for the CPU",
-)
 for_the_cpu = pytest.mark.skipif(
     mx.cuda.is_available(), reason="there is CUDA here, and it is about MLX's CPU backend"
 )

@@ -21,7 +21,7 @@ from tests.support.cpu_kernels import (
     add_copy,
     contiguous_product,
 )
-from tests.support.reference import needs_cpu_kernels
+from tests.support.reference import for_the_cpu
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS brings its own BLAS")
 
@@ -139,7 +139,7 @@ def test_mlx_multiplies_through_it(rows: int) -> None:
         np.testing.assert_allclose(np.array(found), expected, rtol=1e-5)
 
 
-@needs_cpu_kernels
+@for_the_cpu
 def test_it_is_in_use() -> None:
     """MLX's own symbol for a product is the kernel's."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
@@ -178,3 +178,41 @@ def test_a_process_loads_them_once() -> None:
     """A second caller, with other threads in mind, changes nothing (conftest asked for one)."""
     blas.load_blas(threads=2)
     assert blas._Loaded.cores == ()
+
+
+_WITHOUT_MKL = """
+import sys
+from services.mlx import blas
+blas._find_mkl = lambda: None
+blas.load_blas(threads=1)
+import mlx.core as mx
+import numpy as np
+mx.set_default_device(mx.cpu)
+random = np.random.default_rng(0)
+for rows in (1, 4, 16, 40):
+    x, w = (random.uniform(0.5, 1.5, (count, 77)).astype(np.float32) for count in (rows, 101))
+    np.testing.assert_allclose(np.array(mx.array(x) @ mx.array(w).T), x @ w.T, rtol=1e-5)
+assert blas.cpu_kernels() is not None
+assert "libmkl" not in open("/proc/self/maps").read()
+"""
+
+
+def test_the_kernels_work_without_mkl() -> None:
+    """As in an installation for CUDA, whose drafter may compute on the CPU; others' products
+    go to MLX's own library."""
+    run = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_MKL], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "MKL is not installed" in run.stderr or mx.cuda.is_available()
+
+
+def test_without_any_library_mlx_keeps_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(blas, "_Loaded", type("Nothing", (), {"kernels": None}))
+    monkeypatch.setattr(blas, "_find_mkl", lambda: None)
+    monkeypatch.setattr(blas, "_find_reference_blas", lambda: None)
+    blas.load_blas(threads=1)
+    assert blas.cpu_kernels() is None
+    assert "MKL is not installed" in caplog.text

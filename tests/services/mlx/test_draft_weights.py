@@ -12,7 +12,7 @@ from services.mlx import draft_weights
 from services.mlx.draft_weights import int8_copy, quantise_linears, round_to_int8, use_weights
 from services.mlx.lm_head import keep_rows
 from tests.support.cpu_kernels import add_copy, contiguous_product, load_own, rounded_rows
-from tests.support.reference import needs_cpu_kernels
+from tests.support.reference import for_the_cpu
 
 
 class _Inner(nn.Module):
@@ -51,7 +51,7 @@ def test_rounding_keeps_what_it_can() -> None:
     assert not rows[3].any()
 
 
-@needs_cpu_kernels
+@for_the_cpu
 @pytest.mark.parametrize("head", ["whole", "trimmed"])
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_few_rows_read_bytes(rows: int, head: str) -> None:
@@ -119,7 +119,7 @@ def kernel(tmp_path: Path) -> ctypes.CDLL:
     return load_own(tmp_path)
 
 
-@needs_cpu_kernels
+@for_the_cpu
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 63), (70, 64), (9, 100), (128, 576)])
 def test_rows_times_bytes(kernel: ctypes.CDLL, n: int, k: int, *, tiled: bool) -> None:
@@ -141,7 +141,7 @@ def test_rows_times_bytes(kernel: ctypes.CDLL, n: int, k: int, *, tiled: bool) -
         assert np.array_equal(np.concatenate(parts), found)
 
 
-@needs_cpu_kernels
+@for_the_cpu
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_a_row_that_is_no_number_gives_none(kernel: ctypes.CDLL, broken: float) -> None:
     """So that whoever reads the logits sees that the drafter is broken; its neighbours are well."""

@@ -14,9 +14,9 @@ from services.mlx.blas import WeightCopy, WeightKind, pack_exactly
 from services.mlx.exact_copies import add_exact_copies, count_read_bytes, large_weights
 from services.mlx.loader import to_dense
 from tests.support.cpu_kernels import Floats, add_copy, contiguous_product, load_own
-from tests.support.reference import needs_cpu_kernels
+from tests.support.reference import for_the_cpu
 
-pytestmark = needs_cpu_kernels
+pytestmark = for_the_cpu
 
 
 def on_a_grid(n: int, k: int, most: int, *, seed: int = 1) -> Floats:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from services.mlx import blas
-from tests.support.reference import needs_cpu_kernels
+from tests.support.reference import for_the_cpu
 from tests.support.stack import DEADLINE_S
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="macOS has no kernels for the CPU"),
-    needs_cpu_kernels,
+    for_the_cpu,
 ]
 
 PARTS = 50

@@ -19,7 +19,9 @@ from tests.support.tiny_models import write_tiny_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load(write_tiny_model(tmp_path_factory.mktemp("model"), "llama")).module
+    module = load(write_tiny_model(tmp_path_factory.mktemp("model"), "llama")).module
+    allow_branches(module)
+    return module
 
 
 def _prefill(model: Any, tokens: int) -> KVStore:

@@ -17,7 +17,7 @@ from services.mlx.loader import load
 from services.sampling import device
 from services.sampling.candidates import best_of
 from services.verifier.verifier import Verifier
-from tests.support.reference import needs_cpu_kernels, plain, tiny_folder
+from tests.support.reference import for_the_cpu, plain, tiny_folder
 
 SAMPLINGS = [
     Sampling(),
@@ -75,7 +75,7 @@ def test_what_a_grammar_forbids_is_not_chosen(sampling: Sampling, allowed: int) 
         assert expected == found
 
 
-@needs_cpu_kernels
+@for_the_cpu
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_the_kernel_seldom_leaves_a_row_to_the_host(sampling: Sampling) -> None:
     """And never to MLX."""
@@ -85,7 +85,7 @@ def test_the_kernel_seldom_leaves_a_row_to_the_host(sampling: Sampling) -> None:
     assert np.count_nonzero(tokens < 0) <= 8
 
 
-@needs_cpu_kernels
+@for_the_cpu
 @pytest.mark.parametrize("filters", [{"top_p": 0.6}, {"min_p": 2 / 3}])
 def test_a_winner_at_a_border_is_left_to_the_host(filters: dict[str, float]) -> None:
     """Rounding may keep it or not."""

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from services.mlx.few_rows.attention import attend
-from tests.support.reference import needs_cpu_kernels
+from tests.support.reference import for_the_cpu
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="macOS has MLX's Metal kernels"),
-    needs_cpu_kernels,
+    for_the_cpu,
 ]
 
 SLOTS = 200

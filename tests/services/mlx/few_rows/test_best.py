@@ -8,9 +8,9 @@ from protocol.errors import NotNumbers
 from services.mlx.few_rows.best import find_best
 from services.sampling import candidates
 from services.sampling.candidates import best_of
-from tests.support.reference import needs_cpu_kernels
+from tests.support.reference import for_the_cpu
 
-pytestmark = needs_cpu_kernels
+pytestmark = for_the_cpu
 HEADS = (1, 2, 7, 8, 9, 64, 1000, 16001)
 
 

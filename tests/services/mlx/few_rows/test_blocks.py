@@ -16,12 +16,11 @@ from services.mlx.few_rows.blocks import use_blocks
 from services.mlx.loader import load
 from services.mlx.rope import use_tables
 from tests.services.mlx.few_rows.passes import PROMPT, ROWS, begun, logits
-from tests.support.reference import for_the_cpu, needs_cpu_kernels, tiny_folder
+from tests.support.reference import for_the_cpu, tiny_folder
 from tests.support.tiny_models import write_adapter, write_tiny_model
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="macOS has MLX's Metal kernels"),
-    needs_cpu_kernels,
     for_the_cpu,
 ]
 

@@ -12,6 +12,7 @@ from mlx_lm.models import llama
 from protocol.jobs.kernel_report import KernelReportSettings
 from services.batching.packing import enable_packing
 from services.kv.cache import KVStore, windows_of
+from services.mlx.loader import compute_unit
 from services.mlx.metal import attention, choice, probe, product
 from services.mlx.metal.choice import FewRowsEmbedding, FewRowsLinear, use_kernels
 from services.mlx.metal.probe import choose_rows
@@ -216,6 +217,11 @@ def test_nothing_changes_where_there_is_no_metal(model: Any) -> None:
     assert not _our_layers(model)
     q, k = mx.zeros((1, 2, 3, 64), mx.float16), mx.zeros((1, 1, 9, 64), mx.float16)
     assert choice.attend(q, k, k, 1.0, "causal") is None
+
+
+def test_the_report_says_that_there_is_no_gpu() -> None:
+    if compute_unit() != "cpu":
+        pytest.skip("there is one")
     found = kernel_report.measure(KernelReportSettings(model="nowhere"))
     assert found.note == "there is no GPU here"
     assert not found.probes
