@@ -339,7 +339,7 @@ class DistillSettings(ChildSettings, frozen=True, kw_only=True):
     mlp: _Count = 0
     """Hidden columns that each MLP keeps, those of largest norm; 0 keeps all."""
     init_drafter: str = ""
-    """Folder of a drafter of this shape to start from, instead of the target's layers."""
+    """Folder of a drafter to start from, of this shape or of fewer layers."""
     reads_target: ReadingWay | None = None
     """How the drafter is given the target's hidden states of committed tokens, if it is."""
     tapped_layers: list[_Count] = []

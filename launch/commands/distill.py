@@ -63,7 +63,7 @@ def _numbers(kind: type) -> Any:
 @click.option("--init-layers", callback=_numbers(int), help="Layers of the target to start from.")
 @_option("--head-size", "Tokens that the drafter can propose; 0: all.")
 @_option("--mlp", "Hidden columns that each MLP keeps; 0: all.")
-@click.option("--init-drafter", help="Drafter to start from, instead of layers of the target.")
+@click.option("--init-drafter", help="Drafter to start from, of as many layers or fewer.")
 @click.option(
     "--reads-target",
     type=click.Choice(READING_WAYS),

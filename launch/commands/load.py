@@ -1,5 +1,8 @@
 """`ssd load`: what several requests at once bring."""
 
+import contextlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.errors import UsageError
 from protocol.messages import ChatMessage, Generate, Sampling
 
+_Ask = Callable[..., load.Load]
 _MODES = ("ar", "sd", "ssd", load.MLX_LM)
 _HTTP_MODES = ("ar", "server")
 _WITH_URL = frozenset(
@@ -115,22 +119,28 @@ def _of_stack(
     settings = settings_of(**options)
     tokenizer = TargetTokenizer(Path(pair_of(settings).model))
     prompts = [tokenizer.encode([ChatMessage("user", text)]) for text in texts]
-    loads: list[load.Load] = []
-    with private_stack(settings, console.report_trouble) as supervisor:
-        address = supervisor.run_dir.clients_address
-        warm_up = _requests(prompts[:1], "ssd", sampling, 16)
-        for mode in [mode for mode in modes if mode != load.MLX_LM]:
-            load.load_stack(address, warm_up, 1)
-            for number in streams:
-                requests = _requests(prompts, mode, sampling, max_tokens)
-                loads.append(load.load_stack(address, requests, number))
-    if load.MLX_LM in modes and not sampling.temperature:
-        with ReferenceWorker(pair_of(settings), settings.target_device) as reference:
+    own = [mode for mode in modes if mode != load.MLX_LM]
+    beside = load.MLX_LM in modes and not sampling.temperature
+    with contextlib.ExitStack() as opened:
+        ask: dict[str, _Ask] = {}
+        if own:
+            supervisor = opened.enter_context(private_stack(settings, console.report_trouble))
+            address = supervisor.run_dir.clients_address
+            load.load_stack(address, _requests(prompts[:1], "ssd", sampling, 16), 1)  # warm-up
+        for mode in own:
+            requests = _requests(prompts, mode, sampling, max_tokens)
+            ask[mode] = partial(load.load_stack, address, requests)
+        if beside:
+            worker = ReferenceWorker(pair_of(settings), settings.target_device)
+            reference = opened.enter_context(worker)
             stop_ids = list(tokenizer.stop_ids)
             load.load_mlx_lm(reference, prompts[:1], 1, 4, stop_ids)
-            for number in streams:
-                loads.append(load.load_mlx_lm(reference, prompts, number, max_tokens, stop_ids))
-    return loads
+            ask[load.MLX_LM] = partial(
+                load.load_mlx_lm, reference, prompts, max_tokens=max_tokens, stop_ids=stop_ids
+            )
+        # In turn, so that a machine that is slower for a while is slower for all of them.
+        found = [(mode, ask[mode](streams=number)) for number in streams for mode in ask]
+    return [one for mode in ask for name, one in found if name == mode]
 
 
 def _numbers(text: str) -> list[int]:

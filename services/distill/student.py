@@ -35,6 +35,13 @@ _PROJECTIONS = ("k_proj", "v_proj")
 _NOT_BY_LAYER = ("architectures", "eos_token_id")
 _INTO_MLP = ("gate_proj.weight", "up_proj.weight", "gate_proj.bias", "up_proj.bias")
 _OUT_OF_MLP = "down_proj.weight"
+_ADDED = (
+    f"mlp.{_OUT_OF_MLP}",
+    "mlp.down_proj.bias",
+    "self_attn.o_proj.weight",
+    "self_attn.o_proj.bias",
+)
+"""What makes that which a layer adds to the residual stream."""
 
 
 def chosen_layers(total: int, count: int, given: list[int]) -> list[int]:
@@ -202,20 +209,43 @@ def new_student(
 def start_from(student: Student, folder: Path) -> None:
     """Give the student the weights of the drafter in `folder`, as far as it has them.
 
+    A drafter of fewer layers is spread over the first and the last ones. The layers between
+    them stay the target's and begin with nothing to add, so the student begins as the drafter.
+
     Raises:
-        ModelError: a weight is missing there, or has another shape.
+        ModelError: a weight is missing there or has another shape, it has more layers, or fewer
+            and reads the target.
     """
     module = load(folder).module
-    given = flat_parameters(module)
+    given: Weights = flat_parameters(module)
+    count, wanted = len(module.layers), len(student.module.layers)
     reader = load_reader(folder, mx.float32)
+    if count > wanted or (count < wanted and reader is not None):
+        raise ModelError(f"the drafter {str(folder)!r} has {count} layers; give --layers {count}")
+    new = _spread(given, count, wanted)
     if reader is not None:
         given |= {_READER + n: array for n, array in flat_parameters(reader[1]).items()}
     for name, array in student.weights.items():
+        if name.startswith(new):
+            if name.endswith(_ADDED):
+                student.weights[name] = mx.zeros_like(array)
+            continue
         if name.startswith(_READER) and name not in given:
             continue
         if name not in given or given[name].shape != array.shape:
             raise ModelError(f"the drafter {str(folder)!r} has another shape at {name}")
         student.weights[name] = given[name].astype(mx.float32)
+
+
+def _spread(given: Weights, count: int, wanted: int) -> tuple[str, ...]:
+    """Rename the last half of `count` layers to be the last of `wanted`; returns the prefixes of
+    those that are between."""
+    first, moved = (count + 1) // 2, wanted - count
+    for layer in reversed(range(first, count)) if moved else ():
+        prefix = f"{_LAYER}{layer}."
+        for name in [name for name in given if name.startswith(prefix)]:
+            given[f"{_LAYER}{layer + moved}.{name.removeprefix(prefix)}"] = given.pop(name)
+    return tuple(f"{_LAYER}{first + number}." for number in range(moved))
 
 
 def _check_shapes(wanted: Weights, inherited: Weights) -> None:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from protocol.errors import ModelError
 from protocol.settings import READING_WAYS
 from services.distill.context import (
     LONGEST,
@@ -141,6 +142,35 @@ def test_training_teaches_it_to_read(target: Path, tmp_path: Path, way: str) -> 
     if way == "input":
         moved = [reader.from_state.proj.weight, reader.from_own.proj.weight]
         assert min(float(mx.abs(weight).max()) for weight in moved) > 1e-3
+
+
+def test_a_drafter_grows_from_one_of_fewer_layers(tmp_path: Path) -> None:
+    """It begins as that drafter: the layers between its first and its last ones add nothing."""
+    target = write_tiny_model(tmp_path / "target", "llama", layers=6)
+    small = settings_for(target, tmp_path / "small", layers=3, steps=3, precision="float32")
+    distill(small, Quiet())
+    grown = settings_for(
+        target, tmp_path / "grown", layers=5, steps=1, learning_rate=1e-12, precision="float32",
+        init_drafter=str(tmp_path / "small"),
+    )  # fmt: skip
+    distill(grown, Quiet())
+    tokens = mx.array([[5, 9, 2, 30, 7, 11]])
+    few, more = (load(tmp_path / name).module for name in ("small", "grown"))
+    assert (len(few.layers), len(more.layers)) == (3, 5)
+    np.testing.assert_allclose(np.array(more(tokens)), np.array(few(tokens)), atol=1e-2)
+    assert np.abs(np.array(more.layers[2].self_attn.q_proj.weight)).max() > 0
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_drafter_of_other_layers_is_refused(target: Path, tmp_path: Path, layers: int) -> None:
+    """One of more layers does not fit; one that reads the target does not grow."""
+    first = settings_for(target, tmp_path / "a", reads_target="states", layers=2, steps=1)
+    distill(first, Quiet())
+    again = settings_for(
+        target, tmp_path / "b", layers=layers, steps=1, init_drafter=str(tmp_path / "a")
+    )
+    with pytest.raises(ModelError, match="give --layers 2"):
+        distill(again, Quiet())
 
 
 def test_a_drafter_can_be_trained_further(target: Path, tmp_path: Path) -> None:
