@@ -68,7 +68,7 @@ class CostModel:
 
     def __init__(self) -> None:
         self.verify_latency = VerifyLatency()
-        """While a drafter works beside the target, which may slow it down."""
+        """While a drafter works beside the target."""
         self.tree_latency = VerifyLatency(self.verify_latency)
         """The same of trees, whose passes may run through other kernels than those of chains."""
         self.plain_latency = VerifyLatency()
@@ -89,10 +89,11 @@ class CostModel:
         """T_d(B): one depth of all branches."""
         self.backup_ms = Ema()
         """Per token drafted while the target waited."""
-        self._backups = DiscountedRatio()
-        """Depths of backups: accepted of offered."""
+        self._backups = DiscountedRatio()  # depths: accepted of offered
         self.step_latency = StepLatency()
         """T_d(B) by the number of branches."""
+        self.drafter_is_late = False
+        """Whether it did not deliver when it was waited for, nor anything since."""
         self.tree_width = TreeWidth()
         self.tree_growth = TreeGrowth()
         self.draft_length = _ASSUMED_LENGTH

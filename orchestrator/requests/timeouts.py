@@ -13,10 +13,14 @@ from orchestrator.requests.request import Request
 from orchestrator.sequence.actions import Action
 from orchestrator.sequence.phase import Phase
 
-_SHORTEST_DRAFT_WAIT_S = 0.5
+_FIRST_DRAFT_WAIT_S = 0.5
+"""Where no draft has been timed yet."""
+_SHORTEST_DRAFT_WAIT_S = 0.05
 _USUAL_TIMES = 10.0
 """The longest wait for a draft, as a multiple of the usual time per depth."""
-_SUSPECT_WAIT_S = 0.02
+_PASSES = 4.0
+"""The same in passes of the target, which decodes plainly meanwhile if nobody waits."""
+_LATE_WAIT_S = 0.02
 """The wait for a drafter that did not deliver the last time."""
 
 
@@ -29,14 +33,23 @@ class Timeouts:
         self._estimates = estimates
         self._draft_timeout_s = draft_timeout_s
         self._verify_timeout_s = verify_timeout_s
-        self._drafter_is_suspect = False
 
     @property
     def draft_wait_s(self) -> float:
         """Longest wait for the next depth of a draft, given how long one usually takes."""
-        usual_s = self._estimates.draft_token_ms / 1e3
-        likely_s = max(_SHORTEST_DRAFT_WAIT_S, _USUAL_TIMES * usual_s)
-        return min(self._draft_timeout_s, _SUSPECT_WAIT_S if self._drafter_is_suspect else likely_s)
+        usual_ms, likely_s = self._estimates.draft_token_ms, _FIRST_DRAFT_WAIT_S
+        if self._estimates.drafter_is_late:
+            likely_s = _LATE_WAIT_S
+        elif usual_ms:
+            longest_ms = max(_USUAL_TIMES * usual_ms, _PASSES * self._pass_ms)
+            likely_s = max(_SHORTEST_DRAFT_WAIT_S, longest_ms / 1e3)
+        return min(self._draft_timeout_s, likely_s)
+
+    @property
+    def _pass_ms(self) -> float:
+        """T_v(1) without a drafter beside it, or with one; 0 before either was measured."""
+        curves = (self._estimates.plain_latency, self._estimates.verify_latency)
+        return next((curve.of(1) for curve in curves if curve.is_known), 0.0)
 
     def start(self, request: Request, now: float) -> None:
         """Set the deadline of whatever the request now waits for."""
@@ -52,7 +65,7 @@ class Timeouts:
 
     def on_draft(self, request: Request | None, now: float) -> None:
         """The drafter delivered a depth; the next one may take as long again."""
-        self._drafter_is_suspect = False
+        self._estimates.drafter_is_late = False
         if request is not None and request.sequence.phase is Phase.DRAFTING:
             self.start(request, now)
 
@@ -63,7 +76,7 @@ class Timeouts:
     def give_up(self, request: Request) -> list[Action]:
         """End the wait of a request, or the request."""
         if request.sequence.phase is Phase.DRAFTING:
-            self._drafter_is_suspect = True
+            self._estimates.drafter_is_late = True
             return request.sequence.on_draft_late()
         limit = self._verify_timeout_s
         reason = f"the verifier did not answer within {limit:g} s (verify_timeout_s)"

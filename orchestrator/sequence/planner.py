@@ -21,6 +21,7 @@ from orchestrator.learning.fan_out import (
     round_shares,
     uniform,
 )
+from orchestrator.learning.tree_width import WIDTHS
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.tree_choice import count_chain, count_siblings, find_best, rank_nodes
 from protocol.messages import FanOutPolicy, Mode, Origin
@@ -219,7 +220,8 @@ class Planner:
         # By hand, a tree has no room for more runners-up than nodes.
         if self.tree_nodes:
             return min(_GROWN_BY_HAND, self.tree_nodes // 2)
-        return self.estimates.tree_growth.grown // self.estimates.batch.streams
+        grown = self.estimates.tree_growth.grown // self.estimates.batch.streams
+        return min(grown, max(0, WIDTHS[-1] - self.branches))
 
     # ------------------------------------------------------------ what to wait for
 

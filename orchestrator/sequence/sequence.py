@@ -63,6 +63,8 @@ class Sequence:
         self.planner = planner
         """How its rounds are decided."""
         self.current = Round()
+        self.drafter_is_filling = False
+        """Whether the drafter has not computed the prompt yet."""
         self._sampling = sampling
         self._limits = RoundLimits(limits, planner, len(prompt))
         self._lookups = LookupDrafts(planner, self._limits, sampling.logits_options)
@@ -214,7 +216,7 @@ class Sequence:
             return self._draft_now(count, now) if count else self._go_on(lookup)
         if self.current.speculating:
             self.recorder.misses += 1
-        if self._drafter_is_behind:
+        if self._drafter_is_behind or self._drafter_is_silent:
             return self._go_on(lookup, "plain")
         if count := self.planner.backup_length(lookup):
             self.recorder.fallbacks["draft"] += 1
@@ -271,6 +273,12 @@ class Sequence:
     def _drafter_is_behind(self) -> bool:
         """Whether it has to catch up, which it does beside a verification without a draft."""
         return self.planner.mode == "ssd" and self._drafter_sync.is_behind(self.tokens)
+
+    @property
+    def _drafter_is_silent(self) -> bool:
+        """Whether nobody should wait for it, though what it may send is welcome."""
+        silent = self.drafter_is_filling or self.planner.estimates.drafter_is_late
+        return silent and self.planner.mode == "ssd"
 
     def _should_speculate(self) -> bool:
         return self.planner.should_speculate and self._limits.can_speculate(len(self.tokens))

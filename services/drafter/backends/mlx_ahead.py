@@ -22,6 +22,7 @@ from services.batching.pass_memory import PassMemory
 from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, TreeLayer
 from services.drafter.backends.growth import Tip, grow_layer
 from services.drafter.backends.mlx_rows import (
+    Frame,
     PlainBranches,
     PlainChain,
     SideBySide,
@@ -84,26 +85,34 @@ class DepthsAhead:
             return
         buds = [Bud(tip.token, tip.parent, tip.fork) for tip in tips]
         frame = tree.frame(buds)
-        traced = None if self.traced is None else self.traced.open(store, frame, depth)
+        traced = self._open_rows(store, frame, depth)
         rows = traced or PlainBranches(self._model, store, frame)
         positions = frame[1][frame[0] :] + 1 + options.shift
         keys = _find_keys(known.sampling, positions, depth, rows.count)
 
-        def begin(at: int, tokens: mx.array) -> _Begun:
+        def feed(tokens: mx.array) -> mx.array:
             self._memory.check([(store, count)])
-            logits = rows.feed(tokens)[:, : self._size]
-            return self._choose(logits, 1 + options.siblings, keys(at), known.sampling, traced)
+            return rows.feed(tokens)[:, : self._size]
+
+        def begin(at: int, tokens: mx.array) -> _Begun:
+            width = 1 + options.siblings
+            return self._choose(feed(tokens), width, keys(at), known.sampling, traced)
 
         tokens = [bud.token for bud in buds] + [0] * (rows.count - count)
         begun = begin(0, mx.array(tokens, mx.int32))
         tree.add(buds, begun.logits)
         for at in range(1, depth + 1):
             following = begin(at, begun.tokens) if at < depth else None
+            logits = None if following is None else following.logits
+            if following is None and traced is not None and traced.has_room:
+                # The last tokens are fed, too: on a hit all of the next chain is there then.
+                logits = feed(begun.tokens)
+                _start(logits)
             first, found = len(tree.fed) - count, np.array(begun.found)[:, :count]
             layer, tips = _read_layer(roots, tips, found, first, options)
-            if following is not None:
-                begun = following
-                tree.add([Bud(tip.token, tip.parent, tip.fork) for tip in tips], begun.logits)
+            if logits is not None:
+                tree.add([Bud(tip.token, tip.parent, tip.fork) for tip in tips], logits)
+            begun = following or begun
             yield layer
 
     def draft(
@@ -136,6 +145,12 @@ class DepthsAhead:
                 begun = following
             yield DraftedToken(token, found[1])
 
+    def _open_rows(self, store: KVStore, frame: Frame, depth: int) -> TracedRows | None:
+        """Replayed passes, one more than depths if there is room."""
+        if self.traced is None:
+            return None
+        return self.traced.open(store, frame, depth + 1) or self.traced.open(store, frame, depth)
+
     def _open_trunk(self, store: KVStore, depth: int) -> TracedRows | None:
         if self.traced is None:
             return None
@@ -155,9 +170,14 @@ class DepthsAhead:
             tokens, found = self.traced.choose(logits, width, noise)
         else:
             tokens, found = guess(logits, width, self._ids, noise, sampling)
-        start: Any = mx.async_eval
-        start(tokens, found)
+        _start(tokens, found)
         return _Begun(tokens, found, logits)
+
+
+def _start(*arrays: mx.array) -> None:
+    """Compute these, and do not wait for it."""
+    begin: Any = mx.async_eval
+    begin(*arrays)
 
 
 def _slots(known: Trunk) -> KVStore:

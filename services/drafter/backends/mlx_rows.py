@@ -32,6 +32,8 @@ TRACED_SLOTS = (256, 512, 768, 1024)
 """Sizes of the buffers; as for verifications, what is not traced at load never is."""
 
 _GREEDY, _DRAWN = Sampling(), Sampling(temperature=1.0)
+_WIDTHS = (1, 2, 3, 4, 5)
+"""Candidates that a row is asked for: the best one, and up to four runners-up."""
 _TRIAL_PROMPT = 24
 _TRIAL_DEPTHS = 4
 _TRIALS = 3
@@ -137,6 +139,11 @@ class TracedRows:
         self._stride = mx.array(len(visible), mx.int32)
         self._place = [mx.array(own), mx.array(seen), mx.array(start, mx.int32)]
         _widen(store, shape.slots)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another pass fits into the buffers."""
+        return self._left > 0
 
     def feed(self, tokens: mx.array) -> mx.array:
         """See `SideBySide`."""
@@ -260,12 +267,13 @@ class TracedPasses:
                 self._shapes.add(_Shape(rows, slots))
                 store = _prefill(self._model, new_store)
                 _widen(store, slots)
-                self._warm(self.run(self._open_trial(store, rows), rows)[0])
+                logits = self.run(self._open_trial(store, rows), rows)[0]
+            self._warm(logits)
 
     def _warm(self, logits: mx.array) -> None:
         """Compute choices of each kind."""
         noise = PositionNoise(mx.zeros((2, len(logits)), mx.uint32), 0.5)
-        for width in (1, 3):
+        for width in _WIDTHS:
             mx.eval(self.choose(logits, width, None), self.choose(logits, width, noise))
 
     def _open_trial(self, store: KVStore, rows: int) -> TracedRows:

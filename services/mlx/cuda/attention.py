@@ -21,6 +21,9 @@ _log = logging.getLogger(__name__)
 
 _MOST_PAIRS = 8192
 """Queries times slots: every query reads the keys for itself, which cuDNN's tiles do not."""
+_SHORT, _MOST_READ = 1024, 8192 * 4096
+"""Up to so many slots, and queries times slots times the width of all heads, that costs less than
+cuDNN's plans, which take 50 to 850 ms for each new shape."""
 _FEW = 64
 ROWS_STEP = 128
 """Of the numbers of rows that recur (`round_rows`)."""
@@ -72,7 +75,7 @@ def attend_many(
     more, slots = round_rows(count) - count, keys.shape[2]
     if not isinstance(mask, mx.array) or mask.shape != (count, slots):
         return None
-    if not more or batch > 1 or count * slots <= _MOST_PAIRS:
+    if not more or batch > 1 or _is_small(queries, slots):
         return None
     found: mx.array = mx.fast.scaled_dot_product_attention(
         mx.pad(queries, [(0, 0), (0, 0), (0, more), (0, 0)]),
@@ -89,7 +92,7 @@ def _takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) 
     slots = keys.shape[2]
     return (
         batch == 1
-        and count * slots <= _MOST_PAIRS
+        and _is_small(queries, slots)
         and size in _SIZES
         and queries.dtype in _TYPES
         and keys.dtype == values.dtype == queries.dtype
@@ -98,6 +101,12 @@ def _takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) 
         and mask.dtype == mx.bool_
         and mask.shape == (count, slots)
     )
+
+
+def _is_small(queries: mx.array, slots: int) -> bool:
+    """Whether our kernel serves so many queries and slots better than MLX's."""
+    few = queries.shape[2] * slots <= _MOST_PAIRS
+    return few or (slots <= _SHORT and queries.size * slots <= _MOST_READ)
 
 
 def _attend_alone(

@@ -1,5 +1,7 @@
 """How long the target waits for a draft."""
 
+import pytest
+
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.requests.request import Request
 from orchestrator.requests.timeouts import Timeouts
@@ -33,9 +35,18 @@ def drafting() -> Request:
 
 
 def test_a_draft_is_waited_for_as_long_as_drafts_take() -> None:
-    """At least half a second, ten times the usual, and never more than the limit."""
-    waits = [timeouts(usual).draft_wait_s for usual in (0.0, 20.0, 100.0, 900.0)]
-    assert waits == [0.5, 0.5, 1.0, 5.0]
+    """Ten times the usual, at least 50 ms, half a second at first, never more than the limit."""
+    waits = [timeouts(usual).draft_wait_s for usual in (0.0, 2.0, 20.0, 100.0, 900.0)]
+    assert waits == [0.5, 0.05, 0.2, 1.0, 5.0]
+
+
+def test_a_draft_is_waited_for_as_long_as_a_few_passes() -> None:
+    """A slow target loses little by waiting; plain passes count, else those beside a drafter."""
+    some = timeouts(2.0)
+    some._estimates.verify_latency.observe(1, 40.0)
+    assert some.draft_wait_s == pytest.approx(0.16)
+    some._estimates.plain_latency.observe(1, 25.0)
+    assert some.draft_wait_s == pytest.approx(0.1)
 
 
 def test_a_late_drafter_is_hardly_waited_for() -> None:
