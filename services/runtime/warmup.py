@@ -19,7 +19,7 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
-from services.drafter.backends.base import DraftBackend, RoundOptions
+from services.drafter.backends.base import DEFAULT_ROUND_OPTIONS, DraftBackend, RoundOptions
 from services.verifier.verifier import Verifier
 
 _log = logging.getLogger(__name__)
@@ -33,6 +33,13 @@ _LONG_PROMPT = [token % 16 for token in range(640)]
 """Beyond what is replayed from traces (`services.mlx.traced_forward`)."""
 _BRANCHES = 16
 _DEPTH = 4
+_OPTIONS = (
+    DEFAULT_ROUND_OPTIONS,
+    RoundOptions(siblings=2, grown_siblings=4),
+    RoundOptions(siblings=4, grown_siblings=8),
+    RoundOptions(siblings=4, grown_siblings=16),
+)
+"""Chains, and trees that grow in width."""
 
 
 @contextlib.contextmanager
@@ -101,12 +108,22 @@ def _warm_branches(backend: DraftBackend) -> None:
         pass
     _prepare(backend, _DEPTH)
     _draft(backend)
+    backend.close(_SEQUENCE)
+    for _ in backend.open(_SEQUENCE, _LONG_PROMPT, Sampling()):
+        pass
+    for options in _OPTIONS if backend.identity.takes_trees else _OPTIONS[:1]:
+        _prepare(backend, _DEPTH, options)
+    # What was prepared is taken over, and goes on.
+    backend.commit(_SEQUENCE, len(_LONG_PROMPT), _PROMPT[:_DEPTH])
+    _prepare(backend, _DEPTH)
 
 
-def _prepare(backend: DraftBackend, drafted: int) -> None:
+def _prepare(
+    backend: DraftBackend, drafted: int, options: RoundOptions = DEFAULT_ROUND_OPTIONS
+) -> None:
     share = _BRANCHES // (drafted + 1)
     fan_out = [share] * drafted + [_BRANCHES - share * drafted]
-    for _ in backend.prepare(_SEQUENCE, _PROMPT[: drafted + 1], fan_out, _DEPTH, RoundOptions()):
+    for _ in backend.prepare(_SEQUENCE, _PROMPT[: drafted + 1], fan_out, _DEPTH, options):
         pass
 
 

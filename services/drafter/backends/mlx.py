@@ -54,6 +54,7 @@ from services.kv.branching import BranchingState
 from services.kv.budget import measure_kv
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
+from services.mlx.cuda.attention import fit_chunk
 from services.mlx.cuda.choice import use_products
 from services.mlx.draft_weights import use_weights
 from services.mlx.few_rows.blocks import MOST_ROWS
@@ -70,8 +71,7 @@ from services.sampling.device import best_of
 class MlxBackend:
     """See `base.DraftBackend` and `base.TreeDrafting`."""
 
-    _replays = True
-    """Whether it computes what it needs to look back."""
+    _replays = True  # it computes what it needs to look back
     _feeds_by_depth = False
     """Whether a token can be fed only after the one before it."""
 
@@ -111,8 +111,7 @@ class MlxBackend:
             takes_trees=isinstance(self._new_store(), KVStore),
         )
         self._head_size = loaded.vocabulary.size if self._head_ids is None else len(self._head_ids)
-        self.ahead: DepthsAhead | None = None
-        """Of what need not be waited for; None: wait for every depth."""
+        self.ahead: DepthsAhead | None = None  # None: every depth is waited for
         if self._on_gpu and not self._feeds_by_depth and self.identity.takes_trees:
             self.ahead = DepthsAhead(self._model, self._head_ids, self._head_size, self._memory)
 
@@ -142,6 +141,7 @@ class MlxBackend:
             began = time.perf_counter()
             size = self._chunk_sizer.size(alone=not self._sequences)
             size = self._memory.fit(store, size, least=min(size, LEAST_CHUNK))
+            size = fit_chunk(self._model, size, store.length) if self._bucketed else size
             chunk = mx.array([tokens[store.length : store.length + size]])
             store.chain(chunk.size)
             fill_only(self._model)(chunk, cache=store.caches)

@@ -90,29 +90,21 @@ class DepthsAhead:
         positions = frame[1][frame[0] :] + 1 + options.shift
         keys = _find_keys(known.sampling, positions, depth, rows.count)
 
-        def feed(tokens: mx.array) -> mx.array:
-            self._memory.check([(store, count)])
-            return rows.feed(tokens)[:, : self._size]
-
         def begin(at: int, tokens: mx.array) -> _Begun:
-            width = 1 + options.siblings
-            return self._choose(feed(tokens), width, keys(at), known.sampling, traced)
+            self._memory.check([(store, count)])
+            logits = rows.feed(tokens)[:, : self._size]
+            return self._choose(logits, 1 + options.siblings, keys(at), known.sampling, traced)
 
         tokens = [bud.token for bud in buds] + [0] * (rows.count - count)
         begun = begin(0, mx.array(tokens, mx.int32))
         tree.add(buds, begun.logits)
         for at in range(1, depth + 1):
-            following = begin(at, begun.tokens) if at < depth else None
-            logits = None if following is None else following.logits
-            if following is None and traced is not None and traced.has_room:
-                # The last tokens are fed, too: on a hit all of the next chain is there then.
-                logits = feed(begun.tokens)
-                _start(logits)
+            following = begin(at, begun.tokens) if at < depth else _feed_last(begun, traced)
             first, found = len(tree.fed) - count, np.array(begun.found)[:, :count]
             layer, tips = _read_layer(roots, tips, found, first, options)
-            if logits is not None:
-                tree.add([Bud(tip.token, tip.parent, tip.fork) for tip in tips], logits)
-            begun = following or begun
+            if following is not None:
+                begun = following
+                tree.add([Bud(tip.token, tip.parent, tip.fork) for tip in tips], begun.logits)
             yield layer
 
     def draft(
@@ -172,6 +164,15 @@ class DepthsAhead:
             tokens, found = guess(logits, width, self._ids, noise, sampling)
         _start(tokens, found)
         return _Begun(tokens, found, logits)
+
+
+def _feed_last(begun: _Begun, rows: TracedRows | None) -> _Begun | None:
+    """Feed the last tokens, too, if that is cheap: on a hit all of the next chain is there then."""
+    if rows is None or not rows.has_room:
+        return None
+    logits = rows.feed(begun.tokens)
+    _start(logits)
+    return begun._replace(logits=logits)
 
 
 def _start(*arrays: mx.array) -> None:

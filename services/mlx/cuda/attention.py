@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from services.kv.slots import round_to_bucket
 from services.mlx.cuda.kernel import build
 
 _log = logging.getLogger(__name__)
@@ -54,6 +55,22 @@ def attend(
     if not _works(queries.dtype, queries.shape[-1]):
         return None
     return _attend_alone(queries, keys, values, scale, mask)
+
+
+def fit_chunk(model: Any, size: int, length: int) -> int:
+    """Tokens of a chunk of a prompt behind `length` others: few, if our kernel serves them then.
+
+    Many are one pass, but their shapes are new with every prompt (see `round_rows`).
+
+    Args:
+        model: an mlx-lm model; its heads are taken to be as wide together as its states.
+        size: tokens that are wanted.
+        length: tokens before them.
+    """
+    width = getattr(getattr(model, "args", None), "hidden_size", 0)
+    slots = round_to_bucket(length + min(size, _FEW))
+    fits = slots <= _SHORT and 0 < _FEW * slots * width <= _MOST_READ
+    return min(size, _FEW) if fits else size
 
 
 def round_rows(count: int) -> int:

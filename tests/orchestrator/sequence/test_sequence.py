@@ -398,6 +398,23 @@ def test_after_a_miss_the_planned_backup_follows() -> None:
         assert "hit" in stack.origins
 
 
+@pytest.mark.parametrize("why", ["filling", "late"])
+def test_a_silent_drafter_is_not_waited_for(why: str) -> None:
+    """It may be computing the prompt, or compiling: the target goes on, and it is asked as ever."""
+    target = Target(SALTS[0])
+    stack = started(
+        mode="ssd", target=target, prompt=[1, 2], limits=ENDLESS, skill=0.0, num_draft_tokens=3
+    )
+    sequence = stack.sequence
+    sequence.drafter_is_filling = why == "filling"
+    sequence.planner.estimates.drafter_is_late = why == "late"
+    stack.calm(patience=0.6)
+    stack.assert_plain()
+    assert not any(isinstance(message, DraftNow) for message in stack.to_drafter())
+    assert any(isinstance(message, Prepare) for message in stack.to_drafter())
+    assert "draft" not in sequence.recorder.fallbacks
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("num_draft_tokens", [1, 4])
 def test_answers_end_where_plain_decoding_ends(mode: Mode, num_draft_tokens: int) -> None:

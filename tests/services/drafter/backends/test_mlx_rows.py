@@ -108,7 +108,7 @@ def test_branches_behind_trees(
     setup.backend.close(line.number)
 
 
-@pytest.mark.parametrize(("length", "used"), [(100, 5), (220, 4), (225, 4), (240, 0)])
+@pytest.mark.parametrize(("length", "used"), [(100, 5), (220, 5), (225, 4), (240, 0)])
 def test_what_goes_beyond_the_traced_slots(length: int, replayed: list[int], used: int) -> None:
     """Six branches of four tokens, with the padding of the last: 26 slots behind the chain,
     which is replayed, too; six more if the last tokens are fed as well."""

@@ -6,6 +6,7 @@ model is loaded there (`_works`).
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from services.batching.table_cache import attend_gathered
-from services.mlx.cuda.attention import _takes, attend_many, attend_table
+from services.mlx.cuda.attention import _takes, attend_many, attend_table, fit_chunk
 from tests.services.mlx.cuda.host import compile_kernel, run_kernel
 
 Array = npt.NDArray[Any]
@@ -104,6 +105,16 @@ def test_which_calls_it_serves() -> None:
             _call(5, 256, mask=mx.zeros((5, 256), mx.float16)),
         ]
     )
+
+
+def test_prompts_of_a_small_model_come_in_chunks_that_it_serves() -> None:
+    """A wide model's come at once, and so does what is behind many tokens."""
+    small, wide = (SimpleNamespace(args=SimpleNamespace(hidden_size=n)) for n in (576, 4096))
+    assert [fit_chunk(small, 512, behind) for behind in (0, 100, 600)] == [64, 64, 64]
+    assert fit_chunk(small, 40, 100) == 40
+    assert fit_chunk(small, 512, 1000) == 512
+    assert fit_chunk(wide, 512, 0) == 512
+    assert fit_chunk(SimpleNamespace(), 512, 0) == 512
 
 
 def test_many_queries_are_filled_up_to_a_number_that_recurs() -> None:
