@@ -46,9 +46,9 @@ class Rounds:
             if layer is None:
                 continue
             found.append(1e3 * (time.perf_counter() - began))
-            for at, (root, token) in enumerate(zip(layer.roots, layer.tokens, strict=True)):
+            for at, (root, token) in enumerate(zip(layer.outcomes, layer.tokens, strict=True)):
                 if root.accepted == row:
-                    after.setdefault(at, [root.token]).append(token)
+                    after.setdefault(at, [root.bonus]).append(token)
         self._backend.commit(1, self._committed, self._chain)
         self._committed += len(self._chain)
         branch = next(iter(after.values()))[: 1 + self._drafts]
