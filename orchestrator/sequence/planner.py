@@ -189,7 +189,7 @@ class Planner:
 
     @property
     def siblings(self) -> int:
-        """How many runners-up to ask for beside each draft token; 0 asks for chains.
+        """How many runners-up to ask for beside each draft token, an even number; 0: chains.
 
         Where a row was measured to cost a good part of a pass none is asked for.
         """
@@ -207,7 +207,8 @@ class Planner:
         curve = known.after_rejection["hit"]
         hits = [curve.hit(count) for count in range(MOST_SIBLINGS + 1)]
         row_cost = self.throughput * max(0.0, rows_ms) / MOST_SIBLINGS
-        return count_siblings(known.acceptance["hit"].value, hits, row_cost)
+        count = count_siblings(known.acceptance["hit"].value, hits, row_cost)
+        return count + count % 2  # few numbers recur: each is compiled on a GPU
 
     @property
     def grown_siblings(self) -> int:

@@ -32,8 +32,8 @@ TRACED_SLOTS = (256, 512, 768, 1024)
 """Sizes of the buffers; as for verifications, what is not traced at load never is."""
 
 _GREEDY, _DRAWN = Sampling(), Sampling(temperature=1.0)
-_WIDTHS = (1, 2, 3, 4, 5)
-"""Candidates that a row is asked for: the best one, and up to four runners-up."""
+_WIDTHS = (1, 3, 5)
+"""Candidates that a row is asked for: the best one, and no, two or four runners-up."""
 _TRIAL_PROMPT = 24
 _TRIAL_DEPTHS = 4
 _TRIALS = 3
