@@ -201,9 +201,8 @@ class Planner:
         if not known.verify_latency.has_cheap_rows:
             return 0
         length = ceil(known.draft_length)
-        rows_ms = self._verify_ms(length + MOST_SIBLINGS, tree=True) - self._verify_ms(
-            length, tree=True
-        )
+        rows_ms = self._verify_ms(length + MOST_SIBLINGS, tree=True)
+        rows_ms -= self._verify_ms(length, tree=True)
         curve = known.after_rejection["hit"]
         hits = [curve.hit(count) for count in range(MOST_SIBLINGS + 1)]
         row_cost = self.throughput * max(0.0, rows_ms) / MOST_SIBLINGS
