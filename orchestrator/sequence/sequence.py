@@ -40,6 +40,9 @@ from protocol.messages import (
     VerificationOutcome,
 )
 
+_ASKED_AGAIN = 16
+"""A drafter that was late is waited for at one miss in so many, until it sends something."""
+
 
 class Sequence:
     """The state machine of one request."""
@@ -277,8 +280,9 @@ class Sequence:
     @property
     def _drafter_is_silent(self) -> bool:
         """Whether nobody should wait for it, though what it may send is welcome."""
-        silent = self.drafter_is_filling or self.planner.estimates.drafter_is_late
-        return silent and self.planner.mode == "ssd"
+        # One that only drafts when it is waited for has to be asked again some time.
+        late = self.planner.estimates.drafter_is_late and self.recorder.misses % _ASKED_AGAIN > 0
+        return self.planner.mode == "ssd" and (self.drafter_is_filling or late)
 
     def _should_speculate(self) -> bool:
         return self.planner.should_speculate and self._limits.can_speculate(len(self.tokens))

@@ -10,7 +10,8 @@ from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import Sequence
 from orchestrator.telemetry.recorder import Recorder
-from protocol.messages import Sampling
+from protocol.messages import DraftTree, Prefilled, Sampling
+from tests.orchestrator.test_registry import DRAFTER
 from tests.orchestrator.text.test_stop_strings import stoppable
 
 
@@ -81,3 +82,18 @@ def test_a_verification_that_does_not_end_ends_the_request() -> None:
     actions = some.give_up(request)
     assert request.sequence.phase is Phase.FINISHED
     assert "verify_timeout_s" in str(actions[-1])
+
+
+def test_nobody_waits_for_a_drafter_that_has_not_computed_the_prompt() -> None:
+    """From its Hello until it says that it has, or sends a tree all the same."""
+    request, prefilled = drafting(), Prefilled(sequence=1, length=2, prefill_ms=1.0)
+    request.on_service_up(DRAFTER)
+    request.on_prefilled(prefilled, "verifier", 1.0)
+    assert request.sequence.drafter_is_filling
+    request.on_prefilled(prefilled, "drafter", 1.0)
+    assert not request.sequence.drafter_is_filling
+    request.on_service_up(DRAFTER)
+    assert request.sequence.drafter_is_filling
+    tree = DraftTree(sequence=1, round=9, depth=1, tokens=[], confidences=[], draft_ms=1.0)
+    request.on_tree(tree, 1.0)
+    assert not request.sequence.drafter_is_filling

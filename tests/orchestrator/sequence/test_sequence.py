@@ -401,7 +401,7 @@ def test_after_a_miss_the_planned_backup_follows() -> None:
 @pytest.mark.parametrize("why", ["filling", "late"])
 def test_a_silent_drafter_is_not_waited_for(why: str) -> None:
     """It may be computing the prompt, or compiling: the target goes on, and it is asked as ever."""
-    target = Target(SALTS[0])
+    target = Target(SALTS[1])
     stack = started(
         mode="ssd", target=target, prompt=[1, 2], limits=ENDLESS, skill=0.0, num_draft_tokens=3
     )
@@ -410,9 +410,12 @@ def test_a_silent_drafter_is_not_waited_for(why: str) -> None:
     sequence.planner.estimates.drafter_is_late = why == "late"
     stack.calm(patience=0.6)
     stack.assert_plain()
-    assert not any(isinstance(message, DraftNow) for message in stack.to_drafter())
-    assert any(isinstance(message, Prepare) for message in stack.to_drafter())
-    assert "draft" not in sequence.recorder.fallbacks
+    sent = [type(message) for message in stack.to_drafter()]
+    assert sent.count(Prepare) > 16
+    # Now and then after all: it may be one that only drafts when it is waited for.
+    waited = sequence.recorder.misses // 16 if why == "late" else 0
+    assert sent.count(DraftNow) == sequence.recorder.fallbacks["draft"] == waited
+    assert (waited > 0) is (why == "late")
 
 
 @pytest.mark.parametrize("mode", MODES)
