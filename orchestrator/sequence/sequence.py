@@ -279,10 +279,15 @@ class Sequence:
 
     @property
     def _drafter_is_silent(self) -> bool:
-        """Whether nobody should wait for it, though what it may send is welcome."""
+        """Whether nobody should wait for it, though what it may send is welcome.
+
+        Drafts whose length is fixed are wanted whatever they cost.
+        """
+        if self.planner.mode != "ssd" or self.planner.num_draft_tokens:
+            return False
         # One that only drafts when it is waited for has to be asked again some time.
         late = self.planner.estimates.drafter_is_late and self.recorder.misses % _ASKED_AGAIN > 0
-        return self.planner.mode == "ssd" and (self.drafter_is_filling or late)
+        return self.drafter_is_filling or late
 
     def _should_speculate(self) -> bool:
         return self.planner.should_speculate and self._limits.can_speculate(len(self.tokens))
