@@ -18,6 +18,7 @@ _LONGEST_STEP_S = 1.0
 
 @dataclass
 class _Watched:
+    first_timeout_s: float
     silent_s: float = 0.0
     slowest_s: float = 0.0
     has_worked: bool = False
@@ -32,9 +33,10 @@ class HangDetector:
         self._watched: dict[bytes, _Watched] = {}
         self._updated_at: float | None = None
 
-    def watch(self, address: bytes) -> None:
-        """Start to watch a service, from now on."""
-        self._watched[address] = _Watched()
+    def watch(self, address: bytes, first_timeout_s: float | None = None) -> None:
+        """Start to watch a service, from now on, perhaps with a limit of its own for the first work."""
+        longest_s = self._first_timeout_s if first_timeout_s is None else first_timeout_s
+        self._watched[address] = _Watched(longest_s)
 
     def forget(self, address: bytes) -> None:
         """Stop watching it."""
@@ -57,7 +59,7 @@ class HangDetector:
         """How long it may be silent."""
         watched = self._watched[address]
         if not watched.has_worked:
-            return self._first_timeout_s
+            return watched.first_timeout_s
         return min(self._first_timeout_s, max(self._hang_timeout_s, _SLOWER * watched.slowest_s))
 
     def update(self, now: float) -> list[bytes]:

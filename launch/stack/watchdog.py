@@ -21,6 +21,9 @@ from protocol.transport.channel import STRANGER_BYTES, Hub
 from protocol.transport.codec import Decoder
 
 _ASK_S = 0.25
+_FIRST_ANSWER_S = 15.0
+"""For a new orchestrator's first answer, if another has been there: it has nothing to load. Clients
+are patient for twice as long."""
 _STOPPED_S = 1.0
 """A pause of this length is somebody's whim; a longer one is an outage."""
 
@@ -31,6 +34,7 @@ class Watchdog(Closeable):
     def __init__(self, clients_address: str, settings: StackSettings) -> None:
         self._link = OrchestratorLink(clients_address)
         self._start_timeout_s = settings.start_timeout_s
+        self._first_answer_s = max(_FIRST_ANSWER_S, settings.hang_timeout_s)
         self._loading = HangDetector(settings.start_timeout_s, settings.start_timeout_s)
         self._answering = HangDetector(settings.hang_timeout_s, settings.start_timeout_s)
         self._stopped = HangDetector(_STOPPED_S, _STOPPED_S)
@@ -55,7 +59,10 @@ class Watchdog(Closeable):
         self._ask(now)
         living = {_key(child): child for child in children if child.exit_code is None}
         self._watch(self._loading, {k for k, c in living.items() if c.role in starting})
-        self._watch(self._answering, {k for k, c in living.items() if c.role == "orchestrator"})
+        # A request may paralyse the next orchestrator, too, before it has answered here.
+        first_s = None if self.status is None else self._first_answer_s
+        orchestrator = {k for k, c in living.items() if c.role == "orchestrator"}
+        self._watch(self._answering, orchestrator, first_s)
         self._watch(self._stopped, {k for k, c in living.items() if _is_stopped(c)})
         found = self._find_marked(living.values())
         if failure := self._link.take_failure():
@@ -82,11 +89,13 @@ class Watchdog(Closeable):
         marked = self.status.marked_for_kill if self.status is not None else {}
         return {c.role: marked[c.pid] for c in living if c.pid in marked}
 
-    def _watch(self, detector: HangDetector, keys: set[bytes]) -> None:
+    def _watch(
+        self, detector: HangDetector, keys: set[bytes], first_timeout_s: float | None = None
+    ) -> None:
         """Begin and end with these; who stays goes on being counted."""
         seen = self._seen[detector]
         for key in keys - seen:
-            detector.watch(key)
+            detector.watch(key, first_timeout_s)
         for key in seen - keys:
             detector.forget(key)
         self._seen[detector] = keys

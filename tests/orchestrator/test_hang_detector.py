@@ -34,6 +34,15 @@ def test_the_first_work_may_take_longer() -> None:
     assert silence(watching(worked=False), 200) == 101
 
 
+def test_one_service_may_have_less_time_for_its_first_work() -> None:
+    """Only for that: later silence is judged as everybody's."""
+    vigil = watching(worked=False)
+    vigil.watch(A, 20.0)
+    assert silence(vigil, 60) == 21
+    vigil.on_message(A, is_result=True)
+    assert silence(vigil, 9, start=21) is None
+
+
 def test_signs_of_life_end_the_silence() -> None:
     """Whatever is heard starts the count again."""
     vigil = watching()

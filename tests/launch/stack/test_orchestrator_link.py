@@ -10,8 +10,8 @@ import pytest
 from launch.settings.settings import StackSettings
 from launch.stack.child import Child
 from launch.stack.orchestrator_link import OrchestratorLink
-from launch.stack.watchdog import Watchdog
-from protocol.messages import ServiceDown, ToOrchestrator
+from launch.stack.watchdog import Watchdog, _key
+from protocol.messages import ServiceDown, Status, ToOrchestrator
 from protocol.transport import channel
 from protocol.transport.address import ipc_address
 from protocol.transport.channel import Hub
@@ -101,3 +101,18 @@ def test_the_watchdog_has_a_stalled_orchestrator_replaced(
                 break
     assert list(found) == ["orchestrator"]
     assert "stopped reading" in found["orchestrator"]
+
+
+def test_the_next_orchestrator_has_less_time_for_its_first_answer(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request that paralysed one may paralyse the next, before it has answered anything."""
+    monkeypatch.setattr("launch.stack.watchdog._is_stopped", lambda child: False)
+    settings = StackSettings(hang_timeout_s=4.0, start_timeout_s=99.0)
+    with Watchdog(address, settings) as watchdog:
+        watchdog.look([Orchestrator()], set())
+        assert watchdog._answering.limit_s(_key(Orchestrator())) == 99.0
+        watchdog.status = Status(pid=1, model="", services=[], active=0, waiting=0)
+        watchdog.look([], set())
+        watchdog.look([Orchestrator()], set())
+        assert watchdog._answering.limit_s(_key(Orchestrator())) == 15.0
