@@ -34,7 +34,7 @@ class HangDetector:
         self._updated_at: float | None = None
 
     def watch(self, address: bytes, first_timeout_s: float | None = None) -> None:
-        """Start to watch a service, from now on, perhaps with a limit of its own for the first work."""
+        """Start to watch a service, from now on, perhaps with its own limit for the first work."""
         longest_s = self._first_timeout_s if first_timeout_s is None else first_timeout_s
         self._watched[address] = _Watched(longest_s)
 
