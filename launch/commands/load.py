@@ -127,9 +127,9 @@ def _of_stack(
             supervisor = opened.enter_context(private_stack(settings, console.report_trouble))
             address = supervisor.run_dir.clients_address
             load.load_stack(address, _requests(prompts[:1], "ssd", sampling, 16), 1)  # warm-up
-        for mode in own:
-            requests = _requests(prompts, mode, sampling, max_tokens)
-            ask[mode] = partial(load.load_stack, address, requests)
+            for mode in own:
+                requests = _requests(prompts, mode, sampling, max_tokens)
+                ask[mode] = partial(load.load_stack, address, requests)
         if beside:
             worker = ReferenceWorker(pair_of(settings), settings.target_device)
             reference = opened.enter_context(worker)
