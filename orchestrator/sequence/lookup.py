@@ -1,6 +1,5 @@
 """Prompt lookup as a draft: what followed these tokens before, a branch where places differ."""
 
-from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.limits import RoundLimits
 from orchestrator.sequence.planner import Planner
@@ -33,15 +32,6 @@ class LookupDrafts:
         for token, parent, confidence in zip(*found, strict=True):
             draft.add(token, confidence, parent=parent)
         return draft
-
-    def observe(self, seen: RoundObservation) -> None:
-        """A round has shown whether looked-up tokens of this text were right."""
-        known = self._planner.estimates.calibrations["lookup"]
-        choices = seen.choices if seen.origin == "lookup" else []
-        found = [(confidences[0], chosen == 0) for confidences, chosen in choices]
-        found += [] if seen.unverified_lookup is None else [seen.unverified_lookup]
-        for confidence, right in found:
-            self._planner.text_trust.observe(known.rate(confidence), right=right)
 
     def choose(self, found: Draft, length: int, *, alone: bool) -> Draft:
         """What is worth verifying behind `length` tokens; `alone`: no drafter works beside."""

@@ -5,8 +5,8 @@ throughput (renewal reward): maximising tokens - throughput * time in each round
 tokens per second of the whole. docs/planner.md explains every decision.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
@@ -21,17 +21,9 @@ from orchestrator.learning.fan_out import (
     round_shares,
     uniform,
 )
-from orchestrator.learning.text_trust import TextTrust
 from orchestrator.learning.tree_width import WIDTHS
 from orchestrator.sequence.draft import Draft
-from orchestrator.sequence.tree_choice import (
-    count_chain,
-    count_expected,
-    count_siblings,
-    find_best,
-    multiply_rates,
-    rank_nodes,
-)
+from orchestrator.sequence.tree_choice import count_chain, count_siblings, find_best, rank_nodes
 from protocol.messages import FanOutPolicy, Mode, Origin
 
 _DEEPEST = 16
@@ -81,8 +73,6 @@ class Planner:
     """Draft tokens of the trees that are verified; 0 and 1: chains only; None: what pays."""
     verify_ahead: bool | None = None
     """Whether the verifier begins prepared rounds by itself; None: if that pays."""
-    text_trust: TextTrust = field(default_factory=TextTrust, compare=False)
-    """How far this text repeats itself."""
 
     # ------------------------------------------------------------ speculate or not
 
@@ -160,7 +150,7 @@ class Planner:
         rates = [first.rate(draft.confidences[row - 1]) for row in main[:most]]
         if self.sampled:
             return main[: self._length_if_sampled(rates)]
-        return main[: find_best(self._values(list(multiply_rates(rates))))]
+        return main[: find_best(self._values(list(_multiply(rates))))]
 
     def _length_if_sampled(self, rates: Sequence[float]) -> int:
         """The length where neither a token nor what follows it influences its own use.
@@ -361,9 +351,7 @@ class Planner:
         return measured or batch.streams / self.estimates.verify_latency.of(batch.streams)
 
     def _acceptance_rates(self, draft: Draft, origin: Origin) -> list[float]:
-        rates = self.estimates.acceptance_rates(draft.confidences, draft.parents, origin)
-        trust = self.text_trust.factor if origin == "lookup" else 1.0
-        return [trust * rate for rate in rates]
+        return self.estimates.acceptance_rates(draft.confidences, draft.parents, origin)
 
     def _values(self, chances: Sequence[float], chain: int | None = None) -> list[float]:
         """What verifying the first 0, 1, ... of some nodes is worth, by their paths' chances.
@@ -388,7 +376,7 @@ class Planner:
         return tokens - self.throughput * (self._verify_ms(drafted, tree=tree) - shared)
 
     def _value_of_chain(self, rates: Sequence[float]) -> float:
-        return self._value(count_expected(rates), len(rates))
+        return self._value(_count_expected(rates), len(rates))
 
     def _verify_ms(self, drafted: int, *, tree: bool = False) -> float:
         """Time of the pass, with this many draft tokens of this request."""
@@ -396,3 +384,17 @@ class Planner:
 
     def _pass_ms(self, tokens: int, *, tree: bool = False) -> float:
         return self.estimates.latency(speculating=self.should_speculate, tree=tree).of(tokens)
+
+
+def _multiply(rates: Sequence[float]) -> Iterator[float]:
+    """The chances that 1, 2, ... tokens of a chain are accepted."""
+    reached = 1.0
+    for rate in rates:
+        reached *= rate
+        yield reached
+
+
+def _count_expected(rates: Sequence[float]) -> float:
+    """Tokens that a chain with these acceptance rates is expected to bring."""
+    *_, tokens = accumulate(_multiply(rates), initial=1.0)
+    return tokens

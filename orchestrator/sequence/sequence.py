@@ -169,7 +169,6 @@ class Sequence:
         actions = self._look_ahead() if ends is None else []
         first = self.recorder.rounds == 0
         seen = done.observe(outcome, self.planner, first=first, ended_at=now)
-        self._lookups.observe(seen)
         self.planner.estimates.observe_round(seen)
         if ends is None:
             actions += self._next_rounds.handover.update(self.current, self.round)

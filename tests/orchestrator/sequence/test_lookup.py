@@ -6,10 +6,8 @@ from hypothesis import strategies as st
 
 from launch.terminal.explain import explanation
 from orchestrator.learning.cost_model import CostModel
-from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.actions import ToVerifier
-from orchestrator.sequence.limits import Limits, RoundLimits
-from orchestrator.sequence.lookup import LookupDrafts
+from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
 from protocol.decoding.logits_processor import BannedTokens
@@ -177,34 +175,6 @@ def test_a_lookup_that_was_not_verified_teaches_too() -> None:
     for _ in range(30):
         dear.outcome_arrives()
     assert estimates.calibrations["lookup"].rate(0.75) > before + 0.1
-
-
-def test_a_text_that_repeats_nothing_is_soon_left_alone() -> None:
-    """However well lookups did in other texts; and the next text begins with their rate again."""
-    estimates = CostModel()
-    for tokens in range(1, 9):
-        estimates.plain_latency.observe(tokens, 10.0 + 8.0 * tokens)
-    for _ in range(100):
-        estimates.calibrations["lookup"].observe(CONFIDENCE[4], accepted=True)
-    plan, draft = Planner("ssd", estimates), chain_of([CONFIDENCE[4]] * 4)
-    lookups = LookupDrafts(plan, RoundLimits(ENDLESS, plan, 1), None)
-    assert plan.lookup_nodes(draft, alone=True)
-    for _ in range(3):
-        lookups.observe(seen_lookup(accepted=0))
-    assert not plan.lookup_nodes(draft, alone=True)
-    assert Planner("ssd", estimates).lookup_nodes(draft, alone=True)
-    for _ in range(12):
-        lookups.observe(seen_lookup(accepted=1))
-    assert plan.lookup_nodes(draft, alone=True)
-
-
-def seen_lookup(accepted: int) -> RoundObservation:
-    """A round that verified one looked-up token."""
-    return RoundObservation(
-        mode="ssd", by_hand=False, speculating=False, origin="lookup",
-        confidences=[CONFIDENCE[4]], accepted=accepted, prepared=0, rank=None, verify_ms=16.0,
-        idle_ms=1.0,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("rate", "used"), [(0.0, False), (1.0, True)])
