@@ -27,10 +27,9 @@ MOST_ROWS = 9
 """Longer chains are rare, and each length is a trace of its own."""
 TREE_ROWS = (4, 8, 16, 32)
 """Sizes that trees are padded to; larger ones are not traced."""
-TRACED_SLOTS = (256, 512, 1024)
-"""Sizes of the buffers that are traced; smaller ones are widened. A new shape compiles kernels for
-about a second, which nobody should wait for in the middle of an answer: what is not traced at load
-never is."""
+TRACED_SLOTS = (256, 512)
+"""Sizes of the buffers that are traced. A new shape compiles kernels for about a second, which
+nobody should wait for in the middle of an answer: what is not traced at load never is."""
 
 _TRIAL_PROMPT = 24
 _TRIAL_ROWS = 4
@@ -162,14 +161,9 @@ class TracedForward:
         keys = store.caches[0].keys
         if keys is None or not self.can_trace(store):
             return False
-        return self._find_slots(keys, frame) > 0
-
-    def _find_slots(self, keys: mx.array, frame: Frame) -> int:
-        """The least traced size that the buffers fit, with this frame; 0 if there is none."""
-        rows, forks = _count_rows(frame), frame.visible is not None
-        needed = max(keys.shape[2], frame.start + rows)
-        fitting = (s for r, s, f in self._shapes if (r, f) == (rows, forks) and s >= needed)
-        return min(fitting, default=0)
+        rows = _count_rows(frame)
+        slots = max(keys.shape[2], round_to_bucket(frame.start + rows))
+        return _Shape(rows, slots, frame.visible is not None) in self._shapes
 
     def prepare(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
         """Trace chains of this shape, and compute one."""
@@ -202,9 +196,7 @@ class TracedForward:
     def __call__(self, tokens: mx.array, store: KVStore) -> mx.array:
         """[1, n, vocabulary] logits of [1, n] tokens, lazy; they are `store`'s current frame."""
         frame = store.frame
-        held = store.caches[0].keys
-        found = 0 if held is None else self._find_slots(held, frame)
-        end = found or frame.start + _count_rows(frame)
+        end = frame.start + _count_rows(frame)
         keys = [grow(cache.keys, end) for cache in store.caches]
         values = [grow(cache.values, end) for cache in store.caches]
         # MLX writes in place only what nobody else holds.

@@ -182,26 +182,6 @@ def test_the_batcher_runs_single_sequences_by_it(model: Any) -> None:
     np.testing.assert_allclose(*logits, atol=1e-4)
 
 
-def test_buffers_are_widened_to_the_next_size_that_is_traced(model: Any) -> None:
-    """Of two, to the smaller one; and what is longer than all of them is not replayed."""
-    traced, store = TracedForward(model), _prefill(model, 6)
-    for slots in (1024, 512):
-        traced.prepare(3, slots, lambda: KVStore(windows_of(model), bucketed=False))
-    own = _prefill(model, 6)
-    for one in (own, store):
-        one.chain(3)
-    assert traced.serves(store)
-    expected = np.array(model(mx.array([[3, 4, 5]]), cache=own.caches))
-    found = np.array(traced(mx.array([[3, 4, 5]]), store))
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    keys = store.caches[0].keys
-    assert keys is not None
-    assert keys.shape[2] == 512
-    long = _prefill(model, 1023)
-    long.chain(3)
-    assert not traced.serves(long)
-
-
 class _WrongInTraces:
     """A model that gives other logits when it is traced."""
 
