@@ -100,34 +100,45 @@ class Writer:
 
     def write(self, groups: Iterator[list[Row]], out: Path, until: float) -> None:
         """Shards of finished rows, until the time is over."""
-        shards, first = Shards(out / "data"), 0
-        began = last = time.monotonic()
-        batch: list[Written] = []
-        number = answered = 0
-
-        def store() -> None:
-            nonlocal batch, number, first, last
-            infos = [  # Groups are held out in fours; every row is a prompt of its own.
-                RowInfo(first + i, one.row.temperature, one.row.category)
-                for i, one in enumerate(batch)
-            ]
-            tokens, kinds = (np.stack([one[part] for one in batch]) for part in (1, 2))
-            now, generated = time.monotonic(), int((kinds >= USER).sum())
-            shards.add(number, tokens, kinds, ShardInfo(infos, generated, now - last))
-            first, number, last, batch = first + len(infos), number + 1, now, []
-
+        shelf = _Shelf(out)
         for written in write(self._rows, groups, lambda: time.monotonic() < until):
-            batch.append(written)
-            answered += int((written.kinds == ANSWER).sum())
-            if len(batch) == _SHARD:
-                store()
-                rate = answered / (last - began)
-                print(
-                    f"{first} rows, {answered} tokens of answers, {rate:.0f} a second", flush=True
-                )
-        if batch:
-            store()
-        print(f"{first} rows, {answered} tokens of answers in {last - began:.0f} s", flush=True)
+            shelf.add(written)
+        shelf.store()
+
+
+class _Shelf:
+    """Finished rows, in shards."""
+
+    def __init__(self, out: Path) -> None:
+        self._shards, self._rows = Shards(out / "data"), list[Written]()
+        self._number = self._first = self._answered = 0
+        self._began = self._last = time.monotonic()
+
+    def add(self, row: Written) -> None:
+        self._rows.append(row)
+        if len(self._rows) == _SHARD:
+            self.store()
+
+    def store(self) -> None:
+        """Write a shard of what there is, and say how far it is."""
+        if not self._rows:
+            return
+        infos = [  # Groups are held out in fours; every row is a prompt of its own.
+            RowInfo(self._first + i, one.row.temperature, one.row.category)
+            for i, one in enumerate(self._rows)
+        ]
+        tokens = np.stack([one.tokens for one in self._rows])
+        kinds = np.stack([one.kinds for one in self._rows])
+        now, generated = time.monotonic(), int((kinds >= USER).sum())
+        self._shards.add(self._number, tokens, kinds, ShardInfo(infos, generated, now - self._last))
+        self._first, self._number = self._first + len(infos), self._number + 1
+        self._last, self._rows = now, []
+        self._answered += int((kinds == ANSWER).sum())
+        rate = self._answered / (now - self._began)
+        print(
+            f"{self._first} rows, {self._answered} tokens of answers, {rate:.0f} a second",
+            flush=True,
+        )
 
 
 def _group(rows: list[Row], r: random.Random) -> list[list[Row]]:

@@ -11,7 +11,6 @@ that size and computing one pass with it.
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +78,11 @@ class Passes:
         return 1e3 * (known - began), 1e3 * (read - began)
 
 
-def median(measure: Callable[[], tuple[float, float]]) -> list[float]:
-    """Of both times, after two that do not count."""
-    found = [measure() for _ in range(ROUNDS + 2)][2:]
-    return [round(statistics.median(part), 2) for part in zip(*found, strict=True)]
+def compare(passes: Passes, rows: int, traced: TracedForward) -> list[list[float]]:
+    """Medians of both times, by the model's own forward and replayed, which take turns."""
+    found = [[passes.time(rows, way) for way in (None, traced)] for _ in range(ROUNDS + 2)]
+    ways = zip(*found[2:], strict=True)  # the first two do not count
+    return [[round(statistics.median(part), 2) for part in zip(*way, strict=True)] for way in ways]
 
 
 def main() -> None:
@@ -115,8 +115,7 @@ def main() -> None:
                 began = time.perf_counter()
                 traced.prepare(rows, round_to_bucket(context + rows), target.states.make)
                 made = 1e3 * (time.perf_counter() - began)
-                own = median(lambda: passes.time(rows, None))  # noqa: B023  # called at once
-                replayed = median(lambda: passes.time(rows, traced))  # noqa: B023
+                own, replayed = compare(passes, rows, traced)
                 read = "read" if request else "not read"
                 print(
                     f"{read}, context {context}, {rows} rows: own {own}, replay {replayed}, trace {made:.0f}",

@@ -66,12 +66,9 @@ _SHORTEST_MS = 1e-3
 class CostModel:
     """Everything that is measured for the planner."""
 
-    drafter_is_late = False
-    """Whether it did not deliver when it was waited for, nor anything since."""
-
     def __init__(self) -> None:
         self.verify_latency = VerifyLatency()
-        """While a drafter works beside the target."""
+        """While a drafter works beside the target, which may slow it down."""
         self.tree_latency = VerifyLatency(self.verify_latency)
         """The same of trees, whose passes may run through other kernels than those of chains."""
         self.plain_latency = VerifyLatency()
@@ -94,6 +91,8 @@ class CostModel:
         """Per token drafted while the target waited."""
         self._backups = DiscountedRatio()  # depths: accepted of offered
         self.step_latency = StepLatency()  # T_d(B) by the number of branches
+        self.drafter_is_late = False
+        """Whether it did not deliver when it was waited for, nor anything since."""
         self.tree_width = TreeWidth()
         self.tree_growth = TreeGrowth()
         self.draft_length = _ASSUMED_LENGTH

@@ -189,7 +189,7 @@ class Planner:
 
     @property
     def siblings(self) -> int:
-        """How many runners-up to ask for beside each draft token, an even number; 0: chains.
+        """How many runners-up to ask for beside each draft token, 0: chains; even unless by hand.
 
         Where a row was measured to cost a good part of a pass none is asked for.
         """
@@ -221,7 +221,7 @@ class Planner:
         if self.tree_nodes:
             return min(_GROWN_BY_HAND, self.tree_nodes // 2)
         grown = self.estimates.tree_growth.grown // self.estimates.batch.streams
-        return min(grown, max(0, WIDTHS[-1] - self.branches))
+        return min(grown, max(0, WIDTHS[-1] - self.branches))  # the rows of the widest tree
 
     # ------------------------------------------------------------ what to wait for
 

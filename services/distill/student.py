@@ -35,12 +35,7 @@ _PROJECTIONS = ("k_proj", "v_proj")
 _NOT_BY_LAYER = ("architectures", "eos_token_id")
 _INTO_MLP = ("gate_proj.weight", "up_proj.weight", "gate_proj.bias", "up_proj.bias")
 _OUT_OF_MLP = "down_proj.weight"
-_ADDED = (
-    f"mlp.{_OUT_OF_MLP}",
-    "mlp.down_proj.bias",
-    "self_attn.o_proj.weight",
-    "self_attn.o_proj.bias",
-)
+_ADDED = ("mlp.down_proj", "self_attn.o_proj")
 """What makes that which a layer adds to the residual stream."""
 
 
@@ -214,7 +209,7 @@ def start_from(student: Student, folder: Path) -> None:
 
     Raises:
         ModelError: a weight is missing there or has another shape, it has more layers, or fewer
-            and reads the target.
+            and reads the target; or what the layers between them add has other names.
     """
     module = load(folder).module
     given: Weights = flat_parameters(module)
@@ -225,10 +220,9 @@ def start_from(student: Student, folder: Path) -> None:
     new = _spread(given, count, wanted)
     if reader is not None:
         given |= {_READER + n: array for n, array in flat_parameters(reader[1]).items()}
+    _silence(student.weights, new)
     for name, array in student.weights.items():
         if name.startswith(new):
-            if name.endswith(_ADDED):
-                student.weights[name] = mx.zeros_like(array)
             continue
         if name.startswith(_READER) and name not in given:
             continue
@@ -246,6 +240,20 @@ def _spread(given: Weights, count: int, wanted: int) -> tuple[str, ...]:
         for name in [name for name in given if name.startswith(prefix)]:
             given[f"{_LAYER}{layer + moved}.{name.removeprefix(prefix)}"] = given.pop(name)
     return tuple(f"{_LAYER}{first + number}." for number in range(moved))
+
+
+def _silence(weights: Weights, layers: tuple[str, ...]) -> None:
+    """Let these layers add nothing to the residual stream."""
+    for layer in layers:
+        for part in _ADDED:
+            if f"{layer}{part}.weight" not in weights:
+                raise ModelError(
+                    f"a drafter of this family cannot grow: {layer}{part} is not in it; "
+                    "give --layers as many as the drafter has"
+                )
+            for name in (f"{layer}{part}.weight", f"{layer}{part}.bias"):
+                if name in weights:
+                    weights[name] = mx.zeros_like(weights[name])
 
 
 def _check_shapes(wanted: Weights, inherited: Weights) -> None:

@@ -263,13 +263,13 @@ class TracedPasses:
             if not self._is_worth_it(rows, new_store):
                 self._shapes.discard(_Shape(rows, TRACED_SLOTS[0]))
                 continue
-            logits: list[mx.array] = []
             for slots in TRACED_SLOTS:
                 self._shapes.add(_Shape(rows, slots))
                 store = _prefill(self._model, new_store)
                 _widen(store, slots)
-                logits = self.run(self._open_trial(store, rows), rows)
-            self._warm(logits[0])
+                logits = self.run(self._open_trial(store, rows), rows)[0]
+                if slots == TRACED_SLOTS[0]:  # of any size they are the same
+                    self._warm(logits)
 
     def _warm(self, logits: mx.array) -> None:
         """Compute choices of each kind."""
