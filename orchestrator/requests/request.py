@@ -84,7 +84,6 @@ class Request:
         if hello.role == "drafter":
             self.has_had_drafter = True
             self.sequence.recorder.drafter = f"{hello.backend} {Path(hello.model).name}".strip()
-            self.sequence.drafter_is_filling = True
             return self.sequence.on_drafter_up(hello.context_length, takes_trees=hello.takes_trees)
         self.sequence.recorder.emulated_cost = hello.emulated_cost
         self.sequence.recorder.rewinding = hello.rewinding
@@ -112,7 +111,6 @@ class Request:
 
     def on_tree(self, tree: DraftTree, now: float) -> list[Action]:
         """The drafter sent one depth."""
-        self.sequence.drafter_is_filling = False
         self.sequence.recorder.add_tree(tree, now)
         return self.sequence.on_tree(tree, now)
 
@@ -120,7 +118,7 @@ class Request:
         """A service has computed the tokens so far; again after each restart."""
         self.sequence.recorder.add_prefill(role, message, now)
         if role == "drafter":
-            self.sequence.drafter_is_filling = False
+            self.sequence.on_drafter_filled()
         if role == "verifier" and self.cached_tokens is None:
             self.cached_tokens = min(message.cached, self.prompt_tokens)
         return []

@@ -8,6 +8,9 @@ from protocol.messages import DraftNow, Prepare, Tokens
 _FAR = 8
 """Tokens that a drafter takes in, and looks back on, in a good part of a verification's time."""
 
+_ASKED_AGAIN = 16
+"""One that was late is waited for after one round of so many, until it sends something."""
+
 
 class DrafterSync:
     """For the one drafter that has the sequence open."""
@@ -22,15 +25,28 @@ class DrafterSync:
         self.awaited: DraftNow | None = None
         """The draft that the target waits for, or waited for last."""
         self._is_drafting = False
+        self.is_filling = False
+        """Whether it has not computed the prompt yet."""
 
     def on_open(self, tokens: Tokens) -> None:
         """It was sent all tokens but the pending one."""
         self._sent = self._computed = len(tokens) - 1
-        self._is_drafting = False
+        self._is_drafting, self.is_filling = False, True
 
     def is_behind(self, tokens: Tokens) -> bool:
         """Whether it has so much to take in that nobody should wait for its draft."""
         return len(tokens) - 1 - self._computed > _FAR
+
+    def is_silent(self, number: int) -> bool:
+        """Whether nobody should wait for it after round `number`, welcome as its drafts are.
+
+        Drafts whose length is fixed are wanted whatever they cost.
+        """
+        if self._planner.num_draft_tokens:
+            return False
+        # One that only drafts when it is waited for has to be asked again some time.
+        late = self._planner.estimates.drafter_is_late and number % _ASKED_AGAIN > 0
+        return self.is_filling or late
 
     def on_last_depth(self) -> None:
         """The draft that it was asked for is complete."""

@@ -40,9 +40,6 @@ from protocol.messages import (
     VerificationOutcome,
 )
 
-_ASKED_AGAIN = 16
-"""A drafter that was late is waited for at one miss in so many, until it sends something."""
-
 
 class Sequence:
     """The state machine of one request."""
@@ -66,8 +63,6 @@ class Sequence:
         self.planner = planner
         """How its rounds are decided."""
         self.current = Round()
-        self.drafter_is_filling = False
-        """Whether the drafter has not computed the prompt yet."""
         self._sampling = sampling
         self._limits = RoundLimits(limits, planner, len(prompt))
         self._lookups = LookupDrafts(planner, self._limits, sampling.logits_options)
@@ -116,6 +111,10 @@ class Sequence:
             self.current.speculating = self._should_speculate()
             actions += self._prepare() + self._check_free_run()
         return actions
+
+    def on_drafter_filled(self) -> None:
+        """The drafter has computed the prompt."""
+        self._drafter_sync.is_filling = False
 
     def on_drafter_lost(self, reason: str) -> list[Action]:
         """The drafter died, or failed on this sequence: decode without it."""
@@ -219,7 +218,7 @@ class Sequence:
             return self._draft_now(count, now) if count else self._go_on(lookup)
         if self.current.speculating:
             self.recorder.misses += 1
-        if self._drafter_is_behind or self._drafter_is_silent:
+        if self._drafter_is_behind or self._drafter_sync.is_silent(self.round):
             return self._go_on(lookup, "plain")
         if count := self.planner.backup_length(lookup):
             self.recorder.fallbacks["draft"] += 1
@@ -277,18 +276,6 @@ class Sequence:
         """Whether it has to catch up, which it does beside a verification without a draft."""
         return self.planner.mode == "ssd" and self._drafter_sync.is_behind(self.tokens)
 
-    @property
-    def _drafter_is_silent(self) -> bool:
-        """Whether nobody should wait for it, though what it may send is welcome.
-
-        Drafts whose length is fixed are wanted whatever they cost.
-        """
-        if self.planner.mode != "ssd" or self.planner.num_draft_tokens:
-            return False
-        # One that only drafts when it is waited for has to be asked again some time.
-        late = self.planner.estimates.drafter_is_late and self.recorder.misses % _ASKED_AGAIN > 0
-        return self.drafter_is_filling or late
-
     def _should_speculate(self) -> bool:
         return self.planner.should_speculate and self._limits.can_speculate(len(self.tokens))
 
@@ -336,6 +323,7 @@ class Sequence:
 
     def on_tree(self, tree: DraftTree, now: float) -> list[Action]:
         """One depth arrived: keep it, or go on if it is the draft that the target waits for."""
+        self.on_drafter_filled()  # or it could not draft
         if tree.round != self.round or not self.is_asked_for(tree):
             self.recorder.stale_trees += 1
             return []

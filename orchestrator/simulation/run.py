@@ -121,6 +121,7 @@ class _Answer:
         self._do_all(self._sequence.on_verifier_up(_LONGEST_DRAFT, takes_trees=True))
         if self._strategy.mode != "ar":
             self._do_all(self._sequence.on_drafter_up(0, takes_trees=True))
+            self._sequence.on_drafter_filled()
         while self._sequence.phase is not Phase.FINISHED:
             if not self._events.step():
                 raise RuntimeFailure("the simulation stands still: no event is left")

@@ -487,6 +487,7 @@ class Stack:
             takes_trees=takes_trees,
         )
         self.do(self.sequence.on_drafter_up(self._drafter_context, takes_trees=takes_trees))
+        self.sequence.on_drafter_filled()
 
     def drafter_dies(self) -> None:
         """It is gone, and the orchestrator knows; what it sent may still be on its way."""

@@ -94,6 +94,7 @@ class Lockstep:
         """The drafter is there, and the verifier is asked for what it reads."""
         identity = backend.identity
         self._do(self.sequence.on_drafter_up(0, takes_trees=identity.takes_trees))
+        self.sequence.on_drafter_filled()
         self._asked += 1
         self._verify(ReadTarget(features=identity.features, number=self._asked))
 

@@ -208,6 +208,7 @@ class Answering:
         self._do(self.sequence.on_verifier_up(64))
         if self._setting.drafter:
             self._do(self.sequence.on_drafter_up(0))
+            self.sequence.on_drafter_filled()
         while len(self.answer) < length:
             if self._random.random() < self._setting.deaths:
                 self._somebody_dies()
@@ -286,6 +287,7 @@ class Answering:
             self._do(self.sequence.on_drafter_lost("drafter_died"))
             if self._setting.drafter:
                 self._do(self.sequence.on_drafter_up(0))
+                self.sequence.on_drafter_filled()
         else:  # what it has decided dies with it
             self._verify = None
             self.sequence.on_verifier_lost()

@@ -89,11 +89,11 @@ def test_nobody_waits_for_a_drafter_that_has_not_computed_the_prompt() -> None:
     request, prefilled = drafting(), Prefilled(sequence=1, length=2, prefill_ms=1.0)
     request.on_service_up(DRAFTER)
     request.on_prefilled(prefilled, "verifier", 1.0)
-    assert request.sequence.drafter_is_filling
+    assert request.sequence._drafter_sync.is_filling
     request.on_prefilled(prefilled, "drafter", 1.0)
-    assert not request.sequence.drafter_is_filling
+    assert not request.sequence._drafter_sync.is_filling
     request.on_service_up(DRAFTER)
-    assert request.sequence.drafter_is_filling
+    assert request.sequence._drafter_sync.is_filling
     tree = DraftTree(sequence=1, round=9, depth=1, tokens=[], confidences=[], draft_ms=1.0)
     request.on_tree(tree, 1.0)
-    assert not request.sequence.drafter_is_filling
+    assert not request.sequence._drafter_sync.is_filling
