@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.fan_out import AFTER_REJECTION, geometric, round_shares
+from orchestrator.learning.tree_growth import TreeGrowth
 from orchestrator.sequence.planner import Planner
 from protocol.messages import FanOutPolicy, Origin
 from tests.support.fakes import chain_of
@@ -104,3 +105,19 @@ def test_every_policy_spends_the_budget(
     assert len(confidences) + 1 == len(counts)
     assert budget == sum(counts)
     assert min(counts) >= 0
+
+
+def test_a_gpu_meets_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runners-up come in even numbers, and a depth has no more rows than the widest tree."""
+    found = set()
+    for row_ms in (0.01, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8):
+        estimates = CostModel()
+        for tokens in (1, 2, 3, 4, 5):
+            for _ in range(8):
+                estimates.verify_latency.observe(tokens, 20.0 + row_ms * tokens)
+        found.add(Planner("ssd", estimates).siblings)
+    assert {0, 4} <= found <= {0, 2, 4}
+    monkeypatch.setattr(Planner, "siblings", 2)
+    monkeypatch.setattr(TreeGrowth, "grown", 16)
+    grown = [Planner("ssd", CostModel(), fixed_branches=b).grown_siblings for b in (8, 24, 32, 64)]
+    assert grown == [16, 8, 0, 0]

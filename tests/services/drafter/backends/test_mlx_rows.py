@@ -203,3 +203,11 @@ def test_a_target_answers_the_same_with_such_drafts(
     assert line.sequence.tokens[len(PROMPT) :] == plain("llama", PROMPT, length, sampling)
     assert statistics.rounds < length / 2
     assert {1, 8, 32} & set(replayed) > {1}
+
+
+def test_what_may_be_asked_for_is_compiled_at_load() -> None:
+    """No, two and four runners-up, with noise and without: nobody waits for that in an answer."""
+    ahead = setup_of("llama").backend.ahead
+    assert ahead is not None
+    assert ahead.traced is not None
+    assert {(w, drawn) for w in (1, 3, 5) for drawn in (False, True)} <= set(ahead.traced._choices)
