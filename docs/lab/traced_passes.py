@@ -9,6 +9,7 @@ that size and computing one pass with it.
 """
 
 import argparse
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from mlx_lm.models import llama
 
 from protocol.messages import FeatureRequest
 from services.kv.slots import round_to_bucket
+from services.mlx.cuda import choice
 from services.mlx.loader import load
 from services.mlx.traced_forward import TracedForward
 from services.verifier.feature_source import FeatureSource
@@ -92,6 +94,7 @@ def main() -> None:
     parser.add_argument("--contexts", default="200,450,900,1900,3900")
     parser.add_argument("--rows", default="1,2,4,8")
     parser.add_argument("--read", type=int, default=0, help="layers that are read")
+    parser.add_argument("--mlx-products", action="store_true", help="also without our kernel")
     given = parser.parse_args()
     module = open_model(given.model)
     layers = len(module.layers)
@@ -106,7 +109,13 @@ def main() -> None:
             2 + number * (layers - 5) // max(1, given.read - 1) for number in range(given.read)
         ]
         requests.append(FeatureRequest(layers=chosen))
-    for request in requests:
+    for request, products in itertools.product(requests, ["", "MLX's products, "]):
+        if products:
+            if not given.mlx_products:
+                continue
+            choice.forget()
+        else:
+            choice.use_products(module)
         source.configure(request)
         target.read(source)
         for context in map(int, given.contexts.split(",")):
@@ -118,7 +127,7 @@ def main() -> None:
                 own, replayed = compare(passes, rows, traced)
                 read = "read" if request else "not read"
                 print(
-                    f"{read}, context {context}, {rows} rows: own {own}, replay {replayed}, trace {made:.0f}",
+                    f"{products}{read}, context {context}, {rows} rows: own {own}, replay {replayed}, trace {made:.0f}",
                     flush=True,
                 )
 

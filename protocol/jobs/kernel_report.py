@@ -6,7 +6,7 @@ import msgspec
 
 from protocol.settings import MetalKernels, Settings
 
-KernelName = Literal["product", "attention"]
+KernelName = Literal["product", "attention", "block"]
 
 
 class KernelReportSettings(Settings, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class KernelProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     shape: str
     """In words."""
     layers: int = 0
-    """product: how many layers of the model have this shape."""
+    """product, block: how many layers of the model have this shape."""
     least_rows: int = 0
     """From how many rows on it is used; 0: never."""
     most_rows: int = 0

@@ -98,8 +98,13 @@ class BatchRequest:
 class TracedPass(Protocol):
     """Runs passes of shapes that were traced at load."""
 
-    def serves(self, store: KVStore) -> bool:
-        """Whether the store's current frame is of such a shape."""
+    def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
+        """Whether the store's current frame is of such a shape.
+
+        Args:
+            store: of the sequence.
+            ahead: whether the pass begins behind one that is under way.
+        """
         ...
 
     def __call__(self, tokens: mx.array, store: KVStore) -> mx.array:
@@ -198,7 +203,7 @@ class Batcher:
         Returns:
             [1, head] logits and [1, width] features, None if nothing is read; both lazy.
         """
-        return self._build(token[None], [state], {})
+        return self._build(token[None], [state], {}, ahead=True)
 
     def _with_company(self, asked: BatchRequest) -> list[BatchRequest]:
         self.withdraw(asked)
@@ -250,20 +255,30 @@ class Batcher:
             asked.features = None if now.features is None else now.features[rows]
 
     def _build(
-        self, row: mx.array, states: list[SequenceState], beside: dict[str, mx.array]
+        self,
+        row: mx.array,
+        states: list[SequenceState],
+        beside: dict[str, mx.array],
+        *,
+        ahead: bool = False,
     ) -> tuple[mx.array, mx.array | None]:
         """[rows, head] logits of a pass and [rows or more, width] features, lazy.
 
         Who asks for the logits has the features computed in the same go: they are sent first.
         """
-        logits = self._call(row, states, beside)[0]
+        logits = self._call(row, states, beside, ahead=ahead)[0]
         features = self._read() if self._read is not None else None
         if features is not None:
             logits = mx.depends(logits, features)
         return logits, features
 
     def _call(
-        self, row: mx.array, states: list[SequenceState], beside: dict[str, mx.array]
+        self,
+        row: mx.array,
+        states: list[SequenceState],
+        beside: dict[str, mx.array],
+        *,
+        ahead: bool,
     ) -> mx.array:
         state = states[0]
         if isinstance(state, BranchingState) and state.is_batched:
@@ -274,13 +289,21 @@ class Batcher:
         if len(states) > 1:
             with pack_pass(states, in_batches=batches_recurrences()) as caches:
                 logits: mx.array = self._model(row, cache=caches, **beside)
-        elif self.traced is not None and isinstance(state, KVStore) and self.traced.serves(state):
-            logits = self.traced(row, state)
+        elif (traced := self._find_traced(state, ahead=ahead)) is not None:
+            logits = traced[0](row, traced[1])
         else:
             logits = self._model(row, cache=state.caches, **beside)
             if self.table is not None:
                 self.table.drop_if_empty()
         return logits
+
+    def _find_traced(
+        self, state: SequenceState, *, ahead: bool
+    ) -> tuple[TracedPass, KVStore] | None:
+        """What runs the current frame of this sequence alone, if a trace does."""
+        if self.traced is None or not isinstance(state, KVStore):
+            return None
+        return (self.traced, state) if self.traced.serves(state, ahead=ahead) else None
 
     def _run_at_table(
         self, row: mx.array, states: list[SequenceState], beside: dict[str, mx.array]

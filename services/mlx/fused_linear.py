@@ -4,12 +4,12 @@ Queries, keys and values are three products of one input, a gated MLP begins wit
 weights are laid one below the other, so that several rows need one product; each output is
 the same dot product as before. On CUDA a verification of four tokens is a seventh shorter for
 it with small targets (docs/lab/cuda-forward.md). A single row has a quick kernel of its own and is
-served as it was.
+served as it was, unless the joint layer says that it `serves` such rows.
 """
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -58,11 +58,15 @@ class FusedSlice(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., rows, inputs] -> [..., rows, outputs]."""
-        if x.shape[-2] == 1:
+        if x.shape[-2] == 1 and not self._joins(x):
             self._product.forget()
             alone: mx.array = self.own(x)
             return alone
         return self._product.part(x, self._index)
+
+    def _joins(self, x: mx.array) -> bool:
+        serves: Callable[[mx.array], bool] | None = getattr(self.joint, "serves", None)
+        return serves is not None and serves(x)
 
 
 def fuse_linears(model: nn.Module) -> int:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +13,8 @@ _TOLERANCE = 0.02
 """Relative difference of the logits; half precision rounds coarsely."""
 _TRIALS = 5
 """Passes of each kind that are timed; the fastest counts."""
+_TURNS = 8
+"""Of ways that take turns."""
 _WORTHWHILE = 0.97
 """A replay must take at most this share of the time of the model's own forward."""
 
@@ -77,9 +79,16 @@ def is_faster(what: str, own_s: float, replayed_s: float) -> bool:
 
 def time_pass(run: Callable[[], Any]) -> float:
     """Seconds of the fastest pass, whose results are evaluated."""
-    seconds = []
-    for _ in range(_TRIALS):
-        started = time.perf_counter()
-        mx.eval(run())
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    return min(_time(run) for _ in range(_TRIALS))
+
+
+def _time(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    mx.eval(run())
+    return time.perf_counter() - started
+
+
+def time_in_turn(runs: Sequence[Callable[[], Any]]) -> list[float]:
+    """Seconds of the fastest pass of each, which take turns; the first ones do not count."""
+    times = [[_time(run) for run in runs] for _ in range(_TURNS + 1)]
+    return [min(own) for own in zip(*times[1:], strict=True)]

@@ -12,7 +12,7 @@ buffers. A plain number in their place would become a part of the trace.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +21,7 @@ from protocol.decoding.token_tree import read_tree
 from services.kv.cache import KVStore
 from services.kv.slots import Frame, SlotCache, round_to_bucket
 from services.mlx.cuda.choice import in_trace
-from services.mlx.trace_trial import is_worth_it
+from services.mlx.trace_trial import is_faster, is_worth_it, time_in_turn
 
 MOST_ROWS = 9
 """Longer chains are rare, and each length is a trace of its own."""
@@ -33,6 +33,7 @@ nobody should wait for in the middle of an answer: what is not traced at load ne
 
 _TRIAL_PROMPT = 24
 _TRIAL_ROWS = 4
+_TRIAL_AHEAD = 8
 _TRIAL_TREE = read_tree([5, 9, 3, 11, 4, 7], [0, 1, 0, 1, 3])
 
 Forward = Callable[[mx.array, KVStore], mx.array]
@@ -76,16 +77,18 @@ class LayerInputs:
     is_traced = True
     """Attention over it may not be computed by itself, outside the graph."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  # arrays that change from pass to pass
         self,
         keys: mx.array,
         values: mx.array,
+        slots: mx.array,
         start: mx.array,
         positions: mx.array | None = None,
         visible: mx.array | None = None,
     ) -> None:
         self.keys = keys
         self.values = values
+        self._slots = slots
         self._start = start
         """[] slot of the first token, and in a chain its position."""
         self.offset = start if positions is None else positions
@@ -109,10 +112,15 @@ class LayerInputs:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store [1, heads, n, size] from the first slot on; return the whole buffers."""
-        start = self._start[None]
-        self.keys = mx.slice_update(self.keys, keys, start, axes=(2,))
-        self.values = mx.slice_update(self.values, values, start, axes=(2,))
+        # One launch each; `slice_update` is two, since its start is known to the device alone.
+        self.keys = mx.put_along_axis(self.keys, self._slots, keys, axis=2)
+        self.values = mx.put_along_axis(self.values, self._slots, values, axis=2)
         return self.keys, self.values
+
+
+def find_slots(start: mx.array, count: int) -> mx.array:
+    """[1, 1, count, 1] where the keys of so many tokens go, from this slot on."""
+    return (start + mx.arange(count))[None, None, :, None]
 
 
 class FeatureReader(Protocol):
@@ -137,7 +145,9 @@ class TracedForward:
     """Replays a model's forward over chains of up to `MOST_ROWS` tokens, and trees; see the module.
 
     A single token's attention has a kernel for any length, which a trace over whole buffers cannot
-    use: whether a trace of it is faster all the same is tried by itself.
+    use: whether a trace of it is faster all the same is tried by itself. It may be for one that is
+    waited for, whose launches the GPU waits for, and not for one that begins ahead, whose launches
+    are hidden: that is tried, too.
 
     Args:
         model: called on tokens [1, n] and caches.
@@ -147,6 +157,8 @@ class TracedForward:
         self._model = model
         self._shapes: set[_Shape] = set()
         """What has been traced."""
+        self.singles = {False: True, True: True}
+        """Whether a single token is replayed that is waited for, and one that begins ahead."""
         self.read(None)
 
     def read(self, reader: FeatureReader | None) -> None:
@@ -155,9 +167,16 @@ class TracedForward:
         self._replay: Any = mx.compile(self._forward)
         self._replay_tree: Any = mx.compile(self._forward_tree)
 
-    def serves(self, store: KVStore) -> bool:
-        """Whether the current frame is a chain or a tree of a shape that has been traced."""
+    def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
+        """Whether the current frame is a chain or a tree of a shape that has been traced.
+
+        Args:
+            store: of the sequence.
+            ahead: whether the pass begins behind one that is under way.
+        """
         frame = store.frame
+        if frame.count == 1 and not self.singles[ahead]:
+            return False
         keys = store.caches[0].keys
         if keys is None or not self.can_trace(store):
             return False
@@ -218,7 +237,8 @@ class TracedForward:
     def _forward(
         self, tokens: mx.array, start: mx.array, keys: list[mx.array], values: list[mx.array]
     ) -> _Outputs:
-        layers = [LayerInputs(k, v, start) for k, v in zip(keys, values, strict=True)]
+        slots = find_slots(start, tokens.shape[1])
+        layers = [LayerInputs(k, v, slots, start) for k, v in zip(keys, values, strict=True)]
         with in_trace():
             logits: mx.array = self._model(tokens, cache=layers)
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
@@ -234,7 +254,8 @@ class TracedForward:
         values: list[mx.array],
     ) -> _Outputs:
         pairs = zip(keys, values, strict=True)
-        layers = [LayerInputs(k, v, start, positions, visible) for k, v in pairs]
+        slots = find_slots(start, tokens.shape[1])
+        layers = [LayerInputs(k, v, slots, start, positions, visible) for k, v in pairs]
         with in_trace():
             logits: mx.array = self._model(tokens, cache=layers)
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
@@ -274,15 +295,40 @@ def trace_if_faster(
     traced = TracedForward(model)
     if not _is_worth_it(model, traced, new_store, place_chain, "chains"):
         return None
-    singles = _is_worth_it(model, traced, new_store, place_single, "single tokens")
+    alone = _is_worth_it(model, traced, new_store, place_single, "single tokens")
+    traced.singles = {False: alone, True: alone and _is_worth_it_ahead(model, traced, new_store)}
     for slots in TRACED_SLOTS:
-        for rows in range(1 if singles else 2, MOST_ROWS + 1):
+        for rows in range(1 if alone else 2, MOST_ROWS + 1):
             traced.prepare(rows, slots, new_store)
     if takes_trees and _is_worth_it(model, traced, new_store, place_tree, "trees"):
         for slots in TRACED_SLOTS:
             for rows in TREE_ROWS:
                 traced.prepare_tree(rows, slots, new_store)
     return traced
+
+
+def _is_worth_it_ahead(model: Any, traced: TracedForward, new_store: Callable[[], KVStore]) -> bool:
+    """Whether replays of single tokens are faster where each begins before the last has ended."""
+
+    def begin(forward: Forward, store: KVStore) -> mx.array:
+        token, start = mx.array([5]), cast(Any, mx.async_eval)
+        for _ in range(_TRIAL_AHEAD):
+            place_single(store)
+            token = mx.argmax(forward(token[None], store)[0, -1:], axis=-1)
+            start(token)
+        store.trim(_TRIAL_PROMPT)
+        return token
+
+    ways = [
+        partial(begin, forward, _prefill(model, new_store))
+        for forward in (partial(_call, model), traced)
+    ]
+    return is_faster("single tokens that begin ahead", *time_in_turn(ways))
+
+
+def _call(model: Any, tokens: mx.array, store: KVStore) -> mx.array:
+    logits: mx.array = model(tokens, cache=store.caches)
+    return logits
 
 
 def _is_worth_it(
@@ -294,11 +340,7 @@ def _is_worth_it(
     if not traced.can_trace(other):
         return False
     other.trim(_TRIAL_PROMPT)
-
-    def call(tokens: mx.array, store: KVStore) -> mx.array:
-        logits: mx.array = model(tokens, cache=store.caches)
-        return logits
-
+    call = partial(_call, model)
     return is_worth_it(
         what, partial(_try_pass, call, own, place), partial(_try_pass, traced, other, place)
     )

@@ -19,8 +19,7 @@ from protocol.jobs.kernel_report import KernelReport, KernelReportSettings
 from protocol.process.child import run_reporting_errors
 from protocol.settings import decode_settings
 from services.kv.state import SequenceState
-from services.mlx.cuda.choice import use_products
-from services.mlx.fused_linear import fuse_linears
+from services.mlx.cuda.equip import equip_for_cuda
 from services.mlx.loader import compute_unit, load
 from services.mlx.metal import attention
 from services.mlx.metal.choice import report, stop_using, try_attention, use_kernels
@@ -55,12 +54,10 @@ def measure(settings: KernelReportSettings) -> KernelReport:
 
 
 def _measure_on_cuda(settings: KernelReportSettings) -> KernelReport:
-    module = load(Path(settings.model)).module
-    fuse_linears(module)
-    probe = use_products(module)
-    if probe is None:
+    probes = equip_for_cuda(load(Path(settings.model)).module)
+    if not probes:
         return KernelReport(note="the target's products go through MLX: not in half precision")
-    return KernelReport(probes=[probe])
+    return KernelReport(probes=probes)
 
 
 def _attention_shape(module: Any, config: dict[str, Any]) -> AttentionKind | None:

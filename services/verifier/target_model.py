@@ -12,10 +12,9 @@ from services.batching.slot_table import SlotTable
 from services.kv.cache import KVStore, windows_of
 from services.kv.rewinding import StateFactory, find_rewinding
 from services.mlx.cuda.attention import attend_table
-from services.mlx.cuda.choice import use_products
+from services.mlx.cuda.equip import equip_for_cuda
 from services.mlx.exact_copies import add_exact_copies
 from services.mlx.few_rows.passes import equip_for_cpu, fill_only
-from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import compute_unit
 from services.mlx.taps import TrialPasses
 from services.mlx.traced_forward import FeatureReader, TracedForward, trace_if_faster
@@ -82,8 +81,7 @@ def prepare(module: Any, *, is_part: bool = False, may_share_passes: bool = True
     if on_cpu:
         add_exact_copies(module)
     if bucketed:
-        fuse_linears(module)
-        use_products(module)
+        equip_for_cuda(module)
     states = (
         _find_slots(module, bucketed=bucketed)
         if is_part

@@ -55,11 +55,10 @@ from services.kv.budget import measure_kv
 from services.kv.cache import KVStore
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
 from services.mlx.cuda.attention import fit_chunk
-from services.mlx.cuda.choice import use_products
+from services.mlx.cuda.equip import equip_for_cuda
 from services.mlx.draft_weights import use_weights
 from services.mlx.few_rows.blocks import MOST_ROWS
 from services.mlx.few_rows.passes import equip_for_cpu, fill_only
-from services.mlx.fused_linear import fuse_linears
 from services.mlx.lm_head import trim_head
 from services.mlx.loader import LoadedModel, compute_unit, load
 from services.mlx.rope import allow_branches, has_rope
@@ -127,8 +126,7 @@ class MlxBackend:
             allow_branches(self._model)
         use_weights(self._model, weights)
         if self._bucketed:
-            fuse_linears(self._model)
-            use_products(self._model)
+            equip_for_cuda(self._model)
 
     def open(self, sequence: int, tokens: Tokens, sampling: Sampling) -> Generator[None]:
         """Prefill in chunks; may be abandoned between two."""

@@ -21,7 +21,7 @@ from services.kv.cache import KVStore
 from services.kv.slots import SlotCache, round_to_bucket
 from services.mlx.cuda.choice import in_trace
 from services.mlx.trace_trial import is_close, is_faster, measure_distance
-from services.mlx.traced_forward import LayerInputs, grow
+from services.mlx.traced_forward import LayerInputs, find_slots, grow
 from services.sampling.device import PositionNoise, guess
 
 _log = logging.getLogger(__name__)
@@ -197,8 +197,9 @@ class TracedPasses:
         shape = _Shape(rows, max(keys.shape[2], round_to_bucket(end)))
         return shape if shape in self._shapes else None
 
-    def serves(self, store: KVStore) -> bool:
+    def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
         """See `TracedPass`: rows of a chain or a tree are rows that see their ancestors."""
+        del ahead
         return self._find_shape(store, store.frame.start, store.frame.count, 1) is not None
 
     def __call__(self, tokens: mx.array, store: KVStore) -> mx.array:
@@ -245,7 +246,8 @@ class TracedPasses:
     ) -> tuple[mx.array, list[mx.array], list[list[mx.array]]]:
         positions, visible, start = place
         pairs = zip(*buffers, strict=True)
-        layers = [LayerInputs(k, v, start, positions, visible) for k, v in pairs]
+        slots = find_slots(start, tokens.shape[0])
+        layers = [LayerInputs(k, v, slots, start, positions, visible) for k, v in pairs]
         with in_trace():
             logits: mx.array = self._model(tokens[None], cache=layers)[0][:, : self._size]
         following = start + stride

@@ -138,7 +138,7 @@ def _launch(source: str, kv_heads: int, **inputs: mx.array) -> mx.array:
     queries = inputs["q"]
     _, heads, count, size = queries.shape
     warps = _WARPS if count < _MANY else _WARPS_OF_MANY
-    out = build("attention.cuh", source, tuple(inputs), contiguous=False)(
+    out = build(("attention.cuh",), source, tuple(inputs), contiguous=False)(
         inputs=list(inputs.values()),
         template=[
             ("T", queries.dtype),

@@ -1,4 +1,4 @@
-"""Up to how many rows the products of a traced forward go through our kernel on CUDA: tried out."""
+"""Which products of a traced forward go through our kernel on CUDA, by rows: tried out."""
 
 import logging
 from collections import defaultdict
@@ -20,11 +20,13 @@ from services.mlx.trace_trial import measure_distance, time_pass
 
 _log = logging.getLogger(__name__)
 
-_ROWS = (2, 4, 8, 16, 32, 64)
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _LAYERS = 4
 """Of a shape, whose weights are read in turn when it is timed."""
 _WORTHWHILE = 0.97
 """Share of the time of MLX's products that ours may take at most."""
+_EVEN = 1.03
+"""The same for single rows, which have the bits of several then."""
 _TOLERANCE = 0.01
 """Relative; half precision rounds the result to steps of .001 (float16) or .008 (bfloat16)."""
 
@@ -33,6 +35,7 @@ _TOLERANCE = 0.01
 class _Use:
     """Of the kernel in this process."""
 
+    least_rows: int = 0
     most_rows: int = 0
     tracing: bool = False
 
@@ -50,17 +53,22 @@ def in_trace() -> Iterator[None]:
         _use.tracing = before
 
 
-def _serves(x: mx.array, weight: mx.array) -> bool:
+def serves(x: mx.array, weight: mx.array) -> bool:
+    """Whether this product goes through our kernel, here and now."""
     rows = x.size // x.shape[-1]
-    return _use.tracing and 1 < rows <= _use.most_rows and x.dtype == weight.dtype
+    return _use.tracing and _use.least_rows <= rows <= _use.most_rows and product.takes(x, weight)
 
 
 class TracedLinear(nn.Linear):
     """A layer whose few rows go through our kernel."""
 
+    def serves(self, x: mx.array) -> bool:
+        """Whether these rows do."""
+        return serves(x, self.weight)
+
     def __call__(self, x: mx.array) -> mx.array:
         """[..., rows, inputs] -> [..., rows, outputs]."""
-        if not _serves(x, self.weight):
+        if not serves(x, self.weight):
             by_mlx: mx.array = super().__call__(x)
             return by_mlx
         found = product.multiply(x, self.weight)
@@ -72,7 +80,7 @@ class TracedEmbedding(nn.Embedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits of [..., rows, inputs]."""
-        if not _serves(x, self.weight):
+        if not serves(x, self.weight):
             by_mlx: mx.array = super().as_linear(x)
             return by_mlx
         return product.multiply(x, self.weight)
@@ -87,7 +95,7 @@ def use_products(model: nn.Module) -> KernelProbe | None:
     Takes the place of what an earlier call chose. None elsewhere than on CUDA, and for models
     whose weights are of a kind that the kernel does not take.
     """
-    _use.most_rows = 0
+    forget()
     layers = list(_find_layers(model)) if compute_unit() == "cuda" else []
     if not layers:
         return None
@@ -96,12 +104,21 @@ def use_products(model: nn.Module) -> KernelProbe | None:
         layer.__class__ = _LAYERS_OF_OURS.get(type(layer), type(layer))
         by_shape[layer.weight.shape].append(layer)
     found = _try_rows([layer for own in by_shape.values() for layer in own[:_LAYERS]])
-    _use.most_rows = found.most_rows
+    _use.least_rows, _use.most_rows = found.least_rows, found.most_rows
     name = str(layers[0].weight.dtype).rpartition(".")[2]
-    _log.info("products of up to %d rows go through our kernel in traces", found.most_rows)
+    _log.info(
+        "products of %d to %d rows go through our kernel in traces",
+        found.least_rows,
+        found.most_rows,
+    )
     return msgspec.structs.replace(
         found, shape=f"products of {len(by_shape)} shapes, {name}", layers=len(layers)
     )
+
+
+def forget() -> None:
+    """Leave all products to MLX, in what is traced from now on."""
+    _use.most_rows = 0
 
 
 def _find_layers(model: nn.Module) -> Iterator[Any]:
@@ -115,12 +132,12 @@ def _find_layers(model: nn.Module) -> Iterator[Any]:
     found = [part.joint for part in parts]
     found += [one for one in modules if type(one) in kinds and id(one) not in alone]
     different = {id(layer): layer for layer in found}
-    yield from (layer for layer in different.values() if layer.weight.dtype in product.TYPES)
+    yield from (layer for layer in different.values() if product.takes(layer.weight, layer.weight))
 
 
 def _try_rows(layers: list[Any]) -> KernelProbe:
-    """Up to how many rows the kernel is right, and faster for all of these together."""
-    most, furthest, reason = 0, 0.0, ""
+    """For which numbers of rows the kernel is right, and faster for all of these together."""
+    least, most, furthest, reason = 0, 0, 0.0, ""
     own_ms, mlx_ms = dict[int, float](), dict[int, float]()
     for rows in _ROWS:
         inputs = [_normal((1, rows, layer.weight.shape[1]), layer.weight.dtype) for layer in layers]
@@ -136,14 +153,15 @@ def _try_rows(layers: list[Any]) -> KernelProbe:
             break
         own_ms[rows] = 1e3 * time_pass(partial(ours, inputs))
         mlx_ms[rows] = 1e3 * time_pass(partial(by_mlx, inputs))
-        if own_ms[rows] > _WORTHWHILE * mlx_ms[rows]:
+        if own_ms[rows] <= (_EVEN if rows == 1 else _WORTHWHILE) * mlx_ms[rows]:
+            least, most = least or rows, rows
+        elif rows > 1:
             reason = "more are faster by MLX" if most else "it is not faster than MLX's"
             break
-        most = rows
     if reason and "faster" not in reason:
         _log.warning("our kernel for products: %s", reason)
     return KernelProbe(
-        kernel="product", shape="", least_rows=min(most, _ROWS[0]), most_rows=most, reason=reason,
+        kernel="product", shape="", least_rows=least, most_rows=most, reason=reason,
         distance=furthest, own_ms=own_ms, mlx_ms=mlx_ms,
     )  # fmt: skip
 
@@ -155,12 +173,13 @@ def _trace(layers: list[Any], most_rows: int) -> Products:
     """The products of all these layers, by the kernel up to so many rows."""
 
     def multiply(inputs: list[mx.array]) -> list[mx.array]:
-        before, _use.most_rows = _use.most_rows, most_rows
+        before = _use.least_rows, _use.most_rows
+        _use.least_rows, _use.most_rows = 1, most_rows
         try:
             with in_trace():
                 return [_call(layer, x) for layer, x in zip(layers, inputs, strict=True)]
         finally:
-            _use.most_rows = before
+            _use.least_rows, _use.most_rows = before
 
     compiled: Products = mx.compile(multiply)
     return compiled

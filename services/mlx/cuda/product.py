@@ -2,8 +2,9 @@
 
 A product of several rows goes through cuBLASLt, which costs the host 30 microseconds, and one
 of a single row through a kernel of MLX's, which costs it 3: for small models a verification of
-four tokens takes half as much again as a token (docs/lab/cuda-forward.md). Here every row is
-summed as MLX sums a single one, and each weight is read once for up to eight of them.
+four tokens takes half as much again as a token (docs/lab/cuda-forward.md). Here one kernel serves
+one row and many: each weight is read once, and tensor cores multiply it with eight rows at a time,
+whether these are there or not. So a row has the same bits in any company.
 
 A call from Python costs more than it saves, since MLX builds the kernel's source anew for it;
 a replay of a trace (`services.mlx.traced_forward`) does not.
@@ -14,38 +15,69 @@ import mlx.core as mx
 from services.mlx.cuda.kernel import LANES, build
 
 TYPES = (mx.float16, mx.bfloat16)
-_WARPS = 8
-"""Of a block."""
-_ROWS = (2, 4, 8)
-"""That a warp multiplies."""
-_OUTPUTS = ((8192, 4), (4096, 2), (0, 1))
-"""(from so many outputs on, so many for each warp): enough warps to keep the device busy."""
-_RUNS = (4, 2, 1)
-"""Numbers that a lane reads at once: as MLX's kernel for a single row, and so in its order."""
+_TILE = 8
+"""Rows that a tensor core multiplies at once."""
+_TILES = (1, 2, 4)
+"""That a block multiplies."""
+_GROUP = 16
+"""Outputs that a warp computes at once."""
+_RUN = 8
+"""Inputs that a lane reads at once."""
+_NARROW, _BROAD = (1, 8), (2, 4)
+"""Groups of outputs that a block computes and its warps: for few rows, and where each number that
+is read of a row should serve more outputs."""
 
 _BODY = """
-multiply_rows<T, ROWS, OUTPUTS, RUN>(
-    x, w, x_shape[0], x_shape[1], w_shape[0], blockIdx.y * ROWS,
-    (blockIdx.x * WARPS + threadIdx.x / 32) * OUTPUTS, out);
+multiply_rows<T, TILES, GROUPS, WARPS, GATED>(
+    x, w, MORE, x_shape[1], x_shape[2], w_shape[0] / (GATED ? 2 : 1), blockIdx.y * TILES * 8,
+    blockIdx.x * GROUPS * (GATED ? 8 : 16), out);
 """
 
 
+def takes(x: mx.array, weight: mx.array) -> bool:
+    """Whether the kernel multiplies arrays of this kind."""
+    return x.dtype == weight.dtype and weight.dtype in TYPES and weight.shape[1] % _RUN == 0
+
+
 def multiply(x: mx.array, weight: mx.array) -> mx.array:
-    """[..., rows, outputs] of [..., rows, inputs] and [outputs, inputs], of one of `TYPES`."""
-    outputs, inputs = weight.shape
+    """[..., rows, outputs] of [..., rows, inputs] and [outputs, inputs] that `takes` accepts."""
+    return _launch(x, weight)
+
+
+def multiply_add(x: mx.array, weight: mx.array, more: mx.array) -> mx.array:
+    """The same with [..., rows, outputs] `more` added to it."""
+    return _launch(x, weight, more=more)
+
+
+def multiply_gated(x: mx.array, weight: mx.array) -> mx.array:
+    """silu(gate) * up, [..., rows, outputs], of weights [gate outputs and up outputs, inputs]."""
+    return _launch(x, weight, gated=True)
+
+
+def _launch(
+    x: mx.array, weight: mx.array, *, more: mx.array | None = None, gated: bool = False
+) -> mx.array:
+    inputs = weight.shape[1]
+    outputs = weight.shape[0] // (2 if gated else 1)
     rows = x.size // inputs
-    at_once = next((count for count in _ROWS if count >= rows), _ROWS[-1])
-    own = next(count for least, count in _OUTPUTS if outputs >= least)
-    run = next(count for count in _RUNS if inputs % (LANES * count) == 0 or count == 1)
-    blocks = -(-outputs // (_WARPS * own)), -(-rows // at_once)
-    found: list[mx.array] = build("product.cuh", _BODY, ("x", "w"), contiguous=True)(
-        inputs=[x.reshape(rows, inputs), weight],
+    tiles = next((count for count in _TILES if count * _TILE >= rows), _TILES[-1])
+    groups, warps = _NARROW if tiles == 1 and not gated else _BROAD
+    written = groups * _GROUP // (2 if gated else 1)
+    blocks = -(-outputs // written), -(-rows // (tiles * _TILE))
+    arrays = {"x": x.reshape(1, rows, inputs), "w": weight}
+    if more is not None:
+        arrays["more"] = more.reshape(1, rows, outputs)
+    body = _BODY.replace("MORE", "nullptr" if more is None else "more")
+    make = build(("tile.cuh", "product.cuh"), body, tuple(arrays), contiguous=True)
+    found: list[mx.array] = make(
+        inputs=list(arrays.values()),
         template=[
-            ("T", x.dtype), ("ROWS", at_once), ("OUTPUTS", own), ("RUN", run), ("WARPS", _WARPS)
+            ("T", x.dtype), ("TILES", tiles), ("GROUPS", groups), ("WARPS", warps),
+            ("GATED", gated),
         ],
-        grid=(blocks[0] * _WARPS * LANES, blocks[1], 1),
-        threadgroup=(_WARPS * LANES, 1, 1),
-        output_shapes=[(rows, outputs)],
+        grid=(blocks[0] * warps * LANES, blocks[1], 1),
+        threadgroup=(warps * LANES, 1, 1),
+        output_shapes=[(*x.shape[:-1], outputs)],
         output_dtypes=[x.dtype],
     )  # fmt: skip
-    return found[0].reshape(*x.shape[:-1], outputs)
+    return found[0]

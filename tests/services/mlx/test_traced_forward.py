@@ -1,5 +1,6 @@
 """A traced forward gives the model's own logits wherever it is replayed, or is not used."""
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -168,6 +169,66 @@ def test_single_tokens_are_replayed_where_that_is_faster(
     assert traced.serves(other) is faster
     expected = np.array(model(mx.array([[7]]), cache=own.caches))
     np.testing.assert_allclose(np.array(traced(mx.array([[7]]), other)), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("own_s", "replayed_s", "ahead"), [(1.0, 0.9, True), (0.9, 1.0, False)])
+def test_a_token_that_begins_ahead_is_replayed_where_that_is_faster_ahead(
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    own_s: float,
+    replayed_s: float,
+    *,
+    ahead: bool,
+) -> None:
+    """Its launches are hidden behind the pass before it."""
+    monkeypatch.setattr(trace_trial, "is_faster", lambda *_: True)
+    monkeypatch.setattr(traced_forward, "time_in_turn", lambda _: [own_s, replayed_s])
+    monkeypatch.setattr(traced_forward, "TRACED_SLOTS", (256,))
+    traced = trace_if_faster(model, lambda: KVStore(windows_of(model), bucketed=False))
+    assert traced is not None
+    batcher, plain = Batcher(model, 16, traced), Batcher(model, 16)
+    found, replays = [], list[int]()
+    monkeypatch.setattr(traced, "_replay", _counting(traced._replay, replays), raising=True)
+    for one in (batcher, plain):
+        store = _prefill(model, 6)
+        asked = one.submit([3], store, partial(_append, store))
+        first = one.result(asked)[0]
+        store.chain(1)
+        logits, _ = one.begin_alone(mx.array([4]), store)
+        found.append(np.array(mx.concatenate([first, logits])))
+    assert len(replays) == (2 if ahead else 1)
+    np.testing.assert_allclose(*found, atol=1e-4)
+
+
+def _append(store: KVStore) -> list[int]:
+    store.chain(1)
+    return []
+
+
+def _counting(replay: Any, calls: list[int]) -> Any:
+    def run(*given: Any) -> Any:
+        calls.append(1)
+        return replay(*given)
+
+    return run
+
+
+def test_ahead_is_tried_as_it_is_run(model: Any) -> None:
+    """Each pass is fed what the last one chose, and the stores stay as they were."""
+    chosen = []
+
+    def time_in_turn(ways: Any) -> list[float]:
+        chosen.extend([way().tolist(), way().tolist()] for way in ways)
+        return [1.0, 0.5]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traced_forward, "time_in_turn", time_in_turn)
+        assert traced_forward._is_worth_it_ahead(
+            model, TracedForward(model), lambda: KVStore(windows_of(model), bucketed=False)
+        )
+    own, replayed = chosen
+    assert own == replayed
+    assert own[0] == own[1]
 
 
 def test_the_batcher_runs_single_sequences_by_it(model: Any) -> None:

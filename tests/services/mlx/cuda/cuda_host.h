@@ -2,6 +2,7 @@
 // WARPS of a block is defined before.
 #include <algorithm>
 #include <barrier>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -18,22 +19,33 @@ constexpr int LANES = 32, THREADS = WARPS * LANES;
 #define __expf expf
 using std::min;
 
+#ifndef __GLIBC__  // which has it
+void sincosf(float angle, float* sine, float* cosine) {
+  *sine = std::sin(angle);
+  *cosine = std::cos(angle);
+}
+#endif
+float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
+
 struct Index { int x; };
 thread_local Index threadIdx;
 std::barrier<> block(THREADS);
 std::unique_ptr<std::barrier<>> warps[WARPS];
-float exchanged[THREADS];
 
 void __syncthreads() { block.arrive_and_wait(); }
 
-float __shfl_xor_sync(unsigned, float value, int lane) {
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int lane) {
+  static T exchanged[THREADS];
   auto& warp = *warps[threadIdx.x / LANES];
   exchanged[threadIdx.x] = value;
   warp.arrive_and_wait();
-  const float other = exchanged[threadIdx.x ^ lane];
+  const T other = exchanged[threadIdx.x ^ lane];
   warp.arrive_and_wait();
   return other;
 }
+
+unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 
 // Once by every thread of a block.
 void run_block(const std::function<void()>& kernel) {

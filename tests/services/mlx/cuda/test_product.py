@@ -21,34 +21,61 @@ from services.tools import kernel_report
 from tests.services.mlx.cuda.host import compile_kernel, run_kernel
 from tests.support.reference import tiny_folder
 
-SHAPES = [(2, 1, 4), (4, 2, 2), (8, 4, 1)]
-"""Rows and outputs of a warp, and numbers that a lane reads at once."""
+SHAPES = [(1, 1, 8, 0), (2, 2, 4, 0), (1, 2, 4, 1), (4, 2, 4, 1)]
+"""Tiles of rows, groups of outputs and warps of a block, and whether it is gated."""
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
-def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rows, outputs, run = request.param
+def kernel(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, bool]:
+    tiles, groups, warps, gated = request.param
     program = tmp_path_factory.mktemp("kernel") / "product"
-    sizes = {"WARP_ROWS": rows, "WARP_OUTPUTS": outputs, "LANE_RUN": run}
-    return compile_kernel("product_host.cpp", program, **sizes)
+    sizes = {"BLOCK_TILES": tiles, "BLOCK_GROUPS": groups, "BLOCK_WARPS": warps}
+    return compile_kernel("product_host.cpp", program, **sizes, BLOCK_GATED=gated), bool(gated)
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 128, 8), (3, 256, 5), (9, 384, 3)])
-def test_is_the_product(kernel: Path, rows: int, inputs: int, outputs: int) -> None:
-    """Of any number of rows and outputs, whole groups of them or not."""
+Kernel = tuple[Path, bool]
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 128, 8), (3, 1328, 21), (9, 40, 37)])
+def test_is_the_product(
+    kernel: Kernel, rows: int, inputs: int, outputs: int, *, adds: bool
+) -> None:
+    """Of any number of rows, inputs and outputs, whole groups of them or not."""
+    program, gated = kernel
     random = np.random.default_rng(rows)
-    x, w = (random.normal(size=(count, inputs)) for count in (rows, outputs))
-    found = run_kernel(kernel, rows, inputs, outputs, x, w).reshape(rows, outputs)
-    np.testing.assert_allclose(found, x @ w.T, atol=1e-4)
+    x, w, more = (
+        random.normal(size=size)
+        for size in [(rows, inputs), (2 * outputs if gated else outputs, inputs), (rows, outputs)]
+    )
+    numbers = [rows, inputs, outputs, int(adds), x, w / inputs**0.5, *([more] if adds else [])]
+    found = run_kernel(program, *numbers).reshape(rows, outputs)
+    expected = x @ w.T / inputs**0.5
+    if gated:
+        gate, up = np.split(expected, 2, axis=1)
+        expected = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(found, expected + (more if adds else 0), atol=1e-4)
 
 
-def test_a_row_has_the_same_bits_in_any_company(kernel: Path) -> None:
+def test_a_row_has_the_same_bits_in_any_company(
+    kernel: Kernel, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """And however its block is divided."""
+    program, gated = kernel
     random = np.random.default_rng(1)
-    x, w = (random.normal(size=(count, 256)) for count in (9, 6))
-    together = run_kernel(kernel, 9, 256, 6, x, w).reshape(9, 6)
+    x, w = (random.normal(size=(count, 2080)) for count in (9, 12 if gated else 6))
+    together = run_kernel(program, 9, 2080, 6, 0, x, w).reshape(9, 6)
     for row in (0, 4, 8):
-        alone = run_kernel(kernel, 1, 256, 6, x[row], w)
+        alone = run_kernel(program, 1, 2080, 6, 0, x[row], w)
         np.testing.assert_array_equal(together[row], alone)
+    if not gated:
+        sizes = {"BLOCK_TILES": 1, "BLOCK_GROUPS": 1, "BLOCK_WARPS": 4, "BLOCK_GATED": 0}
+        other = compile_kernel(
+            "product_host.cpp", tmp_path_factory.mktemp("other") / "product", **sizes
+        )
+        np.testing.assert_array_equal(run_kernel(other, 9, 2080, 6, 0, x, w), together.ravel())
 
 
 class Products:
@@ -92,15 +119,23 @@ def model_of(family: str = "llama") -> Any:
 
 
 @pytest.mark.parametrize(
-    ("shares", "most"), [({}, 64), ({16: 1.1}, 8), ({2: 0.99}, 0), ({32: 0.98, 64: 0.2}, 16)]
+    ("shares", "least", "most"),
+    [
+        ({}, 1, 64),
+        ({16: 1.1}, 1, 8),
+        ({1: 1.1, 2: 0.99}, 0, 0),
+        ({1: 1.02, 2: 0.99}, 1, 1),
+        ({1: 1.1, 32: 0.98, 64: 0.2}, 2, 16),
+    ],
 )
 def test_it_serves_as_many_rows_as_it_is_faster_for(
-    on_cuda: OnCuda, shares: dict[int, float], most: int
+    on_cuda: OnCuda, shares: dict[int, float], least: int, most: int
 ) -> None:
+    """Single rows as well if it is as fast: they have the bits of several then."""
     on_cuda(shares)
     found = use_products(model_of())
     assert found is not None
-    assert (found.most_rows, found.least_rows) == (most, min(most, 2))
+    assert (found.most_rows, found.least_rows) == (most, least)
     assert ("faster" in found.reason) is (most < 64)
     assert list(found.own_ms) == [rows for rows in choice._ROWS if rows <= max(2 * most, 2)]
 
@@ -108,7 +143,7 @@ def test_it_serves_as_many_rows_as_it_is_faster_for(
 @pytest.mark.parametrize(
     ("how", "most", "reason"),
     [
-        ({"factor": 1.1}, 0, "of 2 rows its result is 0.1 from MLX's"),
+        ({"factor": 1.1}, 0, "of 1 rows its result is 0.1 from MLX's"),
         ({"fails_from": 16}, 8, "of 16 rows it does not run here: too many resources"),
     ],
 )
@@ -124,7 +159,7 @@ def test_what_is_wrong_or_does_not_run_is_not_used(
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "biased", "moe"])
 def test_few_rows_of_a_trace_go_through_it(on_cuda: OnCuda, family: str) -> None:
-    """All products of the model, joint ones too; single rows, many and other passes do not."""
+    """All products of the model, joint ones too; many rows and other passes do not."""
     module = model_of("llama" if family == "biased" else family)
     if family == "biased":
         layer = module.model.layers[0].self_attn.o_proj
@@ -143,8 +178,22 @@ def test_few_rows_of_a_trace_go_through_it(on_cuda: OnCuda, family: str) -> None
         layers = len(module.model.layers)
         assert len(products.rows) >= (4 if family != "moe" else 2) * layers
         products.rows.clear()
-        mx.eval(module(tokens[:, :1]), module(mx.zeros((1, 9), mx.int32)))
+        mx.eval(module(tokens[:, :1]))
+        assert len(products.rows) >= (4 if family != "moe" else 2) * layers
+        products.rows.clear()
+        mx.eval(module(mx.zeros((1, 9), mx.int32)))
         assert products.rows == []
+
+
+def test_a_single_row_stays_with_mlx_where_that_is_faster(on_cuda: OnCuda) -> None:
+    module = model_of()
+    fuse_linears(module)
+    products = on_cuda({1: 1.1})
+    assert use_products(module) is not None
+    products.rows.clear()
+    with in_trace():
+        mx.eval(module(mx.array([[5]])))
+    assert products.rows == []
 
 
 def test_a_tied_head_goes_through_it(on_cuda: OnCuda) -> None:
@@ -164,7 +213,8 @@ def test_doctor_is_told(on_cuda: OnCuda, monkeypatch: pytest.MonkeyPatch) -> Non
     """How many products there are, joint ones as one, and what was measured of them."""
     on_cuda({16: 1.1})
     monkeypatch.setattr(kernel_report, "compute_unit", lambda: "cuda")
-    [probe] = kernel_report.measure(KernelReportSettings(model=str(tiny_folder("llama")))).probes
+    probes = kernel_report.measure(KernelReportSettings(model=str(tiny_folder("llama")))).probes
+    [probe] = [one for one in probes if one.kernel == "product"]
     assert (probe.kernel, probe.most_rows, probe.reason) == ("product", 8, "more are faster by MLX")
     assert probe.layers == 4 * 3 + 1  # of three layers, and the head
     assert probe.own_ms[16] == pytest.approx(1.1)
@@ -188,16 +238,25 @@ def test_elsewhere_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("rows", [2, 3, 8, 17])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 17, 40])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("shape", [(960, 576), (5001, 96), (9000, 1536)])
 def test_the_kernel_multiplies_as_mlx_does(
     rows: int, dtype: mx.Dtype, shape: tuple[int, int]
 ) -> None:
-    x, w = (
-        mx.random.normal((count, shape[1]), dtype, key=mx.random.key(count))
-        for count in (rows, shape[0])
+    """And a row has the same bits in any company."""
+    x, w, more = (
+        mx.random.normal(size, dtype, key=mx.random.key(size[0]))
+        for size in [(1, rows, shape[1]), (2 * shape[0], shape[1]), (1, rows, shape[0])]
     )
-    expected = (x @ w.T).astype(mx.float32)
-    distance: Any = mx.linalg.norm(product.multiply(x, w).astype(mx.float32) - expected)
-    assert distance.item() < 0.01 * float(mx.linalg.norm(expected))
+    half = w[: shape[0]]
+    gate, up = mx.split((x @ w.T).astype(mx.float32), 2, axis=-1)
+    by_us = [product.multiply(x, half), product.multiply_add(x, half, more)]
+    by_us.append(product.multiply_gated(x, w))
+    by_mlx = [gate, gate + more.astype(mx.float32), nn.silu(gate) * up]
+    for found, expected in zip(by_us, by_mlx, strict=True):
+        distance: Any = mx.linalg.norm(found.astype(mx.float32) - expected)
+        assert distance.item() < 0.01 * float(mx.linalg.norm(expected))
+    for row in {0, rows // 2, rows - 1}:
+        alone = product.multiply(x[:, row : row + 1], half)
+        assert mx.array_equal(alone[0, 0], by_us[0][0, row]).item()

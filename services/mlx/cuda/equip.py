@@ -1,0 +1,18 @@
+"""What makes a model's few rows fast on CUDA."""
+
+import mlx.nn as nn
+
+from protocol.jobs.kernel_report import KernelProbe
+from services.mlx.cuda.blocks import use_blocks
+from services.mlx.cuda.choice import use_products
+from services.mlx.fused_linear import fuse_linears
+
+
+def equip_for_cuda(model: nn.Module) -> list[KernelProbe]:
+    """Join products of equal input, and let traces go through our kernels where that pays.
+
+    Returns:
+        What was measured of them; nothing if the model is of no kind that they take.
+    """
+    fuse_linears(model)
+    return [probe for probe in (use_products(model), use_blocks(model)) if probe is not None]

@@ -1,0 +1,84 @@
+"""Queries, keys and values of a few rows, taken apart, normed and rotated in one launch on CUDA.
+
+From Python this is a dozen operations for each layer, three to five of them launches; a pass of a
+small model is made of little else (docs/lab/cuda-forward.md). One warp serves one head of one row.
+"""
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from services.mlx.cuda.kernel import LANES, build
+
+SIZES = (64, 80, 96, 128, 256)
+"""Of a head."""
+_WARPS = 4
+
+_BODY = """
+const int head = blockIdx.x * WARPS + threadIdx.x / 32, row = blockIdx.y, rows = gridDim.y;
+constexpr int ALL = HEADS + 2 * KV_HEADS;
+if (head < ALL) {
+  const T* from = x + (long(row) * ALL + head) * D;
+  const float position = float(SIDE_BY_SIDE ? positions[row] : positions[0] + row);
+  if (head < HEADS) {
+    rotate_head<T, D>(from, NORMED ? gains : nullptr, eps[0], speeds, ROTATED, position,
+                      queries + (long(head) * rows + row) * D);
+  } else if (head < HEADS + KV_HEADS) {
+    rotate_head<T, D>(from, NORMED ? gains + D : nullptr, eps[0], speeds, ROTATED, position,
+                      keys + (long(head - HEADS) * rows + row) * D);
+  } else {
+    rotate_head<T, D>(from, nullptr, 0.0f, speeds, 0, position,
+                      values + (long(head - HEADS - KV_HEADS) * rows + row) * D);
+  }
+}
+"""
+
+
+class Heads(NamedTuple):
+    """What is known of a layer's attention before a pass."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    """Of a head."""
+    rotated: int
+    """Numbers of a head that are rotated, the first ones."""
+    speeds: mx.array
+    """[rotated / 2] float32, radians a position."""
+    gains: mx.array
+    """[2, size] of the norms of queries and keys; of one number if there are none."""
+    eps: mx.array
+    """[1] float32, of the norms."""
+
+
+def rotate(x: mx.array, positions: mx.array, layer: Heads) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries, keys and values, each [1, its heads, rows, size], of [1, rows, all heads * size].
+
+    Args:
+        x: queries, keys and values of each row side by side, in half precision.
+        positions: int32, of the first row [1], or of each [rows].
+        layer: what they are.
+    """
+    rows, heads = x.shape[1], layer.heads + 2 * layer.kv_heads
+    inputs = {"x": x, "positions": positions, "speeds": layer.speeds}
+    inputs |= {"gains": layer.gains, "eps": layer.eps}
+    outputs = {"queries": layer.heads, "keys": layer.kv_heads, "values": layer.kv_heads}
+    make: Any = build(
+        ("rotate.cuh",), _BODY, tuple(inputs), contiguous=True, outputs=tuple(outputs)
+    )
+    found: tuple[mx.array, mx.array, mx.array] = tuple(
+        make(
+            inputs=list(inputs.values()),
+            template=[
+                ("T", x.dtype), ("D", layer.size), ("HEADS", layer.heads),
+                ("KV_HEADS", layer.kv_heads), ("ROTATED", layer.rotated), ("WARPS", _WARPS),
+                ("NORMED", layer.gains.size > 1),
+                ("SIDE_BY_SIDE", positions.size > 1),
+            ],
+            grid=(-(-heads // _WARPS) * _WARPS * LANES, rows, 1),
+            threadgroup=(_WARPS * LANES, 1, 1),
+            output_shapes=[(1, count, rows, layer.size) for count in outputs.values()],
+            output_dtypes=[x.dtype] * len(outputs),
+        )
+    )  # fmt: skip
+    return found
