@@ -27,7 +27,7 @@ class Rounds:
         self._backend = MlxBackend(folder, 512)
         began = time.perf_counter()
         self._backend.trace()
-        print(f"traced in {time.perf_counter() - began:.1f} s")
+        print(f"traced in {time.perf_counter() - began:.1f} s", flush=True)
         self._drafts, self._branches, self._depth = drafts, branches, depth
         tokens = [1, *range(700, 780)]
         for _ in self._backend.open(1, tokens, Sampling()):

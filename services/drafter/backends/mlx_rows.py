@@ -32,8 +32,9 @@ TRACED_SLOTS = (256, 512, 768, 1024)
 """Sizes of the buffers; as for verifications, what is not traced at load never is."""
 
 _GREEDY, _DRAWN = Sampling(), Sampling(temperature=1.0)
-_WIDTHS = (1, 3, 5)
-"""Candidates that a row is asked for: the best one, and no, two or four runners-up."""
+_WIDTHS = (1, 5)
+"""Candidates that are found behind a row: the best one, with or without four runners-up. Each
+number compiles kernels of its own for seconds, and to find more than are wanted costs little."""
 _TRIAL_PROMPT = 24
 _TRIAL_DEPTHS = 4
 _TRIALS = 3
@@ -215,15 +216,13 @@ class TracedPasses:
         self, logits: mx.array, width: int, noise: PositionNoise | None
     ) -> tuple[mx.array, mx.array]:
         """`sampling.device.guess` without filters, from a trace."""
-        key = width, noise is not None
+        wide = next((count for count in _WIDTHS if count >= width), width)
+        key = wide, noise is not None
         if key not in self._choices:
-            self._choices[key] = self._trace_choice(width, drawn=noise is not None)
-        found: tuple[mx.array, mx.array]
-        if noise is None:
-            found = self._choices[key](logits)
-        else:
-            found = self._choices[key](logits, noise.keys, mx.array(noise.temperature))
-        return found
+            self._choices[key] = self._trace_choice(wide, drawn=noise is not None)
+        drawn = () if noise is None else (noise.keys, mx.array(noise.temperature))
+        best, found = self._choices[key](logits, *drawn)
+        return best, found[..., :width]
 
     def _trace_choice(self, width: int, *, drawn: bool) -> Any:
         def name(logits: mx.array) -> tuple[mx.array, mx.array]:
@@ -246,8 +245,8 @@ class TracedPasses:
     ) -> tuple[mx.array, list[mx.array], list[list[mx.array]]]:
         positions, visible, start = place
         pairs = zip(*buffers, strict=True)
-        slots = find_slots(start, tokens.shape[0])
-        layers = [LayerInputs(k, v, slots, start, positions, visible) for k, v in pairs]
+        places = find_slots(start, tokens.shape[0])
+        layers = [LayerInputs(k, v, places, start, positions, visible) for k, v in pairs]
         with in_trace():
             logits: mx.array = self._model(tokens[None], cache=layers)[0][:, : self._size]
         following = start + stride

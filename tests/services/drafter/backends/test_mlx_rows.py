@@ -19,6 +19,7 @@ from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_rows import TracedPasses, TracedRows
 from services.mlx import trace_trial
 from services.mlx.loader import load
+from services.sampling.device import PositionNoise, guess
 from services.verifier.verifier import Verifier
 from tests.services.drafter.backends import test_mlx_trees
 from tests.services.drafter.backends.test_mlx import PROMPT, SCRIPT, Line, Round, Setup, rounds
@@ -210,4 +211,13 @@ def test_what_may_be_asked_for_is_compiled_at_load() -> None:
     ahead = setup_of("llama").backend.ahead
     assert ahead is not None
     assert ahead.traced is not None
-    assert {(w, drawn) for w in (1, 3, 5) for drawn in (False, True)} <= set(ahead.traced._choices)
+    compiled = dict(ahead.traced._choices)
+    logits = mx.random.normal((8, ahead._ids.size), key=mx.random.key(0))
+    noise = PositionNoise(mx.arange(16, dtype=mx.uint32).reshape(2, 8), 0.7)
+    for width in (1, 3, 5):
+        for own, sampling in ((None, Sampling()), (noise, Sampling(temperature=0.7))):
+            best, found = ahead.traced.choose(logits, width, own)
+            expected = guess(logits, width, ahead._ids, own, sampling)
+            np.testing.assert_array_equal(np.array(best), np.array(expected[0]))
+            np.testing.assert_allclose(np.array(found), np.array(expected[1]), atol=1e-5)
+    assert ahead.traced._choices == compiled
