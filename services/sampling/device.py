@@ -20,6 +20,7 @@ from protocol.decoding.sampling_params import is_greedy
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
 from services.mlx.array_memory import view
+from services.mlx.cuda.best import find_best, sort_best
 from services.mlx.few_rows.choice import choose_tokens
 from services.mlx.loader import compute_unit
 from services.sampling import candidates
@@ -163,17 +164,9 @@ def best_of(rows: mx.array | Floats, width: int, head_ids: Ids | None) -> Top:
     if isinstance(rows, np.ndarray):
         return candidates.best_of(rows, width, head_ids)
     width = min(width, rows.shape[-1])
-    rows = rows.astype(mx.float32)
-    if width == 1:
-        columns = mx.argmax(rows, axis=-1, keepdims=True)
-    else:
-        best = mx.argpartition(-rows, width - 1, axis=-1)[:, :width]
-        values = mx.take_along_axis(rows, best, axis=-1)
-        columns = mx.take_along_axis(best, mx.argsort(-values, axis=-1), axis=-1)
-    logits = mx.take_along_axis(rows, columns, axis=-1)
-    totals = mx.logsumexp(rows, axis=-1, keepdims=True)
+    there = find_best(rows, width) if compute_unit() == "cuda" else None
     # In one array, since each takes its own way to the host; floats hold any column exactly.
-    found = np.array(mx.concatenate([columns.astype(mx.float32), logits, totals], axis=-1))
+    found = np.array(sort_best(rows, width) if there is None else there)
     candidates.check_shares(found[:, -1])
     places: Ids = found[:, :width].astype(np.int64)
     ids = places if head_ids is None else head_ids[places]
