@@ -9,6 +9,7 @@ that size and computing one pass with it.
 """
 
 import argparse
+import contextlib
 import itertools
 import statistics
 import time
@@ -20,7 +21,7 @@ from mlx_lm.models import llama
 
 from protocol.messages import FeatureRequest
 from services.kv.slots import round_to_bucket
-from services.mlx.cuda import choice
+from services.mlx.cuda.choice import by_mlx_alone
 from services.mlx.loader import load
 from services.mlx.traced_forward import TracedForward
 from services.verifier.feature_source import FeatureSource
@@ -87,49 +88,53 @@ def compare(passes: Passes, rows: int, traced: TracedForward) -> list[list[float
     return [[round(statistics.median(part), 2) for part in zip(*way, strict=True)] for way in ways]
 
 
+def name_layers(count: int, read: int) -> list[FeatureRequest | None]:
+    """Without features, and if some layers are read, with those of so many."""
+    if not read:
+        return [None]
+    chosen = [2 + number * (count - 5) // max(1, read - 1) for number in range(read)]
+    return [None, FeatureRequest(layers=chosen)]
+
+
+def report(target: TargetModel, traced: TracedForward, source: FeatureSource, given: Any) -> None:
+    """Print a line for each context and number of rows, after what was said of the traces."""
+    traced.read(source)  # traces are made anew
+    for context in map(int, given.contexts.split(",")):
+        passes = Passes(target, context, source)
+        for rows in map(int, given.rows.split(",")):
+            began = time.perf_counter()
+            traced.prepare(rows, round_to_bucket(context + rows), target.states.make)
+            made = 1e3 * (time.perf_counter() - began)
+            own, replayed = compare(passes, rows, traced)
+            ways = f"own {own}, replay {replayed}, trace {made:.0f}"
+            print(f"  context {context}, {rows} rows: {ways}", flush=True)
+
+
 def main() -> None:
-    """Print a line for each context, number of rows and way."""
+    """Print what was measured."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--contexts", default="200,450,900,1900,3900")
     parser.add_argument("--rows", default="1,2,4,8")
     parser.add_argument("--read", type=int, default=0, help="layers that are read")
-    parser.add_argument("--mlx-products", action="store_true", help="also without our kernel")
+    parser.add_argument("--by-mlx", action="store_true", help="also without our kernels")
     given = parser.parse_args()
     module = open_model(given.model)
-    layers = len(module.layers)
     began = time.perf_counter()
     target = prepare(module)
     print(f"prepared in {time.perf_counter() - began:.1f} s, traced: {target.traced is not None}")
     source = FeatureSource(module)
     traced = target.traced or TracedForward(module)
-    requests: list[FeatureRequest | None] = [None]
-    if given.read:
-        chosen = [
-            2 + number * (layers - 5) // max(1, given.read - 1) for number in range(given.read)
-        ]
-        requests.append(FeatureRequest(layers=chosen))
-    for request, products in itertools.product(requests, ["", "MLX's products, "]):
-        if products:
-            if not given.mlx_products:
-                continue
-            choice.forget()
-        else:
-            choice.use_products(module)
+    ways: list[tuple[str, Any]] = [("our products and blocks", contextlib.nullcontext)]
+    if given.by_mlx:
+        ways.append(("MLX's products and blocks", by_mlx_alone))
+    for request, (name, way) in itertools.product(
+        name_layers(len(module.layers), given.read), ways
+    ):
         source.configure(request)
-        target.read(source)
-        for context in map(int, given.contexts.split(",")):
-            passes = Passes(target, context, source)
-            for rows in map(int, given.rows.split(",")):
-                began = time.perf_counter()
-                traced.prepare(rows, round_to_bucket(context + rows), target.states.make)
-                made = 1e3 * (time.perf_counter() - began)
-                own, replayed = compare(passes, rows, traced)
-                read = "read" if request else "not read"
-                print(
-                    f"{products}{read}, context {context}, {rows} rows: own {own}, replay {replayed}, trace {made:.0f}",
-                    flush=True,
-                )
+        print(f"{name}, {'read' if request else 'not read'}:")
+        with way():
+            report(target, traced, source, given)
 
 
 if __name__ == "__main__":

@@ -289,21 +289,19 @@ class Batcher:
         if len(states) > 1:
             with pack_pass(states, in_batches=batches_recurrences()) as caches:
                 logits: mx.array = self._model(row, cache=caches, **beside)
-        elif (traced := self._find_traced(state, ahead=ahead)) is not None:
-            logits = traced[0](row, traced[1])
+        elif (replayed := self._replay(row, state, ahead=ahead)) is not None:
+            logits = replayed
         else:
             logits = self._model(row, cache=state.caches, **beside)
             if self.table is not None:
                 self.table.drop_if_empty()
         return logits
 
-    def _find_traced(
-        self, state: SequenceState, *, ahead: bool
-    ) -> tuple[TracedPass, KVStore] | None:
-        """What runs the current frame of this sequence alone, if a trace does."""
+    def _replay(self, row: mx.array, state: SequenceState, *, ahead: bool) -> mx.array | None:
+        """The logits of a sequence's current frame, if a trace serves it."""
         if self.traced is None or not isinstance(state, KVStore):
             return None
-        return (self.traced, state) if self.traced.serves(state, ahead=ahead) else None
+        return self.traced(row, state) if self.traced.serves(state, ahead=ahead) else None
 
     def _run_at_table(
         self, row: mx.array, states: list[SequenceState], beside: dict[str, mx.array]

@@ -14,7 +14,7 @@ _TOLERANCE = 0.02
 _TRIALS = 5
 """Passes of each kind that are timed; the fastest counts."""
 _TURNS = 8
-"""Of ways that take turns."""
+"""Timed rounds of ways that take turns."""
 _WORTHWHILE = 0.97
 """A replay must take at most this share of the time of the model's own forward."""
 

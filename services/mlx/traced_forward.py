@@ -51,6 +51,15 @@ class _Shape(NamedTuple):
     forks: bool
 
 
+class Singles(NamedTuple):
+    """Which single tokens are replayed."""
+
+    awaited: bool
+    """Those whose pass begins when nothing else is under way."""
+    ahead: bool
+    """Those whose pass begins behind another one."""
+
+
 def place_chain(store: KVStore) -> None:
     """The chain of the trials."""
     store.chain(_TRIAL_ROWS)
@@ -157,8 +166,7 @@ class TracedForward:
         self._model = model
         self._shapes: set[_Shape] = set()
         """What has been traced."""
-        self.singles = {False: True, True: True}
-        """Whether a single token is replayed that is waited for, and one that begins ahead."""
+        self.singles = Singles(awaited=True, ahead=True)
         self.read(None)
 
     def read(self, reader: FeatureReader | None) -> None:
@@ -175,7 +183,7 @@ class TracedForward:
             ahead: whether the pass begins behind one that is under way.
         """
         frame = store.frame
-        if frame.count == 1 and not self.singles[ahead]:
+        if frame.count == 1 and not (self.singles.ahead if ahead else self.singles.awaited):
             return False
         keys = store.caches[0].keys
         if keys is None or not self.can_trace(store):
@@ -296,7 +304,8 @@ def trace_if_faster(
     if not _is_worth_it(model, traced, new_store, place_chain, "chains"):
         return None
     alone = _is_worth_it(model, traced, new_store, place_single, "single tokens")
-    traced.singles = {False: alone, True: alone and _is_worth_it_ahead(model, traced, new_store)}
+    ahead = alone and _is_worth_it_ahead(model, traced, new_store)
+    traced.singles = Singles(awaited=alone, ahead=ahead)
     for slots in TRACED_SLOTS:
         for rows in range(1 if alone else 2, MOST_ROWS + 1):
             traced.prepare(rows, slots, new_store)

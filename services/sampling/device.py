@@ -167,10 +167,11 @@ def best_of(rows: mx.array | Floats, width: int, head_ids: Ids | None) -> Top:
     there = find_best(rows, width) if compute_unit() == "cuda" else None
     # In one array, since each takes its own way to the host; floats hold any column exactly.
     found = np.array(sort_best(rows, width) if there is None else there)
+    count = found.shape[1] // 2
     candidates.check_shares(found[:, -1])
     places: Ids = found[:, :width].astype(np.int64)
     ids = places if head_ids is None else head_ids[places]
-    return Top(ids, found[:, width:-1], found[:, -1])
+    return Top(ids, found[:, count : count + width], found[:, -1])
 
 
 class PositionNoise(NamedTuple):

@@ -1,13 +1,13 @@
 // The best columns of one row of logits, found by one block; see best.py.
 
-// Larger for larger values, and of equal ones for the smaller column.
+// Larger for larger values, and of the same ones for the smaller column.
 __device__ inline unsigned long long rank_of(float value, int column) {
   unsigned bits = __float_as_uint(value);
   bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return (unsigned long long)(bits) << 32 | (0xffffffffu - unsigned(column));
 }
 
-// Takes the place of the least of these, which fall, if it is larger.
+// Puts a rank among these, which are in falling order, if the least of them is smaller.
 template <int HELD>
 __device__ inline void insert_rank(unsigned long long (&held)[HELD], unsigned long long rank) {
   if (rank <= held[HELD - 1]) return;
@@ -30,9 +30,9 @@ __device__ inline unsigned long long highest_of(unsigned long long rank) {
 }
 
 // Writes the columns [WIDTH], their values [WIDTH] and the logarithm of the sum of all
-// exponentials. WIDTH is at most `head`.
+// exponentials. The row's numbers are `step` apart; WIDTH is at most `head`.
 template <typename T, int WIDTH, int WARPS>
-__device__ void find_best(const T* row, int head, float* out) {
+__device__ void find_best(const T* row, long step, int head, float* out) {
   constexpr int HELD = WIDTH < 4 ? WIDTH : 4, STRIDE = 32 * WARPS;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   __shared__ unsigned long long found[2][WARPS];
@@ -41,7 +41,7 @@ __device__ void find_best(const T* row, int head, float* out) {
   unsigned long long held[HELD] = {};
   float highest = -1e30f, sum = 0.0f;
   for (int column = thread; column < head; column += STRIDE) {
-    const float value = float(row[column]), top = fmaxf(highest, value);
+    const float value = float(row[column * step]), top = fmaxf(highest, value);
     sum = sum * expf(highest - top) + expf(value - top);
     highest = top;
     insert_rank(held, rank_of(value, column));
@@ -65,14 +65,14 @@ __device__ void find_best(const T* row, int head, float* out) {
     if (held[0] == best) {
       const int column = int(0xffffffffu - unsigned(best));
       out[place] = float(column);
-      out[WIDTH + place] = float(row[column]);
+      out[WIDTH + place] = float(row[column * step]);
 #pragma unroll
       for (int i = 1; i < HELD; i++) held[i - 1] = held[i];
       held[HELD - 1] = 0;
       if (--left == 0) {  // what it held is used up: what comes after it is looked for again
         left = HELD;
         for (int at = thread; at < head; at += STRIDE) {
-          const unsigned long long rank = rank_of(float(row[at]), at);
+          const unsigned long long rank = rank_of(float(row[at * step]), at);
           if (rank < best) insert_rank(held, rank);
         }
       }

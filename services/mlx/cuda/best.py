@@ -1,9 +1,9 @@
 """The best few of each row of logits on CUDA, in one launch.
 
 MLX sorts all of a row, in a dozen launches; a drafter that is asked for branches behind a chain
-waits for that once or twice before it can begin. Here one block reads a row once, each thread keeps
-the best that it has seen, and the best of all threads are taken in turn. Used if it finds what
-sorting finds, and in less time.
+waits for that once or twice before it can begin. Here one block serves a row: each thread keeps the
+best that it has seen, and the best of all threads are taken in turn. Used if it finds what sorting
+finds, and in less time.
 """
 
 import functools
@@ -27,31 +27,27 @@ _WORTHWHILE = 0.97
 
 _BODY = """
 find_best<T, WIDTH, WARPS>(
-    rows + blockIdx.x * rows_strides[0], rows_shape[1], out + blockIdx.x * (2 * WIDTH + 1));
+    rows + blockIdx.x * rows_strides[0], rows_strides[1], rows_shape[1],
+    out + blockIdx.x * (2 * WIDTH + 1));
 """
 
 
 def find_best(rows: mx.array, width: int) -> mx.array | None:
-    """[rows, 2 * width + 1] float32: columns, logits and the logarithm of all shares of each row.
+    """[rows, 2 * n + 1] float32 with n of at least `width`, or None where sorting serves better.
+
+    Of each row the n best columns in falling order, their logits, and the logarithm of all shares.
 
     Args:
         rows: [rows, head] logits.
-        width: how many columns are wanted, the best first.
-
-    Returns:
-        None where the kernel is of no use.
+        width: columns that are wanted; the best one alone is found by MLX.
     """
     count = next((count for count in WIDTHS if count >= width), 0)
-    fits = rows.ndim == 2 and rows.dtype in _TYPES and 0 < count <= rows.shape[1]
-    if not fits or not _works(rows.dtype):
-        return None
-    found = _launch(rows, count)
-    return mx.concatenate(
-        [found[:, :width], found[:, count : count + width], found[:, -1:]], axis=-1
-    )
+    fits = rows.ndim == 2 and rows.dtype in _TYPES and 1 < width <= count <= rows.shape[1]
+    return launch(rows, count) if fits and _works(rows.dtype, count) else None
 
 
-def _launch(rows: mx.array, width: int) -> mx.array:
+def launch(rows: mx.array, width: int) -> mx.array:
+    """`find_best` by the kernel, for one of `WIDTHS`."""
     count = rows.shape[0]
     make = build(("best.cuh",), _BODY, ("rows",), contiguous=False)
     found: list[mx.array] = make(
@@ -66,7 +62,7 @@ def _launch(rows: mx.array, width: int) -> mx.array:
 
 
 def sort_best(rows: mx.array, width: int) -> mx.array:
-    """`find_best` with MLX's own operations."""
+    """`find_best` with MLX's own operations, for exactly so many columns."""
     rows = rows.astype(mx.float32)
     if width == 1:
         columns = mx.argmax(rows, axis=-1, keepdims=True)
@@ -80,19 +76,18 @@ def sort_best(rows: mx.array, width: int) -> mx.array:
 
 
 @functools.cache
-def _works(dtype: mx.Dtype) -> bool:
+def _works(dtype: mx.Dtype, width: int) -> bool:
     """Whether the kernel compiles here, finds what sorting finds, and is faster."""
     rows = mx.random.normal((3, 50000), key=mx.random.key(0)).astype(dtype)[:, :49152]
     try:
-        for width in WIDTHS:
-            # Of equal logits either may come first; their values are the same.
-            expected, found = sort_best(rows, width), _launch(rows, width)
-            distance = measure_distance(expected[:, width:], found[:, width:])
-            if not distance < _TOLERANCE:
-                _log.warning("the kernel for the best logits is %.2g from sorting", distance)
-                return False
+        # Of equal logits either may come first; their values are the same.
+        expected, found = sort_best(rows, width), launch(rows, width)
+        distance = measure_distance(expected[:, width:], found[:, width:])
+        if not distance < _TOLERANCE:
+            _log.warning("the kernel for the best logits is %.2g from sorting", distance)
+            return False
         sorting, ours = time_in_turn(
-            [partial(sort_best, rows, WIDTHS[-1]), partial(_launch, rows, WIDTHS[-1])]
+            [partial(sort_best, rows, width), partial(launch, rows, width)]
         )
     except (RuntimeError, ValueError, OSError) as error:
         _log.warning("the kernel for the best logits does not run here: %s", error)

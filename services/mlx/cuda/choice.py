@@ -95,7 +95,7 @@ def use_products(model: nn.Module) -> KernelProbe | None:
     Takes the place of what an earlier call chose. None elsewhere than on CUDA, and for models
     whose weights are of a kind that the kernel does not take.
     """
-    forget()
+    _use.least_rows = _use.most_rows = 0
     layers = list(_find_layers(model)) if compute_unit() == "cuda" else []
     if not layers:
         return None
@@ -116,9 +116,15 @@ def use_products(model: nn.Module) -> KernelProbe | None:
     )
 
 
-def forget() -> None:
-    """Leave all products to MLX, in what is traced from now on."""
-    _use.most_rows = 0
+@contextmanager
+def by_mlx_alone() -> Iterator[None]:
+    """What is traced in here leaves all products, and blocks, to MLX."""
+    before = _use.least_rows, _use.most_rows
+    _use.least_rows = _use.most_rows = 0
+    try:
+        yield
+    finally:
+        _use.least_rows, _use.most_rows = before
 
 
 def _find_layers(model: nn.Module) -> Iterator[Any]:
@@ -158,6 +164,8 @@ def _try_rows(layers: list[Any]) -> KernelProbe:
         elif rows > 1:
             reason = "more are faster by MLX" if most else "it is not faster than MLX's"
             break
+    if most == 1 and own_ms[1] > _WORTHWHILE * mlx_ms[1]:
+        least = most = 0  # there are no several rows whose bits it could have
     if reason and "faster" not in reason:
         _log.warning("our kernel for products: %s", reason)
     return KernelProbe(

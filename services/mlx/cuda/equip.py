@@ -15,4 +15,6 @@ def equip_for_cuda(model: nn.Module) -> list[KernelProbe]:
         What was measured of them; nothing if the model is of no kind that they take.
     """
     fuse_linears(model)
-    return [probe for probe in (use_products(model), use_blocks(model)) if probe is not None]
+    products = use_products(model)
+    blocks = None if products is None else use_blocks(model, products)
+    return [probe for probe in (products, blocks) if probe is not None]

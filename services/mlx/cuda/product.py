@@ -18,14 +18,14 @@ TYPES = (mx.float16, mx.bfloat16)
 _TILE = 8
 """Rows that a tensor core multiplies at once."""
 _TILES = (1, 2, 4)
-"""That a block multiplies."""
+"""Tiles of rows of a block."""
 _GROUP = 16
 """Outputs that a warp computes at once."""
 _RUN = 8
 """Inputs that a lane reads at once."""
 _NARROW, _BROAD = (1, 8), (2, 4)
-"""Groups of outputs that a block computes and its warps: for few rows, and where each number that
-is read of a row should serve more outputs."""
+"""Groups of outputs, and warps, of a block: many small blocks for a tile of rows; else fewer, so
+that what was read of a row serves more outputs. A gated block has two groups in any case."""
 
 _BODY = """
 multiply_rows<T, TILES, GROUPS, WARPS, GATED>(

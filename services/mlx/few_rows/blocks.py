@@ -24,21 +24,19 @@ from services.mlx.array_memory import address, view
 from services.mlx.blas import cpu_kernels
 from services.mlx.few_rows.attention import AttentionCall, Rows, attend_rows
 from services.mlx.few_rows.weights import LINEARS, NORMS, BlockWeights, HeldWeights, Unfit
+from services.mlx.plain_blocks import give_kernels, is_plain_block
 from services.mlx.rope import BranchRope, TableRope, Tables
 
 _log = logging.getLogger(__name__)
 
 MOST_ROWS = 16
 """As many as `small_gemm` computes with the same bits in any company (`services.mlx.blas`)."""
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Modules of mlx-lm whose `TransformerBlock` is this kind of block."""
 _LANES, _WIDEST = 8, 256
 """Of attention: a head's size is a multiple of the one and at most the other."""
 _TOLERANCE = 1e-4
 """Relative, of what a block adds to its input."""
 _BEFORE = 20
 """Tokens before those of the trial."""
-_CLASSES: dict[type, type] = {}
 
 
 class _Shape(NamedTuple):
@@ -229,7 +227,7 @@ def use_blocks(model: nn.Module) -> int:
     tried: dict[_Shape, bool] = {}
     used = list[BlockKernel]()
     for _, block in model.named_modules():
-        if not _is_candidate(block):
+        if not is_plain_block(block):
             continue
         try:
             kernel = BlockKernel(block)
@@ -239,41 +237,11 @@ def use_blocks(model: nn.Module) -> int:
         if kernel.shape not in tried:
             tried[kernel.shape] = _works(block, kernel)
         if tried[kernel.shape]:
-            block.few_rows = kernel
-            block.__class__ = _class_with_kernel(type(block))
+            give_kernels(block, kernel)
             used.append(kernel)
     if used:
         used[-1].is_last = True
     return len(used)
-
-
-def _is_candidate(block: Any) -> bool:
-    parts = (
-        type(block),
-        type(getattr(block, "self_attn", None)),
-        type(getattr(block, "mlp", None)),
-    )
-    homes = {f"mlx_lm.models.{family}" for family in FAMILIES}
-    names = tuple(part.__qualname__ for part in parts)
-    modules = {part.__module__ for part in parts}
-    return (
-        names == ("TransformerBlock", "Attention", "MLP") and len(modules) == 1 and modules <= homes
-    )
-
-
-def _class_with_kernel(plain: type) -> type:
-    """The subclass whose few rows go through the block's kernel."""
-    if plain not in _CLASSES:
-
-        def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-            kernel: BlockKernel = self.few_rows
-            if kernel.takes(x, cache):
-                return kernel.run(x, mask, cache)
-            by_mlx: mx.array = plain.__call__(self, x, mask, cache)
-            return by_mlx
-
-        _CLASSES[plain] = type(f"FewRows{plain.__name__}", (plain,), {"__call__": call})
-    return _CLASSES[plain]
 
 
 def _works(block: Any, kernel: BlockKernel) -> bool:

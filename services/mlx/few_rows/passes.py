@@ -24,9 +24,10 @@ from services.kv.cache import KVStore
 from services.mlx.array_memory import address, view
 from services.mlx.blas import cpu_kernels, find_copy, has_avx512
 from services.mlx.exact_copies import large_weights
-from services.mlx.few_rows.blocks import FAMILIES, MOST_ROWS, BlockKernel, use_blocks
+from services.mlx.few_rows.blocks import MOST_ROWS, BlockKernel, use_blocks
 from services.mlx.few_rows.weights import BlockWeights, HeldWeights, Linear, Norm, Unfit
 from services.mlx.loader import compute_unit
+from services.mlx.plain_blocks import FAMILIES
 from services.mlx.rope import Angles, use_tables
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class PassKernel:
         self._layers = list(inner.layers)
         self._classes = [type(layer) for layer in self._layers]
         kernels: list[BlockKernel] = [
-            kernel for layer in self._layers if (kernel := getattr(layer, "few_rows", None))
+            kernel for layer in self._layers if (kernel := getattr(layer, "kernels", None))
         ]
         shapes = {kernel.shape for kernel in kernels}
         if len(kernels) < len(self._layers) or len(shapes) != 1:

@@ -22,7 +22,7 @@ def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def check(kernel: tuple[Path, int], row: Any) -> None:
     program, width = kernel
-    found = run_kernel(program, len(row), row)
+    found = run_kernel(program, len(row), 1, row)
     order = np.argsort(-row, kind="stable")[:width]
     np.testing.assert_array_equal(found[:width], order)
     np.testing.assert_array_equal(found[width:-1], row[order])
@@ -49,10 +49,17 @@ def test_of_equal_ones_the_first_counts(kernel: tuple[Path, int]) -> None:
 def test_a_logit_that_is_no_number_is_noticed(kernel: tuple[Path, int]) -> None:
     row = np.ones(100, np.float32)
     row[50] = np.nan
-    assert np.isnan(run_kernel(kernel[0], len(row), row)[-1])
+    assert np.isnan(run_kernel(kernel[0], len(row), 1, row)[-1])
+
+
+def test_its_numbers_may_lie_apart(kernel: tuple[Path, int]) -> None:
+    row = np.random.default_rng(6).normal(size=(90, 3)).astype(np.float32)
+    together = run_kernel(kernel[0], 90, 1, np.ascontiguousarray(row[:, 0]))
+    np.testing.assert_array_equal(run_kernel(kernel[0], 90, 3, row), together)
 
 
 def test_elsewhere_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "compute_unit", lambda: "metal")
     monkeypatch.setattr(device, "find_best", None)
     rows = np.random.default_rng(5).normal(size=(2, 50)).astype(np.float32)
     found, expected = device.best_of(mx.array(rows), 3, None), best_of(rows, 3, None)
@@ -66,32 +73,39 @@ def test_elsewhere_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_used_where_it_is_right_and_faster(
     monkeypatch: pytest.MonkeyPatch, change: float, times: list[float], *, used: bool
 ) -> None:
-    monkeypatch.setattr(best, "_launch", lambda rows, width: sort_best(rows, width) + change)
+    launched = []
+
+    def launch(rows: mx.array, width: int) -> mx.array:
+        launched.append(rows.shape)
+        return sort_best(rows, width) + change
+
+    monkeypatch.setattr(best, "launch", launch)
     monkeypatch.setattr(best, "time_in_turn", lambda _: times)
+    monkeypatch.setattr(device, "compute_unit", lambda: "cuda")
     best._works.cache_clear()
-    rows = mx.random.normal((2, 400), key=mx.random.key(1))
-    found = find_best(rows, 3)
+    rows = np.random.default_rng(7).normal(size=(2, 400)).astype(np.float32)
+    found, expected = device.best_of(mx.array(rows), 3, None), best_of(rows, 3, None)
     best._works.cache_clear()
-    assert (found is not None) is used
-    if found is not None:
-        np.testing.assert_array_equal(np.array(found), np.array(sort_best(rows, 3)))
+    assert ((2, 400) in launched) is used
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    for ours, right in ((found.logits, expected.logits), (found.totals, expected.totals)):
+        np.testing.assert_allclose(ours, right, atol=1e-5)
 
 
-def test_more_than_it_finds_is_sorted_for() -> None:
-    assert find_best(mx.zeros((1, 400)), WIDTHS[-1] + 1) is None
-    assert find_best(mx.zeros((1, WIDTHS[0] - 1)), 2) is None
+@pytest.mark.parametrize(("head", "width"), [(400, WIDTHS[-1] + 1), (WIDTHS[0] - 1, 2), (400, 1)])
+def test_some_rows_are_not_for_it(monkeypatch: pytest.MonkeyPatch, head: int, width: int) -> None:
+    """More columns than it finds, fewer than it would, and the best one alone."""
+    monkeypatch.setattr(best, "_works", lambda *_: True)
+    assert find_best(mx.zeros((1, head)), width) is None
 
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("width", [1, 3, *WIDTHS])
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 def test_the_kernel_finds_what_a_sort_does(width: int, dtype: mx.Dtype) -> None:
     rows = mx.random.normal((5, 49152), key=mx.random.key(width)).astype(dtype)[:, :49000]
-    found = find_best(rows, width)
-    assert found is not None
+    found: Any = np.array(best.launch(rows, width))
     wide: Any = np.array(rows.astype(mx.float32))
     order = np.argsort(-wide, axis=-1, kind="stable")[:, :width]
-    np.testing.assert_array_equal(np.array(found[:, :width]), order)
-    np.testing.assert_array_equal(
-        np.array(found[:, width:-1]), np.take_along_axis(wide, order, axis=-1)
-    )
+    np.testing.assert_array_equal(found[:, :width], order)
+    np.testing.assert_array_equal(found[:, width:-1], np.take_along_axis(wide, order, axis=-1))

@@ -44,15 +44,25 @@ def test_the_kernel_takes_rows_apart(rows: int, *, side_by_side: bool, normed: b
     gains = mx.random.normal((2, size), mx.float16) if normed else mx.zeros(1, mx.float16)
     speeds = mx.power(mx.array(1e4), -mx.arange(0, size, 2) / size)
     layer = Heads(heads, kv_heads, size, size, speeds, gains, mx.array([1e-5]))
-    positions = mx.arange(30, 30 + rows) if side_by_side else mx.array([30])
+    places = [30 + (at + 1) // 2 if side_by_side else 30 + at for at in range(rows)]
+    positions = mx.array(places if side_by_side else places[:1])
     parts = x.reshape(1, rows, -1, size).swapaxes(1, 2)
     expected: Any = mx.split(parts, [heads, heads + kv_heads], axis=1)
     for at in range(2):
         if normed:
             expected[at] = mx.fast.rms_norm(expected[at], gains[at], 1e-5)
-        expected[at] = mx.fast.rope(
-            expected[at], size, traditional=False, base=1e4, scale=1.0, offset=30
-        )
+        turned = [
+            mx.fast.rope(
+                expected[at][:, :, row : row + 1],
+                size,
+                traditional=False,
+                base=1e4,
+                scale=1.0,
+                offset=place,
+            )
+            for row, place in enumerate(places)
+        ]
+        expected[at] = mx.concatenate(turned, axis=2)
     for ours, by_mlx in zip(rotate(x, positions, layer), expected, strict=True):
         assert ours.shape == by_mlx.shape
         np.testing.assert_allclose(

@@ -1,0 +1,120 @@
+"""Whether decoder blocks by our kernels are right, and faster than MLX's with our products."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from msgspec.structs import replace
+
+from protocol.jobs.kernel_report import KernelProbe
+from services.kv.slots import BUCKET
+from services.mlx.cuda.choice import in_trace
+from services.mlx.trace_trial import measure_distance, time_in_turn
+from services.mlx.traced_forward import LayerInputs, find_slots
+
+_log = logging.getLogger(__name__)
+
+BLOCKS = 4
+"""That are tried."""
+_TOLERANCES = {mx.float16: 0.01, mx.bfloat16: 0.04}
+"""Relative, of what a block adds to its input. MLX rounds each step of a gate, ours its end."""
+_WORTHWHILE = 0.97
+"""Share of the time of MLX's blocks that ours may take at most."""
+_ROWS, _TIMED_ROWS = (1, 4, 16, 32), 4
+"""For which they are compared, and timed."""
+_BEFORE = 20
+"""Tokens before those of the trial."""
+_TURNS = 3
+"""How often the blocks are gone through when they are timed."""
+
+Pairs = Sequence[tuple[Any, Any]]
+"""Blocks, and their kernels."""
+
+
+def compare(pairs: Pairs, products: KernelProbe) -> KernelProbe:
+    """What was found of these blocks, for the rows that our products serve."""
+    block, kernels = pairs[0]
+    probe = KernelProbe(kernel="block", shape=f"blocks of {type(block).__module__}")
+    dtype, distance = kernels.weight.dtype, 0.0
+    for rows in _ROWS:
+        if not products.least_rows <= rows <= products.most_rows:
+            continue
+        trial = _Trial(pairs, rows)
+        try:
+            distance = max(distance, trial.measure_distance())
+        except (RuntimeError, ValueError, TypeError, OSError) as error:
+            return _refuse(probe, f"of {rows} rows they do not run here: {error}")
+        if not distance < _TOLERANCES.get(dtype, min(_TOLERANCES.values())):
+            return _refuse(probe, f"of {rows} rows they are {distance:.2g} from MLX's")
+    timed = min(_TIMED_ROWS, products.most_rows)
+    own_s, mlx_s = _Trial(pairs, timed).time()
+    pays = own_s <= _WORTHWHILE * mlx_s
+    _log.info("a block: %.3f ms by our kernels, %.3f ms by MLX", 1e3 * own_s, 1e3 * mlx_s)
+    return replace(
+        probe,
+        least_rows=products.least_rows if pays else 0,
+        most_rows=products.most_rows if pays else 0,
+        reason="" if pays else "they are not faster than MLX's",
+        distance=distance,
+        own_ms={timed: 1e3 * own_s},
+        mlx_ms={timed: 1e3 * mlx_s},
+    )
+
+
+def _refuse(probe: KernelProbe, reason: str) -> KernelProbe:
+    _log.warning("our kernels for blocks: %s", reason)
+    return replace(probe, reason=reason)
+
+
+class _Trial:
+    """Passes of so many rows through some blocks, whose keys and values are random.
+
+    Args:
+        pairs: blocks, and their kernels.
+        rows: of a pass.
+    """
+
+    def __init__(self, pairs: Pairs, rows: int) -> None:
+        self._pairs, self._rows = pairs, rows
+        heads, weight = pairs[0][1].heads, pairs[0][1].weight
+        keys = iter(mx.random.split(mx.random.key(rows), 2 * len(pairs) + 1))
+        self._x = mx.random.normal((1, rows, weight.shape[1]), weight.dtype, key=next(keys))
+        shape = (1, heads.kv_heads, BUCKET, heads.size)
+        self._buffers = [
+            [mx.random.normal(shape, weight.dtype, key=next(keys)) for _ in range(2)] for _ in pairs
+        ]
+        self._visible = mx.arange(BUCKET)[None] <= _BEFORE + mx.arange(rows)[:, None]
+
+    def measure_distance(self) -> float:
+        """Of what our kernels add to the rows, the furthest of all blocks."""
+        found = [self._trace(ours=ours, chained=False)() for ours in (False, True)]
+        return max(
+            measure_distance(by_mlx - self._x, by_us - self._x)
+            for by_mlx, by_us in zip(*found, strict=True)
+        )
+
+    def time(self) -> list[float]:
+        """Seconds of a block by our kernels and by MLX, one after the other."""
+        ways = [self._trace(ours=ours, chained=True) for ours in (True, False)]
+        count = _TURNS * len(self._pairs)
+        return [seconds / count for seconds in time_in_turn(ways)]
+
+    def _trace(self, *, ours: bool, chained: bool) -> Callable[[], list[mx.array]]:
+        """What each block makes of the rows, or of what the last one made of them."""
+
+        def run(
+            x: mx.array, start: mx.array, buffers: list[list[mx.array]], mask: mx.array
+        ) -> list[mx.array]:
+            slots, found = find_slots(start, self._rows), list[mx.array]()
+            held = [LayerInputs(own[0], own[1], slots, start) for own in buffers]
+            for _ in range(_TURNS if chained else 1):
+                for (block, kernels), cache in zip(self._pairs, held, strict=True):
+                    with in_trace():
+                        found.append((kernels.run if ours else block)(x, mask, cache))
+                    x = found[-1] if chained else x
+            return found[-1:] if chained else found
+
+        compiled: Callable[..., list[mx.array]] = mx.compile(run)
+        return partial(compiled, self._x, mx.array(_BEFORE), self._buffers, self._visible)

@@ -1,0 +1,62 @@
+"""The decoder blocks of mlx-lm that kernels of ours may compute, and how they come to do it."""
+
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Modules of mlx-lm whose `TransformerBlock` is x + attention(norm(x)), then x + MLP(norm(x))."""
+_WITH_KERNELS: dict[type, type] = {}
+
+
+class Kernels(Protocol):
+    """What computes some passes of a block."""
+
+    def takes(self, x: mx.array, cache: Any) -> bool:
+        """Whether a pass over these rows [batch, n, width] is one of them."""
+        ...
+
+    def run(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        """What the block makes of [1, n, width]."""
+        ...
+
+
+def is_plain_block(block: Any) -> bool:
+    """Whether this module is a block of one of the families, with its own attention and MLP."""
+    parts = (block, getattr(block, "self_attn", None), getattr(block, "mlp", None))
+    homes = {f"mlx_lm.models.{family}" for family in FAMILIES}
+    modules = {type(part).__module__ for part in parts}
+    names = tuple(type(part).__qualname__ for part in parts)
+    return (
+        names == ("TransformerBlock", "Attention", "MLP") and len(modules) == 1 and modules <= homes
+    )
+
+
+def give_kernels(block: Any, kernels: Kernels) -> None:
+    """Let passes that these take go through them; all others stay MLX's."""
+    block.kernels = kernels
+    block.__class__ = _class_with_kernels(type(block))
+
+
+def take_kernels_away(block: Any) -> None:
+    """Give a block its own class back, if it was given kernels."""
+    kind = type(block)
+    for plain, changed in _WITH_KERNELS.items():
+        if kind is changed:
+            block.__class__ = plain
+            del block.kernels
+
+
+def _class_with_kernels(plain: type) -> type:
+    if plain not in _WITH_KERNELS:
+
+        def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            kernels: Kernels = self.kernels
+            if kernels.takes(x, cache):
+                return kernels.run(x, mask, cache)
+            by_mlx: mx.array = plain.__call__(self, x, mask, cache)
+            return by_mlx
+
+        members = {"__call__": call}
+        _WITH_KERNELS[plain] = type(f"{plain.__name__}WithKernels", (plain,), members)
+    return _WITH_KERNELS[plain]
