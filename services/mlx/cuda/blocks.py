@@ -41,10 +41,9 @@ class BlockKernels:
         self._qkv = _find_joint(attention, ("q_proj", "k_proj", "v_proj"))
         self._gate_up = _find_joint(mlp, ("gate_proj", "up_proj"))
         self._last = attention.o_proj, mlp.down_proj
-        if any(type(layer) is not TracedLinear or "bias" in layer for layer in self._last):
-            raise Unfit("o_proj and down_proj are not linear layers without a bias")
-        if "bias" in self._gate_up:
-            raise Unfit("its MLP has a bias")
+        without_bias = (*self._last, self._gate_up)
+        if any(type(layer) is not TracedLinear or "bias" in layer for layer in without_bias):
+            raise Unfit("only the product of queries, keys and values may have a bias")
         self._norms = block.input_layernorm, block.post_attention_layernorm
         self._scale = attention.scale
         self.heads = _read_heads(attention, self._qkv.weight)
