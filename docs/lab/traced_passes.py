@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mlx_lm.models import llama
 
 from protocol.messages import FeatureRequest
 from services.kv.slots import round_to_bucket
-from services.mlx.cuda.choice import by_mlx_alone
+from services.mlx.cuda.choice import serving
 from services.mlx.loader import load
 from services.mlx.traced_forward import TracedForward
 from services.verifier.feature_source import FeatureSource
@@ -127,7 +128,7 @@ def main() -> None:
     traced = target.traced or TracedForward(module)
     ways: list[tuple[str, Any]] = [("our products and blocks", contextlib.nullcontext)]
     if given.by_mlx:
-        ways.append(("MLX's products and blocks", by_mlx_alone))
+        ways.append(("MLX's products and blocks", partial(serving, 0, 0)))
     for request, (name, way) in itertools.product(
         name_layers(len(module.layers), given.read), ways
     ):

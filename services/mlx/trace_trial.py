@@ -11,12 +11,10 @@ _log = logging.getLogger(__name__)
 
 _TOLERANCE = 0.02
 """Relative difference of the logits; half precision rounds coarsely."""
-_TRIALS = 5
-"""Passes of each kind that are timed; the fastest counts."""
 _TURNS = 8
 """Timed rounds of ways that take turns."""
 _WORTHWHILE = 0.97
-"""A replay must take at most this share of the time of the model's own forward."""
+"""Share of the other way's time that a way of ours may take."""
 
 Pass = Callable[[], mx.array]
 """Begins a pass over the same tokens each time; its logits, lazy."""
@@ -36,7 +34,7 @@ def is_worth_it(what: str, own: Pass, replayed: Pass) -> bool:
     except Exception as error:  # noqa: BLE001
         _log.info("the forward of this model is not traced for %s: %s", what, error)
         return False
-    return is_close(what, max(distances)) and is_faster(what, time_pass(own), time_pass(replayed))
+    return is_close(what, max(distances)) and is_faster(what, *time_in_turn([own, replayed]))
 
 
 def _compare(own: Pass, replayed: Pass) -> float:
@@ -66,7 +64,7 @@ def is_close(what: str, relative: float) -> bool:
 
 def is_faster(what: str, own_s: float, replayed_s: float) -> bool:
     """Whether replays pay."""
-    used = replayed_s < _WORTHWHILE * own_s
+    used = pays(replayed_s, own_s)
     _log.info(
         "%s: %.2f ms traced, %.2f ms otherwise: traces are %s",
         what,
@@ -77,9 +75,9 @@ def is_faster(what: str, own_s: float, replayed_s: float) -> bool:
     return used
 
 
-def time_pass(run: Callable[[], Any]) -> float:
-    """Seconds of the fastest pass, whose results are evaluated."""
-    return min(_time(run) for _ in range(_TRIALS))
+def pays(ours: float, theirs: float) -> bool:
+    """Whether what takes one time is worth having in the place of what takes the other."""
+    return ours < _WORTHWHILE * theirs
 
 
 def _time(run: Callable[[], Any]) -> float:

@@ -13,7 +13,7 @@ from functools import partial
 import mlx.core as mx
 
 from services.mlx.cuda.kernel import LANES, build
-from services.mlx.trace_trial import measure_distance, time_in_turn
+from services.mlx.trace_trial import measure_distance, pays, time_in_turn
 
 _log = logging.getLogger(__name__)
 
@@ -22,8 +22,6 @@ WIDTHS = (16, 64)
 _TYPES = (mx.float16, mx.bfloat16, mx.float32)
 _WARPS = 32
 _TOLERANCE = 1e-5
-_WORTHWHILE = 0.97
-"""Share of the time of sorting that the kernel may take at most."""
 
 _BODY = """
 find_best<T, WIDTH, WARPS>(
@@ -95,4 +93,4 @@ def _works(dtype: mx.Dtype, width: int) -> bool:
     _log.info(
         "the best of logits: %.2f ms by our kernel, %.2f ms by MLX", 1e3 * ours, 1e3 * sorting
     )
-    return ours < _WORTHWHILE * sorting
+    return pays(ours, sorting)

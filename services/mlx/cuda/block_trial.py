@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from protocol.jobs.kernel_report import KernelProbe
 from services.kv.slots import BUCKET
 from services.mlx.cuda.choice import in_trace
-from services.mlx.trace_trial import measure_distance, time_in_turn
+from services.mlx.trace_trial import measure_distance, pays, time_in_turn
 from services.mlx.traced_forward import LayerInputs, find_slots
 
 _log = logging.getLogger(__name__)
@@ -20,8 +20,6 @@ BLOCKS = 4
 """That are tried."""
 _TOLERANCES = {mx.float16: 0.01, mx.bfloat16: 0.04}
 """Relative, of what a block adds to its input. MLX rounds each step of a gate, ours its end."""
-_WORTHWHILE = 0.97
-"""Share of the time of MLX's blocks that ours may take at most."""
 _ROWS, _TIMED_ROWS = (1, 4, 16, 32), 4
 """For which they are compared, and timed."""
 _BEFORE = 20
@@ -50,13 +48,13 @@ def compare(pairs: Pairs, products: KernelProbe) -> KernelProbe:
             return _refuse(probe, f"of {rows} rows they are {distance:.2g} from MLX's")
     timed = min(_TIMED_ROWS, products.most_rows)
     own_s, mlx_s = _Trial(pairs, timed).time()
-    pays = own_s <= _WORTHWHILE * mlx_s
+    faster = pays(own_s, mlx_s)
     _log.info("a block: %.3f ms by our kernels, %.3f ms by MLX", 1e3 * own_s, 1e3 * mlx_s)
     return replace(
         probe,
-        least_rows=products.least_rows if pays else 0,
-        most_rows=products.most_rows if pays else 0,
-        reason="" if pays else "they are not faster than MLX's",
+        least_rows=products.least_rows if faster else 0,
+        most_rows=products.most_rows if faster else 0,
+        reason="" if faster else "they are not faster than MLX's",
         distance=distance,
         own_ms={timed: 1e3 * own_s},
         mlx_ms={timed: 1e3 * mlx_s},

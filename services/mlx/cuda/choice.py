@@ -16,17 +16,15 @@ from protocol.jobs.kernel_report import KernelProbe
 from services.mlx.cuda import product
 from services.mlx.fused_linear import FusedSlice
 from services.mlx.loader import compute_unit
-from services.mlx.trace_trial import measure_distance, time_pass
+from services.mlx.trace_trial import measure_distance, pays, time_in_turn
 
 _log = logging.getLogger(__name__)
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _LAYERS = 4
 """Of a shape, whose weights are read in turn when it is timed."""
-_WORTHWHILE = 0.97
-"""Share of the time of MLX's products that ours may take at most."""
 _EVEN = 1.03
-"""The same for single rows, which have the bits of several then."""
+"""Share of MLX's time that single rows may take, which have the bits of several then."""
 _TOLERANCE = 0.01
 """Relative; half precision rounds the result to steps of .001 (float16) or .008 (bfloat16)."""
 
@@ -51,6 +49,17 @@ def in_trace() -> Iterator[None]:
         yield
     finally:
         _use.tracing = before
+
+
+@contextmanager
+def serving(least_rows: int, most_rows: int) -> Iterator[None]:
+    """What is traced in here sends so many rows through our kernels, blocks too; 0: none."""
+    before = _use.least_rows, _use.most_rows
+    _use.least_rows, _use.most_rows = least_rows, most_rows
+    try:
+        yield
+    finally:
+        _use.least_rows, _use.most_rows = before
 
 
 def serves(x: mx.array, weight: mx.array) -> bool:
@@ -116,17 +125,6 @@ def use_products(model: nn.Module) -> KernelProbe | None:
     )
 
 
-@contextmanager
-def by_mlx_alone() -> Iterator[None]:
-    """What is traced in here leaves all products, and blocks, to MLX."""
-    before = _use.least_rows, _use.most_rows
-    _use.least_rows = _use.most_rows = 0
-    try:
-        yield
-    finally:
-        _use.least_rows, _use.most_rows = before
-
-
 def _find_layers(model: nn.Module) -> Iterator[Any]:
     """Those whose product the kernel takes, joint ones in the place of their parts."""
     modules = [module for _, module in model.named_modules()]
@@ -157,14 +155,15 @@ def _try_rows(layers: list[Any]) -> KernelProbe:
         if not distance < _TOLERANCE:
             reason = f"of {rows} rows its result is {distance:.2g} from MLX's"
             break
-        own_ms[rows] = 1e3 * time_pass(partial(ours, inputs))
-        mlx_ms[rows] = 1e3 * time_pass(partial(by_mlx, inputs))
-        if own_ms[rows] <= (_EVEN if rows == 1 else _WORTHWHILE) * mlx_ms[rows]:
+        ways = [partial(way, inputs) for way in (ours, by_mlx)]
+        own_ms[rows], mlx_ms[rows] = (1e3 * seconds for seconds in time_in_turn(ways))
+        even = rows == 1 and own_ms[rows] <= _EVEN * mlx_ms[rows]
+        if even or pays(own_ms[rows], mlx_ms[rows]):
             least, most = least or rows, rows
         elif rows > 1:
             reason = "more are faster by MLX" if most else "it is not faster than MLX's"
             break
-    if most == 1 and own_ms[1] > _WORTHWHILE * mlx_ms[1]:
+    if most == 1 and not pays(own_ms[1], mlx_ms[1]):
         least = most = 0  # there are no several rows whose bits it could have
     if reason and "faster" not in reason:
         _log.warning("our kernel for products: %s", reason)
@@ -181,13 +180,8 @@ def _trace(layers: list[Any], most_rows: int) -> Products:
     """The products of all these layers, by the kernel up to so many rows."""
 
     def multiply(inputs: list[mx.array]) -> list[mx.array]:
-        before = _use.least_rows, _use.most_rows
-        _use.least_rows, _use.most_rows = 1, most_rows
-        try:
-            with in_trace():
-                return [_call(layer, x) for layer, x in zip(layers, inputs, strict=True)]
-        finally:
-            _use.least_rows, _use.most_rows = before
+        with serving(1, most_rows), in_trace():
+            return [_call(layer, x) for layer, x in zip(layers, inputs, strict=True)]
 
     compiled: Products = mx.compile(multiply)
     return compiled

@@ -87,9 +87,8 @@ def install(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Kernels:
     monkeypatch.setattr(product, "TYPES", (mx.float32,))
     monkeypatch.setattr(choice, "compute_unit", lambda: "cuda")
     monkeypatch.setattr(choice, "_use", choice._Use())
-    times = iter([1.0, 2.0] * 70)  # ours is timed first
-    monkeypatch.setattr(choice, "time_pass", lambda _: next(times))
-    monkeypatch.setattr(block_trial, "time_in_turn", lambda _: [1.0, 2.0])
+    for home in (choice, block_trial):
+        monkeypatch.setattr(home, "time_in_turn", lambda _: [1.0, 2.0])
     return kernels
 
 
@@ -176,7 +175,7 @@ def test_what_is_slower_is_not_used(kernels: Kernels, monkeypatch: pytest.Monkey
 def test_without_our_products_there_are_no_blocks(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "time_pass", lambda _: 1.0)
+    monkeypatch.setattr(choice, "time_in_turn", lambda _: [1.0, 1.0])
     module = load(tiny_folder("llama")).module
     [products] = equip_for_cuda(module)
     assert (products.kernel, products.least_rows) == ("product", 0)

@@ -100,9 +100,9 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Products]:
 
     def pretend(shares: dict[int, float], **how: Any) -> Products:
         products = Products(**how)
-        times = iter([t for rows in choice._ROWS for t in (1e-3 * shares.get(rows, 0.5), 1e-3)])
+        times = iter([(1e-3 * shares.get(rows, 0.5), 1e-3) for rows in choice._ROWS])
         monkeypatch.setattr(choice, "compute_unit", lambda: "cuda")
-        monkeypatch.setattr(choice, "time_pass", lambda _: next(times))
+        monkeypatch.setattr(choice, "time_in_turn", lambda _: next(times))
         monkeypatch.setattr(product, "multiply", products)
         monkeypatch.setattr(product, "TYPES", (mx.float32,))
         return products
