@@ -213,6 +213,22 @@ def _counting(replay: Any, calls: list[int]) -> Any:
     return run
 
 
+def test_of_ways_that_take_turns_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the first of each, which compiles, does not."""
+    monkeypatch.setattr(trace_trial, "_TURNS", 2)
+    times = {"a": iter([9.0, 2.0, 3.0]), "b": iter([0.1, 5.0, 4.0])}
+    asked = list[str]()
+
+    def time_one(way: str) -> float:
+        asked.append(way)
+        return next(times[way])
+
+    monkeypatch.setattr(trace_trial, "_time", time_one)
+    ways: Any = ["a", "b"]
+    assert trace_trial.time_in_turn(ways) == [2.0, 4.0]
+    assert asked == ["a", "b"] * 3
+
+
 def test_ahead_is_tried_as_it_is_run(model: Any) -> None:
     """Each pass is fed what the last one chose, and the stores stay as they were."""
     chosen = []

@@ -4,6 +4,7 @@ A CUDA device is not needed but for the last test: the kernel's file is compiled
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from protocol.jobs.kernel_report import KernelReportSettings
 from services.mlx.cuda import choice, product
-from services.mlx.cuda.choice import in_trace, use_products
+from services.mlx.cuda.choice import in_trace, serving, use_products
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load
 from services.tools import kernel_report
@@ -124,6 +125,7 @@ def model_of(family: str = "llama") -> Any:
         ({}, 1, 64),
         ({16: 1.1}, 1, 8),
         ({1: 1.1, 2: 0.99}, 0, 0),
+        ({1: 1.02}, 1, 64),
         ({1: 1.02, 2: 0.99}, 0, 0),
         ({1: 0.9, 2: 0.99}, 1, 1),
         ({1: 1.1, 32: 0.98, 64: 0.2}, 2, 16),
@@ -184,6 +186,18 @@ def test_few_rows_of_a_trace_go_through_it(on_cuda: OnCuda, family: str) -> None
         products.rows.clear()
         mx.eval(module(mx.zeros((1, 9), mx.int32)))
         assert products.rows == []
+
+
+def test_what_serves_is_changed_for_a_while_only(on_cuda: OnCuda) -> None:
+    module = model_of()
+    products = on_cuda({})
+    assert use_products(module) is not None
+    tokens = mx.array([[5, 6, 7]])
+    for ours in (True, False, True):
+        products.rows.clear()
+        with nullcontext() if ours else serving(0, 0), in_trace():
+            mx.eval(module(tokens))
+        assert bool(products.rows) is ours
 
 
 def test_a_single_row_stays_with_mlx_where_that_is_faster(on_cuda: OnCuda) -> None:
