@@ -48,6 +48,7 @@ from protocol.messages import (
     VerificationOutcome,
     Welcome,
 )
+from protocol.process.heap import freeze_heap
 from protocol.settings import OrchestratorSettings
 from protocol.transport.channel import Hub, Poller
 
@@ -124,6 +125,7 @@ class Orchestrator:
         """Serve until the process ends."""
         poller = Poller([self._services, self._clients])
         poller.read(self._prompts.descriptor)
+        freeze_heap()
         while True:
             poller.wait(seconds_left(self._requests, _TICK_S, time.monotonic()))
             for _ in range(_MOST_MESSAGES):

@@ -9,6 +9,7 @@ a text are taken as alike; which nodes of a real tree are verified follows its o
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,14 @@ _EVERY = 8
 _BETTER = 1.01
 """A number is left for one that promises at least this much more."""
 
-Chances = npt.NDArray[np.float64]
+
+class Layer(NamedTuple):
+    """The nodes that one depth adds to the trees of some outcomes."""
+
+    owners: npt.NDArray[np.intp]
+    """[nodes] the outcome whose tree each is in."""
+    chances: npt.NDArray[np.float64]
+    """[nodes] of its whole path, given the outcome."""
 
 
 class TreeGrowth:
@@ -64,9 +72,7 @@ def rank_chances(rate: float, hits: Sequence[float]) -> list[float]:
     return [rate, *((1.0 - rate) * (more - less) for less, more in pairwise(hits))]
 
 
-def grow(
-    outcomes: Sequence[float], ranks: Sequence[float], grown: int, depth: int
-) -> list[list[Chances]]:
+def grow(outcomes: Sequence[float], ranks: Sequence[float], grown: int, depth: int) -> list[Layer]:
     """The trees of some outcomes, depth by depth, as a drafter grows them.
 
     Args:
@@ -76,14 +82,14 @@ def grow(
         depth: how deep they get.
 
     Returns:
-        Per depth and outcome the chances of its nodes, given the outcome.
+        As many as it is deep.
     """
     shares, chances = np.array(outcomes), np.array(ranks)
     owners, tips = np.arange(len(shares)), np.ones(len(shares))
     layers = []
     for _ in range(depth):
         nodes = tips[:, None] * chances
-        layers.append([nodes[owners == one].ravel() for one in range(len(shares))])
+        layers.append(Layer(np.repeat(owners, len(chances)), nodes.ravel()))
         # The first tip of each outcome is its chain's; it stays in its place.
         others = nodes.copy()
         others[: len(shares), 0] = 0.0
@@ -96,7 +102,7 @@ def grow(
 
 
 def value_trees(
-    outcomes: Sequence[float], layers: Sequence[Sequence[Chances]], row_costs: Sequence[float]
+    outcomes: Sequence[float], layers: Sequence[Layer], row_costs: Sequence[float]
 ) -> float:
     """What verifying the best part of each tree is expected to bring, in tokens.
 
@@ -107,12 +113,17 @@ def value_trees(
             tokens; as many as rows can be verified.
     """
     costs = np.array(row_costs)
-    total = 0.0
-    for index, share in enumerate(outcomes):
-        nodes = np.sort(np.concatenate([layer[index] for layer in layers]))[::-1][: len(costs)]
-        gains = np.cumsum(nodes - costs[: len(nodes)])
-        total += share * max(0.0, float(gains.max(initial=0.0)))
-    return total
+    owners = np.concatenate([layer.owners for layer in layers])
+    chances = np.concatenate([layer.chances for layer in layers])
+    order = np.lexsort((-chances, owners))
+    owners, chances = owners[order], chances[order]
+    places = np.arange(len(owners)) - np.searchsorted(owners, owners)
+    kept = places < len(costs)
+    owners, places = owners[kept], places[kept]
+    gains = np.zeros((len(outcomes), len(costs)))
+    gains[owners, places] = chances[kept] - costs[places]
+    best = np.cumsum(gains, axis=1).max(axis=1, initial=0.0)
+    return float(np.dot(outcomes, best))
 
 
 def value_by_depth(

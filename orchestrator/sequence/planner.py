@@ -21,6 +21,7 @@ from orchestrator.learning.fan_out import (
     round_shares,
     uniform,
 )
+from orchestrator.learning.latency import VerifyLatency
 from orchestrator.learning.tree_width import WIDTHS
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.tree_choice import count_chain, count_siblings, find_best, rank_nodes
@@ -30,8 +31,8 @@ _DEEPEST = 16
 _BEYOND = 2
 """How much deeper branches are prepared than drafts were worth verifying recently."""
 _LEAST_BRANCHES = 2
-_PLANNED = 6
-"""Rounds that are planned beforehand where drafts fork."""
+_PLANNED = 8
+"""Rounds that are planned beforehand."""
 _WORTH_A_TRIAL = 16
 """Tokens that must be to come where it is tried again whether drafts pay."""
 _GROWN_BY_HAND = 8
@@ -318,10 +319,10 @@ class Planner:
     ) -> Sequence[tuple[int, int]]:
         """Of prepared outcomes, row and bonus, those whose rounds are worth planning beforehand.
 
-        Planning a chain takes no time to speak of. A tree takes a good part of a millisecond at
-        every depth, and what the target says meanwhile waits for it: so only the likeliest are.
+        Each takes about 0.05 ms at every depth, and what the target says meanwhile waits for it.
+        The others are planned if they come.
         """
-        if not self.siblings or len(outcomes) <= _PLANNED:
+        if len(outcomes) <= _PLANNED:
             return outcomes
         ends = acceptance_distribution(self._acceptance_rates(draft, origin), draft.parents)
         behind: dict[int, int] = {}
@@ -356,34 +357,35 @@ class Planner:
     def _values(self, chances: Sequence[float], chain: int | None = None) -> list[float]:
         """What verifying the first 0, 1, ... of some nodes is worth, by their paths' chances.
 
+        That is one token, and of every node its chance, less T_v(m + 1), or what it adds to a pass.
         The first `chain` of them are a chain, and with one more they are not; None: all are.
         """
         longest = len(chances) if chain is None else chain
-        expected = accumulate(chances, initial=1.0)
-        return [
-            self._value(tokens, count, tree=count > longest)
-            for count, tokens in enumerate(expected)
-        ]
-
-    def _value(self, tokens: float, drafted: int, *, tree: bool = False) -> float:
-        """What verifying so many draft tokens is worth that are expected to bring `tokens`.
-
-        A tree yields one token, and of every node the chance of its path, in T_v(m + 1), or in
-        what it adds to a pass that others are part of.
-        """
-        others = self.estimates.batch.other_tokens
-        shared = self._pass_ms(others) if others else 0.0
-        return tokens - self.throughput * (self._verify_ms(drafted, tree=tree) - shared)
+        first = self.estimates.batch.other_tokens + 1
+        throughput, others_ms = self.throughput, self._others_ms
+        chains, trees = self._latency(tree=False), self._latency(tree=True)
+        values = []
+        for count, tokens in enumerate(accumulate(chances, initial=1.0)):
+            verify_ms = (trees if count > longest else chains).of(first + count)
+            values.append(tokens - throughput * (verify_ms - others_ms))
+        return values
 
     def _value_of_chain(self, rates: Sequence[float]) -> float:
-        return self._value(_count_expected(rates), len(rates))
+        cost = self.throughput * (self._verify_ms(len(rates)) - self._others_ms)
+        return _count_expected(rates) - cost
+
+    @property
+    def _others_ms(self) -> float:
+        """Time of the pass that there would be without this request; 0 if there is none."""
+        others = self.estimates.batch.other_tokens
+        return self._latency(tree=False).of(others) if others else 0.0
 
     def _verify_ms(self, drafted: int, *, tree: bool = False) -> float:
         """Time of the pass, with this many draft tokens of this request."""
-        return self._pass_ms(self.estimates.batch.other_tokens + drafted + 1, tree=tree)
+        return self._latency(tree=tree).of(self.estimates.batch.other_tokens + drafted + 1)
 
-    def _pass_ms(self, tokens: int, *, tree: bool = False) -> float:
-        return self.estimates.latency(speculating=self.should_speculate, tree=tree).of(tokens)
+    def _latency(self, *, tree: bool) -> VerifyLatency:
+        return self.estimates.latency(speculating=self.should_speculate, tree=tree)
 
 
 def _multiply(rates: Sequence[float]) -> Iterator[float]:
@@ -396,5 +398,4 @@ def _multiply(rates: Sequence[float]) -> Iterator[float]:
 
 def _count_expected(rates: Sequence[float]) -> float:
     """Tokens that a chain with these acceptance rates is expected to bring."""
-    *_, tokens = accumulate(_multiply(rates), initial=1.0)
-    return tokens
+    return 1.0 + sum(_multiply(rates))

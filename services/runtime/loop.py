@@ -33,6 +33,7 @@ from protocol.messages import (
     VerificationOutcome,
     Welcome,
 )
+from protocol.process.heap import freeze_heap
 from protocol.process.logs import about
 from services.runtime.heartbeat import HeartbeatTimer
 from services.runtime.inbox import Connection, Inbox
@@ -77,6 +78,7 @@ def serve(
         DeadlineExceeded: the orchestrator did not answer the handshake or the heartbeats.
     """
     inbox = inbox or Inbox(channel)
+    freeze_heap()
     while True:
         if not shake_hands(channel, identity) or _serve(channel, inbox, service):
             return

@@ -27,13 +27,13 @@ def test_runners_up_are_leaves_unless_they_grow() -> None:
     """Without growth each depth has the chain's candidates; with it, those of the likeliest."""
     ranks = np.array(RANKS)
     for layer, chance in zip(grow([1.0], RANKS, 0, 3), (1.0, 0.6, 0.36), strict=True):
-        assert layer[0] == pytest.approx(chance * ranks)
+        assert layer.chances == pytest.approx(chance * ranks)
     _, second, third = grow([1.0], RANKS, 1, 3)
-    assert second[0] == pytest.approx(
+    assert second.chances == pytest.approx(
         np.concatenate([0.6 * np.array(RANKS), 0.2 * np.array(RANKS)])
     )
     # Behind the second depth, 0.6 x 0.2 and 0.2 x 0.6 are alike: one of them goes on.
-    assert third[0] == pytest.approx(
+    assert third.chances == pytest.approx(
         np.concatenate([0.36 * np.array(RANKS), 0.12 * np.array(RANKS)])
     )
 
@@ -41,7 +41,7 @@ def test_runners_up_are_leaves_unless_they_grow() -> None:
 def test_likelier_outcomes_have_the_runners_up() -> None:
     """All branches compete for what goes on."""
     _, second = grow([0.8, 0.1], RANKS, 2, 2)
-    assert [len(nodes) for nodes in second] == [9, 3]
+    assert np.bincount(second.owners).tolist() == [9, 3]
 
 
 @given(CHANCES, CHANCES, st.integers(1, 4), st.floats(0.0, 0.4))
