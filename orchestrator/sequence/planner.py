@@ -371,8 +371,8 @@ class Planner:
         return values
 
     def _value_of_chain(self, rates: Sequence[float]) -> float:
-        cost = self.throughput * (self._verify_ms(len(rates)) - self._others_ms)
-        return _count_expected(rates) - cost
+        added_ms = self._verify_ms(len(rates)) - self._others_ms
+        return 1.0 + sum(_multiply(rates)) - self.throughput * added_ms
 
     @property
     def _others_ms(self) -> float:
@@ -394,8 +394,3 @@ def _multiply(rates: Sequence[float]) -> Iterator[float]:
     for rate in rates:
         reached *= rate
         yield reached
-
-
-def _count_expected(rates: Sequence[float]) -> float:
-    """Tokens that a chain with these acceptance rates is expected to bring."""
-    return 1.0 + sum(_multiply(rates))
