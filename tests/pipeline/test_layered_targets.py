@@ -72,7 +72,9 @@ def test_a_model_drafts_for_itself(family: str, law: str) -> None:
     asked, unasked = (run(family, backend, SAMPLINGS[law], ahead=ahead) for ahead in (False, True))
     assert asked.rounds == unasked.rounds < LENGTH / 2
     assert asked.ahead_rounds == 0
-    assert unasked.ahead_rounds == unasked.cache_hits == asked.cache_hits > 0
+    assert unasked.cache_hits == asked.cache_hits > 0
+    # Only the likeliest rounds are planned beforehand: another one is a hit that is asked for.
+    assert 0.8 * unasked.cache_hits <= unasked.ahead_rounds <= unasked.cache_hits
 
 
 @pytest.mark.parametrize("family", LAYERED)
