@@ -178,7 +178,7 @@ def test_trees_of_any_size_change_no_token(name: str, head: Path, nodes: int | N
     unasked = finish(name, start(name, head, sampling, at_once, nodes, ahead=True), sampling)
     assert nodes or not asked.tree_rounds
     assert (asked.rounds, asked.cache_hits) == (unasked.rounds, unasked.cache_hits)
-    assert unasked.ahead_rounds == unasked.cache_hits
+    assert unasked.ahead_rounds <= unasked.cache_hits  # the likeliest alone begin unasked
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["asked", "unasked"])
