@@ -59,7 +59,7 @@ class Lockstep:
     def __init__(
         self, verifier: Verifier, backend: DraftBackend, prompt: Tokens, limits: Limits,
         *, num_draft_tokens: int, sampling: Sampling, tree_nodes: int | None = None,
-        verify_ahead: bool = False,
+        verify_ahead: bool = False, branches: int = 0,
         deliver: Callable[[Features], list[Features]] = lambda message: [message],
     ) -> None:  # fmt: skip
         self._verifier, self._drafter = verifier, Drafter(backend)
@@ -81,6 +81,7 @@ class Lockstep:
                 "ssd",
                 CostModel(),
                 num_draft_tokens,
+                branches,
                 tree_nodes=tree_nodes,
                 verify_ahead=verify_ahead,
             ),

@@ -76,3 +76,24 @@ def test_what_gains_most_is_taken() -> None:
     growth.observe([1.0, 1.2, 1.5, 1.51])
     assert growth.grown == GROWN[2]
     assert sum(growth.is_due() for _ in range(80)) == 10
+
+
+@given(CHANCES, CHANCES, st.integers(0, 6), st.integers(1, 3), st.floats(0.0, 0.4))
+def test_the_value_is_that_of_each_tree_by_itself(
+    outcomes: list[float], ranks: list[float], grown: int, depth: int, row_cost: float
+) -> None:
+    """Each has its likeliest nodes verified, as many as are worth their rows."""
+    costs = [row_cost * (1 + place / 4) for place in range(4)]
+    layers = grow(outcomes, ranks, grown, depth)
+    expected = 0.0
+    for owner, share in enumerate(outcomes):
+        nodes = [
+            chance
+            for layer in layers
+            for chance, of in zip(layer.chances, layer.owners, strict=True)
+            if of == owner
+        ]
+        best = sorted(nodes, reverse=True)[: len(costs)]
+        gains = [best[place] - costs[place] for place in range(len(best))]
+        expected += share * max(sum(gains[:count]) for count in range(len(gains) + 1))
+    assert value_trees(outcomes, layers, costs) == pytest.approx(expected)

@@ -121,3 +121,20 @@ def test_a_gpu_meets_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TreeGrowth, "grown", 16)
     grown = [Planner("ssd", CostModel(), fixed_branches=b).grown_siblings for b in (8, 24, 32, 64)]
     assert grown == [16, 8, 0, 0]
+
+
+@pytest.mark.parametrize("tree_nodes", [1, 8], ids=["chains", "trees"])
+def test_the_likeliest_rounds_alone_are_planned_beforehand(tree_nodes: int) -> None:
+    """All of a few; of many those behind likely ends, and of these the best candidates."""
+    planner = Planner("ssd", taught(0.9), tree_nodes=tree_nodes)
+    draft = chain_of([0.99, 0.01])  # it ends before the second token, most likely
+    outcomes = [(row, bonus) for row in (0, 1, 2) for bonus in range(4)]
+    assert list(planner.choose_planned(outcomes[:8], draft, "hit")) == outcomes[:8]
+    chosen = planner.choose_planned(outcomes, draft, "hit")
+    assert len(chosen) == 8
+    assert chosen[0] == (1, 0)
+    assert {(1, bonus) for bonus in range(4)} <= set(chosen)
+    for row in (0, 1, 2):  # a good candidate behind an unlikely end is before the others' last
+        bonuses = [bonus for at, bonus in chosen if at == row]
+        assert bonuses
+        assert bonuses == list(range(len(bonuses)))
