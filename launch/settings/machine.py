@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from launch.settings.paths import cache_dir
 from protocol.errors import UsageError
 from protocol.settings import BackendName, Device
 from protocol.version import install_hint
@@ -31,7 +32,7 @@ def child_environment(device: Device) -> dict[str, str]:
     Raises:
         UsageError: the GPU is not among those that we ourselves may see.
     """
-    own = {**_MLX_ON_CUDA, **os.environ}
+    own = {**_MLX_ON_CUDA, **_place_kernels(), **os.environ}
     if not device.startswith(_CUDA):
         return own
     index = int(device.removeprefix(_CUDA))
@@ -42,6 +43,17 @@ def child_environment(device: Device) -> dict[str, str]:
     # By bus, as nvidia-smi counts, not by speed, as CUDA does if left alone.
     order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **own}
     return {**order, "CUDA_VISIBLE_DEVICES": shown[0]}
+
+
+def _place_kernels() -> dict[str, str]:
+    """Where MLX on CUDA keeps compiled kernels: not where everybody may write, and for longer.
+
+    A kernel takes seconds to compile, and its name does not say which MLX it is for.
+    """
+    version = package_versions(["mlx"])["mlx"]
+    if not has_cuda() or not version:
+        return {}
+    return {"MLX_PTX_CACHE_DIR": str(cache_dir().absolute() / "kernels" / version)}
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ pass is an input of the traced function: the tokens, the position of the first o
 buffers. A plain number in their place would become a part of the trace.
 """
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -31,6 +32,7 @@ TRACED_SLOTS = (256, 512)
 """Sizes of the buffers that are traced. A new shape compiles kernels for about a second, which
 nobody should wait for in the middle of an answer: what is not traced at load never is."""
 
+_MOST_COUNTED = 4096
 _TRIAL_PROMPT = 24
 _TRIAL_ROWS = 4
 _TRIAL_AHEAD = 8
@@ -102,6 +104,8 @@ class LayerInputs:
         """[] slot of the first token, and in a chain its position."""
         self.offset = start if positions is None else positions
         """What RoPE takes: [] or [rows]."""
+        self.positions = slots.reshape(-1) if positions is None else positions
+        """[rows] of each row."""
         self._visible = visible
         """[rows, slots] which slots each row of a tree sees."""
 
@@ -114,8 +118,8 @@ class LayerInputs:
             if window_size is not None:
                 raise ValueError("a tree is not traced through a sliding window")
             return self._visible
-        queries = self._start + mx.arange(n)[:, None]
-        slots = mx.arange(self.keys.shape[2])[None]
+        queries = self._start + count_to(n)[:, None]
+        slots = count_to(self.keys.shape[2])[None]
         visible = slots <= queries
         return visible if window_size is None else visible & (queries - slots < window_size)
 
@@ -129,7 +133,20 @@ class LayerInputs:
 
 def find_slots(start: mx.array, count: int) -> mx.array:
     """[1, 1, count, 1] where the keys of so many tokens go, from this slot on."""
-    return (start + mx.arange(count))[None, None, :, None]
+    return (start + count_to(count))[None, None, :, None]
+
+
+def count_to(count: int) -> mx.array:
+    """[count] int32: 0, 1, 2 and so on; a trace has no launch for it."""
+    numbers = _count()
+    return numbers[:count] if count <= numbers.size else mx.arange(count)
+
+
+@functools.cache
+def _count() -> mx.array:
+    numbers = mx.arange(_MOST_COUNTED)
+    mx.eval(numbers)
+    return numbers
 
 
 class FeatureReader(Protocol):

@@ -21,7 +21,7 @@ from services.kv.cache import KVStore
 from services.kv.slots import SlotCache, round_to_bucket
 from services.mlx.cuda.choice import in_trace
 from services.mlx.trace_trial import is_close, is_faster, measure_distance
-from services.mlx.traced_forward import LayerInputs, find_slots, grow
+from services.mlx.traced_forward import LayerInputs, count_to, find_slots, grow
 from services.sampling.device import PositionNoise, guess
 
 _log = logging.getLogger(__name__)
@@ -250,7 +250,7 @@ class TracedPasses:
         with in_trace():
             logits: mx.array = self._model(tokens[None], cache=layers)[0][:, : self._size]
         following = start + stride
-        rows, slots = mx.arange(tokens.shape[0])[:, None], mx.arange(visible.shape[1])[None]
+        rows, slots = count_to(tokens.shape[0])[:, None], count_to(visible.shape[1])[None]
         seen = visible | (slots == following + rows)
         after = [[layer.keys for layer in layers], [layer.values for layer in layers]]
         return logits, [positions + 1, seen, following], after

@@ -1,93 +1,206 @@
-// One query of one head against all its keys; see attention.py.
+// Sixteen queries against the keys that they share, on the tensor cores; see attention.py.
+//
+// A warp takes 16 keys at a time and keeps a running maximum, a sum and weighted values of each
+// query; in the end the warps are merged. A query's bits do not depend on who is beside it.
 
 #define NO_KEY __int_as_float(0xff800000)  // minus infinity
+#define NO_NUMBER __int_as_float(0x7fffffff)
 
-template <typename T>
-struct alignas(2 * sizeof(T)) Pair {
-  T first;
-  T second;
+constexpr int TILE = 16;  // queries of a block, and keys that a warp takes at once
+
+// The bits of all lanes with the same `lane % 4`.
+__device__ inline unsigned joined_by_place(unsigned bits) {
+#pragma unroll
+  for (int lane = 4; lane < 32; lane *= 2) bits |= __shfl_xor_sync(0xffffffffu, bits, lane);
+  return bits;
+}
+
+// What a warp knows of its queries: a lane has numbers of two, `lane / 4` and the eighth after it.
+template <int D>
+struct Held {
+  float highest[2] = {-1e30f, -1e30f};  // finite, so that to have seen no key is no special case
+  float sum[2] = {};                    // of the lane's own keys
+  float values[D / 8][4] = {};          // of query i / 2: numbers j % 8 of those 2 * (lane % 4) + i % 2
 };
 
-// `mask` says which keys are seen; each step is from one element to the next.
-template <typename T, int D, int WARPS>
-__device__ void attend_one(
-    const T* q, long q_step, const T* k, long k_step, const T* v, long v_step,
-    const bool* mask, long mask_step, int keys, float scale, T* out) {
-  constexpr int PAIRS = D / 64;
-  constexpr int AT_ONCE = 4;
+template <int D>
+__device__ void merge(Held<D>& own, const Held<D>& other) {
+  float kept[2], added[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float top = fmaxf(own.highest[r], other.highest[r]);
+    kept[r] = __expf(own.highest[r] - top), added[r] = __expf(other.highest[r] - top);
+    own.sum[r] = kept[r] * own.sum[r] + added[r] * other.sum[r];
+    own.highest[r] = top;
+  }
+#pragma unroll
+  for (int j = 0; j < D / 8; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      own.values[j][i] = kept[i / 2] * own.values[j][i] + added[i / 2] * other.values[j][i];
+}
+
+// Merges what the warps of a block hold into the first one's.
+template <int D, int WARPS>
+__device__ void merge_warps(Held<D>& own) {
+  constexpr int NUMBERS = sizeof(Held<D>) / sizeof(float);
+  __shared__ float left[WARPS / 2][NUMBERS][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  __shared__ float maxima[WARPS], sums[WARPS], parts[WARPS][D];
-
-  float query[2 * PAIRS], held[2 * PAIRS];
 #pragma unroll
-  for (int i = 0; i < 2 * PAIRS; i++) {
-    const int at = (i / 2) * 64 + 2 * lane + i % 2;
-    query[i] = float(q[at * q_step]) * scale;
-    held[i] = 0.0f;
+  for (int half = WARPS / 2; half > 0; half /= 2) {
+    if (warp >= half && warp < 2 * half) {
+      const auto* from = reinterpret_cast<const float*>(&own);
+#pragma unroll
+      for (int i = 0; i < NUMBERS; i++) left[warp - half][i][lane] = from[i];
+    }
+    __syncthreads();
+    if (warp < half) {
+      Held<D> other;
+      auto* to = reinterpret_cast<float*>(&other);
+#pragma unroll
+      for (int i = 0; i < NUMBERS; i++) to[i] = left[warp][i][lane];
+      merge(own, other);
+    }
+    __syncthreads();
   }
+}
 
-  // Finite, so that a warp that has seen no key yet is no special case.
-  float highest = -1e30f, sum = 0.0f;
-  for (int start = warp * AT_ONCE; start < keys; start += WARPS * AT_ONCE) {
-    float score[AT_ONCE];
+// Adds the values of 16 keys: `weights` as `add_products` leaves them for the first eight and the
+// others, `values` [D / 64][4] those of the lane's keys 2 * (lane % 4), the next, and the eighth
+// after both; numbers 8 * (lane / 4) and on of each 64.
+template <typename T, int D>
+__device__ void add_values(Held<D>& own, const float (&weights)[2][4],
+                           const Run<T> (&values)[D / 64][4]) {
+  const Four<T> upper = {T(weights[0][0]), T(weights[0][1]), T(weights[1][0]), T(weights[1][1])};
+  const Four<T> lower = {T(weights[0][2]), T(weights[0][3]), T(weights[1][2]), T(weights[1][3])};
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      const int at = start + j;
-      const bool seen = at < keys && mask[at * mask_step];
-      float product = 0.0f;
-      if (seen) {
-        const auto* row = reinterpret_cast<const Pair<T>*>(k + at * k_step) + lane;
+  for (int j = 0; j < D / 8; j++) {
+    const auto& of = values[j / 8];
+    const int i = j % 8;
+    const Four<T> column = {of[0].at[i], of[1].at[i], of[2].at[i], of[3].at[i]};
+    add_fours(own.values[j], upper, lower, column);
+  }
+}
+
+// The queries of one head of keys: [rows, GROUP], of which this block has those from 16 * tile on.
+// `mask` says which keys a row sees; each step is from one element to the next.
+template <typename T, int D, int WARPS, int GROUP>
+__device__ void attend_tile(const T* q, long q_head, long q_row, long q_step, const T* k,
+                            long k_step, const T* v, long v_step, const bool* mask, long mask_row,
+                            long mask_step, int rows, int tile, int keys, float scale, T* out,
+                            long out_row) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, line = lane / 4, place = lane % 4;
+  const bool* sees[2];
+  T* to[2];
+  bool there[2];
+  Run<T> query[2][D / 32], near[2][D / 32];
 #pragma unroll
-        for (int i = 0; i < PAIRS; i++) {
-          const Pair<T> pair = row[i * 32];
-          product += query[2 * i] * float(pair.first) + query[2 * i + 1] * float(pair.second);
-        }
+  for (int r = 0; r < 2; r++) {
+    const int at = TILE * tile + 8 * r + line, row = min(at / GROUP, rows - 1);
+    there[r] = at < rows * GROUP;
+    sees[r] = mask + row * mask_row;
+    to[r] = out + row * out_row + at % GROUP * D;
+    const T* from = q + at % GROUP * q_head + row * q_row;
+#pragma unroll
+    for (int s = 0; s < D / 32; s++)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        query[r][s].at[i] = there[r] ? from[(32 * s + 8 * place + i) * q_step] : T(0.0f);
+  }
+  const auto read_keys = [&](int start) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int key = start + 8 * half + line;
+#pragma unroll
+      for (int s = 0; s < D / 32; s++)
+        near[half][s] = read_run(k + key * k_step + 32 * s + 8 * place, key < keys);
+    }
+  };
+
+  Held<D> own;
+  read_keys(TILE * warp);
+  for (int start = TILE * warp; start < keys; start += TILE * WARPS) {
+    float score[2][4] = {}, weights[2][4];
+    unsigned seen = 0;  // a bit for each of the lane's keys: by one of its queries, then by any
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int s = 0; s < D / 32; s++)
+        add_products(score[half], query[0][s], query[1][s], near[half][s]);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int key = start + 8 * half + 2 * place + i % 2;
+        const bool own_key = there[i / 2] && key < keys && sees[i / 2][key * mask_step];
+        score[half][i] = own_key ? score[half][i] * scale : NO_KEY;
+        seen |= unsigned(own_key) << (2 * half + i % 2);
       }
-      score[j] = seen ? product : NO_KEY;
     }
-    float top = highest;
+    read_keys(start + TILE * WARPS);
+    seen = joined_by_place(seen);
+    if (!__any_sync(0xffffffffu, seen)) continue;
+
+    Run<T> values[D / 64][4];
+    unsigned broken = 0;
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      score[j] = summed(score[j]);
-      top = fmaxf(top, score[j]);
+    for (int n = 0; n < 4; n++)
+#pragma unroll
+      for (int b = 0; b < D / 64; b++) {
+        const int key = start + 8 * (n / 2) + 2 * place + n % 2;
+        values[b][n] = read_run(v + key * v_step + 64 * b + 8 * line, seen >> n & 1);
+        if (!is_finite(values[b][n])) broken |= 1u << n;
+      }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float top = own.highest[r];
+#pragma unroll
+      for (int n = 0; n < 4; n++) top = fmaxf(top, score[n / 2][2 * r + n % 2]);
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+      const float shrink = __expf(own.highest[r] - top);
+      own.highest[r] = top, own.sum[r] *= shrink;
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        const float weight = __expf(score[n / 2][2 * r + n % 2] - top);
+        weights[n / 2][2 * r + n % 2] = weight;
+        own.sum[r] += weight;
+      }
+#pragma unroll
+      for (int j = 0; j < D / 8; j++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) own.values[j][2 * r + i] *= shrink;
     }
-    const float shrink = __expf(highest - top);
-    highest = top;
-    sum *= shrink;
+    // What is no number would reach those who do not see it: times a weight of zero it is none.
+    if (__any_sync(0xffffffffu, broken)) {
+      broken = joined_by_place(broken);
 #pragma unroll
-    for (int i = 0; i < 2 * PAIRS; i++) held[i] *= shrink;
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      if (score[j] == NO_KEY) continue;
-      const float weight = __expf(score[j] - top);
-      sum += weight;
-      const auto* row = reinterpret_cast<const Pair<T>*>(v + (start + j) * v_step) + lane;
-#pragma unroll
-      for (int i = 0; i < PAIRS; i++) {
-        const Pair<T> pair = row[i * 32];
-        held[2 * i] += weight * float(pair.first);
-        held[2 * i + 1] += weight * float(pair.second);
+      for (int n = 0; n < 4; n++) {
+        if (!(broken >> n & 1)) continue;
+        for (int b = 0; b < D / 64; b++) values[b][n] = {};
+        for (int r = 0; r < 2; r++)
+          if (score[n / 2][2 * r + n % 2] != NO_KEY) own.sum[r] = NO_NUMBER;
       }
     }
+    add_values<T, D>(own, weights, values);
   }
 
+  merge_warps<D, WARPS>(own);
+  if (warp > 0) return;
 #pragma unroll
-  for (int i = 0; i < 2 * PAIRS; i++) parts[warp][(i / 2) * 64 + 2 * lane + i % 2] = held[i];
-  if (lane == 0) {
-    maxima[warp] = highest;
-    sums[warp] = sum;
-  }
-  __syncthreads();
-
-  for (int at = threadIdx.x; at < D; at += WARPS * 32) {
-    float top = maxima[0], total = 0.0f, value = 0.0f;
-    for (int w = 1; w < WARPS; w++) top = fmaxf(top, maxima[w]);
-    for (int w = 0; w < WARPS; w++) {
-      const float weight = __expf(maxima[w] - top);
-      total += weight * sums[w];
-      value += weight * parts[w][at];
-    }
-    // Not `total > 0`: what is no number must stay one that is seen.
-    out[at] = T(total == 0.0f ? 0.0f : value / total);
+  for (int r = 0; r < 2; r++) {
+    float sum = own.sum[r];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (!there[r]) continue;
+#pragma unroll
+    for (int b = 0; b < D / 64; b++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        Run<T> found;
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+          // Not `sum > 0`: what is no number must stay one that is seen.
+          found.at[j] = T(sum == 0.0f ? 0.0f : own.values[8 * b + j][2 * r + i] / sum);
+        write_run(to[r] + 64 * b + 8 * (2 * place + i), found);
+      }
   }
 }

@@ -4,9 +4,10 @@ MLX has a fused kernel there for a single query without a mask, and cuDNN for ma
 verification and a depth of a draft tree lie between: with cuDNN each layer costs the host
 75 microseconds, which for a large model is a third of the pass (docs/lab/cuda-forward.md).
 
-One block serves one query of one head. Its warps take the keys in turn, each keeping a
-running maximum, sum and weighted values (the online softmax of Milakov and Gimelshein,
-2018), and are merged at the end. All arithmetic is in float32.
+One block serves sixteen queries of heads that share keys, on the tensor cores. Its warps take
+sixteen keys in turn, each keeping a running maximum, sum and weighted values (the online softmax
+of Milakov and Gimelshein, 2018), and are merged at the end. Sums are in float32, weights in the
+type of the values.
 """
 
 import functools
@@ -16,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from services.kv.slots import round_to_bucket
-from services.mlx.cuda.kernel import build
+from services.mlx.cuda.kernel import LANES, build
 
 _log = logging.getLogger(__name__)
 
@@ -28,12 +29,10 @@ cuDNN's plans, which take 50 to 850 ms for each new shape."""
 _FEW = 64
 ROWS_STEP = 128
 """Of the numbers of rows that recur (`round_rows`)."""
-_WARPS = 16
-_WARPS_OF_MANY = 4
-"""From `_MANY` rows on: there are blocks enough to keep the device busy."""
-_MANY = 64
-_SIZES = (64, 128, 256)
-"""Head sizes: each of the 32 lanes of a warp holds whole pairs of values."""
+_WARPS = {64: 8, 128: 8, 256: 4}
+"""Of a block, by the size of a head; all of it has to fit into the block's shared memory."""
+_TILE = 16
+"""Queries of a block."""
 _TYPES = (mx.float16, mx.bfloat16)
 _TOLERANCE = 0.01
 """Relative; half precision rounds the result to steps of .001 (float16) or .008 (bfloat16)."""
@@ -110,7 +109,7 @@ def _takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) 
     return (
         batch == 1
         and _is_small(queries, slots)
-        and size in _SIZES
+        and size in _WARPS
         and queries.dtype in _TYPES
         and keys.dtype == values.dtype == queries.dtype
         and keys.shape[-1] == size
@@ -129,25 +128,32 @@ def _is_small(queries: mx.array, slots: int) -> bool:
 def _attend_alone(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array
 ) -> mx.array:
-    there = _on_device(scale)
-    return _launch(_SOURCE, keys.shape[1], q=queries, k=keys, v=values, mask=mask, scale=there)
+    arrays = {"q": queries, "k": keys, "v": values, "mask": mask}
+    return _launch(_SOURCE, scale, keys.shape[1], arrays)
 
 
-def _launch(source: str, kv_heads: int, **inputs: mx.array) -> mx.array:
-    """What this kernel makes of its inputs, which have their names in the source."""
+def _launch(
+    source: str, scale: float, kv_heads: int, inputs: dict[str, mx.array], *, apart: bool = False
+) -> mx.array:
+    """What this kernel makes of its inputs, which have their names in the source.
+
+    Args:
+        source: of the kernel.
+        scale: factor of the products; a part of the kernel, since a block would wait for it.
+        kv_heads: heads of keys.
+        inputs: by name.
+        apart: whether each row has blocks of its own.
+    """
     queries = inputs["q"]
     _, heads, count, size = queries.shape
-    warps = _WARPS if count < _MANY else _WARPS_OF_MANY
-    out = build(("attention.cuh",), source, tuple(inputs), contiguous=False)(
+    group, warps = heads // kv_heads, _WARPS[size]
+    body = source.replace("SCALE", f"{scale!r}f")
+    together = group if apart else group * count
+    out = build(("tile.cuh", "attention.cuh"), body, tuple(inputs), contiguous=False)(
         inputs=list(inputs.values()),
-        template=[
-            ("T", queries.dtype),
-            ("D", size),
-            ("WARPS", warps),
-            ("GROUP", heads // kv_heads),
-        ],
-        grid=(heads * warps * 32, count, 1),
-        threadgroup=(warps * 32, 1, 1),
+        template=[("T", queries.dtype), ("D", size), ("WARPS", warps), ("GROUP", group)],
+        grid=(kv_heads * warps * LANES, -(-together // _TILE), count if apart else 1),
+        threadgroup=(warps * LANES, 1, 1),
         # Tokens first: the model's next step wants the heads of a token side by side.
         output_shapes=[(1, count, heads, size)],
         output_dtypes=[queries.dtype],
@@ -177,42 +183,30 @@ def attend_table(  # noqa: PLR0917  # `slot_table.Attend`
         TypeError: the arrays are of a kind that the kernel does not take.
     """
     size = queries.shape[-1]
-    if size not in _SIZES or queries.dtype not in _TYPES or keys.dtype != queries.dtype:
+    if size not in _WARPS or queries.dtype not in _TYPES or keys.dtype != queries.dtype:
         raise TypeError(f"no attention over a table for {queries.dtype} of size {size}")
-    return _launch(
-        _TABLE_SOURCE,
-        keys.shape[0],
-        q=queries,
-        k=keys,
-        v=values,
-        mask=mask,
-        first=first,
-        scale=_on_device(scale),
-    )
-
-
-@functools.cache
-def _on_device(scale: float) -> mx.array:
-    return mx.array([scale], mx.float32)
+    arrays = {"q": queries, "k": keys, "v": values, "mask": mask, "first": first}
+    return _launch(_TABLE_SOURCE, scale, keys.shape[0], arrays, apart=True)
 
 
 _SOURCE = """
-attend_one<T, D, WARPS>(
-    q + (blockIdx.x * q_strides[1] + blockIdx.y * q_strides[2]), q_strides[3],
-    k + (blockIdx.x / GROUP) * k_strides[1], k_strides[2],
-    v + (blockIdx.x / GROUP) * v_strides[1], v_strides[2],
-    mask + blockIdx.y * mask_strides[0], mask_strides[1],
-    k_shape[2], scale[0], out + (blockIdx.y * gridDim.x + blockIdx.x) * D);
+const int head = blockIdx.x, heads = gridDim.x * GROUP;
+attend_tile<T, D, WARPS, GROUP>(
+    q + head * GROUP * q_strides[1], q_strides[1], q_strides[2], q_strides[3],
+    k + head * k_strides[1], k_strides[2], v + head * v_strides[1], v_strides[2],
+    mask, mask_strides[0], mask_strides[1], q_shape[2], blockIdx.y, k_shape[2], SCALE,
+    out + head * GROUP * D, heads * D);
 """
 
-
 _TABLE_SOURCE = """
-attend_one<T, D, WARPS>(
-    q + (blockIdx.x * q_strides[1] + blockIdx.y * q_strides[2]), q_strides[3],
-    k + ((blockIdx.x / GROUP) * k_strides[0] + first[blockIdx.y] * k_strides[1]), k_strides[1],
-    v + ((blockIdx.x / GROUP) * v_strides[0] + first[blockIdx.y] * v_strides[1]), v_strides[1],
-    mask + blockIdx.y * mask_strides[0], mask_strides[1],
-    mask_shape[1], scale[0], out + (blockIdx.y * gridDim.x + blockIdx.x) * D);
+const int head = blockIdx.x, heads = gridDim.x * GROUP, row = blockIdx.z;
+const long at = first[row];
+attend_tile<T, D, WARPS, GROUP>(
+    q + head * GROUP * q_strides[1] + row * q_strides[2], q_strides[1], q_strides[2], q_strides[3],
+    k + head * k_strides[0] + at * k_strides[1], k_strides[1],
+    v + head * v_strides[0] + at * v_strides[1], v_strides[1],
+    mask + row * mask_strides[0], mask_strides[0], mask_strides[1], 1, blockIdx.y, mask_shape[1],
+    SCALE, out + (long(row) * heads + head * GROUP) * D, 0);
 """
 
 

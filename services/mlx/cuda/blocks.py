@@ -20,7 +20,7 @@ from protocol.jobs.kernel_report import KernelProbe
 from services.mlx.cuda import product
 from services.mlx.cuda.block_trial import BLOCKS, compare
 from services.mlx.cuda.choice import TracedLinear, serves
-from services.mlx.cuda.rotate import SIZES, Heads, rotate
+from services.mlx.cuda.rotate import SIZES, HeadNorm, Heads, rotate
 from services.mlx.few_rows.weights import Unfit
 from services.mlx.fused_linear import FusedSlice
 from services.mlx.plain_blocks import give_kernels, is_plain_block, take_kernels_away
@@ -57,12 +57,12 @@ class BlockKernels:
 
     def takes(self, x: mx.array, cache: Any) -> bool:
         """Whether a pass over these rows is ours."""
-        offset = getattr(cache, "offset", None)
+        positions = _find_positions(cache)
         return (
             x.ndim == 3
             and x.shape[0] == 1
-            and isinstance(offset, mx.array)
-            and offset.size in (1, x.shape[1])
+            and isinstance(positions, mx.array)
+            and positions.shape == (x.shape[1],)
             and serves(x, self.weight)
         )
 
@@ -70,8 +70,7 @@ class BlockKernels:
         """What the block makes of [1, n, width]."""
         output, down = self._last
         rows = self._qkv(self._norms[0](x))
-        positions = cache.offset.reshape(-1).astype(mx.int32)
-        queries, keys, values = rotate(rows, positions, self.heads)
+        queries, keys, values = rotate(rows, _find_positions(cache), self.heads)
         keys, values = cache.update_and_fetch(keys, values)
         # Looked up here, since `enable_packing` puts another one into its place.
         attend = self._family.scaled_dot_product_attention
@@ -80,6 +79,11 @@ class BlockKernels:
         x = product.multiply_add(attended, output.weight, x)
         gated = product.multiply_gated(self._norms[1](x), self._gate_up.weight)
         return product.multiply_add(gated, down.weight, x)
+
+
+def _find_positions(cache: Any) -> Any:
+    """[rows] of the rows of a pass, in a trace over one sequence or over a table of them."""
+    return cache.positions if hasattr(cache, "positions") else getattr(cache, "offset", None)
 
 
 def _find_joint(owner: Any, names: tuple[str, ...]) -> Any:
@@ -98,17 +102,18 @@ def _read_heads(attention: Any, weight: mx.array) -> Heads:
     if rest or size not in SIZES:
         raise Unfit(f"heads of {size}")
     norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    gains, eps = mx.zeros(1, weight.dtype), 0.0
+    norm: HeadNorm | None = None
     if norms != [None, None]:
         if any(type(norm) is not nn.RMSNorm for norm in norms) or norms[0].eps != norms[1].eps:
             raise Unfit("its heads are normed otherwise")
-        gains, eps = mx.stack([norm.weight for norm in norms]).astype(weight.dtype), norms[0].eps
+        gains = mx.stack([norm.weight for norm in norms]).astype(weight.dtype)
+        norm = HeadNorm(gains, norms[0].eps)
+        mx.eval(gains)
     rotated, speeds = _read_speeds(attention.rope)
-    found = Heads(heads, kv_heads, size, rotated, speeds, gains, mx.array([eps], mx.float32))
     if rotated > size or rotated % 2:
         raise Unfit(f"{rotated} numbers of a head are rotated")
-    mx.eval(found.speeds, found.gains, found.eps)
-    return found
+    mx.eval(speeds)
+    return Heads(heads, kv_heads, size, rotated, speeds, norm)
 
 
 def _read_speeds(rope: Any) -> tuple[int, mx.array]:

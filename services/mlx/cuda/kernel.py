@@ -2,13 +2,58 @@
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from services.mlx.cuda import disk_cache
+from services.mlx.cuda.nvrtc import find_architecture
+
 LANES = 32
 """Threads of a warp."""
+
+
+class Kernel:
+    """A kernel; each set of types and constants compiles when it is first evaluated.
+
+    Args:
+        text: of the kernel.
+        contiguous: whether inputs that lie otherwise are copied.
+    """
+
+    def __init__(self, text: disk_cache.KernelText, *, contiguous: bool) -> None:
+        self._text = text
+        make: Any = mx.fast.cuda_kernel
+        self._call = make(
+            name=text.name,
+            input_names=list(text.inputs),
+            output_names=list(text.outputs),
+            source=text.body,
+            header=text.header,
+            ensure_row_contiguous=contiguous,
+        )
+        self._kept = set[Any]()
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        template: disk_cache.Template,
+        output_dtypes: Sequence[mx.Dtype],
+        **more: Any,
+    ) -> list[mx.array]:
+        """The outputs, lazy; see `mx.fast.cuda_kernel`."""
+        types = tuple((array.dtype, array.ndim) for array in inputs)
+        key = types, tuple(template), tuple(output_dtypes)
+        if key not in self._kept:
+            self._kept.add(key)
+            disk_cache.keep(self._text, inputs, output_dtypes, template)
+        found: list[mx.array] = self._call(
+            inputs=list(inputs), template=list(template), output_dtypes=list(output_dtypes), **more
+        )
+        return found
 
 
 @functools.cache
@@ -19,10 +64,8 @@ def build(
     *,
     contiguous: bool,
     outputs: tuple[str, ...] = ("out",),
-) -> Any:
+) -> Kernel:
     """A kernel of these files' functions, whose inputs have their names in the body.
-
-    It compiles when it is first evaluated.
 
     Args:
         texts: names of the files, each of which may use those before it.
@@ -32,15 +75,11 @@ def build(
         outputs: their names.
     """
     folder = Path(__file__).parent
-    header = "\n".join((folder / name).read_text("utf-8") for name in ("common.cuh", *texts))
-    # MLX keeps compiled kernels by their name, some versions of it across runs.
+    # MLX keeps compiled kernels by their text; what one machine compiles is for its GPU alone.
+    parts = [f"// {find_architecture()}"]
+    parts += ((folder / name).read_text("utf-8") for name in ("common.cuh", *texts))
+    header = "\n".join(parts)
     digest = hashlib.sha256((header + body).encode()).hexdigest()[:12]
-    make: Any = mx.fast.cuda_kernel
-    return make(
-        name=f"{Path(texts[-1]).stem}_{digest}",
-        input_names=list(inputs),
-        output_names=list(outputs),
-        source=body,
-        header=header,
-        ensure_row_contiguous=contiguous,
-    )
+    name = f"{Path(texts[-1]).stem}_{digest}"
+    text = disk_cache.KernelText(name, header, body, inputs, outputs)
+    return Kernel(text, contiguous=contiguous)

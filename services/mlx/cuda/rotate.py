@@ -19,12 +19,13 @@ const int head = blockIdx.x * WARPS + threadIdx.x / 32, row = blockIdx.y, rows =
 constexpr int ALL = HEADS + 2 * KV_HEADS;
 if (head < ALL) {
   const T* from = x + (long(row) * ALL + head) * D;
-  const float position = float(SIDE_BY_SIDE ? positions[row] : positions[0] + row);
+  const float position = float(positions[row]);
+  const T* gain = GAINS;
   if (head < HEADS) {
-    rotate_head<T, D>(from, NORMED ? gains : nullptr, eps[0], speeds, ROTATED, position,
+    rotate_head<T, D>(from, gain, EPS, speeds, ROTATED, position,
                       queries + (long(head) * rows + row) * D);
   } else if (head < HEADS + KV_HEADS) {
-    rotate_head<T, D>(from, NORMED ? gains + D : nullptr, eps[0], speeds, ROTATED, position,
+    rotate_head<T, D>(from, gain == nullptr ? nullptr : gain + D, EPS, speeds, ROTATED, position,
                       keys + (long(head - HEADS) * rows + row) * D);
   } else {
     rotate_head<T, D>(from, nullptr, 0.0f, speeds, 0, position,
@@ -32,6 +33,14 @@ if (head < ALL) {
   }
 }
 """
+
+
+class HeadNorm(NamedTuple):
+    """The norm of queries and keys, head by head."""
+
+    gains: mx.array
+    """[2, size]."""
+    eps: float
 
 
 class Heads(NamedTuple):
@@ -45,10 +54,8 @@ class Heads(NamedTuple):
     """Numbers of a head that are rotated, the first ones."""
     speeds: mx.array
     """[rotated / 2] float32, radians a position."""
-    gains: mx.array
-    """[2, size] of the norms of queries and keys; of one number if there are none."""
-    eps: mx.array
-    """[1] float32, of the norms."""
+    norm: HeadNorm | None
+    """Of queries and keys, if they have one."""
 
 
 def rotate(x: mx.array, positions: mx.array, layer: Heads) -> tuple[mx.array, mx.array, mx.array]:
@@ -56,24 +63,24 @@ def rotate(x: mx.array, positions: mx.array, layer: Heads) -> tuple[mx.array, mx
 
     Args:
         x: queries, keys and values of each row side by side, in half precision.
-        positions: int32, of the first row [1], or of each [rows].
+        positions: [rows] int32.
         layer: what they are.
     """
     rows, heads = x.shape[1], layer.heads + 2 * layer.kv_heads
     inputs = {"x": x, "positions": positions, "speeds": layer.speeds}
-    inputs |= {"gains": layer.gains, "eps": layer.eps}
+    body = _BODY.replace("GAINS", "nullptr" if layer.norm is None else "gains")
+    # A part of the kernel: MLX keeps a number by itself where the device waits to read it.
+    body = body.replace("EPS", f"{0.0 if layer.norm is None else layer.norm.eps!r}f")
+    if layer.norm is not None:
+        inputs["gains"] = layer.norm.gains
     outputs = {"queries": layer.heads, "keys": layer.kv_heads, "values": layer.kv_heads}
-    make: Any = build(
-        ("rotate.cuh",), _BODY, tuple(inputs), contiguous=True, outputs=tuple(outputs)
-    )
+    make: Any = build(("rotate.cuh",), body, tuple(inputs), contiguous=True, outputs=tuple(outputs))
     found: tuple[mx.array, mx.array, mx.array] = tuple(
         make(
             inputs=list(inputs.values()),
             template=[
                 ("T", x.dtype), ("D", layer.size), ("HEADS", layer.heads),
                 ("KV_HEADS", layer.kv_heads), ("ROTATED", layer.rotated), ("WARPS", _WARPS),
-                ("NORMED", layer.gains.size > 1),
-                ("SIDE_BY_SIDE", positions.size > 1),
             ],
             grid=(-(-heads // _WARPS) * _WARPS * LANES, rows, 1),
             threadgroup=(_WARPS * LANES, 1, 1),

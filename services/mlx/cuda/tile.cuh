@@ -15,6 +15,28 @@ __device__ inline Run<T> read_run(const T* from, bool there) {
   return reinterpret_cast<const Run<T>&>(found);
 }
 
+template <typename T>
+__device__ inline void write_run(T* to, const Run<T>& run) {
+  *reinterpret_cast<int4*>(to) = reinterpret_cast<const int4&>(run);
+}
+
+// The exponent's bits of both halves of a word.
+template <typename T>
+constexpr unsigned EXPONENTS = 0x7c007c00u;
+template <>
+constexpr unsigned EXPONENTS<__nv_bfloat16> = 0x7f807f80u;
+
+// Whether all of a run are numbers: an exponent of ones, and no other, carries into the sign.
+template <typename T>
+__device__ inline bool is_finite(const Run<T>& run) {
+  constexpr unsigned ONES = EXPONENTS<T>, LOWEST = ONES & ~(ONES << 1);
+  const auto* words = reinterpret_cast<const unsigned*>(&run);
+  unsigned carried = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) carried |= (words[i] & ONES) + LOWEST;
+  return !(carried & 0x80008000u);
+}
+
 // Begins to fetch a run into shared memory, or zeros.
 template <typename T>
 __device__ inline void fetch_run(Run<T>* to, const T* from, bool there) {
@@ -58,4 +80,18 @@ __device__ inline void add_products(float (&sums)[4], const Run<T>& upper, const
   const auto* r = reinterpret_cast<const unsigned*>(&row);
   multiply_half(sums, u, l, r, T());
   multiply_half(sums, u + 2, l + 2, r + 2, T());
+}
+
+// Two inputs of a line, and the two that the tensor core takes eight places behind them.
+template <typename T>
+struct alignas(4 * sizeof(T)) Four {
+  T at[4];
+};
+
+// Adds the products of 16 inputs, places as in `add_products`.
+template <typename T>
+__device__ inline void add_fours(float (&sums)[4], const Four<T>& upper, const Four<T>& lower,
+                                 const Four<T>& row) {
+  const auto read = [](const Four<T>& four) { return reinterpret_cast<const unsigned*>(&four); };
+  multiply_half(sums, read(upper), read(lower), read(row), T());
 }

@@ -1,5 +1,6 @@
 """Which device a process computes on, and that a larger target's cost changes no token."""
 
+import importlib.metadata
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import mlx.core as mx
 import pytest
 
 from launch.models.pair import pair_of
+from launch.settings import machine
 from launch.settings.machine import child_environment
 from launch.settings.settings import StackSettings, stack_settings
 from protocol.errors import UsageError
@@ -74,6 +76,22 @@ def test_a_child_keeps_our_environment(device: Device, monkeypatch: pytest.Monke
     assert environment["MLX_ENABLE_CACHE_THRASHING_CHECK"] == "0"
     monkeypatch.delenv("MLX_CUDA_GRAPH_CACHE_SIZE")
     assert child_environment(device)["MLX_CUDA_GRAPH_CACHE_SIZE"] == "2000"
+
+
+def test_mlx_keeps_its_kernels_in_our_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA, one folder for each version of MLX, unless the user has said where."""
+    monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    folder = tmp_path / "kernels" / importlib.metadata.version("mlx")
+    assert child_environment("")["MLX_PTX_CACHE_DIR"] == str(folder)
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "elsewhere")
+    assert child_environment("")["MLX_PTX_CACHE_DIR"] == "elsewhere"
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR")
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    assert "MLX_PTX_CACHE_DIR" not in child_environment("")
 
 
 def test_a_drafter_without_a_model_has_no_device(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ constexpr int LANES = 32, THREADS = WARPS * LANES;
 
 #define __device__
 #define __shared__ static
-#define __int_as_float(bits) (-INFINITY)
+#define __int_as_float(bits) std::bit_cast<float>(unsigned(bits))
 #define __expf expf
 using std::min;
 
@@ -43,6 +43,11 @@ T __shfl_xor_sync(unsigned, T value, int lane) {
   const T other = exchanged[threadIdx.x ^ lane];
   warp.arrive_and_wait();
   return other;
+}
+
+bool __any_sync(unsigned all, bool value) {
+  for (int lane = 1; lane < LANES; lane *= 2) value |= __shfl_xor_sync(all, value, lane);
+  return value;
 }
 
 unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }

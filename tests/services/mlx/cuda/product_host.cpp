@@ -5,46 +5,7 @@
 constexpr int WARPS = BLOCK_WARPS;
 #include "cuda_host.h"
 
-// In the place of tile.cuh, whose tensor cores do not multiply floats.
-template <typename T>
-struct Run {
-  T at[8];
-};
-
-template <typename T>
-Run<T> read_run(const T* from, bool there) {
-  Run<T> found = {};
-  if (there) std::copy_n(from, 8, found.at);
-  return found;
-}
-
-template <typename T>
-void fetch_run(Run<T>* to, const T* from, bool there) {
-  *to = read_run(from, there);
-}
-
-void end_fetch_group() {}
-
-template <int LEFT>
-void await_fetch_groups() {}
-
-// Each lane leaves its runs where those that need them find them.
-template <typename T>
-void add_products(float (&sums)[4], const Run<T>& upper, const Run<T>& lower, const Run<T>& row) {
-  static Run<T> left[THREADS][3];
-  auto& warp = *warps[threadIdx.x / LANES];
-  const int lane = threadIdx.x % LANES, first = threadIdx.x - lane;
-  left[threadIdx.x][0] = upper, left[threadIdx.x][1] = lower, left[threadIdx.x][2] = row;
-  warp.arrive_and_wait();
-  for (int i = 0; i < 4; i++)
-    for (int part = 0; part < 4; part++)
-      for (int k = 0; k < 8; k++) {
-        const int output = first + lane / 4 * 4 + part;
-        const int other = first + (lane % 4 * 2 + i % 2) * 4 + part;
-        sums[i] += left[output][i / 2].at[k] * left[other][2].at[k];
-      }
-  warp.arrive_and_wait();
-}
+#include "tile_host.h"
 
 #include "product.cuh"
 

@@ -7,7 +7,7 @@ model is loaded there (`_works`).
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -21,37 +21,45 @@ from tests.services.mlx.cuda.host import compile_kernel, run_kernel
 Array = npt.NDArray[Any]
 
 
-@pytest.fixture(scope="module", params=[64, 128, 256])
-def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+class Kernel(NamedTuple):
+    """One that is compiled for heads of a size, `sharing` of which have their keys together."""
+
+    program: Path
+    size: int
+    sharing: int
+
+
+@pytest.fixture(scope="module", params=[(64, 2), (128, 3), (256, 2)])
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    size, sharing = request.param
     program = tmp_path_factory.mktemp("kernel") / "few_queries"
-    compile_kernel("attention_host.cpp", program, SIZE=request.param)
-    program.with_suffix(".size").write_text(str(request.param))
-    return program
+    compile_kernel("attention_host.cpp", program, SIZE=size, SHARING=sharing)
+    return Kernel(program, size, sharing)
 
 
-def _attention(kernel: Path, q: Array, k: Array, v: Array, seen: Array) -> Array:
+def _attention(kernel: Kernel, q: Array, k: Array, v: Array, seen: Array) -> Array:
     """What the kernel gives for [heads, n, size], [kv heads, slots, size] and [n, slots]."""
     counts = [len(q), len(k), q.shape[1], k.shape[1]]
-    found = run_kernel(kernel, counts, q, k, v, seen)
+    found = run_kernel(kernel.program, counts, q, k, v, seen)
     return found.reshape(q.shape[1], len(q), q.shape[2]).swapaxes(0, 1)
 
 
-def _arrays(kernel: Path, slots: int) -> tuple[Array, Array, Array]:
-    """Queries of 4 heads and 3 tokens, keys and values of 2 heads."""
-    size, random = int(kernel.with_suffix(".size").read_text()), np.random.default_rng(slots)
-    shapes = [(4, 3, size), (2, slots, size), (2, slots, size)]
+def _arrays(kernel: Kernel, slots: int, rows: int = 3) -> tuple[Array, Array, Array]:
+    """Queries of these tokens, keys and values of 2 heads."""
+    size, random = kernel.size, np.random.default_rng(slots)
+    shapes = [(2 * kernel.sharing, rows, size), (2, slots, size), (2, slots, size)]
     q, k, v = (random.normal(size=shape).astype(np.float32) for shape in shapes)
     return q, k, v
 
 
-@pytest.mark.parametrize("slots", [5, 21])
+@pytest.mark.parametrize(("rows", "slots"), [(3, 5), (3, 21), (9, 100)])
 @pytest.mark.parametrize("kind", ["all", "chain", "tree"])
-def test_is_mlx_attention(kernel: Path, slots: int, kind: str) -> None:
-    q, k, v = _arrays(kernel, slots)
+def test_is_mlx_attention(kernel: Kernel, rows: int, slots: int, kind: str) -> None:
+    q, k, v = _arrays(kernel, slots, rows)
     seen = {
-        "all": np.ones((3, slots), bool),
-        "chain": np.arange(slots)[None] <= np.arange(slots - 3, slots)[:, None],
-        "tree": np.random.default_rng(1).random((3, slots)) < 0.5,
+        "all": np.ones((rows, slots), bool),
+        "chain": np.arange(slots)[None] <= np.arange(slots - rows, slots)[:, None],
+        "tree": np.random.default_rng(1).random((rows, slots)) < 0.5,
     }[kind]
     seen[:, 0] = True
     expected: Any = mx.fast.scaled_dot_product_attention(
@@ -60,18 +68,32 @@ def test_is_mlx_attention(kernel: Path, slots: int, kind: str) -> None:
     np.testing.assert_allclose(_attention(kernel, q, k, v, seen), expected[0], atol=2e-5)
 
 
-def test_what_is_no_number_stays_none(kernel: Path) -> None:
+@pytest.mark.parametrize("at", ["keys", "values"])
+def test_what_is_no_number_stays_none(kernel: Kernel, at: str) -> None:
     q, k, v = _arrays(kernel, 9)
-    k[0, 4] = np.nan
+    {"keys": k, "values": v}[at][0, 4, 7:9] = np.nan
     seen = np.ones((3, 9), bool)
     seen[1, 4] = False
-    found = _attention(kernel, q, k, v, seen)
-    assert np.isnan(found[:2, [0, 2]]).all()
-    assert np.isfinite(found[:2, 1]).all()  # does not see it
-    assert np.isfinite(found[2:]).all()  # other keys
+    found, own = _attention(kernel, q, k, v, seen), kernel.sharing
+    assert np.isnan(found[:own, [0, 2]]).all()
+    assert np.isfinite(found[:own, 1]).all()  # does not see it
+    assert np.isfinite(found[own:]).all()  # other keys
 
 
-def test_a_query_that_sees_nothing_gets_nothing(kernel: Path) -> None:
+def test_a_query_has_its_bits_in_any_company(kernel: Kernel) -> None:
+    """Those behind it and slots that it does not see are nothing to it."""
+    q, k, v = _arrays(kernel, 70, 9)
+    chain = np.arange(70)[None] <= np.arange(61, 70)[:, None]
+    all_rows = _attention(kernel, q, k, v, chain)
+    for row in (0, 4, 8):
+        own = slice(row, row + 1)
+        alone = _attention(
+            kernel, q[:, own], k[:, : 62 + row], v[:, : 62 + row], chain[own, : 62 + row]
+        )
+        np.testing.assert_array_equal(alone, all_rows[:, own])
+
+
+def test_a_query_that_sees_nothing_gets_nothing(kernel: Kernel) -> None:
     q, k, v = _arrays(kernel, 5)
     seen = np.ones((3, 5), bool)
     seen[2] = False

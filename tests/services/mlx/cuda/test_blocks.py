@@ -56,12 +56,10 @@ class Kernels:
         heads = x.reshape(1, rows, -1, size).swapaxes(1, 2)
         ends = [layer.heads, layer.heads + layer.kv_heads]
         parts: Any = mx.split(heads, ends, axis=1)
-        eps: Any = layer.eps.item()
-        if layer.gains.size > 1:
-            for at, gain in enumerate(layer.gains):
-                parts[at] = mx.fast.rms_norm(parts[at], gain, eps)
-        if positions.size == 1:
-            positions = positions + mx.arange(rows)
+        assert positions.shape == (rows,)
+        if layer.norm is not None:
+            for at, gain in enumerate(layer.norm.gains):
+                parts[at] = mx.fast.rms_norm(parts[at], gain, layer.norm.eps)
         angles = positions[:, None] * layer.speeds
         half = layer.rotated // 2
         for at in range(2):

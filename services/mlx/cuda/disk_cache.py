@@ -1,0 +1,177 @@
+"""Compiled kernels of ours on disk, where MLX looks for its own.
+
+MLX compiles a custom kernel in every process anew, with all headers of its own: 1 to 6 seconds
+each. It looks for compiled ones in its cache on disk whatever kind they are, but stores only
+those of its own making there (`JitModule` in mlx/backend/cuda/jit_module.cpp). So ours are
+compiled here, without those headers, and put where it will look. Nothing rests on it: what MLX
+does not find there, it compiles.
+"""
+
+import functools
+import importlib.metadata
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from services.mlx.cuda import nvrtc
+
+_log = logging.getLogger(__name__)
+
+_MLX_HEADERS = """
+#include "mlx/backend/cuda/device/utils.cuh"
+
+#include <cooperative_groups.h>
+
+"""
+_BEGIN = "namespace mlx::core::cu {\n\nnamespace cg = cooperative_groups;\n\n__global__ void "
+_END = "\n}\n\n} // namespace mlx::core::cu\n"
+_OWN_HEADERS = """
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+namespace mlx::core::cu {
+using int32_t = int;
+using uint32_t = unsigned;
+struct Shape {
+  int at[10];
+  __device__ int operator[](int axis) const { return at[axis]; }
+};
+struct Strides {
+  long long at[10];
+  __device__ long long operator[](int axis) const { return at[axis]; }
+};
+}
+"""
+"""In the place of MLX's: what our kernels use of them, laid out in the same way."""
+_TYPES = {
+    mx.bool_: ("bool", "bool"),
+    mx.int32: ("int32_t", "int32_t"),
+    mx.uint32: ("uint32_t", "uint32_t"),
+    mx.float16: ("__half", "float16_t"),
+    mx.bfloat16: ("__nv_bfloat16", "bfloat16_t"),
+    mx.float32: ("float", "float"),
+}
+"""As a parameter of a kernel, and in a kernel's name."""
+_PARTS = ("shape", "strides", "ndim")
+_KINDS = {"shape": "Shape", "strides": "Strides", "ndim": "int"}
+_MASK = (1 << 64) - 1
+_FACTOR = 0xC6A4A7935BD1E995
+
+Template = Sequence[tuple[str, Any]]
+
+
+class KernelText(NamedTuple):
+    """What MLX is given to make a kernel of."""
+
+    name: str
+    header: str
+    body: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def keep(
+    text: KernelText, inputs: Sequence[mx.array], outputs: Sequence[mx.Dtype], template: Template
+) -> None:
+    """See to it that MLX finds this kernel, compiled, when it evaluates it on CUDA.
+
+    Args:
+        text: of the kernel.
+        inputs: as in the call.
+        outputs: their types.
+        template: constants of the kernel, by name.
+    """
+    name = name_function(text, template)
+    rest = write_function(text, name, inputs, outputs, template)
+    module = f"{name}_{hash_text(_MLX_HEADERS + text.header + rest):x}"
+    binary = find_folder() / f"{module}.ptx"
+    if binary.exists():
+        return
+    full, architecture = f"mlx::core::cu::{name}", nvrtc.find_architecture()
+    own = rest.replace("namespace cg = cooperative_groups;\n\n", "")
+    try:
+        found = nvrtc.compile_kernel(_OWN_HEADERS + text.header + own, full, architecture)
+        binary.parent.mkdir(parents=True, exist_ok=True)
+        # MLX looks for the binary, and then reads the names.
+        _write(binary.with_suffix(".txt"), f"{full}\t{found.symbol}\n".encode())
+        _write(binary, found.binary)
+    except (OSError, RuntimeError) as error:
+        _warn(str(error))
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    _log.warning("kernels are compiled at every start: %s", reason)
+
+
+def name_function(text: KernelText, template: Template) -> str:
+    """What MLX calls the kernel of these constants."""
+
+    def name(value: Any) -> str:
+        if isinstance(value, bool):
+            return "t" if value else "f"
+        return _TYPES[value][1] if isinstance(value, mx.Dtype) else str(value)
+
+    return f"custom_kernel_{text.name}" + "".join(f"_{name(value)}" for _, value in template)
+
+
+def write_function(
+    text: KernelText,
+    name: str,
+    inputs: Sequence[mx.array],
+    outputs: Sequence[mx.Dtype],
+    template: Template,
+) -> str:
+    """What MLX makes of a kernel's text, behind its headers, to the letter."""
+    parameters: list[str] = []
+    for own, array in zip(text.inputs, inputs, strict=True):
+        parameters.append(f"    const {_TYPES[array.dtype][0]}* {own}")
+        parameters += [
+            f"    const __grid_constant__ {_KINDS[part]} {own}_{part}"
+            for part in _PARTS
+            if array.ndim and f"{own}_{part}" in text.body
+        ]
+    for own, dtype in zip(text.outputs, outputs, strict=True):
+        parameters.append(f"    {_TYPES[dtype][0]}* {own}")
+    constants = "".join(_declare(own, value) for own, value in template)
+    constants += "\n" if template else ""
+    listed = ",\n".join(parameters)
+    return f"{_BEGIN}{name}(\n{listed}) {{\n{constants}{text.body}{_END}"
+
+
+def _declare(name: str, value: Any) -> str:
+    if isinstance(value, mx.Dtype):
+        return f"  using {name} = {_TYPES[value][0]};\n"
+    kind = "bool" if isinstance(value, bool) else "int"
+    return f"  constexpr {kind} {name} = {str(value).lower()};\n"
+
+
+def find_folder() -> Path:
+    """Where MLX keeps what it has compiled."""
+    if chosen := os.environ.get("MLX_PTX_CACHE_DIR"):
+        return Path(chosen)
+    return Path(tempfile.gettempdir(), "mlx", importlib.metadata.version("mlx"), "ptx")
+
+
+def hash_text(text: str) -> int:
+    """`std::hash` of a string in libstdc++, which is MurmurHash64A (A. Appleby, public domain)."""
+    data, whole = text.encode(), len(text.encode()) & ~7
+    found = (0xC70F6907 ^ (len(data) * _FACTOR)) & _MASK
+    for at in range(0, whole, 8):
+        part = int.from_bytes(data[at : at + 8], "little") * _FACTOR & _MASK
+        found = ((found ^ (part ^ part >> 47) * _FACTOR) * _FACTOR) & _MASK
+    if whole < len(data):
+        found = (found ^ int.from_bytes(data[whole:], "little")) * _FACTOR & _MASK
+    found = (found ^ found >> 47) * _FACTOR & _MASK
+    return found ^ found >> 47
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all, whoever else writes it."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(data)
+    Path(file.name).replace(path)

@@ -1,0 +1,145 @@
+"""Compiled kernels where MLX looks for them: their names, and what becomes of a file."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from services.mlx.cuda import disk_cache, nvrtc
+from services.mlx.cuda.disk_cache import KernelText, hash_text, keep, name_function, write_function
+from services.mlx.cuda.nvrtc import Compiled
+
+BODY = (
+    "uint elem = blockIdx.x * blockDim.x + threadIdx.x; out[elem] = x[elem] + T(1) * x_strides[0];"
+)
+PLUS = KernelText("plus", "", BODY, ("x",), ("out",))
+TEMPLATE = [("T", mx.float32), ("N", 4)]
+MODULE = "custom_kernel_plus_float_4_48f7718dbc0d9ce0"
+"""As MLX 0.32.4 called this kernel on an H100."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where MLX keeps its kernels; the compiler is a fake one."""
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(nvrtc, "find_architecture", lambda: "sm_90a")
+    monkeypatch.setattr(nvrtc, "compile_kernel", lambda *_: Compiled(b"binary", "_Zplus"))
+    return tmp_path / "kernels"
+
+
+def _keep(text: KernelText = PLUS) -> None:
+    keep(text, [mx.zeros(8)], [mx.float32], TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", 0x553E93901E462A6E),
+        ("abc", 0x32D82BF8ED3DBA39),
+        ("abcdefgh", 0x783DB3E38DB898BB),
+        ("abcdefghi jklmnop qrs", 0x0A2D9D88B0D9184E),
+    ],
+)
+def test_a_text_is_hashed_as_by_the_standard_library(text: str, expected: int) -> None:
+    """The expected ones are a C++ program's, compiled by GCC 12."""
+    assert hash_text(text) == expected
+
+
+def test_a_kernel_is_where_mlx_looks_for_it(folder: Path) -> None:
+    _keep()
+    assert {path.name for path in folder.iterdir()} == {f"{MODULE}.ptx", f"{MODULE}.txt"}
+    assert (folder / f"{MODULE}.ptx").read_bytes() == b"binary"
+    names = (folder / f"{MODULE}.txt").read_text()
+    assert names == "mlx::core::cu::custom_kernel_plus_float_4\t_Zplus\n"
+
+
+def test_a_kernel_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _keep()
+    monkeypatch.setattr(nvrtc, "compile_kernel", lambda *_: pytest.fail("compiled again"))
+    _keep()
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_constants_and_types_are_part_of_the_name() -> None:
+    template = [("T", mx.bfloat16), ("N", -1), ("GATED", True)]
+    name = name_function(PLUS, template)
+    assert name == "custom_kernel_plus_bfloat16_t_-1_t"
+    text = write_function(PLUS, name, [mx.zeros(8, mx.bfloat16)], [mx.bfloat16], template)
+    assert "    const __nv_bfloat16* x,\n    const __grid_constant__ Strides x_strides,\n" in text
+    assert (
+        "  using T = __nv_bfloat16;\n  constexpr int N = -1;\n  constexpr bool GATED = true;"
+        in text
+    )
+
+
+def test_a_number_by_itself_has_no_strides() -> None:
+    text = write_function(PLUS, "plus", [mx.array(1.0)], [mx.float32], [])
+    assert text.startswith(
+        disk_cache._BEGIN + "plus(\n    const float* x,\n    float* out) {\nuint"
+    )
+
+
+@pytest.mark.parametrize("error", [OSError("no compiler"), RuntimeError("does not compile")])
+def test_what_is_not_compiled_is_left_to_mlx(
+    error: Exception,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is said once."""
+
+    def fail(*_: str) -> Compiled:
+        raise error
+
+    monkeypatch.setattr(nvrtc, "compile_kernel", fail)
+    disk_cache._warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        _keep()
+        _keep(PLUS._replace(name="minus"))
+    assert [record.message for record in caplog.records] == [
+        f"kernels are compiled at every start: {error}"
+    ]
+    assert not folder.exists()
+
+
+def test_no_half_a_kernel_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names come first: MLX reads them as soon as there is a binary."""
+
+    def stop(path: Path, data: bytes) -> None:
+        raise OSError(f"{path.suffix} of {len(data)} bytes: no space left")
+
+    monkeypatch.setattr(disk_cache, "_write", stop)
+    disk_cache._warn.cache_clear()
+    _keep()
+    assert not list(folder.iterdir())
+
+
+_USE = """
+import sys
+import mlx.core as mx
+from services.mlx.cuda.product import multiply
+rows, weight = mx.ones((1, 2, 64), mx.float16), mx.ones((64, 64), mx.float16)
+print(multiply(rows, weight).sum().item())
+"""
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
+def test_mlx_takes_what_was_compiled_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second process loads the first one's file: spoiled, it does not run."""
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", _USE]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    first = run()
+    assert first.stdout.split() == ["8192.0"], first.stderr
+    (binary,) = tmp_path.glob("custom_kernel_product*.ptx")
+    assert run().stdout.split() == ["8192.0"]
+    binary.write_bytes(b"no kernel")
+    assert run().returncode != 0
