@@ -107,7 +107,7 @@ class TracedPass(Protocol):
         """
         ...
 
-    def __call__(self, tokens: mx.array, store: KVStore) -> mx.array:
+    def __call__(self, tokens: mx.array, store: KVStore, *, ahead: bool = False) -> mx.array:
         """[1, n, head] logits of [1, n] tokens, lazy; they are the current frame's."""
         ...
 
@@ -301,7 +301,9 @@ class Batcher:
         """The logits of a sequence's current frame, if a trace serves it."""
         if self.traced is None or not isinstance(state, KVStore):
             return None
-        return self.traced(row, state) if self.traced.serves(state, ahead=ahead) else None
+        if not self.traced.serves(state, ahead=ahead):
+            return None
+        return self.traced(row, state, ahead=ahead)
 
     def _run_at_table(
         self, row: mx.array, states: list[SequenceState], beside: dict[str, mx.array]

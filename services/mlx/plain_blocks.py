@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Modules of mlx-lm whose `TransformerBlock` is x + attention(norm(x)), then x + MLP(norm(x))."""
@@ -36,6 +37,14 @@ def give_kernels(block: Any, kernels: Kernels) -> None:
     """Let passes that these take go through them; all others stay MLX's."""
     block.kernels = kernels
     block.__class__ = _class_with_kernels(type(block))
+
+
+def has_kernels(model: Any) -> bool:
+    """Whether all blocks of a model have been given kernels."""
+    if not isinstance(model, nn.Module):
+        return False
+    kinds = {type(block) for _, block in model.named_modules() if hasattr(block, "self_attn")}
+    return bool(kinds) and kinds <= set(_WITH_KERNELS.values())
 
 
 def take_kernels_away(block: Any) -> None:

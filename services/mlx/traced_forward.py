@@ -10,7 +10,6 @@ pass is an input of the traced function: the tokens, the position of the first o
 buffers. A plain number in their place would become a part of the trace.
 """
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -20,20 +19,27 @@ import numpy as np
 
 from protocol.decoding.token_tree import read_tree
 from services.kv.cache import KVStore
-from services.kv.slots import Frame, SlotCache, round_to_bucket
+from services.kv.slots import Frame, SlotCache
 from services.mlx.cuda.choice import in_trace
+from services.mlx.plain_blocks import has_kernels
 from services.mlx.trace_trial import is_faster, is_worth_it, time_in_turn
+from services.mlx.traced_slots import LayerInputs, Shape, find_slots, round_to_traced, widen
 
 MOST_ROWS = 9
 """Longer chains are rare, and each length is a trace of its own."""
 TREE_ROWS = (4, 8, 16, 32)
 """Sizes that trees are padded to; larger ones are not traced."""
-TRACED_SLOTS = (256, 512)
-"""Sizes of the buffers that are traced. A new shape compiles kernels for about a second, which
-nobody should wait for in the middle of an answer: what is not traced at load never is."""
+TRACED_SLOTS = (256, 512, 768, 1024)
+"""Sizes of the buffers that are traced at load. With MLX's kernels a new shape takes a second,
+which nobody should wait for in the middle of an answer; with ours it takes a few passes' time."""
 
-_MOST_COUNTED = 4096
+_FIRST_LAYERS = 3
+"""Whose launches are handed over first where the GPU waits for them: so many that it is still at
+them when the next ones come."""
 _TRIAL_PROMPT = 24
+_LONGER_PROMPT = 200
+"""Where a token's own kernels, for the length there is, and a trace's, over whole buffers, take
+what they take in most answers."""
 _TRIAL_ROWS = 4
 _TRIAL_AHEAD = 8
 _TRIAL_TREE = read_tree([5, 9, 3, 11, 4, 7], [0, 1, 0, 1, 3])
@@ -43,14 +49,6 @@ _Outputs = tuple[mx.array, list[mx.array], list[mx.array], list[mx.array]]
 """Logits, keys and values of each layer, features if some are read."""
 Place = Callable[[KVStore], None]
 """Sets the frame of what comes next."""
-
-
-class _Shape(NamedTuple):
-    """What a trace is for."""
-
-    rows: int
-    slots: int
-    forks: bool
 
 
 class Singles(NamedTuple):
@@ -80,73 +78,6 @@ def place_tree(store: KVStore) -> None:
 def pad_rows(count: int) -> int:
     """The size that a tree of so many rows is padded to; 0 if it is too large."""
     return next((size for size in TREE_ROWS if size >= count), 0)
-
-
-class LayerInputs:
-    """One layer's buffers inside the trace; what mlx-lm takes for a KV cache."""
-
-    is_traced = True
-    """Attention over it may not be computed by itself, outside the graph."""
-
-    def __init__(  # noqa: PLR0917  # arrays that change from pass to pass
-        self,
-        keys: mx.array,
-        values: mx.array,
-        slots: mx.array,
-        start: mx.array,
-        positions: mx.array | None = None,
-        visible: mx.array | None = None,
-    ) -> None:
-        self.keys = keys
-        self.values = values
-        self._slots = slots
-        self._start = start
-        """[] slot of the first token, and in a chain its position."""
-        self.offset = start if positions is None else positions
-        """What RoPE takes: [] or [rows]."""
-        self.positions = slots.reshape(-1) if positions is None else positions
-        """[rows] of each row."""
-        self._visible = visible
-        """[rows, slots] which slots each row of a tree sees."""
-
-    def make_mask(
-        self, n: int, *, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array:
-        """Which slots each of the `n` tokens sees, bool [n, slots]."""
-        del return_array
-        if self._visible is not None:
-            if window_size is not None:
-                raise ValueError("a tree is not traced through a sliding window")
-            return self._visible
-        queries = self._start + count_to(n)[:, None]
-        slots = count_to(self.keys.shape[2])[None]
-        visible = slots <= queries
-        return visible if window_size is None else visible & (queries - slots < window_size)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store [1, heads, n, size] from the first slot on; return the whole buffers."""
-        # One launch each; `slice_update` is two, since its start is known to the device alone.
-        self.keys = mx.put_along_axis(self.keys, self._slots, keys, axis=2)
-        self.values = mx.put_along_axis(self.values, self._slots, values, axis=2)
-        return self.keys, self.values
-
-
-def find_slots(start: mx.array, count: int) -> mx.array:
-    """[1, 1, count, 1] where the keys of so many tokens go, from this slot on."""
-    return (start + count_to(count))[None, None, :, None]
-
-
-def count_to(count: int) -> mx.array:
-    """[count] int32: 0, 1, 2 and so on; a trace has no launch for it."""
-    numbers = _count()
-    return numbers[:count] if count <= numbers.size else mx.arange(count)
-
-
-@functools.cache
-def _count() -> mx.array:
-    numbers = mx.arange(_MOST_COUNTED)
-    mx.eval(numbers)
-    return numbers
 
 
 class FeatureReader(Protocol):
@@ -181,8 +112,10 @@ class TracedForward:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._shapes: set[_Shape] = set()
+        self._shapes: set[Shape] = set()
         """What has been traced."""
+        self.traces_later = False
+        """Whether chains and trees behind longer texts are traced when they come."""
         self.singles = Singles(awaited=True, ahead=True)
         self.read(None)
 
@@ -202,29 +135,28 @@ class TracedForward:
         frame = store.frame
         if frame.count == 1 and not (self.singles.ahead if ahead else self.singles.awaited):
             return False
-        keys = store.caches[0].keys
-        if keys is None or not self.can_trace(store):
+        if not self.can_trace(store):
             return False
-        rows = _count_rows(frame)
-        slots = max(keys.shape[2], round_to_bucket(frame.start + rows))
-        return _Shape(rows, slots, frame.visible is not None) in self._shapes
+        rows, slots = _count_rows(frame), _find_size(store)
+        later = self.traces_later and slots > TRACED_SLOTS[-1]
+        return later or Shape(rows, slots, frame.visible is not None) in self._shapes
 
     def prepare(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
         """Trace chains of this shape, and compute one."""
         store = _prefill(self._model, new_store)
-        _widen(store, slots)
+        widen(store, slots)
         store.chain(rows)
         mx.eval(self(mx.arange(1, 1 + rows)[None], store))
-        self._shapes.add(_Shape(rows, slots, forks=False))
+        self._shapes.add(Shape(rows, slots, forks=False))
 
     def prepare_tree(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
         """Trace trees that are padded to so many rows, and compute one."""
         store = _prefill(self._model, new_store)
-        _widen(store, slots)
+        widen(store, slots)
         tree = read_tree(list(range(1, 1 + rows)), [0] * (rows - 1))
         store.append_tree(tree)
         mx.eval(self(mx.array(tree.tokens)[None], store))
-        self._shapes.add(_Shape(rows, slots, forks=True))
+        self._shapes.add(Shape(rows, slots, forks=True))
 
     @staticmethod
     def can_trace(store: KVStore) -> bool:
@@ -234,15 +166,20 @@ class TracedForward:
         return (
             fits
             and frame.start > 0
+            and _find_size(store) > 0
             and all(type(cache) is SlotCache and cache.window is None for cache in store.caches)
         )
 
-    def __call__(self, tokens: mx.array, store: KVStore) -> mx.array:
-        """[1, n, vocabulary] logits of [1, n] tokens, lazy; they are `store`'s current frame."""
+    def __call__(self, tokens: mx.array, store: KVStore, *, ahead: bool = False) -> mx.array:
+        """[1, n, vocabulary] logits of [1, n] tokens, lazy; they are `store`'s current frame.
+
+        Where nothing is under way that the GPU could do (not `ahead`), it is given the first layers
+        before the others are handed over.
+        """
         frame = store.frame
-        end = frame.start + _count_rows(frame)
-        keys = [grow(cache.keys, end) for cache in store.caches]
-        values = [grow(cache.values, end) for cache in store.caches]
+        widen(store, _find_size(store))
+        keys: Any = [cache.keys for cache in store.caches]
+        values: Any = [cache.values for cache in store.caches]
         # MLX writes in place only what nobody else holds.
         for cache in store.caches:
             cache.keys = cache.values = None
@@ -257,6 +194,8 @@ class TracedForward:
             cache.keys, cache.values = own_keys, own_values
         if self._reader is not None and features:
             self._reader.put(features[0][: frame.count])
+        if not ahead:
+            _start(keys[: _FIRST_LAYERS + 1])
         return logits[:, : frame.count]
 
     def _forward(
@@ -285,6 +224,18 @@ class TracedForward:
             logits: mx.array = self._model(tokens, cache=layers)
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
         return logits, keys, values, features_of(self._reader)
+
+
+def _start(arrays: list[mx.array]) -> None:
+    start: Any = mx.async_eval
+    start(arrays)
+
+
+def _find_size(store: KVStore) -> int:
+    """Slots of the buffers that a trace of the current frame has; 0 if they are too many."""
+    keys, frame = store.caches[0].keys, store.frame
+    held = 0 if keys is None else keys.shape[2]
+    return round_to_traced(max(held, frame.start + _count_rows(frame)))
 
 
 def _count_rows(frame: Frame) -> int:
@@ -323,6 +274,7 @@ def trace_if_faster(
     alone = _is_worth_it(model, traced, new_store, place_single, "single tokens")
     ahead = alone and _is_worth_it_ahead(model, traced, new_store)
     traced.singles = Singles(awaited=alone, ahead=ahead)
+    traced.traces_later = has_kernels(model)
     for slots in TRACED_SLOTS:
         for rows in range(1 if alone else 2, MOST_ROWS + 1):
             traced.prepare(rows, slots, new_store)
@@ -342,12 +294,12 @@ def _is_worth_it_ahead(model: Any, traced: TracedForward, new_store: Callable[[]
             place_single(store)
             token = mx.argmax(forward(token[None], store)[0, -1:], axis=-1)
             start(token)
-        store.trim(_TRIAL_PROMPT)
+        store.trim(_LONGER_PROMPT)
         return token
 
     ways = [
-        partial(begin, forward, _prefill(model, new_store))
-        for forward in (partial(_call, model), traced)
+        partial(begin, forward, _prefill(model, new_store, _LONGER_PROMPT))
+        for forward in (partial(_call, model), partial(traced, ahead=True))
     ]
     return is_faster("single tokens that begin ahead", *time_in_turn(ways))
 
@@ -382,22 +334,8 @@ def _try_pass(forward: Forward, store: KVStore, place: Place) -> mx.array:
     return logits
 
 
-def _widen(store: KVStore, slots: int) -> None:
-    """Let the buffers have room for so many slots."""
-    for cache in store.caches:
-        cache.keys, cache.values = grow(cache.keys, slots), grow(cache.values, slots)
-
-
-def _prefill(model: Any, new_store: Callable[[], KVStore]) -> KVStore:
+def _prefill(model: Any, new_store: Callable[[], KVStore], length: int = _TRIAL_PROMPT) -> KVStore:
     store = new_store()
-    store.chain(_TRIAL_PROMPT)
-    mx.eval(model(mx.arange(1, 1 + _TRIAL_PROMPT)[None], cache=store.caches))
+    store.chain(length)
+    mx.eval(model(mx.arange(1, 1 + length)[None], cache=store.caches))
     return store
-
-
-def grow(buffer: mx.array | None, end: int) -> mx.array:
-    """The buffer, with room for `end` slots."""
-    if buffer is None:
-        raise ValueError("a chain without tokens before it has no buffers to be traced with")
-    missing = round_to_bucket(end) - buffer.shape[2]
-    return buffer if missing <= 0 else mx.pad(buffer, [(0, 0), (0, 0), (0, missing), (0, 0)])

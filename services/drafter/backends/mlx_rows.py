@@ -10,7 +10,7 @@ sent to the device between two passes.
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -18,10 +18,18 @@ import numpy.typing as npt
 
 from protocol.messages import Sampling
 from services.kv.cache import KVStore
-from services.kv.slots import SlotCache, round_to_bucket
+from services.kv.slots import SlotCache
 from services.mlx.cuda.choice import in_trace
+from services.mlx.plain_blocks import has_kernels
 from services.mlx.trace_trial import is_close, is_faster, measure_distance
-from services.mlx.traced_forward import LayerInputs, count_to, find_slots, grow
+from services.mlx.traced_slots import (
+    LayerInputs,
+    Shape,
+    count_to,
+    find_slots,
+    round_to_traced,
+    widen,
+)
 from services.sampling.device import PositionNoise, guess
 
 _log = logging.getLogger(__name__)
@@ -29,7 +37,7 @@ _log = logging.getLogger(__name__)
 TRACED_ROWS = (1, 8, 32)
 """Sizes that rows are padded to; more are not traced."""
 TRACED_SLOTS = (256, 512, 768, 1024)
-"""Sizes of the buffers; as for verifications, what is not traced at load never is."""
+"""Sizes of the buffers that are traced at load, as for verifications."""
 
 _GREEDY, _DRAWN = Sampling(), Sampling(temperature=1.0)
 _WIDTHS = (1, 5)
@@ -101,11 +109,6 @@ class PlainChain:
         return logits
 
 
-class _Shape(NamedTuple):
-    rows: int
-    slots: int
-
-
 class TracedRows:
     """As `PlainBranches`, or as `PlainChain` if they are the trunk, from a trace.
 
@@ -123,7 +126,7 @@ class TracedRows:
         replay: Any,
         store: KVStore,
         frame: Frame,
-        shape: _Shape,
+        shape: Shape,
         *,
         depth: int,
         is_trunk: bool,
@@ -133,13 +136,13 @@ class TracedRows:
         self._replay, self._store, self._is_trunk = replay, store, is_trunk
         self.count = shape.rows
         # A row of padding sees itself alone; the next pass writes over it.
-        seen: Any = np.eye(*shape, start, dtype=np.bool_)
+        seen: Any = np.eye(shape.rows, shape.slots, start, dtype=np.bool_)
         seen[: len(visible), : visible.shape[1]] = visible
         own = np.full(shape.rows, start, np.int32)
         own[: len(visible)] = positions[start:]
         self._stride = mx.array(len(visible), mx.int32)
         self._place = [mx.array(own), mx.array(seen), mx.array(start, mx.int32)]
-        _widen(store, shape.slots)
+        widen(store, shape.slots)
 
     @property
     def has_room(self) -> bool:
@@ -179,7 +182,9 @@ class TracedPasses:
         self._model, self._size, self._ids = model, head_size, ids
         self._replay: Any = mx.compile(self._forward)
         self._choices: dict[tuple[int, bool], Any] = {}
-        self._shapes: set[_Shape] = set()
+        self._shapes: set[Shape] = set()
+        self._traces_later = has_kernels(model)
+        """Whether rows behind longer texts are traced when they come."""
 
     def open(
         self, store: KVStore, frame: Frame, depth: int, *, is_trunk: bool = False
@@ -190,21 +195,24 @@ class TracedPasses:
             return None
         return TracedRows(self._replay, store, frame, shape, depth=depth, is_trunk=is_trunk)
 
-    def _find_shape(self, store: KVStore, start: int, count: int, depth: int) -> _Shape | None:
+    def _find_shape(self, store: KVStore, start: int, count: int, depth: int) -> Shape | None:
         rows, keys = _pad(count), store.caches[0].keys
         if keys is None or any(_has_window(cache) for cache in store.caches):
             return None
         end = start + count * (depth - 1) + rows
-        shape = _Shape(rows, max(keys.shape[2], round_to_bucket(end)))
-        return shape if shape in self._shapes else None
+        shape = Shape(rows, round_to_traced(max(keys.shape[2], end)))
+        longest = Shape(rows, TRACED_SLOTS[-1])
+        later = self._traces_later and shape.slots > longest.slots and longest in self._shapes
+        return shape if later or shape in self._shapes else None
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
         """See `TracedPass`: rows of a chain or a tree are rows that see their ancestors."""
         del ahead
         return self._find_shape(store, store.frame.start, store.frame.count, 1) is not None
 
-    def __call__(self, tokens: mx.array, store: KVStore) -> mx.array:
+    def __call__(self, tokens: mx.array, store: KVStore, *, ahead: bool = False) -> mx.array:
         """See `TracedPass`."""
+        del ahead
         frame = store.frame
         rows = self.open(store, (frame.start, frame.positions, store.visible_rows()), 1)
         if rows is None:
@@ -260,14 +268,14 @@ class TracedPasses:
     def prepare(self, new_store: Callable[[], KVStore]) -> None:
         """Trace what is right and faster here than the model's own passes."""
         for rows in TRACED_ROWS:
-            self._shapes.add(_Shape(rows, TRACED_SLOTS[0]))
+            self._shapes.add(Shape(rows, TRACED_SLOTS[0]))
             if not self._is_worth_it(rows, new_store):
-                self._shapes.discard(_Shape(rows, TRACED_SLOTS[0]))
+                self._shapes.discard(Shape(rows, TRACED_SLOTS[0]))
                 continue
             for slots in TRACED_SLOTS:
-                self._shapes.add(_Shape(rows, slots))
+                self._shapes.add(Shape(rows, slots))
                 store = _prefill(self._model, new_store)
-                _widen(store, slots)
+                widen(store, slots)
                 logits = self.run(self._open_trial(store, rows), rows)[0]
                 if slots == TRACED_SLOTS[0]:  # of any size they are the same
                     self._warm(logits)
@@ -337,11 +345,6 @@ def _pad(count: int) -> int:
 
 def _has_window(cache: SlotCache) -> bool:
     return type(cache) is not SlotCache or cache.window is not None
-
-
-def _widen(store: KVStore, slots: int) -> None:
-    for cache in store.caches:
-        cache.keys, cache.values = grow(cache.keys, slots), grow(cache.values, slots)
 
 
 def _trial_frame(store: KVStore, rows: int) -> Frame:

@@ -21,8 +21,9 @@ from services.mlx.cuda.kernel import LANES, build
 
 _log = logging.getLogger(__name__)
 
-_MOST_PAIRS = 8192
-"""Queries times slots: every query reads the keys for itself, which cuDNN's tiles do not."""
+_MOST_ROWS = 32
+_MOST_SLOTS = {64: 32768, 128: 32768, 256: 512}
+"""By the size of a head: so many rows and slots are ours (docs/lab/cuda-forward.md)."""
 _SHORT, _MOST_READ = 1024, 8192 * 4096
 """Up to so many slots, and queries times slots times the width of all heads, that costs less than
 cuDNN's plans, which take 50 to 850 ms for each new shape."""
@@ -121,7 +122,8 @@ def _takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) 
 
 def _is_small(queries: mx.array, slots: int) -> bool:
     """Whether our kernel serves so many queries and slots better than MLX's."""
-    few = queries.shape[2] * slots <= _MOST_PAIRS
+    _, _, rows, size = queries.shape
+    few = rows <= _MOST_ROWS and slots <= _MOST_SLOTS.get(size, 0)
     return few or (slots <= _SHORT and queries.size * slots <= _MOST_READ)
 
 

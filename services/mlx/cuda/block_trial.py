@@ -12,7 +12,7 @@ from protocol.jobs.kernel_report import KernelProbe
 from services.kv.slots import BUCKET
 from services.mlx.cuda.choice import in_trace
 from services.mlx.trace_trial import measure_distance, pays, time_in_turn
-from services.mlx.traced_forward import LayerInputs, find_slots
+from services.mlx.traced_slots import LayerInputs, find_slots
 
 _log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from services.mlx import trace_trial, traced_forward
 from services.mlx.loader import load
 from services.mlx.rope import allow_branches
 from services.mlx.traced_forward import MOST_ROWS, TracedForward, trace_if_faster
+from services.mlx.traced_slots import round_to_traced
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -147,6 +148,45 @@ def test_only_shapes_that_were_traced_at_load_are_served(model: Any) -> None:
     short.trim(40)
     short.chain(2)
     assert not traced.serves(short)
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_a_longer_text_is_traced_when_it_comes(model: Any, *, later: bool) -> None:
+    """Where our kernels serve, whose shapes cost little; in buffers of few sizes."""
+    traced = TracedForward(model)
+    traced.traces_later = later
+    own, other = _prefill(model, 1281), _prefill(model, 1281)
+    other.chain(3)
+    assert traced.serves(other) is later
+    other.trim(1281)
+    _assert_same(model, traced, own, other)
+    assert other.caches[0].keys is not None
+    assert other.caches[0].keys.shape[2] == 1536
+    short = _prefill(model, 900)
+    short.chain(3)
+    assert not traced.serves(short)  # as long as this they are traced at load
+
+
+@pytest.mark.parametrize(
+    ("slots", "size"),
+    [(1, 256), (257, 512), (1024, 1024), (1025, 1536), (4097, 5120), (8192, 8192), (8193, 0)],
+)
+def test_buffers_of_traces_have_few_sizes(slots: int, size: int) -> None:
+    assert round_to_traced(slots) == size
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_pass_that_is_waited_for_begins_before_it_is_handed_over(
+    model: Any, monkeypatch: pytest.MonkeyPatch, *, ahead: bool
+) -> None:
+    """With its first layers; behind another pass there is nothing to be gained."""
+    started: list[list[mx.array]] = []
+    monkeypatch.setattr(traced_forward, "_start", started.append)
+    monkeypatch.setattr(traced_forward, "_FIRST_LAYERS", 0)
+    store = _prefill(model, 20)
+    store.chain(2)
+    mx.eval(TracedForward(model)(mx.array([[7, 8]]), store, ahead=ahead))
+    assert [len(arrays) for arrays in started] == ([] if ahead else [1])
 
 
 @pytest.mark.parametrize("faster", [True, False])

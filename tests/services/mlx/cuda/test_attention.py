@@ -105,19 +105,21 @@ def test_a_query_that_sees_nothing_gets_nothing(kernel: Kernel) -> None:
 def _call(count: int, slots: int, **more: Any) -> bool:
     """Whether our kernel serves such a call."""
     dtype = more.get("dtype", mx.float16)
-    queries = mx.zeros((more.get("batch", 1), 4, count, more.get("size", 64)), dtype)
-    keys = mx.zeros((1, 2, slots, 64), more.get("kv", dtype))
-    values = mx.zeros((1, 2, slots, more.get("value_size", 64)), dtype)
+    size = more.get("size", 64)
+    queries = mx.zeros((more.get("batch", 1), 4, count, size), dtype)
+    keys = mx.zeros((1, 2, slots, size), more.get("kv", dtype))
+    values = mx.zeros((1, 2, slots, more.get("value_size", size)), dtype)
     return _takes(queries, keys, values, more.get("mask", mx.zeros((count, slots), mx.bool_)))
 
 
 def test_which_calls_it_serves() -> None:
     assert all([_call(1, 256), _call(2, 256), _call(5, 1024), _call(8, 1024), _call(4, 2048)])
-    assert all([_call(32, 256), _call(100, 1024)])
+    assert all([_call(32, 32768), _call(100, 1024), _call(5, 512, size=256)])
     assert not any(
         [
             _call(200, 1024),  # reads the keys too often
-            _call(5, 2048),  # by too few threads
+            _call(40, 2048),
+            _call(5, 2048, size=256),  # too much for a lane
             _call(5, 256, batch=2),
             _call(5, 256, size=80),
             _call(5, 256, dtype=mx.float32),

@@ -18,9 +18,9 @@ from services.mlx.cuda.equip import equip_for_cuda
 from services.mlx.cuda.rotate import Heads
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load
-from services.mlx.plain_blocks import give_kernels
+from services.mlx.plain_blocks import give_kernels, has_kernels
 from services.mlx.rope import allow_branches
-from services.mlx.traced_forward import LayerInputs, find_slots
+from services.mlx.traced_slots import LayerInputs, find_slots
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import write_tiny_model
 
@@ -187,11 +187,13 @@ def test_a_second_call_takes_the_place_of_the_first(
     assert probe_of(module).least_rows == 1
     kinds = [type(layer) for layer in module.model.layers]
     assert kinds != plain
+    assert has_kernels(module)
     assert probe_of(module).least_rows == 1
     assert [type(layer) for layer in module.model.layers] == kinds
     monkeypatch.setattr(block_trial, "time_in_turn", lambda _: [1.0, 1.0])
     assert probe_of(module).least_rows == 0
     assert [type(layer) for layer in module.model.layers] == plain
+    assert not has_kernels(module)
 
 
 @pytest.mark.parametrize(

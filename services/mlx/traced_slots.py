@@ -1,0 +1,109 @@
+"""Keys and values inside a trace: buffers of a few sizes, and what a model takes for its caches."""
+
+import functools
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from services.kv.cache import KVStore
+from services.kv.slots import round_to_bucket
+
+_STEPS = ((1024, 256), (4096, 512), (8192, 1024))
+"""Up to so many slots, buffers of traces are multiples of so many."""
+_MOST_COUNTED = 8192
+
+
+class Shape(NamedTuple):
+    """What a trace is for."""
+
+    rows: int
+    slots: int
+    forks: bool = False
+    """Whether the rows are a tree's, or branches."""
+
+
+def round_to_traced(slots: int) -> int:
+    """The size of a trace's buffers that have room for so many; 0 if there are none so large."""
+    step = next((step for most, step in _STEPS if slots <= most), 0)
+    return -(-slots // step) * step if step else 0
+
+
+def widen(store: KVStore, slots: int) -> None:
+    """Let the buffers have room for so many slots."""
+    for cache in store.caches:
+        cache.keys, cache.values = grow(cache.keys, slots), grow(cache.values, slots)
+
+
+def grow(buffer: mx.array | None, end: int) -> mx.array:
+    """The buffer, with room for `end` slots."""
+    if buffer is None:
+        raise ValueError("a chain without tokens before it has no buffers to be traced with")
+    missing = round_to_bucket(end) - buffer.shape[2]
+    return buffer if missing <= 0 else mx.pad(buffer, [(0, 0), (0, 0), (0, missing), (0, 0)])
+
+
+class LayerInputs:
+    """One layer's buffers inside the trace; what mlx-lm takes for a KV cache."""
+
+    is_traced = True
+    """Attention over it may not be computed by itself, outside the graph."""
+
+    def __init__(  # noqa: PLR0917  # arrays that change from pass to pass
+        self,
+        keys: mx.array,
+        values: mx.array,
+        slots: mx.array,
+        start: mx.array,
+        positions: mx.array | None = None,
+        visible: mx.array | None = None,
+    ) -> None:
+        self.keys = keys
+        self.values = values
+        self._slots = slots
+        self._start = start
+        """[] slot of the first token, and in a chain its position."""
+        self.offset = start if positions is None else positions
+        """What RoPE takes: [] or [rows]."""
+        self.positions = slots.reshape(-1) if positions is None else positions
+        """[rows] of each row."""
+        self._visible = visible
+        """[rows, slots] which slots each row of a tree sees."""
+
+    def make_mask(
+        self, n: int, *, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """Which slots each of the `n` tokens sees, bool [n, slots]."""
+        del return_array
+        if self._visible is not None:
+            if window_size is not None:
+                raise ValueError("a tree is not traced through a sliding window")
+            return self._visible
+        queries = self._start + count_to(n)[:, None]
+        slots = count_to(self.keys.shape[2])[None]
+        visible = slots <= queries
+        return visible if window_size is None else visible & (queries - slots < window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store [1, heads, n, size] from the first slot on; return the whole buffers."""
+        # One launch each; `slice_update` is two, since its start is known to the device alone.
+        self.keys = mx.put_along_axis(self.keys, self._slots, keys, axis=2)
+        self.values = mx.put_along_axis(self.values, self._slots, values, axis=2)
+        return self.keys, self.values
+
+
+def find_slots(start: mx.array, count: int) -> mx.array:
+    """[1, 1, count, 1] where the keys of so many tokens go, from this slot on."""
+    return (start + count_to(count))[None, None, :, None]
+
+
+def count_to(count: int) -> mx.array:
+    """[count] int32: 0, 1, 2 and so on; a trace has no launch for it."""
+    numbers = _count()
+    return numbers[:count] if count <= numbers.size else mx.arange(count)
+
+
+@functools.cache
+def _count() -> mx.array:
+    numbers = mx.arange(_MOST_COUNTED)
+    mx.eval(numbers)
+    return numbers
