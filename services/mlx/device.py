@@ -6,6 +6,9 @@ from protocol.errors import UsageError
 from protocol.settings import Device
 from services.mlx.loader import compute_unit
 
+_KEPT_SHARE = 16
+"""Of the GPU's memory, one part: many times what a pass needs."""
+
 
 def bind(device: Device) -> str:
     """Compute on this device from now on; returns its name, for the handshake.
@@ -26,8 +29,20 @@ def bind(device: Device) -> str:
         mx.set_default_device(mx.gpu)
     if device.startswith("cuda:"):
         _try(device)
-        return device
-    return compute_unit()
+    unit = compute_unit()
+    if unit == "cuda":
+        _leave_memory_to_others()
+    return device if device.startswith("cuda:") else unit
+
+
+def _leave_memory_to_others() -> None:
+    """Keep little of what is free for later use.
+
+    By itself MLX keeps all that it has ever had, up to the whole GPU: every buffer that a growing
+    text has left behind. What another process asks for then, a drafter say, is not there.
+    """
+    if total := int(mx.device_info().get("total_memory", 0)):
+        mx.set_cache_limit(total // _KEPT_SHARE)
 
 
 def _try(device: Device) -> None:

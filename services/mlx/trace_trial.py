@@ -62,9 +62,16 @@ def is_close(what: str, relative: float) -> bool:
     return True
 
 
-def is_faster(what: str, own_s: float, replayed_s: float) -> bool:
-    """Whether replays pay."""
-    used = pays(replayed_s, own_s)
+def is_faster(what: str, own_s: float, replayed_s: float, share: float | None = None) -> bool:
+    """Whether replays pay.
+
+    Args:
+        what: is computed, for the log.
+        own_s: seconds of the model's own forward.
+        replayed_s: of a replay.
+        share: of the own forward's time that a replay may take; as `pays` if not given.
+    """
+    used = pays(replayed_s, own_s) if share is None else replayed_s < share * own_s
     _log.info(
         "%s: %.2f ms traced, %.2f ms otherwise: traces are %s",
         what,

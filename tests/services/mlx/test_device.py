@@ -15,6 +15,7 @@ from launch.settings.settings import StackSettings, stack_settings
 from protocol.errors import UsageError
 from protocol.messages import Sampling
 from protocol.settings import Device
+from services.mlx import device as device_module
 from services.mlx.device import bind
 from tests.launch.test_cli import USAGE, complains, ssd
 from tests.support.reference import Reference
@@ -36,6 +37,22 @@ def test_the_cpu_can_be_chosen() -> None:
     """Its name is what the handshake says."""
     assert bind("cpu") == "cpu"
     assert mx.default_device() == mx.cpu
+
+
+@pytest.mark.parametrize(
+    ("unit", "info", "limits"),
+    [("cuda", {"total_memory": 160}, [10]), ("cuda", {}, []), ("cpu", {"total_memory": 160}, [])],
+)
+def test_a_process_on_a_gpu_keeps_little_of_what_is_free(
+    unit: str, info: dict[str, int], limits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may want it: by itself MLX keeps all that it has ever had."""
+    found: list[int] = []
+    monkeypatch.setattr(device_module, "compute_unit", lambda: unit)
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx, "set_cache_limit", found.append)
+    assert bind("") == unit
+    assert found == limits
 
 
 @no_cuda

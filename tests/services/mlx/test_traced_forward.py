@@ -211,7 +211,9 @@ def test_single_tokens_are_replayed_where_that_is_faster(
     np.testing.assert_allclose(np.array(traced(mx.array([[7]]), other)), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize(("own_s", "replayed_s", "ahead"), [(1.0, 0.9, True), (0.9, 1.0, False)])
+@pytest.mark.parametrize(
+    ("own_s", "replayed_s", "ahead"), [(1.0, 0.9, True), (1.0, 1.03, True), (0.9, 1.0, False)]
+)
 def test_a_token_that_begins_ahead_is_replayed_where_that_is_faster_ahead(
     model: Any,
     monkeypatch: pytest.MonkeyPatch,
