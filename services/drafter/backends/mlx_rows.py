@@ -284,6 +284,8 @@ class TracedPasses:
         """Compute choices of each kind."""
         noise = PositionNoise(mx.zeros((2, len(logits)), mx.uint32), 0.5)
         for width in _WIDTHS:
+            # A kernel that is tried out before its first use cannot be so in a trace.
+            mx.eval(guess(logits, width, self._ids, None, _GREEDY))
             mx.eval(self.choose(logits, width, None), self.choose(logits, width, noise))
 
     def _open_trial(self, store: KVStore, rows: int) -> TracedRows:

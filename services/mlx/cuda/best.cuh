@@ -69,7 +69,8 @@ __device__ void find_best(const T* row, long step, int head, float* out) {
 #pragma unroll
       for (int i = 1; i < HELD; i++) held[i - 1] = held[i];
       held[HELD - 1] = 0;
-      if (--left == 0) {  // what it held is used up: what comes after it is looked for again
+      // What it held may be used up: what comes after it is looked for again.
+      if (--left == 0 && place + 1 < WIDTH) {
         left = HELD;
         for (int at = thread; at < head; at += STRIDE) {
           const unsigned long long rank = rank_of(float(row[at * step]), at);

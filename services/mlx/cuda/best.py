@@ -1,7 +1,8 @@
 """The best few of each row of logits on CUDA, in one launch.
 
-MLX sorts all of a row, in a dozen launches; a drafter that is asked for branches behind a chain
-waits for that once or twice before it can begin. Here one block serves a row: each thread keeps the
+MLX sorts all of a row, or looks for the best and then for the next best, in a dozen launches; a
+drafter that is asked for branches behind a chain, or for runners-up at each depth, waits for that.
+Here one block serves a row: each thread keeps the
 best that it has seen, and the best of all threads are taken in turn. Used if it finds what sorting
 finds, and in less time.
 """
@@ -17,7 +18,7 @@ from services.mlx.trace_trial import measure_distance, pays, time_in_turn
 
 _log = logging.getLogger(__name__)
 
-WIDTHS = (16, 64)
+WIDTHS = (8, 16, 64)
 """Numbers of candidates that there is a kernel for."""
 _TYPES = (mx.float16, mx.bfloat16, mx.float32)
 _WARPS = 32
