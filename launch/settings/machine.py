@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ from protocol.settings import BackendName, Device
 from protocol.version import install_hint
 
 _CUDA = "cuda:"
+_GPUS = Path("/proc/driver/nvidia/gpus")
 _CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
 # MLX on CUDA keeps 400 graphs, and gives up for good after 800 that were new, however long
 # that took; verifications of all lengths and trees of all widths are many more.
@@ -48,12 +50,25 @@ def child_environment(device: Device) -> dict[str, str]:
 def _place_kernels() -> dict[str, str]:
     """Where MLX on CUDA keeps compiled kernels: not where everybody may write, and for longer.
 
-    A kernel takes seconds to compile, and its name does not say which MLX it is for.
+    A kernel takes seconds to compile, and its name says neither for which MLX it is nor for which
+    GPU; without these, MLX's own folder, this machine's, stays.
     """
-    version = package_versions(["mlx"])["mlx"]
-    if not has_cuda() or not version:
+    version, models = package_versions(["mlx"])["mlx"], _gpu_models()
+    if not has_cuda() or not version or not models:
         return {}
-    return {"MLX_PTX_CACHE_DIR": str(cache_dir().absolute() / "kernels" / version)}
+    name = "-".join([version, *models])
+    return {"MLX_PTX_CACHE_DIR": str(cache_dir().absolute() / "kernels" / name)}
+
+
+def _gpu_models() -> list[str]:
+    """NVIDIA's GPUs of this machine, as parts of a file's name; one of each kind."""
+    found = set[str]()
+    for file in _GPUS.glob("*/information"):
+        with contextlib.suppress(OSError):
+            lines = file.read_text("utf-8", "replace").splitlines()
+            models = [line.partition(":")[2] for line in lines if line.startswith("Model:")]
+            found |= {re.sub(r"\W+", "_", model.strip()) for model in models}
+    return sorted(found)
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:

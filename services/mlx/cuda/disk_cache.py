@@ -8,17 +8,15 @@ does not find there, it compiles.
 """
 
 import functools
-import importlib.metadata
 import logging
-import os
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from protocol.process.files import write_atomically
 from services.mlx.cuda import nvrtc
+from services.mlx.cuda.folders import find_kernels
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +86,7 @@ def keep(
     name = name_function(text, template)
     rest = write_function(text, name, inputs, outputs, template)
     module = f"{name}_{hash_text(_MLX_HEADERS + text.header + rest):x}"
-    binary = find_folder() / f"{module}.ptx"
+    binary = find_kernels() / f"{module}.ptx"
     if binary.exists():
         return
     full, architecture = f"mlx::core::cu::{name}", nvrtc.find_architecture()
@@ -97,8 +95,8 @@ def keep(
         found = nvrtc.compile_kernel(_OWN_HEADERS + text.header + own, full, architecture)
         binary.parent.mkdir(parents=True, exist_ok=True)
         # MLX looks for the binary, and then reads the names.
-        _write(binary.with_suffix(".txt"), f"{full}\t{found.symbol}\n".encode())
-        _write(binary, found.binary)
+        write_atomically(binary.with_suffix(".txt"), f"{full}\t{found.symbol}\n".encode())
+        write_atomically(binary, found.binary)
     except (OSError, RuntimeError) as error:
         _warn(str(error))
 
@@ -150,13 +148,6 @@ def _declare(name: str, value: Any) -> str:
     return f"  constexpr {kind} {name} = {str(value).lower()};\n"
 
 
-def find_folder() -> Path:
-    """Where MLX keeps what it has compiled."""
-    if chosen := os.environ.get("MLX_PTX_CACHE_DIR"):
-        return Path(chosen)
-    return Path(tempfile.gettempdir(), "mlx", importlib.metadata.version("mlx"), "ptx")
-
-
 def hash_text(text: str) -> int:
     """`std::hash` of a string in libstdc++, which is MurmurHash64A (A. Appleby, public domain)."""
     data, whole = text.encode(), len(text.encode()) & ~7
@@ -168,10 +159,3 @@ def hash_text(text: str) -> int:
         found = (found ^ int.from_bytes(data[whole:], "little")) * _FACTOR & _MASK
     found = (found ^ found >> 47) * _FACTOR & _MASK
     return found ^ found >> 47
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, whoever else writes it."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(data)
-    Path(file.name).replace(path)

@@ -6,15 +6,12 @@ NVIDIA's "NVRTC" (docs.nvidia.com/cuda/nvrtc).
 
 import ctypes
 import functools
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-_PACKAGES = ("cu13", "cuda_runtime")
-_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
-_USUAL = Path("/usr/local/cuda/include")
+from services.mlx.cuda.folders import find_headers
 
 
 class Compiled(NamedTuple):
@@ -37,7 +34,7 @@ def compile_kernel(source: str, name: str, architecture: str) -> Compiled:
     _check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), None, 0, None, None))
     try:
         _check(library.nvrtcAddNameExpression(program, name.encode()))
-        options = [f"--gpu-architecture={architecture}", f"--include-path={_find_headers()}"]
+        options = [f"--gpu-architecture={architecture}", f"--include-path={find_headers()}"]
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), given):
             raise RuntimeError(_read(library.nvrtcGetProgramLog, program).decode(errors="replace"))
@@ -64,17 +61,6 @@ def _load() -> Any:
     if not paths:
         raise OSError("MLX has not loaded NVIDIA's run-time compiler")
     return ctypes.CDLL(min(paths))
-
-
-@functools.cache
-def _find_headers() -> Path:
-    packages = Path(mx.__file__).parent.parent / "nvidia"
-    beside = [packages / name / "include" for name in _PACKAGES]
-    named = [Path(os.environ[name]) / "include" for name in _VARIABLES if name in os.environ]
-    for folder in (*beside, *named, _USUAL):
-        if (folder / "cuda_fp16.h").exists():
-            return folder
-    raise OSError("no headers of CUDA: set CUDA_HOME")
 
 
 def _read(get: Any, program: ctypes.c_void_p) -> bytes:

@@ -98,11 +98,18 @@ def test_a_child_keeps_our_environment(device: Device, monkeypatch: pytest.Monke
 def test_mlx_keeps_its_kernels_in_our_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On CUDA, one folder for each version of MLX, unless the user has said where."""
+    """On CUDA, one folder for each version of MLX and each GPU, unless the user has said where."""
     monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
-    folder = tmp_path / "kernels" / importlib.metadata.version("mlx")
+    monkeypatch.setattr(machine, "_GPUS", tmp_path / "gpus")
+    assert "MLX_PTX_CACHE_DIR" not in child_environment("")  # nobody knows for which GPU
+    for number in range(2):
+        about = tmp_path / "gpus" / f"0000:0{number}:00.0" / "information"
+        about.parent.mkdir(parents=True)
+        about.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\n")
+    version = importlib.metadata.version("mlx")
+    folder = tmp_path / "kernels" / f"{version}-NVIDIA_H100_80GB_HBM3"
     assert child_environment("")["MLX_PTX_CACHE_DIR"] == str(folder)
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", "elsewhere")
     assert child_environment("")["MLX_PTX_CACHE_DIR"] == "elsewhere"

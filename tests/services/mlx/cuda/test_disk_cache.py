@@ -111,7 +111,7 @@ def test_no_half_a_kernel_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     def stop(path: Path, data: bytes) -> None:
         raise OSError(f"{path.suffix} of {len(data)} bytes: no space left")
 
-    monkeypatch.setattr(disk_cache, "_write", stop)
+    monkeypatch.setattr(disk_cache, "write_atomically", stop)
     disk_cache._warn.cache_clear()
     _keep()
     assert not list(folder.iterdir())
