@@ -51,13 +51,13 @@ def _place_kernels() -> dict[str, str]:
     """Where MLX on CUDA keeps compiled kernels: not where everybody may write, and for longer.
 
     A kernel takes seconds to compile, and its name says neither for which MLX it is nor for which
-    GPU; without these, MLX's own folder, this machine's, stays.
+    GPU. Where that is not clear, or there are several kinds, MLX's own folder stays.
     """
     version, models = package_versions(["mlx"])["mlx"], _gpu_models()
-    if not has_cuda() or not version or not models:
+    if not has_cuda() or not version or len(models) != 1:
         return {}
-    name = "-".join([version, *models])
-    return {"MLX_PTX_CACHE_DIR": str(cache_dir().absolute() / "kernels" / name)}
+    folder = cache_dir().absolute() / "kernels" / f"{version}-{models[0]}"
+    return {"MLX_PTX_CACHE_DIR": str(folder)}
 
 
 def _gpu_models() -> list[str]:

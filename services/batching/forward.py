@@ -96,7 +96,7 @@ class BatchRequest:
 
 
 class TracedPass(Protocol):
-    """Runs passes of shapes that were traced at load."""
+    """Runs passes of shapes that are traced."""
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
         """Whether the store's current frame is of such a shape.

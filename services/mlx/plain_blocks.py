@@ -39,12 +39,14 @@ def give_kernels(block: Any, kernels: Kernels) -> None:
     block.__class__ = _class_with_kernels(type(block))
 
 
-def has_kernels(model: Any) -> bool:
-    """Whether all blocks of a model have been given kernels."""
+def find_kernels(model: Any) -> list[Kernels]:
+    """What all blocks of a model have been given; empty if one of them has none."""
     if not isinstance(model, nn.Module):
-        return False
-    kinds = {type(block) for _, block in model.named_modules() if hasattr(block, "self_attn")}
-    return bool(kinds) and kinds <= set(_WITH_KERNELS.values())
+        return []
+    blocks = [block for _, block in model.named_modules() if hasattr(block, "self_attn")]
+    if not all(type(block) in _WITH_KERNELS.values() for block in blocks):
+        return []
+    return [block.kernels for block in blocks]
 
 
 def take_kernels_away(block: Any) -> None:

@@ -20,8 +20,8 @@ import numpy as np
 from protocol.decoding.token_tree import read_tree
 from services.kv.cache import KVStore
 from services.kv.slots import Frame, SlotCache
+from services.mlx.cuda.blocks import serves_any_length
 from services.mlx.cuda.choice import in_trace
-from services.mlx.plain_blocks import has_kernels
 from services.mlx.trace_trial import is_faster, is_worth_it, time_in_turn
 from services.mlx.traced_slots import LayerInputs, Shape, find_slots, round_to_traced, widen
 
@@ -130,7 +130,7 @@ class TracedForward:
         self._replay_tree: Any = mx.compile(self._forward_tree)
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
-        """Whether the current frame is a chain or a tree of a shape that has been traced.
+        """Whether the current frame is a chain or a tree of a shape that is traced, or may be now.
 
         Args:
             store: of the sequence.
@@ -141,9 +141,10 @@ class TracedForward:
             return False
         if not self.can_trace(store):
             return False
-        rows, slots = _count_rows(frame), _find_size(store)
-        later = self.traces_later and slots > TRACED_SLOTS[-1]
-        return later or Shape(rows, slots, frame.visible is not None) in self._shapes
+        rows, slots, forks = _count_rows(frame), _find_size(store), frame.visible is not None
+        longest = Shape(rows, TRACED_SLOTS[-1], forks)
+        later = self.traces_later and slots > longest.slots and longest in self._shapes
+        return later or Shape(rows, slots, forks) in self._shapes
 
     def prepare(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
         """Trace chains of this shape, and compute one."""
@@ -278,7 +279,7 @@ def trace_if_faster(
     alone = _is_worth_it(model, traced, new_store, place_single, "single tokens")
     ahead = alone and _is_worth_it_ahead(model, traced, new_store)
     traced.singles = Singles(awaited=alone, ahead=ahead)
-    traced.traces_later = has_kernels(model)
+    traced.traces_later = serves_any_length(model)
     for slots in TRACED_SLOTS:
         for rows in range(1 if alone else 2, MOST_ROWS + 1):
             traced.prepare(rows, slots, new_store)

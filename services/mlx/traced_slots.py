@@ -10,7 +10,8 @@ from services.kv.slots import round_to_bucket
 
 _STEPS = ((1024, 256), (4096, 512), (8192, 1024))
 """Up to so many slots, buffers of traces are multiples of so many."""
-_MOST_COUNTED = 8192
+MOST_SLOTS = _STEPS[-1][0]
+"""Of a trace's buffers."""
 
 
 class Shape(NamedTuple):
@@ -104,6 +105,6 @@ def count_to(count: int) -> mx.array:
 
 @functools.cache
 def _count() -> mx.array:
-    numbers = mx.arange(_MOST_COUNTED)
+    numbers = mx.arange(MOST_SLOTS)
     mx.eval(numbers)
     return numbers

@@ -29,8 +29,8 @@ _SEQUENCE = 0
 _PROMPT = list(range(1, 17))
 _LONGEST = 8
 """Draft tokens of a chain; longer ones are rare."""
-_LONG_PROMPT = [token % 16 for token in range(1100)]
-"""Beyond what was traced at load (`services.mlx.traced_forward`)."""
+_LONG_PROMPT = [token % 16 for token in range(640)]
+"""Longer than what has its own few sizes on a GPU, and within any model's context."""
 _BRANCHES = 16
 _DEPTH = 4
 _OPTIONS = (

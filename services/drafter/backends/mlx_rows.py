@@ -19,8 +19,8 @@ import numpy.typing as npt
 from protocol.messages import Sampling
 from services.kv.cache import KVStore
 from services.kv.slots import SlotCache
+from services.mlx.cuda.blocks import serves_any_length
 from services.mlx.cuda.choice import in_trace
-from services.mlx.plain_blocks import has_kernels
 from services.mlx.trace_trial import is_close, is_faster, measure_distance
 from services.mlx.traced_slots import (
     LayerInputs,
@@ -183,7 +183,7 @@ class TracedPasses:
         self._replay: Any = mx.compile(self._forward)
         self._choices: dict[tuple[int, bool], Any] = {}
         self._shapes: set[Shape] = set()
-        self._traces_later = has_kernels(model)
+        self._traces_later = serves_any_length(model)
         """Whether rows behind longer texts are traced when they come."""
 
     def open(

@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from services.kv.slots import round_to_bucket
 from services.mlx.cuda.kernel import LANES, build
+from services.mlx.traced_slots import MOST_SLOTS
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +56,12 @@ def attend(
     if not _works(queries.dtype, queries.shape[-1]):
         return None
     return _attend_alone(queries, keys, values, scale, mask)
+
+
+def attends_any_length(size: int, dtype: mx.Dtype) -> bool:
+    """Whether a few queries of heads of this size are ours in buffers of all traced sizes."""
+    long = _MOST_SLOTS.get(size, 0) >= MOST_SLOTS and dtype in _TYPES
+    return long and _works(dtype, size)
 
 
 def fit_chunk(model: Any, size: int, length: int) -> int:
@@ -149,7 +156,7 @@ def _launch(
     queries = inputs["q"]
     _, heads, count, size = queries.shape
     group, warps = heads // kv_heads, _WARPS[size]
-    body = source.replace("SCALE", f"{scale!r}f")
+    body = source.replace("SCALE", f"{float(scale)!r}f")
     together = group if apart else group * count
     out = build(("tile.cuh", "attention.cuh"), body, tuple(inputs), contiguous=False)(
         inputs=list(inputs.values()),

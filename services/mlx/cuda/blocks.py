@@ -18,12 +18,18 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 from protocol.jobs.kernel_report import KernelProbe
 from services.mlx.cuda import product
+from services.mlx.cuda.attention import attends_any_length
 from services.mlx.cuda.block_trial import BLOCKS, compare
 from services.mlx.cuda.choice import TracedLinear, serves
 from services.mlx.cuda.rotate import SIZES, HeadNorm, Heads, rotate
 from services.mlx.few_rows.weights import Unfit
 from services.mlx.fused_linear import FusedSlice
-from services.mlx.plain_blocks import give_kernels, is_plain_block, take_kernels_away
+from services.mlx.plain_blocks import (
+    find_kernels,
+    give_kernels,
+    is_plain_block,
+    take_kernels_away,
+)
 from services.mlx.rope import BranchRope
 
 _log = logging.getLogger(__name__)
@@ -155,3 +161,10 @@ def use_blocks(model: nn.Module, products: KernelProbe) -> KernelProbe | None:
         for block, kernels in fit:
             give_kernels(block, kernels)
     return found
+
+
+def serves_any_length(model: Any) -> bool:
+    """Whether nothing is compiled or planned anew where a replay's buffers have another size."""
+    kernels = find_kernels(model)
+    kinds = {(one.heads.size, one.weight.dtype) for one in kernels if type(one) is BlockKernels}
+    return bool(kinds) and all(attends_any_length(*kind) for kind in kinds)

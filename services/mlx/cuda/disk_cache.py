@@ -28,7 +28,7 @@ _MLX_HEADERS = """
 """
 _BEGIN = "namespace mlx::core::cu {\n\nnamespace cg = cooperative_groups;\n\n__global__ void "
 _END = "\n}\n\n} // namespace mlx::core::cu\n"
-_OWN_HEADERS = """
+OWN_HEADERS = """
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 namespace mlx::core::cu {
@@ -83,22 +83,30 @@ def keep(
         outputs: their types.
         template: constants of the kernel, by name.
     """
+    try:
+        _keep(text, inputs, outputs, template)
+    # Whatever goes wrong: MLX compiles it then.
+    except (OSError, RuntimeError, ValueError, LookupError, ImportError) as error:
+        _warn(str(error))
+
+
+def _keep(
+    text: KernelText, inputs: Sequence[mx.array], outputs: Sequence[mx.Dtype], template: Template
+) -> None:
     name = name_function(text, template)
     rest = write_function(text, name, inputs, outputs, template)
     module = f"{name}_{hash_text(_MLX_HEADERS + text.header + rest):x}"
     binary = find_kernels() / f"{module}.ptx"
-    if binary.exists():
+    names = binary.with_suffix(".txt")
+    if all(file.exists() and file.stat().st_size for file in (binary, names)):
         return
     full, architecture = f"mlx::core::cu::{name}", nvrtc.find_architecture()
     own = rest.replace("namespace cg = cooperative_groups;\n\n", "")
-    try:
-        found = nvrtc.compile_kernel(_OWN_HEADERS + text.header + own, full, architecture)
-        binary.parent.mkdir(parents=True, exist_ok=True)
-        # MLX looks for the binary, and then reads the names.
-        write_atomically(binary.with_suffix(".txt"), f"{full}\t{found.symbol}\n".encode())
-        write_atomically(binary, found.binary)
-    except (OSError, RuntimeError) as error:
-        _warn(str(error))
+    found = nvrtc.compile_kernel(OWN_HEADERS + text.header + own, full, architecture)
+    binary.parent.mkdir(parents=True, exist_ok=True)
+    # MLX looks for the binary, and then reads the names.
+    write_atomically(names, f"{full}\t{found.symbol}\n".encode(), sync=True)
+    write_atomically(binary, found.binary, sync=True)
 
 
 @functools.cache

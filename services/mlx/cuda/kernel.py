@@ -79,7 +79,8 @@ def build(
     parts = [f"// {find_architecture()}"]
     parts += ((folder / name).read_text("utf-8") for name in ("common.cuh", *texts))
     header = "\n".join(parts)
-    digest = hashlib.sha256((header + body).encode()).hexdigest()[:12]
+    whole = header + body + disk_cache.OWN_HEADERS
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:12]
     name = f"{Path(texts[-1]).stem}_{digest}"
     text = disk_cache.KernelText(name, header, body, inputs, outputs)
     return Kernel(text, contiguous=contiguous)

@@ -57,7 +57,7 @@ def find_architecture() -> str:
 def _load() -> Any:
     """The library that MLX has loaded."""
     with Path("/proc/self/maps").open() as maps:
-        paths = {line.split()[-1] for line in maps if "libnvrtc.so" in line}
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "libnvrtc.so" in line}
     if not paths:
         raise OSError("MLX has not loaded NVIDIA's run-time compiler")
     return ctypes.CDLL(min(paths))

@@ -70,7 +70,7 @@ def rotate(x: mx.array, positions: mx.array, layer: Heads) -> tuple[mx.array, mx
     inputs = {"x": x, "positions": positions, "speeds": layer.speeds}
     body = _BODY.replace("GAINS", "nullptr" if layer.norm is None else "gains")
     # A part of the kernel: MLX keeps a number by itself where the device waits to read it.
-    body = body.replace("EPS", f"{0.0 if layer.norm is None else layer.norm.eps!r}f")
+    body = body.replace("EPS", f"{0.0 if layer.norm is None else float(layer.norm.eps)!r}f")
     if layer.norm is not None:
         inputs["gains"] = layer.norm.gains
     outputs = {"queries": layer.heads, "keys": layer.kv_heads, "values": layer.kv_heads}

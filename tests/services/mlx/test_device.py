@@ -111,6 +111,10 @@ def test_mlx_keeps_its_kernels_in_our_cache(
     version = importlib.metadata.version("mlx")
     folder = tmp_path / "kernels" / f"{version}-NVIDIA_H100_80GB_HBM3"
     assert child_environment("")["MLX_PTX_CACHE_DIR"] == str(folder)
+    other = tmp_path / "gpus" / "0000:09:00.0" / "information"
+    other.parent.mkdir()
+    other.write_text("Model: \t\t NVIDIA A100\n")
+    assert "MLX_PTX_CACHE_DIR" not in child_environment("")  # MLX's kernels do not say for which
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", "elsewhere")
     assert child_environment("")["MLX_PTX_CACHE_DIR"] == "elsewhere"
     monkeypatch.delenv("MLX_PTX_CACHE_DIR")

@@ -154,17 +154,21 @@ def test_only_shapes_that_were_traced_at_load_are_served(model: Any) -> None:
 def test_a_longer_text_is_traced_when_it_comes(model: Any, *, later: bool) -> None:
     """Where our kernels serve, whose shapes cost little; in buffers of few sizes."""
     traced = TracedForward(model)
+    traced.prepare(3, 1024, lambda: KVStore(windows_of(model), bucketed=False))
     traced.traces_later = later
     own, other = _prefill(model, 1281), _prefill(model, 1281)
+    other.append_tree(read_tree([5, 6, 7, 8], [0, 0, 0]))
+    assert not traced.serves(other)  # trees were not tried, or failed
+    other.trim(1281)
     other.chain(3)
     assert traced.serves(other) is later
     other.trim(1281)
     _assert_same(model, traced, own, other)
     assert other.caches[0].keys is not None
     assert other.caches[0].keys.shape[2] == 1536
-    short = _prefill(model, 900)
+    short = _prefill(model, 600)
     short.chain(3)
-    assert not traced.serves(short)  # as long as this they are traced at load
+    assert not traced.serves(short)  # such buffers are traced at load, or never
 
 
 @pytest.mark.parametrize(

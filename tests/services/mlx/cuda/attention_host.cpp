@@ -2,7 +2,7 @@
 //
 // stdin:  heads, kv heads, queries, keys, then q, k, v, mask as numbers
 // stdout: out [queries, heads, D]
-constexpr int D = SIZE, WARPS = 2, GROUP = SHARING;
+constexpr int D = SIZE, WARPS = 4, GROUP = SHARING;
 #include "cuda_host.h"
 
 #include "common.cuh"

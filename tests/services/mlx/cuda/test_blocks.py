@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from services.mlx.cuda import block_trial, blocks, choice, product
-from services.mlx.cuda.blocks import BlockKernels
+from services.mlx.cuda.blocks import BlockKernels, serves_any_length
 from services.mlx.cuda.choice import in_trace, use_products
 from services.mlx.cuda.equip import equip_for_cuda
 from services.mlx.cuda.rotate import Heads
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load
-from services.mlx.plain_blocks import give_kernels, has_kernels
+from services.mlx.plain_blocks import give_kernels
 from services.mlx.rope import allow_branches
 from services.mlx.traced_slots import LayerInputs, find_slots
 from tests.support.reference import tiny_folder
@@ -187,13 +187,16 @@ def test_a_second_call_takes_the_place_of_the_first(
     assert probe_of(module).least_rows == 1
     kinds = [type(layer) for layer in module.model.layers]
     assert kinds != plain
-    assert has_kernels(module)
+    for attends in (True, False):
+        monkeypatch.setattr(blocks, "attends_any_length", lambda *_, found=attends: found)
+        assert serves_any_length(module) is attends
     assert probe_of(module).least_rows == 1
     assert [type(layer) for layer in module.model.layers] == kinds
     monkeypatch.setattr(block_trial, "time_in_turn", lambda _: [1.0, 1.0])
     assert probe_of(module).least_rows == 0
     assert [type(layer) for layer in module.model.layers] == plain
-    assert not has_kernels(module)
+    monkeypatch.setattr(blocks, "attends_any_length", lambda *_: True)
+    assert not serves_any_length(module)
 
 
 @pytest.mark.parametrize(

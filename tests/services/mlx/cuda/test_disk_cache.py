@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -63,6 +64,18 @@ def test_a_kernel_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert len(list(folder.iterdir())) == 2
 
 
+@pytest.mark.parametrize("suffix", [".ptx", ".txt"])
+@pytest.mark.parametrize("empty", [True, False])
+def test_what_is_lost_in_part_is_compiled_again(folder: Path, suffix: str, *, empty: bool) -> None:
+    _keep()
+    lost = folder / f"{MODULE}{suffix}"
+    lost.write_bytes(b"")
+    if not empty:
+        lost.unlink()
+    _keep()
+    assert lost.read_bytes()
+
+
 def test_constants_and_types_are_part_of_the_name() -> None:
     template = [("T", mx.bfloat16), ("N", -1), ("GATED", True)]
     name = name_function(PLUS, template)
@@ -82,7 +95,9 @@ def test_a_number_by_itself_has_no_strides() -> None:
     )
 
 
-@pytest.mark.parametrize("error", [OSError("no compiler"), RuntimeError("does not compile")])
+@pytest.mark.parametrize(
+    "error", [OSError("no compiler"), RuntimeError("does not compile"), KeyError("bool")]
+)
 def test_what_is_not_compiled_is_left_to_mlx(
     error: Exception,
     folder: Path,
@@ -108,7 +123,7 @@ def test_what_is_not_compiled_is_left_to_mlx(
 def test_no_half_a_kernel_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The names come first: MLX reads them as soon as there is a binary."""
 
-    def stop(path: Path, data: bytes) -> None:
+    def stop(path: Path, data: bytes, **_: Any) -> None:
         raise OSError(f"{path.suffix} of {len(data)} bytes: no space left")
 
     monkeypatch.setattr(disk_cache, "write_atomically", stop)
