@@ -126,9 +126,9 @@ def test_only_the_launcher_prints() -> None:
 
 
 def test_only_the_configuration_reads_the_environment() -> None:
-    """os.environ and os.getenv appear only in launch/settings/, and where MLX's and CUDA's own
-    variables say where their files are."""
-    theirs = "services/mlx/cuda/folders.py"
+    """os.environ and os.getenv appear only in launch/settings/, and where MLX's own variable says
+    where its files are."""
+    theirs = "services/mlx/cuda/disk_cache.py"
     words = {"environ", "environb", "getenv"}
 
     def reads(path: Path) -> Iterator[int]:

@@ -155,6 +155,24 @@ def allocate(
     return fan_out
 
 
+def outcome_chances(
+    outcomes: Sequence[int], chances: Sequence[float], curves: Sequence[Curve]
+) -> list[float]:
+    """How likely each of some outcomes is.
+
+    Args:
+        outcomes: the row each is behind; of those behind one row the best candidate comes first.
+        chances: P(k) of each row.
+        curves: h of each row (`curves_of`).
+    """
+    seen, found = [0] * len(chances), []
+    for row in outcomes:
+        seen[row] += 1
+        share = curves[row].hit(seen[row]) - curves[row].hit(seen[row] - 1)
+        found.append(chances[row] * share)
+    return found
+
+
 def hit_chances(
     chances: Sequence[float],
     largest: int,

@@ -17,7 +17,9 @@ from orchestrator.learning.fan_out import (
     acceptance_distribution,
     allocate,
     count_children,
+    curves_of,
     geometric,
+    outcome_chances,
     round_shares,
     uniform,
 )
@@ -324,12 +326,11 @@ class Planner:
         """
         if len(outcomes) <= _PLANNED:
             return outcomes
+        known = self.estimates
         ends = acceptance_distribution(self._acceptance_rates(draft, origin), draft.parents)
-        behind: dict[int, int] = {}
-        chances = []
-        for row, _ in outcomes:
-            behind[row] = behind.get(row, 0) + 1
-            chances.append(ends[row] / behind[row] ** 2)
+        drafted = count_children(draft.parents)
+        curves = curves_of(drafted, known.after_rejection[origin], known.after_all[origin])
+        chances = outcome_chances([row for row, _ in outcomes], ends, curves)
         ranked = sorted(range(len(outcomes)), key=chances.__getitem__, reverse=True)
         return [outcomes[index] for index in ranked[:_PLANNED]]
 

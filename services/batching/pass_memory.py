@@ -18,6 +18,7 @@ from services.kv.slots import round_to_bucket
 from services.mlx.blas import cpu_kernels
 from services.mlx.free_memory import allocate_returnably, free_for_mlx, give_back
 from services.mlx.loader import compute_unit
+from services.mlx.traced_slots import round_to_largest
 
 _RESERVE = 128 << 20
 """For what libraries take by themselves: MKL's buffers, threads' stacks and heaps."""
@@ -76,6 +77,7 @@ class PassMemory:
         on_cuda = compute_unit() == "cuda"
         self._rounding = self._layers * _CUDA_ROUNDING if on_cuda else 0
         self._more_rows = _MORE_ROWS_ON_CUDA if on_cuda else _MORE_ROWS
+        self._count_slots = round_to_largest if on_cuda else round_to_bucket
         self._score_bytes = 0 if served else 2 * _BYTES * _count_heads(model)
 
     def fit(self, state: Held, rows: int, least: int) -> int:
@@ -104,7 +106,7 @@ class PassMemory:
     def check_prompt(self, held: int, tokens: int) -> None:
         """Raises OutOfMemory if a prompt of so many tokens does not fit, of which some are held."""
         # A checkpoint at its end holds what is not in slots once more.
-        needed = round_to_bucket(tokens) * self._kv.per_token + 2 * self._kv.fixed + _RESERVE
+        needed = self._count_slots(tokens) * self._kv.per_token + 2 * self._kv.fixed + _RESERVE
         if held < tokens and not self._fits(needed):
             raise _refuse(f"a prompt of {tokens} tokens", needed)
 
@@ -121,7 +123,7 @@ class PassMemory:
 
     def _count_growth(self, state: Held, rows: int) -> int:
         """Bytes that are added to the state; a checkpoint may hold what was there before."""
-        slots = round_to_bucket(state.length + rows) - round_to_bucket(state.length)
+        slots = self._count_slots(state.length + rows) - self._count_slots(state.length)
         anew = not state.length or rows > _FEW_ROWS
         return slots * self._kv.per_token + (self._kv.fixed if anew else 0)
 
@@ -134,7 +136,7 @@ class PassMemory:
     def _count_bytes(self, asked: Sequence[tuple[Held, int]]) -> int:
         total = _RESERVE + self._rounding
         for state, rows in asked:
-            slots = round_to_bucket(state.length + rows)
+            slots = self._count_slots(state.length + rows)
             # A buffer that grows is copied, one layer after the other.
             total += self._count_growth(state, rows) + slots * self._kv.per_token // self._layers
             total += rows * (self._row_bytes + slots * (self._score_bytes + 1))

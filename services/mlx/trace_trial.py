@@ -7,6 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from services.kv.cache import KVStore
+
 _log = logging.getLogger(__name__)
 
 _TOLERANCE = 0.02
@@ -18,6 +20,14 @@ _WORTHWHILE = 0.97
 
 Pass = Callable[[], mx.array]
 """Begins a pass over the same tokens each time; its logits, lazy."""
+
+
+def prefill(model: Any, new_store: Callable[[], KVStore], length: int) -> KVStore:
+    """A sequence of so many tokens, for trials."""
+    store = new_store()
+    store.chain(length)
+    mx.eval(model(mx.arange(1, 1 + length)[None], cache=store.caches))
+    return store
 
 
 def is_worth_it(what: str, own: Pass, replayed: Pass) -> bool:

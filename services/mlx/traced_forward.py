@@ -22,8 +22,8 @@ from services.kv.cache import KVStore
 from services.kv.slots import Frame, SlotCache
 from services.mlx.cuda.blocks import serves_any_length
 from services.mlx.cuda.choice import in_trace
-from services.mlx.trace_trial import is_faster, is_worth_it, time_in_turn
-from services.mlx.traced_slots import LayerInputs, Shape, find_slots, round_to_traced, widen
+from services.mlx.trace_trial import is_faster, is_worth_it, prefill, time_in_turn
+from services.mlx.traced_slots import LayerInputs, PassRows, Shape, round_to_traced, widen
 
 MOST_ROWS = 9
 """Longer chains are rare, and each length is a trace of its own."""
@@ -118,7 +118,7 @@ class TracedForward:
         self._model = model
         self._shapes: set[Shape] = set()
         """What has been traced."""
-        self.traces_later = False
+        self._traces_later = serves_any_length(model)
         """Whether chains and trees behind longer texts are traced when they come."""
         self.singles = Singles(awaited=True, ahead=True)
         self.read(None)
@@ -143,12 +143,12 @@ class TracedForward:
             return False
         rows, slots, forks = _count_rows(frame), _find_size(store), frame.visible is not None
         longest = Shape(rows, TRACED_SLOTS[-1], forks)
-        later = self.traces_later and slots > longest.slots and longest in self._shapes
+        later = self._traces_later and slots > longest.slots and longest in self._shapes
         return later or Shape(rows, slots, forks) in self._shapes
 
     def prepare(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
         """Trace chains of this shape, and compute one."""
-        store = _prefill(self._model, new_store)
+        store = prefill(self._model, new_store, _TRIAL_PROMPT)
         widen(store, slots)
         store.chain(rows)
         mx.eval(self(mx.arange(1, 1 + rows)[None], store))
@@ -156,7 +156,7 @@ class TracedForward:
 
     def prepare_tree(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
         """Trace trees that are padded to so many rows, and compute one."""
-        store = _prefill(self._model, new_store)
+        store = prefill(self._model, new_store, _TRIAL_PROMPT)
         widen(store, slots)
         tree = read_tree(list(range(1, 1 + rows)), [0] * (rows - 1))
         store.append_tree(tree)
@@ -206,12 +206,7 @@ class TracedForward:
     def _forward(
         self, tokens: mx.array, start: mx.array, keys: list[mx.array], values: list[mx.array]
     ) -> _Outputs:
-        slots = find_slots(start, tokens.shape[1])
-        layers = [LayerInputs(k, v, slots, start) for k, v in zip(keys, values, strict=True)]
-        with in_trace():
-            logits: mx.array = self._model(tokens, cache=layers)
-        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
-        return logits, keys, values, features_of(self._reader)
+        return self._run(tokens, PassRows(start, tokens.shape[1]), keys, values)
 
     def _forward_tree(  # noqa: PLR0917  # arrays that change from pass to pass
         self,
@@ -222,9 +217,13 @@ class TracedForward:
         keys: list[mx.array],
         values: list[mx.array],
     ) -> _Outputs:
-        pairs = zip(keys, values, strict=True)
-        slots = find_slots(start, tokens.shape[1])
-        layers = [LayerInputs(k, v, slots, start, positions, visible) for k, v in pairs]
+        rows = PassRows(start, tokens.shape[1], positions, visible)
+        return self._run(tokens, rows, keys, values)
+
+    def _run(
+        self, tokens: mx.array, rows: PassRows, keys: list[mx.array], values: list[mx.array]
+    ) -> _Outputs:
+        layers = [LayerInputs(k, v, rows) for k, v in zip(keys, values, strict=True)]
         with in_trace():
             logits: mx.array = self._model(tokens, cache=layers)
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
@@ -279,7 +278,6 @@ def trace_if_faster(
     alone = _is_worth_it(model, traced, new_store, place_single, "single tokens")
     ahead = alone and _is_worth_it_ahead(model, traced, new_store)
     traced.singles = Singles(awaited=alone, ahead=ahead)
-    traced.traces_later = serves_any_length(model)
     for slots in TRACED_SLOTS:
         for rows in range(1 if alone else 2, MOST_ROWS + 1):
             traced.prepare(rows, slots, new_store)
@@ -303,7 +301,7 @@ def _is_worth_it_ahead(model: Any, traced: TracedForward, new_store: Callable[[]
         return token
 
     ways = [
-        partial(begin, forward, _prefill(model, new_store, _LONGER_PROMPT))
+        partial(begin, forward, prefill(model, new_store, _LONGER_PROMPT))
         for forward in (partial(_call, model), partial(traced, ahead=True))
     ]
     own_s, replayed_s = time_in_turn(ways)
@@ -319,7 +317,7 @@ def _is_worth_it(
     model: Any, traced: TracedForward, new_store: Callable[[], KVStore], place: Place, what: str
 ) -> bool:
     """Whether replays of what `place` sets are right, and faster than the model's own forward."""
-    own, other = _prefill(model, new_store), _prefill(model, new_store)
+    own, other = (prefill(model, new_store, _TRIAL_PROMPT) for _ in range(2))
     place(other)
     if not traced.can_trace(other):
         return False
@@ -338,10 +336,3 @@ def _try_pass(forward: Forward, store: KVStore, place: Place) -> mx.array:
     logits = forward(mx.arange(first, first + store.frame.count)[None], store)
     store.trim(length + 1)
     return logits
-
-
-def _prefill(model: Any, new_store: Callable[[], KVStore], length: int = _TRIAL_PROMPT) -> KVStore:
-    store = new_store()
-    store.chain(length)
-    mx.eval(model(mx.arange(1, 1 + length)[None], cache=store.caches))
-    return store

@@ -29,6 +29,11 @@ def round_to_traced(slots: int) -> int:
     return -(-slots // step) * step if step else 0
 
 
+def round_to_largest(slots: int) -> int:
+    """The most slots of a buffer that holds so many, replayed or not."""
+    return round_to_traced(slots) or round_to_bucket(slots)
+
+
 def widen(store: KVStore, slots: int) -> None:
     """Let the buffers have room for so many slots."""
     for cache in store.caches:
@@ -43,58 +48,67 @@ def grow(buffer: mx.array | None, end: int) -> mx.array:
     return buffer if missing <= 0 else mx.pad(buffer, [(0, 0), (0, 0), (0, missing), (0, 0)])
 
 
+class PassRows:
+    """Where the rows of a traced pass belong: of all layers the same.
+
+    Args:
+        start: [] slot of the first one, and in a chain its position.
+        count: of the rows.
+        positions: [rows] of a tree's, or of branches; None: a chain's.
+        visible: [rows, slots] which slots each of these sees.
+    """
+
+    def __init__(
+        self,
+        start: mx.array,
+        count: int,
+        positions: mx.array | None = None,
+        visible: mx.array | None = None,
+    ) -> None:
+        self.slots = start + count_to(count)
+        """[rows]."""
+        self.offset = start if positions is None else positions
+        """What RoPE takes: [] or [rows]."""
+        self.positions = self.slots if positions is None else positions
+        """[rows]."""
+        self._visible = visible
+
+    def make_mask(self, slots: int, window_size: int | None) -> mx.array:
+        """Which of so many slots each row sees, bool [rows, slots]."""
+        if self._visible is not None:
+            if window_size is not None:
+                raise ValueError("a tree is not traced through a sliding window")
+            return self._visible
+        queries, seen = self.slots[:, None], count_to(slots)[None]
+        visible = seen <= queries
+        return visible if window_size is None else visible & (queries - seen < window_size)
+
+
 class LayerInputs:
     """One layer's buffers inside the trace; what mlx-lm takes for a KV cache."""
 
     is_traced = True
     """Attention over it may not be computed by itself, outside the graph."""
 
-    def __init__(  # noqa: PLR0917  # arrays that change from pass to pass
-        self,
-        keys: mx.array,
-        values: mx.array,
-        slots: mx.array,
-        start: mx.array,
-        positions: mx.array | None = None,
-        visible: mx.array | None = None,
-    ) -> None:
-        self.keys = keys
-        self.values = values
-        self._slots = slots
-        self._start = start
-        """[] slot of the first token, and in a chain its position."""
-        self.offset = start if positions is None else positions
-        """What RoPE takes: [] or [rows]."""
-        self.positions = slots.reshape(-1) if positions is None else positions
-        """[rows] of each row."""
-        self._visible = visible
-        """[rows, slots] which slots each row of a tree sees."""
+    def __init__(self, keys: mx.array, values: mx.array, rows: PassRows) -> None:
+        self.keys, self.values = keys, values
+        self._rows = rows
+        self.offset, self.positions = rows.offset, rows.positions
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
         """Which slots each of the `n` tokens sees, bool [n, slots]."""
-        del return_array
-        if self._visible is not None:
-            if window_size is not None:
-                raise ValueError("a tree is not traced through a sliding window")
-            return self._visible
-        queries = self._start + count_to(n)[:, None]
-        slots = count_to(self.keys.shape[2])[None]
-        visible = slots <= queries
-        return visible if window_size is None else visible & (queries - slots < window_size)
+        del n, return_array
+        return self._rows.make_mask(self.keys.shape[2], window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store [1, heads, n, size] from the first slot on; return the whole buffers."""
+        slots = self._rows.slots[None, None, :, None]
         # One launch each; `slice_update` is two, since its start is known to the device alone.
-        self.keys = mx.put_along_axis(self.keys, self._slots, keys, axis=2)
-        self.values = mx.put_along_axis(self.values, self._slots, values, axis=2)
+        self.keys = mx.put_along_axis(self.keys, slots, keys, axis=2)
+        self.values = mx.put_along_axis(self.values, slots, values, axis=2)
         return self.keys, self.values
-
-
-def find_slots(start: mx.array, count: int) -> mx.array:
-    """[1, 1, count, 1] where the keys of so many tokens go, from this slot on."""
-    return (start + count_to(count))[None, None, :, None]
 
 
 def count_to(count: int) -> mx.array:

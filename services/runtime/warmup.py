@@ -30,7 +30,7 @@ _PROMPT = list(range(1, 17))
 _LONGEST = 8
 """Draft tokens of a chain; longer ones are rare."""
 _LONG_PROMPT = [token % 16 for token in range(640)]
-"""Longer than what has its own few sizes on a GPU, and within any model's context."""
+"""As long as many are; rows of every number are computed behind it, replayed or not."""
 _BRANCHES = 16
 _DEPTH = 4
 _OPTIONS = (

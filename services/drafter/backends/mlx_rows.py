@@ -21,12 +21,12 @@ from services.kv.cache import KVStore
 from services.kv.slots import SlotCache
 from services.mlx.cuda.blocks import serves_any_length
 from services.mlx.cuda.choice import in_trace
-from services.mlx.trace_trial import is_close, is_faster, measure_distance
+from services.mlx.trace_trial import is_close, is_faster, measure_distance, prefill
 from services.mlx.traced_slots import (
     LayerInputs,
+    PassRows,
     Shape,
     count_to,
-    find_slots,
     round_to_traced,
     widen,
 )
@@ -253,13 +253,13 @@ class TracedPasses:
     ) -> tuple[mx.array, list[mx.array], list[list[mx.array]]]:
         positions, visible, start = place
         pairs = zip(*buffers, strict=True)
-        places = find_slots(start, tokens.shape[0])
-        layers = [LayerInputs(k, v, places, start, positions, visible) for k, v in pairs]
+        rows = PassRows(start, tokens.shape[0], positions, visible)
+        layers = [LayerInputs(k, v, rows) for k, v in pairs]
         with in_trace():
             logits: mx.array = self._model(tokens[None], cache=layers)[0][:, : self._size]
         following = start + stride
-        rows, slots = count_to(tokens.shape[0])[:, None], count_to(visible.shape[1])[None]
-        seen = visible | (slots == following + rows)
+        own, slots = (rows.slots + stride)[:, None], count_to(visible.shape[1])[None]
+        seen = visible | (slots == own)
         after = [[layer.keys for layer in layers], [layer.values for layer in layers]]
         return logits, [positions + 1, seen, following], after
 
@@ -274,7 +274,7 @@ class TracedPasses:
                 continue
             for slots in TRACED_SLOTS:
                 self._shapes.add(Shape(rows, slots))
-                store = _prefill(self._model, new_store)
+                store = prefill(self._model, new_store, _TRIAL_PROMPT)
                 widen(store, slots)
                 logits = self.run(self._open_trial(store, rows), rows)[0]
                 if slots == TRACED_SLOTS[0]:  # of any size they are the same
@@ -308,14 +308,14 @@ class TracedPasses:
 
     def _is_worth_it(self, rows: int, new_store: Callable[[], KVStore]) -> bool:
         def open_plain() -> SideBySide:
-            store = _prefill(self._model, new_store)
+            store = prefill(self._model, new_store, _TRIAL_PROMPT)
             frame = _trial_frame(store, rows)
             if rows == 1:
                 return PlainChain(self._model, store)
             return PlainBranches(self._model, store, frame)
 
         def open_traced() -> SideBySide:
-            return self._open_trial(_prefill(self._model, new_store), rows)
+            return self._open_trial(prefill(self._model, new_store, _TRIAL_PROMPT), rows)
 
         try:
             # Plainly first: kernels that are tried out before their first use cannot be so in
@@ -354,10 +354,3 @@ def _trial_frame(store: KVStore, rows: int) -> Frame:
     positions = np.concatenate([np.arange(store.length), np.full(rows, store.length)])
     before = np.ones((rows, store.length), np.bool_)
     return store.length, positions, np.concatenate([before, np.eye(rows, dtype=np.bool_)], axis=1)
-
-
-def _prefill(model: Any, new_store: Callable[[], KVStore]) -> KVStore:
-    store = new_store()
-    store.chain(_TRIAL_PROMPT)
-    mx.eval(model(mx.arange(1, 1 + _TRIAL_PROMPT)[None], cache=store.caches))
-    return store

@@ -12,7 +12,7 @@ from protocol.jobs.kernel_report import KernelProbe
 from services.kv.slots import BUCKET
 from services.mlx.cuda.choice import in_trace
 from services.mlx.trace_trial import measure_distance, pays, time_in_turn
-from services.mlx.traced_slots import LayerInputs, find_slots
+from services.mlx.traced_slots import LayerInputs, PassRows
 
 _log = logging.getLogger(__name__)
 
@@ -105,8 +105,8 @@ class _Trial:
         def run(
             x: mx.array, start: mx.array, buffers: list[list[mx.array]], mask: mx.array
         ) -> list[mx.array]:
-            slots, found = find_slots(start, self._rows), list[mx.array]()
-            held = [LayerInputs(own[0], own[1], slots, start) for own in buffers]
+            rows, found = PassRows(start, self._rows), list[mx.array]()
+            held = [LayerInputs(keys, values, rows) for keys, values in buffers]
             for _ in range(_TURNS if chained else 1):
                 for (block, kernels), cache in zip(self._pairs, held, strict=True):
                     with in_trace():

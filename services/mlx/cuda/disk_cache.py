@@ -8,15 +8,18 @@ does not find there, it compiles.
 """
 
 import functools
+import importlib
+import importlib.metadata
 import logging
+import os
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from protocol.process.files import write_atomically
-from services.mlx.cuda import nvrtc
-from services.mlx.cuda.folders import find_kernels
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +30,8 @@ _MLX_HEADERS = """
 
 """
 _BEGIN = "namespace mlx::core::cu {\n\nnamespace cg = cooperative_groups;\n\n__global__ void "
+_OWN_BEGIN = 'namespace mlx::core::cu {\n\nextern "C" __global__ void '
+"""Without a name that C++ makes up."""
 _END = "\n}\n\n} // namespace mlx::core::cu\n"
 OWN_HEADERS = """
 #include <cuda_bf16.h>
@@ -85,8 +90,8 @@ def keep(
     """
     try:
         _keep(text, inputs, outputs, template)
-    # Whatever goes wrong: MLX compiles it then.
-    except (OSError, RuntimeError, ValueError, LookupError, ImportError) as error:
+    # Whatever goes wrong, MLX compiles it then.
+    except Exception as error:  # noqa: BLE001
         _warn(str(error))
 
 
@@ -96,17 +101,43 @@ def _keep(
     name = name_function(text, template)
     rest = write_function(text, name, inputs, outputs, template)
     module = f"{name}_{hash_text(_MLX_HEADERS + text.header + rest):x}"
-    binary = find_kernels() / f"{module}.ptx"
+    binary = _find_folder() / f"{module}.ptx"
     names = binary.with_suffix(".txt")
     if all(file.exists() and file.stat().st_size for file in (binary, names)):
         return
-    full, architecture = f"mlx::core::cu::{name}", nvrtc.find_architecture()
-    own = rest.replace("namespace cg = cooperative_groups;\n\n", "")
-    found = nvrtc.compile_kernel(OWN_HEADERS + text.header + own, full, architecture)
+    own = rest.replace(_BEGIN, _OWN_BEGIN)
+    compiled = _compile(OWN_HEADERS + text.header + own)
     binary.parent.mkdir(parents=True, exist_ok=True)
-    # MLX looks for the binary, and then reads the names.
-    write_atomically(names, f"{full}\t{found.symbol}\n".encode(), sync=True)
-    write_atomically(binary, found.binary, sync=True)
+    # MLX looks for the binary, and then reads what its kernel is called in there.
+    write_atomically(names, f"mlx::core::cu::{name}\t{name}\n", sync=True)
+    write_atomically(binary, compiled, sync=True)
+
+
+def _compile(source: str) -> bytes:
+    """The binary of a kernel for the device that MLX computes on."""
+    # Of the extra `cuda`, and slow to import; most processes find what they need on disk.
+    core: Any = importlib.import_module("cuda.core")
+    pathfinder: Any = importlib.import_module("cuda.pathfinder")
+    headers = pathfinder.find_nvidia_header_directory("cudart")
+    if headers is None:
+        raise FileNotFoundError("there are no headers of CUDA: set CUDA_HOME")
+    options = core.ProgramOptions(arch=find_architecture(), include_path=[str(headers)])
+    binary: bytes = core.Program(source, "c++", options).compile("cubin").code
+    return binary
+
+
+def find_architecture() -> str:
+    """What MLX compiles for on its device, as NVIDIA's compiler calls it."""
+    info = mx.device_info()
+    major, minor = info["compute_capability_major"], info["compute_capability_minor"]
+    return f"sm_{major}{minor}{'a' if int(major) >= 9 else ''}"
+
+
+def _find_folder() -> Path:
+    """Where MLX keeps what it has compiled."""
+    if chosen := os.environ.get("MLX_PTX_CACHE_DIR"):
+        return Path(chosen)
+    return Path(tempfile.gettempdir(), "mlx", importlib.metadata.version("mlx"), "ptx")
 
 
 @functools.cache

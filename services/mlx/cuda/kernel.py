@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 
 from services.mlx.cuda import disk_cache
-from services.mlx.cuda.nvrtc import find_architecture
 
 LANES = 32
 """Threads of a warp."""
@@ -76,7 +75,7 @@ def build(
     """
     folder = Path(__file__).parent
     # MLX keeps compiled kernels by their text; what one machine compiles is for its GPU alone.
-    parts = [f"// {find_architecture()}"]
+    parts = [f"// {disk_cache.find_architecture()}"]
     parts += ((folder / name).read_text("utf-8") for name in ("common.cuh", *texts))
     header = "\n".join(parts)
     whole = header + body + disk_cache.OWN_HEADERS

@@ -188,6 +188,22 @@ def test_whole_pieces_of_memory_are_reckoned_on_cuda(
     assert needed[1] - needed[0] > len(model.module.layers) * MB
 
 
+@pytest.mark.parametrize(("unit", "slots"), [("cpu", 1280), ("cuda", 1536)])
+def test_buffers_that_a_replay_widens_are_reckoned(
+    model: LoadedModel, free: Free, monkeypatch: pytest.MonkeyPatch, unit: str, slots: int
+) -> None:
+    """On a GPU they come in fewer sizes."""
+    target = prepare(model.module)
+    kv = measure_kv(model.module, target.states.make)
+    monkeypatch.setattr(pass_memory, "compute_unit", lambda: unit)
+    memory = PassMemory(model.module, kv, lambda: False, logits=False)
+    free.bytes = slots * kv.per_token + 2 * kv.fixed + pass_memory._RESERVE
+    memory.check_prompt(0, 1100)
+    free.bytes -= 1
+    with pytest.raises(OutOfMemory, match="a prompt of 1100 tokens"):
+        memory.check_prompt(0, 1100)
+
+
 def test_a_chunk_is_shortened_before_it_is_refused(model: LoadedModel, free: Free) -> None:
     """Down to what fits, or to the least that makes sense."""
     target = prepare(model.module)

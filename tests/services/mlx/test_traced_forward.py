@@ -15,7 +15,7 @@ from services.mlx import trace_trial, traced_forward
 from services.mlx.loader import load
 from services.mlx.rope import allow_branches
 from services.mlx.traced_forward import MOST_ROWS, TracedForward, trace_if_faster
-from services.mlx.traced_slots import round_to_traced
+from services.mlx.traced_slots import PassRows, round_to_traced
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -151,11 +151,13 @@ def test_only_shapes_that_were_traced_at_load_are_served(model: Any) -> None:
 
 
 @pytest.mark.parametrize("later", [True, False])
-def test_a_longer_text_is_traced_when_it_comes(model: Any, *, later: bool) -> None:
+def test_a_longer_text_is_traced_when_it_comes(
+    model: Any, monkeypatch: pytest.MonkeyPatch, *, later: bool
+) -> None:
     """Where our kernels serve, whose shapes cost little; in buffers of few sizes."""
+    monkeypatch.setattr(traced_forward, "serves_any_length", lambda _: later)
     traced = TracedForward(model)
     traced.prepare(3, 1024, lambda: KVStore(windows_of(model), bucketed=False))
-    traced.traces_later = later
     own, other = _prefill(model, 1281), _prefill(model, 1281)
     other.append_tree(read_tree([5, 6, 7, 8], [0, 0, 0]))
     assert not traced.serves(other)  # trees were not tried, or failed
@@ -177,6 +179,13 @@ def test_a_longer_text_is_traced_when_it_comes(model: Any, *, later: bool) -> No
 )
 def test_buffers_of_traces_have_few_sizes(slots: int, size: int) -> None:
     assert round_to_traced(slots) == size
+
+
+def test_a_row_of_a_trace_sees_its_window() -> None:
+    rows = PassRows(mx.array(5), 2)
+    seen = np.array(rows.make_mask(9, 3))
+    assert [np.flatnonzero(row).tolist() for row in seen] == [[3, 4, 5], [4, 5, 6]]
+    assert np.array(rows.make_mask(9, None)).sum(axis=1).tolist() == [6, 7]
 
 
 @pytest.mark.parametrize("ahead", [True, False])

@@ -52,6 +52,13 @@ def setup_of(family: str) -> Setup:
     return setup
 
 
+def traced_of(family: str) -> TracedPasses:
+    ahead = setup_of(family).backend.ahead
+    assert ahead is not None
+    assert ahead.traced is not None
+    return ahead.traced
+
+
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each replay, those of the trials at load left out."""
@@ -110,9 +117,15 @@ def test_branches_behind_trees(
 
 
 @pytest.mark.parametrize(("length", "used"), [(100, 5), (220, 5), (225, 4), (240, 0)])
-def test_what_goes_beyond_the_traced_slots(length: int, replayed: list[int], used: int) -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_what_goes_beyond_the_traced_slots(
+    length: int, replayed: list[int], used: int, monkeypatch: pytest.MonkeyPatch, *, later: bool
+) -> None:
     """Six branches of four tokens, with the padding of the last: 26 slots behind the chain,
-    which is replayed, too; six more if the last tokens are fed as well."""
+    which is replayed, too; six more if the last tokens are fed as well. Where our kernels serve
+    any length, traces are made when it comes to that."""
+    monkeypatch.setattr(mlx_rows, "TRACED_SLOTS", (256,))
+    monkeypatch.setattr(traced_of("llama"), "_traces_later", later)
     prompt = [int(token) for token in np.random.default_rng(length).integers(5, 280, length)]
     drafts = []
     for backend in (setup_of("llama").backend, MlxBackend(tiny_folder("llama"), 512)):
@@ -121,7 +134,7 @@ def test_what_goes_beyond_the_traced_slots(length: int, replayed: list[int], use
         drafts.append([(layer.outcomes, layer.tokens) for layer in layers])
         backend.close(1)
     assert drafts[0] == drafts[1]
-    assert replayed == [8] + [8] * used
+    assert replayed == [8] + [8] * (5 if later else used)
 
 
 def test_more_branches_than_any_trace_has_rows(replayed: list[int]) -> None:

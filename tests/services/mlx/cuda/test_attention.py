@@ -93,6 +93,15 @@ def test_a_query_has_its_bits_in_any_company(kernel: Kernel) -> None:
         np.testing.assert_array_equal(alone, all_rows[:, own])
 
 
+def test_scores_may_lie_far_apart(kernel: Kernel) -> None:
+    """Of keys that different warps take, in either order: none is too large to be summed."""
+    for far in (3, 40):
+        q, k, v = _arrays(kernel, 70)
+        k[:, far] = 400.0 * np.sign(q[:: kernel.sharing, 0])
+        found = _attention(kernel, q, k, v, np.ones((3, 70), bool))
+        np.testing.assert_allclose(found[:: kernel.sharing, 0], v[:, far], atol=1e-5)
+
+
 def test_a_query_that_sees_nothing_gets_nothing(kernel: Kernel) -> None:
     q, k, v = _arrays(kernel, 5)
     seen = np.ones((3, 5), bool)

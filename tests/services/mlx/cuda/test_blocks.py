@@ -20,7 +20,7 @@ from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load
 from services.mlx.plain_blocks import give_kernels
 from services.mlx.rope import allow_branches
-from services.mlx.traced_slots import LayerInputs, find_slots
+from services.mlx.traced_slots import LayerInputs, PassRows
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import write_tiny_model
 
@@ -105,16 +105,14 @@ def run(module: Any, tokens: list[int], start: int, positions: list[int] | None 
     size = attention.o_proj.weight.shape[1] // attention.n_heads
     key = iter(mx.random.split(mx.random.key(7), 2 * len(layers)))
     first = mx.array(start)
-    slots = find_slots(first, len(tokens))
     seen = mx.arange(SLOTS)[None] <= start + mx.arange(len(tokens))[:, None]
+    own = () if positions is None else (mx.array(positions), seen)
+    rows = PassRows(first, len(tokens), *own)
     caches = [
         LayerInputs(
             mx.random.normal((1, heads, SLOTS, size), dtype, key=next(key)),
             mx.random.normal((1, heads, SLOTS, size), dtype, key=next(key)),
-            slots,
-            first,
-            None if positions is None else mx.array(positions),
-            None if positions is None else seen,
+            rows,
         )
         for _ in layers
     ]

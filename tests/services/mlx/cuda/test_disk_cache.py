@@ -4,14 +4,14 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from services.mlx.cuda import disk_cache, nvrtc
+from services.mlx.cuda import attention, best, disk_cache, kernel, product, rotate
 from services.mlx.cuda.disk_cache import KernelText, hash_text, keep, name_function, write_function
-from services.mlx.cuda.nvrtc import Compiled
 
 BODY = (
     "uint elem = blockIdx.x * blockDim.x + threadIdx.x; out[elem] = x[elem] + T(1) * x_strides[0];"
@@ -26,8 +26,7 @@ MODULE = "custom_kernel_plus_float_4_48f7718dbc0d9ce0"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where MLX keeps its kernels; the compiler is a fake one."""
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "kernels"))
-    monkeypatch.setattr(nvrtc, "find_architecture", lambda: "sm_90a")
-    monkeypatch.setattr(nvrtc, "compile_kernel", lambda *_: Compiled(b"binary", "_Zplus"))
+    monkeypatch.setattr(disk_cache, "_compile", lambda _: b"binary")
     return tmp_path / "kernels"
 
 
@@ -54,12 +53,12 @@ def test_a_kernel_is_where_mlx_looks_for_it(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {f"{MODULE}.ptx", f"{MODULE}.txt"}
     assert (folder / f"{MODULE}.ptx").read_bytes() == b"binary"
     names = (folder / f"{MODULE}.txt").read_text()
-    assert names == "mlx::core::cu::custom_kernel_plus_float_4\t_Zplus\n"
+    assert names == "mlx::core::cu::custom_kernel_plus_float_4\tcustom_kernel_plus_float_4\n"
 
 
 def test_a_kernel_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _keep()
-    monkeypatch.setattr(nvrtc, "compile_kernel", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(disk_cache, "_compile", lambda _: pytest.fail("compiled again"))
     _keep()
     assert len(list(folder.iterdir())) == 2
 
@@ -106,10 +105,10 @@ def test_what_is_not_compiled_is_left_to_mlx(
 ) -> None:
     """It is said once."""
 
-    def fail(*_: str) -> Compiled:
+    def fail(_: str) -> bytes:
         raise error
 
-    monkeypatch.setattr(nvrtc, "compile_kernel", fail)
+    monkeypatch.setattr(disk_cache, "_compile", fail)
     disk_cache._warn.cache_clear()
     with caplog.at_level(logging.WARNING):
         _keep()
@@ -130,6 +129,49 @@ def test_no_half_a_kernel_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     disk_cache._warn.cache_clear()
     _keep()
     assert not list(folder.iterdir())
+
+
+def test_all_kernels_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By NVIDIA's compiler, which needs no device; what MLX's headers give them is there."""
+    pytest.importorskip("cuda.core", reason="needs the extra cuda")
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    major, minor = "compute_capability_major", "compute_capability_minor"
+    monkeypatch.setattr(mx, "device_info", lambda: {major: 9, minor: 0})
+    shapes: Any = SimpleNamespace(cuda_kernel=lambda **_: _zeros)
+    monkeypatch.setattr(mx, "fast", shapes)
+    kernel.build.cache_clear()
+    disk_cache._warn.cache_clear()
+    for dtype in (mx.float16, mx.bfloat16):
+        launch_all(dtype)
+    kernel.build.cache_clear()
+    assert caplog.records == []
+    kinds = {file.name.split("_")[2] for file in tmp_path.glob("*.ptx")}
+    assert kinds == {"attention", "best", "product", "rotate"}
+
+
+def _zeros(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+    return [mx.zeros(*pair) for pair in zip(output_shapes, output_dtypes, strict=True)]
+
+
+def launch_all(dtype: mx.Dtype) -> None:
+    """Each kernel, in each of its forms."""
+    for rows in (1, 9, 17):
+        x, weight = mx.zeros((1, rows, 64), dtype), mx.zeros((64, 64), dtype)
+        product.multiply(x, weight)
+        product.multiply_add(x, weight, x)
+        product.multiply_gated(x, weight)
+    for size in attention._WARPS:
+        queries, keys = mx.zeros((1, 4, 3, size), dtype), mx.zeros((1, 2, 256, size), dtype)
+        mask = mx.ones((3, 256), mx.bool_)
+        attention._attend_alone(queries, keys, keys, 1, mask)
+        attention.attend_table(queries, keys[0], keys[0], mask, mx.zeros(3, mx.int32), 0.5)
+    for norm in (None, rotate.HeadNorm(mx.ones((2, 64), dtype), 1e-5)):
+        layer = rotate.Heads(4, 2, 64, 64, mx.zeros(32), norm)
+        rotate.rotate(mx.zeros((1, 3, 8 * 64), dtype), mx.arange(3), layer)
+    for width in best.WIDTHS:
+        best.launch(mx.zeros((2, 100), dtype), width)
 
 
 _USE = """
