@@ -1,11 +1,11 @@
 """Choices made where the logits are: only a few numbers a row leave the GPU.
 
-`sample` gives the very tokens of `protocol.decoding.sampler.sample`. PositionNoise and filters are
-computed on
-the device in float32; where that leaves a doubt (a rival within rounding of the best score,
-a winner at the border of a filter), the row goes to the host and is decided there.
+`choose` gives the very tokens of `protocol.decoding.sampler.sample`. Noise and filters are
+computed on the device in float32; where that leaves a doubt (a rival within rounding of the best
+score, a winner at the border of a filter), the row goes to the host and is decided there.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,11 +20,14 @@ from protocol.decoding.sampling_params import is_greedy
 from protocol.errors import NotNumbers
 from protocol.messages import Sampling
 from services.mlx.array_memory import view
-from services.mlx.cuda.best import find_best, sort_best
+from services.mlx.cuda.sampling.best import find_best, sort_best
+from services.mlx.cuda.sampling.choose import choose_tokens as choose_on_cuda
+from services.mlx.cuda.sampling.guess import DRAWN, FILTERED, GREEDY, Wanted, guess_tokens
 from services.mlx.few_rows.choice import choose_tokens
 from services.mlx.loader import compute_unit
 from services.sampling import candidates
 from services.sampling.candidates import Top
+from services.sampling.rules import read_noise, write_rules
 
 _FILTER_WIDTH = 1024
 """Tokens per row that the filters look at; a row that keeps more is decided on the host."""
@@ -74,6 +77,10 @@ def begin(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.
         chosen = choose_tokens(view(logits), positions, sampling)
         if chosen is not None:
             return mx.array(chosen)
+    elif compute_unit() == "cuda":
+        there = choose_on_cuda(logits, _rules_of(logits.shape[0], positions, sampling))
+        if there is not None:
+            return there
     if is_greedy(sampling):
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
     elif sampling.top_k >= min(_FILTER_WIDTH, logits.shape[-1]):
@@ -81,6 +88,18 @@ def begin(logits: mx.array, positions: Sequence[int], sampling: Sampling) -> mx.
     else:
         tokens = _draw(logits.astype(mx.float32), positions, sampling)
     return mx.where(mx.isnan(logits).any(axis=-1), _BROKEN, tokens)
+
+
+def _rules_of(rows: int, positions: Sequence[int], sampling: Sampling) -> mx.array:
+    """[rows, WORDS]; greedy sampling does not look at positions, and what it needs is there."""
+    return (
+        _greedy_rules(rows) if is_greedy(sampling) else mx.array(write_rules(positions, sampling))
+    )
+
+
+@functools.cache
+def _greedy_rules(rows: int) -> mx.array:
+    return mx.array(write_rules(range(rows), Sampling()))
 
 
 def finish(
@@ -174,16 +193,8 @@ def best_of(rows: mx.array | Floats, width: int, head_ids: Ids | None) -> Top:
     return Top(ids, found[:, count : count + width], found[:, -1])
 
 
-class PositionNoise(NamedTuple):
-    """What turns logits into what the target is expected to maximise."""
-
-    keys: mx.array
-    """[2, rows] uint32, `gumbel.position_keys` of the positions to be chosen for."""
-    temperature: float | mx.array
-
-
 def guess(
-    rows: mx.array, width: int, ids: mx.array, noise: PositionNoise | None, sampling: Sampling
+    rows: mx.array, width: int, ids: mx.array, rules: mx.array, sampling: Sampling
 ) -> tuple[mx.array, mx.array]:
     """The `width` likeliest choices of the target after each row, without leaving the device.
 
@@ -194,20 +205,42 @@ def guess(
         rows: [rows, head] logits.
         width: choices wanted; few.
         ids: [head] int32, what the columns stand for.
-        noise: of the positions that the tokens will have; None: there is none.
-        sampling: the drafter's.
+        rules: [rows, WORDS] of the tokens to be chosen, see `sampling.rules`.
+        sampling: what the rules were written for, but for the seed and the temperature.
 
     Returns:
         [rows] int32, the likeliest; and [2, rows, width] float32, which hold any id exactly: the
         ids of all, and how sure each is.
     """
+
+    def compute(rows: mx.array, width: int) -> tuple[mx.array, mx.array]:
+        return _guess_by_mlx(rows, width, ids, rules, sampling)
+
+    if compute_unit() == "cuda":
+        there = guess_tokens(rows, ids, rules, Wanted(width, _kind_of(sampling)), compute)
+        if there is not None:
+            return there
+    return compute(rows, width)
+
+
+def _kind_of(sampling: Sampling) -> int:
+    if is_greedy(sampling):
+        return GREEDY
+    return FILTERED if sampler.has_filter(sampling) else DRAWN
+
+
+def _guess_by_mlx(
+    rows: mx.array, width: int, ids: mx.array, rules: mx.array, sampling: Sampling
+) -> tuple[mx.array, mx.array]:
+    """See `guess`."""
     scores = rows.astype(mx.float32)
     totals = mx.logsumexp(scores, axis=-1, keepdims=True)
-    if noise is not None and sampler.has_filter(sampling):
-        scores, ids, totals = _perturb_filtered(scores, totals, ids, noise, sampling)
-    elif noise is not None:
+    kind = _kind_of(sampling)
+    if kind == FILTERED:
+        scores, ids, totals = _perturb_filtered(scores, totals, ids, rules, sampling)
+    elif kind == DRAWN:
         ids = ids[None]
-        scores = scores + noise.temperature * _noise_of(noise, ids)
+        scores = scores + _noise_of(rules, ids)
         totals = mx.logsumexp(scores, axis=-1, keepdims=True)
     columns, values = _best_columns(scores, min(width, scores.shape[-1]))
     named = mx.take_along_axis(mx.broadcast_to(ids, scores.shape), columns, axis=-1)
@@ -230,15 +263,16 @@ def _best_columns(scores: mx.array, width: int) -> tuple[mx.array, mx.array]:
     return places, mx.take_along_axis(scores, places, axis=-1)
 
 
-def _noise_of(noise: PositionNoise, ids: mx.array) -> mx.array:
-    """[rows, n] for ids [rows, n] or [1, n]."""
-    low, high = noise.keys[0][:, None], noise.keys[1][:, None]
-    bits: mx.array = gumbel_from_bits(mx, hash_with_keys(mx, low, high, ids.astype(mx.uint32)))
-    return bits
+def _noise_of(rules: mx.array, ids: mx.array) -> mx.array:
+    """[rows, n] for ids [rows, n] or [1, n], in logits."""
+    low, high, temperature = read_noise(rules)
+    bits = hash_with_keys(mx, low, high, ids.astype(mx.uint32))
+    noise: mx.array = temperature * gumbel_from_bits(mx, bits)
+    return noise
 
 
 def _perturb_filtered(
-    rows: mx.array, totals: mx.array, ids: mx.array, noise: PositionNoise, sampling: Sampling
+    rows: mx.array, totals: mx.array, ids: mx.array, rules: mx.array, sampling: Sampling
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Scores, ids [rows, n] and totals of the candidates that filters look at (`perturb`)."""
     count = min(candidates.SAMPLED_WIDTH, rows.shape[-1])
@@ -256,7 +290,7 @@ def _perturb_filtered(
     if sampling.min_p > 0.0:
         kept &= shares >= sampling.min_p * shares[:, :1]
     kept |= mx.arange(count)[None] == 0
-    scores = logits + noise.temperature * _noise_of(noise, ids)
+    scores = logits + _noise_of(rules, ids)
     # Finite, and so above what has been chosen already.
     scores = mx.where(kept, scores, scores - _DROPPED)
     # What is not among them keeps its share.

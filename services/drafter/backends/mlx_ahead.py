@@ -7,14 +7,13 @@ one after. A pass that nobody wants any more has written to scratch slots only, 
 that knows its tokens.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from protocol.decoding.gumbel import position_keys
 from protocol.decoding.sampler import Ids, has_filter
 from protocol.decoding.sampling_params import is_greedy
 from protocol.messages import Sampling, Tokens
@@ -32,7 +31,8 @@ from services.drafter.backends.mlx_rows import (
 from services.drafter.backends.mlx_tree import Bud, Trunk
 from services.kv.cache import KVStore
 from services.sampling.candidates import check_shares
-from services.sampling.device import PositionNoise, guess
+from services.sampling.device import guess
+from services.sampling.rules import write_rules
 
 
 class _Begun(NamedTuple):
@@ -88,12 +88,12 @@ class DepthsAhead:
         traced = self._open_rows(store, frame, depth)
         rows = traced or PlainBranches(self._model, store, frame)
         positions = frame[1][frame[0] :] + 1 + options.shift
-        keys = _find_keys(known.sampling, positions, depth, rows.count)
+        rules = _find_rules(known.sampling, positions, depth, rows.count)
 
         def begin(at: int, tokens: mx.array) -> _Begun:
             self._memory.check([(store, count)])
             logits = rows.feed(tokens)[:, : self._size]
-            return self._choose(logits, 1 + options.siblings, keys(at), known.sampling, traced)
+            return self._choose(logits, 1 + options.siblings, rules[at], known.sampling, traced)
 
         tokens = [bud.token for bud in buds] + [0] * (rows.count - count)
         begun = begin(0, mx.array(tokens, mx.int32))
@@ -112,14 +112,14 @@ class DepthsAhead:
     ) -> Generator[DraftedToken]:
         """Feed these to the trunk, which is cut to where they belong, and go on behind them."""
         store, first = _slots(known), len(known.tokens) + len(tokens) + options.shift
-        keys = _find_keys(known.sampling, np.array([first]), count, 1)
+        rules = _find_rules(known.sampling, np.array([first]), count, 1)
         # A tree's scratch slots lie right behind the old trunk: they are overwritten now.
         known.tree = None
 
         def begin(at: int, tokens: mx.array) -> _Begun:
             self._memory.check([(store, tokens.size)])
             logits = rows.feed(tokens)[-1:, : self._size]
-            return self._choose(logits, 1, keys(at), known.sampling, traced)
+            return self._choose(logits, 1, rules[at], known.sampling, traced)
 
         traced = self._open_trunk(store, count) if len(tokens) == 1 else None
         rows: SideBySide = traced or PlainChain(self._model, store)
@@ -154,14 +154,15 @@ class DepthsAhead:
         self,
         logits: mx.array,
         width: int,
-        noise: PositionNoise | None,
+        rules: mx.array,
         sampling: Sampling,
         by: TracedRows | None,
     ) -> _Begun:
         if by is not None and self.traced is not None and not has_filter(sampling):
-            tokens, found = self.traced.choose(logits, width, noise)
+            drawn = not is_greedy(sampling)
+            tokens, found = self.traced.choose(logits, width, rules, drawn=drawn)
         else:
-            tokens, found = guess(logits, width, self._ids, noise, sampling)
+            tokens, found = guess(logits, width, self._ids, rules, sampling)
         _start(tokens, found)
         return _Begun(tokens, found, logits)
 
@@ -211,15 +212,10 @@ def _read_layer(
     return layer, after
 
 
-def _find_keys(
+def _find_rules(
     sampling: Sampling, positions: npt.NDArray[np.int64], depth: int, count: int
-) -> Callable[[int], PositionNoise | None]:
-    """The noise of each depth, for positions [rows] at the first; `count` rows with padding."""
-    if is_greedy(sampling):
-        return lambda _: None
-    first, last = int(positions.min()), int(positions.max()) + depth
-    table = np.array(position_keys(sampling.seed, range(first, last)), np.uint32)
+) -> mx.array:
+    """[depth, count, WORDS] of each depth's tokens, for positions [rows] at the first one."""
     places = np.zeros((depth, count), np.int64)
-    places[:, : len(positions)] = positions - first + np.arange(depth)[:, None]
-    keys = mx.array(np.ascontiguousarray(table[:, places].swapaxes(0, 1)))
-    return lambda at: PositionNoise(keys[at], sampling.temperature)
+    places[:, : len(positions)] = positions + np.arange(depth)[:, None]
+    return mx.array(write_rules(places, sampling))

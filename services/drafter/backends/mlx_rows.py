@@ -7,6 +7,7 @@ next pass goes and what its rows see comes out beside the logits, so that nothin
 sent to the device between two passes.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from services.kv.cache import KVStore
 from services.kv.slots import SlotCache
 from services.mlx.cuda.blocks import serves_any_length
 from services.mlx.cuda.choice import in_trace
+from services.mlx.cuda.sampling.guess import WIDTHS
 from services.mlx.trace_trial import is_close, is_faster, measure_distance, prefill
 from services.mlx.traced_slots import (
     LayerInputs,
@@ -30,7 +32,8 @@ from services.mlx.traced_slots import (
     round_to_traced,
     widen,
 )
-from services.sampling.device import PositionNoise, guess
+from services.sampling.device import guess
+from services.sampling.rules import write_rules
 
 _log = logging.getLogger(__name__)
 
@@ -40,9 +43,7 @@ TRACED_SLOTS = (256, 512, 768, 1024)
 """Sizes of the buffers that are traced at load, as for verifications."""
 
 _GREEDY, _DRAWN = Sampling(), Sampling(temperature=1.0)
-_WIDTHS = (1, 5)
-"""Candidates that are found behind a row: the best one, with or without four runners-up. Each
-number compiles kernels of its own for seconds, and to find more than are wanted costs little."""
+_FILTERED = Sampling(temperature=1.0, top_p=0.9)
 _TRIAL_PROMPT = 24
 _TRIAL_DEPTHS = 4
 _TRIALS = 3
@@ -221,28 +222,23 @@ class TracedPasses:
         return rows.feed(padded)[None, : frame.count]
 
     def choose(
-        self, logits: mx.array, width: int, noise: PositionNoise | None
+        self, logits: mx.array, width: int, rules: mx.array, *, drawn: bool
     ) -> tuple[mx.array, mx.array]:
-        """`sampling.device.guess` without filters, from a trace."""
-        wide = next((count for count in _WIDTHS if count >= width), width)
-        key = wide, noise is not None
+        """`sampling.device.guess` without filters, from a trace; `drawn`: there is noise.
+
+        Each number of guesses compiles kernels of its own, and more than wanted cost little.
+        """
+        wide = next((count for count in WIDTHS if count >= width), width)
+        key = wide, drawn
         if key not in self._choices:
-            self._choices[key] = self._trace_choice(wide, drawn=noise is not None)
-        drawn = () if noise is None else (noise.keys, mx.array(noise.temperature))
-        best, found = self._choices[key](logits, *drawn)
+            sampling = _DRAWN if drawn else _GREEDY
+
+            def name(logits: mx.array, rules: mx.array) -> tuple[mx.array, mx.array]:
+                return guess(logits, wide, self._ids, rules, sampling)
+
+            self._choices[key] = mx.compile(name)
+        best, found = self._choices[key](logits, rules)
         return best, found[..., :width]
-
-    def _trace_choice(self, width: int, *, drawn: bool) -> Any:
-        def name(logits: mx.array) -> tuple[mx.array, mx.array]:
-            return guess(logits, width, self._ids, None, _GREEDY)
-
-        def draw(
-            logits: mx.array, keys: mx.array, temperature: mx.array
-        ) -> tuple[mx.array, mx.array]:
-            noise = PositionNoise(keys, temperature)
-            return guess(logits, width, self._ids, noise, _DRAWN)
-
-        return mx.compile(draw) if drawn else mx.compile(name)
 
     def _forward(
         self,
@@ -282,11 +278,12 @@ class TracedPasses:
 
     def _warm(self, logits: mx.array) -> None:
         """Compute choices of each kind."""
-        noise = PositionNoise(mx.zeros((2, len(logits)), mx.uint32), 0.5)
-        for width in _WIDTHS:
+        for width, sampling in itertools.product(WIDTHS, (_GREEDY, _DRAWN, _FILTERED)):
+            rules = mx.array(write_rules(range(len(logits)), sampling))
             # A kernel that is tried out before its first use cannot be so in a trace.
-            mx.eval(guess(logits, width, self._ids, None, _GREEDY))
-            mx.eval(self.choose(logits, width, None), self.choose(logits, width, noise))
+            mx.eval(guess(logits, width, self._ids, rules, sampling))
+            if sampling is not _FILTERED:
+                mx.eval(self.choose(logits, width, rules, drawn=sampling is _DRAWN))
 
     def _open_trial(self, store: KVStore, rows: int) -> TracedRows:
         opened = self.open(store, _trial_frame(store, rows), _TRIAL_DEPTHS, is_trunk=rows == 1)
@@ -298,11 +295,12 @@ class TracedPasses:
         """The logits of a few depths, each begun before the last one has been read."""
         found: list[mx.array] = []
         start: Any = mx.async_eval
+        rules = mx.array(write_rules(range(side_by_side.count), _GREEDY))
         for at in range(_TRIAL_DEPTHS):
             # Not what is chosen, which would differ where two are equally likely.
             tokens = mx.arange(5 + at, 5 + at + rows)
             found.append(side_by_side.feed(tokens)[:, : self._size])
-            start(guess(found[-1], 1, self._ids, None, _GREEDY))
+            start(guess(found[-1], 1, self._ids, rules, _GREEDY))
         mx.eval(found)
         return found
 

@@ -19,7 +19,8 @@ from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_rows import TracedPasses, TracedRows
 from services.mlx import trace_trial
 from services.mlx.loader import load
-from services.sampling.device import PositionNoise, guess
+from services.sampling.device import guess
+from services.sampling.rules import write_rules
 from services.verifier.verifier import Verifier
 from tests.services.drafter.backends import test_mlx_trees
 from tests.services.drafter.backends.test_mlx import PROMPT, SCRIPT, Line, Round, Setup, rounds
@@ -226,11 +227,12 @@ def test_what_may_be_asked_for_is_compiled_at_load() -> None:
     assert ahead.traced is not None
     compiled = dict(ahead.traced._choices)
     logits = mx.random.normal((8, ahead._ids.size), key=mx.random.key(0))
-    noise = PositionNoise(mx.arange(16, dtype=mx.uint32).reshape(2, 8), 0.7)
     for width in (1, 3, 5):
-        for own, sampling in ((None, Sampling()), (noise, Sampling(temperature=0.7))):
-            best, found = ahead.traced.choose(logits, width, own)
-            expected = guess(logits, width, ahead._ids, own, sampling)
+        for sampling in (Sampling(), Sampling(temperature=0.7, seed=1)):
+            rules = mx.array(write_rules(range(8), sampling))
+            drawn = sampling.temperature > 0.0
+            best, found = ahead.traced.choose(logits, width, rules, drawn=drawn)
+            expected = guess(logits, width, ahead._ids, rules, sampling)
             np.testing.assert_array_equal(np.array(best), np.array(expected[0]))
             np.testing.assert_allclose(np.array(found), np.array(expected[1]), atol=1e-5)
     assert ahead.traced._choices == compiled

@@ -1,6 +1,7 @@
 // What kernels for CUDA take from the device, on the host: a thread for each of theirs. Test only.
 // WARPS of a block is defined before.
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <bit>
 #include <cmath>
@@ -51,6 +52,9 @@ bool __any_sync(unsigned all, bool value) {
 }
 
 unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
+float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+int __clz(int value) { return std::countl_zero(unsigned(value)); }
+int atomicAdd(int* to, int value) { return std::atomic_ref<int>(*to).fetch_add(value); }
 
 // Once by every thread of a block.
 void run_block(const std::function<void()>& kernel) {
@@ -69,6 +73,14 @@ std::vector<float> numbers(size_t count) {
   std::vector<float> found(count);
   for (auto& number : found)
     if (scanf("%f", &number) != 1) exit(1);
+  return found;
+}
+
+// Words of 32 bits, whose lower and upper halves are numbers of their own.
+std::vector<unsigned> words_of(const std::vector<float>& halves) {
+  std::vector<unsigned> found;
+  for (size_t i = 0; i < halves.size(); i += 2)
+    found.push_back(unsigned(halves[i]) | unsigned(halves[i + 1]) << 16);
   return found;
 }
 

@@ -41,3 +41,8 @@ def run_kernel(program: Path, *inputs: Any) -> npt.NDArray[np.float32]:
         timeout=_DEADLINE_S,
     )
     return np.array(told.stdout.split(), np.float32)
+
+
+def halve_words(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """Words of 32 bits as halves, which a float holds exactly: the lower one first."""
+    return np.stack([words & 0xFFFF, words >> 16], axis=-1)

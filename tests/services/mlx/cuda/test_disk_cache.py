@@ -1,5 +1,6 @@
 """Compiled kernels where MLX looks for them: their names, and what becomes of a file."""
 
+import itertools
 import logging
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from services.mlx.cuda import attention, best, disk_cache, kernel, product, rotate
+from services.mlx.cuda import attention, disk_cache, kernel, product, rotate
 from services.mlx.cuda.disk_cache import KernelText, hash_text, keep, name_function, write_function
+from services.mlx.cuda.sampling import best, choose, guess
+from services.sampling.rules import WORDS
 
 BODY = (
     "uint elem = blockIdx.x * blockDim.x + threadIdx.x; out[elem] = x[elem] + T(1) * x_strides[0];"
@@ -148,7 +151,7 @@ def test_all_kernels_compile(
     kernel.build.cache_clear()
     assert caplog.records == []
     kinds = {file.name.split("_")[2] for file in tmp_path.glob("*.ptx")}
-    assert kinds == {"attention", "best", "product", "rotate"}
+    assert kinds == {"attention", "best", "choose", "guess", "product", "rotate"}
 
 
 def _zeros(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
@@ -172,6 +175,10 @@ def launch_all(dtype: mx.Dtype) -> None:
         rotate.rotate(mx.zeros((1, 3, 8 * 64), dtype), mx.arange(3), layer)
     for width in best.WIDTHS:
         best.launch(mx.zeros((2, 100), dtype), width)
+    rows, rules = mx.zeros((2, 100), dtype), mx.zeros((2, WORDS), mx.uint32)
+    choose.launch(rows, rules)
+    for width, kind in itertools.product(guess.WIDTHS, (guess.GREEDY, guess.DRAWN, guess.FILTERED)):
+        guess.launch(rows, mx.arange(100), rules, guess.Wanted(width, kind))
 
 
 _USE = """

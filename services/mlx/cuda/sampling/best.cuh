@@ -1,12 +1,5 @@
 // The best columns of one row of logits, found by one block; see best.py.
 
-// Larger for larger values, and of the same ones for the smaller column.
-__device__ inline unsigned long long rank_of(float value, int column) {
-  unsigned bits = __float_as_uint(value);
-  bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return (unsigned long long)(bits) << 32 | (0xffffffffu - unsigned(column));
-}
-
 // Puts a rank among these, which are in falling order, if the least of them is smaller.
 template <int HELD>
 __device__ inline void insert_rank(unsigned long long (&held)[HELD], unsigned long long rank) {
@@ -30,9 +23,9 @@ __device__ inline unsigned long long highest_of(unsigned long long rank) {
 }
 
 // Writes the columns [WIDTH], their values [WIDTH] and the logarithm of the sum of all
-// exponentials. The row's numbers are `step` apart; WIDTH is at most `head`.
-template <typename T, int WIDTH, int WARPS>
-__device__ void find_best(const T* row, long step, int head, float* out) {
+// exponentials. WIDTH is at most `head`.
+template <int WIDTH, int WARPS, typename Values>
+__device__ void find_best(const Values& values, int head, float* out) {
   constexpr int HELD = WIDTH < 4 ? WIDTH : 4, STRIDE = 32 * WARPS;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   __shared__ unsigned long long found[2][WARPS];
@@ -40,12 +33,12 @@ __device__ void find_best(const T* row, long step, int head, float* out) {
 
   unsigned long long held[HELD] = {};
   float highest = -1e30f, sum = 0.0f;
-  for (int column = thread; column < head; column += STRIDE) {
-    const float value = float(row[column * step]), top = fmaxf(highest, value);
+  visit_columns<STRIDE>(values, head, [&](float value, int column) {
+    const float top = fmaxf(highest, value);
     sum = sum * expf(highest - top) + expf(value - top);
     highest = top;
     insert_rank(held, rank_of(value, column));
-  }
+  });
   float top = highest;
 #pragma unroll
   for (int other = 16; other > 0; other /= 2)
@@ -63,19 +56,19 @@ __device__ void find_best(const T* row, long step, int head, float* out) {
     __syncthreads();
     const unsigned long long best = highest_of(found[place % 2][lane % WARPS]);
     if (held[0] == best) {
-      const int column = int(0xffffffffu - unsigned(best));
+      const int column = column_of(best);
       out[place] = float(column);
-      out[WIDTH + place] = float(row[column * step]);
+      out[WIDTH + place] = values(column);
 #pragma unroll
       for (int i = 1; i < HELD; i++) held[i - 1] = held[i];
       held[HELD - 1] = 0;
       // What it held may be used up: what comes after it is looked for again.
       if (--left == 0 && place + 1 < WIDTH) {
         left = HELD;
-        for (int at = thread; at < head; at += STRIDE) {
-          const unsigned long long rank = rank_of(float(row[at * step]), at);
+        visit_columns<STRIDE>(values, head, [&](float value, int at) {
+          const unsigned long long rank = rank_of(value, at);
           if (rank < best) insert_rank(held, rank);
-        }
+        });
       }
     }
   }

@@ -8,17 +8,20 @@ import numpy as np
 import pytest
 
 from protocol.messages import Sampling
-from services.mlx.cuda import best
-from services.mlx.cuda.best import WIDTHS, find_best, sort_best
+from services.mlx.cuda.sampling import best
+from services.mlx.cuda.sampling.best import WIDTHS, find_best, sort_best
 from services.sampling import device
 from services.sampling.candidates import best_of
+from services.sampling.rules import write_rules
 from tests.services.mlx.cuda.host import compile_kernel, run_kernel
 
 
 @pytest.fixture(scope="module", params=[1, 4, 8, 16])
 def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     program = tmp_path_factory.mktemp("kernel") / "best"
-    return compile_kernel("best_host.cpp", program, BEST_WIDTH=request.param), request.param
+    return compile_kernel(
+        "sampling/best_host.cpp", program, BEST_WIDTH=request.param
+    ), request.param
 
 
 def check(kernel: tuple[Path, int], row: Any) -> None:
@@ -93,16 +96,17 @@ def test_it_is_used_where_it_is_right_and_faster(
         np.testing.assert_allclose(ours, right, atol=1e-5)
 
 
-@pytest.mark.parametrize("noise", [None, device.PositionNoise(mx.array([[3, 4], [5, 6]]), 0.7)])
 @pytest.mark.parametrize("top_k", [0, 20])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_depth_s_choices_are_those_of_looking_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, noise: Any, top_k: int
+    monkeypatch: pytest.MonkeyPatch, temperature: float, top_k: int
 ) -> None:
-    """The best and four runners-up, with how sure each is."""
+    """The best and four runners-up, with how sure each is, where no kernel guesses."""
     random = np.random.default_rng(8)
     rows, ids = mx.array(random.normal(size=(2, 400))), mx.array(random.permutation(900)[:400])
-    sampling = Sampling(temperature=0.7 if noise else 0.0, top_k=top_k)
-    expected = device.guess(rows, 5, ids, noise, sampling)
+    sampling = Sampling(temperature=temperature, top_k=top_k)
+    rules = mx.array(write_rules([3, 4], sampling))
+    expected = device.guess(rows, 5, ids, rules, sampling)
     widths = []
 
     def find(scores: mx.array, width: int) -> mx.array:
@@ -110,8 +114,10 @@ def test_a_depth_s_choices_are_those_of_looking_one_by_one(
         return sort_best(scores, 8)
 
     monkeypatch.setattr(device, "compute_unit", lambda: "cuda")
+    monkeypatch.setattr(device, "guess_tokens", lambda *_: None)
     monkeypatch.setattr(device, "find_best", find)
-    for ours, right in zip(device.guess(rows, 5, ids, noise, sampling), expected, strict=True):
+    found = device.guess(rows, 5, ids, rules, sampling)
+    for ours, right in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.array(ours), np.array(right), rtol=1e-5)
     assert widths == [5]
 

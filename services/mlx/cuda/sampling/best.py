@@ -25,8 +25,8 @@ _WARPS = 32
 _TOLERANCE = 1e-5
 
 _BODY = """
-find_best<T, WIDTH, WARPS>(
-    rows + blockIdx.x * rows_strides[0], rows_strides[1], rows_shape[1],
+find_best<WIDTH, WARPS>(
+    Row<T>{rows + blockIdx.x * rows_strides[0], long(rows_strides[1])}, rows_shape[1],
     out + blockIdx.x * (2 * WIDTH + 1));
 """
 
@@ -48,7 +48,7 @@ def find_best(rows: mx.array, width: int) -> mx.array | None:
 def launch(rows: mx.array, width: int) -> mx.array:
     """`find_best` by the kernel, for one of `WIDTHS`."""
     count = rows.shape[0]
-    make = build(("best.cuh",), _BODY, ("rows",), contiguous=False)
+    make = build(("sampling/best.cuh",), _BODY, ("rows",), contiguous=False)
     found: list[mx.array] = make(
         inputs=[rows],
         template=[("T", rows.dtype), ("WIDTH", width), ("WARPS", _WARPS)],

@@ -1,0 +1,1 @@
+"""Choosing tokens on CUDA, each row of logits in one launch."""
