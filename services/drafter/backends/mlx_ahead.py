@@ -19,7 +19,7 @@ from protocol.decoding.sampling_params import is_greedy
 from protocol.messages import Sampling, Tokens
 from services.batching.pass_memory import PassMemory
 from services.drafter.backends.base import DraftedToken, Outcome, RoundOptions, TreeLayer
-from services.drafter.backends.growth import Tip, grow_layer
+from services.drafter.backends.growth import Tip
 from services.drafter.backends.mlx_rows import (
     Frame,
     PlainBranches,
@@ -195,19 +195,22 @@ def _read_layer(
     first: int,
     options: RoundOptions,
 ) -> tuple[TreeLayer, list[Tip]]:
-    """What was chosen after these tips, and the next ones: arguments as for `grow_layer`."""
-    tokens: list[list[int]] = found[0].astype(np.int64).tolist()
-    check_shares(found[1])
-    sure: list[list[float]] = found[1].tolist()
-    if options.siblings:
-        drafts = [[*map(DraftedToken, *pair)] for pair in zip(tokens, sure, strict=True)]
-        likely = [[one[0], *(d for d in one[1:] if d.confidence > 0.0)] for one in drafts]
-        return grow_layer(roots, tips, likely, first, options)
-    best = [row[0] for row in tokens]
-    layer = TreeLayer(roots, best, [row[0] for row in sure])
+    """What was chosen after these tips, and the next ones; see `grow_layer`, where others go on.
+
+    Host time is what a depth costs, so that arrays are worth their while here.
+    """
+    tokens, sure = found[0].astype(np.int64), found[1]
+    check_shares(sure)
+    named = sure > 0.0
+    named[:, 0] = True
+    rows = np.nonzero(named)[0]
+    parents = np.array([tip.place for tip in tips])[rows].tolist() if options.siblings else []
+    layer = TreeLayer(roots, tokens[named].tolist(), sure[named].tolist(), parents=parents)
+    places: list[int] = np.searchsorted(rows, np.arange(len(tips))).tolist()
+    best: list[int] = tokens[:, 0].tolist()
     after = [
-        Tip(token, fed, tip.fork, tip.place, tip.is_best, tip.score)
-        for fed, (tip, token) in enumerate(zip(tips, best, strict=True), start=first)
+        tip._replace(token=token, parent=fed, place=place)
+        for fed, (tip, token, place) in enumerate(zip(tips, best, places, strict=True), start=first)
     ]
     return layer, after
 
