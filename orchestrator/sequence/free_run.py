@@ -89,8 +89,9 @@ class FreeRun:
         return [ToVerifier(Extend(sequence=self._sequence, round=self._round, granted=more))]
 
     def _finds_lookup(self, current: Round, tokens: Tokens) -> bool:
-        """Whether something is worth verifying; not while plain decoding is to be measured."""
+        """Whether one is worth the stop; not while plain decoding is to be measured."""
         if not (self._planner.should_speculate or self._planner.is_paused):
             return False
         found = current.unverified_lookup = self._lookups.find(tokens)
-        return len(self._lookups.choose(found, len(tokens), alone=True)) > 0
+        possible = found.pick(self._limits.choose(found, len(tokens), "lookup"))
+        return self._planner.value_of_stopping(possible) > 0.0

@@ -17,9 +17,7 @@ from orchestrator.learning.fan_out import (
     acceptance_distribution,
     allocate,
     count_children,
-    curves_of,
     geometric,
-    outcome_chances,
     round_shares,
     uniform,
 )
@@ -33,8 +31,6 @@ _DEEPEST = 16
 _BEYOND = 2
 """How much deeper branches are prepared than drafts were worth verifying recently."""
 _LEAST_BRANCHES = 2
-_PLANNED = 8
-"""Rounds that are planned beforehand."""
 _WORTH_A_TRIAL = 16
 """Tokens that must be to come where it is tried again whether drafts pay."""
 _GROWN_BY_HAND = 8
@@ -183,6 +179,24 @@ class Planner:
         rows, chances = rank_nodes(draft.parents, rates)
         if not alone or self.estimates.batch.other_tokens:
             return self._values(chances, count_chain(rows, draft.parents))
+        return self._values_alone(chances)
+
+    def value_of_stopping(self, lookup: Draft) -> float:
+        """What it is worth to end a free run for a lookup, in tokens.
+
+        Its first token is being computed, so that only what follows it can be verified, and only
+        if that token is right; the target waits in any case, until it is asked for a round.
+        """
+        rates = self._acceptance_rates(lookup.pick(lookup.main), "lookup")
+        if not rates:
+            return 0.0
+        chances, shared = list(_multiply(rates[1:])), self.estimates.batch.other_tokens
+        behind = self._values(chances) if shared else self._values_alone(chances)
+        waiting = self.estimates.idle_ms["lookup"].value / self.estimates.plain_latency.of(1)
+        return rates[0] * (max(behind) - behind[0]) - waiting
+
+    def _values_alone(self, chances: Sequence[float]) -> list[float]:
+        """As `_values`, where no drafter works beside and nothing else is decoded."""
         plain = self.estimates.plain_latency
         throughput = 1.0 / plain.of(1)
         return [
@@ -315,24 +329,6 @@ class Planner:
                     estimates.after_all[origin],
                     count_children(draft.parents),
                 )
-
-    def choose_planned(
-        self, outcomes: Sequence[tuple[int, int]], draft: Draft, origin: Origin
-    ) -> Sequence[tuple[int, int]]:
-        """Of prepared outcomes, row and bonus, those whose rounds are worth planning beforehand.
-
-        Each takes about 0.05 ms at every depth, and what the target says meanwhile waits for it.
-        The others are planned if they come.
-        """
-        if len(outcomes) <= _PLANNED:
-            return outcomes
-        known = self.estimates
-        ends = acceptance_distribution(self._acceptance_rates(draft, origin), draft.parents)
-        drafted = count_children(draft.parents)
-        curves = curves_of(drafted, known.after_rejection[origin], known.after_all[origin])
-        chances = outcome_chances([row for row, _ in outcomes], ends, curves)
-        ranked = sorted(range(len(outcomes)), key=chances.__getitem__, reverse=True)
-        return [outcomes[index] for index in ranked[:_PLANNED]]
 
     # ------------------------------------------------------------ what that is worth
 

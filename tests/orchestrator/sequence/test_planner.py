@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.fan_out import AFTER_REJECTION, geometric, round_shares
 from orchestrator.learning.tree_growth import TreeGrowth
+from orchestrator.sequence.next_rounds import choose_planned
 from orchestrator.sequence.planner import Planner
 from protocol.messages import FanOutPolicy, Origin
 from tests.support.fakes import chain_of
@@ -123,14 +124,13 @@ def test_a_gpu_meets_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grown == [16, 8, 0, 0]
 
 
-@pytest.mark.parametrize("tree_nodes", [1, 8], ids=["chains", "trees"])
-def test_the_likeliest_rounds_alone_are_planned_beforehand(tree_nodes: int) -> None:
+def test_the_likeliest_rounds_alone_are_planned_beforehand() -> None:
     """All of a few; of many those behind likely ends, and of these the best candidates."""
-    planner = Planner("ssd", taught(0.9), tree_nodes=tree_nodes)
+    known = taught(0.9)
     draft = chain_of([0.99, 0.01])  # it ends before the second token, most likely
     outcomes = [(row, bonus) for row in (0, 1, 2) for bonus in range(4)]
-    assert list(planner.choose_planned(outcomes[:8], draft, "hit")) == outcomes[:8]
-    chosen = planner.choose_planned(outcomes, draft, "hit")
+    assert list(choose_planned(known, outcomes[:8], draft, "hit")) == outcomes[:8]
+    chosen = choose_planned(known, outcomes, draft, "hit")
     assert len(chosen) == 8
     assert chosen[0] == (1, 0)
     assert {(1, bonus) for bonus in range(4)} <= set(chosen)
