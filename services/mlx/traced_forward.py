@@ -1,7 +1,8 @@
 """The model's forward over a few tokens of one sequence, traced once for each shape.
 
 A chain's shape is its number of tokens. A tree, whose size differs from round to round, is padded
-to one of a few sizes; which slots its rows see, and their positions, are inputs too.
+to one of a few sizes; which slots its rows see, and their positions, are inputs too. A long chain,
+which is rare, goes as the tree that it is.
 
 Building the graph of a forward costs the host milliseconds that a GPU spends waiting. Here
 `mx.compile` records it once per number of tokens and size of the KV buffers, fuses its small
@@ -23,19 +24,20 @@ from services.kv.slots import Frame, SlotCache
 from services.mlx.cuda.blocks import serves_any_length
 from services.mlx.cuda.choice import in_trace
 from services.mlx.trace_trial import is_faster, is_worth_it, prefill, time_in_turn
+from services.mlx.traced_parts import DecoderParts, split_decoder
 from services.mlx.traced_slots import LayerInputs, PassRows, Shape, round_to_traced, widen
 
 MOST_ROWS = 9
-"""Longer chains are rare, and each length is a trace of its own."""
+"""Of chains that have traces of their own, each length another."""
 TREE_ROWS = (4, 8, 16, 32)
-"""Sizes that trees are padded to; larger ones are not traced."""
+"""Sizes that trees are padded to, and longer chains; larger ones are not traced."""
 TRACED_SLOTS = (256, 512, 768, 1024)
 """Sizes of the buffers that are traced at load. With MLX's kernels a new shape takes a second,
 which nobody should wait for in the middle of an answer; with ours it takes a few passes' time."""
 
 _FIRST_LAYERS = 3
-"""Whose launches are handed over first where the GPU waits for them: so many that it is still at
-them when the next ones come."""
+"""Which the GPU is given first where it waits for them, and while the host builds the rest: so many
+that it is still at them when the next ones come."""
 _TRIAL_PROMPT = 24
 _LONGER_PROMPT = 200
 """Where a token's own kernels, for the length there is, and a trace's, over whole buffers, take
@@ -51,6 +53,8 @@ _TRIAL_TREE = read_tree([5, 9, 3, 11, 4, 7], [0, 1, 0, 1, 3])
 Forward = Callable[[mx.array, KVStore], mx.array]
 _Outputs = tuple[mx.array, list[mx.array], list[mx.array], list[mx.array]]
 """Logits, keys and values of each layer, features if some are read."""
+_Where = list[mx.array]
+"""[] the first row's slot; of a tree also [rows] positions, and [rows, slots] what each sees."""
 Place = Callable[[KVStore], None]
 """Sets the frame of what comes next."""
 
@@ -126,8 +130,10 @@ class TracedForward:
     def read(self, reader: FeatureReader | None) -> None:
         """Let traces hold what this reads of the model; to be called again when it changes."""
         self._reader = reader
+        self._parts = split_decoder(self._model, _FIRST_LAYERS) if reader is None else None
         self._replay: Any = mx.compile(self._forward)
-        self._replay_tree: Any = mx.compile(self._forward_tree)
+        self._replay_first: Any = mx.compile(self._forward_first)
+        self._replay_rest: Any = mx.compile(self._forward_rest)
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
         """Whether the current frame is a chain or a tree of a shape that is traced, or may be now.
@@ -141,7 +147,7 @@ class TracedForward:
             return False
         if not self.can_trace(store):
             return False
-        rows, slots, forks = _count_rows(frame), _find_size(store), frame.visible is not None
+        rows, slots, forks = _count_rows(frame), _find_size(store), _is_tree(frame)
         longest = Shape(rows, TRACED_SLOTS[-1], forks)
         later = self._traces_later and slots > longest.slots and longest in self._shapes
         return later or Shape(rows, slots, forks) in self._shapes
@@ -167,9 +173,8 @@ class TracedForward:
     def can_trace(store: KVStore) -> bool:
         """Whether the store's current frame is a chain or a tree in plain slots."""
         frame = store.frame
-        fits = 1 <= frame.count <= MOST_ROWS if frame.visible is None else pad_rows(frame.count) > 0
         return (
-            fits
+            _count_rows(frame) > 0
             and frame.start > 0
             and _find_size(store) > 0
             and all(type(cache) is SlotCache and cache.window is None for cache in store.caches)
@@ -188,46 +193,81 @@ class TracedForward:
         # MLX writes in place only what nobody else holds.
         for cache in store.caches:
             cache.keys = cache.values = None
-        start = mx.array(frame.start)
-        logits: mx.array
-        if frame.visible is None:
-            logits, keys, values, features = self._replay(tokens, start, keys, values)
-        else:
-            inputs = _pad_tree(tokens, frame, keys[0].shape[2])
-            logits, keys, values, features = self._replay_tree(*inputs, start, keys, values)
+        where = [mx.array(frame.start)]
+        if _is_tree(frame):
+            tokens, *more = _pad_tree(tokens, store, keys[0].shape[2])
+            where += more
+        logits, keys, values, features = self._replay_parts(
+            tokens, where, [keys, values], ahead=ahead
+        )
         for cache, own_keys, own_values in zip(store.caches, keys, values, strict=True):
             cache.keys, cache.values = own_keys, own_values
         if self._reader is not None and features:
             self._reader.put(features[0][: frame.count])
-        if not ahead:
-            _start(keys[: _FIRST_LAYERS + 1])
         return logits[:, : frame.count]
 
+    def _replay_parts(
+        self, tokens: mx.array, where: _Where, buffers: list[list[mx.array]], *, ahead: bool
+    ) -> _Outputs:
+        """See `__call__`; `buffers` is emptied, since nobody may hold what is written in place."""
+        values, keys = buffers.pop(), buffers.pop()
+        if self._parts is None:
+            outputs: _Outputs = self._replay(tokens, where, keys, values)
+            if not ahead:
+                _start(outputs[1][: _FIRST_LAYERS + 1])
+            return outputs
+        first = self._parts.first
+        rest_keys, rest_values = keys[first:], values[first:]
+        del keys[first:], values[first:]
+        states, mask, keys, values = self._replay_first(tokens, where, keys, values)
+        if not ahead:
+            _start([states])
+        logits, rest_keys, rest_values = self._replay_rest(
+            states, mask, where, rest_keys, rest_values
+        )
+        return logits, keys + rest_keys, values + rest_values, []
+
     def _forward(
-        self, tokens: mx.array, start: mx.array, keys: list[mx.array], values: list[mx.array]
+        self, tokens: mx.array, where: _Where, keys: list[mx.array], values: list[mx.array]
     ) -> _Outputs:
-        return self._run(tokens, PassRows(start, tokens.shape[1]), keys, values)
-
-    def _forward_tree(  # noqa: PLR0917  # arrays that change from pass to pass
-        self,
-        tokens: mx.array,
-        positions: mx.array,
-        visible: mx.array,
-        start: mx.array,
-        keys: list[mx.array],
-        values: list[mx.array],
-    ) -> _Outputs:
-        rows = PassRows(start, tokens.shape[1], positions, visible)
-        return self._run(tokens, rows, keys, values)
-
-    def _run(
-        self, tokens: mx.array, rows: PassRows, keys: list[mx.array], values: list[mx.array]
-    ) -> _Outputs:
-        layers = [LayerInputs(k, v, rows) for k, v in zip(keys, values, strict=True)]
+        layers = _wrap(where, tokens.shape[1], keys, values)
         with in_trace():
             logits: mx.array = self._model(tokens, cache=layers)
-        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
-        return logits, keys, values, features_of(self._reader)
+        return logits, *_unwrap(layers), features_of(self._reader)
+
+    def _forward_first(
+        self, tokens: mx.array, where: _Where, keys: list[mx.array], values: list[mx.array]
+    ) -> tuple[mx.array, mx.array, list[mx.array], list[mx.array]]:
+        layers = _wrap(where, tokens.shape[1], keys, values)
+        with in_trace():
+            states, mask = cast(DecoderParts, self._parts).begin(tokens, layers)
+        return states, mask, *_unwrap(layers)
+
+    def _forward_rest(
+        self,
+        states: mx.array,
+        mask: mx.array,
+        where: _Where,
+        keys: list[mx.array],
+        values: list[mx.array],
+    ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+        layers = _wrap(where, states.shape[1], keys, values)
+        with in_trace():
+            logits = cast(DecoderParts, self._parts).end(states, mask, layers)
+        return logits, *_unwrap(layers)
+
+
+def _wrap(
+    where: _Where, count: int, keys: list[mx.array], values: list[mx.array]
+) -> list[LayerInputs]:
+    """What some layers take for their caches."""
+    rows = PassRows(where[0], count, *where[1:])
+    return [LayerInputs(k, v, rows) for k, v in zip(keys, values, strict=True)]
+
+
+def _unwrap(layers: list[LayerInputs]) -> tuple[list[mx.array], list[mx.array]]:
+    """Keys and values with those of the pass."""
+    return [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
 def _start(arrays: list[mx.array]) -> None:
@@ -242,22 +282,28 @@ def _find_size(store: KVStore) -> int:
     return round_to_traced(max(held, frame.start + _count_rows(frame)))
 
 
+def _is_tree(frame: Frame) -> bool:
+    """Whether the pass over this frame is a tree's."""
+    return frame.visible is not None or frame.count > MOST_ROWS
+
+
 def _count_rows(frame: Frame) -> int:
-    """Rows of the pass over this frame, padding included."""
-    return frame.count if frame.visible is None else pad_rows(frame.count)
+    """Rows of the pass over this frame, padding included; 0 if they are too many."""
+    return pad_rows(frame.count) if _is_tree(frame) else frame.count
 
 
-def _pad_tree(tokens: mx.array, frame: Frame, slots: int) -> tuple[mx.array, mx.array, mx.array]:
+def _pad_tree(tokens: mx.array, store: KVStore, slots: int) -> tuple[mx.array, mx.array, mx.array]:
     """[1, rows] tokens, [rows] positions and [rows, slots] which slots each row sees.
 
     A row of padding sees itself alone; it goes to a slot behind the tree, where the next tokens are
     written over it.
     """
+    frame = store.frame
     start, count, rows = frame.start, frame.count, _count_rows(frame)
     positions = np.full(rows, start, np.int32)
     positions[:count] = frame.positions[start:]
     visible: Any = np.eye(rows, slots, start, dtype=np.bool_)
-    visible[:count, : start + count] = frame.visible
+    visible[:count, : start + count] = store.visible_rows()
     padded = mx.pad(tokens, [(0, 0), (0, rows - count)])
     return padded, mx.array(positions), mx.array(visible)
 
