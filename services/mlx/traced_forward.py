@@ -24,7 +24,6 @@ from services.kv.slots import Frame, SlotCache
 from services.mlx.cuda.blocks import serves_any_length
 from services.mlx.cuda.choice import in_trace
 from services.mlx.trace_trial import is_faster, is_worth_it, prefill, time_in_turn
-from services.mlx.traced_parts import DecoderParts, split_decoder
 from services.mlx.traced_slots import LayerInputs, PassRows, Shape, round_to_traced, widen
 
 MOST_ROWS = 9
@@ -36,8 +35,8 @@ TRACED_SLOTS = (256, 512, 768, 1024)
 which nobody should wait for in the middle of an answer; with ours it takes a few passes' time."""
 
 _FIRST_LAYERS = 3
-"""Which the GPU is given first where it waits for them, and while the host builds the rest: so many
-that it is still at them when the next ones come."""
+"""Whose launches are handed over first where the GPU waits for them: so many that it is still at
+them when the next ones come."""
 _TRIAL_PROMPT = 24
 _LONGER_PROMPT = 200
 """Where a token's own kernels, for the length there is, and a trace's, over whole buffers, take
@@ -130,10 +129,7 @@ class TracedForward:
     def read(self, reader: FeatureReader | None) -> None:
         """Let traces hold what this reads of the model; to be called again when it changes."""
         self._reader = reader
-        self._parts = split_decoder(self._model, _FIRST_LAYERS) if reader is None else None
         self._replay: Any = mx.compile(self._forward)
-        self._replay_first: Any = mx.compile(self._forward_first)
-        self._replay_rest: Any = mx.compile(self._forward_rest)
 
     def serves(self, store: KVStore, *, ahead: bool = False) -> bool:
         """Whether the current frame is a chain or a tree of a shape that is traced, or may be now.
@@ -197,77 +193,25 @@ class TracedForward:
         if _is_tree(frame):
             tokens, *more = _pad_tree(tokens, store, keys[0].shape[2])
             where += more
-        logits, keys, values, features = self._replay_parts(
-            tokens, where, [keys, values], ahead=ahead
-        )
+        logits: mx.array
+        logits, keys, values, features = self._replay(tokens, where, keys, values)
         for cache, own_keys, own_values in zip(store.caches, keys, values, strict=True):
             cache.keys, cache.values = own_keys, own_values
         if self._reader is not None and features:
             self._reader.put(features[0][: frame.count])
-        return logits[:, : frame.count]
-
-    def _replay_parts(
-        self, tokens: mx.array, where: _Where, buffers: list[list[mx.array]], *, ahead: bool
-    ) -> _Outputs:
-        """See `__call__`; `buffers` is emptied, since nobody may hold what is written in place."""
-        values, keys = buffers.pop(), buffers.pop()
-        if self._parts is None:
-            outputs: _Outputs = self._replay(tokens, where, keys, values)
-            if not ahead:
-                _start(outputs[1][: _FIRST_LAYERS + 1])
-            return outputs
-        first = self._parts.first
-        rest_keys, rest_values = keys[first:], values[first:]
-        del keys[first:], values[first:]
-        states, mask, keys, values = self._replay_first(tokens, where, keys, values)
         if not ahead:
-            _start([states])
-        logits, rest_keys, rest_values = self._replay_rest(
-            states, mask, where, rest_keys, rest_values
-        )
-        return logits, keys + rest_keys, values + rest_values, []
+            _start(keys[: _FIRST_LAYERS + 1])
+        return logits[:, : frame.count]
 
     def _forward(
         self, tokens: mx.array, where: _Where, keys: list[mx.array], values: list[mx.array]
     ) -> _Outputs:
-        layers = _wrap(where, tokens.shape[1], keys, values)
+        rows = PassRows(where[0], tokens.shape[1], *where[1:])
+        layers = [LayerInputs(k, v, rows) for k, v in zip(keys, values, strict=True)]
         with in_trace():
             logits: mx.array = self._model(tokens, cache=layers)
-        return logits, *_unwrap(layers), features_of(self._reader)
-
-    def _forward_first(
-        self, tokens: mx.array, where: _Where, keys: list[mx.array], values: list[mx.array]
-    ) -> tuple[mx.array, mx.array, list[mx.array], list[mx.array]]:
-        layers = _wrap(where, tokens.shape[1], keys, values)
-        with in_trace():
-            states, mask = cast(DecoderParts, self._parts).begin(tokens, layers)
-        return states, mask, *_unwrap(layers)
-
-    def _forward_rest(
-        self,
-        states: mx.array,
-        mask: mx.array,
-        where: _Where,
-        keys: list[mx.array],
-        values: list[mx.array],
-    ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-        layers = _wrap(where, states.shape[1], keys, values)
-        with in_trace():
-            logits = cast(DecoderParts, self._parts).end(states, mask, layers)
-        return logits, *_unwrap(layers)
-
-
-def _wrap(
-    where: _Where, count: int, keys: list[mx.array], values: list[mx.array]
-) -> list[LayerInputs]:
-    """What some layers take for their caches."""
-    rows = PassRows(where[0], count, *where[1:])
-    return [LayerInputs(k, v, rows) for k, v in zip(keys, values, strict=True)]
-
-
-def _unwrap(layers: list[LayerInputs]) -> tuple[list[mx.array], list[mx.array]]:
-    """Keys and values with those of the pass."""
-    return [layer.keys for layer in layers], [layer.values for layer in layers]
+        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
+        return logits, keys, values, features_of(self._reader)
 
 
 def _start(arrays: list[mx.array]) -> None:

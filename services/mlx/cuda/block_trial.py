@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from protocol.jobs.kernel_report import KernelProbe
 from services.kv.slots import BUCKET
 from services.mlx.cuda.choice import in_trace
-from services.mlx.trace_trial import measure_distance, pays, time_in_turn
+from services.mlx.trace_trial import measure_distance, time_in_turn
 from services.mlx.traced_slots import LayerInputs, PassRows
 
 _log = logging.getLogger(__name__)
@@ -26,6 +26,9 @@ _BEFORE = 20
 """Tokens before those of the trial."""
 _TURNS = 3
 """How often the blocks are gone through when they are timed."""
+_SHARE = 1.05
+"""Of MLX's time that ours may take. They leave the host two thirds of the operations, which a trial
+of a few blocks hardly shows: of a whole pass at 8B it is a tenth."""
 
 Pairs = Sequence[tuple[Any, Any]]
 """Blocks, and their kernels."""
@@ -48,13 +51,13 @@ def compare(pairs: Pairs, products: KernelProbe) -> KernelProbe:
             return _refuse(probe, f"of {rows} rows they are {distance:.2g} from MLX's")
     timed = min(_TIMED_ROWS, products.most_rows)
     own_s, mlx_s = _Trial(pairs, timed).time()
-    faster = pays(own_s, mlx_s)
+    faster = own_s < _SHARE * mlx_s
     _log.info("a block: %.3f ms by our kernels, %.3f ms by MLX", 1e3 * own_s, 1e3 * mlx_s)
     return replace(
         probe,
         least_rows=products.least_rows if faster else 0,
         most_rows=products.most_rows if faster else 0,
-        reason="" if faster else "they are not faster than MLX's",
+        reason="" if faster else "they are slower than MLX's",
         distance=distance,
         own_ms={timed: 1e3 * own_s},
         mlx_ms={timed: 1e3 * mlx_s},

@@ -1,8 +1,7 @@
 """A traced forward gives the model's own logits wherever it is replayed, or is not used."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,10 +13,8 @@ from services.batching.packing import enable_packing
 from services.kv.cache import KVStore, windows_of
 from services.mlx import trace_trial, traced_forward
 from services.mlx.loader import load
-from services.mlx.plain_blocks import give_kernels
 from services.mlx.rope import allow_branches
 from services.mlx.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward, trace_if_faster
-from services.mlx.traced_parts import split_decoder
 from services.mlx.traced_slots import PassRows, round_to_traced
 from tests.support.tiny_models import write_tiny_model
 
@@ -163,80 +160,6 @@ def test_a_long_chain_goes_as_a_tree(model: Any, rows: int) -> None:
     store = _prefill(model, 9)
     store.chain(rows)
     assert traced.serves(store)
-
-
-class _OfMlx:
-    """Kernels that take nothing."""
-
-    def takes(self, x: mx.array, cache: Any) -> bool:
-        del x, cache
-        return False
-
-    def run(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
-        raise NotImplementedError
-
-
-@pytest.fixture
-def split(tmp_path: Path) -> Any:
-    """A model whose passes come in two parts; its blocks are MLX's all the same."""
-    module: Any = load(write_tiny_model(tmp_path, "llama", layers=5)).module
-    allow_branches(module)
-    for block in module.model.layers:
-        give_kernels(block, _OfMlx())
-    assert split_decoder(module, 3) is not None
-    return module
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_a_pass_in_two_parts_is_the_whole_one(
-    split: Any, monkeypatch: pytest.MonkeyPatch, *, ahead: bool
-) -> None:
-    """A chain, a tree and a fork; the first part is begun alone unless a pass is under way."""
-    started: list[list[mx.array]] = []
-    monkeypatch.setattr(traced_forward, "_start", started.append)
-    traced = TracedForward(split)
-    monkeypatch.setattr(traced, "_replay", None)
-    for tree in (None, TREES["six"]):
-        own, other = _prefill(split, 20), _prefill(split, 20)
-        fork = other.fork(10)
-        for store in (own, other):
-            store.chain(3) if tree is None else store.append_tree(tree)
-        tokens = mx.array([[7, 8, 9]] if tree is None else [tree.tokens])
-        fork.chain(2)
-        mx.eval(traced(mx.array([[1, 2]]), fork, ahead=ahead))
-        expected = np.array(split(tokens, cache=own.caches))
-        found = traced(tokens, other, ahead=ahead)
-        np.testing.assert_allclose(np.array(found), expected, atol=1e-4)
-        for mine, theirs in zip(other.caches, own.caches, strict=True):
-            kept = slice(0, 20 + tokens.size)
-            np.testing.assert_allclose(
-                np.array(mine.keys)[:, :, kept], np.array(theirs.keys)[:, :, kept], atol=1e-4
-            )
-    assert [len(arrays) for arrays in started] == ([] if ahead else [1] * 4)
-
-
-def test_which_models_come_in_two_parts(split: Any, model: Any) -> None:
-    """Not those whose blocks are MLX's, nor those that are hardly longer than the first part."""
-    assert split_decoder(model, 1) is None
-    assert split_decoder(split, 5) is None
-    assert split_decoder(split.model, 3) is None
-    for name, value in (("pipeline_size", 2), ("use_sliding", True)):
-        owner = split.model if name == "pipeline_size" else split.model.layers[2]
-        before = getattr(owner, name, None)
-        setattr(owner, name, value)
-        assert split_decoder(split, 3) is None
-        setattr(owner, name, before or (1 if name == "pipeline_size" else False))
-    assert split_decoder(split, 3) is not None
-
-
-def test_a_model_that_is_read_is_replayed_whole(split: Any) -> None:
-    """Its reader sees all layers of one trace."""
-    traced = TracedForward(split)
-    assert traced._parts is not None
-    traced.read(cast(Any, object()))
-    assert traced._parts is None
-    traced.read(None)
-    assert traced._parts is not None
 
 
 def test_only_shapes_that_were_traced_at_load_are_served(model: Any) -> None:

@@ -160,12 +160,17 @@ def test_what_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [type(layer) for layer in module.model.layers] == kinds
 
 
-def test_what_is_slower_is_not_used(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("own", "used"), [(1.0, True), (1.03, True), (1.1, False)])
+def test_what_is_slower_is_not_used(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, own: float, *, used: bool
+) -> None:
+    """But what scatters is."""
     module = load(tiny_folder("llama")).module
-    monkeypatch.setattr(block_trial, "time_in_turn", lambda _: [1.0, 1.0])
+    monkeypatch.setattr(block_trial, "time_in_turn", lambda _: [own, 1.0])
     probe = probe_of(module)
-    assert (probe.least_rows, probe.reason) == (0, "they are not faster than MLX's")
-    assert not any(hasattr(layer, "kernels") for layer in module.model.layers)
+    expected = (1, "") if used else (0, "they are slower than MLX's")
+    assert (probe.least_rows, probe.reason) == expected
+    assert all(hasattr(layer, "kernels") is used for layer in module.model.layers)
 
 
 def test_without_our_products_there_are_no_blocks(
@@ -190,7 +195,7 @@ def test_a_second_call_takes_the_place_of_the_first(
         assert serves_any_length(module) is attends
     assert probe_of(module).least_rows == 1
     assert [type(layer) for layer in module.model.layers] == kinds
-    monkeypatch.setattr(block_trial, "time_in_turn", lambda _: [1.0, 1.0])
+    monkeypatch.setattr(block_trial, "time_in_turn", lambda _: [2.0, 1.0])
     assert probe_of(module).least_rows == 0
     assert [type(layer) for layer in module.model.layers] == plain
     monkeypatch.setattr(blocks, "attends_any_length", lambda *_: True)
