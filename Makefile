@@ -12,10 +12,10 @@ EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
 demo: $(VENV)/.pair
 	@"$(BIN)/ssd" demo $(FLAGS)
 
-# Two at a time: most tests wait for processes; those of a file stay together, and the files come
+# Three at a time: most tests wait for processes; those of a file stay together, and the files come
 # in the order of tests/conftest.py.
 test: $(VENV)/.pair
-	"$(BIN)/python" -m pytest --numprocesses 2 --dist loadfile \
+	"$(BIN)/python" -m pytest --numprocesses 3 --dist loadfile \
 		--no-loadscope-reorder --durations 12
 
 # What computes with MLX, on a CUDA device; its products in whole float32 there, as on a CPU.

@@ -212,15 +212,11 @@ def guess(
         [rows] int32, the likeliest; and [2, rows, width] float32, which hold any id exactly: the
         ids of all, and how sure each is.
     """
-
-    def compute(rows: mx.array, width: int) -> tuple[mx.array, mx.array]:
-        return _guess_by_mlx(rows, width, ids, rules, sampling)
-
     if compute_unit() == "cuda":
-        there = guess_tokens(rows, ids, rules, Wanted(width, _kind_of(sampling)), compute)
+        there = guess_tokens(rows, ids, rules, Wanted(width, _kind_of(sampling)))
         if there is not None:
             return there
-    return compute(rows, width)
+    return _guess_by_mlx(rows, width, ids, rules, sampling)
 
 
 def _kind_of(sampling: Sampling) -> int:

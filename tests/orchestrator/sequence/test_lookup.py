@@ -188,3 +188,35 @@ def test_each_length_of_a_match_is_judged_by_what_came_of_it(rate: float, used: 
     plan = Planner("ssd", estimates)
     assert bool(plan.lookup_nodes(chain_of([CONFIDENCE[2]] * 3))) == used
     assert plan.lookup_nodes(chain_of([CONFIDENCE[4]] * 3))
+
+
+@pytest.mark.parametrize(
+    ("rates", "waiting_ms", "pays"),
+    [
+        ([0.9, 0.9, 0.9], 1.0, True),
+        ([0.9, 0.9, 0.9], 12.0, False),  # the verifier would wait for longer than that saves
+        ([0.05, 0.9, 0.9], 1.0, False),  # the token under way will be another one
+        ([0.9], 0.0, False),  # nothing follows it
+        ([0.9, 0.02, 0.02], 1.0, False),
+        ([], 0.0, False),
+    ],
+)
+@pytest.mark.parametrize("streams", [1, 4])
+def test_a_free_run_is_ended_for_what_follows_the_token_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+    rates: list[float],
+    waiting_ms: float,
+    pays: bool,  # noqa: FBT001  # pytest names it
+    streams: int,
+) -> None:
+    """It is being computed when the lookup is found, so that it cannot be verified any more."""
+    estimates = CostModel()
+    for tokens in range(1, 20):
+        for curve in (estimates.plain_latency, estimates.verify_latency):
+            curve.observe(tokens, 8.0 + 2.0 * tokens)
+    monkeypatch.setattr(CostModel, "acceptance_rates", lambda _, confidences, *__: confidences)
+    for _ in range(50):
+        estimates.idle_ms["lookup"].observe(waiting_ms)
+    estimates.batch.streams = streams
+    plan = Planner("ssd", estimates)
+    assert (plan.value_of_stopping(chain_of(rates)) > 0.0) is pays

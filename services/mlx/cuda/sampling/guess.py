@@ -1,18 +1,21 @@
 """A drafter's guesses at what the target will choose after each row, on CUDA, in one launch.
 
 MLX takes a dozen launches for them, more with filters, and a depth of a small drafter waits for
-each. Here one block serves a row. Used if it guesses what MLX's operations do, and in less time.
+each. Here one block serves a row. Used if it guesses what the host does, which compiles nothing:
+MLX's operations would be kernels of several seconds each.
 """
 
+import functools
 import logging
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
+from protocol.messages import Sampling
 from services.mlx.cuda.kernel import LANES, build
-from services.mlx.trace_trial import measure_distance, pays, time_in_turn
+from services.sampling import candidates
+from services.sampling.rules import write_rules
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +28,14 @@ CANDIDATES = 64
 """`CANDIDATES` of guess.cuh."""
 _TYPES = (mx.float16, mx.bfloat16, mx.float32)
 _WARPS = 32
+_TRIAL = {
+    GREEDY: Sampling(),
+    DRAWN: Sampling(temperature=0.7, seed=1),
+    FILTERED: Sampling(temperature=0.8, seed=2, top_k=40, top_p=0.95, min_p=0.02),
+}
+_TRIAL_SHAPE = (4, 16000)
 _TOLERANCE = 1e-3
+"""Of how sure the guesses are."""
 
 Guesses = tuple[mx.array, mx.array]
 """See `sampling.device.guess`."""
@@ -47,37 +57,23 @@ class Wanted(NamedTuple):
     """What the rules ask for."""
 
 
-def guess_tokens(
-    rows: mx.array,
-    ids: mx.array,
-    rules: mx.array,
-    wanted: Wanted,
-    reference: Callable[[mx.array, int], Guesses],
-) -> Guesses | None:
-    """`sampling.device.guess` by the kernel; None where MLX's operations serve better.
+def guess_tokens(rows: mx.array, ids: mx.array, rules: mx.array, wanted: Wanted) -> Guesses | None:
+    """`sampling.device.guess` by the kernel; None where it does not serve.
 
     Args:
         rows: [rows, head] logits.
         ids: [head] int32.
         rules: [rows, WORDS], see `sampling.rules`.
-        wanted: how many guesses, of which kind.
-        reference: makes so many guesses for such rows, with these ids and rules, by MLX's
-            operations; it is called before anything of this kind is traced.
+        wanted: how many guesses, of which kind; of each kind some must have been made before one
+            is traced.
     """
     width = next((count for count in WIDTHS if count >= wanted.width), 0)
-    if rows.dtype not in _TYPES or not width or rows.shape[1] < CANDIDATES:
-        return None
     made = Wanted(width, wanted.kind)
-    key = rows.dtype, made
-    if key not in _found_out:
-        _found_out[key] = _try_out(rows, ids, rules, made, reference)
-    if not _found_out[key]:
+    fits = rows.dtype in _TYPES and width and rows.shape[1] >= CANDIDATES
+    if not fits or not _works(rows.dtype, made):
         return None
     best, found = launch(rows, ids, rules, made)
     return best, found[..., : wanted.width] if wanted.width < width else found
-
-
-_found_out: dict[tuple[mx.Dtype, Wanted], bool] = {}
 
 
 def launch(rows: mx.array, ids: mx.array, rules: mx.array, wanted: Wanted) -> Guesses:
@@ -97,26 +93,29 @@ def launch(rows: mx.array, ids: mx.array, rules: mx.array, wanted: Wanted) -> Gu
     return best, found
 
 
-def _try_out(
-    rows: mx.array,
-    ids: mx.array,
-    rules: mx.array,
-    wanted: Wanted,
-    reference: Callable[[mx.array, int], Guesses],
-) -> bool:
-    """Whether the kernel compiles here, guesses what MLX does of these rows, and is faster."""
-    by_mlx = partial(reference, rows, wanted.width)
-    by_us = partial(launch, rows, ids, rules, wanted)
+@functools.cache
+def _works(dtype: mx.Dtype, wanted: Wanted) -> bool:
+    """Whether the kernel compiles here, and guesses what the host does."""
+    sampling, (count, head) = _TRIAL[wanted.kind], _TRIAL_SHAPE
+    random = np.random.default_rng(0)
+    logits: Any = random.normal(-2.0, 1.0, _TRIAL_SHAPE)
+    for row in logits:  # of equal ones either may come first: the best ones differ in any type
+        row[random.permutation(head)[: 2 * CANDIDATES]] = 14.0 - np.arange(2 * CANDIDATES) / 16.0
+    rows = mx.array(logits.astype(np.float32)).astype(dtype)
+    ids, positions = np.arange(head)[::-1] + 7, list(range(count))
     try:
-        # Of equal scores either may come first; how sure they are is the same.
-        distance = measure_distance(by_mlx()[1][1], by_us()[1][1])
-        if not distance < _TOLERANCE:
-            _log.warning("the kernel that guesses is %.2g from MLX's operations", distance)
+        rules = mx.array(write_rules(positions, sampling))
+        best, found = launch(rows, mx.array(ids.astype(np.int32)), rules, wanted)
+        logits = np.array(rows.astype(mx.float32))
+        # Without filters every token is a candidate.
+        width = head if wanted.kind == DRAWN else CANDIDATES
+        top = candidates.perturb(candidates.best_of(logits, width, ids), positions, sampling)
+        sure = np.array([top.confidences(row, wanted.width) for row in positions])
+        distance = float(np.abs(np.array(found[1]) - sure).max())
+        if not distance < _TOLERANCE or best.tolist() != top.ids[:, 0].tolist():
+            _log.warning("the kernel that guesses is %.2g from what the host does", distance)
             return False
-        theirs, ours = time_in_turn([by_mlx, by_us])
     except (RuntimeError, ValueError, OSError) as error:
         _log.warning("the kernel that guesses does not run here: %s", error)
         return False
-    said = "%d guesses: %.2f ms by our kernel, %.2f ms by MLX"
-    _log.info(said, wanted.width, 1e3 * ours, 1e3 * theirs)
-    return pays(ours, theirs)
+    return True

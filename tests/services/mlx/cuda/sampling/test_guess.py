@@ -67,35 +67,35 @@ def test_a_logit_that_is_no_number_is_noticed(kernel: Path, kind: int, sampling:
     assert np.isnan(run_kernel(kernel, 1, kind, 100, words, ids, row)[-1])
 
 
-@pytest.mark.parametrize(
-    ("change", "times", "used"),
-    [(1.0, [2.0, 1.0], True), (1.0, [1.0, 1.0], False), (1.1, [2.0, 1.0], False)],
-)
-def test_it_is_used_where_it_is_right_and_faster(
-    monkeypatch: pytest.MonkeyPatch, change: float, times: list[float], *, used: bool
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("change", [1.0, 1.1])
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_it_is_used_where_it_is_right(
+    monkeypatch: pytest.MonkeyPatch, kind: int, change: float, dtype: mx.Dtype
 ) -> None:
     launched = []
-    sampling = Sampling(temperature=0.7, seed=2)
+    sampling = guess._TRIAL[kind]
 
     def launch(
         rows: mx.array, ids: mx.array, rules: mx.array, wanted: Wanted
     ) -> tuple[mx.array, mx.array]:
-        launched.append(wanted)
+        launched.append((rows.shape, wanted))
         best, found = device._guess_by_mlx(rows, wanted.width, ids, rules, sampling)
         return best, found * mx.array([1.0, change])[:, None, None]
 
     monkeypatch.setattr(guess, "launch", launch)
-    monkeypatch.setattr(guess, "time_in_turn", lambda _: times)
-    monkeypatch.setattr(guess, "_found_out", {})
     monkeypatch.setattr(device, "find_best", lambda *_: None)
-    rows, ids = (mx.array(one) for one in draw(1, 100))
-    rules = mx.array(write_rules([6], sampling))
-    expected = device.guess(rows[None], 3, ids, rules, sampling)
+    guess._works.cache_clear()
+    row, ids = (mx.array(one) for one in draw(1, 100))
+    rows, rules = row[None].astype(dtype), mx.array(write_rules([6], sampling))
+    expected = device.guess(rows, 3, ids, rules, sampling)
     monkeypatch.setattr(device, "compute_unit", lambda: "cuda")
-    device.guess(rows[None], 3, ids, rules, sampling)
-    launched.clear()
-    best, found = device.guess(rows[None], 3, ids, rules, sampling)
-    assert launched == ([(5, DRAWN)] if used else [])
+    for _ in range(2):
+        best, found = device.guess(rows, 3, ids, rules, sampling)
+    guess._works.cache_clear()
+    trial = (guess._TRIAL_SHAPE, Wanted(5, kind))
+    used = [((1, 100), Wanted(5, kind))] * 2 if change == 1.0 else []
+    assert launched == [trial, *used]
     assert best.item() == expected[0].item()
     np.testing.assert_allclose(np.array(found), np.array(expected[1]), rtol=1e-5)
 
@@ -103,12 +103,10 @@ def test_it_is_used_where_it_is_right_and_faster(
 @pytest.mark.parametrize(("head", "width"), [(400, WIDTHS[-1] + 1), (63, 1)])
 def test_some_rows_are_not_for_it(monkeypatch: pytest.MonkeyPatch, head: int, width: int) -> None:
     """More guesses than it makes, and fewer columns than the filters' candidates."""
-    monkeypatch.setattr(guess, "_try_out", lambda *_: True)
+    monkeypatch.setattr(guess, "_works", lambda *_: True)
     ids, rules = mx.arange(head), mx.array(write_rules([0], Sampling()))
-    rows = mx.zeros((1, head))
-    assert (
-        guess.guess_tokens(rows, ids, rules, Wanted(width, GREEDY), lambda *_: (rows, rows)) is None
-    )
+    rows, wanted = mx.zeros((1, head)), Wanted(width, GREEDY)
+    assert guess.guess_tokens(rows, ids, rules, wanted) is None
 
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
