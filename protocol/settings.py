@@ -173,6 +173,9 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     """Folder of the target's LoRA adapter; empty without one."""
     prompt_cache_file: str = ""
     """Where the KV of sequences that are over outlives the process; empty: nowhere."""
+    prelaunches: bool = False
+    """Passes may wait for their tokens on the GPU, which nobody else uses. Nothing sets it yet:
+    such passes have run on a GPU by themselves, not in the pipeline (docs/lab/cuda-forward.md)."""
     ranks: RankGroupSettings | None = None
     """The group whose rank 0 this process is; None: the whole model is here."""
 

@@ -110,11 +110,19 @@ class Child:
             self.process.wait(_KILL_S)
 
 
+_LONG_GRAPHS = {"MLX_MAX_MB_PER_BUFFER": "3000"}
+"""MLX stops launching when ten graphs are on their way, each of which reads a gigabyte at most: a
+pass over a larger model could not be launched as a whole while its first kernel waits."""
+
+
 def environment_for(settings: ChildSettings) -> dict[str, str]:
     """Which GPUs there are is settled before its first line."""
     device = settings.device if isinstance(settings, ServiceSettings) else ""
-    ranks = settings.ranks if isinstance(settings, VerifierSettings) else None
-    return {**child_environment(device), **(ranks.hosts[0].environment if ranks else {})}
+    if not isinstance(settings, VerifierSettings):
+        return child_environment(device)
+    ranks = settings.ranks.hosts[0].environment if settings.ranks else {}
+    first = _LONG_GRAPHS if settings.prelaunches else {}
+    return {**first, **child_environment(device), **ranks}
 
 
 def end_all(children: Collection[Child]) -> None:

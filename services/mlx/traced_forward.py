@@ -23,6 +23,7 @@ from services.kv.cache import KVStore
 from services.kv.slots import Frame, SlotCache
 from services.mlx.cuda.blocks import serves_any_length
 from services.mlx.cuda.choice import in_trace
+from services.mlx.cuda.doorbell import Doorbell, LateInputs
 from services.mlx.trace_trial import is_faster, is_worth_it, prefill, time_in_turn
 from services.mlx.traced_slots import LayerInputs, PassRows, Shape, round_to_traced, widen
 
@@ -65,6 +66,16 @@ class Singles(NamedTuple):
     """Those whose pass begins when nothing else is under way."""
     ahead: bool
     """Those whose pass begins behind another one."""
+
+
+class Prelaunched(NamedTuple):
+    """A pass that waits for its tokens."""
+
+    late: LateInputs
+    logits: mx.array
+    """[rows, vocabulary], lazy."""
+    slots: int
+    """Of its buffers: what it is rung for has to lie there."""
 
 
 def place_chain(store: KVStore) -> None:
@@ -143,10 +154,13 @@ class TracedForward:
             return False
         if not self.can_trace(store):
             return False
-        rows, slots, forks = _count_rows(frame), _find_size(store), _is_tree(frame)
-        longest = Shape(rows, TRACED_SLOTS[-1], forks)
-        later = self._traces_later and slots > longest.slots and longest in self._shapes
-        return later or Shape(rows, slots, forks) in self._shapes
+        return self._has(Shape(_count_rows(frame), _find_size(store), _is_tree(frame)))
+
+    def _has(self, shape: Shape) -> bool:
+        """Whether this is traced, or may be now."""
+        longest = shape._replace(slots=TRACED_SLOTS[-1])
+        later = self._traces_later and shape.slots > longest.slots and longest in self._shapes
+        return later or shape in self._shapes
 
     def prepare(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
         """Trace chains of this shape, and compute one."""
@@ -184,24 +198,52 @@ class TracedForward:
         """
         frame = store.frame
         widen(store, _find_size(store))
+        where = [mx.array(frame.start)]
+        if _is_tree(frame):
+            tokens, *more = _pad_tree(tokens, store, _count_slots(store))
+            where += more
+        logits, features = self._run(tokens, where, store)
+        if self._reader is not None and features:
+            self._reader.put(features[0][: frame.count])
+        if not ahead:
+            first: Any = [cache.keys for cache in store.caches[: _FIRST_LAYERS + 1]]
+            _start(first)
+        return logits[:, : frame.count]
+
+    def prelaunch(self, rows: int, store: KVStore, bell: Doorbell) -> Prelaunched | None:
+        """A pass over up to so many rows, in the making; which ones is said by ringing.
+
+        Args:
+            rows: a size of trees.
+            store: of the sequence, with the chain or tree that is in work; what becomes of that
+                need not be known. It holds the buffers that the pass writes to.
+            bell: for the device to wait for.
+
+        Returns:
+            None if there is no trace of such a shape.
+        """
+        slots = round_to_traced(max(_count_slots(store), store.length + rows))
+        if not slots or not self._has(Shape(rows, slots, forks=True)):
+            return None
+        widen(store, slots)
+        late = bell.await_tokens(rows, slots, store.length)
+        where = [late.start, late.positions, late.visible]
+        logits, _ = self._run(late.tokens, where, store)
+        return Prelaunched(late, logits[0], slots)
+
+    def _run(
+        self, tokens: mx.array, where: _Where, store: KVStore
+    ) -> tuple[mx.array, list[mx.array]]:
+        """[1, rows, vocabulary] logits, and features if some are read; the store has the rows."""
         keys: Any = [cache.keys for cache in store.caches]
         values: Any = [cache.values for cache in store.caches]
         # MLX writes in place only what nobody else holds.
         for cache in store.caches:
             cache.keys = cache.values = None
-        where = [mx.array(frame.start)]
-        if _is_tree(frame):
-            tokens, *more = _pad_tree(tokens, store, keys[0].shape[2])
-            where += more
-        logits: mx.array
         logits, keys, values, features = self._replay(tokens, where, keys, values)
         for cache, own_keys, own_values in zip(store.caches, keys, values, strict=True):
             cache.keys, cache.values = own_keys, own_values
-        if self._reader is not None and features:
-            self._reader.put(features[0][: frame.count])
-        if not ahead:
-            _start(keys[: _FIRST_LAYERS + 1])
-        return logits[:, : frame.count]
+        return logits, features
 
     def _forward(
         self, tokens: mx.array, where: _Where, keys: list[mx.array], values: list[mx.array]
@@ -221,9 +263,14 @@ def _start(arrays: list[mx.array]) -> None:
 
 def _find_size(store: KVStore) -> int:
     """Slots of the buffers that a trace of the current frame has; 0 if they are too many."""
-    keys, frame = store.caches[0].keys, store.frame
-    held = 0 if keys is None else keys.shape[2]
-    return round_to_traced(max(held, frame.start + _count_rows(frame)))
+    frame = store.frame
+    return round_to_traced(max(_count_slots(store), frame.start + _count_rows(frame)))
+
+
+def _count_slots(store: KVStore) -> int:
+    """Of the buffers as they are."""
+    keys = store.caches[0].keys
+    return 0 if keys is None else keys.shape[2]
 
 
 def _is_tree(frame: Frame) -> bool:

@@ -41,6 +41,8 @@ def run(settings: VerifierSettings) -> None:
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
         verifier = Verifier(model, settings.prefill_step_size, prompts, target)
         verifier.spare_cores = SpareCores(settings.spare_cores, open_idle_flag(settings.spare_flag))
+        if settings.prelaunches:
+            verifier.prelaunch()
         if opened.compute_unit != "cpu":
             warm_verifier(verifier)
         _attach_coreml_prefill(verifier, settings, model.folder)

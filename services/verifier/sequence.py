@@ -8,16 +8,19 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from protocol.decoding.token_tree import TokenTree
-from protocol.messages import Extend, Tokens, Verify
+from protocol.decoding.token_tree import TokenTree, read_tree
+from protocol.errors import ProtocolError
+from protocol.messages import Extend, Tokens, VerificationOutcome, Verify
 from services.batching.forward import BatchRequest, ForwardPass
 from services.kv.state import SequenceState
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.feature_log import FeatureLog
-from services.verifier.pipelined_step import PipelinedStep, SharedStep
+from services.verifier.pipelined_step import PipelinedStep, SharedStep, next_plain
+from services.verifier.prelaunch import PrelaunchedPass
 from services.verifier.prepared import PreparedRounds
 
 Step = PipelinedStep | SharedStep
+"""Of a pass that has begun ahead."""
 
 _UNKNOWN_S = 0.002
 """Assumed time between an outcome and the next verification: a chain that was prepared."""
@@ -40,8 +43,8 @@ class TargetSequence:
     """[rows, width] the same of the pass in work, lazy."""
     ahead: list[Step] = field(default_factory=list)
     """What is under way of the passes that are likely to be asked for next."""
-    taken: Step | None = None
-    """Its part in the pass in work, if that had begun ahead."""
+    taken: Step | PrelaunchedPass | None = None
+    """Its part in the pass in work, if that had begun before it was asked for."""
     begun: mx.array | npt.NDArray[np.int32] | None = None
     """[1] the choice after the pass in work, in the making, if the next one has begun with it."""
     best: Callable[[], npt.NDArray[np.int32]] | None = None
@@ -66,7 +69,31 @@ class TargetSequence:
         """How many tokens stand, and are in a pass."""
         return self.state.length
 
-    def _part_in(self, by: ForwardPass) -> Step | BatchRequest | None:
+    def validate(self, message: Verify, most_rows: int, *, takes_trees: bool) -> TokenTree:
+        """What is to be verified.
+
+        Args:
+            message: asks for it.
+            most_rows: that a verification may have.
+            takes_trees: whether it may fork.
+
+        Raises:
+            ProtocolError: it cannot be verified here.
+        """
+        if message.position != self.length:
+            raise ProtocolError(
+                f"the chain starts at position {message.position} "
+                f"but the KV holds {self.length} tokens"
+            )
+        if not 1 <= len(message.nodes) <= most_rows:
+            raise ProtocolError(f"cannot verify a chain of {len(message.nodes)} tokens")
+        tree = read_tree(message.nodes, message.parents)
+        if not (tree.is_chain or takes_trees):
+            raise ProtocolError("this verifier takes chains, no trees")
+        self.rule.check(message, tree)
+        return tree
+
+    def _part_in(self, by: ForwardPass) -> Step | PrelaunchedPass | BatchRequest | None:
         """Its part in a pass that is in work."""
         parts = (self.taken, *self.ahead, self.request)
         return next((part for part in parts if part is not None and part.by is by), None)
@@ -83,11 +110,12 @@ class TargetSequence:
 
     def take_ahead(self, chain: Tokens) -> Step | None:
         """The pass that has begun ahead, if it is over this chain."""
-        self.taken = self.ahead.pop(0) if self.ahead else None
-        if self.taken is not None and self.taken.take_up(chain) is None:
-            self.taken = None
+        step = self.ahead.pop(0) if self.ahead else None
+        if step is not None and step.take_up(chain) is None:
+            step = None
             self.ahead.clear()  # they were built on it
-        return self.taken
+        self.taken = step
+        return step
 
     def begin_choice(
         self, logits: mx.array, message: Verify, tree: TokenTree
@@ -112,6 +140,28 @@ class TargetSequence:
         """This is in work, and what it grants may follow."""
         self.asked, self.granted_in = message, message.round
         self.drafter_idle = message.drafter_idle
+
+    def find_next(self, outcome: VerificationOutcome, listen: Callable[[], None]) -> int:
+        """What follows without being asked for, if anything; the number of a prepared round.
+
+        Args:
+            outcome: of the verification in work, which is over.
+            listen: hears of what has been prepared.
+        """
+        asked = self.asked
+        if asked is None:
+            return 0
+        drafts = not (outcome.goes_on or asked.drafter_idle)
+        if drafts:
+            listen()
+        prepared = self.prepared.take(outcome) if drafts else None
+        if prepared is not None:
+            self.begin_run(prepared[1])
+        else:
+            self.asked = next_plain(asked, outcome)
+        if self.asked is not None:
+            self.answered_at = 0.0  # nobody has to wait for it
+        return prepared[0] if prepared is not None else 0
 
     def end_run(self) -> None:
         """Nothing follows unasked."""

@@ -11,7 +11,7 @@ from functools import partial
 import mlx.core as mx
 from msgspec.structs import replace
 
-from protocol.decoding.token_tree import TokenTree, read_tree
+from protocol.decoding.token_tree import TokenTree
 from protocol.errors import ProtocolError, RuntimeFailure
 from protocol.messages import (
     CloseSequence,
@@ -42,7 +42,7 @@ from services.verifier.acceptance import AcceptanceRule, describe_outcome
 from services.verifier.feature_source import FeatureSource
 from services.verifier.listener import Listener
 from services.verifier.pass_ahead import PassAhead
-from services.verifier.pipelined_step import next_plain
+from services.verifier.prelaunch import Choices, Prelauncher, open_prelauncher
 from services.verifier.sequence import TargetSequence
 from services.verifier.spare_cores import SpareCores
 from services.verifier.target_model import TargetModel, prepare
@@ -93,7 +93,7 @@ class Verifier:
             memory=self._memory,
             table=self._target.table,
         )
-        self._pass_ahead = PassAhead(self._batcher)
+        self._pass_ahead, self.prelauncher = PassAhead(self._batcher), Prelauncher()
         self._last_pass, self._idle_since = ForwardPass(0, 0), time.perf_counter()
         self._revoked: dict[int, int] = {}  # by sequence: see `Revoke.round`
         self._batcher.table, self.pipelines = self._target.table, self._target.pipelines
@@ -111,6 +111,10 @@ class Verifier:
             self._external = ExternalPrefill(
                 self._model, self._states.make, other, whenever_it_fits=whenever_it_fits
             )
+
+    def prelaunch(self) -> None:
+        """Let passes wait for their tokens on the device, where that is faster."""
+        self.prelauncher = open_prelauncher(self._target)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -141,6 +145,7 @@ class Verifier:
 
     def handle(self, message: Work) -> Generator[FromService | None]:
         """Answer one message (see `work_queue.Service`)."""
+        self.prelauncher.on_message(message)
         match message:
             case OpenSequence():
                 yield from self._open(message)
@@ -179,6 +184,7 @@ class Verifier:
     def retire_all(self) -> None:
         """Forget all sequences, even in the middle of a pass: their tokens are what is sure."""
         self._revoked.clear()
+        self.prelauncher.call_off()
         for number in list(self._sequences):
             self._retire(number)
 
@@ -275,29 +281,12 @@ class Verifier:
                 if self._revoked.get(message.sequence, 0) >= sequence.granted_in:
                     sequence.asked = replace(sequence.asked, granted=0)
                 outcome = yield from self._judge(sequence, sequence.asked, tree)
-                number = self._find_next(sequence, outcome)
+                number = sequence.find_next(outcome, self.listener.listen)
                 yield replace(outcome, began=number) if number else outcome
                 if sequence.asked is not None:
                     _, tree = self._validate(sequence.asked)
         finally:
             sequence.end_run()
-
-    def _find_next(self, sequence: TargetSequence, outcome: VerificationOutcome) -> int:
-        """What follows without being asked for, if anything; the number of a prepared round."""
-        asked = sequence.asked
-        if asked is None:
-            return 0
-        drafts = not (outcome.goes_on or asked.drafter_idle)
-        if drafts:
-            self.listener.listen()
-        prepared = sequence.prepared.take(outcome) if drafts else None
-        if prepared is not None:
-            sequence.begin_run(prepared[1])
-        else:
-            sequence.asked = next_plain(asked, outcome)
-        if sequence.asked is not None:
-            sequence.answered_at = 0.0  # nobody has to wait for it
-        return prepared[0] if prepared is not None else 0
 
     def _judge(
         self, sequence: TargetSequence, message: Verify, asked: TokenTree
@@ -307,11 +296,10 @@ class Verifier:
         drafter_idle = all(one.drafter_idle for one in self._sequences.values())
         self.spare_cores.begin_pass(drafter_idle=drafter_idle)
         try:
-            logits, by = yield from self._logits(sequence, tree)
-            begun = sequence.begin_choice(logits, message, tree)
-            if self.pipelines and not message.drafter_idle:
-                self.listener.listen_beside(by, logits if begun is None else begun)
+            logits, by, begun = yield from self._choose(sequence, message, tree)
             judged = sequence.rule.accept(logits, message, tree, begun)
+            if judged.rows[-1] >= len(judged.rows):
+                self.prelauncher.call_off()  # it was launched before the rows were moved
             sequence.commit(tree, judged.rows)
             read = self._features.log(sequence, message.position, sequence.take_read(judged.rows))
         except RuntimeFailure:
@@ -325,6 +313,27 @@ class Verifier:
         node = None if asked.is_chain else asked.find(sequence.tokens[message.position + 1 :])
         return describe_outcome(message, judged, by, node)
 
+    def _choose(
+        self, sequence: TargetSequence, message: Verify, tree: TokenTree
+    ) -> Generator[None, None, tuple[mx.array, ForwardPass, Choices | None]]:
+        """Logits of a tree, their pass, and what `AcceptanceRule.begin` makes of them.
+
+        What comes next is perhaps under way.
+        """
+        while True:
+            logits, by = yield from self._logits(sequence, tree)
+            begun = sequence.begin_choice(logits, message, tree)
+            if isinstance(begun, mx.array) and len(self._sequences) == 1 and sequence.read is None:
+                self.prelauncher.launch(begun, message, sequence.state, tree)
+            if self.pipelines and not message.drafter_idle:
+                self.listener.listen_beside(by, logits if begun is None else begun)
+            if begun is None:
+                return logits, by, None
+            settled = self.prelauncher.settle(sequence.taken, begun)
+            if settled is not None:
+                return logits, by, settled
+            sequence.state.commit(len(sequence.tokens))
+
     def _logits(
         self, sequence: TargetSequence, tree: TokenTree
     ) -> Generator[None, None, tuple[mx.array, ForwardPass]]:
@@ -336,6 +345,10 @@ class Verifier:
             self._start_ahead(ahead.by)
             sequence.best, sequence.read = ahead.best, ahead.features
             return ahead.logits, ahead.by
+        if (late := self.prelauncher.take(sequence.state, tree)) is not None:
+            sequence.taken = late
+            self._start_ahead(late.by)
+            return late.logits, late.by
         if sequence.state.owed > sequence.state.most_owed:
             self._feed_owed(sequence)
         begin = partial(sequence.begin, tree)
@@ -381,16 +394,6 @@ class Verifier:
 
     def _validate(self, message: Verify) -> tuple[TargetSequence, TokenTree]:
         """The sequence, and what is to be verified, if it can be."""
-        sequence, nodes = self._sequences[message.sequence], message.nodes
-        if message.position != sequence.length:
-            raise ProtocolError(
-                f"the chain starts at position {message.position} "
-                f"but the KV holds {sequence.length} tokens"
-            )
-        if not 1 <= len(nodes) <= 1 + self.max_draft_tokens:
-            raise ProtocolError(f"cannot verify a chain of {len(nodes)} tokens")
-        tree = read_tree(nodes, message.parents)
-        if not (tree.is_chain or self.takes_trees):
-            raise ProtocolError("this verifier takes chains, no trees")
-        sequence.rule.check(message, tree)
-        return sequence, tree
+        sequence = self._sequences[message.sequence]
+        most = 1 + self.max_draft_tokens
+        return sequence, sequence.validate(message, most, takes_trees=self.takes_trees)

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
-from services.mlx.cuda import attention, disk_cache, kernel, product, rotate
+from services.mlx.cuda import attention, disk_cache, doorbell, kernel, product, rotate
 from services.mlx.cuda.disk_cache import KernelText, hash_text, keep, name_function, write_function
 from services.mlx.cuda.sampling import best, choose, guess
 from services.sampling.rules import WORDS
@@ -151,7 +152,7 @@ def test_all_kernels_compile(
     kernel.build.cache_clear()
     assert caplog.records == []
     kinds = {file.name.split("_")[2] for file in tmp_path.glob("*.ptx")}
-    assert kinds == {"attention", "best", "choose", "guess", "product", "rotate"}
+    assert kinds == {"attention", "best", "choose", "doorbell", "guess", "product", "rotate"}
 
 
 def _zeros(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
@@ -179,6 +180,8 @@ def launch_all(dtype: mx.Dtype) -> None:
     choose.launch(rows, rules)
     for width, kind in itertools.product(guess.WIDTHS, (guess.GREEDY, guess.DRAWN, guess.FILTERED)):
         guess.launch(rows, mx.arange(100), rules, guess.Wanted(width, kind))
+    doorbell.Doorbell(np.zeros((4, 128), np.int32)).await_tokens(8, 256, 9)
+    doorbell.split_in_pairs(mx.arange(5))
 
 
 _USE = """

@@ -1,0 +1,223 @@
+"""Passes that a GPU is given before their tokens are known: it waits for them by itself.
+
+Building and launching a pass takes the host milliseconds, for which the device waits where the
+tokens come from another process. So the launches of the next pass are queued while this one runs.
+Its first kernel reads a word of the host's memory until the host rings, and then the tokens beside
+it. If nobody rings in time, or the pass is called off, it runs over slots that nothing stands in,
+and its result says so.
+
+Whatever else is given to the device comes after such a pass, which has to be rung or called off
+before.
+"""
+
+import ctypes
+import importlib
+import itertools
+import logging
+import platform
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from services.kv.slots import Frame
+from services.mlx.cuda.kernel import LANES, build
+
+_log = logging.getLogger(__name__)
+
+MOST_ROWS = 32
+"""Of a pass: what a row sees of it is a word."""
+TIMEOUT_MS = 12
+"""As long as a draft takes to come after a miss, and half as long again."""
+
+_WORDS = 128
+"""Of a box."""
+_BOXES = 4
+"""Used in turn: a pass reads its box while the next one's is written."""
+_RUNS, _START, _TOKENS, _POSITIONS, _SEEN = 1, 2, 4, 36, 68
+"""Places in a box, whose word 0 is the ticket (`doorbell.cuh`)."""
+_TICKETS = 1 << 30
+
+_AWAIT = """
+__shared__ bool rang;
+const unsigned long long address = (unsigned long long)(place[1]) << 32 | place[0];
+const volatile int* box = reinterpret_cast<const volatile int*>(address);
+if (threadIdx.x == 0) rang = await_ring(box, int(call[0]), TIMEOUT * 1000000ull);
+__syncthreads();
+const int i = threadIdx.x, first = rang ? box[START] : int(call[1]);
+if (i < ROWS) {
+  tokens[i] = rang ? box[TOKENS + i] : 0;
+  positions[i] = rang ? box[POSITIONS + i] : first;
+  bits[i] = rang ? unsigned(box[SEEN + i]) : 1u << i;
+}
+if (i == 0) {
+  start[0] = first;
+  rung[0] = rang ? 1 : 0;
+}
+"""
+_SHOW = """
+const int slot = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+if (slot < SLOTS) visible[row * SLOTS + slot] = sees(slot, start[0], ROWS, bits[row]);
+"""
+_THREADS = 256
+
+
+class LateInputs(NamedTuple):
+    """What a pass takes that is known when it is rung."""
+
+    tokens: mx.array
+    """[1, rows]."""
+    start: mx.array
+    """[] slot of the first row."""
+    positions: mx.array
+    """[rows]."""
+    visible: mx.array
+    """[rows, slots] which slots each row sees."""
+    rung: mx.array
+    """[1] 1 if these are what was rung for."""
+    ticket: int
+    """Of the pass."""
+
+
+class Doorbell:
+    """Boxes in memory that the device reads over the bus.
+
+    Args:
+        boxes: [boxes, words] such memory; `open_doorbell` makes it.
+    """
+
+    def __init__(self, boxes: npt.NDArray[np.int32]) -> None:
+        self._boxes = boxes
+        addresses = [box.__array_interface__["data"][0] for box in boxes]
+        self._places = [_pair(address % 2**32, address >> 32) for address in addresses]
+        self._tickets = itertools.cycle(range(1, _TICKETS))
+
+    def await_tokens(self, rows: int, slots: int, spare: int) -> LateInputs:
+        """What a pass begins with that waits for its tokens, in the making.
+
+        Args:
+            rows: of the pass, up to `MOST_ROWS`.
+            slots: of the buffers.
+            spare: a slot behind all that may stand by then, with room for the rows.
+        """
+        ticket = next(self._tickets)
+        place, call = self._places[ticket % _BOXES], _pair(ticket, spare)
+        names = ("tokens", "start", "positions", "bits", "rung")
+        wait = build(("doorbell.cuh",), _AWAIT, ("place", "call"), contiguous=True, outputs=names)
+        tokens, start, positions, bits, rung = wait(
+            inputs=[place, call],
+            template=[("ROWS", rows), ("TIMEOUT", TIMEOUT_MS)],
+            grid=(LANES, 1, 1),
+            threadgroup=(LANES, 1, 1),
+            output_shapes=[(1, rows), (1,), (rows,), (rows,), (1,)],
+            output_dtypes=[mx.int32, mx.int32, mx.int32, mx.uint32, mx.int32],
+        )
+        show = build(
+            ("doorbell.cuh",), _SHOW, ("start", "bits"), contiguous=True, outputs=("visible",)
+        )
+        [visible] = show(
+            inputs=[start, bits],
+            template=[("ROWS", rows), ("SLOTS", slots)],
+            grid=(-(-slots // _THREADS) * _THREADS, rows, 1),
+            threadgroup=(_THREADS, 1, 1),
+            output_shapes=[(rows, slots)],
+            output_dtypes=[mx.bool_],
+        )
+        return LateInputs(tokens, start[0], positions, visible, rung, ticket)
+
+    def launch(self, *arrays: mx.array) -> None:
+        """Queue what these are computed by."""
+        start: Any = mx.async_eval
+        start(*arrays)
+
+    def report(self, numbers: mx.array) -> Callable[[], npt.NDArray[np.int32]]:
+        """Queue what these are computed by, [count] int32; gives them when they are there."""
+        pairs = split_in_pairs(numbers)
+        self.launch(*pairs)
+        return lambda: np.concatenate([np.array(pair) for pair in pairs])[: numbers.size]
+
+    def ring(self, late: LateInputs, tokens: list[int], frame: Frame) -> None:
+        """These are the tokens, no more than the pass has rows; the frame says where they are."""
+        box, count, rows = self._box(late.ticket), frame.count, late.tokens.shape[1]
+        box[_START] = frame.start
+        box[_TOKENS : _TOKENS + rows] = 0
+        box[_TOKENS : _TOKENS + count] = tokens
+        box[_POSITIONS : _POSITIONS + rows] = frame.start
+        box[_POSITIONS : _POSITIONS + count] = frame.positions[frame.start :]
+        box[_SEEN : _SEEN + rows] = write_bits(frame, rows).view(np.int32)
+        self._release(late, runs=True)
+
+    def call_off(self, late: LateInputs) -> None:
+        """The pass is of no use; the device gets over it at once."""
+        self._release(late, runs=False)
+
+    def _box(self, ticket: int) -> npt.NDArray[np.int32]:
+        box: npt.NDArray[np.int32] = self._boxes[ticket % _BOXES]
+        return box
+
+    def _release(self, late: LateInputs, *, runs: bool) -> None:
+        box = self._box(late.ticket)
+        box[_RUNS] = runs
+        # Last: stores become visible in the order of the program on the processors served.
+        box[0] = late.ticket
+
+
+def _pair(low: int, high: int) -> mx.array:
+    """Two words: so much MLX keeps in the host's memory, and need not ask the device for."""
+    return mx.array(np.array([low, high], np.uint32))
+
+
+def split_in_pairs(numbers: mx.array) -> list[mx.array]:
+    """[count] int32 as arrays of two, which can be read while a pass waits on the device.
+
+    Others MLX moves to the host's memory first, for which it may have to wait.
+    """
+    count = numbers.size
+    names = tuple(f"pair{place}" for place in range(-(-count // 2)))
+    lines = [f"{name}[i] = numbers[min({2 * at} + i, COUNT - 1)];" for at, name in enumerate(names)]
+    body = "const int i = threadIdx.x;\n" + "\n".join(lines)
+    split = build(("doorbell.cuh",), body, ("numbers",), contiguous=True, outputs=names)
+    return split(
+        inputs=[numbers],
+        template=[("COUNT", count)],
+        grid=(2, 1, 1),
+        threadgroup=(2, 1, 1),
+        output_shapes=[(2,)] * len(names),
+        output_dtypes=[mx.int32] * len(names),
+    )
+
+
+def write_bits(frame: Frame, rows: int) -> npt.NDArray[np.uint32]:
+    """[rows] which rows of the pass each row sees; bit 0 is the first. Padding sees itself."""
+    seen = np.eye(rows, dtype=np.bool_)
+    own = frame.visible[:, frame.start :] if frame.visible is not None else None
+    count = frame.count
+    seen[:count, :count] = np.tri(count, dtype=np.bool_) if own is None else own
+    powers = np.uint32(1) << np.arange(rows, dtype=np.uint32)
+    bits: npt.NDArray[np.uint32] = (seen * powers).sum(axis=1, dtype=np.uint32)
+    return bits
+
+
+def open_doorbell() -> Doorbell | None:
+    """A doorbell for the device in use; None where there can be none, which the log explains."""
+    if platform.machine() not in {"x86_64", "AMD64"}:
+        # Elsewhere the ticket may become visible before what it stands for.
+        _log.info("no pass is launched before its tokens are known: the processor is no x86-64")
+        return None
+    try:
+        runtime: Any = importlib.import_module("cuda.bindings.runtime")
+    except ImportError as error:
+        _log.info("no pass is launched before its tokens are known: %s", error)
+        return None
+    kind = runtime.cudaHostAllocPortable | runtime.cudaHostAllocMapped
+    status, address = runtime.cudaHostAlloc(4 * _WORDS * _BOXES, kind)
+    if int(status):
+        _log.warning("no pass is launched before its tokens are known: %s", status)
+        return None
+    # Never given back: a pass may read it until the process ends.
+    memory = (ctypes.c_int32 * (_WORDS * _BOXES)).from_address(int(address))
+    boxes = np.ctypeslib.as_array(memory).reshape(_BOXES, _WORDS)
+    boxes[:] = 0
+    return Doorbell(boxes)

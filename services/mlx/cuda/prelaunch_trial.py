@@ -1,0 +1,114 @@
+"""Whether passes that are launched before their tokens are known are right, and begin sooner."""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from services.kv.cache import KVStore
+from services.mlx.cuda.doorbell import Doorbell, open_doorbell
+from services.mlx.trace_trial import is_close, is_faster, measure_distance, prefill
+from services.mlx.traced_forward import Prelaunched, TracedForward, pad_rows
+
+_log = logging.getLogger(__name__)
+
+_PROMPT = 200
+_ROWS = 4
+_TURNS = 24
+_SETTLED = 12
+"""Turns after which all memory has been taken and all graphs have been made."""
+_AWAY_S = 0.001
+"""As long as the next tokens are on their way."""
+_WHAT = "passes launched before their tokens are known"
+
+
+def find_doorbell(
+    model: Any, traced: TracedForward | None, new_store: Callable[[], KVStore]
+) -> Doorbell | None:
+    """A doorbell, if passes that wait for one are right and faster here.
+
+    Args:
+        model: called on tokens [1, n] and caches.
+        traced: replays its passes, trees among them.
+        new_store: an empty store for a sequence of this model.
+    """
+    bell = open_doorbell() if traced is not None else None
+    if bell is None or traced is None:
+        return None
+    trial = _Trial(model, traced, new_store, bell)
+    try:
+        used = trial.run()
+    # What a device or a driver makes of it is found out here, and not in an answer.
+    except Exception as error:  # noqa: BLE001
+        _log.warning("%s: %s: not used", _WHAT, error)
+        return None
+    return bell if used else None
+
+
+class _Trial:
+    """Chains behind one another, asked for or rung for."""
+
+    def __init__(
+        self, model: Any, traced: TracedForward, new_store: Callable[[], KVStore], bell: Doorbell
+    ) -> None:
+        self._traced, self._bell = traced, bell
+        self._stores = [prefill(model, new_store, _PROMPT) for _ in range(2)]
+        self._missed = 0
+
+    def run(self) -> bool:
+        """Whether they are used."""
+        asked_s = [self._ask()[0] for _ in range(_TURNS)]
+        _, expected = self._ask()
+        rung_s, found = self._ring_in_turn()
+        if self._missed:
+            _log.info("%s: %d of %d were rung too late", _WHAT, self._missed, _TURNS - _SETTLED)
+            return False
+        if not is_close(_WHAT, measure_distance(expected, found)):
+            return False
+        ways = [statistics.median(times[_SETTLED:]) for times in (asked_s, rung_s)]
+        return is_faster(_WHAT, *ways)
+
+    def _tokens(self) -> list[int]:
+        return list(range(5, 5 + _ROWS))
+
+    def _ask(self) -> tuple[float, mx.array]:
+        """Seconds of a pass, and its logits; the store is as before."""
+        store = self._stores[0]
+        began = time.perf_counter()
+        store.chain(_ROWS)
+        logits = self._traced(mx.array([self._tokens()]), store)[0]
+        mx.argmax(logits, axis=-1).tolist()
+        took_s = time.perf_counter() - began
+        store.trim(_PROMPT)
+        return took_s, logits
+
+    def _ring_in_turn(self) -> tuple[list[float], mx.array]:
+        """Seconds from ringing to the choices, while the next pass is launched; last logits."""
+        store, times = self._stores[1], list[float]()
+        store.chain(_ROWS)
+        now, logits = self._launch(), mx.array(0)
+        for turn in range(_TURNS):
+            time.sleep(_AWAY_S)
+            store.trim(_PROMPT)
+            store.chain(_ROWS)
+            began = time.perf_counter()
+            self._bell.ring(now.late, self._tokens(), store.frame)
+            logits = now.logits[:_ROWS]
+            best = self._bell.report(mx.argmax(logits, axis=-1).astype(mx.int32))
+            after = self._launch()
+            best()
+            times.append(time.perf_counter() - began)
+            self._missed += turn >= _SETTLED and not now.late.rung.item()
+            now = after
+        self._bell.call_off(now.late)
+        return times, logits
+
+    def _launch(self) -> Prelaunched:
+        after = self._traced.prelaunch(pad_rows(2 * _ROWS), self._stores[1], self._bell)
+        if after is None:
+            raise ValueError("there is no trace of a tree")
+        self._bell.launch(after.late.rung, after.logits)
+        return after

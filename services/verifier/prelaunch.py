@@ -1,0 +1,178 @@
+"""The next verification is launched while one is at work, before anybody knows its tokens.
+
+It waits on the device (`services.mlx.cuda.doorbell`), so that a verification which is asked for, or
+follows unasked, begins there when its tokens have come, and not when a pass has been built. One
+sequence at a time: for several a shared pass is worth more.
+"""
+
+import logging
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from protocol.decoding.token_tree import TokenTree
+from protocol.messages import Extend, Revoke, Verify, VerifyAhead
+from services.batching.forward import ForwardPass
+from services.kv.cache import KVStore
+from services.kv.state import SequenceState
+from services.mlx.cuda.doorbell import Doorbell
+from services.mlx.cuda.prelaunch_trial import find_doorbell
+from services.mlx.traced_forward import Prelaunched, TracedForward, pad_rows
+from services.runtime.inbox import Work
+from services.verifier.target_model import TargetModel
+
+_log = logging.getLogger(__name__)
+
+_ROWS = 8
+"""Of a pass, if the last verification was not longer."""
+_MOST_MISSED = 5
+"""Passes that may be rung too late, beyond one in a hundred; then no more are launched."""
+
+Choices = mx.array | npt.NDArray[np.int32]
+
+
+class PrelaunchedPass:
+    """A pass of one sequence that waits for its tokens on the device.
+
+    Args:
+        begun: the pass.
+        bell: it waits for.
+        state: of the sequence.
+    """
+
+    row, best, features = 0, None, None
+
+    def __init__(self, begun: Prelaunched, bell: Doorbell, state: KVStore) -> None:
+        self._begun, self._bell, self._state = begun, bell, state
+        self.by, self.logits = ForwardPass(0, 0), begun.logits
+
+    def fits(self, state: SequenceState, tree: TokenTree) -> bool:
+        """Whether it can be the pass over this tree."""
+        rows = self.logits.shape[0]
+        room = self._begun.slots - self._state.length
+        return state is self._state and len(tree) <= rows <= room
+
+    def take_up(self, tree: TokenTree) -> None:
+        """It is over this tree, which the state holds from now on."""
+        if tree.is_chain:
+            self._state.append(len(tree))
+        else:
+            self._state.append_tree(tree)
+        self._bell.ring(self._begun.late, tree.tokens, self._state.frame)
+        self.by = ForwardPass(len(tree), 1)
+        self.logits = self.logits[: len(tree)]
+
+    def call_off(self) -> None:
+        """It is of no use."""
+        self._bell.call_off(self._begun.late)
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether it had given up when it was rung, so that its logits mean nothing; waits."""
+        return not self._begun.late.rung.item()
+
+
+class Prelauncher:
+    """Keeps a pass waiting on the device for the only sequence there is.
+
+    Args:
+        traced: builds it.
+        bell: for it to wait for; None: no pass is launched before its tokens are known.
+    """
+
+    def __init__(self, traced: TracedForward | None = None, bell: Doorbell | None = None) -> None:
+        self._traced, self._bell = traced, bell
+        self._waiting: PrelaunchedPass | None = None
+        self._choices: Callable[[], npt.NDArray[np.int32]] | None = None
+        """Reads those of the pass in work, behind which one waits."""
+        self._number = 0
+        self._taken = self._missed = 0
+
+    def on_message(self, message: Work) -> None:
+        """Whatever is not the next verification needs the device for something else."""
+        if isinstance(message, Extend | Revoke | VerifyAhead):
+            return
+        if not (isinstance(message, Verify) and message.sequence == self._number):
+            self.call_off()
+
+    def launch(
+        self, begun: mx.array, message: Verify, state: SequenceState, tree: TokenTree
+    ) -> None:
+        """Launch the pass that comes after this one, if somebody is likely to ask for it.
+
+        Args:
+            begun: all that is wanted of this one, lazy.
+            message: what it is for.
+            state: of the sequence, with the tree.
+            tree: this one is over.
+        """
+        follows = message.granted == 0 and not message.drafter_idle
+        if self._bell is None or self._traced is None or not follows or self._waiting is not None:
+            return
+        rows = pad_rows(max(_ROWS, len(tree)))
+        if not rows or not isinstance(state, KVStore) or state.seat is not None:
+            return
+        after = self._traced.prelaunch(rows, state, self._bell)
+        if after is not None:
+            self._choices = self._bell.report(begun)
+            self._bell.launch(after.late.rung, after.logits)
+            self._waiting = PrelaunchedPass(after, self._bell, state)
+            self._number = message.sequence
+
+    def take(self, state: SequenceState, tree: TokenTree) -> PrelaunchedPass | None:
+        """The waiting pass, which is now over this tree; None if there is none for it."""
+        waiting = self._waiting
+        if waiting is None or not waiting.fits(state, tree):
+            self.call_off()
+            return None
+        self._waiting = None
+        waiting.take_up(tree)
+        return waiting
+
+    def settle(self, taken: object, begun: Choices) -> Choices | None:
+        """The choices after the pass that was taken; None if it has to be run again.
+
+        Nothing else of a pass can be looked at while the next one waits on the device: where
+        choices are left to the host, that one is called off.
+
+        Args:
+            taken: the pass, or any other step.
+            begun: its choices.
+        """
+        choices, self._choices = self._choices, None
+        found = begun if choices is None else choices()
+        missed = False
+        if isinstance(taken, PrelaunchedPass):
+            missed = taken.is_missed
+            self._count(missed=missed)
+        if choices is not None and (missed or (found < 0).any()):
+            self.call_off()
+        return None if missed else found
+
+    def call_off(self) -> None:
+        """Let the device get over what waits there."""
+        if self._waiting is not None:
+            self._waiting.call_off()
+            self._waiting = None
+
+    def _count(self, *, missed: bool) -> None:
+        self._taken += 1
+        self._missed += missed
+        if missed and self._missed > _MOST_MISSED + self._taken // 100:
+            _log.warning(
+                "%d of %d passes were rung too late: none is launched before its tokens are known",
+                self._missed,
+                self._taken,
+            )
+            self._bell = None
+
+
+def open_prelauncher(target: TargetModel) -> Prelauncher:
+    """One that launches passes of this target beforehand, if the device is the faster for it."""
+    store = target.states.make()
+    if not isinstance(store, KVStore):
+        return Prelauncher()
+    bell = find_doorbell(target.verify, target.traced, lambda: store.fork(0))
+    return Prelauncher(target.traced, bell)

@@ -1,0 +1,165 @@
+"""A pass that is launched before its tokens are known has the outcome of one that was asked for."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.decoding.token_tree import read_tree
+from protocol.messages import CloseSequence, Extend, OpenSequence, Sampling, Verify
+from services.kv.cache import KVStore
+from services.mlx.traced_forward import TracedForward
+from services.verifier.prelaunch import Prelauncher
+from services.verifier.verifier import Verifier
+from tests.services.verifier.fake_doorbell import FakeDoorbell
+from tests.services.verifier.test_trees import (
+    LENGTH,
+    NUMBERS,
+    PROMPTS,
+    Shape,
+    Stream,
+    grow,
+    shapes,
+)
+from tests.support.reference import plain, said, tiny_verifier
+
+GREEDY = Sampling()
+
+
+@cache
+def _traced() -> tuple[Verifier, TracedForward]:
+    """A verifier of its own, and its model's passes over trees of eight and sixteen, traced."""
+    verifier = tiny_verifier("llama")
+    model = verifier._model
+    traced = TracedForward(model)
+    store = verifier.new_state()
+    assert isinstance(store, KVStore)
+    for rows in (8, 16):
+        traced.prepare_tree(rows, 256, lambda: store.fork(0))
+    return verifier, traced
+
+
+class Rung(Stream):
+    """A sequence whose passes wait for their tokens."""
+
+    def __init__(self, prompt: tuple[int, ...], is_late: Callable[[], bool]) -> None:
+        self.verifier, traced = _traced()
+        self.bell = FakeDoorbell(is_late)
+        self.verifier.prelauncher = Prelauncher(traced, self.bell)
+        self.number = next(NUMBERS)
+        self.committed = list(prompt)
+        self.rest = list(plain("llama", prompt, LENGTH, GREEDY))
+        said(
+            self.verifier.handle(
+                OpenSequence(sequence=self.number, tokens=list(prompt[:-1]), sampling=GREEDY)
+            )
+        )
+
+    def play(self, shapes: list[Shape]) -> None:
+        for shape in shapes:
+            if len(self.rest) < 14:
+                break
+            tree = grow(self.committed[-1], self.rest, shape)
+            self.check(tree, self.verify(tree))
+
+    def close(self) -> None:
+        said(self.verifier.handle(CloseSequence(sequence=self.number)))
+        assert not self.bell.waiting
+
+
+@given(st.sampled_from(PROMPTS), st.lists(shapes, min_size=2, max_size=6), st.data())
+@settings(max_examples=40, deadline=None)
+def test_outcomes_are_those_of_passes_that_were_asked_for(
+    prompt: tuple[int, ...], played: list[Shape], data: st.DataObject
+) -> None:
+    """Chains and trees, longer ones than the pass that waits, and some that come too late."""
+    stream = Rung(prompt, lambda: data.draw(st.sampled_from([False, False, False, True])))
+    stream.play(played)
+    stream.close()
+
+
+CHAIN: Shape = [(0, 0), (1, 0)]
+"""Two right tokens."""
+
+
+def test_each_verification_behind_the_first_is_rung_for() -> None:
+    stream = Rung(PROMPTS[0], lambda: False)
+    stream.play([CHAIN, CHAIN, CHAIN])
+    assert (stream.bell.rung, stream.bell.called_off, len(stream.bell.waiting)) == (2, 0, 1)
+    stream.close()
+    assert stream.bell.called_off == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "called_off"),
+    [
+        pytest.param([(row, 0) for row in range(9)], 1, id="longer than the pass"),
+        pytest.param([(0, 1), (0, 0)], 0, id="another branch"),
+    ],
+)
+def test_what_does_not_fit_calls_the_pass_off(shape: Shape, called_off: int) -> None:
+    """A long chain is computed by itself; rows that move call off the pass behind them."""
+    stream = Rung(PROMPTS[0], lambda: False)
+    stream.play([CHAIN])
+    stream.play([shape])
+    assert stream.bell.called_off == called_off + (not called_off)
+    stream.close()
+
+
+def test_another_sequence_has_the_device_for_itself() -> None:
+    stream = Rung(PROMPTS[0], lambda: False)
+    stream.play([CHAIN])
+    other = OpenSequence(sequence=next(NUMBERS), tokens=list(PROMPTS[1]), sampling=GREEDY)
+    said(stream.verifier.handle(other))
+    assert not stream.bell.waiting
+    stream.play([CHAIN])
+    assert not stream.bell.waiting, "two sequences share passes"
+    said(stream.verifier.handle(CloseSequence(sequence=other.sequence)))
+    stream.close()
+
+
+def test_a_grant_for_what_is_in_work_leaves_the_pass_waiting() -> None:
+    stream = Rung(PROMPTS[0], lambda: False)
+    stream.play([CHAIN])
+    said(stream.verifier.handle(Extend(sequence=stream.number, round=1, granted=1)))
+    assert stream.bell.waiting
+    stream.close()
+
+
+def test_nothing_waits_where_plain_tokens_follow() -> None:
+    """A free run begins its passes ahead by itself, and a drafter that rests prepares nothing."""
+    stream = Rung(PROMPTS[0], lambda: False)
+    for more in ({"granted": 1}, {"drafter_idle": True}):
+        ask = stream.ask(read_tree([stream.committed[-1]], []))
+        message = Verify(
+            sequence=ask.sequence,
+            round=ask.round,
+            position=ask.position,
+            nodes=ask.nodes,
+            stop_ids=[stream.rest[0]],
+            **more,
+        )
+        said(stream.verifier.handle(message))
+        assert not stream.bell.waiting
+        stream.committed.append(stream.rest.pop(0))
+    stream.close()
+
+
+def test_passes_that_come_too_late_again_and_again_are_launched_no_more() -> None:
+    stream = Rung(PROMPTS[0], lambda: True)
+    stream.play([[]] * 12)
+    rung = stream.bell.rung
+    assert rung < 12
+    stream.play([[]] * 4)
+    assert stream.bell.rung == rung
+    stream.close()
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    verifier, _ = _traced()
+    verifier.retire_all()
+    verifier.prelauncher = Prelauncher()
