@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
-from protocol.messages import Extend, Revoke, Verify, VerifyAhead
+from protocol.messages import Extend, Revoke, Tokens, Verify, VerifyAhead
 from services.batching.forward import ForwardPass
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
@@ -55,12 +55,8 @@ class PrelaunchedPass:
         return state is self._state and len(tree) <= rows <= room
 
     def take_up(self, tree: TokenTree) -> None:
-        """It is over this tree, which the state holds from now on."""
-        if tree.is_chain:
-            self._state.append(len(tree))
-        else:
-            self._state.append_tree(tree)
-        self._bell.ring(self._begun.late, tree.tokens, self._state.frame)
+        """It is over this tree, which the state holds."""
+        self._bell.ring(self._begun.late, tree, self._state.frame.start)
         self.by = ForwardPass(len(tree), 1)
         self.logits = self.logits[: len(tree)]
 
@@ -121,13 +117,22 @@ class Prelauncher:
             self._waiting = PrelaunchedPass(after, self._bell, state)
             self._number = message.sequence
 
-    def take(self, state: SequenceState, tree: TokenTree) -> PrelaunchedPass | None:
-        """The waiting pass, which is now over this tree; None if there is none for it."""
+    def take(
+        self, state: SequenceState, tree: TokenTree, begin: Callable[[], Tokens]
+    ) -> PrelaunchedPass | None:
+        """The waiting pass, which is now over this tree; None if there is none for it.
+
+        Args:
+            state: of the sequence.
+            tree: to be verified.
+            begin: begins a pass over it on the state.
+        """
         waiting = self._waiting
         if waiting is None or not waiting.fits(state, tree):
             self.call_off()
             return None
         self._waiting = None
+        begin()
         waiting.take_up(tree)
         return waiting
 

@@ -345,13 +345,13 @@ class Verifier:
             self._start_ahead(ahead.by)
             sequence.best, sequence.read = ahead.best, ahead.features
             return ahead.logits, ahead.by
-        if (late := self.prelauncher.take(sequence.state, tree)) is not None:
+        begin = partial(sequence.begin, tree)
+        if (late := self.prelauncher.take(sequence.state, tree, begin)) is not None:
             sequence.taken = late
             self._start_ahead(late.by)
             return late.logits, late.by
         if sequence.state.owed > sequence.state.most_owed:
             self._feed_owed(sequence)
-        begin = partial(sequence.begin, tree)
         asked = self._batcher.submit(tree.tokens, sequence.state, begin)
         sequence.request = asked
         try:

@@ -22,15 +22,13 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from services.kv.slots import Frame
+from protocol.decoding.token_tree import TokenTree
 from services.mlx.cuda.kernel import LANES, build
 
 _log = logging.getLogger(__name__)
 
-MOST_ROWS = 32
-"""Of a pass: what a row sees of it is a word."""
 TIMEOUT_MS = 12
-"""As long as a draft takes to come after a miss, and half as long again."""
+"""Longest wait: about twice what a draft takes to come after a miss."""
 
 _WORDS = 128
 """Of a box."""
@@ -98,7 +96,7 @@ class Doorbell:
         """What a pass begins with that waits for its tokens, in the making.
 
         Args:
-            rows: of the pass, up to `MOST_ROWS`.
+            rows: of the pass, up to 32: what a row sees of it is a word.
             slots: of the buffers.
             spare: a slot behind all that may stand by then, with room for the rows.
         """
@@ -138,15 +136,15 @@ class Doorbell:
         self.launch(*pairs)
         return lambda: np.concatenate([np.array(pair) for pair in pairs])[: numbers.size]
 
-    def ring(self, late: LateInputs, tokens: list[int], frame: Frame) -> None:
-        """These are the tokens, no more than the pass has rows; the frame says where they are."""
-        box, count, rows = self._box(late.ticket), frame.count, late.tokens.shape[1]
-        box[_START] = frame.start
+    def ring(self, late: LateInputs, tree: TokenTree, start: int) -> None:
+        """The pass is over this tree, of no more rows than it has, from this slot on."""
+        box, count, rows = self._box(late.ticket), len(tree), late.tokens.shape[1]
+        box[_START] = start
         box[_TOKENS : _TOKENS + rows] = 0
-        box[_TOKENS : _TOKENS + count] = tokens
-        box[_POSITIONS : _POSITIONS + rows] = frame.start
-        box[_POSITIONS : _POSITIONS + count] = frame.positions[frame.start :]
-        box[_SEEN : _SEEN + rows] = write_bits(frame, rows).view(np.int32)
+        box[_TOKENS : _TOKENS + count] = tree.tokens
+        box[_POSITIONS : _POSITIONS + rows] = start
+        box[_POSITIONS : _POSITIONS + count] += np.array(tree.depths, np.int32)
+        box[_SEEN : _SEEN + rows] = write_bits(tree, rows).view(np.int32)
         self._release(late, runs=True)
 
     def call_off(self, late: LateInputs) -> None:
@@ -189,12 +187,10 @@ def split_in_pairs(numbers: mx.array) -> list[mx.array]:
     )
 
 
-def write_bits(frame: Frame, rows: int) -> npt.NDArray[np.uint32]:
+def write_bits(tree: TokenTree, rows: int) -> npt.NDArray[np.uint32]:
     """[rows] which rows of the pass each row sees; bit 0 is the first. Padding sees itself."""
     seen = np.eye(rows, dtype=np.bool_)
-    own = frame.visible[:, frame.start :] if frame.visible is not None else None
-    count = frame.count
-    seen[:count, :count] = np.tri(count, dtype=np.bool_) if own is None else own
+    seen[: len(tree), : len(tree)] = tree.visible()
     powers = np.uint32(1) << np.arange(rows, dtype=np.uint32)
     bits: npt.NDArray[np.uint32] = (seen * powers).sum(axis=1, dtype=np.uint32)
     return bits

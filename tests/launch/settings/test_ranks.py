@@ -134,3 +134,16 @@ def test_rank_0_is_shown_its_gpu_from_its_first_line(monkeypatch: pytest.MonkeyP
     told = VerifierSettings(lifeline=0, address="", ranks=group)
     assert environment_for(told)["CUDA_VISIBLE_DEVICES"] == "0"
     assert "CUDA_VISIBLE_DEVICES" not in environment_for(VerifierSettings(lifeline=0, address=""))
+
+
+def test_a_pass_is_launched_as_a_whole_where_it_waits_for_its_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the user's own environment says about graphs counts."""
+    monkeypatch.delenv("MLX_MAX_MB_PER_BUFFER", raising=False)
+    plain = VerifierSettings(lifeline=0, address="")
+    assert "MLX_MAX_MB_PER_BUFFER" not in environment_for(plain)
+    waits = VerifierSettings(lifeline=0, address="", prelaunches=True)
+    assert environment_for(waits)["MLX_MAX_MB_PER_BUFFER"] == "3000"
+    monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", "7")
+    assert environment_for(waits)["MLX_MAX_MB_PER_BUFFER"] == "7"

@@ -7,8 +7,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from protocol.messages import Tokens
-from services.kv.slots import Frame
+from protocol.decoding.token_tree import TokenTree, read_tree
 from services.mlx.array_memory import view
 from services.mlx.cuda.doorbell import Doorbell, LateInputs, write_bits
 
@@ -40,7 +39,7 @@ class FakeDoorbell(Doorbell):
             ticket,
         )
         mx.eval(late[:-1])
-        self._show(late, spare, write_bits(Frame(spare, 0, 0, np.arange(spare), None), rows))
+        self._show(late, spare, write_bits(read_tree([0], []), rows))
         return late
 
     def launch(self, *arrays: mx.array) -> None:
@@ -50,19 +49,19 @@ class FakeDoorbell(Doorbell):
         """See `Doorbell`."""
         return lambda: np.array(numbers)
 
-    def ring(self, late: LateInputs, tokens: Tokens, frame: Frame) -> None:
+    def ring(self, late: LateInputs, tree: TokenTree, start: int) -> None:
         """See `Doorbell`."""
         self._end(late)
         self.rung += 1
         if self._is_late():
             return
-        rows, count = late.tokens.shape[1], frame.count
-        view(late.tokens)[0, :count] = tokens
+        rows, count = late.tokens.shape[1], len(tree)
+        view(late.tokens)[0, :count] = tree.tokens
         place: Any = view(late.start)
-        place[...] = frame.start
-        view(late.positions)[:] = frame.start
-        view(late.positions)[:count] = frame.positions[frame.start :]
-        self._show(late, frame.start, write_bits(frame, rows))
+        place[...] = start
+        view(late.positions)[:] = start
+        view(late.positions)[:count] += np.array(tree.depths, np.int32)
+        self._show(late, start, write_bits(tree, rows))
         view(late.rung)[0] = 1
 
     def call_off(self, late: LateInputs) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import cache
 
+import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,15 +16,13 @@ from services.verifier.prelaunch import Prelauncher
 from services.verifier.verifier import Verifier
 from tests.services.verifier.fake_doorbell import FakeDoorbell
 from tests.services.verifier.test_trees import (
-    LENGTH,
     NUMBERS,
     PROMPTS,
     Shape,
     Stream,
-    grow,
     shapes,
 )
-from tests.support.reference import plain, said, tiny_verifier
+from tests.support.reference import said, tiny_verifier
 
 GREEDY = Sampling()
 
@@ -45,27 +44,13 @@ class Rung(Stream):
     """A sequence whose passes wait for their tokens."""
 
     def __init__(self, prompt: tuple[int, ...], is_late: Callable[[], bool]) -> None:
-        self.verifier, traced = _traced()
+        verifier, traced = _traced()
         self.bell = FakeDoorbell(is_late)
-        self.verifier.prelauncher = Prelauncher(traced, self.bell)
-        self.number = next(NUMBERS)
-        self.committed = list(prompt)
-        self.rest = list(plain("llama", prompt, LENGTH, GREEDY))
-        said(
-            self.verifier.handle(
-                OpenSequence(sequence=self.number, tokens=list(prompt[:-1]), sampling=GREEDY)
-            )
-        )
-
-    def play(self, shapes: list[Shape]) -> None:
-        for shape in shapes:
-            if len(self.rest) < 14:
-                break
-            tree = grow(self.committed[-1], self.rest, shape)
-            self.check(tree, self.verify(tree))
+        verifier.prelauncher = Prelauncher(traced, self.bell)
+        super().__init__("llama", prompt, GREEDY, verifier=verifier)
 
     def close(self) -> None:
-        said(self.verifier.handle(CloseSequence(sequence=self.number)))
+        super().close()
         assert not self.bell.waiting
 
 
@@ -76,7 +61,7 @@ def test_outcomes_are_those_of_passes_that_were_asked_for(
 ) -> None:
     """Chains and trees, longer ones than the pass that waits, and some that come too late."""
     stream = Rung(prompt, lambda: data.draw(st.sampled_from([False, False, False, True])))
-    stream.play(played)
+    stream.verify_all(played)
     stream.close()
 
 
@@ -86,35 +71,35 @@ CHAIN: Shape = [(0, 0), (1, 0)]
 
 def test_each_verification_behind_the_first_is_rung_for() -> None:
     stream = Rung(PROMPTS[0], lambda: False)
-    stream.play([CHAIN, CHAIN, CHAIN])
+    stream.verify_all([CHAIN, CHAIN, CHAIN])
     assert (stream.bell.rung, stream.bell.called_off, len(stream.bell.waiting)) == (2, 0, 1)
     stream.close()
     assert stream.bell.called_off == 1
 
 
 @pytest.mark.parametrize(
-    ("shape", "called_off"),
+    "shape",
     [
-        pytest.param([(row, 0) for row in range(9)], 1, id="longer than the pass"),
-        pytest.param([(0, 1), (0, 0)], 0, id="another branch"),
+        pytest.param([(row, 0) for row in range(9)], id="longer than the pass"),
+        pytest.param([(0, 1), (0, 0)], id="another branch"),
     ],
 )
-def test_what_does_not_fit_calls_the_pass_off(shape: Shape, called_off: int) -> None:
+def test_what_does_not_fit_calls_the_pass_off(shape: Shape) -> None:
     """A long chain is computed by itself; rows that move call off the pass behind them."""
     stream = Rung(PROMPTS[0], lambda: False)
-    stream.play([CHAIN])
-    stream.play([shape])
-    assert stream.bell.called_off == called_off + (not called_off)
+    stream.verify_all([CHAIN])
+    stream.verify_all([shape])
+    assert stream.bell.called_off == 1
     stream.close()
 
 
 def test_another_sequence_has_the_device_for_itself() -> None:
     stream = Rung(PROMPTS[0], lambda: False)
-    stream.play([CHAIN])
+    stream.verify_all([CHAIN])
     other = OpenSequence(sequence=next(NUMBERS), tokens=list(PROMPTS[1]), sampling=GREEDY)
     said(stream.verifier.handle(other))
     assert not stream.bell.waiting
-    stream.play([CHAIN])
+    stream.verify_all([CHAIN])
     assert not stream.bell.waiting, "two sequences share passes"
     said(stream.verifier.handle(CloseSequence(sequence=other.sequence)))
     stream.close()
@@ -122,7 +107,7 @@ def test_another_sequence_has_the_device_for_itself() -> None:
 
 def test_a_grant_for_what_is_in_work_leaves_the_pass_waiting() -> None:
     stream = Rung(PROMPTS[0], lambda: False)
-    stream.play([CHAIN])
+    stream.verify_all([CHAIN])
     said(stream.verifier.handle(Extend(sequence=stream.number, round=1, granted=1)))
     assert stream.bell.waiting
     stream.close()
@@ -149,11 +134,30 @@ def test_nothing_waits_where_plain_tokens_follow() -> None:
 
 def test_passes_that_come_too_late_again_and_again_are_launched_no_more() -> None:
     stream = Rung(PROMPTS[0], lambda: True)
-    stream.play([[]] * 12)
+    stream.verify_all([[]] * 12)
     rung = stream.bell.rung
     assert rung < 12
-    stream.play([[]] * 4)
+    stream.verify_all([[]] * 4)
     assert stream.bell.rung == rung
+    stream.close()
+
+
+def test_choices_that_are_left_to_the_host_call_the_pass_off() -> None:
+    """Their logits could not be read while it waits."""
+    verifier, _ = _traced()
+    stream = Rung(PROMPTS[0], lambda: False)
+    stream.verify_all([CHAIN])
+    state = verifier._sequences[stream.number].state
+    tree = read_tree([stream.committed[-1]], [])
+    waiting = verifier.prelauncher
+    taken = waiting.take(state, tree, lambda: (state.append(1), [])[1])
+    assert taken is not None
+    for choice, waits in ((7, True), (-1, False)):
+        waiting.launch(mx.array([choice]), stream.ask(tree), state, tree)
+        assert waiting.settle(None, mx.array([choice])) is not None
+        assert bool(stream.bell.waiting) == waits
+        waiting.call_off()
+    state.commit(len(stream.committed) - 1)
     stream.close()
 
 

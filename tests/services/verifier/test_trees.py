@@ -71,9 +71,14 @@ class Stream:
     """One open sequence and the tokens that plain decoding has for it."""
 
     def __init__(
-        self, family: str, prompt: tuple[int, ...], sampling: Sampling, rest: Tokens | None = None
+        self,
+        family: str,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        rest: Tokens | None = None,
+        verifier: Verifier | None = None,
     ) -> None:
-        self.verifier = verifier_of(family)
+        self.verifier = verifier if verifier is not None else verifier_of(family)
         self.number = next(NUMBERS)
         self.committed = list(prompt)
         self.rest = list(rest if rest is not None else plain(family, prompt, LENGTH, sampling))
@@ -105,12 +110,16 @@ class Stream:
         self.committed += self.rest[: accepted + 1]
         self.rest = self.rest[accepted + 1 :]
 
-    def play(self, shapes: list[Shape]) -> None:
+    def verify_all(self, shapes: list[Shape]) -> None:
+        """Trees of these shapes, as long as the text goes on."""
         for shape in shapes:
             if len(self.rest) < 14:
                 break
             tree = grow(self.committed[-1], self.rest, shape)
             self.check(tree, self.verify(tree))
+
+    def play(self, shapes: list[Shape]) -> None:
+        self.verify_all(shapes)
         while len(self.rest) > 1:  # what is in the KV now is what plain decoding has there
             chain = read_tree([self.committed[-1]], [])
             self.check(chain, self.verify(chain))
