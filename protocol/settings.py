@@ -174,8 +174,7 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     prompt_cache_file: str = ""
     """Where the KV of sequences that are over outlives the process; empty: nowhere."""
     prelaunches: bool = False
-    """Passes may wait for their tokens on the GPU, which nobody else uses. Nothing sets it yet:
-    such passes have run on a GPU by themselves, not in the pipeline (docs/lab/cuda-forward.md)."""
+    """Whether passes may wait for their tokens on the GPU, which no drafter uses."""
     ranks: RankGroupSettings | None = None
     """The group whose rank 0 this process is; None: the whole model is here."""
 

@@ -110,9 +110,9 @@ class Child:
             self.process.wait(_KILL_S)
 
 
-_LONG_GRAPHS = {"MLX_MAX_MB_PER_BUFFER": "3000"}
-"""MLX stops launching when ten graphs are on their way, each of which reads a gigabyte at most: a
-pass over a larger model could not be launched as a whole while its first kernel waits."""
+_LONG_GRAPHS = {"MLX_MAX_MB_PER_BUFFER": "100000", "MLX_MAX_OPS_PER_BUFFER": "1000"}
+"""A pass is one graph. CUDA makes one anew now and then, for which it waits until the device has
+nothing to do: for one in the middle of a pass, whose first kernel waits for the host, for ever."""
 
 
 def environment_for(settings: ChildSettings) -> dict[str, str]:

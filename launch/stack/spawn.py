@@ -4,7 +4,7 @@ from pathlib import Path
 
 from launch.models.coreml_models import require_converted
 from launch.models.pair import Pair
-from launch.settings.machine import computes_on_cpu, machine_name, share_cores
+from launch.settings.machine import computes_on_cpu, has_cuda, machine_name, share_cores
 from launch.settings.paths import cache_dir
 from launch.settings.ranks import describe_ranks, rank_group
 from launch.settings.settings import StackSettings
@@ -17,6 +17,7 @@ from protocol.decoding.sampling_params import get_preset
 from protocol.gateway import GatewayModel, GatewaySettings
 from protocol.messages import ProcessStatus, Sampling
 from protocol.settings import (
+    Device,
     DrafterSettings,
     OrchestratorSettings,
     VerifierSettings,
@@ -96,8 +97,24 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         idle_flag="" if ranks else _idle_flag(settings, pair, run_dir, "verifier"),
         spare_flag="" if ranks else _idle_flag(settings, pair, run_dir, "drafter"),
         ranks=ranks,
+        prelaunches=ranks is None and _has_its_own_gpu(settings, pair),
     )
     return Child("verifier", "services.verifier.main", told, run_dir.log("verifier"))
+
+
+def _has_its_own_gpu(settings: StackSettings, pair: Pair) -> bool:
+    """Whether the target computes on CUDA, and the drafter not on the same card."""
+    if not has_cuda() or computes_on_cpu(settings.target_device):
+        return False
+    drafts_here = pair.backend in {"mlx", "head"} and not computes_on_cpu(settings.draft_device)
+    return not drafts_here or _name_card(settings.draft_device) != _name_card(
+        settings.target_device
+    )
+
+
+def _name_card(device: Device) -> str:
+    """The GPU that this is, of those on this machine."""
+    return device if device.startswith("cuda:") else "cuda:0"
 
 
 def _idle_flag(settings: StackSettings, pair: Pair, run_dir: RunDir, role: str) -> str:

@@ -151,6 +151,11 @@ class SlotTable:
         if self._traced is not None:
             self._traced.read(reader)
 
+    def launch_in_pieces(self) -> None:
+        """See `TargetModel.launch_in_pieces`."""
+        if self._traced is not None:
+            self._traced.in_pieces = True
+
     def suits_prompts(self, stores: Sequence[KVStore]) -> bool:
         """Whether the passes of these read so little that each row may read it for itself."""
         frames = [store.frame for store in stores]

@@ -13,6 +13,7 @@ from services.batching.table_cache import Attend, TableCache, TableLayer, TableP
 from services.mlx.cuda.choice import in_trace
 from services.mlx.trace_trial import is_worth_it
 from services.mlx.traced_forward import FeatureReader, features_of
+from services.mlx.traced_slots import hand_over
 
 
 class TracedTable:
@@ -26,6 +27,8 @@ class TracedTable:
     def __init__(self, model: Any, attend: Attend) -> None:
         self.model = model
         self._attend = attend
+        self.in_pieces = False
+        """See `hand_over`."""
         self.read(None)
 
     def read(self, reader: FeatureReader | None) -> None:
@@ -46,6 +49,8 @@ class TracedTable:
             layer.keys, layer.values = own_keys, own_values
         if self._reader is not None and features:
             self._reader.put(features[0])
+        if self.in_pieces:
+            hand_over([layer.keys for layer in layers], in_pieces=True)
         return logits
 
     def _forward(

@@ -25,7 +25,14 @@ from services.mlx.cuda.blocks import serves_any_length
 from services.mlx.cuda.choice import in_trace
 from services.mlx.cuda.doorbell import Doorbell, LateInputs
 from services.mlx.trace_trial import is_faster, is_worth_it, prefill, time_in_turn
-from services.mlx.traced_slots import LayerInputs, PassRows, Shape, round_to_traced, widen
+from services.mlx.traced_slots import (
+    LayerInputs,
+    PassRows,
+    Shape,
+    hand_over,
+    round_to_traced,
+    widen,
+)
 
 MOST_ROWS = 9
 """Of chains that have traces of their own, each length another."""
@@ -35,9 +42,6 @@ TRACED_SLOTS = (256, 512, 768, 1024)
 """Sizes of the buffers that are traced at load. With MLX's kernels a new shape takes a second,
 which nobody should wait for in the middle of an answer; with ours it takes a few passes' time."""
 
-_FIRST_LAYERS = 3
-"""Whose launches are handed over first where the GPU waits for them: so many that it is still at
-them when the next ones come."""
 _TRIAL_PROMPT = 24
 _LONGER_PROMPT = 200
 """Where a token's own kernels, for the length there is, and a trace's, over whole buffers, take
@@ -135,6 +139,8 @@ class TracedForward:
         self._traces_later = serves_any_length(model)
         """Whether chains and trees behind longer texts are traced when they come."""
         self.singles = Singles(awaited=True, ahead=True)
+        self.in_pieces = False
+        """See `hand_over`."""
         self.read(None)
 
     def read(self, reader: FeatureReader | None) -> None:
@@ -206,8 +212,7 @@ class TracedForward:
         if self._reader is not None and features:
             self._reader.put(features[0][: frame.count])
         if not ahead:
-            first: Any = [cache.keys for cache in store.caches[: _FIRST_LAYERS + 1]]
-            _start(first)
+            hand_over([cache.keys for cache in store.caches], in_pieces=self.in_pieces)
         return logits[:, : frame.count]
 
     def prelaunch(self, rows: int, store: KVStore, bell: Doorbell) -> Prelaunched | None:
@@ -220,12 +225,12 @@ class TracedForward:
             bell: for the device to wait for.
 
         Returns:
-            None if there is no trace of such a shape.
+            None if there is no trace of such a shape, or the buffers have to grow first.
         """
-        slots = round_to_traced(max(_count_slots(store), store.length + rows))
-        if not slots or not self._has(Shape(rows, slots, forks=True)):
+        slots = _count_slots(store)
+        fits = store.length + rows <= slots == round_to_traced(slots)
+        if not fits or not self._has(Shape(rows, slots, forks=True)):
             return None
-        widen(store, slots)
         late = bell.await_tokens(rows, slots, store.length)
         where = [late.start, late.positions, late.visible]
         logits, _ = self._run(late.tokens, where, store)
@@ -254,11 +259,6 @@ class TracedForward:
             logits: mx.array = self._model(tokens, cache=layers)
         keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
         return logits, keys, values, features_of(self._reader)
-
-
-def _start(arrays: list[mx.array]) -> None:
-    start: Any = mx.async_eval
-    start(arrays)
 
 
 def _find_size(store: KVStore) -> int:

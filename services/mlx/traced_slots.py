@@ -1,7 +1,8 @@
 """Keys and values inside a trace: buffers of a few sizes, and what a model takes for its caches."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -12,6 +13,12 @@ _STEPS = ((1024, 256), (4096, 512), (8192, 1024))
 """Up to so many slots, buffers of traces are multiples of so many."""
 MOST_SLOTS = _STEPS[-1][0]
 """Of a trace's buffers."""
+
+_FIRST_LAYERS = 3
+"""Whose launches are handed over first where the GPU waits for them: so many that it is still at
+them when the next ones come."""
+_NEXT_LAYERS = 9
+"""In each of the pieces behind them: about what MLX by itself hands over at once."""
 
 
 class Shape(NamedTuple):
@@ -46,6 +53,23 @@ def grow(buffer: mx.array | None, end: int) -> mx.array:
         raise ValueError("a chain without tokens before it has no buffers to be traced with")
     missing = round_to_bucket(end) - buffer.shape[2]
     return buffer if missing <= 0 else mx.pad(buffer, [(0, 0), (0, 0), (0, missing), (0, 0)])
+
+
+def hand_over(buffers: Sequence[Any], *, in_pieces: bool) -> None:
+    """Let the GPU begin with a pass before its last layer has been launched.
+
+    Args:
+        buffers: of the layers, as the pass leaves them; lazy.
+        in_pieces: whether all is handed over in pieces, and not the first layers alone. It is MLX
+            that does so, unless it has been told to make one graph of a pass.
+    """
+    start: Any = mx.async_eval
+    # A layer's buffer needs the layers before it.
+    ends = range(_FIRST_LAYERS + 1, len(buffers) if in_pieces else _FIRST_LAYERS + 2, _NEXT_LAYERS)
+    begin = 0
+    for end in ends:
+        start(list(buffers[begin:end]))
+        begin = end
 
 
 class PassRows:

@@ -6,6 +6,7 @@ sequence at a time: for several a shared pass is worth more.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -25,8 +26,10 @@ from services.verifier.target_model import TargetModel
 
 _log = logging.getLogger(__name__)
 
-_ROWS = 8
-"""Of a pass, if the last verification was not longer."""
+_REMEMBERED = 6
+"""Verifications, the longest of which says how many rows the next pass has."""
+_FIRST_ROWS = 8
+"""Of a pass, if the first verifications are not longer."""
 _MOST_MISSED = 5
 """Passes that may be rung too late, beyond one in a hundred; then no more are launched."""
 
@@ -84,6 +87,7 @@ class Prelauncher:
         self._choices: Callable[[], npt.NDArray[np.int32]] | None = None
         """Reads those of the pass in work, behind which one waits."""
         self._number = 0
+        self._lengths = deque([_FIRST_ROWS], maxlen=_REMEMBERED)
         self._taken = self._missed = 0
 
     def on_message(self, message: Work) -> None:
@@ -107,7 +111,8 @@ class Prelauncher:
         follows = message.granted == 0 and not message.drafter_idle
         if self._bell is None or self._traced is None or not follows or self._waiting is not None:
             return
-        rows = pad_rows(max(_ROWS, len(tree)))
+        self._lengths.append(len(tree))
+        rows = pad_rows(max(self._lengths))
         if not rows or not isinstance(state, KVStore) or state.seat is not None:
             return
         after = self._traced.prelaunch(rows, state, self._bell)
@@ -175,8 +180,12 @@ class Prelauncher:
 
 
 def open_prelauncher(target: TargetModel) -> Prelauncher:
-    """One that launches passes of this target beforehand, if the device is the faster for it."""
+    """One that launches passes of this target beforehand, if the device is the faster for it.
+
+    MLX has been told to make one graph of a pass, so that others are launched in pieces.
+    """
     store = target.states.make()
+    target.launch_in_pieces()
     if not isinstance(store, KVStore):
         return Prelauncher()
     bell = find_doorbell(target.verify, target.traced, lambda: store.fork(0))

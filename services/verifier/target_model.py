@@ -60,6 +60,13 @@ class TargetModel:
             if traced is not None:
                 traced.read(reader)
 
+    def launch_in_pieces(self) -> None:
+        """Let passes that are waited for begin early, although MLX makes one graph of a pass."""
+        if self.traced is not None:
+            self.traced.in_pieces = True
+        if self.table is not None:
+            self.table.launch_in_pieces()
+
     def run_alone(self, tokens: mx.array) -> mx.array:
         """Logits [1, n, vocabulary] of tokens [1, n] of no sequence."""
         state = self.states.make()

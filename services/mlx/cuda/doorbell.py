@@ -56,10 +56,12 @@ if (i == 0) {
 }
 """
 _SHOW = """
-const int slot = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
-if (slot < SLOTS) visible[row * SLOTS + slot] = sees(slot, start[0], ROWS, bits[row]);
+const int slot = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y, slots = sizes[0];
+if (slot < slots) visible[row * slots + slot] = sees(slot, start[0], sizes[1], bits[row]);
 """
 _THREADS = 256
+_PAIRS = (2, 4, 8, 16)
+"""Numbers of arrays that a pass's choices are read in."""
 
 
 class LateInputs(NamedTuple):
@@ -112,12 +114,11 @@ class Doorbell:
             output_shapes=[(1, rows), (1,), (rows,), (rows,), (1,)],
             output_dtypes=[mx.int32, mx.int32, mx.int32, mx.uint32, mx.int32],
         )
-        show = build(
-            ("doorbell.cuh",), _SHOW, ("start", "bits"), contiguous=True, outputs=("visible",)
-        )
+        inputs, outputs = ("start", "bits", "sizes"), ("visible",)
+        show = build(("doorbell.cuh",), _SHOW, inputs, contiguous=True, outputs=outputs)
         [visible] = show(
-            inputs=[start, bits],
-            template=[("ROWS", rows), ("SLOTS", slots)],
+            inputs=[start, bits, _pair(slots, rows)],
+            template=[],
             grid=(-(-slots // _THREADS) * _THREADS, rows, 1),
             threadgroup=(_THREADS, 1, 1),
             output_shapes=[(rows, slots)],
@@ -132,9 +133,10 @@ class Doorbell:
 
     def report(self, numbers: mx.array) -> Callable[[], npt.NDArray[np.int32]]:
         """Queue what these are computed by, [count] int32; gives them when they are there."""
+        count = numbers.size
         pairs = split_in_pairs(numbers)
         self.launch(*pairs)
-        return lambda: np.concatenate([np.array(pair) for pair in pairs])[: numbers.size]
+        return lambda: np.concatenate([np.array(pair) for pair in pairs])[:count]
 
     def ring(self, late: LateInputs, tree: TokenTree, start: int) -> None:
         """The pass is over this tree, of no more rows than it has, from this slot on."""
@@ -168,22 +170,24 @@ def _pair(low: int, high: int) -> mx.array:
 
 
 def split_in_pairs(numbers: mx.array) -> list[mx.array]:
-    """[count] int32 as arrays of two, which can be read while a pass waits on the device.
+    """[count] int32, 32 at most, as arrays of two, which can be read while a pass waits there.
 
-    Others MLX moves to the host's memory first, for which it may have to wait.
+    Others MLX moves to the host's memory first, for which it may have to wait. There are as many
+    as 4, 8, 16 or 32 numbers need: few kernels serve all counts.
     """
-    count = numbers.size
-    names = tuple(f"pair{place}" for place in range(-(-count // 2)))
-    lines = [f"{name}[i] = numbers[min({2 * at} + i, COUNT - 1)];" for at, name in enumerate(names)]
-    body = "const int i = threadIdx.x;\n" + "\n".join(lines)
+    needed = -(-numbers.size // 2)
+    count = next(size for size in _PAIRS if size >= needed)
+    names = tuple(f"pair{place}" for place in range(count))
+    lines = [f"{name}[i] = numbers[min({2 * at} + i, last)];" for at, name in enumerate(names)]
+    body = "const int i = threadIdx.x, last = numbers_shape[0] - 1;\n" + "\n".join(lines)
     split = build(("doorbell.cuh",), body, ("numbers",), contiguous=True, outputs=names)
     return split(
         inputs=[numbers],
-        template=[("COUNT", count)],
+        template=[],
         grid=(2, 1, 1),
         threadgroup=(2, 1, 1),
-        output_shapes=[(2,)] * len(names),
-        output_dtypes=[mx.int32] * len(names),
+        output_shapes=[(2,)] * count,
+        output_dtypes=[mx.int32] * count,
     )
 
 

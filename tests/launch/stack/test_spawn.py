@@ -45,3 +45,33 @@ def test_cores_are_lent_where_both_compute_on_cores(
     assert [drafter.spare_flag, drafter.idle_flag] == flags
     if lends:
         assert (verifier.spare_cores, drafter.spare_cores) == (drafter.cores, verifier.cores)
+
+
+@pytest.mark.parametrize(
+    ("backend", "target", "draft", "prelaunches"),
+    [
+        ("mlx", "cuda:0", "cuda:1", True),
+        ("mlx", "", "cuda:1", True),
+        ("mlx", "cuda:0", "cpu", True),
+        ("ngram", "cuda:0", "", True),
+        ("remote", "", "", True),
+        ("mlx", "", "", False),
+        ("head", "cuda:1", "cuda:1", False),
+        ("mlx", "gpu", "cuda:0", False),
+        ("mlx", "cpu", "cuda:0", False),
+    ],
+)
+def test_passes_are_launched_beforehand_on_a_card_of_the_targets_own(
+    monkeypatch: pytest.MonkeyPatch, backend: Any, target: str, draft: str, *, prelaunches: bool
+) -> None:
+    """A drafter's work on the same card would have to wait for them."""
+    monkeypatch.setattr("launch.stack.spawn.has_cuda", lambda: True)
+    monkeypatch.setattr("launch.settings.machine.has_cuda", lambda: True)
+    monkeypatch.setattr("launch.stack.spawn.Child", lambda _role, _module, told, _log: told)
+    asked = StackSettings(target_device=target, draft_device=draft)
+    pair = Pair("/target", "/drafter", backend)
+    verifier: Any = start_verifier(asked, pair, RunDir("x"), 0)
+    assert verifier.prelaunches == prelaunches
+    monkeypatch.setattr("launch.stack.spawn.has_cuda", lambda: False)
+    without: Any = start_verifier(asked, pair, RunDir("x"), 0)
+    assert not without.prelaunches

@@ -11,7 +11,7 @@ from protocol.decoding.token_tree import read_tree
 from services.batching.forward import Batcher
 from services.batching.packing import enable_packing
 from services.kv.cache import KVStore, windows_of
-from services.mlx import trace_trial, traced_forward
+from services.mlx import trace_trial, traced_forward, traced_slots
 from services.mlx.loader import load
 from services.mlx.rope import allow_branches
 from services.mlx.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward, trace_if_faster
@@ -219,12 +219,26 @@ def test_a_pass_that_is_waited_for_begins_before_it_is_handed_over(
 ) -> None:
     """With its first layers; behind another pass there is nothing to be gained."""
     started: list[list[mx.array]] = []
-    monkeypatch.setattr(traced_forward, "_start", started.append)
-    monkeypatch.setattr(traced_forward, "_FIRST_LAYERS", 0)
+    monkeypatch.setattr(traced_slots.mx, "async_eval", started.append)
     store = _prefill(model, 20)
     store.chain(2)
     mx.eval(TracedForward(model)(mx.array([[7, 8]]), store, ahead=ahead))
-    assert [len(arrays) for arrays in started] == ([] if ahead else [1])
+    assert [len(arrays) for arrays in started] == ([] if ahead else [len(store.caches)])
+
+
+@pytest.mark.parametrize(
+    ("layers", "in_pieces", "pieces"),
+    [(30, False, [4]), (30, True, [4, 9, 9]), (31, True, [4, 9, 9]), (32, True, [4, 9, 9, 9])],
+)
+def test_one_graph_is_handed_over_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, layers: int, *, in_pieces: bool, pieces: list[int]
+) -> None:
+    """All but the last one, which the logits bring."""
+    started: list[list[int]] = []
+    monkeypatch.setattr(traced_slots.mx, "async_eval", started.append)
+    traced_slots.hand_over(range(layers), in_pieces=in_pieces)
+    assert [len(some) for some in started] == pieces
+    assert [layer for some in started for layer in some] == list(range(sum(pieces)))
 
 
 @pytest.mark.parametrize("faster", [True, False])

@@ -29,13 +29,13 @@ GREEDY = Sampling()
 
 @cache
 def _traced() -> tuple[Verifier, TracedForward]:
-    """A verifier of its own, and its model's passes over trees of eight and sixteen, traced."""
+    """A verifier of its own, and its model's passes over trees of up to sixteen, traced."""
     verifier = tiny_verifier("llama")
     model = verifier._model
     traced = TracedForward(model)
     store = verifier.new_state()
     assert isinstance(store, KVStore)
-    for rows in (8, 16):
+    for rows in (4, 8, 16):
         traced.prepare_tree(rows, 256, lambda: store.fork(0))
     return verifier, traced
 
