@@ -1,10 +1,19 @@
 """Signals: the first ends us in an orderly way, another one at once. Neither leaves anything."""
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+
+_AGAIN_S = 0.01
+"""Until a signal is sent again whose exception nobody could catch."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -12,6 +21,7 @@ class Terminated(KeyboardInterrupt):
 
 
 _second_signal: list[Callable[[], None]] = []
+_deferred: list[Callable[[type[KeyboardInterrupt]], None]] = []
 
 
 @contextlib.contextmanager
@@ -31,15 +41,52 @@ def on_second_signal(kill: Callable[[], None]) -> Iterator[None]:
         _second_signal.remove(kill)
 
 
+@contextlib.contextmanager
+def deferred(notify: Callable[[], None]) -> Iterator[None]:
+    """Inside, a signal calls `notify`, and is raised at the end.
+
+    For what an exception in any of its instructions may leave stuck, as an event loop; in the main
+    thread.
+    """
+    arrived: list[type[KeyboardInterrupt]] = []
+
+    def note(kind: type[KeyboardInterrupt]) -> None:
+        arrived.append(kind)
+        notify()
+
+    _deferred.append(note)
+    try:
+        yield
+    finally:
+        _deferred.remove(note)
+        if arrived:
+            raise Terminated if Terminated in arrived else KeyboardInterrupt
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     del frame
-    if not _second_signal:
-        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+    kind = KeyboardInterrupt if number == signal.SIGINT else Terminated
+    if _deferred:
+        _deferred[-1](kind)
+    elif not _second_signal:
+        raise kind
     for kill in list(_second_signal):
         kill()
 
 
+def _send_again(unraisable: "UnraisableHookArgs") -> None:
+    """A signal may come during a finaliser, where exceptions are ignored."""
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+        return
+    number = signal.SIGTERM if isinstance(unraisable.exc_value, Terminated) else signal.SIGINT
+    again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
+    again.daemon = True
+    again.start()
+
+
 def install() -> None:
     """SIGINT, SIGTERM and SIGHUP stop this process alike: through its finally clauses."""
+    sys.unraisablehook = _send_again
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)

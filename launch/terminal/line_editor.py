@@ -1,10 +1,14 @@
 """Reading what a person types: with an editor on a terminal, line by line from a pipe."""
 
+import asyncio
 import contextlib
 import sys
 import termios
+from asyncio import AbstractEventLoop
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from launch.signals import deferred
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -33,7 +37,40 @@ class LineEditor:
         return "\n".join(lines)
 
     def _read(self, prompt: str) -> str:
-        return input(prompt) if self._session is None else self._session.prompt(prompt)
+        return input(prompt) if self._session is None else _Question(self._session).ask(prompt)
+
+
+class _Question:
+    """A line that is being typed. A signal ends it in its event loop, which it would leave stuck.
+
+    Args:
+        session: asks.
+    """
+
+    def __init__(self, session: "PromptSession[str]") -> None:
+        self._session = session
+        self._loop: AbstractEventLoop | None = None
+        self._is_interrupted = False
+
+    def ask(self, prompt: str) -> str:
+        """What was typed."""
+        with deferred(self._interrupt):
+            return self._session.prompt(prompt, pre_run=self._begin, handle_sigint=False)
+
+    def _begin(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self._is_interrupted:
+            self._end()
+
+    def _interrupt(self) -> None:
+        self._is_interrupted = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        answer = self._session.app.future
+        if answer is not None and not answer.done():
+            answer.set_exception(KeyboardInterrupt())
 
 
 def _open_session() -> "PromptSession[str]":

@@ -328,6 +328,29 @@ def test_a_request_is_answered(house: House) -> None:
     ) == ("length", 3, 1)
 
 
+@pytest.mark.parametrize("bonus", [1, 16])
+def test_the_time_to_the_next_verification_is_measured_after_each_hit(
+    house: House, bonus: int
+) -> None:
+    """Whether it was encoded beforehand or not: of sixteen outcomes, only the likeliest are."""
+    house.client(ask(num_draft_tokens=1))
+    asked = house.told(b"d", Prepare)[-1]
+    tree = DraftTree(
+        sequence=asked.sequence,
+        round=asked.round,
+        depth=1,
+        outcomes=[(0, token) for token in range(1, 17)],
+        tokens=list(range(21, 37)),
+        confidences=[0.9] * 16,
+        draft_ms=1.0,
+    )
+    house.service(b"d", tree)
+    [request] = house.running
+    house.verified(0, bonus)
+    assert house.told(b"v", Verify)[-1].nodes == [bonus, bonus + 20]
+    assert len(request.sequence.recorder.phases["dispatch"]) == 1
+
+
 def test_a_misfit_is_refused(house: House) -> None:
     """A service with another vocabulary is told why, and the status repeats it."""
     house.service(b"x", msgspec.structs.replace(DRAFTER, tokenizer_fingerprint="beef", pid=13))

@@ -1,0 +1,78 @@
+"""Signals end a program, wherever they find it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.stack import DEADLINE_S
+
+_BEGIN = """
+import os, signal
+from launch import signals
+signals.install()
+
+def send(number):
+    os.kill(os.getpid(), number)
+"""
+_FINALISER = """
+class Last:
+    def __del__(self):
+        send({number})
+        "bytecode at which the signal is handled"
+
+try:
+    last = Last()
+    del last
+    print("ignored")
+    while True:
+        signal.pause()
+except {expected}:
+    print("ended")
+"""
+_DEFERRED = """
+notes = []
+try:
+    with signals.deferred(lambda: notes.append("told")):
+        for number in ({numbers}):
+            send(number)
+        notes.append("went on")
+except signals.Terminated:
+    notes.append("terminated")
+except KeyboardInterrupt:
+    notes.append("interrupted")
+try:
+    send(signal.SIGINT)
+except KeyboardInterrupt:
+    notes.append("at once")
+print(*notes, sep=", ")
+"""
+
+
+def _run(text: str) -> str:
+    """What a program prints."""
+    command = [sys.executable, "-c", _BEGIN + text]
+    ran = subprocess.run(command, capture_output=True, check=True, timeout=DEADLINE_S, text=True)
+    assert not ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [("signal.SIGTERM", "signals.Terminated"), ("signal.SIGINT", "KeyboardInterrupt")],
+)
+def test_a_signal_during_a_finaliser_is_not_lost(number: str, expected: str) -> None:
+    assert _run(_FINALISER.format(number=number, expected=expected)) == "ignored\nended\n"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ("signal.SIGINT,", "told, went on, interrupted, at once\n"),
+        ("signal.SIGHUP,", "told, went on, terminated, at once\n"),
+        ("signal.SIGTERM, signal.SIGINT", "told, told, went on, terminated, at once\n"),
+        ("", "went on, at once\n"),
+    ],
+)
+def test_a_signal_may_be_put_off(numbers: str, said: str) -> None:
+    assert _run(_DEFERRED.format(numbers=numbers)) == said
