@@ -42,7 +42,7 @@ def on_second_signal(kill: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def deferred(notify: Callable[[], None]) -> Iterator[None]:
+def defer(notify: Callable[[], None]) -> Iterator[None]:
     """Inside, a signal calls `notify`, and is raised at the end.
 
     For what an exception in any of its instructions may leave stuck, as an event loop; in the main

@@ -8,7 +8,7 @@ from asyncio import AbstractEventLoop
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from launch.signals import deferred
+from launch.signals import defer
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -54,7 +54,7 @@ class _Question:
 
     def ask(self, prompt: str) -> str:
         """What was typed."""
-        with deferred(self._interrupt):
+        with defer(self._interrupt):
             return self._session.prompt(prompt, pre_run=self._begin, handle_sigint=False)
 
     def _begin(self) -> None:

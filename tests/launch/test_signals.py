@@ -33,7 +33,7 @@ except {expected}:
 _DEFERRED = """
 notes = []
 try:
-    with signals.deferred(lambda: notes.append("told")):
+    with signals.defer(lambda: notes.append("told")):
         for number in ({numbers}):
             send(number)
         notes.append("went on")
