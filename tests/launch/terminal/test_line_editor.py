@@ -17,8 +17,8 @@ signals.install()
 editor, count = LineEditor(), 0
 while True:
     count += 1
-    print(f"question {count}.", flush=True)
     try:
+        print(f"question {count}.", flush=True)
         print(f"said {editor.ask('>> ')}.", flush=True)
     except signals.Terminated:
         print(f"terminated {count}.", flush=True)
