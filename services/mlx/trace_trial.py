@@ -44,7 +44,8 @@ def is_worth_it(what: str, own: Pass, replayed: Pass) -> bool:
     except Exception as error:  # noqa: BLE001
         _log.info("the forward of this model is not traced for %s: %s", what, error)
         return False
-    return is_close(what, max(distances)) and is_faster(what, *time_in_turn([own, replayed]))
+    traced = f"traced {what}"
+    return is_close(traced, max(distances)) and is_faster(traced, *time_in_turn([own, replayed]))
 
 
 def _compare(own: Pass, replayed: Pass) -> float:
@@ -65,30 +66,23 @@ def measure_distance(expected: mx.array, found: mx.array) -> float:
 def is_close(what: str, relative: float) -> bool:
     """Whether logits that are so far from the model's own will do."""
     if not relative < _TOLERANCE:
-        _log.warning(
-            "the traced forward of %s is %.2g from the model's own: not used", what, relative
-        )
+        _log.warning("%s: logits are %.2g from the model's own: not used", what, relative)
         return False
     return True
 
 
-def is_faster(what: str, own_s: float, replayed_s: float, share: float | None = None) -> bool:
-    """Whether replays pay.
+def is_faster(what: str, own_s: float, other_s: float, share: float | None = None) -> bool:
+    """Whether another way to compute pays.
 
     Args:
-        what: is computed, for the log.
-        own_s: seconds of the model's own forward.
-        replayed_s: of a replay.
-        share: of the own forward's time that a replay may take; as `pays` if not given.
+        what: is computed so, for the log.
+        own_s: seconds of the usual way.
+        other_s: of this one.
+        share: of the usual way's time that it may take; as `pays` if not given.
     """
-    used = pays(replayed_s, own_s) if share is None else replayed_s < share * own_s
-    _log.info(
-        "%s: %.2f ms traced, %.2f ms otherwise: traces are %s",
-        what,
-        1e3 * replayed_s,
-        1e3 * own_s,
-        "used" if used else "not used",
-    )
+    used = pays(other_s, own_s) if share is None else other_s < share * own_s
+    decided = "used" if used else "not used"
+    _log.info("%s: %.2f ms, otherwise %.2f ms: %s", what, 1e3 * other_s, 1e3 * own_s, decided)
     return used
 
 

@@ -342,7 +342,7 @@ def _is_worth_it_ahead(model: Any, traced: TracedForward, new_store: Callable[[]
         for forward in (partial(_call, model), partial(traced, ahead=True))
     ]
     own_s, replayed_s = time_in_turn(ways)
-    return is_faster("single tokens that begin ahead", own_s, replayed_s, _SHARE_AHEAD)
+    return is_faster("traced single tokens that begin ahead", own_s, replayed_s, _SHARE_AHEAD)
 
 
 def _call(model: Any, tokens: mx.array, store: KVStore) -> mx.array:

@@ -323,7 +323,7 @@ class TracedPasses:
         except Exception as error:  # noqa: BLE001
             _log.info("depths of %d rows are not traced: %s", rows, error)
             return False
-        what = f"depths of {rows} rows"
+        what = f"traced depths of {rows} rows"
         if not is_close(what, max(map(measure_distance, expected, found))):
             return False
         return is_faster(what, self._time(open_plain, rows), self._time(open_traced, rows))
