@@ -19,7 +19,9 @@ from services.batching.forward import Batcher
 from services.batching.pass_memory import PassMemory
 from services.batching.prefill_order import PrefillOrder
 from services.batching.slot_table import SlotTable
+from services.kv.cache import KVStore
 from services.kv.state import SequenceState
+from services.mlx.traced_slots import compute_in_pieces
 
 _WORTH = 8
 """Tokens that a wait for another prompt's KV must save, at least."""
@@ -110,6 +112,8 @@ class ChunkedPrefill:
         self._batcher = Batcher(model, 0, read=read, memory=memory)
         self._batcher.table, self._batcher.fills = table, True
         self._shares = shares
+        self.in_pieces = False
+        """See `TargetModel.launch_in_pieces`."""
         self._chunk_sizer = ChunkSizer(step)
         self._grid = min(step, _GRID)
         self._least_turn = self._grid // _TURNS
@@ -161,7 +165,7 @@ class ChunkedPrefill:
                 _, by = self._batcher.result(asked)
                 state.commit(state.length)
                 # The logits stay uncomputed: MLX is lazy and only the state is asked for.
-                state.evaluate()
+                self._evaluate(state)
                 if self._reader is not None:
                     self._reader.log(sequence, len(sequence.tokens), asked.features)
             finally:
@@ -173,6 +177,11 @@ class ChunkedPrefill:
             if own:
                 self._chunk_sizer.observe(by.rows, time.perf_counter() - began)
             yield
+
+    def _evaluate(self, state: SequenceState) -> None:
+        if self.in_pieces and isinstance(state, KVStore):
+            compute_in_pieces(state.keys)
+        state.evaluate()
 
     def _size(self, state: SequenceState, tokens: Tokens, *, alone: bool) -> int:
         """Most tokens of the next chunk.

@@ -72,6 +72,11 @@ class Seat:
         """Copy the rows in `slots` to the consecutive slots from `to` on."""
         self._table.move(self.index, slots, to)
 
+    @property
+    def keys(self) -> list[mx.array]:
+        """Of all layers and seats."""
+        return self._table.keys
+
     def evaluate(self) -> None:
         """Compute what has been stored so far."""
         self._table.evaluate()
@@ -171,6 +176,11 @@ class SlotTable:
             if store.seat is None:
                 self._take_in(store)
         return self._plan(stores, max(ends), more)
+
+    @property
+    def keys(self) -> list[mx.array]:
+        """Of all layers and seats."""
+        return [layer.keys for layer in self._layers]
 
     def evaluate(self) -> None:
         """Compute what all seats have stored so far."""

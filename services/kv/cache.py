@@ -322,6 +322,13 @@ class KVStore:
         """All buffers."""
         return [array for cache in self.caches for array in cache.state]
 
+    @property
+    def keys(self) -> list[mx.array]:
+        """Of all layers, here or where the sequence sits."""
+        if self.seat is not None:
+            return self.seat.keys
+        return [cache.keys for cache in self.caches if cache.keys is not None]
+
     def evaluate(self) -> None:
         """Compute what has been stored so far (after a prefill chunk whose logits are unused)."""
         if self.seat is not None:

@@ -200,6 +200,11 @@ class TableSeat(Protocol):
 
     index: int
 
+    @property
+    def keys(self) -> list[mx.array]:
+        """Of all layers."""
+        ...
+
     def leave(self, length: int) -> list[tuple[mx.array, mx.array]]:
         """Give it up; returns the keys and values of each layer."""
         ...

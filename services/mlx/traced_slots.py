@@ -19,6 +19,8 @@ _FIRST_LAYERS = 3
 them when the next ones come."""
 _NEXT_LAYERS = 9
 """In each of the pieces behind them: about what MLX by itself hands over at once."""
+_FEW_LAYERS = 4
+"""Of a pass of many tokens, in each piece."""
 
 
 class Shape(NamedTuple):
@@ -70,6 +72,22 @@ def hand_over(buffers: Sequence[Any], *, in_pieces: bool) -> None:
     for end in ends:
         start(list(buffers[begin:end]))
         begin = end
+
+
+def compute_in_pieces(buffers: Sequence[Any]) -> None:
+    """Compute a pass a few layers at a time, so that what is in between does not all stand at once.
+
+    Args:
+        buffers: of the layers, as the pass leaves them; lazy.
+    """
+    start: Any = mx.async_eval
+    before: list[Any] = []
+    for begin in range(0, len(buffers), _FEW_LAYERS):
+        piece = list(buffers[begin : begin + _FEW_LAYERS])
+        start(piece)
+        # The device has this one while the host builds the next.
+        mx.eval(before)
+        before = piece
 
 
 class PassRows:

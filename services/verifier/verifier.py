@@ -114,7 +114,7 @@ class Verifier:
 
     def prelaunch(self) -> None:
         """Let passes wait for their tokens on the device, where that is faster."""
-        self.prelauncher = open_prelauncher(self._target)
+        self.prelauncher, self._chunked_prefill.in_pieces = open_prelauncher(self._target), True
 
     @property
     def max_draft_tokens(self) -> int:

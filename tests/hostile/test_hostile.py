@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 LONGEST_WAIT_S = DEADLINE_S / 2
 """Of a bystander, in the middle of an answer: what hangs is replaced long before that."""
-HOSTILE_S = 1.5
+HOSTILE_S = 0.7
 Record = Callable[[str, object], None]
 
 

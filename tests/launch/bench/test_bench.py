@@ -238,7 +238,7 @@ def test_a_whole_benchmark(run_dir: Path, pair: list[str], tmp_path: Path) -> No
     file, page = tmp_path / "bench.json", tmp_path / "bench.html"
     modes = "ar,sd,ssd,ssd:k=3:b=6:uniform,ssd:rejection,mlx-lm,mlx-lm-draft"
     flags = ["--modes", modes, "--temps", "0,0.8", "--seed", "4", "--limit", "2", "-m", "12"]
-    outputs = ["--json", str(file), "--report", str(page), "--emulate-target-cost", "30MB"]
+    outputs = ["--json", str(file), "--report", str(page), "--emulate-target-cost", "3MB"]
     done = ssd("bench", *pair, *flags, *outputs)
     assert done.returncode == 0, done.stderr.decode()
     said = done.stdout.decode()
@@ -250,7 +250,7 @@ def test_a_whole_benchmark(run_dir: Path, pair: list[str], tmp_path: Path) -> No
     assert found["checks"]["lossless"] is True
     # ssd:rejection is greedy at temperature 0, where both rules are one.
     assert found["checks"]["compared"] == 4 * 2 + 3 * 2
-    assert "30MB" in found["config"]["emulated_cost"]
+    assert "3MB" in found["config"]["emulated_cost"]
     hashes = {
         (r["prompt_id"], r["temperature"], r["output_sha256"])
         for r in found["runs"]

@@ -4,6 +4,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from protocol.messages import (
@@ -15,6 +16,8 @@ from protocol.messages import (
     Verify,
 )
 from services.batching.chunked_prefill import ChunkSizer
+from services.kv.cache import KVStore
+from services.mlx import traced_slots
 from services.runtime.inbox import Work
 from services.runtime.work_queue import WorkQueue
 from services.verifier.verifier import Verifier
@@ -40,6 +43,44 @@ def test_in_company_a_piece_takes_a_quarter_of_a_second(
     sizer.observe(tokens, seconds)
     assert sizer.size(alone=False) == expected
     assert ChunkSizer(8).size(alone=False) == 8
+
+
+@pytest.mark.parametrize("layers", [1, 2, 9])
+def test_a_prompt_may_be_computed_a_few_layers_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    """Begun with what comes next while the host builds that; its states are the same."""
+    events: list[tuple[str, int]] = []
+
+    def record(name: str) -> None:
+        own: Any = getattr(mx, name)
+
+        def recorded(arrays: Any) -> None:
+            events.append((name, len(arrays)))
+            own(arrays)
+
+        monkeypatch.setattr(traced_slots.mx, name, recorded)
+
+    tokens, states = tuple(range(5, 45)), list[KVStore]()
+    for in_pieces in (False, True):
+        verifier = tiny_verifier("llama")
+        verifier._chunked_prefill.in_pieces = in_pieces
+        if in_pieces:
+            monkeypatch.setattr(traced_slots, "_FEW_LAYERS", layers)
+            record("async_eval")
+            record("eval")
+        list(verifier.handle(opening(1, tokens)))
+        state = verifier._sequences[1].state
+        assert isinstance(state, KVStore)
+        states.append(state)
+    begun = [count for name, count in events if name == "async_eval"]
+    whole = len(states[0].caches)
+    assert begun == [min(layers, whole - at) for at in range(0, whole, layers)]
+    first = events.index(("async_eval", begun[0]))
+    in_turn = [("eval", count) for count in [0, *begun[:-1]]]
+    assert events[first : first + 2 * len(begun)][1::2] == in_turn
+    for own, other in zip(states[0].arrays, states[1].arrays, strict=True):
+        assert mx.array_equal(own[:, :, : len(tokens)], other[:, :, : len(tokens)])
 
 
 def opening(number: int, tokens: tuple[int, ...]) -> OpenSequence:
