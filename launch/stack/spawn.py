@@ -103,13 +103,15 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
 
 
 def _has_its_own_gpu(settings: StackSettings, pair: Pair) -> bool:
-    """Whether the target computes on CUDA, and the drafter not on the same card."""
+    """Whether the target computes on CUDA, and no drafter on the same card.
+
+    One that is swapped in later counts, too; a server is taken to be on another machine.
+    """
     if not has_cuda() or computes_on_cpu(settings.target_device):
         return False
-    drafts_here = pair.backend in {"mlx", "head"} and not computes_on_cpu(settings.draft_device)
-    return not drafts_here or _name_card(settings.draft_device) != _name_card(
-        settings.target_device
-    )
+    cards = {_name_card(settings.draft_device), _name_card(settings.target_device)}
+    differ = computes_on_cpu(settings.draft_device) or len(cards) > 1
+    return pair.backend == "remote" or (differ and pair.backend != "stdio")
 
 
 def _name_card(device: Device) -> str:

@@ -369,7 +369,7 @@ class _WrongInTraces:
 def test_a_wrong_trace_is_not_used(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     wrong = _WrongInTraces(model)
     assert trace_if_faster(wrong, lambda: KVStore(windows_of(model), bucketed=False)) is None
-    assert "of chains is" in caplog.text
+    assert "traced chains: logits are" in caplog.text
     assert "from the model's own: not used" in caplog.text
 
 
@@ -401,7 +401,7 @@ def test_wrong_traces_of_trees_are_found_at_load(
         store = _prefill(model, 9)
         store.append_tree(TREES["six"])
         assert traced.serves(store) is (name == "right")
-    assert "of trees is" in caplog.text
+    assert "traced trees: logits are" in caplog.text
 
 
 class _Deciding(_WrongInTraces):
