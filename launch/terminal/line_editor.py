@@ -64,8 +64,9 @@ class _Question:
 
     def _interrupt(self) -> None:
         self._is_interrupted = True
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._end)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed: the question is over
+                self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
         answer = self._session.app.future
