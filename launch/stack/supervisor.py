@@ -50,7 +50,6 @@ from protocol.transport.channel import Hub
 
 _log = logging.getLogger(__name__)
 
-_WAIT_S = 3600.0
 _CONNECT_S = 3.0
 """How soon a draft server must take a connection, or it is said that it does not."""
 
@@ -343,7 +342,8 @@ class Supervisor:
             meanwhile: called again and again until then.
         """
         while self.failure is None:
-            self._ended.wait(_WAIT_S if meanwhile is None else TICK_S)
+            # A signal that comes just before a wait is heard behind it only.
+            self._ended.wait(TICK_S)
             if meanwhile is not None:
                 meanwhile()
         raise self.failure

@@ -6,14 +6,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from launch.models.pair import Pair
 from launch.settings.settings import StackSettings
 from launch.stack import supervisor
 from launch.stack.child import Lifeline
+from launch.stack.run_dir import RunDir
+from protocol.errors import RuntimeFailure
 from protocol.messages import ServiceStatus
 from tests.support.stack import DEADLINE_S, RunningStack, eventually, gone, leftovers, running
 from tests.support.tiny_models import write_tiny_model
@@ -62,6 +66,21 @@ def test_nothing_is_left(
     launched.wait(DEADLINE_S)
     eventually(lambda: gone(pids), "the children are gone")
     eventually(lambda: leftovers(run_dir) == [], "the run folder is empty")
+
+
+def test_a_signal_is_heard_soon_whenever_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes just before a wait is heard behind it: no wait is long."""
+    watched = supervisor.Supervisor(StackSettings(), Pair("t", "d", "mlx"), RunDir("x"), print)
+    waits: list[float] = []
+
+    def wait(timeout_s: float) -> None:
+        waits.append(timeout_s)
+        watched.failure = RuntimeFailure("over")
+
+    monkeypatch.setattr(watched, "_ended", SimpleNamespace(wait=wait))
+    with pytest.raises(RuntimeFailure, match="over"):
+        watched.wait()
+    assert 0.0 < waits[0] <= 1.0
 
 
 def test_a_second_interrupt_does_not_wait(launched: subprocess.Popen[bytes], run_dir: Path) -> None:
