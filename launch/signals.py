@@ -1,7 +1,6 @@
 """Signals: the first ends us in an orderly way, another one at once. Neither leaves anything."""
 
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 _AGAIN_S = 0.01
-"""Until a signal is sent again whose exception nobody could catch."""
+"""Until a signal is raised again that nobody could catch."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -22,6 +21,7 @@ class Terminated(KeyboardInterrupt):
 
 _second_signal: list[Callable[[], None]] = []
 _deferred: list[Callable[[type[KeyboardInterrupt]], None]] = []
+_lost: list[type[BaseException]] = []
 
 
 @contextlib.contextmanager
@@ -74,19 +74,24 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         kill()
 
 
-def _send_again(unraisable: "UnraisableHookArgs") -> None:
+def _raise_again(unraisable: "UnraisableHookArgs") -> None:
     """A signal may come during a finaliser, where exceptions are ignored."""
-    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        _lost.append(type(unraisable.exc_value))
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    else:
         sys.__unraisablehook__(unraisable)
-        return
-    number = signal.SIGTERM if isinstance(unraisable.exc_value, Terminated) else signal.SIGINT
-    again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
-    again.daemon = True
-    again.start()
+
+
+def _on_alarm(number: int, frame: FrameType | None) -> None:
+    lost = Terminated if Terminated in _lost else KeyboardInterrupt
+    _lost.clear()
+    _interrupt(signal.SIGINT if lost is KeyboardInterrupt else number, frame)
 
 
 def install() -> None:
     """SIGINT, SIGTERM and SIGHUP stop this process alike: through its finally clauses."""
-    sys.unraisablehook = _send_again
+    sys.unraisablehook = _raise_again
+    signal.signal(signal.SIGALRM, _on_alarm)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)

@@ -102,13 +102,11 @@ class Executor:
         sequence.recorder.verifying_since = None
         actions = sequence.decide(outcome, now)
         self._timeouts.start(request, now)  # even where nothing is sent: the next outcome is due
-        others = [action for action in actions if not _is_verify(action)]
-        if precomputed:
-            return others
-        if len(others) < len(actions) and sequence.current.origin == "hit":
-            # One that was not encoded beforehand, as only the likeliest ones are.
-            sequence.recorder.add_dispatch(now, time.monotonic())
-        return actions
+        for action in filter(_is_verify, [] if precomputed else actions):
+            self._do(request, action)
+            if sequence.current.origin == "hit":  # only the likeliest ones are precomputed
+                sequence.recorder.add_dispatch(now, time.monotonic())
+        return [action for action in actions if not _is_verify(action)]
 
     # ------------------------------------------------------------ actions
 

@@ -174,7 +174,7 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     prompt_cache_file: str = ""
     """Where the KV of sequences that are over outlives the process; empty: nowhere."""
     prelaunches: bool = False
-    """Whether passes may wait for their tokens on the GPU, which no drafter uses."""
+    """Whether passes may wait for their tokens on the GPU, where no drafter computes."""
     ranks: RankGroupSettings | None = None
     """The group whose rank 0 this process is; None: the whole model is here."""
 

@@ -24,7 +24,7 @@ from protocol.messages import FeatureRequest
 from services.kv.slots import round_to_bucket
 from services.mlx.cuda.choice import serving
 from services.mlx.loader import load
-from services.mlx.traced_forward import TracedForward
+from services.mlx.tracing.traced_forward import TracedForward
 from services.verifier.feature_source import FeatureSource
 from services.verifier.target_model import TargetModel, prepare
 

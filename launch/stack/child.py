@@ -110,9 +110,9 @@ class Child:
             self.process.wait(_KILL_S)
 
 
-_LONG_GRAPHS = {"MLX_MAX_MB_PER_BUFFER": "100000", "MLX_MAX_OPS_PER_BUFFER": "1000"}
-"""A pass is one graph. CUDA makes one anew now and then, for which it waits until the device has
-nothing to do: for one in the middle of a pass, whose first kernel waits for the host, for ever."""
+_ONE_GRAPH = {"MLX_MAX_MB_PER_BUFFER": "1000000", "MLX_MAX_OPS_PER_BUFFER": "100000"}
+"""For each pass. CUDA makes one anew now and then, and waits until the device has nothing to do: in
+the middle of a pass whose first kernel waits for the host, until that kernel gives up."""
 
 
 def environment_for(settings: ChildSettings) -> dict[str, str]:
@@ -121,7 +121,7 @@ def environment_for(settings: ChildSettings) -> dict[str, str]:
     if not isinstance(settings, VerifierSettings):
         return child_environment(device)
     ranks = settings.ranks.hosts[0].environment if settings.ranks else {}
-    first = _LONG_GRAPHS if settings.prelaunches else {}
+    first = _ONE_GRAPH if settings.prelaunches else {}
     return {**first, **child_environment(device), **ranks}
 
 

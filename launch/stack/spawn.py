@@ -103,20 +103,22 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
 
 
 def _has_its_own_gpu(settings: StackSettings, pair: Pair) -> bool:
-    """Whether the target computes on CUDA, and no drafter on the same card.
+    """Whether the target computes on CUDA, and its drafter surely not on the same card.
 
-    One that is swapped in later counts, too; a server is taken to be on another machine.
+    One that is swapped in later may: then each has to wait for the other at times.
     """
-    if not has_cuda() or computes_on_cpu(settings.target_device):
+    if not has_cuda() or computes_on_cpu(settings.target_device) or pair.backend == "stdio":
         return False
-    cards = {_name_card(settings.draft_device), _name_card(settings.target_device)}
-    differ = computes_on_cpu(settings.draft_device) or len(cards) > 1
-    return pair.backend == "remote" or (differ and pair.backend != "stdio")
+    if pair.backend == "remote" or computes_on_cpu(settings.draft_device):
+        return True
+    target, draft = _card(settings.target_device), _card(settings.draft_device)
+    return target is not None and draft is not None and target != draft
 
 
-def _name_card(device: Device) -> str:
-    """The GPU that this is, of those on this machine."""
-    return device if device.startswith("cuda:") else "cuda:0"
+def _card(device: Device) -> int | None:
+    """Which GPU this is; None if it is not said: CUDA's first one is the fastest."""
+    kind, _, number = device.partition(":")
+    return int(number) if kind == "cuda" else None
 
 
 def _idle_flag(settings: StackSettings, pair: Pair, run_dir: RunDir, role: str) -> str:

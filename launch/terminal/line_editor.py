@@ -25,7 +25,7 @@ class LineEditor:
 
     def __init__(self) -> None:
         self._session: PromptSession[str] | None = None
-        if sys.stdin.isatty() and sys.stdout.isatty():
+        if sys.stdin.isatty() and sys.stdout.isatty() and not _is_dumb():
             self._session = _open_session()
 
     def ask(self, prompt: str) -> str:
@@ -72,6 +72,13 @@ class _Question:
         answer = self._session.app.future
         if answer is not None and not answer.done():
             answer.set_exception(KeyboardInterrupt())
+
+
+def _is_dumb() -> bool:
+    """Whether the terminal cannot move its cursor; the editor would read it without its hooks."""
+    from prompt_toolkit.utils import is_dumb_terminal  # noqa: PLC0415
+
+    return is_dumb_terminal()
 
 
 def _open_session() -> "PromptSession[str]":

@@ -19,9 +19,7 @@ from services.batching.forward import Batcher
 from services.batching.pass_memory import PassMemory
 from services.batching.prefill_order import PrefillOrder
 from services.batching.slot_table import SlotTable
-from services.kv.cache import KVStore
 from services.kv.state import SequenceState
-from services.mlx.traced_slots import compute_in_pieces
 
 _WORTH = 8
 """Tokens that a wait for another prompt's KV must save, at least."""
@@ -90,6 +88,7 @@ class ChunkedPrefill:
         reader: keeps what a drafter reads of the model.
         memory: shortens chunks that do not fit, or refuses them.
         table: of the slots of sequences that share passes, where there is one.
+        one_graph: see `Batcher`.
     """
 
     def __init__(
@@ -103,6 +102,7 @@ class ChunkedPrefill:
         reader: Reader | None = None,
         memory: PassMemory | None = None,
         table: SlotTable | None = None,
+        one_graph: bool = False,
     ) -> None:
         self._checkpoints = checkpoints
         self._end_ids = frozenset(end_ids)
@@ -111,9 +111,8 @@ class ChunkedPrefill:
         read = reader.take if reader is not None else None
         self._batcher = Batcher(model, 0, read=read, memory=memory)
         self._batcher.table, self._batcher.fills = table, True
+        self._batcher.one_graph = one_graph
         self._shares = shares
-        self.in_pieces = False
-        """See `TargetModel.launch_in_pieces`."""
         self._chunk_sizer = ChunkSizer(step)
         self._grid = min(step, _GRID)
         self._least_turn = self._grid // _TURNS
@@ -165,7 +164,7 @@ class ChunkedPrefill:
                 _, by = self._batcher.result(asked)
                 state.commit(state.length)
                 # The logits stay uncomputed: MLX is lazy and only the state is asked for.
-                self._evaluate(state)
+                state.evaluate()
                 if self._reader is not None:
                     self._reader.log(sequence, len(sequence.tokens), asked.features)
             finally:
@@ -177,11 +176,6 @@ class ChunkedPrefill:
             if own:
                 self._chunk_sizer.observe(by.rows, time.perf_counter() - began)
             yield
-
-    def _evaluate(self, state: SequenceState) -> None:
-        if self.in_pieces and isinstance(state, KVStore):
-            compute_in_pieces(state.keys)
-        state.evaluate()
 
     def _size(self, state: SequenceState, tokens: Tokens, *, alone: bool) -> int:
         """Most tokens of the next chunk.

@@ -18,6 +18,7 @@ from services.batching.slot_table import SlotTable
 from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
+from services.mlx.launching import compute_in_pieces, launch_in_pieces
 from services.mlx.loader import compute_unit
 from services.sampling import device
 
@@ -134,6 +135,8 @@ class Batcher:
         """Of the slots of sequences that share passes, where one attention serves all of them."""
         self.fills = False
         """Whether the passes are over prompts, which a table takes alone, too, if they suit it."""
+        self.one_graph = False
+        """Whether MLX makes one graph of what it is given at once, so that passes go in pieces."""
         self._read = read
         self.traced = traced
         self.most_rows = most_rows
@@ -192,7 +195,7 @@ class Batcher:
             state.append(own)
             state.append(1)
         now = ForwardPass(len(states), len(states))
-        now.logits, now.features = self._build(tokens[None], list(states), {})
+        now.logits, now.features = self._build(tokens[None], list(states), {}, ahead=True)
         return now.logits, now
 
     def begin_alone(
@@ -267,6 +270,9 @@ class Batcher:
         Who asks for the logits has the features computed in the same go: they are sent first.
         """
         logits = self._call(row, states, beside, ahead=ahead)[0]
+        if self.one_graph and not ahead and isinstance(states[0], KVStore):
+            split = compute_in_pieces if self.fills else launch_in_pieces
+            split(states[0].keys)
         features = self._read() if self._read is not None else None
         if features is not None:
             logits = mx.depends(logits, features)

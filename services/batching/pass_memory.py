@@ -18,7 +18,7 @@ from services.kv.slots import round_to_bucket
 from services.mlx.blas import cpu_kernels
 from services.mlx.free_memory import allocate_returnably, free_for_mlx, give_back
 from services.mlx.loader import compute_unit
-from services.mlx.traced_slots import round_to_largest
+from services.mlx.tracing.traced_slots import round_to_largest
 
 _RESERVE = 128 << 20
 """For what libraries take by themselves: MKL's buffers, threads' stacks and heaps."""

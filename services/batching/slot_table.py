@@ -26,7 +26,7 @@ from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
 from services.mlx.cuda.attention import ROWS_STEP, round_rows
 from services.mlx.free_memory import free_for_mlx
-from services.mlx.traced_forward import FeatureReader
+from services.mlx.tracing.traced_forward import FeatureReader
 
 _log = logging.getLogger(__name__)
 
@@ -155,11 +155,6 @@ class SlotTable:
         """See `TracedForward.read`."""
         if self._traced is not None:
             self._traced.read(reader)
-
-    def launch_in_pieces(self) -> None:
-        """See `TargetModel.launch_in_pieces`."""
-        if self._traced is not None:
-            self._traced.in_pieces = True
 
     def suits_prompts(self, stores: Sequence[KVStore]) -> bool:
         """Whether the passes of these read so little that each row may read it for itself."""

@@ -1,7 +1,7 @@
 """A model's forward over the rows of a table of slots, traced once for each number of rows.
 
-As `services.mlx.traced_forward` for one sequence. Nothing of a pass is a part of the trace but
-its number of rows, the slots that the longest of its sequences needs, and the table's size.
+As `mlx.tracing.traced_forward` for one sequence. Nothing of a pass is a part of the trace but its
+number of rows, the slots that the longest of its sequences needs, and the table's size.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +11,8 @@ import mlx.core as mx
 
 from services.batching.table_cache import Attend, TableCache, TableLayer, TablePass
 from services.mlx.cuda.choice import in_trace
-from services.mlx.trace_trial import is_worth_it
-from services.mlx.traced_forward import FeatureReader, features_of
-from services.mlx.traced_slots import hand_over
+from services.mlx.tracing.trace_trial import is_worth_it
+from services.mlx.tracing.traced_forward import FeatureReader, features_of
 
 
 class TracedTable:
@@ -27,8 +26,6 @@ class TracedTable:
     def __init__(self, model: Any, attend: Attend) -> None:
         self.model = model
         self._attend = attend
-        self.in_pieces = False
-        """See `hand_over`."""
         self.read(None)
 
     def read(self, reader: FeatureReader | None) -> None:
@@ -49,8 +46,6 @@ class TracedTable:
             layer.keys, layer.values = own_keys, own_values
         if self._reader is not None and features:
             self._reader.put(features[0])
-        if self.in_pieces:
-            hand_over([layer.keys for layer in layers], in_pieces=True)
         return logits
 
     def _forward(

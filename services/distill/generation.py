@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from protocol.messages import Tokens
 from services.distill.batch_cache import BatchStore
-from services.distill.logits import begin
 from services.kv.cache import windows_of
+from services.mlx.launching import launch
 
 Integers = npt.NDArray[np.int32]
 
@@ -143,7 +143,7 @@ def generate(
         logits = model(fed, cache=store.caches)[:, -1, :vocabulary]
         key = mx.random.key(rows.seed * rows.length + position)
         state, kind = machine.advance(logits, phase, position, key)
-        begin([*state, kind, *store.state])
+        launch([*state, kind, *store.state])
         tokens.append(state.token)
         kinds.append(kind)
         fed, phase = state.token[:, None], state.phase

@@ -16,12 +16,6 @@ Weights = dict[str, mx.array]
 """Parameters by their path in the model."""
 
 
-def begin(arrays: Any) -> None:
-    """Let the device compute these arrays, and any nesting of them, without waiting."""
-    start: Any = mx.async_eval
-    start(arrays)
-
-
 def number(array: mx.array) -> float:
     """The value of an array of one element; waits for the device."""
     value: Any = array.item()

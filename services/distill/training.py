@@ -19,10 +19,11 @@ from protocol.settings import DistillSettings, Objective
 from services.distill.batches import Batch, Batches
 from services.distill.checkpoint import LogEntry, Moments, Position, TrainingCheckpoint
 from services.distill.context import Blocks, Context, context_of, random_blocks
-from services.distill.logits import TargetDistribution, Weights, begin, number
+from services.distill.logits import TargetDistribution, Weights, number
 from services.distill.objective import LOSSES, acceptance_bound
 from services.distill.run_control import RunControl
 from services.distill.student import Student
+from services.mlx.launching import launch
 from services.mlx.loader import compute_unit
 
 _BETAS = (0.9, 0.95)
@@ -114,7 +115,7 @@ class Trainer:
             spent = budget.share(position)
             objective = self._objective(spent)
             updated = self._step(weights, moments, position.step, objective, spent)
-            begin(updated)
+            launch(updated)
             if pending is not None:
                 losses.append(_finite(pending))
             pending, weights, moments = updated

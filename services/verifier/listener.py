@@ -5,7 +5,6 @@ What is read before a pass is over need not be read when it is, while the device
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from protocol.messages import VerifyAhead
 from services.batching.forward import ForwardPass
+from services.mlx.launching import launch
 from services.verifier.sequence import TargetSequence
 
 _SURE = 0.8
@@ -47,8 +47,7 @@ class Listener:
         """Have the device compute this result of a pass, and listen until that is nearly done."""
         if not isinstance(result, mx.array):
             return  # it is here
-        start: Any = mx.async_eval
-        start(result)
+        launch(result)
         until = by.started + _SURE * self._shortest_s.get(by.rows, 0.0)
         self.listen()
         while self.wait(until - time.perf_counter()):

@@ -39,10 +39,9 @@ def run(settings: VerifierSettings) -> None:
         model, target = opened.model, opened.target
         emulated = _emulate_cost(settings, model)
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
-        verifier = Verifier(model, settings.prefill_step_size, prompts, target)
+        step, prelaunches = settings.prefill_step_size, settings.prelaunches
+        verifier = Verifier(model, step, prompts, target, prelaunches=prelaunches)
         verifier.spare_cores = SpareCores(settings.spare_cores, open_idle_flag(settings.spare_flag))
-        if settings.prelaunches:
-            verifier.prelaunch()
         if opened.compute_unit != "cpu":
             warm_verifier(verifier)
         _attach_coreml_prefill(verifier, settings, model.folder)

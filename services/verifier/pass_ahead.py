@@ -16,6 +16,7 @@ import mlx.core as mx
 from protocol.decoding.token_tree import read_tree
 from services.batching.forward import Batcher, ForwardPass
 from services.kv.cache import KVStore
+from services.mlx.launching import launch
 from services.verifier.pipelined_step import PipelinedStep, SharedStep
 from services.verifier.sequence import TargetSequence
 
@@ -61,7 +62,7 @@ class PassAhead:
         """States of slots can be anywhere in a row of tokens: they are put back at once."""
         token: Any = mx.maximum(choice, 0)
         # Before the pass is built, so that reading them waits for nothing behind it.
-        _start(choice, token)
+        launch(choice, token)
         lengths = [one.state.length for one in members]
         try:
             under_way = [len(one.ahead) for one in members]
@@ -78,7 +79,7 @@ class PassAhead:
         for row, one in enumerate(members):
             own = logits[row : row + 1]
             one.ahead.append(SharedStep(after, row, one.state, read, own))
-        _start(likeliest)
+        launch(likeliest)
 
 
 def _goes_on(sequence: TargetSequence) -> bool:
@@ -99,8 +100,3 @@ def _choose(by: ForwardPass, members: list[TargetSequence]) -> mx.array:
             one.begun = choice
             choices.append(choice)
     return mx.concatenate(choices)
-
-
-def _start(*arrays: mx.array) -> None:
-    start: Any = mx.async_eval
-    start(*arrays)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from protocol.messages import Tokens, VerificationOutcome, Verify
 from services.batching.forward import Batcher, ForwardPass
 from services.kv.state import SequenceState
+from services.mlx.launching import launch
 
 
 def next_plain(message: Verify, outcome: VerificationOutcome) -> Verify | None:
@@ -72,12 +73,11 @@ class PipelinedStep:
     """
 
     def __init__(self, batcher: Batcher, state: SequenceState, choice: mx.array) -> None:
-        start: Any = mx.async_eval
         self.by, self.row, self.best = ForwardPass(rows=1, sequences=1), 0, None
         self._state = state
         self._token = mx.maximum(choice, 0)
         # Before the pass is built, so that reading it waits for nothing behind it.
-        start(choice, self._token)
+        launch(choice, self._token)
         length = state.length
         state.append(1)
         try:
@@ -86,7 +86,7 @@ class PipelinedStep:
             state.commit(length)
             raise
         self._suspended = state.suspend()
-        start(self.logits)
+        launch(self.logits)
 
     def take_up(self, chain: Tokens) -> mx.array | None:
         """[1, vocabulary] logits of this chain, whose pass is then in work; None if not run."""

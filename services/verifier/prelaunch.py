@@ -20,7 +20,7 @@ from services.kv.cache import KVStore
 from services.kv.state import SequenceState
 from services.mlx.cuda.doorbell import Doorbell
 from services.mlx.cuda.prelaunch_trial import find_doorbell
-from services.mlx.traced_forward import Prelaunched, TracedForward, pad_rows
+from services.mlx.tracing.traced_forward import TREE_ROWS, Prelaunched, TracedForward, pad_rows
 from services.runtime.inbox import Work
 from services.verifier.target_model import TargetModel
 
@@ -112,8 +112,8 @@ class Prelauncher:
         if self._bell is None or self._traced is None or not follows or self._waiting is not None:
             return
         self._lengths.append(len(tree))
-        rows = pad_rows(max(self._lengths))
-        if not rows or not isinstance(state, KVStore) or state.seat is not None:
+        rows = pad_rows(min(max(self._lengths), TREE_ROWS[-1]))
+        if not isinstance(state, KVStore) or state.seat is not None:
             return
         after = self._traced.prelaunch(rows, state, self._bell)
         if after is not None:
@@ -180,12 +180,8 @@ class Prelauncher:
 
 
 def open_prelauncher(target: TargetModel) -> Prelauncher:
-    """One that launches passes of this target beforehand, if the device is the faster for it.
-
-    MLX has been told to make one graph of a pass, so that others are launched in pieces.
-    """
+    """One that launches passes of this target beforehand, if the device is the faster for it."""
     store = target.states.make()
-    target.launch_in_pieces()
     if not isinstance(store, KVStore):
         return Prelauncher()
     bell = find_doorbell(target.verify, target.traced, lambda: store.fork(0))

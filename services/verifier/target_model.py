@@ -17,7 +17,7 @@ from services.mlx.exact_copies import add_exact_copies
 from services.mlx.few_rows.passes import equip_for_cpu, fill_only
 from services.mlx.loader import compute_unit
 from services.mlx.taps import TrialPasses
-from services.mlx.traced_forward import FeatureReader, TracedForward, trace_if_faster
+from services.mlx.tracing.traced_forward import FeatureReader, TracedForward, trace_if_faster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +59,6 @@ class TargetModel:
         for traced in (self.traced, self.table):
             if traced is not None:
                 traced.read(reader)
-
-    def launch_in_pieces(self) -> None:
-        """Let passes that are waited for begin early, although MLX makes one graph of a pass."""
-        if self.traced is not None:
-            self.traced.in_pieces = True
-        if self.table is not None:
-            self.table.launch_in_pieces()
 
     def run_alone(self, tokens: mx.array) -> mx.array:
         """Logits [1, n, vocabulary] of tokens [1, n] of no sequence."""

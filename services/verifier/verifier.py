@@ -65,6 +65,8 @@ class Verifier:
         prefill_step_size: int,
         prompts: PrefixCache | None = None,
         target: TargetModel | None = None,
+        *,
+        prelaunches: bool = False,
     ) -> None:
         self._model, self._folder = model.module, model.folder
         self._target = target if target is not None else prepare(model.module)
@@ -72,17 +74,11 @@ class Verifier:
         self._prompts = prompts if prompts is not None else PrefixCache()
         self._external: ExternalPrefill | None = None
         self._sequences: SequenceTable[TargetSequence] = SequenceTable()
-        whole, shares = self._target.verify is self._model, self._target.shares_passes
+        whole = self._target.verify is self._model
         self._features = FeatureSource(self._model, self._target.trial)
         self._kv_size = measure_kv(self._model, self._states.make) if whole else KVSize(0, 0)
-        self._memory = self._reckon(logits=False) if whole else None
-        self._batcher = Batcher(
-            self._target.verify,
-            most_rows() if shares else 0,
-            self._target.traced,
-            self._features.take,
-            self._reckon(logits=True) if whole else None,
-        )
+        self._memory = self._reckon(logits=False)
+        self._batcher = self._make_batcher(one_graph=prelaunches)
         self._chunked_prefill = ChunkedPrefill(
             self._target.prefill,
             prefill_step_size,
@@ -92,18 +88,27 @@ class Verifier:
             reader=self._features,
             memory=self._memory,
             table=self._target.table,
+            one_graph=prelaunches,
         )
-        self._pass_ahead, self.prelauncher = PassAhead(self._batcher), Prelauncher()
+        self._pass_ahead = PassAhead(self._batcher)
+        self.prelauncher = open_prelauncher(self._target) if prelaunches else Prelauncher()
         self._last_pass, self._idle_since = ForwardPass(0, 0), time.perf_counter()
         self._revoked: dict[int, int] = {}  # by sequence: see `Revoke.round`
-        self._batcher.table, self.pipelines = self._target.table, self._target.pipelines
-        self.spare_cores = SpareCores()
+        self.pipelines, self.spare_cores = self._target.pipelines, SpareCores()
         self.listener = Listener(self._sequences)
 
-    def _reckon(self, *, logits: bool) -> PassMemory:
-        """What passes of the target take; prefixes that are kept give way to them."""
-        release = self._prompts.drop_oldest
-        return PassMemory(self._model, self._kv_size, release, logits=logits)
+    def _make_batcher(self, *, one_graph: bool) -> Batcher:
+        target, rows = self._target, most_rows() if self._target.shares_passes else 0
+        memory = self._reckon(logits=True)
+        batcher = Batcher(target.verify, rows, target.traced, self._features.take, memory)
+        batcher.table, batcher.one_graph = target.table, one_graph
+        return batcher
+
+    def _reckon(self, *, logits: bool) -> PassMemory | None:
+        """What passes of a whole target take; prefixes that are kept give way to them."""
+        if self._target.verify is not self._model:
+            return None
+        return PassMemory(self._model, self._kv_size, self._prompts.drop_oldest, logits=logits)
 
     def use_external_prefill(self, other: PrefillSource, *, whenever_it_fits: bool) -> None:
         """Let another device compute prompts: where it is faster, or all that it takes."""
@@ -111,10 +116,6 @@ class Verifier:
             self._external = ExternalPrefill(
                 self._model, self._states.make, other, whenever_it_fits=whenever_it_fits
             )
-
-    def prelaunch(self) -> None:
-        """Let passes wait for their tokens on the device, where that is faster."""
-        self.prelauncher, self._chunked_prefill.in_pieces = open_prelauncher(self._target), True
 
     @property
     def max_draft_tokens(self) -> int:

@@ -346,6 +346,7 @@ def test_the_time_to_the_next_verification_is_measured_after_each_hit(
     )
     house.service(b"d", tree)
     [request] = house.running
+    assert ((0, bonus) in request.frames) == (bonus == 1)
     house.verified(0, bonus)
     assert house.told(b"v", Verify)[-1].nodes == [bonus, bonus + 20]
     assert len(request.sequence.recorder.phases["dispatch"]) == 1

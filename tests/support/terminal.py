@@ -7,11 +7,18 @@ import pty
 import select
 import struct
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Iterator
 
 from tests.support.stack import DEADLINE_S
+
+# Makes it the controlling terminal, so that Ctrl-C becomes a signal.
+_IN_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 
 class Terminal:
@@ -23,7 +30,11 @@ class Terminal:
         self.before = termios.tcgetattr(theirs)
         self.theirs = theirs
         self.process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+            [sys.executable, "-c", _IN_TERMINAL, *command],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
         )
         self.seen = ""
 
@@ -33,11 +44,14 @@ class Terminal:
         while not all(word in self.seen for word in words):
             if time.monotonic() > end:
                 raise AssertionError(f"{words} did not all come:\n{self.seen}")
-            ready, _, _ = select.select([self._ours], [], [], 1.0)
-            if ready:
-                self.seen += os.read(self._ours, 65536).decode(errors="replace")
+            self.read(1.0)
         seen, self.seen = self.seen, ""
         return seen
+
+    def read(self, timeout_s: float) -> None:
+        """See what it prints next, if that comes in time."""
+        if select.select([self._ours], [], [], timeout_s)[0]:
+            self.seen += os.read(self._ours, 65536).decode(errors="replace")
 
     def type(self, text: str) -> None:
         """Press these keys."""
@@ -47,9 +61,7 @@ class Terminal:
         """Its exit code, once it has ended; what it still prints is read."""
         end = time.monotonic() + DEADLINE_S
         while self.process.poll() is None and time.monotonic() < end:
-            ready, _, _ = select.select([self._ours], [], [], 0.1)
-            if ready:
-                self.seen += os.read(self._ours, 65536).decode(errors="replace")
+            self.read(0.1)
         return self.process.wait(1.0)
 
     def settings(self) -> list[object]:

@@ -30,6 +30,7 @@ from services.drafter.backends.mlx_rows import (
 )
 from services.drafter.backends.mlx_tree import Bud, Trunk
 from services.kv.cache import KVStore
+from services.mlx.launching import launch
 from services.sampling.candidates import check_shares
 from services.sampling.device import guess
 from services.sampling.rules import write_rules
@@ -163,7 +164,7 @@ class DepthsAhead:
             tokens, found = self.traced.choose(logits, width, rules, drawn=drawn)
         else:
             tokens, found = guess(logits, width, self._ids, rules, sampling)
-        _start(tokens, found)
+        launch(tokens, found)
         return _Begun(tokens, found, logits)
 
 
@@ -172,14 +173,8 @@ def _feed_last(begun: _Begun, rows: TracedRows | None) -> _Begun | None:
     if rows is None or not rows.has_room:
         return None
     logits = rows.feed(begun.tokens)
-    _start(logits)
+    launch(logits)
     return begun._replace(logits=logits)
-
-
-def _start(*arrays: mx.array) -> None:
-    """Compute these, and do not wait for it."""
-    begin: Any = mx.async_eval
-    begin(*arrays)
 
 
 def _slots(known: Trunk) -> KVStore:

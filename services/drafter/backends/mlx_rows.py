@@ -2,8 +2,8 @@
 
 A depth of a small drafter costs the host, which builds the graph, more than the GPU, which
 computes it. Here `mx.compile` records a pass for a few numbers of rows and sizes of the KV
-buffers (see `mlx.traced_forward`); what changes from pass to pass is its input, and where the
-next pass goes and what its rows see comes out beside the logits, so that nothing has to be
+buffers (see `mlx.tracing.traced_forward`); what changes from pass to pass is its input, and where
+the next pass goes and what its rows see comes out beside the logits, so that nothing has to be
 sent to the device between two passes.
 """
 
@@ -23,8 +23,9 @@ from services.kv.slots import SlotCache
 from services.mlx.cuda.blocks import serves_any_length
 from services.mlx.cuda.choice import in_trace
 from services.mlx.cuda.sampling.guess import WIDTHS
-from services.mlx.trace_trial import is_close, is_faster, measure_distance, prefill
-from services.mlx.traced_slots import (
+from services.mlx.launching import launch
+from services.mlx.tracing.trace_trial import is_close, is_faster, measure_distance, prefill
+from services.mlx.tracing.traced_slots import (
     LayerInputs,
     PassRows,
     Shape,
@@ -294,13 +295,12 @@ class TracedPasses:
     def run(self, side_by_side: SideBySide, rows: int) -> list[mx.array]:
         """The logits of a few depths, each begun before the last one has been read."""
         found: list[mx.array] = []
-        start: Any = mx.async_eval
         rules = mx.array(write_rules(range(side_by_side.count), _GREEDY))
         for at in range(_TRIAL_DEPTHS):
             # Not what is chosen, which would differ where two are equally likely.
             tokens = mx.arange(5 + at, 5 + at + rows)
             found.append(side_by_side.feed(tokens)[:, : self._size])
-            start(guess(found[-1], 1, self._ids, rules, _GREEDY))
+            launch(guess(found[-1], 1, self._ids, rules, _GREEDY))
         mx.eval(found)
         return found
 

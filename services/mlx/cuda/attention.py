@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from services.kv.slots import round_to_bucket
 from services.mlx.cuda.kernel import LANES, build
-from services.mlx.traced_slots import MOST_SLOTS
+from services.mlx.tracing.traced_slots import MOST_SLOTS
 
 _log = logging.getLogger(__name__)
 

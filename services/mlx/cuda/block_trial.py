@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from protocol.jobs.kernel_report import KernelProbe
 from services.kv.slots import BUCKET
 from services.mlx.cuda.choice import in_trace
-from services.mlx.trace_trial import measure_distance, time_in_turn
-from services.mlx.traced_slots import LayerInputs, PassRows
+from services.mlx.tracing.trace_trial import measure_distance, time_in_turn
+from services.mlx.tracing.traced_slots import LayerInputs, PassRows
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from protocol.jobs.kernel_report import KernelProbe
 from services.mlx.cuda import product
 from services.mlx.fused_linear import FusedSlice
 from services.mlx.loader import compute_unit
-from services.mlx.trace_trial import measure_distance, pays, time_in_turn
+from services.mlx.tracing.trace_trial import measure_distance, pays, time_in_turn
 
 _log = logging.getLogger(__name__)
 

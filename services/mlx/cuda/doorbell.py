@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
 from services.mlx.cuda.kernel import LANES, build
+from services.mlx.launching import launch
 
 _log = logging.getLogger(__name__)
 
@@ -128,8 +129,7 @@ class Doorbell:
 
     def launch(self, *arrays: mx.array) -> None:
         """Queue what these are computed by."""
-        start: Any = mx.async_eval
-        start(*arrays)
+        launch(*arrays)
 
     def report(self, numbers: mx.array) -> Callable[[], npt.NDArray[np.int32]]:
         """Queue what these are computed by, [count] int32; gives them when they are there."""

@@ -12,15 +12,16 @@ import mlx.core as mx
 from protocol.decoding.token_tree import read_tree
 from services.kv.cache import KVStore
 from services.mlx.cuda.doorbell import Doorbell, open_doorbell
-from services.mlx.trace_trial import is_close, is_faster, measure_distance, prefill
-from services.mlx.traced_forward import (
+from services.mlx.launching import launch_in_pieces
+from services.mlx.tracing.trace_trial import is_close, is_faster, measure_distance, prefill
+from services.mlx.tracing.traced_forward import (
     TRACED_SLOTS,
     TREE_ROWS,
     Prelaunched,
     TracedForward,
     pad_rows,
 )
-from services.mlx.traced_slots import widen
+from services.mlx.tracing.traced_slots import widen
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +86,10 @@ class _Trial:
         return True
 
     def _make_graphs(self) -> None:
-        """Run a pass of each shape: CUDA makes no graph while another pass waits on the device."""
+        """Run a pass of each shape that is traced at load, once more when its buffers have grown.
+
+        CUDA makes no graph while another pass waits on the device.
+        """
         store = self._stores[1]
         for slots, rows in itertools.product(TRACED_SLOTS, TREE_ROWS):
             store.trim(_PROMPT)
@@ -104,6 +108,7 @@ class _Trial:
         began = time.perf_counter()
         store.chain(_ROWS)
         logits = self._traced(mx.array([_CHAIN.tokens]), store)[0]
+        launch_in_pieces(store.keys)  # as a pass is where it is one graph
         mx.argmax(logits, axis=-1).tolist()
         took_s = time.perf_counter() - began
         store.trim(_PROMPT)

@@ -7,7 +7,7 @@ one row and many: each weight is read once, and tensor cores multiply it with ei
 whether these are there or not. So a row has the same bits in any company.
 
 A call from Python costs more than it saves, since MLX builds the kernel's source anew for it;
-a replay of a trace (`services.mlx.traced_forward`) does not.
+a replay of a trace (`services.mlx.tracing.traced_forward`) does not.
 """
 
 import mlx.core as mx

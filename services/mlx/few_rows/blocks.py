@@ -24,6 +24,7 @@ from services.mlx.array_memory import address, view
 from services.mlx.blas import cpu_kernels
 from services.mlx.few_rows.attention import AttentionCall, Rows, attend_rows
 from services.mlx.few_rows.weights import LINEARS, NORMS, BlockWeights, HeldWeights, Unfit
+from services.mlx.launching import launch
 from services.mlx.plain_blocks import give_kernels, is_plain_block
 from services.mlx.rope import BranchRope, TableRope, Tables
 
@@ -124,8 +125,7 @@ class BlockKernel:
         cache.store(mx.array(keys), mx.array(values))
         if self.is_last:
             # What the layers have stored is nobody's input in this pass.
-            start: Any = mx.async_eval
-            start([array for store in cache.stores for array in store.arrays])
+            launch([array for store in cache.stores for array in store.arrays])
         return mx.array(found)
 
     def _run_at_once(  # noqa: PLR0917

@@ -10,7 +10,7 @@ import mlx.core as mx
 from protocol.jobs.kernel_report import KernelName, KernelProbe
 from services.mlx.metal import attention, product
 from services.mlx.metal.product import MOST_ROWS, Quantised
-from services.mlx.trace_trial import measure_distance
+from services.mlx.tracing.trace_trial import measure_distance
 
 _log = logging.getLogger(__name__)
 

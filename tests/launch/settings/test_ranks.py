@@ -144,6 +144,8 @@ def test_a_pass_is_launched_as_a_whole_where_it_waits_for_its_tokens(
     plain = VerifierSettings(lifeline=0, address="")
     assert "MLX_MAX_MB_PER_BUFFER" not in environment_for(plain)
     waits = VerifierSettings(lifeline=0, address="", prelaunches=True)
-    assert environment_for(waits)["MLX_MAX_MB_PER_BUFFER"] == "100000"
+    told = environment_for(waits)
+    assert int(told["MLX_MAX_OPS_PER_BUFFER"]) >= 10_000  # in a pass of the largest models
+    assert int(told["MLX_MAX_MB_PER_BUFFER"]) >= 1_000_000
     monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", "7")
     assert environment_for(waits)["MLX_MAX_MB_PER_BUFFER"] == "7"

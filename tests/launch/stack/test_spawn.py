@@ -51,7 +51,8 @@ def test_cores_are_lent_where_both_compute_on_cores(
     ("backend", "target", "draft", "prelaunches"),
     [
         ("mlx", "cuda:0", "cuda:1", True),
-        ("mlx", "", "cuda:1", True),
+        ("mlx", "", "cuda:1", False),
+        ("head", "cuda:0", "cuda:00", False),
         ("mlx", "cuda:0", "cpu", True),
         ("ngram", "cuda:0", "cuda:1", True),
         ("ngram", "cuda:0", "", False),
@@ -66,7 +67,7 @@ def test_cores_are_lent_where_both_compute_on_cores(
 def test_passes_are_launched_beforehand_on_a_card_of_the_targets_own(
     monkeypatch: pytest.MonkeyPatch, backend: Any, target: str, draft: str, *, prelaunches: bool
 ) -> None:
-    """A drafter's work on the same card would have to wait for them, also if it comes later."""
+    """A drafter's work on the same card would have to wait for them: both must be known."""
     monkeypatch.setattr("launch.stack.spawn.has_cuda", lambda: True)
     monkeypatch.setattr("launch.settings.machine.has_cuda", lambda: True)
     monkeypatch.setattr("launch.stack.spawn.Child", lambda _role, _module, told, _log: told)

@@ -1,11 +1,7 @@
 """`ssd chat`, driven in a pseudo-terminal as a person would."""
 
-import os
-import pty
 import re
-import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.stack import DEADLINE_S, leftovers
+from tests.support.terminal import Terminal
 from tests.support.tiny_models import write_endless_model
 
 pytestmark = pytest.mark.processes
@@ -21,33 +18,13 @@ pytestmark = pytest.mark.processes
 PROMPT = ">>"
 ENTERED = "\x1b[?2004l"
 """What the editor sends when a line is complete: what follows is the program's."""
-# Makes it the controlling terminal, so that Ctrl-C becomes a signal.
-_IN_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
-    "os.execv(sys.argv[1], sys.argv[1:])"
-)
 _CONTROL = re.compile(r"\x1b(\[[0-9;?]*([a-zA-Z]|$)|[^\[]|$)")
 """A sequence that moves the cursor or sets a mode, also the beginning of one."""
 CTRL_C, CTRL_D = "\x03", "\x04"
 
 
-class Terminal:
-    """A program in a terminal of its own."""
-
-    def __init__(self, command: list[str]) -> None:
-        self._end, inner = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _IN_TERMINAL, *command],
-            stdin=inner,
-            stdout=inner,
-            stderr=inner,
-            start_new_session=True,
-        )
-        os.close(inner)
-        self.seen = ""
-
-    def type(self, text: str) -> None:
-        os.write(self._end, text.encode())
+class Conversation(Terminal):
+    """One with `ssd chat`."""
 
     def until(self, text: str) -> str:
         """What appeared up to this text, which must come before the deadline."""
@@ -55,7 +32,7 @@ class Terminal:
         while text not in self.seen:
             left = end - time.monotonic()
             assert left > 0, f"no {text!r} in {self.seen!r}"
-            self._read(left)
+            self.read(left)
         before, _, self.seen = self.seen.partition(text)
         return before
 
@@ -65,25 +42,23 @@ class Terminal:
         while len(self._words()) <= before:
             left = end - time.monotonic()
             assert left > 0, f"nothing more in {self.seen!r}"
-            self._read(left)
+            self.read(left)
 
     def _words(self) -> str:
         """What a person sees of it."""
         return "".join(_CONTROL.sub("", self.seen).split())
 
-    def _read(self, timeout_s: float) -> None:
-        if select.select([self._end], [], [], timeout_s)[0]:
-            self.seen += os.read(self._end, 65536).decode(errors="replace")
-
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
         self.process.wait(DEADLINE_S)
-        os.close(self._end)
+        super().close()
 
 
 @pytest.fixture
-def terminal(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+def terminal(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Conversation]:
     # Nobody at the other end of this terminal says where its cursor is.
     monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
     target, draft = (write_endless_model(tmp_path / name, "llama", seed=1) for name in "td")
@@ -92,13 +67,13 @@ def terminal(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     # Fixed, or the planner may find that plain decoding is faster here; and the models are the
     # same, so every draft is accepted.
     command += ["--num-draft-tokens", "3"]
-    found = Terminal(command)
+    found = Conversation(command)
     yield found
     found.close()
     assert leftovers(run_dir) == []
 
 
-def test_a_conversation_on_a_terminal(terminal: Terminal) -> None:
+def test_a_conversation_on_a_terminal(terminal: Conversation) -> None:
     """Questions are answered; Ctrl-C stops an answer and not the program; commands have slashes."""
     terminal.until("drafted by d (mlx); /help")
     terminal.until(PROMPT)
@@ -137,7 +112,7 @@ def test_a_conversation_on_a_terminal(terminal: Terminal) -> None:
     assert terminal.process.wait(DEADLINE_S) == 0
 
 
-def test_what_is_typed_ahead_waits_for_the_prompt(terminal: Terminal) -> None:
+def test_what_is_typed_ahead_waits_for_the_prompt(terminal: Conversation) -> None:
     """It neither lands in the answer nor is lost."""
     terminal.until(PROMPT)
     terminal.type("hello\r")
@@ -153,7 +128,7 @@ def test_what_is_typed_ahead_waits_for_the_prompt(terminal: Terminal) -> None:
     terminal.until("there is no command /nonsuch")
 
 
-def test_a_terminal_that_closes_ends_the_program(terminal: Terminal) -> None:
+def test_a_terminal_that_closes_ends_the_program(terminal: Conversation) -> None:
     """SIGHUP and SIGTERM end it, also in the middle of an answer, with all processes."""
     terminal.until(PROMPT)
     terminal.type("hello\r")
@@ -163,7 +138,7 @@ def test_a_terminal_that_closes_ends_the_program(terminal: Terminal) -> None:
     assert terminal.process.wait(DEADLINE_S) == 130
 
 
-def test_the_end_of_the_input_ends_the_program(terminal: Terminal) -> None:
+def test_the_end_of_the_input_ends_the_program(terminal: Conversation) -> None:
     """Ctrl-D at the prompt."""
     terminal.until(PROMPT)
     terminal.type(CTRL_D)

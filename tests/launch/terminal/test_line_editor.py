@@ -31,8 +31,9 @@ _TIMES = 60
 CTRL_C, CTRL_D = "\x03", "\x04"
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+@pytest.fixture(params=["xterm", "dumb"])
+def asked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Terminal]:
+    monkeypatch.setenv("TERM", request.param)
     # Nobody at the other end of this terminal says where its cursor is.
     monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
     with terminal([sys.executable, "-c", _ASK]) as made:

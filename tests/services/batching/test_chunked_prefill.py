@@ -17,7 +17,7 @@ from protocol.messages import (
 )
 from services.batching.chunked_prefill import ChunkSizer
 from services.kv.cache import KVStore
-from services.mlx import traced_slots
+from services.mlx import launching
 from services.runtime.inbox import Work
 from services.runtime.work_queue import WorkQueue
 from services.verifier.verifier import Verifier
@@ -59,14 +59,14 @@ def test_a_prompt_may_be_computed_a_few_layers_at_a_time(
             events.append((name, len(arrays)))
             own(arrays)
 
-        monkeypatch.setattr(traced_slots.mx, name, recorded)
+        monkeypatch.setattr(launching.mx, name, recorded)
 
     tokens, states = tuple(range(5, 45)), list[KVStore]()
     for in_pieces in (False, True):
         verifier = tiny_verifier("llama")
-        verifier._chunked_prefill.in_pieces = in_pieces
+        verifier._chunked_prefill._batcher.one_graph = in_pieces
         if in_pieces:
-            monkeypatch.setattr(traced_slots, "_FEW_LAYERS", layers)
+            monkeypatch.setattr(launching, "_FEW_LAYERS", layers)
             record("async_eval")
             record("eval")
         list(verifier.handle(opening(1, tokens)))

@@ -25,6 +25,7 @@ from services.batching.packing import supports_packing
 from services.drafter.backends import mlx_tree
 from services.drafter.backends.mlx import MlxBackend
 from services.kv.cache import KVStore, windows_of
+from services.mlx import launching
 from services.mlx.loader import compute_unit, load
 from services.verifier.verifier import Verifier
 from tests.support.reference import SAMPLINGS, for_the_cpu, plain, said, tiny_folder, tiny_verifier
@@ -234,6 +235,21 @@ def test_one_that_breaks_a_pass_breaks_no_other() -> None:
         batcher.result(asks[1])
     assert batcher.result(asks[2])[0].shape[0] == 1
     assert [store.length for store in stores] == [2, 0, 1]
+
+
+@pytest.mark.parametrize("one_graph", [True, False])
+def test_a_pass_that_would_be_one_graph_is_launched_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, *, one_graph: bool
+) -> None:
+    """Unless it begins behind another: then the device has something to do."""
+    started: list[int] = []
+    monkeypatch.setattr(launching.mx, "async_eval", lambda keys: started.append(len(keys)))
+    model = Model()
+    batcher, store = Batcher(model, 16), model.store()
+    batcher.one_graph = one_graph
+    batcher.result(model.submit(batcher, store, [5, 9, 3]))
+    batcher.begin(mx.array([1]), [store], [0])
+    assert started == ([len(store.caches)] if one_graph else [])
 
 
 def test_what_is_withdrawn_is_not_computed() -> None:

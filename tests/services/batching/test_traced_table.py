@@ -11,8 +11,8 @@ from services.batching.packing import enable_packing, find_table
 from services.batching.slot_table import SlotTable
 from services.batching.table_cache import attend_gathered
 from services.kv.cache import KVStore, windows_of
-from services.mlx import trace_trial
 from services.mlx.loader import load
+from services.mlx.tracing import trace_trial
 from tests.support.reference import tiny_folder
 
 pytestmark = pytest.mark.skipif(

@@ -28,7 +28,7 @@ from services.kv.prefix_cache import PrefixCache
 from services.kv.rewinding import find_rewinding
 from services.mlx.loader import load
 from services.mlx.taps import Taps
-from services.mlx.traced_forward import TracedForward
+from services.mlx.tracing.traced_forward import TracedForward
 from services.runtime.inbox import Work
 from services.verifier.feature_log import FeatureLog
 from services.verifier.target_model import TargetModel

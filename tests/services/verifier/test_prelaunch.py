@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from protocol.decoding.token_tree import read_tree
 from protocol.messages import CloseSequence, Extend, OpenSequence, Sampling, Verify
 from services.kv.cache import KVStore
-from services.mlx.traced_forward import TracedForward
+from services.mlx.tracing.traced_forward import TREE_ROWS, TracedForward
 from services.verifier.prelaunch import Prelauncher
 from services.verifier.verifier import Verifier
 from tests.services.verifier.fake_doorbell import FakeDoorbell
@@ -29,13 +29,13 @@ GREEDY = Sampling()
 
 @cache
 def _traced() -> tuple[Verifier, TracedForward]:
-    """A verifier of its own, and its model's passes over trees of up to sixteen, traced."""
+    """A verifier of its own, and its model's passes over trees of up to thirty-two, traced."""
     verifier = tiny_verifier("llama")
     model = verifier._model
     traced = TracedForward(model)
     store = verifier.new_state()
     assert isinstance(store, KVStore)
-    for rows in (4, 8, 16):
+    for rows in TREE_ROWS:
         traced.prepare_tree(rows, 256, lambda: store.fork(0))
     return verifier, traced
 
@@ -90,6 +90,14 @@ def test_what_does_not_fit_calls_the_pass_off(shape: Shape) -> None:
     stream.verify_all([CHAIN])
     stream.verify_all([shape])
     assert stream.bell.called_off == 1
+    stream.close()
+
+
+def test_behind_a_tree_that_is_too_large_a_pass_waits_all_the_same() -> None:
+    """Of the largest size there is: what comes next is hardly as large again."""
+    stream = Rung(PROMPTS[0], lambda: False)
+    stream.verify_all([[(row, 1) for row in range(TREE_ROWS[-1] + 4)]])
+    assert stream.bell.waiting
     stream.close()
 
 

@@ -14,7 +14,7 @@ from functools import partial
 import mlx.core as mx
 
 from services.mlx.cuda.kernel import LANES, build
-from services.mlx.trace_trial import measure_distance, pays, time_in_turn
+from services.mlx.tracing.trace_trial import measure_distance, pays, time_in_turn
 
 _log = logging.getLogger(__name__)
 

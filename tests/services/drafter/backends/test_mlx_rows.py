@@ -17,8 +17,8 @@ from services.drafter.backends import mlx_rows
 from services.drafter.backends.base import RoundOptions
 from services.drafter.backends.mlx import MlxBackend
 from services.drafter.backends.mlx_rows import TracedPasses, TracedRows
-from services.mlx import trace_trial
 from services.mlx.loader import load
+from services.mlx.tracing import trace_trial
 from services.sampling.device import guess
 from services.sampling.rules import write_rules
 from services.verifier.verifier import Verifier

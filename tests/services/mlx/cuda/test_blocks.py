@@ -20,7 +20,7 @@ from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load
 from services.mlx.plain_blocks import give_kernels
 from services.mlx.rope import allow_branches
-from services.mlx.traced_slots import LayerInputs, PassRows
+from services.mlx.tracing.traced_slots import LayerInputs, PassRows
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import write_tiny_model
 

@@ -11,11 +11,12 @@ from protocol.decoding.token_tree import read_tree
 from services.batching.forward import Batcher
 from services.batching.packing import enable_packing
 from services.kv.cache import KVStore, windows_of
-from services.mlx import trace_trial, traced_forward, traced_slots
+from services.mlx import launching
 from services.mlx.loader import load
 from services.mlx.rope import allow_branches
-from services.mlx.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward, trace_if_faster
-from services.mlx.traced_slots import PassRows, round_to_traced
+from services.mlx.tracing import trace_trial, traced_forward
+from services.mlx.tracing.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward, trace_if_faster
+from services.mlx.tracing.traced_slots import PassRows, round_to_traced
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -219,26 +220,11 @@ def test_a_pass_that_is_waited_for_begins_before_it_is_handed_over(
 ) -> None:
     """With its first layers; behind another pass there is nothing to be gained."""
     started: list[list[mx.array]] = []
-    monkeypatch.setattr(traced_slots.mx, "async_eval", started.append)
+    monkeypatch.setattr(launching.mx, "async_eval", started.append)
     store = _prefill(model, 20)
     store.chain(2)
     mx.eval(TracedForward(model)(mx.array([[7, 8]]), store, ahead=ahead))
     assert [len(arrays) for arrays in started] == ([] if ahead else [len(store.caches)])
-
-
-@pytest.mark.parametrize(
-    ("layers", "in_pieces", "pieces"),
-    [(30, False, [4]), (30, True, [4, 9, 9]), (31, True, [4, 9, 9]), (32, True, [4, 9, 9, 9])],
-)
-def test_one_graph_is_handed_over_in_pieces(
-    monkeypatch: pytest.MonkeyPatch, layers: int, *, in_pieces: bool, pieces: list[int]
-) -> None:
-    """All but the last one, which the logits bring."""
-    started: list[list[int]] = []
-    monkeypatch.setattr(traced_slots.mx, "async_eval", started.append)
-    traced_slots.hand_over(range(layers), in_pieces=in_pieces)
-    assert [len(some) for some in started] == pieces
-    assert [layer for some in started for layer in some] == list(range(sum(pieces)))
 
 
 @pytest.mark.parametrize("faster", [True, False])

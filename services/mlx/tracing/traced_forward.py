@@ -13,7 +13,7 @@ buffers. A plain number in their place would become a part of the trace.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -24,15 +24,9 @@ from services.kv.slots import Frame, SlotCache
 from services.mlx.cuda.blocks import serves_any_length
 from services.mlx.cuda.choice import in_trace
 from services.mlx.cuda.doorbell import Doorbell, LateInputs
-from services.mlx.trace_trial import is_faster, is_worth_it, prefill, time_in_turn
-from services.mlx.traced_slots import (
-    LayerInputs,
-    PassRows,
-    Shape,
-    hand_over,
-    round_to_traced,
-    widen,
-)
+from services.mlx.launching import launch, launch_first
+from services.mlx.tracing.trace_trial import is_faster, is_worth_it, prefill, time_in_turn
+from services.mlx.tracing.traced_slots import LayerInputs, PassRows, Shape, round_to_traced, widen
 
 MOST_ROWS = 9
 """Of chains that have traces of their own, each length another."""
@@ -139,8 +133,6 @@ class TracedForward:
         self._traces_later = serves_any_length(model)
         """Whether chains and trees behind longer texts are traced when they come."""
         self.singles = Singles(awaited=True, ahead=True)
-        self.in_pieces = False
-        """See `hand_over`."""
         self.read(None)
 
     def read(self, reader: FeatureReader | None) -> None:
@@ -212,7 +204,7 @@ class TracedForward:
         if self._reader is not None and features:
             self._reader.put(features[0][: frame.count])
         if not ahead:
-            hand_over([cache.keys for cache in store.caches], in_pieces=self.in_pieces)
+            launch_first(store.keys)
         return logits[:, : frame.count]
 
     def prelaunch(self, rows: int, store: KVStore, bell: Doorbell) -> Prelaunched | None:
@@ -329,11 +321,11 @@ def _is_worth_it_ahead(model: Any, traced: TracedForward, new_store: Callable[[]
     """Whether replays of single tokens are faster where each begins before the last has ended."""
 
     def begin(forward: Forward, store: KVStore) -> mx.array:
-        token, start = mx.array([5]), cast(Any, mx.async_eval)
+        token = mx.array([5])
         for _ in range(_TRIAL_AHEAD):
             place_single(store)
             token = mx.argmax(forward(token[None], store)[0, -1:], axis=-1)
-            start(token)
+            launch(token)
         store.trim(_LONGER_PROMPT)
         return token
 

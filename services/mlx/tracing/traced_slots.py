@@ -1,8 +1,7 @@
 """Keys and values inside a trace: buffers of a few sizes, and what a model takes for its caches."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -13,14 +12,6 @@ _STEPS = ((1024, 256), (4096, 512), (8192, 1024))
 """Up to so many slots, buffers of traces are multiples of so many."""
 MOST_SLOTS = _STEPS[-1][0]
 """Of a trace's buffers."""
-
-_FIRST_LAYERS = 3
-"""Whose launches are handed over first where the GPU waits for them: so many that it is still at
-them when the next ones come."""
-_NEXT_LAYERS = 9
-"""In each of the pieces behind them: about what MLX by itself hands over at once."""
-_FEW_LAYERS = 4
-"""Of a pass of many tokens, in each piece."""
 
 
 class Shape(NamedTuple):
@@ -55,39 +46,6 @@ def grow(buffer: mx.array | None, end: int) -> mx.array:
         raise ValueError("a chain without tokens before it has no buffers to be traced with")
     missing = round_to_bucket(end) - buffer.shape[2]
     return buffer if missing <= 0 else mx.pad(buffer, [(0, 0), (0, 0), (0, missing), (0, 0)])
-
-
-def hand_over(buffers: Sequence[Any], *, in_pieces: bool) -> None:
-    """Let the GPU begin with a pass before its last layer has been launched.
-
-    Args:
-        buffers: of the layers, as the pass leaves them; lazy.
-        in_pieces: whether all is handed over in pieces, and not the first layers alone. It is MLX
-            that does so, unless it has been told to make one graph of a pass.
-    """
-    start: Any = mx.async_eval
-    # A layer's buffer needs the layers before it.
-    ends = range(_FIRST_LAYERS + 1, len(buffers) if in_pieces else _FIRST_LAYERS + 2, _NEXT_LAYERS)
-    begin = 0
-    for end in ends:
-        start(list(buffers[begin:end]))
-        begin = end
-
-
-def compute_in_pieces(buffers: Sequence[Any]) -> None:
-    """Compute a pass a few layers at a time, so that what is in between does not all stand at once.
-
-    Args:
-        buffers: of the layers, as the pass leaves them; lazy.
-    """
-    start: Any = mx.async_eval
-    before: list[Any] = []
-    for begin in range(0, len(buffers), _FEW_LAYERS):
-        piece = list(buffers[begin : begin + _FEW_LAYERS])
-        start(piece)
-        # The device has this one while the host builds the next.
-        mx.eval(before)
-        before = piece
 
 
 class PassRows:
