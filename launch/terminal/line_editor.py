@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import select
 import sys
 import termios
 from asyncio import AbstractEventLoop
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
 _CONTINUED = "\\"
+_TICK_S = 0.05
+"""Between two looks at signals, one of which may come just before a wait and is heard behind it."""
 
 
 class LineEditor:
@@ -37,7 +40,20 @@ class LineEditor:
         return "\n".join(lines)
 
     def _read(self, prompt: str) -> str:
-        return input(prompt) if self._session is None else _Question(self._session).ask(prompt)
+        if self._session is not None:
+            return _Question(self._session).ask(prompt)
+        return _read_line(prompt) if sys.stdin.isatty() else input(prompt)
+
+
+def _read_line(prompt: str) -> str:
+    """A line of a terminal that cannot be edited on; `input` may miss a signal."""
+    print(prompt, end="", flush=True)
+    while not select.select([sys.stdin], [], [], _TICK_S)[0]:
+        pass
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
 
 
 class _Question:

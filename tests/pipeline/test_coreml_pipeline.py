@@ -112,13 +112,17 @@ def test_the_default_drafter_drafts_what_mlx_drafts() -> None:
 @pytest.mark.model
 def test_the_default_pair_drafts_trees_on_the_reference_runtime() -> None:
     """Real pair, SSD mode: tokens identical to plain decoding, and outcomes are hit."""
-    settings = StackSettings(draft_backend="coreml", draft_model=str(default_converted()))
+    settings = StackSettings(
+        draft_backend="coreml",
+        draft_model=str(default_converted()),
+        emulate_target_cost="2GB",  # that runtime drafts in the time of two passes of this target
+    )
     assert pair_of(settings).backend == "coreml"
     with running(settings) as stack:
         plain = stack.answer(QUESTION, mode="ar", max_tokens=16)
         answer = stack.until(
             lambda answer: answer.statistics.cache_hits > 0,
             "an outcome is hit",
-            lambda: stack.answer(QUESTION, max_tokens=16, num_draft_tokens=3),
+            lambda: stack.answer(QUESTION, max_tokens=16, num_draft_tokens=1),
         )
     assert plain.tokens == answer.tokens
