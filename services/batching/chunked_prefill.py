@@ -20,6 +20,7 @@ from services.batching.pass_memory import PassMemory
 from services.batching.prefill_order import PrefillOrder
 from services.batching.slot_table import SlotTable
 from services.kv.state import SequenceState
+from services.mlx.loader import compute_unit
 
 _WORTH = 8
 """Tokens that a wait for another prompt's KV must save, at least."""
@@ -33,6 +34,8 @@ _TURNS = 4
 _FIRST = 32
 LEAST_CHUNK = 16
 """Tokens."""
+_STEPS_ALONE = 4
+"""In a chunk on CUDA that nobody waits for: between two chunks the GPU waits for the host."""
 
 
 class Prompted(Protocol):
@@ -60,12 +63,21 @@ class ChunkSizer:
 
     def __init__(self, step: int) -> None:
         self._step = step
+        self._most = step * (_STEPS_ALONE if compute_unit() == "cuda" else 1)
         self._tokens_per_s = 0.0
 
-    def size(self, *, alone: bool) -> int:
-        """Tokens of the next chunk; `alone` if no answer waits meanwhile."""
+    def size(self, *, alone: bool, left: int = 0) -> int:
+        """Tokens of the next chunk.
+
+        Args:
+            alone: whether no answer waits meanwhile.
+            left: tokens of the prompt, for chunks whose sizes recur: a GPU plans for each.
+        """
         if alone:
-            return self._step
+            size = self._most
+            while size > max(left, self._step):
+                size //= 2
+            return max(size, self._step)
         if not self._tokens_per_s:
             return min(self._step, _FIRST)
         return min(self._step, max(LEAST_CHUNK, int(_STALL_S * self._tokens_per_s)))
@@ -189,7 +201,7 @@ class ChunkedPrefill:
             chunk = tokens[state.length : state.length + size]
             ends = range(self._least_turn, len(chunk))
             return next((end for end in ends if chunk[end - 1] in self._end_ids), size)
-        size = self._chunk_sizer.size(alone=alone)
+        size = self._chunk_sizer.size(alone=alone, left=len(tokens) - state.length)
         return (
             size if self._memory is None else self._memory.fit(state, size, min(size, LEAST_CHUNK))
         )

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from protocol.decoding.token_tree import TokenTree
 from protocol.errors import ModelError
 from services.kv.resident import ResidentSlots
-from services.kv.slots import Frame, SlotCache, TableSeat, round_to_bucket, store_rows
+from services.kv.slots import BUCKET, Frame, SlotCache, TableSeat, round_to_bucket, store_rows
 from services.kv.state import PassSize
 
 
@@ -300,7 +300,8 @@ class KVStore:
         if self._sees_all(window) and not padding:
             return None
         windowed = window is not None and end > window
-        if frame.visible is None and not (windowed or self._bucketed or as_array):
+        recurs = not padding and frame.count % BUCKET == 0
+        if frame.visible is None and not (windowed or as_array) and (recurs or not self._bucketed):
             return "causal"
         queries = frame.positions[frame.start :, None]
         visible = self.visible_rows()

@@ -137,7 +137,8 @@ class MlxBackend:
         opened = Trunk(store, drafter_sampling(sampling))
         while store.length < len(tokens):
             began = time.perf_counter()
-            size = self._chunk_sizer.size(alone=not self._sequences)
+            left = len(tokens) - store.length
+            size = self._chunk_sizer.size(alone=not self._sequences, left=left)
             size = self._memory.fit(store, size, least=min(size, LEAST_CHUNK))
             size = fit_chunk(self._model, size, store.length) if self._bucketed else size
             chunk = mx.array([tokens[store.length : store.length + size]])

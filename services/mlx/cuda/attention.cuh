@@ -82,16 +82,79 @@ __device__ void add_values(Held<D>& own, const float (&weights)[2][4],
   }
 }
 
-// The queries of one head of keys: [rows, GROUP], of which this block has those from 16 * tile on.
-// `mask` says which keys a row sees; each step is from one element to the next.
-template <typename T, int D, int WARPS, int GROUP>
+// Writes what was found of a query to `out`: of some of its heads, `row` from one row to the next.
+template <typename T, int D>
+struct Result {
+  T* out;
+  long row;
+
+  __device__ void write(const Held<D>& own, int r, float sum, int row_at, int head) const {
+    const int place = threadIdx.x % 4;
+#pragma unroll
+    for (int b = 0; b < D / 64; b++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        Run<T> found;
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+          // Not `sum > 0`: what is no number must stay one that is seen.
+          found.at[j] = T(sum == 0.0f ? 0.0f : own.values[8 * b + j][2 * r + i] / sum);
+        write_run(out + row_at * row + head * D + 64 * b + 8 * (2 * place + i), found);
+      }
+  }
+};
+
+// The same from a part of the keys, to be merged: weighted values, the highest score, the sum.
+template <int D>
+struct Part {
+  static constexpr int NUMBERS = D + 2;
+  float* out;
+  long row;
+
+  __device__ void write(const Held<D>& own, int r, float sum, int row_at, int head) const {
+    const int place = threadIdx.x % 4;
+    float* to = out + row_at * row + head * NUMBERS;
+#pragma unroll
+    for (int b = 0; b < D / 64; b++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+          to[64 * b + 8 * (2 * place + i) + j] = own.values[8 * b + j][2 * r + i];
+    if (place == 0) to[D] = own.highest[r], to[D + 1] = sum;
+  }
+};
+
+// What all parts of a query's keys have, by one warp; `step` from one part to the next.
+template <typename T, int D>
+__device__ void merge_parts(const float* parts, int count, long step, T* out) {
+  const int lane = threadIdx.x % 32;
+  float highest = -1e30f, sum = 0.0f, values[D / 32] = {};
+  for (int part = 0; part < count; part++) {
+    const float* from = parts + part * step;
+    const float top = fmaxf(highest, from[D]);
+    const float kept = __expf(highest - top), added = __expf(from[D] - top);
+    sum = kept * sum + added * from[D + 1];
+#pragma unroll
+    for (int i = 0; i < D / 32; i++)
+      values[i] = kept * values[i] + added * from[32 * i + lane];
+    highest = top;
+  }
+#pragma unroll
+  for (int i = 0; i < D / 32; i++)
+    out[32 * i + lane] = T(sum == 0.0f ? 0.0f : values[i] / sum);
+}
+
+// The queries of one head of keys: [rows, GROUP], of which this block has those from 16 * tile on,
+// against the keys from `first` on. `mask` says which of them a row sees; each step is from one
+// element to the next.
+template <typename T, int D, int WARPS, int GROUP, typename Out>
 __device__ void attend_tile(const T* q, long q_head, long q_row, long q_step, const T* k,
                             long k_step, const T* v, long v_step, const bool* mask, long mask_row,
-                            long mask_step, int rows, int tile, int keys, float scale, T* out,
-                            long out_row) {
+                            long mask_step, int rows, int tile, int first, int keys, float scale,
+                            const Out& out) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, line = lane / 4, place = lane % 4;
   const bool* sees[2];
-  T* to[2];
   bool there[2];
   Run<T> query[2][D / 32], near[2][D / 32];
 #pragma unroll
@@ -99,7 +162,6 @@ __device__ void attend_tile(const T* q, long q_head, long q_row, long q_step, co
     const int at = TILE * tile + 8 * r + line, row = min(at / GROUP, rows - 1);
     there[r] = at < rows * GROUP;
     sees[r] = mask + row * mask_row;
-    to[r] = out + row * out_row + at % GROUP * D;
     const T* from = q + at % GROUP * q_head + row * q_row;
 #pragma unroll
     for (int s = 0; s < D / 32; s++)
@@ -118,8 +180,8 @@ __device__ void attend_tile(const T* q, long q_head, long q_row, long q_step, co
   };
 
   Held<D> own;
-  read_keys(TILE * warp);
-  for (int start = TILE * warp; start < keys; start += TILE * WARPS) {
+  read_keys(first + TILE * warp);
+  for (int start = first + TILE * warp; start < keys; start += TILE * WARPS) {
     float score[2][4] = {}, weights[2][4];
     unsigned seen = 0;  // a bit for each of the lane's keys: by one of its queries, then by any
 #pragma unroll
@@ -190,17 +252,7 @@ __device__ void attend_tile(const T* q, long q_head, long q_row, long q_step, co
     float sum = own.sum[r];
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    if (!there[r]) continue;
-#pragma unroll
-    for (int b = 0; b < D / 64; b++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        Run<T> found;
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-          // Not `sum > 0`: what is no number must stay one that is seen.
-          found.at[j] = T(sum == 0.0f ? 0.0f : own.values[8 * b + j][2 * r + i] / sum);
-        write_run(to[r] + 64 * b + 8 * (2 * place + i), found);
-      }
+    const int at = TILE * tile + 8 * r + line;
+    if (there[r]) out.write(own, r, sum, at / GROUP, at % GROUP);
   }
 }

@@ -15,6 +15,7 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
+from services.batching import chunked_prefill
 from services.batching.chunked_prefill import ChunkSizer
 from services.kv.cache import KVStore
 from services.mlx import launching
@@ -29,6 +30,23 @@ def test_alone_a_prompt_goes_in_the_largest_pieces() -> None:
     sizer = ChunkSizer(512)
     sizer.observe(100, 1.0)
     assert sizer.size(alone=True) == 512
+
+
+@pytest.mark.parametrize(
+    ("left", "chunks"),
+    [(300, [300]), (1300, [1024, 276]), (7383, [2048, 2048, 2048, 1024, 215]), (2048, [2048])],
+)
+def test_alone_on_cuda_few_large_pieces_recur(
+    monkeypatch: pytest.MonkeyPatch, left: int, chunks: list[int]
+) -> None:
+    """What is left over is as short as elsewhere."""
+    monkeypatch.setattr(chunked_prefill, "compute_unit", lambda: "cuda")
+    sizer, found = ChunkSizer(512), list[int]()
+    while left:
+        found.append(min(left, sizer.size(alone=True, left=left)))
+        left -= found[-1]
+    assert found == chunks
+    assert sizer.size(alone=False) == 32
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,17 @@ def test_buckets_hide_their_padding(count: int, window: int | None) -> None:
     assert not mask[:, 300 + count :].any()
 
 
+@pytest.mark.parametrize(("before", "count"), [(0, 2 * BUCKET), (BUCKET, BUCKET)])
+def test_a_chunk_that_fills_its_buckets_needs_no_mask(before: int, count: int) -> None:
+    """Its sizes recur as they are; beside another window than all there is one."""
+    store = KVStore([None, 4], bucketed=True)
+    store.chain(before)
+    store.chain(count)
+    assert store.caches[0].make_mask(count) == "causal"
+    mask = as_mask(store.caches[1].make_mask(count))
+    np.testing.assert_array_equal(causal(count, before, 4), mask)
+
+
 def test_a_single_token_needs_neither_bucket_nor_mask() -> None:
     """CUDA has kernels for it at any length; also where only the model knows of a window."""
     store = KVStore([None, 400, None], bucketed=True)

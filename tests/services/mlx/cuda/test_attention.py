@@ -37,9 +37,19 @@ def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Kernel(program, size, sharing)
 
 
-def _attention(kernel: Kernel, q: Array, k: Array, v: Array, seen: Array) -> Array:
-    """What the kernel gives for [heads, n, size], [kv heads, slots, size] and [n, slots]."""
-    counts = [len(q), len(k), q.shape[1], k.shape[1]]
+def _attention(
+    kernel: Kernel, arrays: tuple[Array, Array, Array], seen: Array, part: int = 0
+) -> Array:
+    """What the kernel gives for [heads, n, size], [kv heads, slots, size] and [n, slots].
+
+    Args:
+        kernel: the program.
+        arrays: queries, keys and values.
+        seen: which keys each query sees.
+        part: keys that a block serves; 0: all.
+    """
+    q, k, v = arrays
+    counts = [len(q), len(k), q.shape[1], k.shape[1], part]
     found = run_kernel(kernel.program, counts, q, k, v, seen)
     return found.reshape(q.shape[1], len(q), q.shape[2]).swapaxes(0, 1)
 
@@ -52,9 +62,11 @@ def _arrays(kernel: Kernel, slots: int, rows: int = 3) -> tuple[Array, Array, Ar
     return q, k, v
 
 
-@pytest.mark.parametrize(("rows", "slots"), [(3, 5), (3, 21), (9, 100)])
+@pytest.mark.parametrize(
+    ("rows", "slots", "part"), [(3, 5, 0), (3, 21, 0), (9, 100, 0), (3, 21, 16), (9, 200, 64)]
+)
 @pytest.mark.parametrize("kind", ["all", "chain", "tree"])
-def test_is_mlx_attention(kernel: Kernel, rows: int, slots: int, kind: str) -> None:
+def test_is_mlx_attention(kernel: Kernel, rows: int, slots: int, part: int, kind: str) -> None:
     q, k, v = _arrays(kernel, slots, rows)
     seen = {
         "all": np.ones((rows, slots), bool),
@@ -65,48 +77,67 @@ def test_is_mlx_attention(kernel: Kernel, rows: int, slots: int, kind: str) -> N
     expected: Any = mx.fast.scaled_dot_product_attention(
         *(mx.array(a)[None] for a in (q, k, v)), scale=q.shape[-1] ** -0.5, mask=mx.array(seen)
     )
-    np.testing.assert_allclose(_attention(kernel, q, k, v, seen), expected[0], atol=2e-5)
+    found = _attention(kernel, (q, k, v), seen, part)
+    np.testing.assert_allclose(found, expected[0], atol=2e-5)
 
 
+@pytest.mark.parametrize("part", [0, 4])
 @pytest.mark.parametrize("at", ["keys", "values"])
-def test_what_is_no_number_stays_none(kernel: Kernel, at: str) -> None:
+def test_what_is_no_number_stays_none(kernel: Kernel, at: str, part: int) -> None:
     q, k, v = _arrays(kernel, 9)
     {"keys": k, "values": v}[at][0, 4, 7:9] = np.nan
     seen = np.ones((3, 9), bool)
     seen[1, 4] = False
-    found, own = _attention(kernel, q, k, v, seen), kernel.sharing
+    found, own = _attention(kernel, (q, k, v), seen, part), kernel.sharing
     assert np.isnan(found[:own, [0, 2]]).all()
     assert np.isfinite(found[:own, 1]).all()  # does not see it
     assert np.isfinite(found[own:]).all()  # other keys
 
 
-def test_a_query_has_its_bits_in_any_company(kernel: Kernel) -> None:
+@pytest.mark.parametrize("part", [0, 32])
+def test_a_query_has_its_bits_in_any_company(kernel: Kernel, part: int) -> None:
     """Those behind it and slots that it does not see are nothing to it."""
     q, k, v = _arrays(kernel, 70, 9)
     chain = np.arange(70)[None] <= np.arange(61, 70)[:, None]
-    all_rows = _attention(kernel, q, k, v, chain)
+    all_rows = _attention(kernel, (q, k, v), chain, part)
     for row in (0, 4, 8):
         own = slice(row, row + 1)
-        alone = _attention(
-            kernel, q[:, own], k[:, : 62 + row], v[:, : 62 + row], chain[own, : 62 + row]
-        )
+        seen = chain[own, : 62 + row]
+        alone = _attention(kernel, (q[:, own], k[:, : 62 + row], v[:, : 62 + row]), seen, part)
         np.testing.assert_array_equal(alone, all_rows[:, own])
 
 
-def test_scores_may_lie_far_apart(kernel: Kernel) -> None:
+def test_a_query_has_its_bits_in_buffers_of_any_size(kernel: Kernel) -> None:
+    """Parts are as long in all of them, and those behind a text add nothing."""
+    q, k, v = _arrays(kernel, 150)
+    seen = np.broadcast_to(np.arange(150) < 100, (3, 150))
+    found = [
+        _attention(kernel, (q, k[:, :slots], v[:, :slots]), seen[:, :slots], 64)
+        for slots in (100, 128, 150)
+    ]
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+    few = np.broadcast_to(np.arange(150) < 40, (3, 150))
+    short = _attention(kernel, (q, k[:, :64], v[:, :64]), few[:, :64])
+    np.testing.assert_array_equal(short, _attention(kernel, (q, k, v), few, 64))
+
+
+@pytest.mark.parametrize("part", [0, 32])
+def test_scores_may_lie_far_apart(kernel: Kernel, part: int) -> None:
     """Of keys that different warps take, in either order: none is too large to be summed."""
     for far in (3, 40):
         q, k, v = _arrays(kernel, 70)
         k[:, far] = 400.0 * np.sign(q[:: kernel.sharing, 0])
-        found = _attention(kernel, q, k, v, np.ones((3, 70), bool))
+        found = _attention(kernel, (q, k, v), np.ones((3, 70), bool), part)
         np.testing.assert_allclose(found[:: kernel.sharing, 0], v[:, far], atol=1e-5)
 
 
-def test_a_query_that_sees_nothing_gets_nothing(kernel: Kernel) -> None:
+@pytest.mark.parametrize("part", [0, 3])
+def test_a_query_that_sees_nothing_gets_nothing(kernel: Kernel, part: int) -> None:
     q, k, v = _arrays(kernel, 5)
     seen = np.ones((3, 5), bool)
     seen[2] = False
-    found = _attention(kernel, q, k, v, seen)
+    found = _attention(kernel, (q, k, v), seen, part)
     assert not found[:, 2].any()
     assert found[:, :2].all()
 

@@ -103,7 +103,8 @@ def test_a_depth_s_choices_are_those_of_looking_one_by_one(
 ) -> None:
     """The best and four runners-up, with how sure each is, where no kernel guesses."""
     random = np.random.default_rng(8)
-    rows, ids = mx.array(random.normal(size=(2, 400))), mx.array(random.permutation(900)[:400])
+    rows = mx.array(random.normal(size=(2, 400)))
+    ids = mx.array(random.permutation(900)[:400].astype(np.int32))
     sampling = Sampling(temperature=temperature, top_k=top_k)
     rules = mx.array(write_rules([3, 4], sampling))
     expected = device.guess(rows, 5, ids, rules, sampling)
