@@ -268,7 +268,8 @@ class ModelServer:
     def _keep_reachable(self, control: Hub[ToModelServer], now: float) -> None:
         """Somebody may have tidied up our folder."""
         if not self.run_dir.path.exists() and self._gateway is not None:
-            self.run_dir.restore(os.getpid(), "", "")
+            self.run_dir.restore(os.getpid())
+            self.run_dir.describe(os.getpid(), "", "")
             self.run_dir.note([self._gateway.pid])
         control.keep_bound(now)
 

@@ -190,6 +190,27 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     restart_window_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
 
 
+DRAFTER_SETTINGS = frozenset(
+    {"draft_model", "draft_command", "draft_lines", "draft_server", "draft_server_key"}
+)
+"""What names the drafter, beside its backend."""
+_OF_THE_GATEWAY = frozenset(
+    {"http", "host", "port", "api_key", "allowed_hosts", "allowed_origins", "max_body_bytes"}
+    | {"strict", "rate_limit", "models", "idle_unload", "memory_bytes", "preset"}
+)
+
+
+def name_settings(settings: StackSettings) -> dict[str, Any]:
+    """Those that are not as by default, by name, without what concerns HTTP alone."""
+    default = msgspec.structs.asdict(StackSettings())
+    given = msgspec.structs.asdict(settings)
+    return {
+        name: value
+        for name, value in given.items()
+        if value != default[name] and name not in _OF_THE_GATEWAY
+    }
+
+
 def stack_settings(flags: dict[str, Any]) -> StackSettings:
     """The settings in force; `flags` holds what was given on the command line.
 

@@ -111,8 +111,8 @@ class Child:
 
 
 _ONE_GRAPH = {"MLX_MAX_MB_PER_BUFFER": "1000000", "MLX_MAX_OPS_PER_BUFFER": "100000"}
-"""For each pass. CUDA makes one anew now and then, and waits until the device has nothing to do: in
-the middle of a pass whose first kernel waits for the host, until that kernel gives up."""
+"""One CUDA graph for each pass. CUDA instantiates one only when the device is idle: in the middle
+of a pass whose first kernel waits for the host, that is when this kernel gives up."""
 
 
 def environment_for(settings: ChildSettings) -> dict[str, str]:

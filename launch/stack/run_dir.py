@@ -9,12 +9,14 @@ import re
 import shutil
 import stat
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 
 from launch.settings.paths import run_base
 from protocol.errors import RuntimeFailure, UsageError
+from protocol.process.files import write_atomically
 from protocol.process.orphans import kill_children, record_children
 from protocol.transport.address import ipc_address
 
@@ -35,6 +37,8 @@ class Description(msgspec.Struct, frozen=True):
     draft_model: str
     adapter: str = ""
     """Folder of the target's adapter."""
+    settings: dict[str, Any] = {}
+    """Those that are not as by default, by name."""
 
 
 class RunDir:
@@ -86,22 +90,29 @@ class RunDir:
                 f"a stack named {self.path.name!r} is already running; stop it or use --name"
             ) from error
 
-    def describe(self, pid: int, model: str, draft_model: str, adapter: str = "") -> None:
+    def describe(
+        self,
+        pid: int,
+        model: str,
+        draft_model: str,
+        adapter: str = "",
+        *,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
         """Make the stack known to clients; call when it is ready."""
         started = psutil.Process(pid).create_time()
-        description = Description(pid, started, model, draft_model, adapter)
-        (self.path / _DESCRIPTION).write_bytes(msgspec.json.encode(description))
+        description = Description(pid, started, model, draft_model, adapter, settings or {})
+        write_atomically(self.path / _DESCRIPTION, msgspec.json.encode(description))
 
     def note(self, pids: list[int]) -> None:
         """Write down the stack's processes, for whoever finds the folder without its owner."""
         record_children(self.path, pids)
 
-    def restore(self, pid: int, model: str, draft_model: str, adapter: str = "") -> None:
-        """Make the folder anew after somebody else deleted it."""
+    def restore(self, pid: int) -> None:
+        """Make the folder anew after somebody else deleted it; it is to be described again."""
         with contextlib.suppress(FileExistsError):
             self.path.mkdir(parents=True, mode=0o700)
         claim(self.path, pid)
-        self.describe(pid, model, draft_model, adapter)
 
     def running(self) -> Description | None:
         """The stack that lives here, if it does.

@@ -6,10 +6,11 @@ import secrets
 from collections.abc import Iterator
 
 from launch.models.hub import resolve
-from launch.models.pair import adapter_folder, pair_of
-from launch.settings.settings import StackSettings
-from launch.stack.run_dir import RunDir
+from launch.models.pair import adapter_folder, drafter_folder, pair_of
+from launch.settings.settings import StackSettings, name_settings
+from launch.stack.run_dir import Description, RunDir
 from launch.stack.supervisor import Report, Supervisor
+from launch.terminal import console
 from protocol.client.client import Client
 from protocol.errors import DeadlineExceeded
 
@@ -45,28 +46,13 @@ def private_stack(settings: StackSettings, report: Report) -> Iterator[Superviso
 
 
 def _fits(run_dir: RunDir, settings: StackSettings) -> bool:
-    """Whether a living stack runs what is wanted.
-
-    Who names a drafter, a device or a way of computing prompts gets a new one.
-    """
+    """Whether a living stack runs what is wanted; says what it does not."""
     running = run_dir.running()
-    names_drafter = settings.draft_model or settings.draft_command or settings.draft_server
     if running is None or not running.model:
         return False
-    if names_drafter or settings.draft_backend != "auto":
-        return False
-    if (
-        settings.target_device
-        or settings.draft_device
-        or settings.emulate_target_cost
-        or running.adapter != adapter_folder(settings)
-        or settings.target_ranks != 1
-        or settings.hosts
-        or settings.prefill != "mlx"
-        or settings.compute_units != "auto"
-    ):
-        return False
-    if settings.model and running.model != str(resolve(settings.model)):
+    if others := find_differences(running, settings):
+        flags = ", ".join("--" + name.replace("_", "-") for name in others)
+        console.note(f"the running stack has another {flags}: a private one is started")
         return False
     with contextlib.closing(Client(run_dir.clients_address)) as client:
         try:
@@ -74,3 +60,20 @@ def _fits(run_dir: RunDir, settings: StackSettings) -> bool:
         except DeadlineExceeded:
             return False
     return True
+
+
+def find_differences(running: Description, wanted: StackSettings) -> list[str]:
+    """Names of the settings that are wanted otherwise than a stack has them.
+
+    What is as by default is not wanted in particular.
+    """
+    named = name_settings(wanted)
+    has = {**running.settings, "adapter_path": running.adapter, "draft_model": running.draft_model}
+    has["model"] = running.model
+    if wanted.model:
+        named["model"] = str(resolve(wanted.model))
+    if wanted.draft_model:
+        named["draft_model"] = drafter_folder("mlx", wanted.draft_model)
+    named["adapter_path"] = adapter_folder(wanted)
+    default = StackSettings()
+    return [name for name, value in named.items() if value != has.get(name, getattr(default, name))]

@@ -22,6 +22,7 @@ from protocol.settings import (
     OrchestratorSettings,
     VerifierSettings,
 )
+from protocol.transport.address import is_loopback, split_host
 
 
 def start_orchestrator(
@@ -97,19 +98,22 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         idle_flag="" if ranks else _idle_flag(settings, pair, run_dir, "verifier"),
         spare_flag="" if ranks else _idle_flag(settings, pair, run_dir, "drafter"),
         ranks=ranks,
-        prelaunches=ranks is None and _has_its_own_gpu(settings, pair),
+        prelaunches=ranks is None and _shares_no_gpu(settings, pair),
     )
     return Child("verifier", "services.verifier.main", told, run_dir.log("verifier"))
 
 
-def _has_its_own_gpu(settings: StackSettings, pair: Pair) -> bool:
-    """Whether the target computes on CUDA, and its drafter surely not on the same card.
+def _shares_no_gpu(settings: StackSettings, pair: Pair) -> bool:
+    """Whether the target computes on CUDA, and the drafter that it starts with not on its card.
 
-    One that is swapped in later may: then each has to wait for the other at times.
+    A drafter that is swapped in later, or another target of `ssd serve`, may be there all the same:
+    then each has to wait for the other at times.
     """
     if not has_cuda() or computes_on_cpu(settings.target_device) or pair.backend == "stdio":
         return False
-    if pair.backend == "remote" or computes_on_cpu(settings.draft_device):
+    if pair.backend == "remote":
+        return pair.server is None or not is_loopback(split_host(pair.server.address)[0])
+    if computes_on_cpu(settings.draft_device):
         return True
     target, draft = _card(settings.target_device), _card(settings.draft_device)
     return target is not None and draft is not None and target != draft

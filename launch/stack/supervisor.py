@@ -16,7 +16,7 @@ import msgspec
 
 from launch.keyring import RemoteServer, remote_server_of
 from launch.models.pair import Pair
-from launch.settings.settings import StackSettings
+from launch.settings.settings import DRAFTER_SETTINGS, StackSettings, name_settings
 from launch.signals import on_second_signal
 from launch.stack.child import Child, Lifeline, RestartBudget, end_all, kill_all
 from launch.stack.http_listener import HttpListener
@@ -70,6 +70,8 @@ class Supervisor:
     ) -> None:
         self._settings = settings
         self._pair = pair
+        self._is_swapped = False
+        """Whether the drafter is another one than the settings say."""
         self.run_dir = run_dir
         self._report = report
         self._lifeline = Lifeline()
@@ -127,8 +129,15 @@ class Supervisor:
         self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._watcher.start()
         # Last: who sees the description may stop us.
-        pair = self._pair
-        self.run_dir.describe(os.getpid(), pair.model, pair.draft_model, pair.adapter)
+        self._describe()
+
+    def _describe(self) -> None:
+        pair, named = self._pair, name_settings(self._settings)
+        if self._is_swapped:  # another drafter than they say
+            named = {name: value for name, value in named.items() if name not in DRAFTER_SETTINGS}
+        named["draft_backend"] = pair.backend
+        models = pair.model, pair.draft_model, pair.adapter
+        self.run_dir.describe(os.getpid(), *models, settings=named)
 
     def _try_server(self, server: RemoteServer) -> None:
         """In a thread of its own, for names may take long: say so if nobody is there."""
@@ -193,8 +202,8 @@ class Supervisor:
     def _keep_reachable(self, control: Hub[ToSupervisor]) -> None:
         """Somebody may have tidied up our folder."""
         if not self.run_dir.path.exists():
-            pair = self._pair
-            self.run_dir.restore(os.getpid(), pair.model, pair.draft_model, pair.adapter)
+            self.run_dir.restore(os.getpid())
+            self._describe()
             self.run_dir.note([child.pid for child in self._children.values()])
         control.keep_bound(time.monotonic())
 
@@ -303,6 +312,8 @@ class Supervisor:
         self._starting.discard("drafter")
         old.ask_to_end()
         old.end()
+        self._is_swapped = True
+        self._describe()
         self._report_state("drafter", "running")
 
     def _restore_drafter(self, old: Child, reason: str, link: OrchestratorLink) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import select
 import sys
 import termios
@@ -28,6 +29,8 @@ class LineEditor:
 
     def __init__(self) -> None:
         self._session: PromptSession[str] | None = None
+        self._typed = b""
+        """What was read of a terminal and not asked for yet."""
         if sys.stdin.isatty() and sys.stdout.isatty() and not _is_dumb():
             self._session = _open_session()
 
@@ -42,18 +45,20 @@ class LineEditor:
     def _read(self, prompt: str) -> str:
         if self._session is not None:
             return _Question(self._session).ask(prompt)
-        return _read_line(prompt) if sys.stdin.isatty() else input(prompt)
+        return self._read_line(prompt) if sys.stdin.isatty() else input(prompt)
 
-
-def _read_line(prompt: str) -> str:
-    """A line of a terminal that cannot be edited on; `input` may miss a signal."""
-    print(prompt, end="", flush=True)
-    while not select.select([sys.stdin], [], [], _TICK_S)[0]:
-        pass
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.removesuffix("\n")
+    def _read_line(self, prompt: str) -> str:
+        """A line of a terminal that cannot be edited on; `input` may miss a signal."""
+        print(prompt, end="", flush=True)
+        while b"\n" not in self._typed:
+            if not select.select([sys.stdin], [], [], _TICK_S)[0]:
+                continue
+            typed = os.read(sys.stdin.fileno(), 4096)
+            if not typed and not self._typed:
+                raise EOFError
+            self._typed += typed or b"\n"  # the end of the input ends a line, too
+        line, _, self._typed = self._typed.partition(b"\n")
+        return line.decode(sys.stdin.encoding, "replace")
 
 
 class _Question:

@@ -31,12 +31,18 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def split_host(address: str) -> tuple[str, str]:
+    """Host and port of `tcp://HOST:PORT`; without the brackets of an IPv6 address."""
+    host, _, port = address.removeprefix(TCP).rpartition(":")
+    return host.strip("[]"), port
+
+
 def find_tcp_error(address: str, timeout_s: float) -> str:
     """Why nothing can be reached at `tcp://HOST:PORT`, found out by connecting once; empty if it
     can be. Resolving a name takes as long as the system lets it."""
-    host, _, port = address.removeprefix(TCP).rpartition(":")
+    host, port = split_host(address)
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout_s):
+        with socket.create_connection((host, int(port)), timeout_s):
             return ""
     except (OSError, ValueError, OverflowError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -70,8 +70,9 @@ class ChunkSizer:
         """Tokens of the next chunk.
 
         Args:
-            alone: whether no answer waits meanwhile.
-            left: tokens of the prompt, for chunks whose sizes recur: a GPU plans for each.
+            alone: whether nobody waits meanwhile.
+            left: tokens still to be computed. A chunk that is longer than a step is a power of two
+                times as long, so that sizes recur: CUDA plans for each.
         """
         if alone:
             size = self._most
@@ -93,7 +94,7 @@ class ChunkedPrefill:
 
     Args:
         model: the target.
-        step: most tokens of a pass.
+        step: most tokens of a pass, but for those that nobody waits behind on CUDA.
         shares: whether the model takes several sequences in a pass (`packing`).
         checkpoints: whether later prompts may begin in the middle of one.
         end_ids: tokens that end a message of a chat.
@@ -132,6 +133,11 @@ class ChunkedPrefill:
         self._wanted: dict[int, Tokens] = {}
         """By sequence: the prompts in work."""
 
+    @property
+    def prompts(self) -> int:
+        """How many are in work."""
+        return len(self._wanted)
+
     def is_coming(self, tokens: Tokens, held: int) -> bool:
         """Whether a prompt in work will hold half of what `tokens` lack beyond `held`."""
         common = max(
@@ -163,7 +169,7 @@ class ChunkedPrefill:
         state = sequence.state
         self._order.add(number, len(tokens) - state.length, time.perf_counter())
         while state.length < len(tokens):
-            size = self._size(state, tokens, alone=alone())
+            size = self._size(state, tokens, alone=alone() and self.prompts < 2)
             if not self._order.may_go(number, size, time.perf_counter()):
                 yield  # another prompt's turn
                 continue

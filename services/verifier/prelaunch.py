@@ -111,11 +111,10 @@ class Prelauncher:
         follows = message.granted == 0 and not message.drafter_idle
         if self._bell is None or self._traced is None or not follows or self._waiting is not None:
             return
-        self._lengths.append(len(tree))
-        rows = pad_rows(min(max(self._lengths), TREE_ROWS[-1]))
-        if not isinstance(state, KVStore) or state.seat is not None:
+        if len(tree) > TREE_ROWS[-1] or not isinstance(state, KVStore) or state.seat is not None:
             return
-        after = self._traced.prelaunch(rows, state, self._bell)
+        self._lengths.append(len(tree))
+        after = self._traced.prelaunch(pad_rows(max(self._lengths)), state, self._bell)
         if after is not None:
             self._choices = self._bell.report(begun)
             self._bell.launch(after.late.rung, after.logits)

@@ -324,14 +324,14 @@ class Verifier:
         while True:
             logits, by = yield from self._logits(sequence, tree)
             begun = sequence.begin_choice(logits, message, tree)
-            if isinstance(begun, mx.array) and len(self._sequences) == 1 and sequence.read is None:
+            alone = len(self._sequences) == 1 and not self._chunked_prefill.prompts
+            if isinstance(begun, mx.array) and alone and sequence.read is None:
                 self.prelauncher.launch(begun, message, sequence.state, tree)
             if self.pipelines and not message.drafter_idle:
                 self.listener.listen_beside(by, logits if begun is None else begun)
             if begun is None:
                 return logits, by, None
-            settled = self.prelauncher.settle(sequence.taken, begun)
-            if settled is not None:
+            if (settled := self.prelauncher.settle(sequence.taken, begun)) is not None:
                 return logits, by, settled
             sequence.state.commit(len(sequence.tokens))
 

@@ -148,15 +148,14 @@ def _attend_alone(
     parts, tiles = -(-slots // _PART), -(-heads // kv_heads * count // _TILE)
     if parts == 1:
         grid, found = (kv_heads, tiles, 1), (1, count, heads, size)
-        return _launch(_SOURCE, scale, kv_heads, arrays, grid, found).swapaxes(1, 2)
+        return _launch(_SOURCE, scale, arrays, grid, found).swapaxes(1, 2)
     grid, of_parts = (kv_heads, tiles, parts), (parts, count, heads, size + 2)
-    return _merge(_launch(_PART_SOURCE, scale, kv_heads, arrays, grid, of_parts), queries.dtype)
+    return _merge(_launch(_PART_SOURCE, scale, arrays, grid, of_parts), queries.dtype)
 
 
-def _launch(  # noqa: PLR0917
+def _launch(
     source: str,
     scale: float,
-    kv_heads: int,
     inputs: dict[str, mx.array],
     blocks: tuple[int, int, int],
     found: tuple[int, int, int, int],
@@ -166,23 +165,24 @@ def _launch(  # noqa: PLR0917
     Args:
         source: of the kernel.
         scale: factor of the products; a part of the kernel, since a block would wait for it.
-        kv_heads: heads of keys.
         inputs: by name.
-        blocks: how many there are.
-        found: the shape of the result: of float32, if it is of parts of the keys. Tokens come
-            before heads: the model's next step wants the heads of a token side by side.
+        blocks: how many there are; as many as heads of keys, in the first place.
+        found: the shape of the result. Tokens come before heads: the model's next step wants the
+            heads of a token side by side.
     """
     queries = inputs["q"]
-    size, group = queries.shape[3], queries.shape[1] // kv_heads
-    warps = _WARPS[size]
-    body = source.replace("SCALE", f"{float(scale)!r}f").replace("PART", str(_PART))
+    size, group = queries.shape[3], queries.shape[1] // blocks[0]
+    warps, is_whole = _WARPS[size], found[3] == size
+    body = source.replace("SCALE", f"{float(scale)!r}f")
+    constants = [("D", size), ("WARPS", warps), ("GROUP", group)]
+    constants += [] if is_whole else [("KEYS", _PART)]
     out = build(("tile.cuh", "attention.cuh"), body, tuple(inputs), contiguous=False)(
         inputs=list(inputs.values()),
-        template=[("T", queries.dtype), ("D", size), ("WARPS", warps), ("GROUP", group)],
+        template=[("T", queries.dtype), *constants],
         grid=(blocks[0] * warps * LANES, *blocks[1:]),
         threadgroup=(warps * LANES, 1, 1),
         output_shapes=[found],
-        output_dtypes=[queries.dtype if source != _PART_SOURCE else mx.float32],
+        output_dtypes=[queries.dtype if is_whole else mx.float32],
     )
     return out[0]
 
@@ -229,7 +229,7 @@ def attend_table(  # noqa: PLR0917  # `slot_table.Attend`
     _, heads, count, _ = queries.shape
     kv_heads = keys.shape[0]
     blocks, found = (kv_heads, -(-heads // kv_heads // _TILE), count), (1, count, heads, size)
-    return _launch(_TABLE_SOURCE, scale, kv_heads, arrays, blocks, found).swapaxes(1, 2)
+    return _launch(_TABLE_SOURCE, scale, arrays, blocks, found).swapaxes(1, 2)
 
 
 _SOURCE = """
@@ -242,13 +242,13 @@ attend_tile<T, D, WARPS, GROUP>(
 """
 
 _PART_SOURCE = """
-const int head = blockIdx.x, heads = gridDim.x * GROUP, first = PART * blockIdx.z;
+const int head = blockIdx.x, heads = gridDim.x * GROUP, first = KEYS * blockIdx.z;
 constexpr int NUMBERS = Part<D>::NUMBERS;
 attend_tile<T, D, WARPS, GROUP>(
     q + head * GROUP * q_strides[1], q_strides[1], q_strides[2], q_strides[3],
     k + head * k_strides[1], k_strides[2], v + head * v_strides[1], v_strides[2],
     mask, mask_strides[0], mask_strides[1], q_shape[2], blockIdx.y, first,
-    min(first + PART, int(k_shape[2])), SCALE,
+    min(first + KEYS, int(k_shape[2])), SCALE,
     Part<D>{out + (long(blockIdx.z) * q_shape[2] * heads + head * GROUP) * NUMBERS,
             heads * NUMBERS});
 """

@@ -86,7 +86,7 @@ class _Trial:
         return True
 
     def _make_graphs(self) -> None:
-        """Run a pass of each shape that is traced at load, once more when its buffers have grown.
+        """Run a pass of each shape that is traced at load, twice: the first one's buffers grow.
 
         CUDA makes no graph while another pass waits on the device.
         """

@@ -1,10 +1,12 @@
 """What the processes of a stack are told."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.keyring import RemoteServer
 from launch.models.pair import Pair
 from launch.settings.settings import StackSettings
 from launch.stack.run_dir import RunDir
@@ -64,7 +66,7 @@ def test_cores_are_lent_where_both_compute_on_cores(
         ("mlx", "cpu", "cuda:0", False),
     ],
 )
-def test_passes_are_launched_beforehand_on_a_card_of_the_targets_own(
+def test_passes_are_launched_beforehand_where_the_drafter_is_not_on_the_card(
     monkeypatch: pytest.MonkeyPatch, backend: Any, target: str, draft: str, *, prelaunches: bool
 ) -> None:
     """A drafter's work on the same card would have to wait for them: both must be known."""
@@ -78,3 +80,18 @@ def test_passes_are_launched_beforehand_on_a_card_of_the_targets_own(
     monkeypatch.setattr("launch.stack.spawn.has_cuda", lambda: False)
     without: Any = start_verifier(asked, pair, RunDir("x"), 0)
     assert not without.prelaunches
+
+
+@pytest.mark.parametrize(
+    ("address", "prelaunches"),
+    [("tcp://192.0.2.7:1", True), ("tcp://127.0.0.1:1", False), ("tcp://[::1]:1", False)],
+)
+def test_a_draft_server_on_this_machine_may_be_on_the_card(
+    monkeypatch: pytest.MonkeyPatch, address: str, *, prelaunches: bool
+) -> None:
+    monkeypatch.setattr("launch.stack.spawn.has_cuda", lambda: True)
+    monkeypatch.setattr("launch.settings.machine.has_cuda", lambda: True)
+    monkeypatch.setattr("launch.stack.spawn.Child", lambda _role, _module, told, _log: told)
+    pair = Pair("/target", "", "remote", server=RemoteServer(address, "", Path("/key")))
+    verifier: Any = start_verifier(StackSettings(), pair, RunDir("x"), 0)
+    assert verifier.prelaunches == prelaunches

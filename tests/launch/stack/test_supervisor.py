@@ -16,6 +16,7 @@ import pytest
 from launch.settings.settings import StackSettings
 from launch.stack import child
 from launch.stack.control import ask_supervisor
+from launch.stack.session import find_differences
 from protocol.errors import RuntimeFailure
 from protocol.messages import Done, SwapDrafter
 from tests.support.stack import DEADLINE_S, RunningStack, eventually, running
@@ -46,6 +47,24 @@ def test_a_swap_mends_what_it_waits_for(stack: RunningStack) -> None:
     os.kill(old, signal.SIGSTOP)
     assert ask_supervisor(name, SwapDrafter(backend="ngram"), DEADLINE_S) == Done()
     assert stack.client.status().pid != old
+
+
+def test_a_stack_is_described_with_the_drafter_that_it_has(
+    settings: StackSettings, tmp_path: Path
+) -> None:
+    """Not with the one that it was started with: who names that gets another stack."""
+    draft = str(write_tiny_model(tmp_path / "draft", "llama", seed=2))
+    named = msgspec.structs.replace(settings, draft_backend="mlx", draft_model=draft)
+    with running(named) as stack:
+        folder = stack.supervisor.run_dir
+        before = folder.running()
+        swap = SwapDrafter(backend="ngram")
+        assert ask_supervisor(folder.path.name, swap, DEADLINE_S) == Done()
+        after = folder.running()
+    assert before is not None
+    assert after is not None
+    assert find_differences(before, named) == []
+    assert find_differences(after, named) == ["draft_model", "draft_backend"]
 
 
 def test_the_end_of_a_drafter_is_told_during_a_swap(stack: RunningStack, tmp_path: Path) -> None:

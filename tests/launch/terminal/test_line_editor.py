@@ -70,3 +70,28 @@ def test_keys_end_a_question(asked: Terminal) -> None:
     _await_question(asked, 3)
     asked.type(CTRL_D)
     assert asked.end() == 0
+
+
+_HIDE = """
+import select, sys
+from launch.terminal.line_editor import LineEditor, typing_hidden
+editor = LineEditor()
+with typing_hidden():
+    print("hidden.", flush=True)
+    select.select([sys.stdin], [], [])
+    print("typed.", flush=True)
+for _ in range(3):
+    print(f"said {editor.ask('>> ')}.", flush=True)
+"""
+
+
+def test_lines_that_were_typed_ahead_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is edited: the terminal gives all of them at once."""
+    monkeypatch.setenv("TERM", "dumb")
+    with terminal([sys.executable, "-c", _HIDE]) as asked:
+        asked.wait_for("hidden.")
+        asked.type("one\ntwo\nth")
+        asked.seen = asked.wait_for("typed.", "said one.", "said two.")
+        asked.type("ree\n")
+        asked.wait_for("said three.")
+        assert asked.end() == 0

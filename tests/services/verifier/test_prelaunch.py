@@ -93,10 +93,29 @@ def test_what_does_not_fit_calls_the_pass_off(shape: Shape) -> None:
     stream.close()
 
 
-def test_behind_a_tree_that_is_too_large_a_pass_waits_all_the_same() -> None:
-    """Of the largest size there is: what comes next is hardly as large again."""
+def test_behind_a_tree_that_is_too_large_none_waits_but_behind_the_next_one() -> None:
+    """The choices of so many rows cannot be read while something waits."""
     stream = Rung(PROMPTS[0], lambda: False)
     stream.verify_all([[(row, 1) for row in range(TREE_ROWS[-1] + 4)]])
+    assert not stream.bell.waiting
+    stream.verify_all([CHAIN])
+    assert stream.bell.waiting
+    stream.close()
+
+
+def test_nothing_waits_while_a_prompt_is_computed() -> None:
+    """Its chunks would come behind it."""
+    stream = Rung(PROMPTS[0], lambda: False)
+    stream.verify_all([CHAIN])
+    prompt = [1 + token % 200 for token in range(100)]
+    other = OpenSequence(sequence=next(NUMBERS), tokens=prompt, sampling=GREEDY)
+    opening = stream.verifier.handle(other)
+    assert next(opening) is None
+    stream.verify_all([CHAIN])
+    assert not stream.bell.waiting
+    said(opening)
+    said(stream.verifier.handle(CloseSequence(sequence=other.sequence)))
+    stream.verify_all([CHAIN])
     assert stream.bell.waiting
     stream.close()
 
