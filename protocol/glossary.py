@@ -2,6 +2,23 @@
 
 | our name            | paper   | meaning                                                          |
 |---------------------|---------|------------------------------------------------------------------|
+| stack               |         | the processes that serve one pair: verifier, drafter,            |
+|                     |         | orchestrator, supervisor, perhaps a gateway                      |
+| verifier, drafter   |         | the processes of the target and of what drafts                   |
+| rank                |         | one of several processes that a target is spread over            |
+| lifeline            |         | a pipe whose end tells a child that its parent is gone           |
+| verify latency      | T_v(m)  | time of a verification of m tokens                               |
+| step latency        | T_d(B)  | time of one depth of B branches                                  |
+| pass                |         | one forward pass of a model; its rows are its tokens             |
+| few rows            |         | a pass over a handful of tokens, as verifications are            |
+| slot                |         | place of one token's keys and values in a buffer                 |
+| granted, free run   |         | tokens of plain decoding that the verifier may go on to decode   |
+|                     |         | without being asked for each                                     |
+| unasked             |         | a round that the verifier began by itself with a prepared chain  |
+| launched beforehand |         | a pass that waits on the GPU for its tokens                      |
+| origin              |         | where a chain came from: hit, miss, lookup, target               |
+| committed           |         | tokens that stand for good                                       |
+| learned estimates   |         | what the planner keeps of earlier runs                           |
 | target, draft model | p, q    | models; also their next-token distributions, temperature and     |
 |                     |         | filters applied                                                  |
 | num_draft_tokens    | K       | most draft tokens that a round offers                            |
@@ -30,12 +47,13 @@
 | saguaro, held back  | C, F    | weight, and number, of the best tokens that a draft holds back   |
 |                     |         | so that a rejection ends in one of them                          |
 | prompt lookup       |         | drafts without a model: what followed the same words before      |
-| backup              |         | whatever drafts after a miss                                     |
+| backup              |         | the draft after a miss, for which the target waits               |
 | plain decoding      |         | one token a round, no draft                                      |
 | prefill             |         | feeding the prompt to a model                                    |
 | prefix cache        |         | KV of sequences that are over, for prompts that begin alike      |
 | peer                |         | whoever is at the other end of a connection                      |
-| host                |         | the program that a draft server drafts for                       |
+| host                |         | of a draft server, the program that it drafts for; of a GPU, the |
+|                     |         | CPU side; of ranks, a machine                                    |
 | backend             |         | a way to draft: mlx, head, coreml, ngram, stdio, remote          |
 | head                |         | a small drafter that reads the target's states, as published     |
 | fallback            |         | a round without the drafter, for a reason that is counted        |

@@ -103,6 +103,14 @@ def test_commands_in_documents_have_the_flags_they_are_shown_with(document: Path
         assert not missing, f"`ssd {words.strip()}` has no {', '.join(sorted(missing))}"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_commands_that_documents_name_exist(document: Path) -> None:
+    """In backticks the word behind `ssd` is a command."""
+    text = _CODE.sub("", document.read_text(encoding="utf-8"))
+    named = set(re.findall(r"`ssd ([a-z][a-z-]*)[^`]*`", text))
+    assert named - {command.split()[0] for command in COMMANDS} == set()
+
+
 def find_command(words: list[str]) -> click.Command | None:
     """The command that these words begin with; None if they are prose."""
     found = words[0]

@@ -35,7 +35,7 @@ from protocol.version import install_hint
 
 @click.command("bench", cls=Command)
 @stack_options()
-@sampling_options()
+@sampling_options(measures=True)
 @click.option("--temps", help="Several temperatures (0,0.7) instead of --temp.")
 @click.option(
     "--prompts",

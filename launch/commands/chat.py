@@ -29,7 +29,7 @@ from protocol.messages import Generate
     default=0,
     help="Draft tokens per round; 0: the planner decides.",
 )
-@click.option("--show-draft", is_flag=True, help="Colour tokens by origin.")
+@click.option("--show-draft", is_flag=True, help="Colour tokens by where they came from.")
 @click.option("--name", default=DEFAULT_NAME, help="Attach to this stack if it is running.")
 @click.option("-v", "--verbose", is_flag=True, help="Show processes as they start.")
 def command(**options: Any) -> None:

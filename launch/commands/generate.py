@@ -35,10 +35,10 @@ _speculation = partial(click.option, cls=Option, group="Speculation")
     help="Longest answer in tokens; 0: no limit but the context.",
 )
 @_prompt("--stop", multiple=True, help="End before this text (repeatable).")
-@sampling_options()
+@sampling_options(chooses_saguaro=True)
 @_answer("--stats", is_flag=True, help="Print statistics after each answer.")
 @_answer("--explain", is_flag=True, help="Explain what was chosen and why.")
-@_answer("--show-draft", is_flag=True, help="Colour tokens by origin.")
+@_answer("--show-draft", is_flag=True, help="Colour tokens by where they came from.")
 @_answer("--json", "as_json", is_flag=True, help="One JSON object per prompt.")
 @_answer(
     "--trace",

@@ -35,7 +35,7 @@ _WITH_URL = frozenset(
 
 @click.command("load", cls=Command)
 @stack_options()
-@sampling_options()
+@sampling_options(measures=True)
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path),

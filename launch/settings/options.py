@@ -129,7 +129,7 @@ def _model_options() -> Callable[[F], F]:
                  metavar="KEY"),
         _setting("--key", "Which of your own keys to use with it.", metavar="NAME"),
         _setting("--compute-units", "Where a CoreML model runs.", click.Choice(COMPUTE_UNITS)),
-        _setting("--draft-weights", "What an MLX drafter multiplies with; auto: int8 on a CPU.",
+        _setting("--draft-weights", "Precision of an MLX drafter's weights; auto: int8 on a CPU.",
                  click.Choice(DRAFT_WEIGHTS)),
         _setting("--prefill", "Who computes prompts: MLX, or the target's CoreML form.",
                  click.Choice(PREFILLS)),
@@ -143,9 +143,9 @@ def _rank_options() -> Callable[[F], F]:
                  click.IntRange(min=1)),
         _setting("--hosts", "Spread it over machines: a hosts file of mlx.launch.",
                  metavar="FILE"),
-        _setting("--backend", "How the ranks exchange arrays. Left out: nccl on CUDA, else ring.",
-                 click.Choice(RANK_BACKENDS)),
-        _setting("--split", "Pipeline the layers: how many per rank; auto: as measured.",
+        _setting("--backend", "How ranks exchange arrays (not what drafts). Left out: nccl on "
+                 "CUDA, else ring.", click.Choice(RANK_BACKENDS)),
+        _setting("--split", "Pipeline the layers: how many per rank; auto: by memory and speed.",
                  metavar="N,N,...|auto"),
         _setting("--rank-python", "Python on the other machines. Left out: the same path as here.",
                  metavar="PATH"),
@@ -158,8 +158,8 @@ def _process_options() -> Callable[[F], F]:
         "Processes",
         _setting("--target-device", _DEVICE.format("target"), metavar="DEVICE"),
         _setting("--draft-device", _DEVICE.format("drafter"), metavar="DEVICE"),
-        _setting("--metal-kernels", "Kernels for few rows on Apple's GPUs; auto: where faster.",
-                 click.Choice(METAL_KERNELS)),
+        _setting("--metal-kernels", "Kernels for verifying a few tokens at once on Apple's GPUs; "
+                 "auto: where faster.", click.Choice(METAL_KERNELS)),
         _setting("--decode-concurrency", "Requests decoded at once; others are queued.", positive),
         _setting("--max-waiting", "Queued requests before more are refused; 0: any number.",
                  count),
@@ -207,30 +207,39 @@ def several_models_options() -> Callable[[F], F]:
         "Several models",
         _setting("--models", "Several models, loaded on demand: a TOML file with a table for each, "
                  "or a folder of model folders.", metavar="PATH"),
-        _setting("--idle-unload", "Unload a model that nobody used for so long; 0: never.",
+        _setting("--idle-unload", "Seconds after which an idle model is unloaded; 0: never.",
                  click.FloatRange(min=0), metavar="SECONDS"),
         _setting("--memory-bytes", "Most memory for all models; 0: what the machine has free.",
                  click.IntRange(min=0)),
     )  # fmt: skip
 
 
-def sampling_options() -> Callable[[F], F]:
-    """How tokens are drawn; `take_sampling` reads them."""
+def sampling_options(*, measures: bool = False, chooses_saguaro: bool = False) -> Callable[[F], F]:
+    """How tokens are drawn; `take_sampling_choice` reads them.
+
+    Args:
+        measures: whether the model's own recommendation has no say.
+        chooses_saguaro: whether `--saguaro-c auto` is taken.
+    """
     d = Sampling()
+    recommends = "greedy" if measures else "as the model's generation_config.json says, else greedy"
+
+    def default(value: float) -> str:
+        return f"  [default: {value:g}]" if measures else "  [default: the preset's]"
+
     below, share = click.FloatRange(0, 1, max_open=True), click.FloatRange(0, 1, min_open=True)
     return _all_of(_group(
         "Sampling",
         _flag("--temp", "--temperature", type=click.FloatRange(0, 100),
-              help=f"0 is greedy.  [default: {d.temperature:g}]"),
+              help="0 is greedy." + default(d.temperature)),
         _flag("--top-p", type=share, help="Only the most likely tokens that together have this "
-              f"probability.  [default: {d.top_p:g}]"),
+              "probability." + default(d.top_p)),
         _flag("--top-k", type=click.IntRange(min=0),
-              help=f"Only this many most likely tokens; 0: all.  [default: {d.top_k}]"),
+              help="Only this many most likely tokens; 0: all." + default(d.top_k)),
         _flag("--min-p", type=below, help="Only tokens at least this likely relative to the most "
-              f"likely one.  [default: {d.min_p:g}]"),
+              "likely one." + default(d.min_p)),
         _flag("--preset", type=click.Choice(PRESETS), default="default", show_default=True,
-              help="A starting point; the flags above override it. default: as the model's "
-                   "generation_config.json says, else greedy."),
+              help=f"A starting point; the flags above override it. default: {recommends}."),
         _flag("--seed", type=click.IntRange(0, 2**63 - 1),
               help="Same seed, same answer.  [default: drawn, and reported]"),
         _flag("--repetition-penalty", type=click.FloatRange(0, 10, min_open=True),
@@ -241,7 +250,13 @@ def sampling_options() -> Callable[[F], F]:
               help="Penalise tokens of the answer per occurrence; 0 is off.  [default: 0]"),
         _flag("--json-schema", type=click.Path(path_type=Path), metavar="FILE",
               help="The answer is JSON that follows the schema in this file."),
-    ), _group(
+    ), _speculation_options(chooses_saguaro=chooses_saguaro))  # fmt: skip
+
+
+def _speculation_options(*, chooses_saguaro: bool) -> Callable[[F], F]:
+    d = Sampling()
+    share = click.FloatRange(0, 1, min_open=True)
+    return _group(
         "Speculation",
         _flag("--acceptance", type=click.Choice(get_args(Acceptance)),
               default=d.acceptance, show_default=True,
@@ -250,9 +265,9 @@ def sampling_options() -> Callable[[F], F]:
               help="Temperature of the drafter; changes speed only."),
         _flag("--draft-top-p", type=share, help="Top-p of the drafter; changes speed only."),
         _flag("--saguaro-c", type=_Weight(), default=d.saguaro, show_default=True,
-              help="Rejection: the draft's weight for tokens prepared for; 1 is off, "
-                   "auto tries a few and prefers the fastest."),
-    ))  # fmt: skip
+              help="Rejection: the draft's weight for tokens prepared for; 1 is off"
+                   + (", auto tries a few and prefers the fastest." if chooses_saguaro else ".")),
+    )  # fmt: skip
 
 
 class _Weight(click.FloatRange):
