@@ -17,6 +17,7 @@ from services.batching.pass_memory import PassMemory
 from services.batching.slot_table import SlotTable
 from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
+from services.kv.layered import LayeredState
 from services.kv.state import SequenceState
 from services.mlx.launching import compute_in_pieces, launch_in_pieces
 from services.mlx.loader import compute_unit
@@ -270,7 +271,7 @@ class Batcher:
         Who asks for the logits has the features computed in the same go: they are sent first.
         """
         logits = self._call(row, states, beside, ahead=ahead)[0]
-        if self.one_graph and not ahead and isinstance(states[0], KVStore):
+        if self.one_graph and not ahead and isinstance(states[0], KVStore | LayeredState):
             split = compute_in_pieces if self.fills else launch_in_pieces
             split(states[0].keys)
         features = self._read() if self._read is not None else None

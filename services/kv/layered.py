@@ -25,6 +25,7 @@ from services.kv.layer_copy import (
     copy_cache,
     copy_position,
     count_bytes,
+    find_array,
     is_trimmable,
     restore_cache,
     split_arrays,
@@ -323,6 +324,12 @@ class LayeredState:
         """See `SequenceState`."""
         own = [count_bytes(copy_cache(c)) for c in self._others if not is_trimmable(c)]
         return size_pass(own, self.replay, sum(w.growth for w in self._windows))
+
+    @property
+    def keys(self) -> list[mx.array]:
+        """An array of each layer as the last pass leaves it, as `KVStore.keys`."""
+        found = (find_array(vars(cache)) for cache in flatten_caches(self.caches))
+        return [array for array in found if array is not None]
 
     def evaluate(self) -> None:
         """See `SequenceState`."""

@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import count
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -16,6 +17,7 @@ from protocol.messages import (
     Verify,
 )
 from services.kv.prefix_cache import PrefixCache
+from services.mlx import launching
 from services.mlx.loader import LoadedModel, load
 from services.verifier.verifier import Verifier
 from tests.support.families.attention import NESTED, WINDOWED
@@ -114,6 +116,25 @@ def test_drafts_change_no_token(family: str, sampling: Sampling) -> None:
     expected = plain(family, PROMPT, LENGTH, sampling)
     answer.finish(expected, DRAFTS)
     assert answer.rounds < len(expected)
+
+
+@pytest.mark.parametrize("family", REPRESENTATIVES)
+def test_passes_in_pieces_change_no_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where MLX makes one graph of a pass: each piece is of layers whose states have arrays."""
+    verifier, pieces = verifier_of(family), list[int]()
+    begin: Any = mx.async_eval
+
+    def launch(arrays: list[mx.array]) -> None:
+        pieces.append(len(arrays))
+        begin(arrays)
+
+    monkeypatch.setattr(launching.mx, "async_eval", launch)
+    for batcher in (verifier._batcher, verifier._chunked_prefill._batcher):
+        batcher.one_graph = True
+    answer = Answer(verifier, list(PROMPT), Sampling())
+    answer.finish(plain(family, PROMPT, LENGTH, Sampling()), DRAFTS)
+    assert len(pieces) > answer.rounds
+    assert min(pieces) >= 2
 
 
 @pytest.mark.parametrize("family", [*FED_AGAIN, "hybrid", "mamba"])
