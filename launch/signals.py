@@ -2,8 +2,10 @@
 
 import contextlib
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 
 _AGAIN_S = 0.01
 """Until a signal is raised again that nobody could catch."""
+_KNOCK_S, _KNOCKS = 0.05, 20
+"""Between two interruptions of a main thread that has not heard a signal, and their number."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -22,6 +26,49 @@ class Terminated(KeyboardInterrupt):
 _second_signal: list[Callable[[], None]] = []
 _deferred: list[Callable[[type[KeyboardInterrupt]], None]] = []
 _lost: list[type[BaseException]] = []
+
+
+class _Alarm:
+    """Lets the main thread hear a signal that comes while it waits for something else.
+
+    Python looks at signals before it waits, and a wait ends for those that come in it. One that
+    comes between that look and the wait, or that the system gives to another thread, would be heard
+    behind the wait only. A thread is told of each signal at once, and interrupts the main thread
+    until it has been heard.
+    """
+
+    def __init__(self) -> None:
+        self._ears, self._mouth = socket.socketpair()
+        self._mouth.settimeout(0.0)
+        self._heard_at = 0.0
+
+    def start(self) -> None:
+        """To be called in the main thread."""
+        signal.signal(signal.SIGURG, _on_knock)
+        self.listen()
+        threading.Thread(target=self._run, name="signals", daemon=True).start()
+
+    def listen(self) -> None:
+        """Be told of signals; again after an event loop, which is told in our place."""
+        signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+
+    def on_heard(self) -> None:
+        """The main thread handles a signal."""
+        self._heard_at = time.monotonic()
+
+    def _run(self) -> None:
+        main = threading.main_thread().ident
+        while numbers := self._ears.recv(64):
+            arrived = time.monotonic()
+            for _ in range(_KNOCKS if set(numbers) - {signal.SIGURG} else 0):
+                time.sleep(_KNOCK_S)
+                if main is None or self._heard_at > arrived - _KNOCK_S:
+                    break
+                signal.pthread_kill(main, signal.SIGURG)
+
+
+_alarm: list[_Alarm] = []
+"""One, once signals are handled here."""
 
 
 @contextlib.contextmanager
@@ -59,12 +106,16 @@ def defer(notify: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _deferred.remove(note)
+        for alarm in _alarm:
+            alarm.listen()
         if arrived:
             raise Terminated if Terminated in arrived else KeyboardInterrupt
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     del frame
+    for alarm in _alarm:
+        alarm.on_heard()
     kind = KeyboardInterrupt if number == signal.SIGINT else Terminated
     if _deferred:
         _deferred[-1](kind)
@@ -89,8 +140,15 @@ def _on_alarm(number: int, frame: FrameType | None) -> None:
     _interrupt(signal.SIGINT if lost is KeyboardInterrupt else number, frame)
 
 
+def _on_knock(number: int, frame: FrameType | None) -> None:
+    """It has ended a system call: Python looks at signals then."""
+
+
 def install() -> None:
     """SIGINT, SIGTERM and SIGHUP stop this process alike: through its finally clauses."""
+    if not _alarm:
+        _alarm.append(_Alarm())
+        _alarm[0].start()
     sys.unraisablehook = _raise_again
     signal.signal(signal.SIGALRM, _on_alarm)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -353,8 +353,7 @@ class Supervisor:
             meanwhile: called again and again until then.
         """
         while self.failure is None:
-            # A signal that comes just before a wait is heard behind it only.
-            self._ended.wait(TICK_S)
+            self._ended.wait(TICK_S if meanwhile is not None else None)
             if meanwhile is not None:
                 meanwhile()
         raise self.failure

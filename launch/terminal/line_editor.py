@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import select
 import sys
 import termios
 from asyncio import AbstractEventLoop
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
 _CONTINUED = "\\"
-_TICK_S = 0.05
-"""Between two looks at signals, one of which may come just before a wait and is heard behind it."""
 
 
 class LineEditor:
@@ -48,11 +45,9 @@ class LineEditor:
         return self._read_line(prompt) if sys.stdin.isatty() else input(prompt)
 
     def _read_line(self, prompt: str) -> str:
-        """A line of a terminal that cannot be edited on; `input` may miss a signal."""
+        """A line of a terminal that cannot be edited on; what was typed behind it is kept."""
         print(prompt, end="", flush=True)
         while b"\n" not in self._typed:
-            if not select.select([sys.stdin], [], [], _TICK_S)[0]:
-                continue
             typed = os.read(sys.stdin.fileno(), 4096)
             if not typed and not self._typed:
                 raise EOFError

@@ -47,6 +47,32 @@ except KeyboardInterrupt:
 print(*notes, sep=", ")
 """
 
+_WAITING = """
+import sys, threading
+
+def give():
+    sys.stdin.read()
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+threading.Thread(target=give, daemon=True).start()
+try:
+    {before}
+    print("waits", flush=True)
+    threading.Event().wait({deadline})
+    print("not heard")
+except signals.Terminated:
+    print("ended")
+"""
+_LOOP = """
+    import asyncio
+
+    async def mind():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, print)
+
+    with signals.defer(print):
+        asyncio.run(mind())
+"""
+
 
 def _run(text: str) -> str:
     """What a program prints."""
@@ -75,3 +101,15 @@ def test_a_signal_during_a_finaliser_is_not_lost(number: str, expected: str) -> 
 )
 def test_a_signal_may_be_put_off(numbers: str, said: str) -> None:
     assert _run(_DEFERRED.format(numbers=numbers)) == said
+
+
+@pytest.mark.parametrize("before", ["pass", _LOOP.strip()], ids=["at first", "after a loop"])
+def test_a_signal_that_does_not_end_a_wait_is_heard(before: str) -> None:
+    """The system may give it to another thread, and it may come just before the wait."""
+    text = _BEGIN + _WAITING.format(before=before, deadline=DEADLINE_S)
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "waits\n"
+        assert program.communicate(timeout=DEADLINE_S / 2) == ("ended\n", None)
