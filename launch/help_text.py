@@ -40,7 +40,7 @@ _EXAMPLES: dict[str, list[tuple[str, str]]] = {
     ],
     "convert": [("ssd convert --model MODEL --target LARGER", "a drafter for CoreML")],
     "demo": [
-        ("ssd demo", "three prompts, twice each"),
+        ("ssd demo", "four prompts, twice each"),
         ("ssd demo --stats", "with the statistics of each answer"),
     ],
     "distill": [

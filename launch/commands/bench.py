@@ -40,7 +40,7 @@ from protocol.version import install_hint
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path),
-    help="JSONL file: id, prompt, category; else ten built-in ones.",
+    help="JSONL file: id, prompt, category; else eleven built-in ones.",
 )
 @click.option("--prompt", multiple=True, help="Use this prompt; may be repeated.")
 @click.option(
@@ -180,7 +180,7 @@ def _take_prompts(options: dict[str, Any]) -> tuple[list[Prompt], str]:
     """The prompts, and where they come from."""
     file, texts, limit = options.pop("prompts"), options.pop("prompt"), options.pop("limit")
     if not texts:
-        return chosen_prompts(file, limit), str(file or "our own ten")
+        return chosen_prompts(file, limit), str(file or "our own eleven")
     if file is not None:
         raise UsageError("give either --prompt or --prompts")
     return [Prompt(text, id=number) for number, text in enumerate(texts, start=1)], "--prompt"

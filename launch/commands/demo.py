@@ -24,9 +24,10 @@ from protocol.client.client import Client
 @click.option("-v", "--verbose", is_flag=True, help="Show the processes as they start.")
 @stack_options()
 def command(*, max_tokens: int, stats: bool, verbose: bool, **stack: Any) -> None:
-    """Compare plain and speculative decoding on three prompts.
+    """Compare plain and speculative decoding on four prompts.
 
-    The prompts are prose, code and a sum. The default pair is set up first if needed.
+    They ask for prose, code, a sum, and for a list to be written again. The default pair is set up
+    first if needed.
     """
     if stack["prompt_cache_size"] is None:
         stack["prompt_cache_size"] = 0  # each prompt comes twice

@@ -39,7 +39,7 @@ _WITH_URL = frozenset(
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path),
-    help="JSONL file: id, prompt; else ten built-in ones.",
+    help="JSONL file: id, prompt; else eleven built-in ones.",
 )
 @click.option("--requests", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("-m", "--max-tokens", type=click.IntRange(min=2), default=64, show_default=True)

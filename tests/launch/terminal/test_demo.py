@@ -51,15 +51,15 @@ def command(tmp_path: Path) -> list[str]:
 
 @pytest.mark.processes
 def test_without_a_terminal(command: list[str], run_dir: Path) -> None:
-    """Three prompts, two answers each, no colours, and two lines at the end."""
+    """Four prompts, two answers each, no colours, and two lines at the end."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"^\[\d/3\]", done.stdout, re.MULTILINE) == ["[1/3]", "[2/3]", "[3/3]"]
-    assert done.stdout.count("24 tokens, ") == 6
+    assert re.findall(r"^\[\d/4\]", done.stdout, re.MULTILINE) == [f"[{n}/4]" for n in (1, 2, 3, 4)]
+    assert done.stdout.count("24 tokens, ") == 8
     assert "\x1b" not in done.stdout
     *_, faster, same = done.stdout.splitlines()
     assert re.fullmatch(r"\d+\.\d\d times as fast as plain decoding: .* s instead of .*", faster)
-    assert same == "Every token is the same: 72 of 72."
+    assert same == "Every token is the same: 96 of 96."
     assert leftovers(run_dir) == []
 
 
