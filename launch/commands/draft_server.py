@@ -20,7 +20,7 @@ from protocol.settings import (
     encode_settings,
 )
 
-_WEIGHTS = "What an MLX drafter multiplies with; auto: int8 on a CPU."
+_WEIGHTS = "Precision of an MLX drafter's weights; auto: int8 on a CPU."
 
 
 @click.command("draft-server")
