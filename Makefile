@@ -38,6 +38,7 @@ audit: $(VENV)/.installed
 # docs/modules.md: a line for each module, the first of its docstring.
 tree:
 	$(PYTHON) -m tests.tools.module_listing
+	$(PYTHON) -m tests.tools.glossary_page
 
 bench: $(VENV)/.pair
 	"$(BIN)/ssd" bench

@@ -33,7 +33,7 @@ class _Alarm:
 
     Python looks at signals before it waits, and a wait ends for those that come in it. One that
     comes between that look and the wait, or that the system gives to another thread, would be heard
-    behind the wait only. A thread is told of each signal at once, and interrupts the main thread
+    behind the wait only. A thread learns of each signal at once, and interrupts the main thread
     until it has been heard.
     """
 
@@ -49,7 +49,7 @@ class _Alarm:
         threading.Thread(target=self._run, name="signals", daemon=True).start()
 
     def listen(self) -> None:
-        """Be told of signals; again after an event loop, which is told in our place."""
+        """Learn of signals; to be called again after an event loop, which takes our place."""
         signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
 
     def on_heard(self) -> None:

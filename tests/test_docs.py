@@ -12,6 +12,7 @@ import pytest
 from launch.cli import cli
 from launch.help_text import commands
 from launch.settings.settings import StackSettings
+from tests.tools.glossary_page import PAGE, glossary
 from tests.tools.module_listing import LISTING, ROOT, modules
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -30,6 +31,12 @@ def test_every_module_stands_in_the_listing_exactly_once() -> None:
     """docs/modules.md lists every module; `make tree` writes it."""
     listed = Counter(re.findall(r"^- `([^`]+)`", LISTING.read_text(encoding="utf-8"), re.MULTILINE))
     assert {str(path): 1 for path in modules()} == dict(listed)
+
+
+def test_the_glossary_page_is_that_of_the_code() -> None:
+    """docs/glossary.md has every word of `protocol/glossary.py`; `make tree` writes it."""
+    assert PAGE.read_text(encoding="utf-8") == glossary()
+    assert glossary().count("\n| ") > 40
 
 
 def test_every_folder_stands_in_the_architecture() -> None:

@@ -353,7 +353,8 @@ class Supervisor:
             meanwhile: called again and again until then.
         """
         while self.failure is None:
-            self._ended.wait(TICK_S if meanwhile is not None else None)
+            # A signal that comes just before a wait is heard behind it only, unless `signals` knows.
+            self._ended.wait(TICK_S)
             if meanwhile is not None:
                 meanwhile()
         raise self.failure
