@@ -353,7 +353,7 @@ class Supervisor:
             meanwhile: called again and again until then.
         """
         while self.failure is None:
-            # A signal that comes just before a wait is heard behind it only, unless `signals` knows.
+            # Where `launch.signals` is not at work, one just before a wait is heard behind it.
             self._ended.wait(TICK_S)
             if meanwhile is not None:
                 meanwhile()
