@@ -263,6 +263,17 @@ def test_a_chunk_that_fills_its_buckets_needs_no_mask(before: int, count: int) -
     np.testing.assert_array_equal(causal(count, before, 4), mask)
 
 
+@pytest.mark.parametrize(("before", "count"), [(BUCKET - 5, 5), (10, BUCKET)])
+def test_other_rows_behind_a_text_have_a_mask(before: int, count: int) -> None:
+    """Few rows, whose kernels take one, and chunks with padding behind them."""
+    store = KVStore([None], bucketed=True)
+    store.chain(before)
+    store.chain(count)
+    mask = as_mask(store.caches[0].make_mask(count))
+    np.testing.assert_array_equal(causal(count, before, None), mask[:, : before + count])
+    assert not mask[:, before + count :].any()
+
+
 def test_a_single_token_needs_neither_bucket_nor_mask() -> None:
     """CUDA has kernels for it at any length; also where only the model knows of a window."""
     store = KVStore([None, 400, None], bucketed=True)
