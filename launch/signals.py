@@ -38,27 +38,32 @@ class _Alarm:
     """
 
     def __init__(self) -> None:
-        self._ears, self._mouth = socket.socketpair()
-        self._mouth.settimeout(0.0)
+        self._mouth: socket.socket | None = None
+        """Where signals are written; None until it is started."""
         self._heard_at = 0.0
 
     def start(self) -> None:
-        """To be called in the main thread."""
+        """To be called in the main thread; once is enough."""
+        if self._mouth is not None:
+            return
+        ears, self._mouth = socket.socketpair()
+        self._mouth.settimeout(0.0)
         signal.signal(signal.SIGURG, _on_knock)
         self.listen()
-        threading.Thread(target=self._run, name="signals", daemon=True).start()
+        threading.Thread(target=self._run, args=(ears,), name="signals", daemon=True).start()
 
     def listen(self) -> None:
         """Learn of signals; to be called again after an event loop, which takes our place."""
-        signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        if self._mouth is not None:
+            signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
 
     def on_heard(self) -> None:
         """The main thread handles a signal."""
         self._heard_at = time.monotonic()
 
-    def _run(self) -> None:
+    def _run(self, ears: socket.socket) -> None:
         main = threading.main_thread().ident
-        while numbers := self._ears.recv(64):
+        while numbers := ears.recv(64):
             arrived = time.monotonic()
             for _ in range(_KNOCKS if set(numbers) - {signal.SIGURG} else 0):
                 time.sleep(_KNOCK_S)
@@ -67,8 +72,7 @@ class _Alarm:
                 signal.pthread_kill(main, signal.SIGURG)
 
 
-_alarm: list[_Alarm] = []
-"""One, once signals are handled here."""
+_alarm = _Alarm()
 
 
 @contextlib.contextmanager
@@ -106,16 +110,14 @@ def defer(notify: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _deferred.remove(note)
-        for alarm in _alarm:
-            alarm.listen()
+        _alarm.listen()
         if arrived:
             raise Terminated if Terminated in arrived else KeyboardInterrupt
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     del frame
-    for alarm in _alarm:
-        alarm.on_heard()
+    _alarm.on_heard()
     kind = KeyboardInterrupt if number == signal.SIGINT else Terminated
     if _deferred:
         _deferred[-1](kind)
@@ -146,9 +148,7 @@ def _on_knock(number: int, frame: FrameType | None) -> None:
 
 def install() -> None:
     """SIGINT, SIGTERM and SIGHUP stop this process alike: through its finally clauses."""
-    if not _alarm:
-        _alarm.append(_Alarm())
-        _alarm[0].start()
+    _alarm.start()
     sys.unraisablehook = _raise_again
     signal.signal(signal.SIGALRM, _on_alarm)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -89,11 +89,7 @@ def _make_command(agent: Agent, title: str) -> click.Command:
     @click.command(agent.program, cls=Command, help=_HELP.format(title=title))
     @stack_options()
     @http_options()
-    @click.option(
-        "--print-env",
-        is_flag=True,
-        help="Print the environment that it needs, and exit.",
-    )
+    @click.option("--print-env", is_flag=True, help="Print the environment it needs, and exit.")
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def command(*, print_env: bool, arguments: tuple[str, ...], **options: Any) -> None:
         settings = settings_of(**options)

@@ -194,10 +194,10 @@ DRAFTER_SETTINGS = frozenset(
     {"draft_model", "draft_command", "draft_lines", "draft_server", "draft_server_key"}
 )
 """What names the drafter, beside its backend."""
-_OF_THE_GATEWAY = frozenset(
-    {"http", "host", "port", "api_key", "allowed_hosts", "allowed_origins", "max_body_bytes"}
-    | {"strict", "rate_limit", "models", "idle_unload", "memory_bytes", "preset"}
-)
+_OF_THE_GATEWAY = frozenset({
+    "http", "host", "port", "api_key", "allowed_hosts", "allowed_origins", "max_body_bytes",
+    "strict", "rate_limit", "models", "idle_unload", "memory_bytes", "preset",
+})  # fmt: skip
 
 
 def name_settings(settings: StackSettings) -> dict[str, Any]:

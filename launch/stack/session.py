@@ -4,7 +4,9 @@ import contextlib
 import os
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
+from launch.models.coreml_models import find_converted
 from launch.models.hub import resolve
 from launch.models.pair import adapter_folder, drafter_folder, pair_of
 from launch.settings.settings import StackSettings, name_settings
@@ -51,8 +53,7 @@ def _fits(run_dir: RunDir, settings: StackSettings) -> bool:
     if running is None or not running.model:
         return False
     if others := find_differences(running, settings):
-        flags = ", ".join("--" + name.replace("_", "-") for name in others)
-        console.note(f"the running stack has another {flags}: a private one is started")
+        console.note(f"the running stack has another {', '.join(others)}: a private one is started")
         return False
     with contextlib.closing(Client(run_dir.clients_address)) as client:
         try:
@@ -67,13 +68,19 @@ def find_differences(running: Description, wanted: StackSettings) -> list[str]:
 
     What is as by default is not wanted in particular.
     """
-    named = name_settings(wanted)
-    has = {**running.settings, "adapter_path": running.adapter, "draft_model": running.draft_model}
-    has["model"] = running.model
+    named = name_settings(wanted) | {"adapter_path": adapter_folder(wanted)}
     if wanted.model:
         named["model"] = str(resolve(wanted.model))
     if wanted.draft_model:
-        named["draft_model"] = drafter_folder("mlx", wanted.draft_model)
-    named["adapter_path"] = adapter_folder(wanted)
+        folder = Path(drafter_folder("mlx", wanted.draft_model))
+        if running.settings.get("draft_backend") == "coreml":
+            folder = find_converted(folder) or folder
+        named["draft_model"] = str(folder)
+    has = {
+        **running.settings,
+        "model": running.model,
+        "adapter_path": running.adapter,
+        "draft_model": running.draft_model,
+    }
     default = StackSettings()
     return [name for name, value in named.items() if value != has.get(name, getattr(default, name))]

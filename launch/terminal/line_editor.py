@@ -28,7 +28,7 @@ class LineEditor:
         self._session: PromptSession[str] | None = None
         self._typed = b""
         """What was read of a terminal and not asked for yet."""
-        if sys.stdin.isatty() and sys.stdout.isatty() and not _is_dumb():
+        if sys.stdin.isatty() and sys.stdout.isatty():
             self._session = _open_session()
 
     def ask(self, prompt: str) -> str:
@@ -90,18 +90,15 @@ class _Question:
             answer.set_exception(KeyboardInterrupt())
 
 
-def _is_dumb() -> bool:
-    """Whether the terminal cannot move its cursor; the editor would read it without its hooks."""
-    from prompt_toolkit.utils import is_dumb_terminal  # noqa: PLC0415
-
-    return is_dumb_terminal()
-
-
-def _open_session() -> "PromptSession[str]":
+def _open_session() -> "PromptSession[str] | None":
+    """None on a terminal that cannot move its cursor: it would be read without our hooks."""
     # Slow to import, and needed on a terminal only.
     from prompt_toolkit import PromptSession  # noqa: PLC0415
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent  # noqa: PLC0415
+    from prompt_toolkit.utils import is_dumb_terminal  # noqa: PLC0415
 
+    if is_dumb_terminal():
+        return None
     keys = KeyBindings()
 
     @keys.add("escape", "enter")

@@ -134,8 +134,8 @@ class ChunkedPrefill:
         """By sequence: the prompts in work."""
 
     @property
-    def prompts(self) -> int:
-        """How many are in work."""
+    def prompts_in_work(self) -> int:
+        """How many there are."""
         return len(self._wanted)
 
     def is_coming(self, tokens: Tokens, held: int) -> bool:
@@ -169,7 +169,7 @@ class ChunkedPrefill:
         state = sequence.state
         self._order.add(number, len(tokens) - state.length, time.perf_counter())
         while state.length < len(tokens):
-            size = self._size(state, tokens, alone=alone() and self.prompts < 2)
+            size = self._size(state, tokens, alone=alone() and self.prompts_in_work < 2)
             if not self._order.may_go(number, size, time.perf_counter()):
                 yield  # another prompt's turn
                 continue

@@ -97,13 +97,3 @@ def is_trimmable(cache: Any) -> bool:
 def copy_position(cache: Any) -> Any:
     """Enough to bring the cache back to this moment: its offset, or a copy."""
     return cache.offset if is_trimmable(cache) else copy_cache(cache)
-
-
-def find_array(value: Any) -> mx.array | None:
-    """The first array in a cache's attributes, or in lists and tables of them."""
-    if isinstance(value, mx.array):
-        return value
-    parts = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, dict | list | tuple):
-        return None
-    return next((found for part in parts if (found := find_array(part)) is not None), None)

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from protocol.decoding.token_tree import TokenTree
@@ -25,7 +26,6 @@ from services.kv.layer_copy import (
     copy_cache,
     copy_position,
     count_bytes,
-    find_array,
     is_trimmable,
     restore_cache,
     split_arrays,
@@ -328,8 +328,11 @@ class LayeredState:
     @property
     def keys(self) -> list[mx.array]:
         """An array of each layer as the last pass leaves it, as `KVStore.keys`."""
-        found = (find_array(vars(cache)) for cache in flatten_caches(self.caches))
-        return [array for array in found if array is not None]
+        found: list[mx.array] = []
+        for cache in flatten_caches(self.caches):
+            leaves: Any = tree_flatten(vars(cache))
+            found += [leaf for _, leaf in leaves if isinstance(leaf, mx.array)][:1]
+        return found
 
     def evaluate(self) -> None:
         """See `SequenceState`."""

@@ -324,7 +324,7 @@ class Verifier:
         while True:
             logits, by = yield from self._logits(sequence, tree)
             begun = sequence.begin_choice(logits, message, tree)
-            alone = len(self._sequences) == 1 and not self._chunked_prefill.prompts
+            alone = len(self._sequences) == 1 and not self._chunked_prefill.prompts_in_work
             if isinstance(begun, mx.array) and alone and sequence.read is None:
                 self.prelauncher.launch(begun, message, sequence.state, tree)
             if self.pipelines and not message.drafter_idle:

@@ -25,7 +25,7 @@ try:
     last = Last()
     del last
     while True:
-        signal.sigtimedwait([], .05)
+        signal.pause()
 except {expected}:
     print("ended")
 """

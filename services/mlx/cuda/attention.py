@@ -145,7 +145,8 @@ def _attend_alone(
     arrays = {"q": queries, "k": keys, "v": values, "mask": mask}
     _, kv_heads, slots, size = keys.shape
     _, heads, count, _ = queries.shape
-    parts, tiles = -(-slots // _PART), -(-heads // kv_heads * count // _TILE)
+    group = heads // kv_heads
+    parts, tiles = -(-slots // _PART), -(-group * count // _TILE)
     if parts == 1:
         grid, found = (kv_heads, tiles, 1), (1, count, heads, size)
         return _launch(_SOURCE, scale, arrays, grid, found).swapaxes(1, 2)
@@ -228,30 +229,28 @@ def attend_table(  # noqa: PLR0917  # `slot_table.Attend`
     arrays = {"q": queries, "k": keys, "v": values, "mask": mask, "first": first}
     _, heads, count, _ = queries.shape
     kv_heads = keys.shape[0]
-    blocks, found = (kv_heads, -(-heads // kv_heads // _TILE), count), (1, count, heads, size)
+    group = heads // kv_heads
+    blocks, found = (kv_heads, -(-group // _TILE), count), (1, count, heads, size)
     return _launch(_TABLE_SOURCE, scale, arrays, blocks, found).swapaxes(1, 2)
 
 
-_SOURCE = """
-const int head = blockIdx.x, heads = gridDim.x * GROUP;
+_ALONE = """
+const int head = blockIdx.x, heads = gridDim.x * GROUP, first = {first};
 attend_tile<T, D, WARPS, GROUP>(
     q + head * GROUP * q_strides[1], q_strides[1], q_strides[2], q_strides[3],
     k + head * k_strides[1], k_strides[2], v + head * v_strides[1], v_strides[2],
-    mask, mask_strides[0], mask_strides[1], q_shape[2], blockIdx.y, 0, k_shape[2], SCALE,
-    Result<T, D>{out + head * GROUP * D, heads * D});
+    mask, mask_strides[0], mask_strides[1], q_shape[2], blockIdx.y, first, {end}, SCALE,
+    {to});
 """
-
-_PART_SOURCE = """
-const int head = blockIdx.x, heads = gridDim.x * GROUP, first = KEYS * blockIdx.z;
-constexpr int NUMBERS = Part<D>::NUMBERS;
-attend_tile<T, D, WARPS, GROUP>(
-    q + head * GROUP * q_strides[1], q_strides[1], q_strides[2], q_strides[3],
-    k + head * k_strides[1], k_strides[2], v + head * v_strides[1], v_strides[2],
-    mask, mask_strides[0], mask_strides[1], q_shape[2], blockIdx.y, first,
-    min(first + KEYS, int(k_shape[2])), SCALE,
-    Part<D>{out + (long(blockIdx.z) * q_shape[2] * heads + head * GROUP) * NUMBERS,
-            heads * NUMBERS});
-"""
+_SOURCE = _ALONE.format(
+    first="0", end="k_shape[2]", to="Result<T, D>{out + head * GROUP * D, heads * D}"
+)
+_PART_SOURCE = _ALONE.format(
+    first="KEYS * blockIdx.z",
+    end="min(first + KEYS, int(k_shape[2]))",
+    to="Part<D>{out + (long(blockIdx.z) * q_shape[2] * heads + head * GROUP) * Part<D>::NUMBERS, "
+    "heads * Part<D>::NUMBERS}",
+)
 
 _MERGE_SOURCE = """
 constexpr int NUMBERS = Part<D>::NUMBERS;

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from launch.models.coreml_models import beside
 from launch.settings.settings import StackSettings, name_settings
 from launch.stack.run_dir import Description
 from launch.stack.session import find_differences
@@ -68,3 +69,13 @@ def test_a_model_is_known_by_its_folder(models: list[str], name: str) -> None:
     winding = Path(own) / ".." / Path(own).name
     assert find_differences(stack, StackSettings(**{name: str(winding)})) == []
     assert find_differences(stack, StackSettings(**{name: models[2]})) == [name]
+
+
+def test_a_converted_drafter_is_known_by_its_model(models: list[str]) -> None:
+    """Whose converted form stands beside it."""
+    converted = beside(Path(models[1]))
+    converted.mkdir()
+    (converted / "coreml.json").touch()
+    stack = _running([models[0], str(converted)], draft_backend="coreml")
+    assert find_differences(stack, StackSettings(draft_model=models[1])) == []
+    assert find_differences(stack, StackSettings(draft_model=models[2])) == ["draft_model"]
