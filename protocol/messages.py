@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Role = Literal["verifier", "drafter"]
 Mode = Literal["ar", "sd", "ssd"]
@@ -158,6 +158,22 @@ class FeatureRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many of a sequence's last positions are worth keeping."""
 
 
+_MillisecondsByRows = Annotated[
+    dict[
+        Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)],
+        Annotated[float, msgspec.Meta(gt=0.0, le=1e9)],
+    ],
+    msgspec.Meta(max_length=64),
+]
+
+
+class PassTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How long a verifier's passes took at load, in milliseconds by their tokens."""
+
+    chains: _MillisecondsByRows = {}
+    trees: _MillisecondsByRows = {}
+
+
 class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """Service -> orchestrator: the first message on a connection. Answer: Welcome or Rejected."""
 
@@ -189,6 +205,8 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True):
     """When its process began, by the machine's monotonic clock; 0 means unknown."""
     ranks: list[RankStatus] = []
     """Verifier: the processes that the model is spread over; empty for a single one."""
+    pass_times: PassTimes = PassTimes()
+    """Verifier: what the planner starts from; empty: not measured."""
     features: FeatureRequest | None = None
     """Drafter: what it reads of the target; None if it reads nothing."""
     takes_trees: bool = False

@@ -4,8 +4,6 @@ Shared by all requests of a stack. Pure: fed with events, asked for numbers.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from math import ceil
 from typing import Any, Protocol, TypeVar
 
 from orchestrator.learning.averages import DiscountedRatio, Ema, restore_shares, save_shares
@@ -18,21 +16,19 @@ from orchestrator.learning.calibration import (
 from orchestrator.learning.fan_out import (
     AFTER_ALL,
     AFTER_REJECTION,
-    acceptance_distribution,
-    count_children,
-    hit_chances,
 )
 from orchestrator.learning.handover import HandoverEstimates
 from orchestrator.learning.hit_curve import HitCurve
 from orchestrator.learning.latency import StepLatency, VerifyLatency
+from orchestrator.learning.preparation_gains import PreparationGains
 from orchestrator.learning.replay import RoundCosts, could_pay
 from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.learning.saguaro import SaguaroChoice
 from orchestrator.learning.snapshot import EstimateSnapshot
 from orchestrator.learning.speculation_switch import SpeculationSwitch
-from orchestrator.learning.tree_growth import GROWN, TreeGrowth, rank_chances, value_by_depth
-from orchestrator.learning.tree_width import WIDTHS, TreeWidth, gains_by_depth, interpolate
-from protocol.messages import Mode, Origin
+from orchestrator.learning.tree_growth import TreeGrowth, rank_chances
+from orchestrator.learning.tree_width import TreeWidth
+from protocol.messages import Mode, Origin, PassTimes
 
 ORIGINS: tuple[Origin, ...] = ("target", "hit", "miss", "lookup")
 
@@ -56,15 +52,12 @@ _LONGEST = 64.0
 
 MOST_SIBLINGS = 4
 """Runners-up that are asked for beside a draft token: later ones are hardly ever right."""
-_MOST_ROWS = 32
-"""Draft tokens of the largest tree whose worth is weighed."""
-
-_SHORTEST_MS = 1e-3
-"""A clock may be too coarse to see a tree step."""
 
 
 class CostModel:
     """Everything that is measured for the planner."""
+
+    _pass_times = PassTimes()
 
     def __init__(self) -> None:
         self.verify_latency = VerifyLatency()
@@ -106,6 +99,18 @@ class CostModel:
         self.batch = BatchEstimates()
         self.handover = HandoverEstimates()
         self._passes: Passes[RoundObservation] = Passes()
+
+    def expect_passes(self, times: PassTimes) -> None:
+        """The target's passes took so long at load."""
+        if times != self._pass_times:  # else what was learned of the process stays
+            self._pass_times = times
+            self._start_from_load()
+
+    def _start_from_load(self) -> None:
+        times = self._pass_times
+        self.verify_latency.expect(times.chains)
+        self.plain_latency.expect(times.chains)
+        self.tree_latency.expect(times.trees)
 
     def switch(self, mode: Mode) -> SpeculationSwitch | None:
         """Whether speculation pays now; None for plain decoding."""
@@ -246,11 +251,12 @@ class CostModel:
         alone = len(shared) == self.batch.streams == 1
         if alone and mode == "ssd" and switch.speculating and self.step_latency.is_known:
             speed = switch.speculative_tok_s / 1e3
-            hits = self._hits_by_width(shared[0])
-            self.tree_width.observe(self._gains_by_width(shared[0], hits, speed))
-            self.handover.observe_delay(self._cost_of_delay(shared[0], hits, speed))
+            gains = PreparationGains(self)
+            hits = gains.hits_by_width(shared[0])
+            self.tree_width.observe(gains.by_width(shared[0], hits, speed))
+            self.handover.observe_delay(gains.cost_of_delay(shared[0], hits, speed))
             if self.verify_latency.has_cheap_rows and self.tree_growth.is_due():
-                self.tree_growth.observe(self._gains_by_growth(shared[0], speed))
+                self.tree_growth.observe(gains.by_growth(shared[0], speed))
 
     def observe_replay(self, mode: Mode, foreseen: int, replayed: int) -> None:
         """A drafter that was left out says how well it would have drafted what was decoded."""
@@ -269,61 +275,6 @@ class CostModel:
             self.step_latency.observe(depth, branches, milliseconds)
         if depth > 1:  # the first depth also takes in the chain
             self.tree_step_ms.observe(milliseconds)
-
-    def _hits_by_width(self, seen: RoundObservation) -> list[float]:
-        """Chances of a hit with 0, 1, ... branches prepared beside this round."""
-        rates = self.acceptance_rates(seen.confidences, seen.shape, seen.origin)
-        return hit_chances(
-            acceptance_distribution(rates, seen.shape),
-            WIDTHS[-1],
-            self.after_rejection[seen.origin],
-            self.after_all[seen.origin],
-            count_children(seen.shape),
-        )
-
-    def _gains_by_width(
-        self, seen: RoundObservation, hits: Sequence[float], speed: float
-    ) -> list[float]:
-        """What preparing beside this round gains by each of WIDTHS: hits, times their depth."""
-        time_ms = seen.verify_ms + self.idle_ms["hit"].value
-        return [hits[b] * self._gain_of_time(time_ms, b, speed) for b in WIDTHS]
-
-    def _cost_of_delay(self, seen: RoundObservation, hits: Sequence[float], speed: float) -> float:
-        """What shallower trees cost if the next round begins unasked, in milliseconds a round.
-
-        The drafter hears of it later than the verifier, and of what it drafts the end comes too
-        late: it loses both ways, each as long as what the verifier saves.
-        """
-        handover, branches = self.handover, self.tree_width.branches
-        time_ms = seen.verify_ms + handover.asked_ms
-        in_time = self._gain_of_time(time_ms, branches, speed)
-        delayed = self._gain_of_time(time_ms - 2.0 * handover.saved_ms, branches, speed)
-        return hits[branches] * (in_time - delayed) / speed if speed else 0.0
-
-    def _gain_of_time(self, time_ms: float, branches: int, speed: float) -> float:
-        """What a hit gains, in tokens, by the depth that so many branches reach in this time."""
-        deepest = ceil(self.draft_length) + 2
-        costs = [self.verify_latency.of(drafted + 1) for drafted in range(deepest + 1)]
-        gains = gains_by_depth(self.acceptance["hit"].value, speed, costs)
-        step_ms = max(_SHORTEST_MS, self.step_latency.of(branches))
-        return interpolate(gains, (time_ms - self.step_latency.chain_ms) / step_ms)
-
-    def _gains_by_growth(self, seen: RoundObservation, speed: float) -> list[float]:
-        """What the trees gain that are prepared beside this round, by each of GROWN."""
-        branches = self.tree_width.branches
-        hits = self._hits_by_width(seen)[: branches + 1]
-        outcomes = [more - less for less, more in pairwise(hits)]
-        ranks = self.rank_chances
-        row_ms = [self.tree_latency.of(rows) for rows in range(1, _MOST_ROWS + 2)]
-        costs = [speed * max(0.0, more - less) for less, more in pairwise(row_ms)]
-        time_ms = seen.verify_ms + self.idle_ms["hit"].value - self.step_latency.chain_ms
-        deepest = ceil(self.draft_length) + 2
-        gains = []
-        for grown in GROWN:
-            step_ms = max(_SHORTEST_MS, self.step_latency.of(branches + grown))
-            depth = min(float(deepest), max(0.0, time_ms / step_ms))
-            gains.append(value_by_depth(outcomes, ranks, grown, depth, costs))
-        return gains
 
     @property
     def rank_chances(self) -> list[float]:
@@ -362,6 +313,7 @@ class CostModel:
         # In place: the planners of running requests hold this object.
         fresh = {name: value for name, value in vars(CostModel()).items() if name != "batch"}
         vars(self).update(fresh)
+        self._start_from_load()
         self.batch.restore(saved.batch_trials if saved is not None else {}, age_s)
         if saved is None:
             return

@@ -41,6 +41,8 @@ class EstimateStore:
     def load_for(self, peers: Mapping[Role, Peer]) -> None:
         """Start from the file of the pair that these services are, if it is another pair."""
         verifier, drafter = peers.get("verifier"), peers.get("drafter")
+        if verifier is not None:
+            self.cost_model.expect_passes(verifier.hello.pass_times)
         if self._folder is None or verifier is None or drafter is None:
             return
         path = self._folder / f"{_fingerprint(verifier.hello, drafter.hello, self._machine)}.json"

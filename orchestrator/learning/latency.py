@@ -23,7 +23,14 @@ _EVIDENCE = 3.0
 """Samples of each of two counts of rows before their difference is believed: a slow first pass
 makes the rows of the next ones look free, and a wide tree is a costly trial."""
 _OUTLIER = 1.5
-"""A first sample beyond this multiple of what was expected must be seen twice."""
+"""A first sample beyond this multiple of what was expected must be seen again."""
+_MOST_DOUBTS = 2
+"""How often, where what is expected was measured: on a GPU the first passes over so many rows make
+their kernels or graphs, at several lengths of the text."""
+_DOUBTED = 1.1
+"""How much longer than expected such a sample counts as for other numbers of rows."""
+_LOAD_WEIGHT = 3.0
+"""Passes that those at load count for."""
 
 _STEP_SMOOTHING = 0.01
 _STEP_RECALLED = 8.0
@@ -38,6 +45,9 @@ _ASSUMED_SLOPE = 0.02
 class VerifyLatency:
     """T_v(m): time of a verification of m tokens.
 
+    What the verifier measured at load gives the shape of the curve; what rounds take gives its
+    height, and what single numbers of rows deviate by. Without it only the rounds count.
+
     Args:
         alike: what holds until anything was measured here; None: assumptions.
     """
@@ -46,39 +56,61 @@ class VerifyLatency:
         self._alike = alike
         self._mean: dict[int, float] = {}
         self._samples: dict[int, float] = {}
-        self._doubtful: set[int] = set()
+        self._doubts: dict[int, int] = {}
+        self._expected: _Expected | None = None
         self._restored: dict[int, float] = {}
         self._points: dict[int, float] = {}
         self._row_ms: float | None = None
         self._known: dict[int, float] = {}
         """What `of` said since something was measured: it is asked far more often."""
 
+    def expect(self, passes: Mapping[int, float]) -> None:
+        """So long took passes over so many rows at load; nothing measured before counts any more.
+
+        Args:
+            passes: milliseconds by rows; empty: nothing was measured.
+        """
+        self._expected = _Expected(passes) if passes else None
+        self._mean, self._samples, self._doubts = {}, {}, {}
+        self._update()
+
     def observe(self, tokens: int, milliseconds: float) -> None:
         """A verification of `tokens` tokens took this long."""
         milliseconds = max(milliseconds, _SHORTEST_MS)
         if self._is_doubtful(tokens, milliseconds):
+            self._doubts[tokens] = self._doubts.get(tokens, 0) + 1
+            if self._expected is not None:
+                # Every pass may take as long by now.
+                self._expected.observe_pace(tokens, milliseconds, at_most=_DOUBTED)
+                self._update()
             return
-        old = self._mean.get(tokens, milliseconds)
-        # A single outlier (a page fault storm, a sleeping core) must not change plans.
-        self._mean[tokens] = smooth(old, min(milliseconds, 2.0 * old))
+        if self._expected is not None:
+            self._expected.observe(tokens, milliseconds)
+        else:
+            old = self._mean.get(tokens, milliseconds)
+            # A single outlier (a page fault storm, a sleeping core) must not change plans.
+            self._mean[tokens] = smooth(old, min(milliseconds, 2.0 * old))
         self._samples[tokens] = min(_MOST_SAMPLES, self._samples.get(tokens, 0.0) + 1.0)
-        self._points = self._merge()
+        self._update()
+
+    def _update(self) -> None:
+        self._points = self._merge() if self._expected is None else self._expected.points
         self._row_ms = self._fit_row_ms()
         self._known = {}
 
     def _is_doubtful(self, tokens: int, milliseconds: float) -> bool:
-        """Whether this is the first sample of a wide pass, and much longer than expected.
+        """Whether this is one of the first samples of a wide pass, and much longer than expected.
 
         Where rows are cheap a wide tree is tried because it should cost little. Its first pass may
-        have compiled a kernel; believing that would end the trials for good.
+        have compiled a kernel; believing that would end the trials for good. What is expected by
+        measurement is doubted later than what is assumed.
         """
+        if tokens in self._samples or milliseconds <= _OUTLIER * self.of(tokens):
+            return False
+        if self._expected is not None:
+            return self._doubts.get(tokens, 0) < _MOST_DOUBTS
         cheap = self.has_cheap_rows or (self._alike is not None and self._alike.has_cheap_rows)
-        if tokens in self._mean or tokens in self._doubtful or not cheap:
-            return False
-        if milliseconds <= _OUTLIER * self.of(tokens):
-            return False
-        self._doubtful.add(tokens)
-        return True
+        return cheap and tokens not in self._doubts
 
     @property
     def is_known(self) -> bool:
@@ -90,19 +122,21 @@ class VerifyLatency:
         if not self._points and self._alike is not None:
             return self._alike.of(tokens)
         if (known := self._known.get(tokens)) is None:
-            measured = self._points.get(tokens)
-            known = measured if measured is not None else self._estimate(tokens)
-            self._known[tokens] = known
+            known = self._known[tokens] = self._estimate(tokens)
         return known
 
     def _estimate(self, tokens: int) -> float:
+        if self._expected is not None:
+            return self._expected.of(tokens)
         points = self._points
-        below = max((m for m in points if m < tokens), default=None)
-        above = min((m for m in points if m > tokens), default=None)
+        below = max((m for m in points if m <= tokens), default=None)
+        above = min((m for m in points if m >= tokens), default=None)
         if below is not None and above is not None:
-            share = (tokens - below) / (above - below)
-            return points[below] + share * (points[above] - points[below])
-        row_ms = self._cheap_row_ms
+            return _interpolate(points, tokens)
+        return self._extrapolate(tokens, below, above)
+
+    def _extrapolate(self, tokens: int, below: int | None, above: int | None) -> float:
+        points, row_ms = self._points, self._cheap_row_ms
         if below is not None and row_ms is not None:
             return points[below] + (tokens - below) * row_ms
         if below is not None:
@@ -125,7 +159,8 @@ class VerifyLatency:
     def _has_evidence(self) -> bool:
         """Whether two counts of rows above 1 have been measured more than once, here or before."""
         often = {m for m, count in self._samples.items() if count >= _EVIDENCE}
-        return len({m for m in often | self._restored.keys() if m > 1}) >= 2
+        before = self._restored if self._expected is None else self._expected.measured
+        return len({m for m in often | before.keys() if m > 1}) >= 2
 
     @property
     def _cheap_row_ms(self) -> float | None:
@@ -162,9 +197,7 @@ class VerifyLatency:
     def restore(self, saved: dict[int, float]) -> None:
         """Start from a snapshot; its shape holds, its scale only until something is measured."""
         self._restored = dict(saved)
-        self._points = self._merge()
-        self._row_ms = self._fit_row_ms()
-        self._known = {}
+        self._update()
 
     def _merge(self) -> dict[int, float]:
         """What was measured, and what was restored at the speed of what was measured."""
@@ -173,6 +206,61 @@ class VerifyLatency:
         # Without a common point today's speed cannot be compared with that of the snapshot.
         restored = self._restored if both or not self._mean else {}
         return {**{m: scale * ms for m, ms in restored.items()}, **self._mean}
+
+
+class _Expected:
+    """The times of passes at load, at the pace of those since, and what single sizes deviate by."""
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
+        self.measured = dict(sorted(measured.items()))
+        self._pace = Ema(recalled=_LOAD_WEIGHT)
+        self._pace.restore(Average(value=1.0, weight=_LOAD_WEIGHT))
+        self._deviations: dict[int, Ema] = {}
+        """Of single numbers of rows, as a share."""
+
+    def observe_pace(self, rows: int, milliseconds: float, at_most: float) -> None:
+        """A pass took this long, whatever the reason; the pace changes by this factor at most."""
+        share = milliseconds / self._shape(rows) / self._pace.value
+        self._pace.observe(self._pace.value * min(max(share, 1.0 / at_most), at_most))
+
+    def observe(self, rows: int, milliseconds: float) -> None:
+        """A pass over so many rows took this long; what took far longer counts as longer."""
+        self.observe_pace(rows, milliseconds, _OUTLIER)
+        share = milliseconds / self._shape(rows)
+        if rows not in self._deviations:
+            self._deviations[rows] = Ema(recalled=_LOAD_WEIGHT)
+            self._deviations[rows].restore(Average(value=1.0, weight=_LOAD_WEIGHT))
+        deviation = min(max(share / self._pace.value, 1.0 / _OUTLIER), _OUTLIER)
+        self._deviations[rows].observe(deviation)
+
+    def of(self, rows: int) -> float:
+        """What a pass over so many rows takes, in milliseconds."""
+        deviations = {m: deviation.value for m, deviation in self._deviations.items()}
+        return self._pace.value * self._shape(rows) * _interpolate(deviations or {1: 1.0}, rows)
+
+    @property
+    def points(self) -> dict[int, float]:
+        """What was measured, at load or since."""
+        return {rows: self.of(rows) for rows in self.measured | self._deviations}
+
+    def _shape(self, rows: int) -> float:
+        longest = max(self.measured)
+        if rows <= longest or len(self.measured) == 1:
+            scale = _assume(rows) / _assume(longest) if rows > longest else 1.0
+            return scale * _interpolate(self.measured, rows)
+        *_, (before, before_ms), (_, longest_ms) = self.measured.items()
+        row_ms = max(0.0, longest_ms - before_ms) / (longest - before)
+        return longest_ms + (rows - longest) * row_ms
+
+
+def _interpolate(points: Mapping[int, float], place: int) -> float:
+    """The value at a place, from those at the places beside it; beyond the last one, its value."""
+    below = max((m for m in points if m <= place), default=None)
+    above = min((m for m in points if m >= place), default=None)
+    if below is None or above is None:
+        return points[min(points) if below is None else max(points)]
+    share = (place - below) / (above - below) if above > below else 0.0
+    return points[below] + share * (points[above] - points[below])
 
 
 def _assume(tokens: int) -> float:

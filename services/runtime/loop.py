@@ -25,6 +25,7 @@ from protocol.messages import (
     Heartbeat,
     Hello,
     Identify,
+    PassTimes,
     Prefilled,
     RankStatus,
     Rejected,
@@ -61,6 +62,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     rewinding: str = ""
     weight_bytes: int = 0
     ranks: list[RankStatus] = []
+    pass_times: PassTimes = PassTimes()
     features: FeatureRequest | None = None
     takes_trees: bool = False
 

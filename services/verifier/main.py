@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from protocol.adapter import identify_adapter
 from protocol.jobs.cost_emulation import parse_size
-from protocol.messages import ToService, ToVerifier
+from protocol.messages import PassTimes, ToService, ToVerifier
 from protocol.process.child import run_child
 from protocol.settings import VerifierSettings
 from protocol.transport.channel import Channel
@@ -32,6 +32,7 @@ def run(settings: VerifierSettings) -> None:
     from services.kv.prefix_cache import PrefixCache  # noqa: PLC0415
     from services.ranks.target import open_target  # noqa: PLC0415
     from services.runtime.warmup import warm_verifier  # noqa: PLC0415
+    from services.verifier.pass_times import measure_passes  # noqa: PLC0415
     from services.verifier.prefix_cache_file import persist_prefixes  # noqa: PLC0415
     from services.verifier.verifier import Verifier  # noqa: PLC0415
 
@@ -42,10 +43,12 @@ def run(settings: VerifierSettings) -> None:
         step, prelaunches = settings.prefill_step_size, settings.prelaunches
         verifier = Verifier(model, step, prompts, target, prelaunches=prelaunches)
         verifier.spare_cores = SpareCores(settings.spare_cores, open_idle_flag(settings.spare_flag))
-        if opened.compute_unit != "cpu":
+        on_cpu = opened.compute_unit == "cpu"
+        if not on_cpu:
             warm_verifier(verifier)
+        pass_times = measure_passes(verifier, by_themselves=not on_cpu)
         _attach_coreml_prefill(verifier, settings, model.folder)
-        identity = _identify(settings, opened, verifier, emulated)
+        identity = _identify(settings, opened, verifier, emulated, pass_times)
         channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))
         how = f"{settings.prefill} {emulated} {identify_adapter(settings.adapter)}"
         with channel, persist_prefixes(settings.prompt_cache_file, prompts, verifier, model, how):
@@ -53,7 +56,11 @@ def run(settings: VerifierSettings) -> None:
 
 
 def _identify(
-    settings: VerifierSettings, opened: "OpenTarget", verifier: "Verifier", emulated: str
+    settings: VerifierSettings,
+    opened: "OpenTarget",
+    verifier: "Verifier",
+    emulated: str,
+    pass_times: PassTimes,
 ) -> Identity:
     from services.mlx.exact_copies import count_read_bytes  # noqa: PLC0415
 
@@ -74,6 +81,7 @@ def _identify(
         rewinding=verifier.rewinding,
         weight_bytes=0 if ranks else count_read_bytes(model.module),
         takes_trees=verifier.takes_trees,
+        pass_times=pass_times,
         ranks=ranks.status if ranks else [],
     )
 

@@ -1,0 +1,86 @@
+"""What the branches that a drafter prepares would gain: by their number, and by how they grow."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import ceil
+from typing import TYPE_CHECKING
+
+from orchestrator.learning.fan_out import acceptance_distribution, count_children, hit_chances
+from orchestrator.learning.round_observation import RoundObservation
+from orchestrator.learning.tree_growth import GROWN, value_by_depth
+from orchestrator.learning.tree_width import WIDTHS, gains_by_depth, interpolate
+
+if TYPE_CHECKING:
+    from orchestrator.learning.cost_model import CostModel
+
+_MOST_ROWS = 32
+"""Draft tokens of the largest tree whose worth is weighed."""
+_DEEPEST = 16
+"""Draft tokens of the longest chain whose worth is weighed."""
+_SHORTEST_MS = 1e-3
+"""A clock may be too coarse to see a tree step."""
+
+
+class PreparationGains:
+    """In tokens, of what is prepared beside a round.
+
+    Args:
+        known: what was measured so far.
+    """
+
+    def __init__(self, known: "CostModel") -> None:
+        self._known = known
+
+    def hits_by_width(self, seen: RoundObservation) -> list[float]:
+        """Chances of a hit with 0, 1, ... branches prepared beside this round."""
+        rates = self._known.acceptance_rates(seen.confidences, seen.shape, seen.origin)
+        return hit_chances(
+            acceptance_distribution(rates, seen.shape),
+            WIDTHS[-1],
+            self._known.after_rejection[seen.origin],
+            self._known.after_all[seen.origin],
+            count_children(seen.shape),
+        )
+
+    def by_width(self, seen: RoundObservation, hits: Sequence[float], speed: float) -> list[float]:
+        """What preparing beside this round gains by each of WIDTHS: hits, times their depth."""
+        time_ms = seen.verify_ms + self._known.idle_ms["hit"].value
+        return [hits[b] * self._gain_of_time(time_ms, b, speed) for b in WIDTHS]
+
+    def cost_of_delay(self, seen: RoundObservation, hits: Sequence[float], speed: float) -> float:
+        """What shallower trees cost if the next round begins unasked, in milliseconds a round.
+
+        The drafter hears of it later than the verifier, and of what it drafts the end comes too
+        late: it loses both ways, each as long as what the verifier saves.
+        """
+        handover, branches = self._known.handover, self._known.tree_width.branches
+        time_ms = seen.verify_ms + handover.asked_ms
+        in_time = self._gain_of_time(time_ms, branches, speed)
+        delayed = self._gain_of_time(time_ms - 2.0 * handover.saved_ms, branches, speed)
+        return hits[branches] * (in_time - delayed) / speed if speed else 0.0
+
+    def _gain_of_time(self, time_ms: float, branches: int, speed: float) -> float:
+        """What a hit gains, in tokens, by the depth that so many branches reach in this time."""
+        # However long drafts are now: fewer branches would make longer ones.
+        costs = [self._known.verify_latency.of(drafted + 1) for drafted in range(_DEEPEST + 1)]
+        gains = gains_by_depth(self._known.acceptance["hit"].value, speed, costs)
+        step_ms = max(_SHORTEST_MS, self._known.step_latency.of(branches))
+        return interpolate(gains, (time_ms - self._known.step_latency.chain_ms) / step_ms)
+
+    def by_growth(self, seen: RoundObservation, speed: float) -> list[float]:
+        """What the trees gain that are prepared beside this round, by each of GROWN."""
+        branches = self._known.tree_width.branches
+        hits = self.hits_by_width(seen)[: branches + 1]
+        outcomes = [more - less for less, more in pairwise(hits)]
+        ranks = self._known.rank_chances
+        row_ms = [self._known.tree_latency.of(rows) for rows in range(1, _MOST_ROWS + 2)]
+        costs = [speed * max(0.0, more - less) for less, more in pairwise(row_ms)]
+        time_ms = seen.verify_ms + self._known.idle_ms["hit"].value
+        time_ms -= self._known.step_latency.chain_ms
+        deepest = ceil(self._known.draft_length) + 2
+        gains = []
+        for grown in GROWN:
+            step_ms = max(_SHORTEST_MS, self._known.step_latency.of(branches + grown))
+            depth = min(float(deepest), max(0.0, time_ms / step_ms))
+            gains.append(value_by_depth(outcomes, ranks, grown, depth, costs))
+        return gains

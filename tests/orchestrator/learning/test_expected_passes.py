@@ -1,0 +1,116 @@
+"""What the verifier measured at load is where the planner starts, and what rounds take corrects."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.learning.cost_model import CostModel
+from orchestrator.learning.latency import VerifyLatency
+from orchestrator.registry import Peer
+from orchestrator.sequence.planner import Planner
+from protocol.messages import PassTimes, Role
+from tests.orchestrator.learning.test_estimate_store import hello, met
+from tests.support.fakes import chain_of
+
+FLAT = {1: 5.5, 2: 6.3, 4: 6.4, 8: 6.9, 16: 7.5, 32: 8.5}
+"""Of a GPU that reads 16 GB of weights in any case."""
+STEEP = {1: 10.0, 2: 12.0, 4: 16.0, 8: 32.0, 16: 60.0}
+"""Of one core."""
+
+
+def expecting(chains: dict[int, float], trees: dict[int, float] | None = None) -> CostModel:
+    known = CostModel()
+    known.expect_passes(PassTimes(chains=chains, trees=trees or {}))
+    return known
+
+
+@pytest.mark.parametrize(("chains", "fewest", "most"), [(FLAT, 6, 8), (STEEP, 1, 5)])
+def test_the_first_drafts_are_as_long_as_pays(
+    chains: dict[int, float], fewest: int, most: int
+) -> None:
+    """Nothing was verified yet: further rows are as dear as they were at load."""
+    planner = Planner("ssd", expecting(chains))
+    assert fewest <= len(planner.choose_nodes(chain_of([0.85] * 8), "hit")) <= most
+
+
+def test_times_at_load_hold_between_and_beyond_what_was_measured() -> None:
+    """Straight lines; without them it is assumed what a token costs."""
+    latency = VerifyLatency()
+    latency.expect({1: 10.0, 2: 12.0, 4: 20.0})
+    assert [latency.of(rows) for rows in (1, 2, 3, 4, 6)] == [10.0, 12.0, 16.0, 20.0, 28.0]
+    latency.expect({1: 10.0})
+    assert latency.of(1) == 10.0 < latency.of(2) < latency.of(8)
+    latency.expect({})
+    assert not latency.is_known
+
+
+def test_first_passes_that_prepare_something_do_not_shorten_drafts() -> None:
+    """They take twice as long, over several numbers of rows; the next ones tell the truth."""
+    known = expecting(FLAT)
+    for rows in (1, 2, 3):
+        for _ in range(20):
+            known.verify_latency.observe(rows, VerifyLatency.of(known.verify_latency, rows))
+    for rows in (5, 6, 7, 8, 9):
+        for _ in range(2):
+            known.verify_latency.observe(rows, 13.5)
+    planner = Planner("ssd", known)
+    assert len(planner.choose_nodes(chain_of([0.85] * 8), "hit")) >= 6
+    assert known.verify_latency.of(8) == pytest.approx(6.9, rel=0.25)
+
+
+def test_a_size_that_is_dear_again_and_again_is_believed() -> None:
+    """A pass over nine rows may go another way than one over eight."""
+    latency = VerifyLatency()
+    latency.expect(FLAT)
+    for _ in range(40):
+        latency.observe(3, 6.35)
+        latency.observe(9, 14.0)
+    assert latency.of(9) == pytest.approx(14.0, rel=0.15)
+    assert latency.of(3) == pytest.approx(6.35, rel=0.15)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.5])
+def test_the_pace_of_all_rows_follows_that_of_some(factor: float) -> None:
+    """The machine is busier, or quieter, than at load."""
+    latency = VerifyLatency()
+    latency.expect(STEEP)
+    for _ in range(30):
+        for rows in (1, 2, 4):
+            latency.observe(rows, factor * STEEP[rows])
+    assert latency.of(8) == pytest.approx(factor * STEEP[8], rel=0.15)
+
+
+def test_rows_are_known_to_be_cheap_before_the_first_round() -> None:
+    """So trees are drafted from the first one on; not where rows are dear."""
+    assert Planner("ssd", expecting(FLAT, {8: 7.0, 16: 7.6})).siblings > 0
+    assert Planner("ssd", expecting(STEEP, {8: 32.0, 16: 61.0})).siblings == 0
+
+
+def test_trees_have_times_of_their_own() -> None:
+    """They may go through other kernels; without times, those of chains hold."""
+    assert expecting(FLAT, {8: 9.0}).tree_latency.of(8) == 9.0
+    assert expecting(FLAT).tree_latency.of(8) == FLAT[8]
+
+
+def test_another_drafter_leaves_them_and_another_verifier_brings_its_own(tmp_path: Path) -> None:
+    """The estimates of the pair are another file's; what the target takes is the same."""
+
+    def verifier(chains: dict[int, float]) -> dict[str, PassTimes]:
+        return {"pass_times": PassTimes(chains=chains)}
+
+    peers: dict[Role, Peer] = {
+        "verifier": hello("verifier", "large", **verifier(FLAT)),
+        "drafter": hello("drafter", "small"),
+    }
+    store = met(tmp_path, peers)
+    latency = store.cost_model.verify_latency
+    assert latency.of(8) == FLAT[8]
+    for _ in range(30):
+        latency.observe(8, 10.0)
+    learned = latency.of(8)
+    store.load_for(peers)
+    assert store.cost_model.verify_latency.of(8) == learned
+    store.load_for({**peers, "drafter": hello("drafter", "other")})
+    assert store.cost_model.verify_latency.of(8) == FLAT[8]
+    store.load_for({**peers, "verifier": hello("verifier", "large", **verifier(STEEP))})
+    assert store.cost_model.verify_latency.of(8) == STEEP[8]
