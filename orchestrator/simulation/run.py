@@ -27,14 +27,16 @@ from orchestrator.simulation.bound import (
     upper_bound_tok_s,
 )
 from orchestrator.simulation.event_queue import EventQueue
+from orchestrator.simulation.latency_curve import curve
 from orchestrator.simulation.models import DrafterModel, Noise, VerifierModel
 from orchestrator.simulation.oracle import Oracle
-from orchestrator.simulation.scenario import Scenario, Strategy
+from orchestrator.simulation.scenario import Device, Scenario, Strategy
 from orchestrator.telemetry.recorder import Recorder
 from protocol.errors import RuntimeFailure
 from protocol.messages import (
     DraftNow,
     DraftTree,
+    PassTimes,
     Prepare,
     Sampling,
     Statistics,
@@ -43,6 +45,8 @@ from protocol.messages import (
 )
 
 _LONGEST_DRAFT = 64
+_MEASURED_ROWS = (1, 2, 4, 8, 16, 32)
+"""Whose passes a verifier times at load, about."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +80,13 @@ def simulate(scenario: Scenario, strategy: Strategy, estimates: CostModel | None
     return _Answer(scenario, strategy, estimates or CostModel()).decode()
 
 
+def _time_passes(device: Device) -> PassTimes:
+    """What a verifier of this kind measures at load."""
+    cost = curve(device.t_verify)
+    times = {rows: cost.of(rows) for rows in _MEASURED_ROWS}
+    return PassTimes(chains=times, trees=times)
+
+
 @dataclass
 class _Books:
     hit: Rounds = field(default_factory=Rounds)
@@ -97,6 +108,7 @@ class _Answer:
             events, device, oracle, noise, drafter=self._drafter, send=self._send_outcome
         )
         self._recorder = Recorder(0.0)
+        estimates.expect_passes(_time_passes(device))
         estimates.on_new_text(strategy.mode)
         self._sequence = Sequence(
             number=1,
