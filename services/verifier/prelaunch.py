@@ -7,7 +7,7 @@ sequence at a time: for several a shared pass is worth more.
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 import numpy as np
@@ -26,14 +26,33 @@ from services.verifier.target_model import TargetModel
 
 _log = logging.getLogger(__name__)
 
-_REMEMBERED = 6
-"""Verifications, the longest of which says how many rows the next pass has."""
-_FIRST_ROWS = 8
-"""Of a pass, if the first verifications are not longer."""
+_REMEMBERED = 24
+"""Verifications, whose lengths say how many rows the next pass has."""
+_LEAST_ROWS = 8
+"""Of a pass: fewer would hardly be faster, and drafts could not become longer without a loss."""
+_ROW = 0.012
+"""What a row adds to a pass, as a share of one over few rows, where rows are cheap."""
 _MOST_MISSED = 5
 """Passes that may be rung too late, beyond one in a hundred; then no more are launched."""
 
 Choices = mx.array | npt.NDArray[np.int32]
+
+
+def choose_rows(lengths: Iterable[int]) -> int:
+    """How many rows a pass should have whose tree is not known yet.
+
+    One that is too short for it has to run all the same, and the pass over the tree after it.
+
+    Args:
+        lengths: of the trees that were verified last, none of them larger than a pass may be.
+    """
+    costs = {size: 1.0 + _ROW * size for size in TREE_ROWS if size >= _LEAST_ROWS}
+    seen = [max(_LEAST_ROWS, pad_rows(length)) for length in lengths]
+
+    def cost(size: int) -> float:
+        return sum(costs[size] + (costs[needed] if needed > size else 0.0) for needed in seen)
+
+    return min(costs, key=cost)
 
 
 class PrelaunchedPass:
@@ -87,7 +106,7 @@ class Prelauncher:
         self._choices: Callable[[], npt.NDArray[np.int32]] | None = None
         """Reads those of the pass in work, behind which one waits."""
         self._number = 0
-        self._lengths = deque([_FIRST_ROWS], maxlen=_REMEMBERED)
+        self._lengths: deque[int] = deque(maxlen=_REMEMBERED)
         self._taken = self._missed = 0
 
     def on_message(self, message: Work) -> None:
@@ -114,7 +133,7 @@ class Prelauncher:
         if len(tree) > TREE_ROWS[-1] or not isinstance(state, KVStore) or state.seat is not None:
             return
         self._lengths.append(len(tree))
-        after = self._traced.prelaunch(pad_rows(max(self._lengths)), state, self._bell)
+        after = self._traced.prelaunch(choose_rows(self._lengths), state, self._bell)
         if after is not None:
             self._choices = self._bell.report(begun)
             self._bell.launch(after.late.rung, after.logits)

@@ -12,7 +12,7 @@ from protocol.decoding.token_tree import read_tree
 from protocol.messages import CloseSequence, Extend, OpenSequence, Sampling, Verify
 from services.kv.cache import KVStore
 from services.mlx.tracing.traced_forward import TREE_ROWS, TracedForward
-from services.verifier.prelaunch import Prelauncher
+from services.verifier.prelaunch import Prelauncher, choose_rows
 from services.verifier.verifier import Verifier
 from tests.services.verifier.fake_doorbell import FakeDoorbell
 from tests.services.verifier.test_trees import (
@@ -63,6 +63,20 @@ def test_outcomes_are_those_of_passes_that_were_asked_for(
     stream = Rung(prompt, lambda: data.draw(st.sampled_from([False, False, False, True])))
     stream.verify_all(played)
     stream.close()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        ([], 8),
+        ([1, 3, 2, 4], 8),  # there is room for drafts to become longer
+        ([4] * 23 + [12], 8),  # a single one may be a prompt lookup
+        ([4] * 20 + [12] * 4, 16),  # each would be two passes
+        ([20] * 24, 32),
+    ],
+)
+def test_a_pass_has_rows_for_what_is_likely_to_come(lengths: list[int], rows: int) -> None:
+    assert choose_rows(lengths) == rows
 
 
 CHAIN: Shape = [(0, 0), (1, 0)]
