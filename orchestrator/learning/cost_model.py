@@ -82,6 +82,8 @@ class CostModel:
         """T_d(B): one depth of all branches."""
         self.backup_ms = Ema()
         """Per token drafted while the target waited."""
+        self._backup_idle_ms = Ema()
+        """How much longer than the orchestrator the target waited for such a draft."""
         self._backups = DiscountedRatio()  # depths: accepted of offered
         self.step_latency = StepLatency()  # T_d(B) by the number of branches
         self.drafter_is_late = False
@@ -148,6 +150,12 @@ class CostModel:
         return self.backup_ms.value or 0.5 * self.step_latency.of(1)
 
     @property
+    def wait_overhead_ms(self) -> float:
+        """What it costs to wait for a draft besides its tokens: messages, and a pass asked late."""
+        usual = max(self.idle_ms[origin].value for origin in ("hit", "target"))
+        return max(0.0, self._backup_idle_ms.value - usual)
+
+    @property
     def backup_rate(self) -> float:
         """Rate at which the tokens of a backup are accepted; that of hits until it is known."""
         known = self.step_latency.is_known  # without trees there are no hits to go by
@@ -176,6 +184,8 @@ class CostModel:
         self._observe_ranks(seen, choices)
         if seen.idle_ms is not None:
             self.idle_ms[seen.origin].observe(seen.idle_ms)
+            if seen.waited_ms:
+                self._backup_idle_ms.observe(max(0.0, seen.idle_ms - seen.waited_ms))
             if seen.tried_saguaro is not None and seen.speculating:
                 time_ms = seen.idle_ms + seen.verify_ms
                 self.saguaro.observe(seen.tried_saguaro, seen.accepted + 1, time_ms)

@@ -27,6 +27,8 @@ class RoundObservation:
     verify_ms: float
     idle_ms: float | None
     """Between the verification before and this one; None for a request's first."""
+    waited_ms: float = 0.0
+    """How long its draft was waited for, as far as the orchestrator saw."""
     begun_unasked: bool = False
     """Whether the verifier began it by itself, for the outcome that it was prepared for."""
     tried_saguaro: float | None = None

@@ -284,11 +284,13 @@ class Planner:
         if not token_ms:
             return [self._value_of_chain(rates)]  # nothing was drafted yet
         # While one request waits, the target works for the others.
-        token_cost = self.throughput / self.estimates.batch.streams * token_ms
-        return [
-            self._value_of_chain([*rates, *[rate] * count]) - count * token_cost
-            for count in range(max(0, self.depth - len(rates)) + 1)
-        ]
+        throughput = self.throughput / self.estimates.batch.streams
+        first_ms = 0.0 if rates else self.estimates.wait_overhead_ms
+        values = [self._value_of_chain(rates)]
+        for count in range(1, self.depth - len(rates) + 1):
+            cost = throughput * (first_ms + count * token_ms)
+            values.append(self._value_of_chain([*rates, *[rate] * count]) - cost)
+        return values
 
     # ------------------------------------------------------------ what to prepare
 

@@ -57,6 +57,8 @@ class Round:
     """The numbers of those that it is to begin by itself."""
     handed_nodes: int = 0
     """Their tokens."""
+    waited_ms: float = 0.0
+    """How long its draft was waited for."""
     begun_unasked: bool = False
     """Whether it began this round by itself."""
     asked: Prepare | None = None
@@ -94,6 +96,7 @@ class Round:
             mode=planner.mode,
             by_hand=planner.num_draft_tokens > 0,
             begun_unasked=self.begun_unasked,
+            waited_ms=self.waited_ms,
             tried_saguaro=planner.tried_saguaro,
             speculating=self.speculating,
             origin=self.origin,

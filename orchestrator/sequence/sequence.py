@@ -362,7 +362,9 @@ class Sequence:
         waited_ms = 1e3 * (now - self._waiting_since)
         self.recorder.add_wait(self._waiting_since, now)
         self.planner.estimates.backup_ms.observe(waited_ms / tree.depth)
-        return self._verify_backup()
+        actions = self._verify_backup()
+        self.current.waited_ms = waited_ms
+        return actions
 
     def on_draft_late(self) -> list[Action]:
         """The draft that the target waits for did not come in time: use what there is."""

@@ -47,6 +47,7 @@ def run(settings: VerifierSettings) -> None:
         if not on_cpu:
             warm_verifier(verifier)
         pass_times = measure_passes(verifier, by_themselves=not on_cpu)
+        verifier.prelauncher.expect_passes(pass_times)
         _attach_coreml_prefill(verifier, settings, model.folder)
         identity = _identify(settings, opened, verifier, emulated, pass_times)
         channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))

@@ -24,9 +24,9 @@ _log = logging.getLogger(__name__)
 _SEQUENCE = 0
 """The orchestrator numbers its sequences from 1."""
 _PROMPT = [token % 16 for token in range(64)]
-_CHAINS = (1, 4, 8, 2, 16, 3, 6, 32, 12, 24, 5)
+_CHAINS = (1, 4, 8, 2, 16, 3, 6, 32, 10, 12, 24, 5)
 """Numbers of tokens, the most telling first."""
-_TREES = (8, 16, 4, 32)
+_TREES = (8, 16, 4, 32, 12)
 _SWEEPS = 3
 """The least of so many passes counts: other processes are at work, too."""
 _BUDGET_S = 0.6

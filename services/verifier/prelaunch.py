@@ -7,14 +7,14 @@ sequence at a time: for several a shared pass is worth more.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
-from protocol.messages import Extend, Revoke, Tokens, Verify, VerifyAhead
+from protocol.messages import Extend, PassTimes, Revoke, Tokens, Verify, VerifyAhead
 from services.batching.forward import ForwardPass
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
@@ -30,29 +30,30 @@ _REMEMBERED = 24
 """Verifications, whose lengths say how many rows the next pass has."""
 _LEAST_ROWS = 8
 """Of a pass: fewer would hardly be faster, and drafts could not become longer without a loss."""
-_ROW = 0.012
-"""What a row adds to a pass, as a share of one over few rows, where rows are cheap."""
+_SIZES = [size for size in TREE_ROWS if size >= _LEAST_ROWS]
+_ASSUMED_MS = {size: 1.0 + 0.012 * size for size in _SIZES}
+"""Until passes were timed: rows are cheap where passes are launched beforehand."""
 _MOST_MISSED = 5
 """Passes that may be rung too late, beyond one in a hundred; then no more are launched."""
 
 Choices = mx.array | npt.NDArray[np.int32]
 
 
-def choose_rows(lengths: Iterable[int]) -> int:
+def choose_rows(lengths: Iterable[int], pass_ms: Mapping[int, float]) -> int:
     """How many rows a pass should have whose tree is not known yet.
 
     One that is too short for it has to run all the same, and the pass over the tree after it.
 
     Args:
         lengths: of the trees that were verified last, none of them larger than a pass may be.
+        pass_ms: what passes take by their rows, of each size.
     """
-    costs = {size: 1.0 + _ROW * size for size in TREE_ROWS if size >= _LEAST_ROWS}
     seen = [max(_LEAST_ROWS, pad_rows(length)) for length in lengths]
 
     def cost(size: int) -> float:
-        return sum(costs[size] + (costs[needed] if needed > size else 0.0) for needed in seen)
+        return sum(pass_ms[size] + (pass_ms[needed] if needed > size else 0.0) for needed in seen)
 
-    return min(costs, key=cost)
+    return min(_SIZES, key=cost)
 
 
 class PrelaunchedPass:
@@ -107,7 +108,13 @@ class Prelauncher:
         """Reads those of the pass in work, behind which one waits."""
         self._number = 0
         self._lengths: deque[int] = deque(maxlen=_REMEMBERED)
+        self._pass_ms: Mapping[int, float] = _ASSUMED_MS
         self._taken = self._missed = 0
+
+    def expect_passes(self, times: PassTimes) -> None:
+        """Passes took so long at load."""
+        if times.trees.keys() >= set(_SIZES):
+            self._pass_ms = times.trees
 
     def on_message(self, message: Work) -> None:
         """Whatever is not the next verification needs the device for something else."""
@@ -133,7 +140,7 @@ class Prelauncher:
         if len(tree) > TREE_ROWS[-1] or not isinstance(state, KVStore) or state.seat is not None:
             return
         self._lengths.append(len(tree))
-        after = self._traced.prelaunch(choose_rows(self._lengths), state, self._bell)
+        after = self._traced.prelaunch(choose_rows(self._lengths, self._pass_ms), state, self._bell)
         if after is not None:
             self._choices = self._bell.report(begun)
             self._bell.launch(after.late.rung, after.logits)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.fan_out import AFTER_REJECTION, geometric, round_shares
+from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.learning.tree_growth import TreeGrowth
 from orchestrator.sequence.next_rounds import choose_planned
 from orchestrator.sequence.planner import Planner
@@ -49,6 +50,34 @@ def test_the_target_waits_as_long_as_that_pays(
 def test_the_target_does_not_wait_for_what_nobody_has_timed() -> None:
     """Before any drafting was measured, a miss is followed by plain decoding of one token."""
     assert Planner("ssd", taught(0.9)).backup_length() == 0
+
+
+@pytest.mark.parametrize(("idle_ms", "expected"), [(3.5, 3), (9.0, 3), (10.5, 0)])
+def test_what_a_wait_costs_besides_its_tokens_counts(idle_ms: float, expected: int) -> None:
+    """The target idled this long for a draft that took 3 ms; .5 ms are usual after a hit.
+
+    A millisecond is a tenth of a token, and three tokens bring .63 more than they cost.
+    """
+    known = taught(0.7, 1.0)
+    for origin, waited in (("hit", 0.0), ("miss", 3.0)):
+        known.observe_round(waited_for(origin, idle_ms if waited else 0.5, waited))
+    assert Planner("ssd", known).backup_length() == expected
+
+
+def waited_for(origin: Origin, idle_ms: float, waited_ms: float) -> RoundObservation:
+    return RoundObservation(
+        mode="ssd",
+        by_hand=True,
+        speculating=True,
+        origin=origin,
+        confidences=[],
+        accepted=0,
+        prepared=0,
+        rank=None,
+        verify_ms=10.0,
+        idle_ms=idle_ms,
+        waited_ms=waited_ms,
+    )
 
 
 @given(st.integers(1, 8), st.floats(0.0, 1.0), st.floats(0.0, 100.0))

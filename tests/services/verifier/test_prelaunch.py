@@ -65,18 +65,26 @@ def test_outcomes_are_those_of_passes_that_were_asked_for(
     stream.close()
 
 
+FLAT = {8: 6.8, 16: 7.0, 32: 7.5}
+STEPPED = {8: 6.8, 16: 9.1, 32: 12.0}
+
+
 @pytest.mark.parametrize(
-    ("lengths", "rows"),
+    ("lengths", "pass_ms", "rows"),
     [
-        ([], 8),
-        ([1, 3, 2, 4], 8),  # there is room for drafts to become longer
-        ([4] * 23 + [12], 8),  # a single one may be a prompt lookup
-        ([4] * 20 + [12] * 4, 16),  # each would be two passes
-        ([20] * 24, 32),
+        ([], FLAT, 8),
+        ([1, 3, 2, 4], FLAT, 8),  # there is room for drafts to become longer
+        ([4] * 47 + [12], FLAT, 8),  # a single one may be a prompt lookup
+        ([4] * 20 + [12] * 4, FLAT, 16),  # each would be two passes
+        ([4] * 20 + [12] * 4, STEPPED, 8),
+        ([4] * 12 + [12] * 12, STEPPED, 16),
+        ([20] * 24, STEPPED, 32),
     ],
 )
-def test_a_pass_has_rows_for_what_is_likely_to_come(lengths: list[int], rows: int) -> None:
-    assert choose_rows(lengths) == rows
+def test_a_pass_has_rows_for_what_is_likely_to_come(
+    lengths: list[int], pass_ms: dict[int, float], rows: int
+) -> None:
+    assert choose_rows(lengths, pass_ms) == rows
 
 
 CHAIN: Shape = [(0, 0), (1, 0)]
