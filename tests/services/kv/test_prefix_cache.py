@@ -18,6 +18,7 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
+from services.batching import chunked_prefill
 from services.drafter.backends.mlx import MlxBackend
 from services.kv.cache import KVStore, windows_of
 from services.kv.prefix_cache import CachedPrefix, PrefixCache
@@ -106,8 +107,9 @@ def test_requests_that_run_at_the_same_time_share_a_beginning(family: str) -> No
     first.answer(rest)
 
 
-def test_an_abandoned_prefill_is_not_lost() -> None:
+def test_an_abandoned_prefill_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is cancelled in the middle of a prompt and asks again goes on there."""
+    monkeypatch.setattr(chunked_prefill, "_STEPS_ALONE", 1)  # on CUDA, too
     verifier = tiny_verifier("llama", 3, PrefixCache(10, MUCH))
     opening = verifier.handle(OpenSequence(sequence=1, tokens=list(TEXT), sampling=Sampling()))
     # Two pieces: each is asked for, so that others may join in, and then computed.

@@ -24,6 +24,7 @@ from protocol.messages import (
     VerificationOutcome,
     Verify,
 )
+from services.batching import chunked_prefill
 from services.runtime.inbox import Work
 from services.verifier.spare_cores import SpareCores
 from services.verifier.verifier import Verifier
@@ -234,9 +235,10 @@ def test_opening_again_replaces() -> None:
     assert line.verify(expected[:2]).bonus == expected[2]
 
 
-def test_an_abandoned_prefill_opens_nothing() -> None:
+def test_an_abandoned_prefill_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill can be left before and after a chunk; the sequence is not open then."""
-    verifier = verifier_of("llama", 3)
+    monkeypatch.setattr(chunked_prefill, "_STEPS_ALONE", 1)  # on CUDA, too
+    verifier = tiny_verifier("llama", 3)
     line = Line(verifier, [1, 2, 3], Sampling())
     again = OpenSequence(sequence=line.number, tokens=[5] * 7, sampling=Sampling())
     assert list(verifier.handle(again))[:-1] == [None] * 6

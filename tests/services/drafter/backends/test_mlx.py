@@ -24,6 +24,7 @@ from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import MAX_DRAFT_TOKENS, DraftedToken, TreeLayer
 from services.drafter.backends.mlx import MlxBackend
 from services.kv.prefix_cache import PrefixCache
+from services.mlx.loader import compute_unit
 from services.runtime.sequence_table import SequenceTable
 from tests.support.families.layered import RECURRENT_DRAFTERS
 from tests.support.reference import SAMPLINGS, Reference, said, tiny_folder
@@ -32,6 +33,8 @@ from tests.support.tiny_models import DRAFTERS, FAMILIES, RECURRENT, write_tiny_
 VOCABULARY = 288
 CANDIDATES = 64
 """How many of the best tokens by logit a sampling drafter ranks by their noise."""
+FILTERED = 64
+"""The same where filters drop some of them, on any device."""
 PROMPT = (0, 2, 97, 41, 250, 33, 8, 141, 77, 19, 203, 64)
 NUMBERS = count(1)
 
@@ -57,7 +60,8 @@ class Law:
         weights = np.exp(logits - logits.max())
         if sampling.temperature == 0.0:
             return cls(logits, weights / weights.sum())
-        near = known[np.argsort(-logits[known])][:CANDIDATES]
+        few = FILTERED if has_filter(sampling) else CANDIDATES
+        near = known[np.argsort(-logits[known])][:few]
         noise = gumbel(np, sampling.seed, [position], near.astype(np.uint32)[None])[0]
         scores = np.full(VOCABULARY, -np.inf, np.float32)
         scores[near] = logits[near] / np.float32(sampling.temperature) + noise
@@ -172,7 +176,17 @@ class Line:
             pass
 
     def play(self, played: Round) -> None:
-        """One round: what was committed since, then a tree or a draft, then an outcome."""
+        """One round: what was committed since, then a tree or a draft, then an outcome.
+
+        After a failure the sequence is closed: beside it, those of other tests would not go alone.
+        """
+        try:
+            self._play(played)
+        except BaseException:
+            self.setup.backend.close(self.number)
+            raise
+
+    def _play(self, played: Round) -> None:
         news = self.committed[self.news_from :]
         self.setup.backend.commit(self.number, self.news_from, news)
         if played.draft:
@@ -447,7 +461,8 @@ def test_nothing_is_computed_twice(fed: list[int]) -> None:
     """After a hit only the last token of the chain is new; the same question again is free."""
     backend, number = setup_of("llama").backend, next(NUMBERS)
     list(backend.open(number, list(PROMPT), Sampling()))
-    assert fed == [5, 5, 2]
+    # Nobody waits for it: on CUDA a chunk may be twice a step.
+    assert fed == ([10, 2] if compute_unit() == "cuda" else [5, 5, 2])
     fed.clear()
     layers = said(backend.prepare(number, [120, 7, 160], [2, 0, 2], depth=3))
     assert fed == [3, 4, 4, 4]
