@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 3
 
 Role = Literal["verifier", "drafter"]
 Mode = Literal["ar", "sd", "ssd"]
@@ -174,7 +174,7 @@ class PassTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     trees: _MillisecondsByRows = {}
 
 
-class Hello(Message, frozen=True, tag="hello", kw_only=True):
+class Hello(Message, frozen=True, tag="hello", kw_only=True, omit_defaults=True):
     """Service -> orchestrator: the first message on a connection. Answer: Welcome or Rejected."""
 
     protocol: int
