@@ -30,6 +30,8 @@ from orchestrator.learning.tree_growth import TreeGrowth, rank_chances
 from orchestrator.learning.tree_width import TreeWidth
 from protocol.messages import Mode, Origin, PassTimes
 
+_STALL = 1.5
+"""What is beyond this multiple of a pass's usual time is not counted."""
 ORIGINS: tuple[Origin, ...] = ("target", "hit", "miss", "lookup")
 
 Saved_contra = TypeVar("Saved_contra", contravariant=True)
@@ -76,6 +78,8 @@ class CostModel:
         }
         self.after_all: dict[Origin, HitCurve] = {origin: HitCurve(AFTER_ALL) for origin in ORIGINS}
         self.idle_ms: dict[Origin, Ema] = {origin: Ema() for origin in ORIGINS}
+        self.restart_ms = Ema()
+        """How much longer than others the first token of a free run takes, the wait included."""
         self.acceptance: dict[Origin, Ema] = {origin: Ema(_UNSEEN_RATE) for origin in ORIGINS}
         """alpha: share of the first choices that were looked at and accepted."""
         self.tree_step_ms = Ema()
@@ -184,6 +188,10 @@ class CostModel:
         self._observe_ranks(seen, choices)
         if seen.idle_ms is not None:
             self.idle_ms[seen.origin].observe(seen.idle_ms)
+            alone = seen.sequences == 1 and not seen.speculating
+            if alone and seen.origin == "target" and not seen.goes_on:
+                took_ms = seen.idle_ms + seen.verify_ms
+                self.restart_ms.observe(max(0.0, took_ms - self.plain_latency.of(1)))
             if seen.waited_ms:
                 self._backup_idle_ms.observe(max(0.0, seen.idle_ms - seen.waited_ms))
             if seen.tried_saguaro is not None and seen.speculating:
@@ -253,7 +261,7 @@ class CostModel:
             switch.freshness.observe(shared[0].rows, shared[0].verify_ms)
         switch.observe(
             tokens,
-            idle_ms + shared[0].verify_ms,
+            self._count_ms(shared[0], idle_ms),
             sum(drafted),
             len(drafted),
             now=shared[0].ended_at,
@@ -267,6 +275,16 @@ class CostModel:
             self.handover.observe_delay(gains.cost_of_delay(shared[0], hits, speed))
             if self.verify_latency.has_cheap_rows and self.tree_growth.is_due():
                 self.tree_growth.observe(gains.by_growth(shared[0], speed))
+
+    def _count_ms(self, seen: RoundObservation, idle_ms: float) -> float:
+        """Time of a pass and the wait before it, but for stalls that say nothing of the next one.
+
+        A kernel that is made, or a core that others have taken: three of these ended trials that
+        were ahead.
+        """
+        curve = self.latency(speculating=seen.speculating, tree=seen.is_tree)
+        longest_ms = _STALL * curve.of(seen.rows)
+        return min(idle_ms, longest_ms) + min(seen.verify_ms, longest_ms)
 
     def observe_replay(self, mode: Mode, foreseen: int, replayed: int) -> None:
         """A drafter that was left out says how well it would have drafted what was decoded."""
@@ -308,6 +326,7 @@ class CostModel:
             acceptance={origin: one.save() for origin, one in self.acceptance.items()},
             tree_step_ms=self.tree_step_ms.save(),
             backup_ms=self.backup_ms.save(),
+            restart_ms=self.restart_ms.save(),
             draft_length=self.draft_length,
             trials={mode: switch.save() for mode, switch in self.switches.items()},
             step_latency=self.step_latency.save(),
@@ -332,6 +351,7 @@ class CostModel:
         self.plain_latency.restore(saved.plain_latency)
         self.tree_step_ms.restore(saved.tree_step_ms)
         self.backup_ms.restore(saved.backup_ms)
+        self.restart_ms.restore(saved.restart_ms)
         self.draft_length = min(saved.draft_length, _LONGEST)
         _restore(self.calibrations, saved.calibrations)
         _restore(self.siblings, saved.siblings)

@@ -185,15 +185,19 @@ class Planner:
         """What it is worth to end a free run for a lookup, in tokens.
 
         Its first token is being computed, so that only what follows it can be verified, and only
-        if that token is right; the target waits in any case, until it is asked for a round.
+        if that token is right. Otherwise plain decoding begins anew, and nothing is computed
+        meanwhile; the target waits in any case, until it is asked for a round.
         """
         rates = self._acceptance_rates(lookup.pick(lookup.main), "lookup")
         if not rates:
             return 0.0
-        chances, shared = list(_multiply(rates[1:])), self.estimates.batch.other_tokens
+        known, right = self.estimates, rates[0]
+        chances, shared = list(_multiply(rates[1:])), known.batch.other_tokens
         behind = self._values(chances) if shared else self._values_alone(chances)
-        waiting = self.estimates.idle_ms["lookup"].value / self.estimates.plain_latency.of(1)
-        return rates[0] * (max(behind) - behind[0]) - waiting
+        waiting_ms = known.idle_ms["lookup"].value
+        restart_ms = waiting_ms if shared else max(waiting_ms, known.restart_ms.value)
+        lost_ms = right * waiting_ms + (1.0 - right) * restart_ms
+        return right * (max(behind) - behind[0]) - lost_ms / known.plain_latency.of(1)
 
     def _values_alone(self, chances: Sequence[float]) -> list[float]:
         """As `_values`, where no drafter works beside and nothing else is decoded."""

@@ -1,11 +1,13 @@
 """What the verifier measured at load is where the planner starts, and what rounds take corrects."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.latency import VerifyLatency
+from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.registry import Peer
 from orchestrator.sequence.planner import Planner
 from protocol.messages import PassTimes, Role
@@ -90,6 +92,31 @@ def test_trees_have_times_of_their_own() -> None:
     """They may go through other kernels; without times, those of chains hold."""
     assert expecting(FLAT, {8: 9.0}).tree_latency.of(8) == 9.0
     assert expecting(FLAT).tree_latency.of(8) == FLAT[8]
+
+
+def test_a_stall_is_not_taken_for_the_price_of_speculation() -> None:
+    """A kernel is made, or somebody else has the core: the next pass is as fast as before."""
+    known = expecting(FLAT)
+    round_ = RoundObservation(
+        mode="ssd",
+        by_hand=False,
+        speculating=True,
+        origin="hit",
+        confidences=[0.8] * 3,
+        accepted=2,
+        prepared=0,
+        rank=None,
+        verify_ms=6.4,
+        idle_ms=0.5,
+    )
+    for _ in range(6):
+        known.observe_round(round_)
+    before = known.switches["ssd"].speculative_tok_s
+    assert before == pytest.approx(1e3 * 3 / 6.9, rel=0.01)
+    known.observe_round(replace(round_, verify_ms=200.0))
+    assert known.switches["ssd"].speculative_tok_s > 0.85 * before
+    known.observe_round(replace(round_, idle_ms=200.0))
+    assert known.switches["ssd"].speculative_tok_s > 0.75 * before
 
 
 def test_another_drafter_leaves_them_and_another_verifier_brings_its_own(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from orchestrator.sequence.actions import ToVerifier
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.drafter_sync import DrafterSync
 from orchestrator.sequence.limits import Limits, RoundLimits
+from orchestrator.sequence.lookup import LookupDrafts
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.round import Round
 from protocol.messages import DraftNow, Prepare, Verify
@@ -87,6 +88,7 @@ def test_after_a_pause_the_drafter_catches_up_beside_a_verification(
 
     The verification beside it is none of the trial's.
     """
+    monkeypatch.setattr(LookupDrafts, "find", lambda *_: Draft())  # it would be verified there
     estimates = CostModel()
     switch = estimates.switch("ssd")
     assert switch is not None

@@ -1,11 +1,14 @@
 """Prompt lookup as a backup: what is found, when it is offered, and what is learned from it."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.terminal.explain import explanation
 from orchestrator.learning.cost_model import CostModel
+from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.actions import ToVerifier
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
@@ -188,6 +191,37 @@ def test_each_length_of_a_match_is_judged_by_what_came_of_it(rate: float, used: 
     plan = Planner("ssd", estimates)
     assert bool(plan.lookup_nodes(chain_of([CONFIDENCE[2]] * 3))) == used
     assert plan.lookup_nodes(chain_of([CONFIDENCE[4]] * 3))
+
+
+@pytest.mark.parametrize(("rate", "restart_ms", "pays"), [(0.6, 1.0, True), (0.6, 12.0, False)])
+def test_what_a_wrong_lookup_costs_counts(
+    monkeypatch: pytest.MonkeyPatch,
+    rate: float,
+    restart_ms: float,
+    pays: bool,  # noqa: FBT001  # pytest names it
+) -> None:
+    """Plain decoding begins anew, and on a GPU that takes as long as another token."""
+    estimates = CostModel()
+    for tokens in range(1, 20):
+        estimates.plain_latency.observe(tokens, 10.0 + 0.1 * tokens)
+    plan = Planner("ssd", estimates)
+    round_ = RoundObservation(
+        mode="ssd",
+        by_hand=False,
+        speculating=False,
+        origin="target",
+        confidences=[],
+        accepted=0,
+        prepared=0,
+        rank=None,
+        verify_ms=10.1,
+        idle_ms=restart_ms,
+    )
+    monkeypatch.setattr(CostModel, "acceptance_rates", lambda _, confidences, *__: confidences)
+    estimates.observe_round(replace(round_, idle_ms=90.0, goes_on=True))  # says nothing of it
+    for _ in range(50):
+        estimates.observe_round(round_)
+    assert (plan.value_of_stopping(chain_of([rate, 0.5, 0.4])) > 0.0) is pays
 
 
 @pytest.mark.parametrize(
