@@ -1,6 +1,7 @@
 """How long forward passes take: T_v(m) of the target, T_d(B) of the drafter; milliseconds."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from orchestrator.learning.averages import Ema, smooth
 from orchestrator.learning.snapshot import Average
@@ -42,6 +43,13 @@ _ASSUMED_SLOPE = 0.02
 """Assumed extra time per branch, as a share of a step, where only one width was measured."""
 
 
+class _Fitted(NamedTuple):
+    points: dict[int, float]
+    """T_v of the numbers of rows that were measured."""
+    row_ms: float | None
+    """What a row adds."""
+
+
 class VerifyLatency:
     """T_v(m): time of a verification of m tokens.
 
@@ -59,10 +67,10 @@ class VerifyLatency:
         self._doubts: dict[int, int] = {}
         self._expected: _Expected | None = None
         self._restored: dict[int, float] = {}
-        self._points: dict[int, float] = {}
-        self._row_ms: float | None = None
         self._known: dict[int, float] = {}
         """What `of` said since something was measured: it is asked far more often."""
+        self._fitted: _Fitted | None = None
+        """What follows from all that is known, once it is asked for: most rounds do not."""
 
     def expect(self, passes: Mapping[int, float]) -> None:
         """So long took passes over so many rows at load; nothing measured before counts any more.
@@ -94,9 +102,22 @@ class VerifyLatency:
         self._update()
 
     def _update(self) -> None:
-        self._points = self._merge() if self._expected is None else self._expected.points
-        self._row_ms = self._fit_row_ms()
-        self._known = {}
+        self._known, self._fitted = {}, None
+
+    @property
+    def _fit(self) -> "_Fitted":
+        if self._fitted is None:
+            points = self._merge() if self._expected is None else self._expected.points
+            self._fitted = _Fitted(points, self._fit_row_ms(points))
+        return self._fitted
+
+    @property
+    def _points(self) -> dict[int, float]:
+        return self._fit.points
+
+    @property
+    def _row_ms(self) -> float | None:
+        return self._fit.row_ms
 
     def _is_doubtful(self, tokens: int, milliseconds: float) -> bool:
         """Whether this is one of the first samples of a wide pass, and much longer than expected.
@@ -115,11 +136,11 @@ class VerifyLatency:
     @property
     def is_known(self) -> bool:
         """Whether anything was measured here."""
-        return bool(self._points)
+        return bool(self._expected or self._mean or self._restored)
 
     def of(self, tokens: int) -> float:
         """T_v(tokens): measured, between its measured neighbours, or assumed."""
-        if not self._points and self._alike is not None:
+        if not self.is_known and self._alike is not None:
             return self._alike.of(tokens)
         if (known := self._known.get(tokens)) is None:
             known = self._known[tokens] = self._estimate(tokens)
@@ -169,12 +190,12 @@ class VerifyLatency:
             return self._alike._cheap_row_ms  # of the same class
         return self._row_ms if self.has_cheap_rows else None
 
-    def _fit_row_ms(self) -> float | None:
+    def _fit_row_ms(self, known: Mapping[int, float]) -> float | None:
         """What a row adds, by least squares; None where two counts above 1 were not measured.
 
         The step from one row to two is left out: other kernels begin there.
         """
-        points = [(m, ms) for m, ms in self._points.items() if 1 < m <= _WIDEST]
+        points = [(m, ms) for m, ms in known.items() if 1 < m <= _WIDEST]
         if len(points) < 2:
             return None
         weights = [self._samples.get(m, 1.0) for m, _ in points]
@@ -235,8 +256,12 @@ class _Expected:
 
     def of(self, rows: int) -> float:
         """What a pass over so many rows takes, in milliseconds."""
-        deviations = {m: deviation.value for m, deviation in self._deviations.items()}
-        return self._pace.value * self._shape(rows) * _interpolate(deviations or {1: 1.0}, rows)
+        deviation = 1.0
+        if (own := self._deviations.get(rows)) is not None:
+            deviation = own.value
+        elif self._deviations:
+            deviation = _interpolate({m: d.value for m, d in self._deviations.items()}, rows)
+        return self._pace.value * self._shape(rows) * deviation
 
     @property
     def points(self) -> dict[int, float]:
@@ -255,6 +280,8 @@ class _Expected:
 
 def _interpolate(points: Mapping[int, float], place: int) -> float:
     """The value at a place, from those at the places beside it; beyond the last one, its value."""
+    if (value := points.get(place)) is not None:
+        return value
     below = max((m for m in points if m <= place), default=None)
     above = min((m for m in points if m >= place), default=None)
     if below is None or above is None:
