@@ -3,7 +3,7 @@
 Shared by all requests of a stack. Pure: fed with events, asked for numbers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from orchestrator.learning.averages import DiscountedRatio, Ema, restore_shares, save_shares
@@ -30,12 +30,14 @@ from orchestrator.learning.tree_growth import TreeGrowth, rank_chances
 from orchestrator.learning.tree_width import TreeWidth
 from protocol.messages import Mode, Origin, PassTimes
 
+_SPECULATIVE: tuple[Mode, ...] = ("sd", "ssd")
 _STALL = 1.5
 """What is beyond this multiple of a pass's usual time is not counted."""
 ORIGINS: tuple[Origin, ...] = ("target", "hit", "miss", "lookup")
 
 Saved_contra = TypeVar("Saved_contra", contravariant=True)
 Saved = TypeVar("Saved")
+Estimate = TypeVar("Estimate")
 
 _UNSEEN_RATE = 0.5
 """Assumed acceptance rate of a draft token."""
@@ -56,6 +58,10 @@ MOST_SIBLINGS = 4
 """Runners-up that are asked for beside a draft token: later ones are hardly ever right."""
 
 
+def _by_origin(make: Callable[[], Estimate]) -> dict[Origin, Estimate]:
+    return {origin: make() for origin in ORIGINS}
+
+
 class CostModel:
     """Everything that is measured for the planner."""
 
@@ -67,20 +73,16 @@ class CostModel:
         self.tree_latency = VerifyLatency(self.verify_latency)
         """The same of trees, whose passes may run through other kernels than those of chains."""
         self.plain_latency = VerifyLatency()
-        self.calibrations: dict[Origin, Calibration] = {origin: Calibration() for origin in ORIGINS}
+        self.calibrations = _by_origin(Calibration)
         """Of a drafter's first choices."""
-        self.siblings: dict[Origin, Calibration] = {
-            origin: calibrate_siblings() for origin in ORIGINS
-        }
+        self.siblings = _by_origin(calibrate_siblings)
         """Of the runners-up beside them."""
-        self.after_rejection: dict[Origin, HitCurve] = {
-            origin: HitCurve(AFTER_REJECTION) for origin in ORIGINS
-        }
-        self.after_all: dict[Origin, HitCurve] = {origin: HitCurve(AFTER_ALL) for origin in ORIGINS}
-        self.idle_ms: dict[Origin, Ema] = {origin: Ema() for origin in ORIGINS}
+        self.after_rejection = _by_origin(lambda: HitCurve(AFTER_REJECTION))
+        self.after_all = _by_origin(lambda: HitCurve(AFTER_ALL))
+        self.idle_ms = _by_origin(Ema)
         self.restart_ms = Ema()
         """How much longer than others the first token of a free run takes, the wait included."""
-        self.acceptance: dict[Origin, Ema] = {origin: Ema(_UNSEEN_RATE) for origin in ORIGINS}
+        self.acceptance = _by_origin(lambda: Ema(_UNSEEN_RATE))
         """alpha: share of the first choices that were looked at and accepted."""
         self.tree_step_ms = Ema()
         """T_d(B): one depth of all branches."""
@@ -97,8 +99,7 @@ class CostModel:
         self.draft_length = _ASSUMED_LENGTH
         """Longest draft that was verified recently."""
         self.switches: dict[Mode, SpeculationSwitch] = {
-            "sd": SpeculationSwitch(),
-            "ssd": SpeculationSwitch(),
+            mode: SpeculationSwitch() for mode in _SPECULATIVE
         }
         """Of a request that is alone."""
         self.saguaro = SaguaroChoice()
