@@ -32,7 +32,9 @@ from protocol.messages import Mode, Origin, PassTimes
 
 _SPECULATIVE: tuple[Mode, ...] = ("sd", "ssd")
 _STALL = 1.5
-"""What is beyond this multiple of a pass's usual time is not counted."""
+"""What is beyond this multiple of a pass's or a wait's usual time is not counted."""
+_LONGEST_COST = 4.0
+"""Tokens of plain decoding that the start of a free run, or a wait besides its draft, may cost."""
 ORIGINS: tuple[Origin, ...] = ("target", "hit", "miss", "lookup")
 
 Saved_contra = TypeVar("Saved_contra", contravariant=True)
@@ -66,6 +68,7 @@ class CostModel:
     """Everything that is measured for the planner."""
 
     _pass_times = PassTimes()
+    """Of the verifier, at load. No attribute of the instance at first: `restart` leaves it."""
 
     def __init__(self) -> None:
         self.verify_latency = VerifyLatency()
@@ -80,7 +83,7 @@ class CostModel:
         self.after_rejection = _by_origin(lambda: HitCurve(AFTER_REJECTION))
         self.after_all = _by_origin(lambda: HitCurve(AFTER_ALL))
         self.idle_ms = _by_origin(Ema)
-        self.restart_ms = Ema()
+        self.run_start_ms = Ema()
         """How much longer than others the first token of a free run takes, the wait included."""
         self.acceptance = _by_origin(lambda: Ema(_UNSEEN_RATE))
         """alpha: share of the first choices that were looked at and accepted."""
@@ -88,7 +91,7 @@ class CostModel:
         """T_d(B): one depth of all branches."""
         self.backup_ms = Ema()
         """Per token drafted while the target waited."""
-        self._backup_idle_ms = Ema()
+        self.backup_idle_ms = Ema()
         """How much longer than the orchestrator the target waited for such a draft."""
         self._backups = DiscountedRatio()  # depths: accepted of offered
         self.step_latency = StepLatency()  # T_d(B) by the number of branches
@@ -129,7 +132,7 @@ class CostModel:
         For a pass that verifies one draft token of each, since more are seldom worth it there.
         """
         accepted, streams = self.switches[mode].accepted_per_round, self.batch.streams
-        if accepted is None or not self.plain_latency.is_known:
+        if accepted is None or not self.plain_latency.is_observed:
             return True
         cost = self.verify_latency.of(2 * streams) / self.plain_latency.of(streams)
         return 1.0 + accepted > cost
@@ -158,7 +161,7 @@ class CostModel:
     def wait_overhead_ms(self) -> float:
         """What it costs to wait for a draft besides its tokens: messages, and a pass asked late."""
         usual = max(self.idle_ms[origin].value for origin in ("hit", "target"))
-        return max(0.0, self._backup_idle_ms.value - usual)
+        return max(0.0, self.backup_idle_ms.value - usual)
 
     @property
     def backup_rate(self) -> float:
@@ -189,12 +192,12 @@ class CostModel:
         self._observe_ranks(seen, choices)
         if seen.idle_ms is not None:
             self.idle_ms[seen.origin].observe(seen.idle_ms)
-            alone = seen.sequences == 1 and not seen.speculating
-            if alone and seen.origin == "target" and not seen.goes_on:
-                took_ms = seen.idle_ms + seen.verify_ms
-                self.restart_ms.observe(max(0.0, took_ms - self.plain_latency.of(1)))
-            if seen.waited_ms:
-                self._backup_idle_ms.observe(max(0.0, seen.idle_ms - seen.waited_ms))
+            plain = seen.sequences == 1 and not seen.speculating
+            if plain and seen.origin == "target" and not seen.continues_run:
+                longer_ms = seen.idle_ms + seen.verify_ms - self.plain_latency.of(1)
+                self.run_start_ms.observe(self._bound(longer_ms))
+            if seen.waited_ms and seen.sequences == 1:
+                self.backup_idle_ms.observe(self._bound(seen.idle_ms - seen.waited_ms))
             if seen.tried_saguaro is not None and seen.speculating:
                 time_ms = seen.idle_ms + seen.verify_ms
                 self.saguaro.observe(seen.tried_saguaro, seen.accepted + 1, time_ms)
@@ -262,7 +265,7 @@ class CostModel:
             switch.freshness.observe(shared[0].rows, shared[0].verify_ms)
         switch.observe(
             tokens,
-            self._count_ms(shared[0], idle_ms),
+            self._leave_out_stalls(shared[0], idle_ms),
             sum(drafted),
             len(drafted),
             now=shared[0].ended_at,
@@ -277,15 +280,20 @@ class CostModel:
             if self.verify_latency.has_cheap_rows and self.tree_growth.is_due():
                 self.tree_growth.observe(gains.by_growth(shared[0], speed))
 
-    def _count_ms(self, seen: RoundObservation, idle_ms: float) -> float:
-        """Time of a pass and the wait before it, but for stalls that say nothing of the next one.
+    def _leave_out_stalls(self, seen: RoundObservation, idle_ms: float) -> float:
+        """Time of a pass and the wait before it, without what says nothing of the next one.
 
-        A kernel that is made, or a core that others have taken: three of these ended trials that
-        were ahead.
+        A kernel is made, or others have taken a core: three of these ended trials that were ahead.
         """
-        curve = self.latency(speculating=seen.speculating, tree=seen.is_tree)
-        longest_ms = _STALL * curve.of(seen.rows)
-        return min(idle_ms, longest_ms) + min(seen.verify_ms, longest_ms)
+        usual_ms = self.latency(speculating=seen.speculating, tree=seen.is_tree).of(seen.rows)
+        usual_idle_ms = max(usual_ms, self.idle_ms[seen.origin].value)
+        return min(idle_ms, _STALL * usual_idle_ms) + min(seen.verify_ms, _STALL * usual_ms)
+
+    def _bound(self, milliseconds: float) -> float:
+        """At least nothing, and no more than a few tokens of plain decoding take."""
+        known = self.plain_latency.is_known
+        longest_ms = _LONGEST_COST * self.plain_latency.of(1) if known else milliseconds
+        return max(0.0, min(milliseconds, longest_ms))
 
     def observe_replay(self, mode: Mode, foreseen: int, replayed: int) -> None:
         """A drafter that was left out says how well it would have drafted what was decoded."""
@@ -327,7 +335,8 @@ class CostModel:
             acceptance={origin: one.save() for origin, one in self.acceptance.items()},
             tree_step_ms=self.tree_step_ms.save(),
             backup_ms=self.backup_ms.save(),
-            restart_ms=self.restart_ms.save(),
+            backup_idle_ms=self.backup_idle_ms.save(),
+            run_start_ms=self.run_start_ms.save(),
             draft_length=self.draft_length,
             trials={mode: switch.save() for mode, switch in self.switches.items()},
             step_latency=self.step_latency.save(),
@@ -347,12 +356,14 @@ class CostModel:
         self.batch.restore(saved.batch_trials if saved is not None else {}, age_s)
         if saved is None:
             return
-        self.verify_latency.restore(saved.verify_latency)
-        self.tree_latency.restore(saved.tree_latency)
-        self.plain_latency.restore(saved.plain_latency)
+        if not self._pass_times.chains:  # else the verifier knows better
+            self.verify_latency.restore(saved.verify_latency)
+            self.tree_latency.restore(saved.tree_latency)
+            self.plain_latency.restore(saved.plain_latency)
         self.tree_step_ms.restore(saved.tree_step_ms)
         self.backup_ms.restore(saved.backup_ms)
-        self.restart_ms.restore(saved.restart_ms)
+        self.backup_idle_ms.restore(saved.backup_idle_ms)
+        self.run_start_ms.restore(saved.run_start_ms)
         self.draft_length = min(saved.draft_length, _LONGEST)
         _restore(self.calibrations, saved.calibrations)
         _restore(self.siblings, saved.siblings)

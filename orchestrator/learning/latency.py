@@ -24,14 +24,16 @@ _EVIDENCE = 3.0
 """Samples of each of two counts of rows before their difference is believed: a slow first pass
 makes the rows of the next ones look free, and a wide tree is a costly trial."""
 _OUTLIER = 1.5
-"""A first sample beyond this multiple of what was expected must be seen again."""
+"""A first sample beyond this multiple of what was expected must be seen again, and later ones move
+a mean by this factor at most."""
 _MOST_DOUBTS = 2
 """How often, where what is expected was measured: on a GPU the first passes over so many rows make
 their kernels or graphs, at several lengths of the text."""
 _DOUBTED = 1.1
 """How much longer than expected such a sample counts as for other numbers of rows."""
-_LOAD_WEIGHT = 3.0
-"""Passes that those at load count for."""
+_PACE_WEIGHT, _SHAPE_WEIGHT = 3.0, 10.0
+"""Rounds that passes at load count for: of the machine's pace, and of what a number of rows takes
+beside others. A machine is soon busier than at load; its kernels stay what they are."""
 
 _STEP_SMOOTHING = 0.01
 _STEP_RECALLED = 8.0
@@ -78,7 +80,8 @@ class VerifyLatency:
         Args:
             passes: milliseconds by rows; empty: nothing was measured.
         """
-        self._expected = _Expected(passes) if passes else None
+        leader = self._alike._expected if self._alike is not None else None  # of the same class
+        self._expected = _Expected(passes, leader) if passes else None
         self._mean, self._samples, self._doubts = {}, {}, {}
         self._update()
 
@@ -135,8 +138,13 @@ class VerifyLatency:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was measured here."""
+        """Whether anything was measured here, at load, in rounds or in an earlier run."""
         return bool(self._expected or self._mean or self._restored)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether rounds were, here or in an earlier run."""
+        return bool(self._samples or self._restored)
 
     def of(self, tokens: int) -> float:
         """T_v(tokens): measured, between its measured neighbours, or assumed."""
@@ -230,38 +238,47 @@ class VerifyLatency:
 
 
 class _Expected:
-    """The times of passes at load, at the pace of those since, and what single sizes deviate by."""
+    """The times of passes at load, at the pace of those since, and what single sizes deviate by.
 
-    def __init__(self, measured: Mapping[int, float]) -> None:
+    Args:
+        measured: milliseconds by rows.
+        leader: of a curve whose passes tell how long these take now, until one was seen here.
+    """
+
+    def __init__(self, measured: Mapping[int, float], leader: "_Expected | None") -> None:
         self.measured = dict(sorted(measured.items()))
-        self._pace = Ema(recalled=_LOAD_WEIGHT)
-        self._pace.restore(Average(value=1.0, weight=_LOAD_WEIGHT))
+        self._leader = leader
+        self._pace: Ema | None = None
+        """Of all passes, as a share of what they took at load; None: nothing was seen here."""
         self._deviations: dict[int, Ema] = {}
         """Of single numbers of rows, as a share."""
 
     def observe_pace(self, rows: int, milliseconds: float, at_most: float) -> None:
         """A pass took this long, whatever the reason; the pace changes by this factor at most."""
-        share = milliseconds / self._shape(rows) / self._pace.value
-        self._pace.observe(self._pace.value * min(max(share, 1.0 / at_most), at_most))
+        if self._pace is None:
+            self._pace = _start_at(self._find_factor(rows), _PACE_WEIGHT)
+        self._pace.observe(self._pace.value * _clip(milliseconds / self.of(rows), at_most))
 
     def observe(self, rows: int, milliseconds: float) -> None:
         """A pass over so many rows took this long; what took far longer counts as longer."""
         self.observe_pace(rows, milliseconds, _OUTLIER)
-        share = milliseconds / self._shape(rows)
-        if rows not in self._deviations:
-            self._deviations[rows] = Ema(recalled=_LOAD_WEIGHT)
-            self._deviations[rows].restore(Average(value=1.0, weight=_LOAD_WEIGHT))
-        deviation = min(max(share / self._pace.value, 1.0 / _OUTLIER), _OUTLIER)
-        self._deviations[rows].observe(deviation)
+        own = self._deviations.setdefault(rows, _start_at(1.0, _SHAPE_WEIGHT))
+        own.observe(own.value * _clip(milliseconds / self.of(rows), _OUTLIER))
 
     def of(self, rows: int) -> float:
         """What a pass over so many rows takes, in milliseconds."""
-        deviation = 1.0
+        return self._shape(rows) * self._find_factor(rows)
+
+    def _find_factor(self, rows: int) -> float:
+        """What such a pass takes now, as a share of what it took at load."""
+        if self._pace is None:
+            return 1.0 if self._leader is None else self._leader._find_factor(rows)
         if (own := self._deviations.get(rows)) is not None:
-            deviation = own.value
-        elif self._deviations:
-            deviation = _interpolate({m: d.value for m, d in self._deviations.items()}, rows)
-        return self._pace.value * self._shape(rows) * deviation
+            return self._pace.value * own.value
+        if not self._deviations:
+            return self._pace.value
+        deviations = {m: deviation.value for m, deviation in self._deviations.items()}
+        return self._pace.value * _interpolate(deviations, rows)
 
     @property
     def points(self) -> dict[int, float]:
@@ -270,12 +287,27 @@ class _Expected:
 
     def _shape(self, rows: int) -> float:
         longest = max(self.measured)
-        if rows <= longest or len(self.measured) == 1:
-            scale = _assume(rows) / _assume(longest) if rows > longest else 1.0
-            return scale * _interpolate(self.measured, rows)
-        *_, (before, before_ms), (_, longest_ms) = self.measured.items()
-        row_ms = max(0.0, longest_ms - before_ms) / (longest - before)
-        return longest_ms + (rows - longest) * row_ms
+        if rows <= longest:
+            return _interpolate(self.measured, rows)
+        if len(self.measured) == 1:
+            return self.measured[longest] * _assume(rows) / _assume(longest)
+        others = [m for m in self.measured if m < longest]
+        # Two neighbours alone may make further rows look free.
+        starts = (others[-1], next((m for m in others if m > 1), others[-1]))
+        longest_ms = self.measured[longest]
+        row_ms = max((longest_ms - self.measured[m]) / (longest - m) for m in starts)
+        return longest_ms + (rows - longest) * max(0.0, row_ms)
+
+
+def _start_at(value: float, weight: float) -> Ema:
+    """A mean that begins with what was measured at load."""
+    mean = Ema(recalled=weight)
+    mean.restore(Average(value=value, weight=weight))
+    return mean
+
+
+def _clip(share: float, at_most: float) -> float:
+    return min(max(share, 1.0 / at_most), at_most)
 
 
 def _interpolate(points: Mapping[int, float], place: int) -> float:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 32
 """Draft tokens of the largest tree whose worth is weighed."""
-_DEEPEST = 16
-"""Draft tokens of the longest chain whose worth is weighed."""
 _SHORTEST_MS = 1e-3
 """A clock may be too coarse to see a tree step."""
 
@@ -45,7 +43,8 @@ class PreparationGains:
     def by_width(self, seen: RoundObservation, hits: Sequence[float], speed: float) -> list[float]:
         """What preparing beside this round gains by each of WIDTHS: hits, times their depth."""
         time_ms = seen.verify_ms + self._known.idle_ms["hit"].value
-        return [hits[b] * self._gain_of_time(time_ms, b, speed) for b in WIDTHS]
+        longest = seen.longest_draft
+        return [hits[b] * self._gain_of_time(time_ms, b, longest, speed) for b in WIDTHS]
 
     def cost_of_delay(self, seen: RoundObservation, hits: Sequence[float], speed: float) -> float:
         """What shallower trees cost if the next round begins unasked, in milliseconds a round.
@@ -55,14 +54,15 @@ class PreparationGains:
         """
         handover, branches = self._known.handover, self._known.tree_width.branches
         time_ms = seen.verify_ms + handover.asked_ms
-        in_time = self._gain_of_time(time_ms, branches, speed)
-        delayed = self._gain_of_time(time_ms - 2.0 * handover.saved_ms, branches, speed)
+        longest, delayed_ms = seen.longest_draft, time_ms - 2.0 * handover.saved_ms
+        in_time = self._gain_of_time(time_ms, branches, longest, speed)
+        delayed = self._gain_of_time(delayed_ms, branches, longest, speed)
         return hits[branches] * (in_time - delayed) / speed if speed else 0.0
 
-    def _gain_of_time(self, time_ms: float, branches: int, speed: float) -> float:
+    def _gain_of_time(self, time_ms: float, branches: int, longest: int, speed: float) -> float:
         """What a hit gains, in tokens, by the depth that so many branches reach in this time."""
         # However long drafts are now: fewer branches would make longer ones.
-        costs = [self._known.verify_latency.of(drafted + 1) for drafted in range(_DEEPEST + 1)]
+        costs = [self._known.verify_latency.of(drafted + 1) for drafted in range(longest + 1)]
         gains = gains_by_depth(self._known.acceptance["hit"].value, speed, costs)
         step_ms = max(_SHORTEST_MS, self._known.step_latency.of(branches))
         return interpolate(gains, (time_ms - self._known.step_latency.chain_ms) / step_ms)

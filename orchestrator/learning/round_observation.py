@@ -29,7 +29,9 @@ class RoundObservation:
     """Between the verification before and this one; None for a request's first."""
     waited_ms: float = 0.0
     """How long its draft was waited for, as far as the orchestrator saw."""
-    goes_on: bool = False
+    longest_draft: int = 16
+    """Draft tokens that a round may have."""
+    continues_run: bool = False
     """Whether it followed another one of a free run, so that its pass had begun before."""
     begun_unasked: bool = False
     """Whether the verifier began it by itself, for the outcome that it was prepared for."""

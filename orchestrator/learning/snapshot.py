@@ -79,7 +79,8 @@ class EstimateSnapshot(_Record, frozen=True, kw_only=True):
     acceptance: dict[Origin, Average]
     tree_step_ms: Average
     backup_ms: Average
-    restart_ms: Average = Average(value=0.0, weight=0.0)
+    backup_idle_ms: Average = Average(value=0.0, weight=0.0)
+    run_start_ms: Average = Average(value=0.0, weight=0.0)
     draft_length: _Amount
     """The longest draft that was worth verifying."""
     trials: dict[Mode, Trial]

@@ -49,7 +49,8 @@ class Timeouts:
     def _pass_ms(self) -> float:
         """T_v(1) without a drafter beside it, or with one; 0 before either was measured."""
         curves = (self._estimates.plain_latency, self._estimates.verify_latency)
-        return next((curve.of(1) for curve in curves if curve.is_known), 0.0)
+        seen = [curve for curve in curves if curve.is_observed]
+        return next((curve.of(1) for curve in [*seen, *curves] if curve.is_known), 0.0)
 
     def start(self, request: Request, now: float) -> None:
         """Set the deadline of whatever the request now waits for."""

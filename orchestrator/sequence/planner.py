@@ -195,8 +195,8 @@ class Planner:
         chances, shared = list(_multiply(rates[1:])), known.batch.other_tokens
         behind = self._values(chances) if shared else self._values_alone(chances)
         waiting_ms = known.idle_ms["lookup"].value
-        restart_ms = waiting_ms if shared else max(waiting_ms, known.restart_ms.value)
-        lost_ms = right * waiting_ms + (1.0 - right) * restart_ms
+        start_ms = waiting_ms if shared else max(waiting_ms, known.run_start_ms.value)
+        lost_ms = right * waiting_ms + (1.0 - right) * start_ms
         return right * (max(behind) - behind[0]) - lost_ms / known.plain_latency.of(1)
 
     def _values_alone(self, chances: Sequence[float]) -> list[float]:
@@ -302,8 +302,12 @@ class Planner:
     def depth(self) -> int:
         """How deep branches are prepared, and the longest draft that is verified."""
         usual = ceil(self.estimates.draft_length) + _BEYOND
-        deepest = self.max_draft_tokens or _DEEPEST
-        return self.num_draft_tokens or min(deepest, usual)
+        return self.num_draft_tokens or min(self.longest_draft, usual)
+
+    @property
+    def longest_draft(self) -> int:
+        """The longest draft that may be decided on, whatever pays now."""
+        return self.num_draft_tokens or self.max_draft_tokens or _DEEPEST
 
     @property
     def branches(self) -> int:

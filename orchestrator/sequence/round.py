@@ -59,7 +59,7 @@ class Round:
     """Their tokens."""
     waited_ms: float = 0.0
     """How long its draft was waited for."""
-    goes_on: bool = False
+    continues_run: bool = False
     """Whether it is one of a free run, behind the first."""
     begun_unasked: bool = False
     """Whether it began this round by itself."""
@@ -98,7 +98,8 @@ class Round:
             mode=planner.mode,
             by_hand=planner.num_draft_tokens > 0,
             begun_unasked=self.begun_unasked,
-            goes_on=self.goes_on,
+            longest_draft=planner.longest_draft,
+            continues_run=self.continues_run,
             waited_ms=self.waited_ms,
             tried_saguaro=planner.tried_saguaro,
             speculating=self.speculating,

@@ -237,7 +237,7 @@ class Sequence:
 
     def _go_on_unasked(self) -> list[Action]:
         """The next round has begun by itself."""
-        self.round, self.current = self.round + 1, Round([self.tokens[-1]], goes_on=True)
+        self.round, self.current = self.round + 1, Round([self.tokens[-1]], continues_run=True)
         if self.planner.should_speculate and not self._limits.has_drafter:
             self.recorder.fallbacks["no_drafter"] += 1
         return []

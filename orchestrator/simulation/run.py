@@ -83,7 +83,7 @@ def simulate(scenario: Scenario, strategy: Strategy, estimates: CostModel | None
 def _time_passes(device: Device) -> PassTimes:
     """What a verifier of this kind measures at load."""
     cost = curve(device.t_verify)
-    times = {rows: cost.of(rows) for rows in _MEASURED_ROWS}
+    times = {rows: cost.of(rows) + device.exchange_ms(rows) for rows in _MEASURED_ROWS}
     return PassTimes(chains=times, trees=times)
 
 

@@ -53,6 +53,10 @@ class PrefixCache:
         del self._kept[0]
         return True
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept = []
+
     def fork(self, tokens: Tokens, running: Iterable[CachedPrefix] = ()) -> SequenceState | None:
         """A state with the longest beginning of `tokens` that can be resumed.
 

@@ -7,7 +7,7 @@ worth their time.
 import logging
 import time
 
-from protocol.errors import NotNumbers
+from protocol.errors import RuntimeFailure
 from protocol.messages import (
     CloseSequence,
     OpenSequence,
@@ -36,21 +36,23 @@ _MANY, _DEAR = 8, 3.0
 _SHORTEST_MS = 1e-3
 
 
-def measure_passes(verifier: Verifier, *, by_themselves: bool) -> PassTimes:
-    """Time passes behind a short text, which is forgotten again.
+def measure_passes(verifier: Verifier, *, drafter_idle: bool) -> PassTimes:
+    """Time passes behind a short text. What it leaves in the prefix cache is of no use.
 
     Args:
         verifier: warmed up where passes have to be prepared.
-        by_themselves: whether nothing is launched behind a pass (a GPU), or the drafter's core is
-            left to the drafter (a CPU).
+        drafter_idle: as in `Verify`.
     """
-    stopwatch = _Stopwatch(verifier, drafter_idle=by_themselves)
+    stopwatch = _Stopwatch(verifier, drafter_idle=drafter_idle)
     try:
+        stopwatch.open()
         _measure(stopwatch, verifier)
-    except NotNumbers as error:
+    except RuntimeFailure as error:
         # It starts all the same, and its requests fail.
         _log.warning("passes were not measured: %s", error)
     stopwatch.close()
+    chains = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in sorted(stopwatch.chains.items()))
+    _log.info("passes by their tokens, in ms: %s", chains)
     return PassTimes(chains=stopwatch.chains, trees=stopwatch.trees)
 
 
@@ -58,6 +60,7 @@ def _measure(stopwatch: "_Stopwatch", verifier: Verifier) -> None:
     ends_at = time.monotonic() + _BUDGET_S
     shapes = [list(range(rows - 1)) for rows in _CHAINS]
     shapes += [[0] * (rows - 1) for rows in _TREES if verifier.takes_trees]
+    stopwatch.verify([])  # a process's first pass takes longer
     for _ in range(_SWEEPS):
         for parents in shapes:
             if len(parents) > verifier.max_draft_tokens or stopwatch.is_too_dear(1 + len(parents)):
@@ -76,28 +79,36 @@ class _Stopwatch:
         """The same of trees."""
         self._position = len(_PROMPT)
         self._round = 0
+
+    def open(self) -> None:
+        """Begin the text."""
         opening = OpenSequence(sequence=_SEQUENCE, tokens=_PROMPT, sampling=Sampling())
-        for _ in verifier.handle(opening):
+        for _ in self._verifier.handle(opening):
             pass
 
     def time(self, parents: Parents) -> None:
         """Verify tokens of this shape, and note how long that takes."""
         least = self.chains if parents == list(range(len(parents))) else self.trees
+        rows, taken_ms = 1 + len(parents), self.verify(parents)
+        least[rows] = min(least.get(rows, taken_ms), taken_ms)
+
+    def verify(self, parents: Parents) -> float:
+        """How long that takes, in milliseconds."""
         self._round += 1
-        nodes = list(range(1 + len(parents)))
         message = Verify(
             sequence=_SEQUENCE,
             round=self._round,
             position=self._position,
-            nodes=nodes,
+            nodes=list(range(1 + len(parents))),
             parents=parents,
             drafter_idle=self._drafter_idle,
         )
+        taken_ms = _SHORTEST_MS
         for answer in self._verifier.handle(message):
             if isinstance(answer, VerificationOutcome):
                 self._position += answer.accepted + 1
-                before = least.get(len(nodes), answer.verify_ms)
-                least[len(nodes)] = min(before, max(answer.verify_ms, _SHORTEST_MS))
+                taken_ms = max(taken_ms, answer.verify_ms)
+        return taken_ms
 
     def is_too_dear(self, rows: int) -> bool:
         """Whether so many rows will not be verified, as fewer take several passes' time."""

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from protocol.messages import Verify
 from protocol.process.child import run_child
 from protocol.settings import VerifierSettings
 from services.verifier import main as verifier
@@ -20,13 +21,13 @@ def _hang_once(folder: Path) -> None:
 
     honest, calls = AcceptanceRule.accept, [0]
 
-    def judged(*arguments: Any) -> Any:
-        calls[0] += 1
+    def judged(rule: Any, logits: Any, message: Verify, *rest: Any) -> Any:
+        calls[0] += message.sequence > 0  # what is timed at load is sequence 0
         if calls[0] == _FIFTH and not (folder / "hung").exists():
             (folder / "hung").touch()
             while True:
                 time.sleep(1e9)
-        return honest(*arguments)
+        return honest(rule, logits, message, *rest)
 
     AcceptanceRule.accept = judged  # type: ignore[method-assign]  # that is the fault
 

@@ -1,8 +1,8 @@
 """A follower that differs from rank 0: `odd_rank.py version`, `weights`, `part` or `hang FILE`.
 
 `part` passes all checks of versions and files, and then loads another model of the same shape.
-`hang` stops computing in the middle of an answer, but goes on beating, unless there is the file
-that it writes then.
+`hang` stops computing in the middle of an answer, but goes on beating, once there is the file that
+it deletes then.
 """
 
 import sys
@@ -35,11 +35,11 @@ def serve_another(join: Join, leader: follower.LeaderChannel) -> None:
 def hang_once(leader: follower.LeaderChannel, timeout_s: float | None = None) -> ToFollower:
     """The next message, but for one."""
     message = receive(leader, timeout_s)
-    noted = Path(sys.argv[2])
-    if isinstance(message, Pass):
+    wanted = Path(sys.argv[2])
+    if isinstance(message, Pass) and wanted.exists():
         passes.append(message)
-    if len(passes) == PASSES and not noted.exists():
-        noted.touch()
+    if len(passes) == PASSES:
+        wanted.unlink()
         threading.Event().wait()
     return message
 

@@ -218,7 +218,7 @@ def test_what_a_wrong_lookup_costs_counts(
         idle_ms=restart_ms,
     )
     monkeypatch.setattr(CostModel, "acceptance_rates", lambda _, confidences, *__: confidences)
-    estimates.observe_round(replace(round_, idle_ms=90.0, goes_on=True))  # says nothing of it
+    estimates.observe_round(replace(round_, idle_ms=90.0, continues_run=True))  # says nothing of it
     for _ in range(50):
         estimates.observe_round(round_)
     assert (plan.value_of_stopping(chain_of([rate, 0.5, 0.4])) > 0.0) is pays

@@ -55,7 +55,7 @@ host=$1; shift
 case $host in
   nowhere) echo "ssh: connect to host nowhere port 22: No route to host" >&2; exit 255;;
   version|weights|part|hang) case "$*" in
-    *services.ranks.main*) exec {python} {odd_rank} "$host" "$0.hung";;
+    *services.ranks.main*) exec {python} {odd_rank} "$host" "$0.hang";;
   esac;;
 esac
 exec /bin/sh -c "$*"
@@ -224,7 +224,9 @@ def test_a_rank_that_hangs_but_beats(pair: StackSettings, tmp_path: Path) -> Non
     settings = msgspec.structs.replace(over(pair, tmp_path, "hang"), hang_timeout_s=3.0)
     with running(settings) as stack:
         old = pids_of(stack)
+        (tmp_path / "bin" / "ssh.hang").touch()
         answer = ask(stack, "T0", "ssd")
+        assert not (tmp_path / "bin" / "ssh.hang").exists()
         assert answer.statistics.verifier_restarts
         assert answer.tokens == ask(stack, "T0", "ar").tokens
         eventually(lambda: gone(old), "the old ranks are gone")

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from protocol.errors import OutOfMemory
 from services.mlx.loader import load
+from services.verifier import pass_times
 from services.verifier.pass_times import measure_passes
 from services.verifier.verifier import Verifier
 from tests.services.verifier.test_not_a_number import poison
@@ -13,16 +15,18 @@ from tests.support.tiny_models import write_tiny_model
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba"])
-@pytest.mark.parametrize("by_themselves", [False, True])
+@pytest.mark.parametrize("drafter_idle", [False, True])
 def test_passes_that_the_target_can_verify_are_measured(
-    family: str, *, by_themselves: bool
+    family: str, monkeypatch: pytest.MonkeyPatch, *, drafter_idle: bool
 ) -> None:
     """A single token in any case; chains and trees as far as it takes them."""
+    monkeypatch.setattr("services.verifier.pass_times._BUDGET_S", 60.0)
+    monkeypatch.setattr("services.verifier.pass_times._DEAR", 1e6)
     verifier = Verifier(load(tiny_folder(family)), 512)
-    times = measure_passes(verifier, by_themselves=by_themselves)
-    assert 1 in times.chains
-    assert max(times.chains) <= verifier.max_draft_tokens + 1
-    assert bool(times.trees) == verifier.takes_trees or len(times.chains) == 1
+    times = measure_passes(verifier, drafter_idle=drafter_idle)
+    most = verifier.max_draft_tokens + 1
+    assert set(times.chains) == {rows for rows in pass_times._CHAINS if rows <= most}
+    assert set(times.trees) == set(pass_times._TREES if verifier.takes_trees else ())
     assert all(ms > 0.0 for ms in [*times.chains.values(), *times.trees.values()])
     assert not verifier._sequences
 
@@ -30,7 +34,7 @@ def test_passes_that_the_target_can_verify_are_measured(
 def test_a_slow_target_is_measured_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the time is over no further pass begins."""
     monkeypatch.setattr("services.verifier.pass_times._BUDGET_S", 0.0)
-    times = measure_passes(Verifier(load(tiny_folder("llama")), 512), by_themselves=True)
+    times = measure_passes(Verifier(load(tiny_folder("llama")), 512), drafter_idle=True)
     assert list(times.chains) == [1]
     assert not times.trees
 
@@ -38,5 +42,16 @@ def test_a_slow_target_is_measured_a_little(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_broken_target_is_left_to_its_requests(tmp_path: Path) -> None:
     """Its logits are NaN: it starts all the same."""
     verifier = Verifier(load(poison(write_tiny_model(tmp_path / "m", "llama"))), 512)
-    assert not measure_passes(verifier, by_themselves=True).chains
+    assert not measure_passes(verifier, drafter_idle=True).chains
     assert not verifier._sequences
+
+
+def test_a_target_that_has_no_room_is_left_to_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the short text fits."""
+    verifier = Verifier(load(tiny_folder("llama")), 512)
+
+    def refuse(*_: object) -> None:
+        raise OutOfMemory("there is none left")
+
+    monkeypatch.setattr(verifier, "_open", refuse)
+    assert not measure_passes(verifier, drafter_idle=True).chains

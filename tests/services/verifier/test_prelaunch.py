@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.decoding.token_tree import read_tree
-from protocol.messages import CloseSequence, Extend, OpenSequence, Sampling, Verify
+from protocol.messages import CloseSequence, Extend, OpenSequence, PassTimes, Sampling, Verify
 from services.kv.cache import KVStore
 from services.mlx.tracing.traced_forward import TREE_ROWS, TracedForward
 from services.verifier.prelaunch import Prelauncher, choose_rows
@@ -85,6 +85,17 @@ def test_a_pass_has_rows_for_what_is_likely_to_come(
     lengths: list[int], pass_ms: dict[int, float], rows: int
 ) -> None:
     assert choose_rows(lengths, pass_ms) == rows
+
+
+def test_the_trees_of_the_warm_up_say_nothing_of_those_to_come() -> None:
+    """They had all sizes; and passes are as dear as they were timed."""
+    prelauncher = Prelauncher()
+    prelauncher._lengths.extend([32] * 24)
+    prelauncher.expect_passes(PassTimes(trees=STEPPED))
+    assert not prelauncher._lengths
+    assert prelauncher._pass_ms == STEPPED
+    prelauncher.expect_passes(PassTimes(trees={8: 1.0}))  # the time was over
+    assert prelauncher._pass_ms == STEPPED
 
 
 CHAIN: Shape = [(0, 0), (1, 0)]
