@@ -195,9 +195,9 @@ class CostModel:
             plain = seen.sequences == 1 and not seen.speculating
             if plain and seen.origin == "target" and not seen.continues_run:
                 longer_ms = seen.idle_ms + seen.verify_ms - self.plain_latency.of(1)
-                self.run_start_ms.observe(self._bound(longer_ms))
+                self.run_start_ms.observe(self._limit_cost(longer_ms))
             if seen.waited_ms and seen.sequences == 1:
-                self.backup_idle_ms.observe(self._bound(seen.idle_ms - seen.waited_ms))
+                self.backup_idle_ms.observe(self._limit_cost(seen.idle_ms - seen.waited_ms))
             if seen.tried_saguaro is not None and seen.speculating:
                 time_ms = seen.idle_ms + seen.verify_ms
                 self.saguaro.observe(seen.tried_saguaro, seen.accepted + 1, time_ms)
@@ -289,7 +289,7 @@ class CostModel:
         usual_idle_ms = max(usual_ms, self.idle_ms[seen.origin].value)
         return min(idle_ms, _STALL * usual_idle_ms) + min(seen.verify_ms, _STALL * usual_ms)
 
-    def _bound(self, milliseconds: float) -> float:
+    def _limit_cost(self, milliseconds: float) -> float:
         """At least nothing, and no more than a few tokens of plain decoding take."""
         known = self.plain_latency.is_known
         longest_ms = _LONGEST_COST * self.plain_latency.of(1) if known else milliseconds

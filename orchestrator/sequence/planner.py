@@ -5,7 +5,7 @@ throughput (renewal reward): maximising tokens - throughput * time in each round
 tokens per second of the whole. docs/planner.md explains every decision.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
@@ -24,7 +24,13 @@ from orchestrator.learning.fan_out import (
 from orchestrator.learning.latency import VerifyLatency
 from orchestrator.learning.tree_width import WIDTHS
 from orchestrator.sequence.draft import Draft
-from orchestrator.sequence.tree_choice import count_chain, count_siblings, find_best, rank_nodes
+from orchestrator.sequence.tree_choice import (
+    count_chain,
+    count_siblings,
+    find_best,
+    multiply_rates,
+    rank_nodes,
+)
 from protocol.messages import FanOutPolicy, Mode, Origin
 
 _DEEPEST = 16
@@ -149,7 +155,7 @@ class Planner:
         rates = [first.rate(draft.confidences[row - 1]) for row in main[:most]]
         if self.sampled:
             return main[: self._length_if_sampled(rates)]
-        return main[: find_best(self._values(list(_multiply(rates))))]
+        return main[: find_best(self._values(list(multiply_rates(rates))))]
 
     def _length_if_sampled(self, rates: Sequence[float]) -> int:
         """The length where neither a token nor what follows it influences its own use.
@@ -192,11 +198,11 @@ class Planner:
         if not rates:
             return 0.0
         known, right = self.estimates, rates[0]
-        chances, shared = list(_multiply(rates[1:])), known.batch.other_tokens
+        chances, shared = list(multiply_rates(rates[1:])), known.batch.other_tokens
         behind = self._values(chances) if shared else self._values_alone(chances)
-        waiting_ms = known.idle_ms["lookup"].value
-        start_ms = waiting_ms if shared else max(waiting_ms, known.run_start_ms.value)
-        lost_ms = right * waiting_ms + (1.0 - right) * start_ms
+        wait_ms = known.idle_ms["lookup"].value
+        start_ms = wait_ms if shared else max(wait_ms, known.run_start_ms.value)
+        lost_ms = right * wait_ms + (1.0 - right) * start_ms
         return right * (max(behind) - behind[0]) - lost_ms / known.plain_latency.of(1)
 
     def _values_alone(self, chances: Sequence[float]) -> list[float]:
@@ -290,11 +296,11 @@ class Planner:
         # While one request waits, the target works for the others.
         throughput = self.throughput / self.estimates.batch.streams
         first_ms = 0.0 if rates else self.estimates.wait_overhead_ms
-        values = [self._value_of_chain(rates)]
-        for count in range(1, self.depth - len(rates) + 1):
-            cost = throughput * (first_ms + count * token_ms)
-            values.append(self._value_of_chain([*rates, *[rate] * count]) - cost)
-        return values
+        return [
+            self._value_of_chain([*rates, *[rate] * count])
+            - throughput * (count * token_ms + (first_ms if count else 0.0))
+            for count in range(max(0, self.depth - len(rates)) + 1)
+        ]
 
     # ------------------------------------------------------------ what to prepare
 
@@ -379,7 +385,7 @@ class Planner:
 
     def _value_of_chain(self, rates: Sequence[float]) -> float:
         added_ms = self._verify_ms(len(rates)) - self._others_ms
-        return 1.0 + sum(_multiply(rates)) - self.throughput * added_ms
+        return 1.0 + sum(multiply_rates(rates)) - self.throughput * added_ms
 
     @property
     def _others_ms(self) -> float:
@@ -393,11 +399,3 @@ class Planner:
 
     def _latency(self, *, tree: bool) -> VerifyLatency:
         return self.estimates.latency(speculating=self.should_speculate, tree=tree)
-
-
-def _multiply(rates: Sequence[float]) -> Iterator[float]:
-    """The chances that 1, 2, ... tokens of a chain are accepted."""
-    reached = 1.0
-    for rate in rates:
-        reached *= rate
-        yield reached
