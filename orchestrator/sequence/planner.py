@@ -77,7 +77,7 @@ class Planner:
     tree_nodes: int | None = None
     """Draft tokens of the trees that are verified; 0 and 1: chains only; None: what pays."""
     verify_ahead: bool | None = None
-    """Whether the verifier begins prepared rounds by itself; None: if that pays."""
+    """Whether the verifier begins prepared rounds unasked; None: if that pays."""
 
     # ------------------------------------------------------------ speculate or not
 
@@ -191,8 +191,7 @@ class Planner:
         """What it is worth to end a free run for a lookup, in tokens.
 
         Its first token is being computed, so that only what follows it can be verified, and only
-        if that token is right. Otherwise plain decoding begins anew, and nothing is computed
-        meanwhile; the target waits in any case, until it is asked for a round.
+        if it is right. Otherwise plain decoding begins anew; in any case the target waits a while.
         """
         rates = self._acceptance_rates(lookup.pick(lookup.main), "lookup")
         if not rates:
@@ -290,12 +289,12 @@ class Planner:
 
     def value_of_waiting(self, rates: Sequence[float]) -> list[float]:
         """What waiting for 0, 1, ... tokens behind those with these rates is worth, in tokens."""
-        rate, token_ms = self.estimates.backup_rate, self.estimates.draft_token_ms
+        known = self.estimates
+        rate, token_ms = known.backup_rate, known.draft_token_ms
         if not token_ms:
             return [self._value_of_chain(rates)]  # nothing was drafted yet
-        # While one request waits, the target works for the others.
-        throughput = self.throughput / self.estimates.batch.streams
-        first_ms = 0.0 if rates else self.estimates.wait_overhead_ms
+        throughput = self.throughput / known.batch.streams  # the target works for the others
+        first_ms = 0.0 if rates else known.wait_overhead_ms
         return [
             self._value_of_chain([*rates, *[rate] * count])
             - throughput * (count * token_ms + (first_ms if count else 0.0))
