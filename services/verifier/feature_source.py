@@ -107,13 +107,15 @@ class FeatureSource:
         if sequence.features is not None and sequence.features.request == self.request:
             self._kept = [*self._kept[1 - _KEPT :], (sequence.tokens, sequence.features)]
 
-    def log(self, sequence: ReadSequence, position: int, rows: mx.array | None) -> Rows | None:
+    def log(
+        self, sequence: ReadSequence, position: int, rows: mx.array | Rows | None
+    ) -> Rows | None:
         """Keep the rows of its tokens from `position` on; returns them as they are sent."""
         if rows is None or self.request is None:
             return None
         if sequence.features is None or sequence.features.request != self.request:
             sequence.features = FeatureLog(self.request)
-        on_host = np.array(rows)
+        on_host = rows if isinstance(rows, np.ndarray) else np.array(rows)
         sequence.features.append(position, on_host)
         return on_host
 

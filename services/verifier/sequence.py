@@ -14,7 +14,7 @@ from protocol.messages import Extend, Tokens, VerificationOutcome, Verify
 from services.batching.forward import BatchRequest, ForwardPass
 from services.kv.state import SequenceState
 from services.verifier.acceptance import AcceptanceRule
-from services.verifier.feature_log import FeatureLog
+from services.verifier.feature_log import FeatureLog, Rows
 from services.verifier.pipelined_step import PipelinedStep, SharedStep, next_plain
 from services.verifier.prelaunch import PrelaunchedPass
 from services.verifier.prepared import PreparedRounds
@@ -186,13 +186,13 @@ class TargetSequence:
             self.state.commit_rows(rows)
         self.tokens += tokens
 
-    def take_read(self, places: Sequence[int]) -> mx.array | None:
+    def take_read(self, places: Sequence[int]) -> Rows | None:
         """What was read at these rows of the pass, a path."""
         rows, self.read = self.read, None
         if rows is None:
             return None
-        count = len(places)
-        return rows[:count] if places[-1] == count - 1 else rows[mx.array(list(places))]
+        # On the host: on a GPU choosing some of them would be a launch of its own to wait for.
+        return np.array(rows)[list(places)]
 
     def forget_features(self) -> None:
         """What passes under way read was asked for by another drafter."""
