@@ -53,10 +53,7 @@ class _Fitted(NamedTuple):
 
 
 class VerifyLatency:
-    """T_v(m): time of a verification of m tokens.
-
-    What the verifier measured at load gives the shape of the curve; what rounds take gives its
-    height, and what single numbers of rows deviate by. Without it only the rounds count.
+    """T_v(m): time of a verification of m tokens, as timed at load and in rounds since.
 
     Args:
         alike: what holds until anything was measured here; None: assumptions.
@@ -109,25 +106,21 @@ class VerifyLatency:
 
     @property
     def _fit(self) -> "_Fitted":
-        if self._fitted is None:
+        if self._fitted is None or self._is_led:
             points = self._merge() if self._expected is None else self._expected.points
             self._fitted = _Fitted(points, self._fit_row_ms(points))
         return self._fitted
 
     @property
-    def _points(self) -> dict[int, float]:
-        return self._fit.points
-
-    @property
-    def _row_ms(self) -> float | None:
-        return self._fit.row_ms
+    def _is_led(self) -> bool:
+        """Whether what another curve sees changes what holds here."""
+        return self._expected is not None and self._expected.is_led
 
     def _is_doubtful(self, tokens: int, milliseconds: float) -> bool:
         """Whether this is one of the first samples of a wide pass, and much longer than expected.
 
         Where rows are cheap a wide tree is tried because it should cost little. Its first pass may
-        have compiled a kernel; believing that would end the trials for good. What is expected by
-        measurement is doubted later than what is assumed.
+        have compiled a kernel; believing that would end the trials for good.
         """
         if tokens in self._samples or milliseconds <= _OUTLIER * self.of(tokens):
             return False
@@ -150,14 +143,14 @@ class VerifyLatency:
         """T_v(tokens): measured, between its measured neighbours, or assumed."""
         if not self.is_known and self._alike is not None:
             return self._alike.of(tokens)
-        if (known := self._known.get(tokens)) is None:
+        if (known := self._known.get(tokens)) is None or self._is_led:
             known = self._known[tokens] = self._estimate(tokens)
         return known
 
     def _estimate(self, tokens: int) -> float:
         if self._expected is not None:
             return self._expected.of(tokens)
-        points = self._points
+        points = self._fit.points
         below = max((m for m in points if m <= tokens), default=None)
         above = min((m for m in points if m >= tokens), default=None)
         if below is not None and above is not None:
@@ -165,7 +158,7 @@ class VerifyLatency:
         return self._extrapolate(tokens, below, above)
 
     def _extrapolate(self, tokens: int, below: int | None, above: int | None) -> float:
-        points, row_ms = self._points, self._cheap_row_ms
+        points, row_ms = self._fit.points, self._cheap_row_ms
         if below is not None and row_ms is not None:
             return points[below] + (tokens - below) * row_ms
         if below is not None:
@@ -180,9 +173,11 @@ class VerifyLatency:
     @property
     def has_cheap_rows(self) -> bool:
         """Whether further rows were measured to add little to a pass of two or more."""
-        if self._row_ms is None or not self._has_evidence:
+        if self._fit.row_ms is None or not self._has_evidence:
             return False
-        return self._row_ms < _CHEAP_ROW * min(ms for m, ms in self._points.items() if m > 1)
+        return self._fit.row_ms < _CHEAP_ROW * min(
+            ms for m, ms in self._fit.points.items() if m > 1
+        )
 
     @property
     def _has_evidence(self) -> bool:
@@ -194,9 +189,10 @@ class VerifyLatency:
     @property
     def _cheap_row_ms(self) -> float | None:
         """What a further row adds, where it adds little; of what is alike if it is not known."""
-        if self._row_ms is None and self._alike is not None:
+        row_ms = self._fit.row_ms
+        if row_ms is None and self._alike is not None:
             return self._alike._cheap_row_ms  # of the same class
-        return self._row_ms if self.has_cheap_rows else None
+        return row_ms if self.has_cheap_rows else None
 
     def _fit_row_ms(self, known: Mapping[int, float]) -> float | None:
         """What a row adds, by least squares; None where two counts above 1 were not measured.
@@ -221,7 +217,7 @@ class VerifyLatency:
 
     def save(self) -> dict[int, float]:
         """For a snapshot."""
-        return dict(self._points)
+        return dict(self._fit.points)
 
     def restore(self, saved: dict[int, float]) -> None:
         """Start from a snapshot; its shape holds, its scale only until something is measured."""
@@ -252,6 +248,11 @@ class _Expected:
         """Of all passes, as a share of what they took at load; None: nothing was seen here."""
         self._deviations: dict[int, Ema] = {}
         """Of single numbers of rows, as a share."""
+
+    @property
+    def is_led(self) -> bool:
+        """Whether nothing was seen here yet, and another curve's passes count."""
+        return self._pace is None and self._leader is not None
 
     def observe_pace(self, rows: int, milliseconds: float, at_most: float) -> None:
         """A pass took this long, whatever the reason; the pace changes by this factor at most."""

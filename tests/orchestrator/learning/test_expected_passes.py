@@ -97,6 +97,7 @@ def test_two_neighbours_do_not_make_further_rows_free() -> None:
 def test_trees_follow_the_pace_of_chains_until_one_was_verified() -> None:
     """The machine is quieter than at load: trees must not look dear for that alone."""
     known = expecting(FLAT, {8: 7.0})
+    assert known.tree_latency.of(8) == 7.0
     for _ in range(30):
         known.verify_latency.observe(3, 0.6 * 6.35)
     assert known.tree_latency.of(8) == pytest.approx(0.6 * 7.0, rel=0.05)
