@@ -30,6 +30,8 @@ from orchestrator.learning.tree_growth import TreeGrowth, rank_chances
 from orchestrator.learning.tree_width import TreeWidth
 from protocol.messages import Mode, Origin, PassTimes
 
+_OF_ANY_PAIR = {"batch", "_pass_times"}
+"""What another drafter leaves as it is."""
 _SPECULATIVE: tuple[Mode, ...] = ("sd", "ssd")
 _STALL = 1.5
 """What is beyond this multiple of a pass's or a wait's usual time is not counted."""
@@ -66,9 +68,6 @@ def _by_origin(make: Callable[[], Estimate]) -> dict[Origin, Estimate]:
 
 class CostModel:
     """Everything that is measured for the planner."""
-
-    _pass_times = PassTimes()
-    """Of the verifier, at load. No attribute of the instance at first: `restart` leaves it."""
 
     def __init__(self) -> None:
         self.verify_latency = VerifyLatency()
@@ -109,6 +108,7 @@ class CostModel:
         self.batch = BatchEstimates()
         self.handover = HandoverEstimates()
         self._passes: Passes[RoundObservation] = Passes()
+        self._pass_times = PassTimes()
 
     def expect_passes(self, times: PassTimes) -> None:
         """The target's passes took so long at load."""
@@ -350,8 +350,8 @@ class CostModel:
     def restart(self, saved: EstimateSnapshot | None, age_s: float = 0.0) -> None:
         """Forget everything, then start from a snapshot of this age, which counts for little."""
         # In place: the planners of running requests hold this object.
-        fresh = {name: value for name, value in vars(CostModel()).items() if name != "batch"}
-        vars(self).update(fresh)
+        fresh = vars(CostModel())
+        vars(self).update({name: fresh[name] for name in fresh.keys() - _OF_ANY_PAIR})
         self._start_from_load()
         self.batch.restore(saved.batch_trials if saved is not None else {}, age_s)
         if saved is None:

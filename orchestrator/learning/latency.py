@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from orchestrator.learning.averages import Ema, smooth
 from orchestrator.learning.snapshot import Average
 
@@ -315,12 +317,8 @@ def _interpolate(points: Mapping[int, float], place: int) -> float:
     """The value at a place, from those at the places beside it; beyond the last one, its value."""
     if (value := points.get(place)) is not None:
         return value
-    below = max((m for m in points if m <= place), default=None)
-    above = min((m for m in points if m >= place), default=None)
-    if below is None or above is None:
-        return points[min(points) if below is None else max(points)]
-    share = (place - below) / (above - below) if above > below else 0.0
-    return points[below] + share * (points[above] - points[below])
+    places = sorted(points)
+    return float(np.interp(place, places, [points[one] for one in places]))
 
 
 def _assume(tokens: int) -> float:

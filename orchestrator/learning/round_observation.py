@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from protocol.messages import Mode, Origin
 
+LONGEST_DRAFT = 16
+"""Draft tokens of a round, if nobody says how many there may be."""
+
 
 @dataclass(frozen=True)
 class RoundObservation:
@@ -29,7 +32,7 @@ class RoundObservation:
     """Between the verification before and this one; None for a request's first."""
     waited_ms: float = 0.0
     """How long its draft was waited for, as far as the orchestrator saw."""
-    longest_draft: int = 16
+    longest_draft: int = LONGEST_DRAFT
     """Draft tokens that a round may have."""
     continues_run: bool = False
     """Whether it followed another one of a free run, so that its pass had begun before."""

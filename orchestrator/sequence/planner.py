@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
+from operator import mul
 from typing import NamedTuple
 
 from orchestrator.learning.cost_model import MOST_SIBLINGS, CostModel
@@ -22,18 +23,17 @@ from orchestrator.learning.fan_out import (
     uniform,
 )
 from orchestrator.learning.latency import VerifyLatency
+from orchestrator.learning.round_observation import LONGEST_DRAFT
 from orchestrator.learning.tree_width import WIDTHS
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.tree_choice import (
     count_chain,
     count_siblings,
     find_best,
-    multiply_rates,
     rank_nodes,
 )
 from protocol.messages import FanOutPolicy, Mode, Origin
 
-_DEEPEST = 16
 _BEYOND = 2
 """How much deeper branches are prepared than drafts were worth verifying recently."""
 _LEAST_BRANCHES = 2
@@ -155,7 +155,7 @@ class Planner:
         rates = [first.rate(draft.confidences[row - 1]) for row in main[:most]]
         if self.sampled:
             return main[: self._length_if_sampled(rates)]
-        return main[: find_best(self._values(list(multiply_rates(rates))))]
+        return main[: find_best(self._values(list(accumulate(rates, mul))))]
 
     def _length_if_sampled(self, rates: Sequence[float]) -> int:
         """The length where neither a token nor what follows it influences its own use.
@@ -197,7 +197,7 @@ class Planner:
         if not rates:
             return 0.0
         known, right = self.estimates, rates[0]
-        chances, shared = list(multiply_rates(rates[1:])), known.batch.other_tokens
+        chances, shared = list(accumulate(rates[1:], mul)), known.batch.other_tokens
         behind = self._values(chances) if shared else self._values_alone(chances)
         wait_ms = known.idle_ms["lookup"].value
         start_ms = wait_ms if shared else max(wait_ms, known.run_start_ms.value)
@@ -312,7 +312,7 @@ class Planner:
     @property
     def longest_draft(self) -> int:
         """The longest draft that may be decided on, whatever pays now."""
-        return self.num_draft_tokens or self.max_draft_tokens or _DEEPEST
+        return self.num_draft_tokens or self.max_draft_tokens or LONGEST_DRAFT
 
     @property
     def branches(self) -> int:
@@ -384,7 +384,7 @@ class Planner:
 
     def _value_of_chain(self, rates: Sequence[float]) -> float:
         added_ms = self._verify_ms(len(rates)) - self._others_ms
-        return 1.0 + sum(multiply_rates(rates)) - self.throughput * added_ms
+        return float(sum(accumulate(rates, mul, initial=1.0))) - self.throughput * added_ms
 
     @property
     def _others_ms(self) -> float:

@@ -6,7 +6,7 @@ best one of m nodes; what is left to choose is m, by what a pass of m + 1 rows c
 are dear few nodes are left, mostly a chain.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -35,14 +35,6 @@ def rank_nodes(parents: Sequence[int], rates: Sequence[float]) -> RankedNodes:
     # A stable sort keeps parents before children that are as likely.
     rows = sorted(range(1, len(chances)), key=chances.__getitem__, reverse=True)
     return RankedNodes(rows, [chances[row] for row in rows])
-
-
-def multiply_rates(rates: Sequence[float]) -> Iterator[float]:
-    """The chances that 1, 2, ... tokens of a chain are accepted."""
-    reached = 1.0
-    for rate in rates:
-        reached *= rate
-        yield reached
 
 
 def count_chain(rows: Sequence[int], parents: Sequence[int]) -> int:

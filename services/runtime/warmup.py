@@ -12,14 +12,9 @@ from collections.abc import Iterator
 
 from protocol.decoding.token_tree import CHAIN_ROWS, TREE_ROWS
 from protocol.errors import NotNumbers
-from protocol.messages import (
-    CloseSequence,
-    OpenSequence,
-    Sampling,
-    VerificationOutcome,
-    Verify,
-)
+from protocol.messages import Sampling
 from services.drafter.backends.base import DEFAULT_ROUND_OPTIONS, DraftBackend, RoundOptions
+from services.verifier.trial_sequence import TrialSequence
 from services.verifier.verifier import Verifier
 
 _log = logging.getLogger(__name__)
@@ -51,43 +46,19 @@ def _unless_broken() -> Iterator[None]:
 
 
 def warm_verifier(verifier: Verifier) -> None:
-    """Prefill, and verify a chain of each length."""
+    """Prefill, and verify a chain of each length; behind a long prompt all sizes, and trees."""
+    trial = TrialSequence(verifier)
     with _unless_broken():
-        _warm_chains(verifier)
+        for drafted in range(min(_LONGEST, verifier.max_draft_tokens) + 1):
+            trial.open(_PROMPT)
+            trial.verify(list(range(drafted)))
         if verifier.takes_trees:
-            _warm_sizes(verifier)
-    for _ in verifier.handle(CloseSequence(sequence=_SEQUENCE)):
-        pass
-
-
-def _warm_chains(verifier: Verifier) -> None:
-    prompt = OpenSequence(sequence=_SEQUENCE, tokens=_PROMPT, sampling=Sampling())
-    for drafted in range(min(_LONGEST, verifier.max_draft_tokens) + 1):
-        for _ in verifier.handle(prompt):
-            pass
-        chain = _PROMPT[: drafted + 1]
-        message = Verify(sequence=_SEQUENCE, round=1, position=len(_PROMPT), nodes=chain)
-        for _ in verifier.handle(message):
-            pass
-
-
-def _warm_sizes(verifier: Verifier) -> None:
-    """Verify chains and trees of every size behind a long prompt."""
-    position = len(_LONG_PROMPT)
-    for _ in verifier.handle(
-        OpenSequence(sequence=_SEQUENCE, tokens=_LONG_PROMPT, sampling=Sampling())
-    ):
-        pass
-    chains = [list(range(rows - 1)) for rows in CHAIN_ROWS]
-    stars = [[0] * (rows - 1) for rows in TREE_ROWS]
-    for round_, parents in enumerate([*chains, *stars], start=1):
-        nodes = list(range(1 + len(parents)))
-        message = Verify(
-            sequence=_SEQUENCE, round=round_, position=position, nodes=nodes, parents=parents
-        )
-        for answer in verifier.handle(message):
-            if isinstance(answer, VerificationOutcome):
-                position += answer.accepted + 1
+            trial.open(_LONG_PROMPT)
+            for rows in CHAIN_ROWS:
+                trial.verify(list(range(rows - 1)))
+            for rows in TREE_ROWS:
+                trial.verify([0] * (rows - 1))
+    trial.close()
 
 
 def warm_drafter(backend: DraftBackend) -> None:

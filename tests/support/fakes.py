@@ -13,6 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from orchestrator.learning.cost_model import CostModel
+from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.actions import HandOver, PrecomputeVerify
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.planner import Planner
@@ -46,6 +47,23 @@ from protocol.messages import (
 )
 
 VOCABULARY = 7
+
+
+def observed(**changes: Any) -> RoundObservation:
+    """A round of a drafter's chain, of which nothing is known but what is given."""
+    told: dict[str, Any] = {
+        "mode": "ssd",
+        "by_hand": False,
+        "speculating": True,
+        "origin": "hit",
+        "confidences": [],
+        "accepted": 0,
+        "prepared": 0,
+        "rank": None,
+        "verify_ms": 10.0,
+        "idle_ms": None,
+    }
+    return RoundObservation(**{**told, **changes})
 
 
 def chain_of(confidences: Iterable[float]) -> Draft:

@@ -17,13 +17,13 @@ from orchestrator.learning.estimate_store import EstimateStore
 from orchestrator.learning.fan_out import AFTER_ALL
 from orchestrator.learning.hit_curve import HitCurve
 from orchestrator.learning.latency import VerifyLatency
-from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.learning.saguaro import CHOICES
 from orchestrator.learning.snapshot import EstimateSnapshot
 from orchestrator.learning.speculation_switch import SpeculationSwitch
 from orchestrator.registry import Peer
 from orchestrator.sequence.planner import Planner
 from protocol.messages import PROTOCOL_VERSION, Hello, Mode, Role
+from tests.support.fakes import observed
 from tests.support.stack import RunningStack, eventually, running
 from tests.support.tiny_models import write_tiny_model
 
@@ -39,20 +39,17 @@ def taught(rounds: int = 300, *, gain: bool = True, seed: int = 1) -> CostModel:
         estimates.observe_step(1, 8, 9.0)
         estimates.observe_step(2, random.choice([4, 8, 16]), 5.0 + random.random())
         estimates.saguaro.observe(random.choice(CHOICES), 2, 30.0)
-        estimates.observe_round(
-            RoundObservation(
-                mode="ssd",
-                by_hand=False,
-                speculating=speculating,
-                origin=random.choice(ORIGINS),
-                confidences=[0.55] if speculating else [],
-                accepted=int(gain and speculating),
-                prepared=4 if speculating else 0,
-                rank=2,
-                verify_ms=30.0 if speculating else 20.0,
-                idle_ms=1.0,
-            )
+        round_ = observed(
+            speculating=speculating,
+            origin=random.choice(ORIGINS),
+            confidences=[0.55] if speculating else [],
+            accepted=int(gain and speculating),
+            prepared=4 if speculating else 0,
+            rank=2,
+            verify_ms=30.0 if speculating else 20.0,
+            idle_ms=1.0,
         )
+        estimates.observe_round(round_)
     return estimates
 
 
@@ -93,21 +90,11 @@ def test_how_backups_fared_is_remembered_a_little() -> None:
     assert estimates.save().backups is None
     estimates.observe_step(1, 8, 9.0)  # what is assumed is the rate of hits
     before = estimates.backup_rate
+    backed_up = observed(
+        origin="miss", confidences=[0.9] * 4, accepted=4, verify_ms=30.0, idle_ms=1.0
+    )
     for _ in range(100):
-        estimates.observe_round(
-            RoundObservation(
-                mode="ssd",
-                by_hand=False,
-                speculating=True,
-                origin="miss",
-                confidences=[0.9] * 4,
-                accepted=4,
-                prepared=0,
-                rank=None,
-                verify_ms=30.0,
-                idle_ms=1.0,
-            )
-        )
+        estimates.observe_round(backed_up)
     assert before < again(estimates).backup_rate < estimates.backup_rate
 
 

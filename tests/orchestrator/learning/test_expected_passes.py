@@ -7,30 +7,18 @@ import pytest
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.latency import VerifyLatency
-from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.registry import Peer
 from orchestrator.sequence.planner import Planner
 from protocol.messages import PassTimes, Role
 from tests.orchestrator.learning.test_estimate_store import hello, met
-from tests.support.fakes import chain_of
+from tests.support.fakes import chain_of, observed
 
 FLAT = {1: 5.5, 2: 6.3, 4: 6.4, 8: 6.9, 16: 7.5, 32: 8.5}
 """Of a GPU that reads 16 GB of weights in any case."""
 STEEP = {1: 10.0, 2: 12.0, 4: 16.0, 8: 32.0, 16: 60.0}
 """Of one core."""
 
-ROUND = RoundObservation(
-    mode="ssd",
-    by_hand=False,
-    speculating=True,
-    origin="hit",
-    confidences=[0.8] * 3,
-    accepted=2,
-    prepared=0,
-    rank=None,
-    verify_ms=6.4,
-    idle_ms=0.5,
-)
+ROUND = observed(confidences=[0.8] * 3, accepted=2, verify_ms=6.4, idle_ms=0.5)
 
 
 def expecting(chains: dict[int, float], trees: dict[int, float] | None = None) -> CostModel:
@@ -97,10 +85,11 @@ def test_two_neighbours_do_not_make_further_rows_free() -> None:
 def test_trees_follow_the_pace_of_chains_until_one_was_verified() -> None:
     """The machine is quieter than at load: trees must not look dear for that alone."""
     known = expecting(FLAT, {8: 7.0})
-    assert known.tree_latency.of(8) == 7.0
+    assert known.tree_latency.of(8) == known.tree_latency.save()[8] == 7.0
     for _ in range(30):
         known.verify_latency.observe(3, 0.6 * 6.35)
     assert known.tree_latency.of(8) == pytest.approx(0.6 * 7.0, rel=0.05)
+    assert known.tree_latency.save()[8] == known.tree_latency.of(8)
     for _ in range(60):
         known.tree_latency.observe(8, 9.0)
     assert known.tree_latency.of(8) == pytest.approx(9.0, rel=0.1)
@@ -132,14 +121,14 @@ def test_trees_have_times_of_their_own() -> None:
 def test_a_stall_is_not_taken_for_the_price_of_speculation() -> None:
     """A kernel is made, or somebody else has the core: the next pass is as fast as before."""
     known = expecting(FLAT)
-    for _ in range(30):
+    for _ in range(15):
         known.observe_round(ROUND)
     before = known.switches["ssd"].speculative_tok_s
     assert before == pytest.approx(1e3 * 3 / 6.9, rel=0.01)
     known.observe_round(replace(ROUND, verify_ms=200.0))
     assert known.switches["ssd"].speculative_tok_s > 0.95 * before
     known.observe_round(replace(ROUND, idle_ms=200.0))
-    assert known.switches["ssd"].speculative_tok_s > 0.8 * before
+    assert known.switches["ssd"].speculative_tok_s > 0.65 * before
 
 
 def test_a_wait_that_recurs_is_the_price_of_speculation() -> None:
@@ -184,5 +173,7 @@ def test_the_times_at_load_stand_above_those_of_an_earlier_run(tmp_path: Path) -
         store = met(tmp_path / f"{expected}", peers)
         for _ in range(9):
             store.cost_model.verify_latency.observe(8, 90.0)
+            store.cost_model.tree_latency.observe(8, 90.0)
         store.save()
-        assert met(tmp_path / f"{expected}", peers).cost_model.verify_latency.of(8) == expected
+        again = met(tmp_path / f"{expected}", peers).cost_model
+        assert again.verify_latency.of(8) == again.tree_latency.of(8) == expected

@@ -1,26 +1,13 @@
 """How deep branches are prepared: what was worth verifying of late decides."""
 
 from orchestrator.learning.cost_model import CostModel
-from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.planner import Planner
-from tests.support.fakes import chain_of
+from tests.support.fakes import chain_of, observed
 
 
 def verified(estimates: CostModel, count: int) -> None:
     """A round that verified a draft of `count` tokens."""
-    lesson = RoundObservation(
-        mode="ssd",
-        by_hand=False,
-        speculating=True,
-        origin="hit",
-        confidences=[0.9] * count,
-        accepted=0,
-        prepared=0,
-        rank=None,
-        verify_ms=10.0,
-        idle_ms=None,
-    )
-    estimates.observe_round(lesson)
+    estimates.observe_round(observed(confidences=[0.9] * count))
 
 
 def test_branches_go_deeper_than_what_was_worth_verifying() -> None:

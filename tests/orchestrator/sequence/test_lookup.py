@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from launch.terminal.explain import explanation
 from orchestrator.learning.cost_model import CostModel
-from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.actions import ToVerifier
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
@@ -16,7 +15,7 @@ from orchestrator.sequence.planner import Planner
 from protocol.decoding.logits_processor import BannedTokens
 from protocol.decoding.prompt_lookup import CONFIDENCE, find_continuation
 from protocol.messages import LogitsOptions, Sampling, Verify
-from tests.support.fakes import Stack, Target, chain_of
+from tests.support.fakes import Stack, Target, chain_of, observed
 
 LETTERS = st.integers(0, 2)
 TOKENS = st.lists(LETTERS, max_size=6) | st.lists(LETTERS, min_size=20, max_size=40)
@@ -205,22 +204,12 @@ def test_what_a_wrong_lookup_costs_counts(
     for tokens in range(1, 20):
         estimates.plain_latency.observe(tokens, 10.0 + 0.1 * tokens)
     plan = Planner("ssd", estimates)
-    round_ = RoundObservation(
-        mode="ssd",
-        by_hand=False,
-        speculating=False,
-        origin="target",
-        confidences=[],
-        accepted=0,
-        prepared=0,
-        rank=None,
-        verify_ms=10.1,
-        idle_ms=restart_ms,
-    )
+    first = observed(speculating=False, origin="target", verify_ms=10.1, idle_ms=restart_ms)
     monkeypatch.setattr(CostModel, "acceptance_rates", lambda _, confidences, *__: confidences)
-    estimates.observe_round(replace(round_, idle_ms=90.0, continues_run=True))  # says nothing of it
     for _ in range(50):
-        estimates.observe_round(round_)
+        estimates.observe_round(first)
+    for _ in range(9):  # says nothing of it
+        estimates.observe_round(replace(first, idle_ms=90.0, continues_run=True))
     assert (plan.value_of_stopping(chain_of([rate, 0.5, 0.4])) > 0.0) is pays
 
 

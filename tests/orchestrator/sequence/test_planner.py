@@ -6,12 +6,11 @@ from hypothesis import strategies as st
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.fan_out import AFTER_REJECTION, geometric, round_shares
-from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.learning.tree_growth import TreeGrowth
 from orchestrator.sequence.next_rounds import choose_planned
 from orchestrator.sequence.planner import Planner
 from protocol.messages import FanOutPolicy, Origin
-from tests.support.fakes import chain_of
+from tests.support.fakes import chain_of, observed
 
 
 def taught(alpha: float = 0.5, token_ms: float = 0.0) -> CostModel:
@@ -59,25 +58,9 @@ def test_what_a_wait_costs_besides_its_tokens_counts(idle_ms: float, expected: i
     A millisecond is a tenth of a token, and three tokens bring .63 more than they cost.
     """
     known = taught(0.7, 1.0)
-    for origin, waited in (("hit", 0.0), ("miss", 3.0)):
-        known.observe_round(waited_for(origin, idle_ms if waited else 0.5, waited))
+    known.observe_round(observed(by_hand=True, idle_ms=0.5))
+    known.observe_round(observed(by_hand=True, origin="miss", idle_ms=idle_ms, waited_ms=3.0))
     assert Planner("ssd", known).backup_length() == expected
-
-
-def waited_for(origin: Origin, idle_ms: float, waited_ms: float) -> RoundObservation:
-    return RoundObservation(
-        mode="ssd",
-        by_hand=True,
-        speculating=True,
-        origin=origin,
-        confidences=[],
-        accepted=0,
-        prepared=0,
-        rank=None,
-        verify_ms=10.0,
-        idle_ms=idle_ms,
-        waited_ms=waited_ms,
-    )
 
 
 @given(st.integers(1, 8), st.floats(0.0, 1.0), st.floats(0.0, 100.0))
