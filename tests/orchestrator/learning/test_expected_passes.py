@@ -19,6 +19,7 @@ STEEP = {1: 10.0, 2: 12.0, 4: 16.0, 8: 32.0, 16: 60.0}
 """Of one core."""
 
 ROUND = observed(confidences=[0.8] * 3, accepted=2, verify_ms=6.4, idle_ms=0.5)
+PLAIN = observed(speculating=False, origin="target", verify_ms=5.5, idle_ms=0.5)
 
 
 def expecting(chains: dict[int, float], trees: dict[int, float] | None = None) -> CostModel:
@@ -129,6 +130,13 @@ def test_a_stall_is_not_taken_for_the_price_of_speculation() -> None:
     assert known.switches["ssd"].speculative_tok_s > 0.95 * before
     known.observe_round(replace(ROUND, idle_ms=200.0))
     assert known.switches["ssd"].speculative_tok_s > 0.65 * before
+
+
+def test_a_single_stall_makes_no_start_dear_for_long() -> None:
+    """Nothing would be looked up for hundreds of tokens."""
+    known = expecting(FLAT)
+    known.observe_round(replace(PLAIN, idle_ms=3000.0))
+    assert known.run_start_ms.value <= 4.0 * FLAT[1] + 1.0
 
 
 def test_a_wait_that_recurs_is_the_price_of_speculation() -> None:

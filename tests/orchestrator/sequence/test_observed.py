@@ -1,0 +1,54 @@
+"""What a sequence tells the estimates about its rounds."""
+
+import pytest
+
+from orchestrator.learning.cost_model import CostModel
+from orchestrator.learning.round_observation import RoundObservation
+from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.phase import Phase
+from orchestrator.sequence.planner import Planner
+from orchestrator.sequence.round import Round
+from protocol.messages import Mode, VerificationOutcome
+from tests.orchestrator.sequence.test_drafter_sync import observing
+from tests.support.fakes import Stack, Target
+
+
+def watched(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> tuple[Stack, list[RoundObservation]]:
+    """A sequence that begins, and what it will tell."""
+    estimates, seen = CostModel(), list[RoundObservation]()
+    monkeypatch.setattr(estimates, "observe_round", observing(seen, estimates.observe_round))
+    limits = Limits(40, frozenset(), 0)
+    stack = Stack(mode=mode, target=Target(0), prompt=[1], limits=limits, estimates=estimates)
+    return stack, seen
+
+
+def test_rounds_of_a_free_run_behind_the_first_continue_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their passes had begun before: the first one alone says what a start costs."""
+    stack, seen = watched("ar", monkeypatch)
+    stack.calm().assert_plain()
+    before = [False, *(outcome.goes_on for outcome in stack.past_outcomes)]
+    assert [one.continues_run for one in seen] == before[: len(seen)]
+    assert True in before
+
+
+def test_how_long_a_draft_was_waited_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, seen = watched("sd", monkeypatch)
+    stack.drafter_comes()
+    stack.verifier_comes()
+    while stack.sequence.phase is not Phase.DRAFTING:
+        stack.outcome_arrives()
+    stack.now += 0.003
+    stack.calm()
+    waited = [one.waited_ms for one in seen if one.origin == "miss"]
+    assert waited[0] == pytest.approx(3.0)
+    assert not any(one.waited_ms for one in seen if one.origin != "miss")
+
+
+@pytest.mark.parametrize(("by_hand", "most", "longest"), [(0, 3, 3), (0, 0, 16), (5, 3, 5)])
+def test_no_longer_draft_is_told_than_may_be_decided(by_hand: int, most: int, longest: int) -> None:
+    planner = Planner("ssd", CostModel(), by_hand, max_draft_tokens=most)
+    outcome = VerificationOutcome(
+        sequence=1, round=1, accepted=0, bonus=5, verify_ms=1.0, idle_ms=0.0
+    )
+    told = Round([4]).observe(outcome, planner, first=False, ended_at=0.0)
+    assert told.longest_draft == longest
