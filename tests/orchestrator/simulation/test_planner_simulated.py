@@ -312,3 +312,11 @@ def test_the_backup_follows_the_price_of_a_draft(ratio: float, waits: bool) -> N
         scenario("flat", ratio, replace(UNEVEN, alpha=0.7)), Strategy()
     ).statistics.fallbacks
     assert (fallbacks.get("draft", 0) > fallbacks.get("plain", 0)) == waits
+
+
+def test_the_planner_starts_from_the_devices_passes() -> None:
+    """As from those that a verifier times at load; in plain decoding no round verifies eight."""
+    learned = CostModel()
+    found = Scenario(device=FLAT, acceptance=UNEVEN_TEXT, tokens=4)
+    simulate(found, Strategy(mode="ar"), learned)
+    assert [learned.verify_latency.of(rows) for rows in (8, 16)] == [9.0, 9.4]

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from launch.settings.settings import StackSettings
 from protocol.errors import OutOfMemory
 from services.mlx.loader import load
 from services.verifier import pass_times
@@ -11,6 +13,7 @@ from services.verifier.pass_times import measure_passes
 from services.verifier.verifier import Verifier
 from tests.services.verifier.test_not_a_number import poison
 from tests.support.reference import tiny_folder
+from tests.support.stack import running
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -55,3 +58,19 @@ def test_a_target_that_has_no_room_is_left_to_its_requests(monkeypatch: pytest.M
 
     monkeypatch.setattr(verifier, "_open", refuse)
     assert not measure_passes(verifier, drafter_idle=True).chains
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("run_dir")
+def test_a_stack_starts_from_them_and_keeps_nothing_of_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planner knows passes that no round had; a prompt that begins alike is computed."""
+    monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "cache"))
+    folders = [str(write_tiny_model(tmp_path / name, "llama", seed=1)) for name in "td"]
+    settings = StackSettings(model=folders[0], draft_model=folders[1])
+    with running(settings, memory=True) as stack:
+        answer = stack.answer("", tokens=[*pass_times._PROMPT, 5], max_tokens=1)
+    assert answer.cached_tokens == 0
+    [file] = (tmp_path / "cache" / "learned").iterdir()
+    assert {"1", "4"} <= msgspec.json.decode(file.read_bytes())["plain_latency"].keys()
