@@ -273,7 +273,7 @@ class Batcher:
         logits = self._call(row, states, beside, ahead=ahead)[0]
         if self.one_graph and not ahead and isinstance(states[0], KVStore | LayeredState):
             split = compute_in_pieces if self.fills else launch_in_pieces
-            split(states[0].keys)
+            split(states[0].milestones)
         features = self._read() if self._read is not None else None
         if features is not None:
             logits = mx.depends(logits, features)

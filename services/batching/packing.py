@@ -33,6 +33,7 @@ from services.kv.shared_recurrence import SharedPass
 from services.kv.slots import KnownRows, SlotCache
 from services.kv.state import SequenceState
 from services.mlx.cuda import attention as cuda_attention
+from services.mlx.cuda.kv_rows import wait_for
 from services.mlx.few_rows import attention as few_rows_attention
 from services.mlx.loader import compute_unit
 from services.mlx.metal import choice
@@ -179,6 +180,7 @@ def _by_parts(attend: Callable[..., mx.array]) -> Callable[..., mx.array]:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
+        queries = wait_for(getattr(cache, "pending", None), queries)
         if isinstance(keys, TableKV):
             if sinks is not None:
                 raise TypeError("attention over a table has no sinks")
@@ -221,7 +223,8 @@ def _attend(  # noqa: PLR0917  # mlx-lm's signature
     return found
 
 
-_attention = _by_parts(_attend)
+_attention: Any = _by_parts(_attend)
+_attention.waits_for_rows = True
 
 
 def enable_packing(model: nn.Module) -> None:

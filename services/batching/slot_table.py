@@ -26,6 +26,7 @@ from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
 from services.mlx.cuda.attention import ROWS_STEP, round_rows
 from services.mlx.free_memory import free_for_mlx
+from services.mlx.launching import launch
 from services.mlx.tracing.traced_forward import FeatureReader
 
 _log = logging.getLogger(__name__)
@@ -73,9 +74,9 @@ class Seat:
         self._table.move(self.index, slots, to)
 
     @property
-    def keys(self) -> list[mx.array]:
-        """Of all layers and seats."""
-        return self._table.keys
+    def milestones(self) -> list[mx.array]:
+        """See `KVStore.milestones`."""
+        return self._table.milestones
 
     def evaluate(self) -> None:
         """Compute what has been stored so far."""
@@ -98,6 +99,8 @@ class SlotTable:
         self._slots = 0
         """Of a seat."""
         self._traced: TracedTable | None = None
+        self._written: list[mx.array] = []
+        """See `TracedTable.written`."""
 
     def run(self, model: Any, row: mx.array, stores: Sequence[KVStore]) -> mx.array | None:
         """[1, rows, head] logits of the passes of these, laid end to end; lazy.
@@ -113,15 +116,23 @@ class SlotTable:
     ) -> mx.array | None:
         count = row.shape[1]
         more = round_rows(count) - count
+        self._begin_pass()
         now = self._pack(stores, more)
         if now is None:
             return None
         filled = mx.pad(row, [(0, 0), (0, more)]) if more else row
         if traced is not None:
             logits = traced(filled, self._layers, now)
+            self._written = traced.written
         else:
             logits = call_model(model, filled, self._layers, now, self._attend)
         return logits[:, :count] if more else logits
+
+    def _begin_pass(self) -> None:
+        """Have the rows of the last pass written, should nobody have looked at what it gave."""
+        written, self._written = self._written, []
+        if written:
+            launch(written[-1])
 
     def warm_up(self, model: Any, make_store: Callable[[], Any]) -> None:
         """Compute passes of each small size and some of prompts, so that nobody waits for them.
@@ -173,13 +184,13 @@ class SlotTable:
         return self._plan(stores, max(ends), more)
 
     @property
-    def keys(self) -> list[mx.array]:
-        """Of all layers and seats."""
-        return [layer.keys for layer in self._layers]
+    def milestones(self) -> list[mx.array]:
+        """See `KVStore.milestones`."""
+        return self._written or [layer.keys for layer in self._layers]
 
     def evaluate(self) -> None:
         """Compute what all seats have stored so far."""
-        mx.eval([[one.keys, one.values] for one in self._layers])
+        mx.eval([[one.keys, one.values] for one in self._layers], self._written)
 
     def is_shared_by(self, store: KVStore) -> bool:
         """Whether this sequence sits here, and another one does: it is about to have company."""
@@ -307,6 +318,7 @@ class SlotTable:
 
     def copy_out(self, index: int, length: int) -> list[tuple[mx.array, mx.array]]:
         """A seat's keys and values, which is free from then on."""
+        self._begin_pass()
         base = self._base(index)
         rows = slice(base, base + min(round_to_bucket(length), self._slots))
         copies: list[tuple[mx.array, mx.array]] = [

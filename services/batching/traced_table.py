@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from services.batching.table_cache import Attend, TableCache, TableLayer, TablePass
+from services.mlx.cuda.blocks import can_write_in_place
 from services.mlx.cuda.choice import in_trace
 from services.mlx.tracing.trace_trial import is_worth_it
 from services.mlx.tracing.traced_forward import FeatureReader, features_of
@@ -26,6 +27,9 @@ class TracedTable:
     def __init__(self, model: Any, attend: Attend) -> None:
         self.model = model
         self._attend = attend
+        self._may_write = can_write_in_place(model)
+        self.written: list[mx.array] = []
+        """Of each layer, what is there when the last pass has written its rows in place."""
         self.read(None)
 
     def read(self, reader: FeatureReader | None) -> None:
@@ -42,8 +46,10 @@ class TracedTable:
             [layer.keys for layer in layers],
             [layer.values for layer in layers],
         )
-        for layer, own_keys, own_values in zip(layers, keys, values, strict=True):
-            layer.keys, layer.values = own_keys, own_values
+        self.written = [] if values else keys
+        if values:
+            for layer, own_keys, own_values in zip(layers, keys, values, strict=True):
+                layer.keys, layer.values = own_keys, own_values
         if self._reader is not None and features:
             self._reader.put(features[0])
         return logits
@@ -51,11 +57,16 @@ class TracedTable:
     def _forward(
         self, row: mx.array, now: list[mx.array], keys: list[mx.array], values: list[mx.array]
     ) -> tuple[mx.array, list[mx.array], list[mx.array], list[mx.array]]:
-        layers = [TableLayer(*pair) for pair in zip(keys, values, strict=True)]
+        own = [TableLayer(*pair) for pair in zip(keys, values, strict=True)]
+        parts, may_write = TablePass(*now), self._may_write
+        caches = [TableCache(layer, parts, self._attend, owned=may_write) for layer in own]
         with in_trace():
-            logits = call_model(self.model, row, layers, TablePass(*now), self._attend)
-        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
-        return logits, keys, values, features_of(self._reader)
+            logits: mx.array = self.model(row, cache=caches)
+        features = features_of(self._reader)
+        written = [cache.written for cache in caches if cache.written is not None]
+        if written:
+            return logits, written, [], features
+        return logits, [layer.keys for layer in own], [layer.values for layer in own], features
 
 
 def call_model(

@@ -21,6 +21,7 @@ from protocol.errors import ModelError
 from services.kv.resident import ResidentSlots
 from services.kv.slots import BUCKET, Frame, SlotCache, TableSeat, round_to_bucket, store_rows
 from services.kv.state import PassSize
+from services.mlx.launching import launch
 
 
 class KVStore:
@@ -36,6 +37,10 @@ class KVStore:
         self._narrowest = min((window for window in windows if window is not None), default=None)
         self._masks: dict[tuple[int | None, bool], mx.array | str | None] = {}
         self.frame = Frame(0, 0, 0, np.zeros(0, np.int64), None)
+        self.written: list[mx.array] | None = None
+        """Of each layer, what is there when the pass in work has written its rows in place."""
+        self._is_shared = False
+        """Whether others may hold its buffers."""
         self.seat: TableSeat | None = None
         """Where its slots are, while it shares passes on a GPU."""
         self.resident: ResidentSlots | None = None
@@ -71,7 +76,9 @@ class KVStore:
                 cache.keys, cache.values = keys, values
 
     def _set(self, frame: Frame) -> None:
-        self.frame = frame
+        if self.written:
+            launch(self.written[-1])  # should nobody have looked at what the pass gave
+        self.frame, self.written = frame, None
         self._masks = {}
 
     def chain(self, count: int) -> None:
@@ -190,6 +197,19 @@ class KVStore:
                 cache.keys = theirs.keys[..., :slots, :]
                 cache.values = theirs.values[..., :slots, :]
         self.length = length
+        if slots:
+            self._is_shared = other._is_shared = True
+
+    def own(self) -> None:
+        """Have buffers that nobody else holds, so that they can be written to where they are."""
+        if self._is_shared:
+            for cache in self.caches:
+                cache.keys, cache.values = (
+                    # Of two inputs MLX makes a new array, whoever else holds them.
+                    buffer if buffer is None else mx.contiguous(mx.maximum(buffer, buffer))
+                    for buffer in (cache.keys, cache.values)
+                )
+        self._is_shared = False
 
     def dump(self, length: int) -> dict[str, mx.array]:
         """See `SequenceState`: "layer.keys" and "layer.values", [1, heads, length, size]."""
@@ -254,6 +274,8 @@ class KVStore:
         """Forget all tokens from `length` on."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot trim {self.length} tokens to {length}")
+        if length <= self.frame.start:
+            self.written = None  # nobody wants the rows
         self.length = length
 
     def move(self, slots: Sequence[int]) -> None:
@@ -324,10 +346,12 @@ class KVStore:
         return [array for cache in self.caches for array in cache.state]
 
     @property
-    def keys(self) -> list[mx.array]:
-        """Of all layers, here or where the sequence sits."""
+    def milestones(self) -> list[mx.array]:
+        """Of each layer, an array that is there when the pass in work has stored its rows."""
         if self.seat is not None:
-            return self.seat.keys
+            return self.seat.milestones
+        if self.written is not None:
+            return self.written
         return [cache.keys for cache in self.caches if cache.keys is not None]
 
     def evaluate(self) -> None:
@@ -335,7 +359,7 @@ class KVStore:
         if self.seat is not None:
             self.seat.evaluate()
         else:
-            mx.eval(self.arrays)
+            mx.eval(self.arrays, self.written or [])
 
 
 def windows_of(model: Any) -> list[int | None]:

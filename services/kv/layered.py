@@ -326,8 +326,8 @@ class LayeredState:
         return size_pass(own, self.replay, sum(w.growth for w in self._windows))
 
     @property
-    def keys(self) -> list[mx.array]:
-        """An array of each layer as the last pass leaves it, as `KVStore.keys`."""
+    def milestones(self) -> list[mx.array]:
+        """See `KVStore`: an array of each layer as the last pass leaves it."""
         found: list[mx.array] = []
         for cache in flatten_caches(self.caches):
             leaves: Any = tree_flatten(vars(cache))

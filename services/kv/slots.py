@@ -201,8 +201,8 @@ class TableSeat(Protocol):
     index: int
 
     @property
-    def keys(self) -> list[mx.array]:
-        """Of all layers."""
+    def milestones(self) -> list[mx.array]:
+        """See `KVStore.milestones`."""
         ...
 
     def leave(self, length: int) -> list[tuple[mx.array, mx.array]]:

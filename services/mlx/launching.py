@@ -2,7 +2,7 @@
 
 MLX hands a large pass over in several graphs, so that a GPU begins before the host has built the
 last layer. Where it has been told to make one graph of all it is given at once, the pieces are made
-here. A layer's buffer of keys needs the layers before it: computing a few of them is a piece.
+here. A layer's keys need the layers before it: computing those of a few is a piece.
 """
 
 from collections.abc import Sequence
@@ -25,31 +25,31 @@ def launch(*arrays: Any) -> None:
     start(*arrays)
 
 
-def launch_first(keys: Sequence[mx.array]) -> None:
+def launch_first(milestones: Sequence[mx.array]) -> None:
     """Have the device begin with the first layers of a pass.
 
     Args:
-        keys: of each layer, as the pass leaves them; lazy.
+        milestones: see `KVStore.milestones`; lazy.
     """
-    launch(list(keys[: FIRST_LAYERS + 1]))
+    launch(list(milestones[: FIRST_LAYERS + 1]))
 
 
-def launch_in_pieces(keys: Sequence[mx.array]) -> None:
+def launch_in_pieces(milestones: Sequence[mx.array]) -> None:
     """The same, and then some layers at a time; the last ones come with the pass's result."""
-    launch_first(keys)
-    for at in range(FIRST_LAYERS + 1, len(keys) - _NEXT_LAYERS, _NEXT_LAYERS):
-        launch(list(keys[at : at + _NEXT_LAYERS]))
+    launch_first(milestones)
+    for at in range(FIRST_LAYERS + 1, len(milestones) - _NEXT_LAYERS, _NEXT_LAYERS):
+        launch(list(milestones[at : at + _NEXT_LAYERS]))
 
 
-def compute_in_pieces(keys: Sequence[mx.array]) -> None:
+def compute_in_pieces(milestones: Sequence[mx.array]) -> None:
     """Compute a pass a few layers at a time, so that what is in between does not all stand at once.
 
     Args:
-        keys: see `launch_first`.
+        milestones: see `launch_first`.
     """
     before: list[mx.array] = []
-    for at in range(0, len(keys), _FEW_LAYERS):
-        piece = list(keys[at : at + _FEW_LAYERS])
+    for at in range(0, len(milestones), _FEW_LAYERS):
+        piece = list(milestones[at : at + _FEW_LAYERS])
         launch(piece)
         # The device has this one while the host builds the next.
         mx.eval(before)

@@ -20,7 +20,7 @@ from services.kv.cache import KVStore
 from services.kv.state import SequenceState
 from services.mlx.cuda.doorbell import Doorbell
 from services.mlx.cuda.prelaunch_trial import find_doorbell
-from services.mlx.tracing.traced_forward import TREE_ROWS, Prelaunched, TracedForward, pad_rows
+from services.mlx.tracing.traced_forward import TREE_ROWS, Prelaunched, TracedForward
 from services.runtime.inbox import Work
 from services.verifier.target_model import TargetModel
 
@@ -30,8 +30,7 @@ _REMEMBERED = 24
 """Verifications, whose lengths say how many rows the next pass has."""
 _LEAST_ROWS = 8
 """Of a pass: fewer would hardly be faster, and drafts could not become longer without a loss."""
-_SIZES = [size for size in TREE_ROWS if size >= _LEAST_ROWS]
-_ASSUMED_MS = {size: 1.0 + 0.012 * size for size in _SIZES}
+_ASSUMED_MS = {size: 1.0 + 0.012 * size for size in TREE_ROWS}
 """Until passes were timed: rows are cheap where passes are launched beforehand."""
 _MOST_MISSED = 5
 """Passes that may be rung too late, beyond one in a hundred; then no more are launched."""
@@ -46,14 +45,15 @@ def choose_rows(lengths: Iterable[int], pass_ms: Mapping[int, float]) -> int:
 
     Args:
         lengths: of the trees that were verified last, none of them larger than a pass may be.
-        pass_ms: what passes take by their rows, of each size.
+        pass_ms: what passes take by their rows, of each size there is.
     """
-    seen = [max(_LEAST_ROWS, pad_rows(length)) for length in lengths]
+    sizes = sorted(pass_ms)
+    seen = [next(size for size in sizes if size >= length) for length in lengths]
 
     def cost(size: int) -> float:
         return sum(pass_ms[size] + (pass_ms[needed] if needed > size else 0.0) for needed in seen)
 
-    return min(_SIZES, key=cost)
+    return min(sizes, key=cost)
 
 
 class PrelaunchedPass:
@@ -108,14 +108,15 @@ class Prelauncher:
         """Reads those of the pass in work, behind which one waits."""
         self._number = 0
         self._lengths: deque[int] = deque(maxlen=_REMEMBERED)
-        self._pass_ms: Mapping[int, float] = _ASSUMED_MS
+        sizes = TREE_ROWS if traced is None else traced.tree_rows
+        self._pass_ms = {size: _ASSUMED_MS[size] for size in sizes if size >= _LEAST_ROWS}
         self._taken = self._missed = 0
 
     def expect_passes(self, times: PassTimes) -> None:
         """Passes took so long at load, and of what was verified until then nothing counts."""
         self._lengths.clear()
-        if times.trees.keys() >= set(_SIZES):
-            self._pass_ms = times.trees
+        if times.trees.keys() >= self._pass_ms.keys():
+            self._pass_ms = {size: times.trees[size] for size in self._pass_ms}
 
     def on_message(self, message: Work) -> None:
         """Whatever is not the next verification needs the device for something else."""
@@ -138,7 +139,11 @@ class Prelauncher:
         follows = message.granted == 0 and not message.drafter_idle
         if self._bell is None or self._traced is None or not follows or self._waiting is not None:
             return
-        if len(tree) > TREE_ROWS[-1] or not isinstance(state, KVStore) or state.seat is not None:
+        if (
+            len(tree) > max(self._pass_ms)
+            or not isinstance(state, KVStore)
+            or state.seat is not None
+        ):
             return
         self._lengths.append(len(tree))
         after = self._traced.prelaunch(choose_rows(self._lengths, self._pass_ms), state, self._bell)

@@ -17,7 +17,8 @@ from services.mlx.exact_copies import add_exact_copies
 from services.mlx.few_rows.passes import equip_for_cpu, fill_only
 from services.mlx.loader import compute_unit
 from services.mlx.taps import TrialPasses
-from services.mlx.tracing.traced_forward import FeatureReader, TracedForward, trace_if_faster
+from services.mlx.tracing.forward_trial import trace_if_faster
+from services.mlx.tracing.traced_forward import FeatureReader, TracedForward
 
 
 @dataclass(frozen=True, kw_only=True)

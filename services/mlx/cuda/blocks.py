@@ -21,7 +21,7 @@ from services.mlx.cuda import product
 from services.mlx.cuda.attention import attends_any_length
 from services.mlx.cuda.block_trial import BLOCKS, compare
 from services.mlx.cuda.choice import TracedLinear, serves
-from services.mlx.cuda.rotate import SIZES, HeadNorm, Heads, rotate
+from services.mlx.cuda.rotate import SIZES, HeadNorm, Heads, rotate, rotate_into
 from services.mlx.few_rows.weights import Unfit
 from services.mlx.fused_linear import FusedSlice
 from services.mlx.plain_blocks import (
@@ -61,6 +61,12 @@ class BlockKernels:
         weight: mx.array = self._qkv.weight
         return weight
 
+    @property
+    def waits_for_rows(self) -> bool:
+        """Whether its attention does (`kv_rows.wait_for`)."""
+        attend = getattr(self._family, "scaled_dot_product_attention", None)
+        return getattr(attend, "waits_for_rows", False)
+
     def takes(self, x: mx.array, cache: Any) -> bool:
         """Whether a pass over these rows is ours."""
         positions = _find_positions(cache)
@@ -76,8 +82,13 @@ class BlockKernels:
         """What the block makes of [1, n, width]."""
         output, down = self._last
         rows = self._qkv(self._norms[0](x))
-        queries, keys, values = rotate(rows, _find_positions(cache), self.heads)
-        keys, values = cache.update_and_fetch(keys, values)
+        positions = _find_positions(cache)
+        if (into := getattr(cache, "into", None)) is not None:
+            cache.written = queries = rotate_into(rows, positions, self.heads, into)
+            keys, values = cache.fetch()
+        else:
+            queries, keys, values = rotate(rows, positions, self.heads)
+            keys, values = cache.update_and_fetch(keys, values)
         # Looked up here, since `enable_packing` puts another one into its place.
         attend = self._family.scaled_dot_product_attention
         attended = attend(queries, keys, values, cache=cache, scale=self._scale, mask=mask)
@@ -161,6 +172,14 @@ def use_blocks(model: nn.Module, products: KernelProbe) -> KernelProbe | None:
         for block, kernels in fit:
             give_kernels(block, kernels)
     return found
+
+
+def can_write_in_place(model: Any) -> bool:
+    """Whether what attends to the rows of a pass is known to wait until they are written."""
+    kernels = find_kernels(model)
+    return bool(kernels) and all(
+        type(one) is BlockKernels and one.waits_for_rows for one in kernels
+    )
 
 
 def serves_any_length(model: Any) -> bool:

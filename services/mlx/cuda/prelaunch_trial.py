@@ -16,10 +16,8 @@ from services.mlx.launching import launch_in_pieces
 from services.mlx.tracing.trace_trial import is_close, is_faster, measure_distance, prefill
 from services.mlx.tracing.traced_forward import (
     TRACED_SLOTS,
-    TREE_ROWS,
     Prelaunched,
     TracedForward,
-    pad_rows,
 )
 from services.mlx.tracing.traced_slots import widen
 
@@ -91,7 +89,7 @@ class _Trial:
         CUDA makes no graph while another pass waits on the device.
         """
         store = self._stores[1]
-        for slots, rows in itertools.product(TRACED_SLOTS, TREE_ROWS):
+        for slots, rows in itertools.product(TRACED_SLOTS, self._traced.tree_rows):
             store.trim(_PROMPT)
             widen(store, slots)
             store.chain(_ROWS)
@@ -108,7 +106,7 @@ class _Trial:
         began = time.perf_counter()
         store.chain(_ROWS)
         logits = self._traced(mx.array([_CHAIN.tokens]), store)[0]
-        launch_in_pieces(store.keys)  # as a pass is where it is one graph
+        launch_in_pieces(store.milestones)  # as a pass is where it is one graph
         mx.argmax(logits, axis=-1).tolist()
         took_s = time.perf_counter() - began
         store.trim(_PROMPT)
@@ -136,7 +134,8 @@ class _Trial:
         return times, logits
 
     def _launch(self) -> Prelaunched:
-        after = self._traced.prelaunch(pad_rows(2 * _ROWS), self._stores[1], self._bell)
+        rows = self._traced.pad_rows(2 * _ROWS)
+        after = self._traced.prelaunch(rows, self._stores[1], self._bell)
         if after is None:
             raise ValueError("there is no trace of a tree")
         self._bell.launch(after.late.rung, after.logits)

@@ -4,11 +4,13 @@ From Python this is a dozen operations for each layer, three to five of them lau
 small model is made of little else (docs/lab/cuda-forward.md). One warp serves one head of one row.
 """
 
+import re
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from services.mlx.cuda.kernel import LANES, build
+from services.mlx.cuda.kv_rows import KVBuffers
 
 SIZES = (64, 80, 96, 128, 256)
 """Of a head."""
@@ -26,13 +28,20 @@ if (head < ALL) {
                       queries + (long(head) * rows + row) * D);
   } else if (head < HEADS + KV_HEADS) {
     rotate_head<T, D>(from, gain == nullptr ? nullptr : gain + D, EPS, speeds, ROTATED, position,
-                      keys + (long(head - HEADS) * rows + row) * D);
+                      KEYS + (long(head - HEADS) * PLACE) * D);
   } else {
     rotate_head<T, D>(from, nullptr, 0.0f, speeds, 0, position,
-                      values + (long(head - HEADS - KV_HEADS) * rows + row) * D);
+                      VALUES + (long(head - HEADS - KV_HEADS) * PLACE) * D);
   }
 }
 """
+_APART = {"KEYS": "keys", "VALUES": "values", "PLACE": "rows + row"}
+_IN_PLACE = {
+    "KEYS": "const_cast<T*>(all_k)",
+    "VALUES": "const_cast<T*>(all_v)",
+    "PLACE": "all_k_shape[2] + slots[row]",
+}
+"""Where keys and values go."""
 
 
 class HeadNorm(NamedTuple):
@@ -66,26 +75,50 @@ def rotate(x: mx.array, positions: mx.array, layer: Heads) -> tuple[mx.array, mx
         positions: [rows] int32.
         layer: what they are.
     """
+    outputs = {"queries": layer.heads, "keys": layer.kv_heads, "values": layer.kv_heads}
+    shapes = {name: (1, count, x.shape[1], layer.size) for name, count in outputs.items()}
+    queries, keys, values = _launch({"x": x, "positions": positions}, layer, _APART, shapes)
+    return queries, keys, values
+
+
+def rotate_into(x: mx.array, positions: mx.array, layer: Heads, into: KVBuffers) -> mx.array:
+    """Queries, as `rotate` gives them; keys and values go where they belong in these buffers.
+
+    They are there when the queries are (see `kv_rows`).
+    """
+    inputs = {"x": x, "positions": positions}
+    inputs |= {"all_k": into.keys, "all_v": into.values, "slots": into.slots}
+    shapes = {"queries": (1, layer.heads, x.shape[1], layer.size)}
+    [queries] = _launch(inputs, layer, _IN_PLACE, shapes)
+    return queries
+
+
+def _launch(
+    inputs: dict[str, mx.array],
+    layer: Heads,
+    places: dict[str, str],
+    shapes: dict[str, tuple[int, int, int, int]],
+) -> list[mx.array]:
+    """What the kernel makes of x, one of the inputs; outputs of these shapes."""
+    x = inputs["x"]
     rows, heads = x.shape[1], layer.heads + 2 * layer.kv_heads
-    inputs = {"x": x, "positions": positions, "speeds": layer.speeds}
-    body = _BODY.replace("GAINS", "nullptr" if layer.norm is None else "gains")
+    inputs = {**inputs, "speeds": layer.speeds}
     # A part of the kernel: MLX keeps a number by itself where the device waits to read it.
-    body = body.replace("EPS", f"{0.0 if layer.norm is None else float(layer.norm.eps)!r}f")
+    eps = 0.0 if layer.norm is None else float(layer.norm.eps)
+    words = {"GAINS": "nullptr" if layer.norm is None else "gains", "EPS": f"{eps!r}f", **places}
+    body = re.sub("|".join(map(r"\b{}\b".format, words)), lambda word: words[word[0]], _BODY)
     if layer.norm is not None:
         inputs["gains"] = layer.norm.gains
-    outputs = {"queries": layer.heads, "keys": layer.kv_heads, "values": layer.kv_heads}
-    make: Any = build(("rotate.cuh",), body, tuple(inputs), contiguous=True, outputs=tuple(outputs))
-    found: tuple[mx.array, mx.array, mx.array] = tuple(
-        make(
-            inputs=list(inputs.values()),
-            template=[
-                ("T", x.dtype), ("D", layer.size), ("HEADS", layer.heads),
-                ("KV_HEADS", layer.kv_heads), ("ROTATED", layer.rotated), ("WARPS", _WARPS),
-            ],
-            grid=(-(-heads // _WARPS) * _WARPS * LANES, rows, 1),
-            threadgroup=(_WARPS * LANES, 1, 1),
-            output_shapes=[(1, count, rows, layer.size) for count in outputs.values()],
-            output_dtypes=[x.dtype] * len(outputs),
-        )
+    make: Any = build(("rotate.cuh",), body, tuple(inputs), contiguous=True, outputs=tuple(shapes))
+    found: list[mx.array] = make(
+        inputs=list(inputs.values()),
+        template=[
+            ("T", x.dtype), ("D", layer.size), ("HEADS", layer.heads),
+            ("KV_HEADS", layer.kv_heads), ("ROTATED", layer.rotated), ("WARPS", _WARPS),
+        ],
+        grid=(-(-heads // _WARPS) * _WARPS * LANES, rows, 1),
+        threadgroup=(_WARPS * LANES, 1, 1),
+        output_shapes=list(shapes.values()),
+        output_dtypes=[x.dtype] * len(shapes),
     )  # fmt: skip
     return found

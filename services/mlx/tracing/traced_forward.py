@@ -12,7 +12,6 @@ buffers. A plain number in their place would become a part of the trace.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -21,40 +20,30 @@ import numpy as np
 from protocol.decoding.token_tree import read_tree
 from services.kv.cache import KVStore
 from services.kv.slots import Frame, SlotCache
-from services.mlx.cuda.blocks import serves_any_length
+from services.mlx.cuda.blocks import can_write_in_place, serves_any_length
 from services.mlx.cuda.choice import in_trace
 from services.mlx.cuda.doorbell import Doorbell, LateInputs
-from services.mlx.launching import launch, launch_first
-from services.mlx.tracing.trace_trial import is_faster, is_worth_it, prefill, time_in_turn
+from services.mlx.cuda.kv_rows import writes_in_place
+from services.mlx.launching import launch_first
+from services.mlx.tracing.trace_trial import prefill
 from services.mlx.tracing.traced_slots import LayerInputs, PassRows, Shape, round_to_traced, widen
 
 MOST_ROWS = 9
 """Of chains that have traces of their own, each length another."""
 TREE_ROWS = (4, 8, 16, 32)
-"""Sizes that trees are padded to, and longer chains; larger ones are not traced."""
+"""Sizes that trees are padded to, and longer chains, if a larger one is not faster; larger ones are
+not traced."""
 TRACED_SLOTS = (256, 512, 768, 1024)
 """Sizes of the buffers that are traced at load. With MLX's kernels a new shape takes a second,
 which nobody should wait for in the middle of an answer; with ours it takes a few passes' time."""
+_PROMPT = 24
+"""Tokens before what is traced at load."""
 
-_TRIAL_PROMPT = 24
-_LONGER_PROMPT = 200
-"""Where a token's own kernels, for the length there is, and a trace's, over whole buffers, take
-what they take in most answers."""
-_TRIAL_ROWS = 4
-_TRIAL_AHEAD = 24
-"""Tokens that begin ahead: so many that it does not count how soon the first one begins."""
-_SHARE_AHEAD = 1.05
-"""Of the own forward's time: where both take the GPU the same, a replay leaves the host the time
-that choosing a token takes, and whatever else comes in between."""
-_TRIAL_TREE = read_tree([5, 9, 3, 11, 4, 7], [0, 1, 0, 1, 3])
-
-Forward = Callable[[mx.array, KVStore], mx.array]
 _Outputs = tuple[mx.array, list[mx.array], list[mx.array], list[mx.array]]
-"""Logits, keys and values of each layer, features if some are read."""
+"""Logits, keys and values of each layer, features if some are read. Where rows are written in place
+there are no values, and instead of keys what is there when they are written."""
 _Where = list[mx.array]
 """[] the first row's slot; of a tree also [rows] positions, and [rows, slots] what each sees."""
-Place = Callable[[KVStore], None]
-"""Sets the frame of what comes next."""
 
 
 class Singles(NamedTuple):
@@ -74,26 +63,6 @@ class Prelaunched(NamedTuple):
     """[rows, vocabulary], lazy."""
     slots: int
     """Of its buffers: what it is rung for has to lie there."""
-
-
-def place_chain(store: KVStore) -> None:
-    """The chain of the trials."""
-    store.chain(_TRIAL_ROWS)
-
-
-def place_single(store: KVStore) -> None:
-    """The single token of the trials."""
-    store.chain(1)
-
-
-def place_tree(store: KVStore) -> None:
-    """The tree of the trials."""
-    store.append_tree(_TRIAL_TREE)
-
-
-def pad_rows(count: int) -> int:
-    """The size that a tree of so many rows is padded to; 0 if it is too large."""
-    return next((size for size in TREE_ROWS if size >= count), 0)
 
 
 class FeatureReader(Protocol):
@@ -132,8 +101,25 @@ class TracedForward:
         """What has been traced."""
         self._traces_later = serves_any_length(model)
         """Whether chains and trees behind longer texts are traced when they come."""
+        self._may_write = can_write_in_place(model)
+        """Whether rows may be written into a store's buffers where they are."""
         self.singles = Singles(awaited=True, ahead=True)
+        self.tree_rows: tuple[int, ...] = TREE_ROWS
+        """The sizes of trees that are in use."""
         self.read(None)
+
+    def pad_rows(self, count: int) -> int:
+        """The size that a tree of so many rows is padded to; 0 if it is too large."""
+        return next((size for size in self.tree_rows if size >= count), 0)
+
+    def _count_rows(self, frame: Frame) -> int:
+        """Rows of the pass over this frame, padding included; 0 if they are too many."""
+        return self.pad_rows(frame.count) if _is_tree(frame) else frame.count
+
+    def _find_size(self, store: KVStore) -> int:
+        """Slots of the buffers that a trace of the current frame has; 0 if they are too many."""
+        frame = store.frame
+        return round_to_traced(max(_count_slots(store), frame.start + self._count_rows(frame)))
 
     def read(self, reader: FeatureReader | None) -> None:
         """Let traces hold what this reads of the model; to be called again when it changes."""
@@ -152,7 +138,7 @@ class TracedForward:
             return False
         if not self.can_trace(store):
             return False
-        return self._has(Shape(_count_rows(frame), _find_size(store), _is_tree(frame)))
+        return self._has(Shape(self._count_rows(frame), self._find_size(store), _is_tree(frame)))
 
     def _has(self, shape: Shape) -> bool:
         """Whether this is traced, or may be now."""
@@ -162,7 +148,7 @@ class TracedForward:
 
     def prepare(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
         """Trace chains of this shape, and compute one."""
-        store = prefill(self._model, new_store, _TRIAL_PROMPT)
+        store = prefill(self._model, new_store, _PROMPT)
         widen(store, slots)
         store.chain(rows)
         mx.eval(self(mx.arange(1, 1 + rows)[None], store))
@@ -170,21 +156,20 @@ class TracedForward:
 
     def prepare_tree(self, rows: int, slots: int, new_store: Callable[[], KVStore]) -> None:
         """Trace trees that are padded to so many rows, and compute one."""
-        store = prefill(self._model, new_store, _TRIAL_PROMPT)
+        store = prefill(self._model, new_store, _PROMPT)
         widen(store, slots)
         tree = read_tree(list(range(1, 1 + rows)), [0] * (rows - 1))
         store.append_tree(tree)
         mx.eval(self(mx.array(tree.tokens)[None], store))
         self._shapes.add(Shape(rows, slots, forks=True))
 
-    @staticmethod
-    def can_trace(store: KVStore) -> bool:
+    def can_trace(self, store: KVStore) -> bool:
         """Whether the store's current frame is a chain or a tree in plain slots."""
         frame = store.frame
         return (
-            _count_rows(frame) > 0
+            self._count_rows(frame) > 0
             and frame.start > 0
-            and _find_size(store) > 0
+            and self._find_size(store) > 0
             and all(type(cache) is SlotCache and cache.window is None for cache in store.caches)
         )
 
@@ -195,16 +180,16 @@ class TracedForward:
         before the others are handed over.
         """
         frame = store.frame
-        widen(store, _find_size(store))
+        widen(store, self._find_size(store))
         where = [mx.array(frame.start)]
         if _is_tree(frame):
-            tokens, *more = _pad_tree(tokens, store, _count_slots(store))
+            tokens, *more = _pad_tree(tokens, store, self._count_rows(frame))
             where += more
         logits, features = self._run(tokens, where, store)
         if self._reader is not None and features:
             self._reader.put(features[0][: frame.count])
         if not ahead:
-            launch_first(store.keys)
+            launch_first(store.milestones)
         return logits[:, : frame.count]
 
     def prelaunch(self, rows: int, store: KVStore, bell: Doorbell) -> Prelaunched | None:
@@ -232,8 +217,14 @@ class TracedForward:
         self, tokens: mx.array, where: _Where, store: KVStore
     ) -> tuple[mx.array, list[mx.array]]:
         """[1, rows, vocabulary] logits, and features if some are read; the store has the rows."""
-        keys: Any = [cache.keys for cache in store.caches]
-        values: Any = [cache.values for cache in store.caches]
+        if self._writes_in_place(store):
+            store.own()
+            keys: Any = [cache.keys for cache in store.caches]
+            values: Any = [cache.values for cache in store.caches]
+            logits, written, _, features = self._replay(tokens, where, keys, values)
+            store.written = written
+            return logits, features
+        keys, values = [c.keys for c in store.caches], [c.values for c in store.caches]
         # MLX writes in place only what nobody else holds.
         for cache in store.caches:
             cache.keys = cache.values = None
@@ -242,21 +233,30 @@ class TracedForward:
             cache.keys, cache.values = own_keys, own_values
         return logits, features
 
+    def _writes_in_place(self, store: KVStore) -> bool:
+        keys, values = store.caches[0].keys, store.caches[0].values
+        if keys is None or values is None or not self._may_write:
+            return False
+        return writes_in_place(keys, values)
+
     def _forward(
         self, tokens: mx.array, where: _Where, keys: list[mx.array], values: list[mx.array]
     ) -> _Outputs:
         rows = PassRows(where[0], tokens.shape[1], *where[1:])
-        layers = [LayerInputs(k, v, rows) for k, v in zip(keys, values, strict=True)]
+        may = self._may_write
+        layers = [LayerInputs(k, v, rows, owned=may) for k, v in zip(keys, values, strict=True)]
         with in_trace():
             logits: mx.array = self._model(tokens, cache=layers)
-        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
-        return logits, keys, values, features_of(self._reader)
-
-
-def _find_size(store: KVStore) -> int:
-    """Slots of the buffers that a trace of the current frame has; 0 if they are too many."""
-    frame = store.frame
-    return round_to_traced(max(_count_slots(store), frame.start + _count_rows(frame)))
+        features = features_of(self._reader)
+        written = [layer.written for layer in layers if layer.written is not None]
+        if written:
+            return logits, written, [], features
+        return (
+            logits,
+            [layer.keys for layer in layers],
+            [layer.values for layer in layers],
+            features,
+        )
 
 
 def _count_slots(store: KVStore) -> int:
@@ -270,98 +270,17 @@ def _is_tree(frame: Frame) -> bool:
     return frame.visible is not None or frame.count > MOST_ROWS
 
 
-def _count_rows(frame: Frame) -> int:
-    """Rows of the pass over this frame, padding included; 0 if they are too many."""
-    return pad_rows(frame.count) if _is_tree(frame) else frame.count
-
-
-def _pad_tree(tokens: mx.array, store: KVStore, slots: int) -> tuple[mx.array, mx.array, mx.array]:
+def _pad_tree(tokens: mx.array, store: KVStore, rows: int) -> tuple[mx.array, mx.array, mx.array]:
     """[1, rows] tokens, [rows] positions and [rows, slots] which slots each row sees.
 
     A row of padding sees itself alone; it goes to a slot behind the tree, where the next tokens are
     written over it.
     """
-    frame = store.frame
-    start, count, rows = frame.start, frame.count, _count_rows(frame)
+    frame, slots = store.frame, _count_slots(store)
+    start, count = frame.start, frame.count
     positions = np.full(rows, start, np.int32)
     positions[:count] = frame.positions[start:]
     visible: Any = np.eye(rows, slots, start, dtype=np.bool_)
     visible[:count, : start + count] = store.visible_rows()
     padded = mx.pad(tokens, [(0, 0), (0, rows - count)])
     return padded, mx.array(positions), mx.array(visible)
-
-
-def trace_if_faster(
-    model: Any, new_store: Callable[[], KVStore], *, takes_trees: bool = False
-) -> TracedForward | None:
-    """A traced forward for this model, or None where it is wrong or not faster here.
-
-    Args:
-        model: see `TracedForward`.
-        new_store: an empty store for a sequence of this model.
-        takes_trees: whether trees are verified, and so worth traces of their own.
-    """
-    traced = TracedForward(model)
-    if not _is_worth_it(model, traced, new_store, place_chain, "chains"):
-        return None
-    alone = _is_worth_it(model, traced, new_store, place_single, "single tokens")
-    ahead = alone and _is_worth_it_ahead(model, traced, new_store)
-    traced.singles = Singles(awaited=alone, ahead=ahead)
-    for slots in TRACED_SLOTS:
-        for rows in range(1 if alone else 2, MOST_ROWS + 1):
-            traced.prepare(rows, slots, new_store)
-    if takes_trees and _is_worth_it(model, traced, new_store, place_tree, "trees"):
-        for slots in TRACED_SLOTS:
-            for rows in TREE_ROWS:
-                traced.prepare_tree(rows, slots, new_store)
-    return traced
-
-
-def _is_worth_it_ahead(model: Any, traced: TracedForward, new_store: Callable[[], KVStore]) -> bool:
-    """Whether replays of single tokens are faster where each begins before the last has ended."""
-
-    def begin(forward: Forward, store: KVStore) -> mx.array:
-        token = mx.array([5])
-        for _ in range(_TRIAL_AHEAD):
-            place_single(store)
-            token = mx.argmax(forward(token[None], store)[0, -1:], axis=-1)
-            launch(token)
-        store.trim(_LONGER_PROMPT)
-        return token
-
-    ways = [
-        partial(begin, forward, prefill(model, new_store, _LONGER_PROMPT))
-        for forward in (partial(_call, model), partial(traced, ahead=True))
-    ]
-    own_s, replayed_s = time_in_turn(ways)
-    return is_faster("traced single tokens that begin ahead", own_s, replayed_s, _SHARE_AHEAD)
-
-
-def _call(model: Any, tokens: mx.array, store: KVStore) -> mx.array:
-    logits: mx.array = model(tokens, cache=store.caches)
-    return logits
-
-
-def _is_worth_it(
-    model: Any, traced: TracedForward, new_store: Callable[[], KVStore], place: Place, what: str
-) -> bool:
-    """Whether replays of what `place` sets are right, and faster than the model's own forward."""
-    own, other = (prefill(model, new_store, _TRIAL_PROMPT) for _ in range(2))
-    place(other)
-    if not traced.can_trace(other):
-        return False
-    other.trim(_TRIAL_PROMPT)
-    call = partial(_call, model)
-    return is_worth_it(
-        what, partial(_try_pass, call, own, place), partial(_try_pass, traced, other, place)
-    )
-
-
-def _try_pass(forward: Forward, store: KVStore, place: Place) -> mx.array:
-    """The logits of what `place` sets; each time one token further in the text."""
-    length = store.length
-    place(store)
-    first = length % 5 + 5
-    logits = forward(mx.arange(first, first + store.frame.count)[None], store)
-    store.trim(length + 1)
-    return logits

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
+from services.mlx.cuda.kv_rows import KVBuffers, write, writes_in_place
 
 _STEPS = ((1024, 256), (4096, 512), (8192, 1024))
 """Up to so many slots, buffers of traces are multiples of so many."""
@@ -85,15 +86,31 @@ class PassRows:
 
 
 class LayerInputs:
-    """One layer's buffers inside the trace; what mlx-lm takes for a KV cache."""
+    """One layer's buffers inside the trace; what mlx-lm takes for a KV cache.
+
+    Args:
+        keys: [1, heads, slots, size], as `values`.
+        values: of the layer.
+        rows: of the pass.
+        owned: whether the trace may write into the buffers where they are.
+    """
 
     is_traced = True
     """Attention over it may not be computed by itself, outside the graph."""
 
-    def __init__(self, keys: mx.array, values: mx.array, rows: PassRows) -> None:
+    def __init__(
+        self, keys: mx.array, values: mx.array, rows: PassRows, *, owned: bool = False
+    ) -> None:
         self.keys, self.values = keys, values
         self._rows = rows
         self.offset, self.positions = rows.offset, rows.positions
+        in_place = owned and writes_in_place(keys, values)
+        self.into = KVBuffers(keys, values, rows.slots) if in_place else None
+        """Where rows are written in place."""
+        self.written: mx.array | None = None
+        """There when they are written."""
+        self.pending: mx.array | None = None
+        """See `kv_rows.wait_for`."""
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
@@ -104,10 +121,17 @@ class LayerInputs:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store [1, heads, n, size] from the first slot on; return the whole buffers."""
+        if self.into is not None:
+            self.pending = self.written = write(self.into, keys, values)
+            return self.fetch()
         slots = self._rows.slots[None, None, :, None]
         # One launch each; `slice_update` is two, since its start is known to the device alone.
         self.keys = mx.put_along_axis(self.keys, slots, keys, axis=2)
         self.values = mx.put_along_axis(self.values, slots, values, axis=2)
+        return self.fetch()
+
+    def fetch(self) -> tuple[mx.array, mx.array]:
+        """The whole buffers."""
         return self.keys, self.values
 
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from services.mlx.cuda import attention, disk_cache, doorbell, kernel, product, rotate
+from services.mlx.cuda import attention, disk_cache, doorbell, kernel, kv_rows, product, rotate
 from services.mlx.cuda.disk_cache import KernelText, hash_text, keep, name_function, write_function
 from services.mlx.cuda.sampling import best, choose, guess
 from services.sampling.rules import WORDS
@@ -152,7 +152,7 @@ def test_all_kernels_compile(
     kernel.build.cache_clear()
     assert caplog.records == []
     kinds = {file.name.split("_")[2] for file in tmp_path.glob("*.ptx")}
-    assert kinds == {"attention", "best", "choose", "doorbell", "guess", "product", "rotate"}
+    assert kinds == {"attention", "best", "choose", "doorbell", "guess", "kv", "product", "rotate"}
 
 
 def _zeros(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
@@ -174,7 +174,11 @@ def launch_all(dtype: mx.Dtype) -> None:
         attention.attend_table(queries, keys[0], keys[0], mask, mx.zeros(3, mx.int32), 0.5)
     for norm in (None, rotate.HeadNorm(mx.ones((2, 64), dtype), 1e-5)):
         layer = rotate.Heads(4, 2, 64, 64, mx.zeros(32), norm)
-        rotate.rotate(mx.zeros((1, 3, 8 * 64), dtype), mx.arange(3), layer)
+        x, into = mx.zeros((1, 3, 8 * 64), dtype), mx.zeros((1, 2, 256, 64), dtype)
+        buffers = kv_rows.KVBuffers(into, into, mx.arange(3))
+        rotate.rotate(x, mx.arange(3), layer)
+        rotate.rotate_into(x, mx.arange(3), layer, buffers)
+    kv_rows.write(buffers, into[:, :, :3], into[:, :, :3])
     for width in best.WIDTHS:
         best.launch(mx.zeros((2, 100), dtype), width)
     rows, rules = mx.zeros((2, 100), dtype), mx.zeros((2, WORDS), mx.uint32)

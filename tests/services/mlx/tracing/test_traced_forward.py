@@ -14,8 +14,9 @@ from services.kv.cache import KVStore, windows_of
 from services.mlx import launching
 from services.mlx.loader import load
 from services.mlx.rope import allow_branches
-from services.mlx.tracing import trace_trial, traced_forward
-from services.mlx.tracing.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward, trace_if_faster
+from services.mlx.tracing import forward_trial, trace_trial, traced_forward
+from services.mlx.tracing.forward_trial import trace_if_faster
+from services.mlx.tracing.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward
 from services.mlx.tracing.traced_slots import PassRows, round_to_traced
 from tests.support.tiny_models import write_tiny_model
 
@@ -163,6 +164,34 @@ def test_a_long_chain_goes_as_a_tree(model: Any, rows: int) -> None:
     assert traced.serves(store)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "sizes"),
+    [
+        ({4: 1.0, 8: 1.1, 16: 1.2, 32: 1.3}, (4, 8, 16, 32)),
+        ({4: 1.0, 8: 1.1, 16: 1.5, 32: 1.3}, (4, 8, 32)),
+        ({4: 1.31, 8: 1.31, 16: 1.32, 32: 1.3}, (4, 8, 16, 32)),  # a noisy clock
+        ({4: 1.4, 8: 1.5, 16: 1.3, 32: 1.2}, (32,)),
+    ],
+)
+def test_a_size_is_dropped_if_a_larger_one_is_faster(
+    seconds: dict[int, float], sizes: tuple[int, ...]
+) -> None:
+    assert forward_trial.drop_slow(seconds) == sizes
+
+
+def test_a_tree_goes_in_the_next_size_that_is_in_use(model: Any) -> None:
+    traced = TracedForward(model)
+    traced.tree_rows = (4, 32)
+    assert [traced.pad_rows(count) for count in (3, 4, 6, 32, 33)] == [4, 4, 32, 32, 0]
+    own, other = _prefill(model, 9), _prefill(model, 9)
+    for store in (own, other):
+        store.append_tree(TREES["six"])
+    tokens = mx.array(TREES["six"].tokens)[None]
+    expected = np.array(model(tokens, cache=own.caches))
+    np.testing.assert_allclose(np.array(traced(tokens, other)), expected, atol=1e-4)
+    _assert_same(model, traced, own, other)
+
+
 def test_only_shapes_that_were_traced_at_load_are_served(model: Any) -> None:
     traced = TracedForward(model)
     traced.prepare(3, 256, lambda: KVStore(windows_of(model), bucketed=False))
@@ -233,9 +262,9 @@ def test_single_tokens_are_replayed_where_that_is_faster(
 ) -> None:
     """Chains are anyway; the logits are those of the model's own forward."""
     monkeypatch.setattr(
-        traced_forward, "_is_worth_it", lambda *said: faster or said[-1] != "single tokens"
+        forward_trial, "_is_worth_it", lambda *said: faster or said[-1] != "single tokens"
     )
-    monkeypatch.setattr(traced_forward, "TRACED_SLOTS", (256,))
+    monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
     traced = trace_if_faster(model, lambda: KVStore(windows_of(model), bucketed=False))
     assert traced is not None
     own, other = _prefill(model, 20), _prefill(model, 20)
@@ -262,8 +291,8 @@ def test_a_token_that_begins_ahead_is_replayed_where_that_is_faster_ahead(
 ) -> None:
     """Its launches are hidden behind the pass before it."""
     monkeypatch.setattr(trace_trial, "is_faster", lambda *_: True)
-    monkeypatch.setattr(traced_forward, "time_in_turn", lambda _: [own_s, replayed_s])
-    monkeypatch.setattr(traced_forward, "TRACED_SLOTS", (256,))
+    monkeypatch.setattr(forward_trial, "time_in_turn", lambda _: [own_s, replayed_s])
+    monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
     traced = trace_if_faster(model, lambda: KVStore(windows_of(model), bucketed=False))
     assert traced is not None
     batcher, plain = Batcher(model, 16, traced), Batcher(model, 16)
@@ -318,8 +347,8 @@ def test_ahead_is_tried_as_it_is_run(model: Any) -> None:
         return [1.0, 0.5]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(traced_forward, "time_in_turn", time_in_turn)
-        assert traced_forward._is_worth_it_ahead(
+        patch.setattr(forward_trial, "time_in_turn", time_in_turn)
+        assert forward_trial._is_worth_it_ahead(
             model, TracedForward(model), lambda: KVStore(windows_of(model), bucketed=False)
         )
     own, replayed = chosen
@@ -378,7 +407,7 @@ def test_wrong_traces_of_trees_are_found_at_load(
     """Chains may be traced where trees are not; how fast either is, is not asked here."""
     allow_branches(model)
     monkeypatch.setattr(trace_trial, "_WORTHWHILE", float("inf"))
-    monkeypatch.setattr(traced_forward, "TRACED_SLOTS", (256,))
+    monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
     for name, one in (("right", model), ("wrong", _WrongInTrees(model))):
         traced = trace_if_faster(
             one, lambda: KVStore(windows_of(model), bucketed=False), takes_trees=True

@@ -1,0 +1,109 @@
+"""Keys and values of a few rows, written into the buffers of a layer where these are, on CUDA.
+
+MLX's own operations write into a buffer in place only if nothing holds it any more. A pass that is
+built while another one is at work finds it held, and copies it: which layers are copied depends on
+how far the device is, and CUDA takes 5 to 17 ms to make a graph of launches that it has not met yet
+(docs/lab/cuda-forward.md). Here nothing is copied. Who calls has to own the buffers
+(`KVStore.own`), and to have whatever reads them wait for the rows (`wait_for`).
+"""
+
+import functools
+import logging
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from services.mlx.cuda.kernel import build
+from services.mlx.loader import compute_unit
+
+_log = logging.getLogger(__name__)
+
+_TYPES = (mx.float16, mx.bfloat16)
+_THREADS = 256
+
+_BODY = """
+const long at = long(blockIdx.x) * blockDim.x + threadIdx.x, rows = new_k_shape[2];
+if (at < HEADS * rows * D) {
+  write_number<T, D>(at, rows, new_k, new_k_strides[1], new_k_strides[2], new_k_strides[3],
+                     const_cast<T*>(all_k), all_k_shape[2], slots);
+  write_number<T, D>(at, rows, new_v, new_v_strides[1], new_v_strides[2], new_v_strides[3],
+                     const_cast<T*>(all_v), all_k_shape[2], slots);
+}
+if (at == 0) written[0] = T(0.0f);
+"""
+
+
+class KVBuffers(NamedTuple):
+    """Where the rows of a pass belong in a layer."""
+
+    keys: mx.array
+    """[1, heads, slots, size], contiguous, as `values`."""
+    values: mx.array
+    slots: mx.array
+    """[rows] int32, different ones."""
+
+
+def writes_in_place(keys: mx.array, values: mx.array) -> bool:
+    """Whether rows are written into buffers of this kind, [1, heads, slots, size]."""
+    fits = keys.dtype in _TYPES and keys.dtype == values.dtype and keys.shape == values.shape
+    return fits and compute_unit() == "cuda" and _works(keys.dtype)
+
+
+def write(into: KVBuffers, keys: mx.array, values: mx.array) -> mx.array:
+    """Write [1, heads, rows, size]; returns [1], a zero that is there when they are."""
+    arrays = {
+        "new_k": keys,
+        "new_v": values,
+        "all_k": into.keys,
+        "all_v": into.values,
+        "slots": into.slots,
+    }
+    _, heads, rows, size = keys.shape
+    blocks = -(-heads * rows * size // _THREADS)
+    make = build(("kv_rows.cuh",), _BODY, tuple(arrays), contiguous=False, outputs=("written",))
+    [written] = make(
+        inputs=list(arrays.values()),
+        template=[("T", keys.dtype), ("D", size), ("HEADS", heads)],
+        grid=(blocks * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[keys.dtype],
+    )
+    return written
+
+
+def wait_for(written: mx.array | None, queries: mx.array) -> mx.array:
+    """The queries, for an attention that begins when these rows are written."""
+    return queries if written is None else queries + written
+
+
+@functools.cache
+def _works(dtype: mx.Dtype) -> bool:
+    """Whether rows come to be where they belong, and nothing else changes."""
+    try:
+        is_right = _try(dtype)
+    except (RuntimeError, ValueError, OSError) as error:
+        _log.warning("keys and values are not written in place: %s", error)
+        return False
+    if not is_right:
+        _log.warning("keys and values are not written in place: they were wrong in a trial")
+    return is_right
+
+
+def _try(dtype: mx.Dtype) -> bool:
+    before = [mx.random.normal((1, 2, 16, 8), dtype, key=mx.random.key(seed)) for seed in (1, 2)]
+    rows = [mx.random.normal((1, 3, 2, 8), dtype, key=mx.random.key(seed)) for seed in (3, 4)]
+    slots = mx.array([9, 3, 12], mx.int32)
+    mx.eval(before, rows)
+    keys, values = (_read(array) for array in before)
+    keys[:, :, [9, 3, 12]], values[:, :, [9, 3, 12]] = (_read(row.swapaxes(1, 2)) for row in rows)
+    # Reading has moved them; the kernel gets memory of the device.
+    into = [mx.maximum(array, array) for array in before]
+    mx.eval(into)
+    mx.eval(write(KVBuffers(into[0], into[1], slots), *(row.swapaxes(1, 2) for row in rows)))
+    return bool(np.array_equal(_read(into[0]), keys) and np.array_equal(_read(into[1]), values))
+
+
+def _read(array: mx.array) -> Any:
+    return np.array(array.astype(mx.float32))

@@ -1,0 +1,155 @@
+"""Which passes of a model are replayed on the device at hand: tried out when it is loaded."""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from protocol.decoding.token_tree import read_tree
+from services.kv.cache import KVStore
+from services.mlx.launching import launch
+from services.mlx.tracing.trace_trial import is_faster, is_worth_it, pays, prefill, time_in_turn
+from services.mlx.tracing.traced_forward import (
+    MOST_ROWS,
+    TRACED_SLOTS,
+    TREE_ROWS,
+    Singles,
+    TracedForward,
+)
+
+_log = logging.getLogger(__name__)
+
+_TRIAL_PROMPT = 24
+_LONGER_PROMPT = 200
+"""Where a token's own kernels, for the length there is, and a trace's, over whole buffers, take
+what they take in most answers."""
+_TRIAL_ROWS = 4
+_TRIAL_AHEAD = 24
+"""Tokens that begin ahead: so many that it does not count how soon the first one begins."""
+_SHARE_AHEAD = 1.05
+"""Of the own forward's time: where both take the GPU the same, a replay leaves the host the time
+that choosing a token takes, and whatever else comes in between."""
+_TRIAL_TREE = read_tree([5, 9, 3, 11, 4, 7], [0, 1, 0, 1, 3])
+
+Forward = Callable[[mx.array, KVStore], mx.array]
+Place = Callable[[KVStore], None]
+"""Sets the frame of what comes next."""
+
+
+def place_chain(store: KVStore) -> None:
+    """The chain of the trials."""
+    store.chain(_TRIAL_ROWS)
+
+
+def place_single(store: KVStore) -> None:
+    """The single token of the trials."""
+    store.chain(1)
+
+
+def place_tree(store: KVStore) -> None:
+    """The tree of the trials."""
+    store.append_tree(_TRIAL_TREE)
+
+
+def trace_if_faster(
+    model: Any, new_store: Callable[[], KVStore], *, takes_trees: bool = False
+) -> TracedForward | None:
+    """A traced forward for this model, or None where it is wrong or not faster here.
+
+    Args:
+        model: see `TracedForward`.
+        new_store: an empty store for a sequence of this model.
+        takes_trees: whether trees are verified, and so worth traces of their own.
+    """
+    traced = TracedForward(model)
+    if not _is_worth_it(model, traced, new_store, place_chain, "chains"):
+        return None
+    alone = _is_worth_it(model, traced, new_store, place_single, "single tokens")
+    ahead = alone and _is_worth_it_ahead(model, traced, new_store)
+    traced.singles = Singles(awaited=alone, ahead=ahead)
+    for slots in TRACED_SLOTS:
+        for rows in range(1 if alone else 2, MOST_ROWS + 1):
+            traced.prepare(rows, slots, new_store)
+    if takes_trees and _is_worth_it(model, traced, new_store, place_tree, "trees"):
+        traced.tree_rows = drop_slow(_time_trees(model, traced, new_store))
+        for slots in TRACED_SLOTS:
+            for rows in traced.tree_rows:
+                traced.prepare_tree(rows, slots, new_store)
+    return traced
+
+
+def drop_slow(seconds: Mapping[int, float]) -> tuple[int, ...]:
+    """The sizes of these, with the time of a pass of each, for which no larger one is faster."""
+    return tuple(
+        rows
+        for rows, own_s in seconds.items()
+        if not any(pays(larger_s, own_s) for more, larger_s in seconds.items() if more > rows)
+    )
+
+
+def _time_trees(
+    model: Any, traced: TracedForward, new_store: Callable[[], KVStore]
+) -> dict[int, float]:
+    """Seconds of replays by their rows."""
+
+    def place(rows: int, store: KVStore) -> None:
+        store.append_tree(read_tree(list(range(rows)), [0] * (rows - 1)))
+
+    store = prefill(model, new_store, _TRIAL_PROMPT)
+    ways = [partial(_try_pass, traced, store, partial(place, rows)) for rows in TREE_ROWS]
+    found = dict(zip(TREE_ROWS, time_in_turn(ways), strict=True))
+    times = ", ".join(f"{rows}: {1e3 * seconds:.2f}" for rows, seconds in found.items())
+    _log.info("traced trees by their rows, in ms: %s", times)
+    return found
+
+
+def _is_worth_it_ahead(model: Any, traced: TracedForward, new_store: Callable[[], KVStore]) -> bool:
+    """Whether replays of single tokens are faster where each begins before the last has ended."""
+
+    def begin(forward: Forward, store: KVStore) -> mx.array:
+        token = mx.array([5])
+        for _ in range(_TRIAL_AHEAD):
+            place_single(store)
+            token = mx.argmax(forward(token[None], store)[0, -1:], axis=-1)
+            launch(token)
+        store.trim(_LONGER_PROMPT)
+        return token
+
+    ways = [
+        partial(begin, forward, prefill(model, new_store, _LONGER_PROMPT))
+        for forward in (partial(_call, model), partial(traced, ahead=True))
+    ]
+    own_s, replayed_s = time_in_turn(ways)
+    return is_faster("traced single tokens that begin ahead", own_s, replayed_s, _SHARE_AHEAD)
+
+
+def _call(model: Any, tokens: mx.array, store: KVStore) -> mx.array:
+    logits: mx.array = model(tokens, cache=store.caches)
+    return logits
+
+
+def _is_worth_it(
+    model: Any, traced: TracedForward, new_store: Callable[[], KVStore], place: Place, what: str
+) -> bool:
+    """Whether replays of what `place` sets are right, and faster than the model's own forward."""
+    own, other = (prefill(model, new_store, _TRIAL_PROMPT) for _ in range(2))
+    place(other)
+    if not traced.can_trace(other):
+        return False
+    other.trim(_TRIAL_PROMPT)
+    call = partial(_call, model)
+    return is_worth_it(
+        what, partial(_try_pass, call, own, place), partial(_try_pass, traced, other, place)
+    )
+
+
+def _try_pass(forward: Forward, store: KVStore, place: Place) -> mx.array:
+    """The logits of what `place` sets; each time one token further in the text."""
+    length = store.length
+    place(store)
+    first = length % 5 + 5
+    logits = forward(mx.arange(first, first + store.frame.count)[None], store)
+    store.trim(length + 1)
+    return logits

@@ -1,0 +1,218 @@
+"""Keys and values written where they belong: on the host, and on CUDA in whole passes."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from protocol.decoding.token_tree import read_tree
+from services.batching.packing import enable_packing
+from services.kv.cache import KVStore, windows_of
+from services.mlx.array_memory import view
+from services.mlx.cuda import blocks, choice
+from services.mlx.cuda.blocks import BlockKernels, can_write_in_place
+from services.mlx.cuda.choice import in_trace, use_products
+from services.mlx.cuda.equip import equip_for_cuda
+from services.mlx.cuda.kv_rows import KVBuffers, wait_for, writes_in_place
+from services.mlx.cuda.rotate import Heads
+from services.mlx.fused_linear import fuse_linears
+from services.mlx.loader import load
+from services.mlx.plain_blocks import give_kernels
+from services.mlx.tracing import traced_slots
+from services.mlx.tracing.traced_forward import TracedForward
+from services.mlx.tracing.traced_slots import LayerInputs, PassRows
+from tests.services.mlx.cuda.host import compile_kernel, run_kernel
+from tests.services.mlx.cuda.test_blocks import Kernels, install
+from tests.support.reference import tiny_folder
+from tests.support.tiny_models import write_tiny_model
+
+HEADS, SIZE, ROWS, SLOTS = 3, 8, 4, 16
+PLACES = [9, 2, 11, 3]
+cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_each_row_goes_to_its_slot(tmp_path: Path) -> None:
+    """Of rows whose heads stand side by side; what stands in other slots stays."""
+    program = compile_kernel("kv_rows_host.cpp", tmp_path / "write", HEADS=HEADS, SIZE=SIZE)
+    random = np.random.default_rng(1)
+    rows = random.normal(size=(ROWS, HEADS, SIZE)).astype(np.float32)
+    buffer = random.normal(size=(HEADS, SLOTS, SIZE)).astype(np.float32)
+    found = run_kernel(program, ROWS, SLOTS, PLACES, rows, buffer)
+    buffer[:, PLACES] = rows.swapaxes(0, 1)
+    np.testing.assert_allclose(found.reshape(buffer.shape), buffer, rtol=1e-6)
+
+
+def test_nothing_is_written_in_place_elsewhere_than_on_cuda() -> None:
+    buffer = mx.zeros((1, HEADS, SLOTS, SIZE), mx.float16)
+    assert writes_in_place(buffer, buffer) is mx.cuda.is_available()
+    assert not writes_in_place(buffer.astype(mx.float32), buffer.astype(mx.float32))
+
+
+def test_queries_wait_without_being_changed() -> None:
+    queries = mx.arange(4.0)
+    assert wait_for(None, queries) is queries
+    assert wait_for(mx.zeros(1), queries).tolist() == queries.tolist()
+
+
+def _write_on_host(into: KVBuffers, keys: mx.array, values: mx.array) -> mx.array:
+    """Stands in for the kernel."""
+    mx.eval(into, keys, values)
+    for buffer, rows in ((into.keys, keys), (into.values, values)):
+        view(buffer)[0, :, into.slots.tolist()] = np.array(rows[0]).swapaxes(0, 1)
+    return mx.zeros(1)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["our blocks", "MLX's"])
+def test_a_pass_that_writes_in_place_sees_its_own_rows(
+    monkeypatch: pytest.MonkeyPatch, *, ours: bool
+) -> None:
+    """Beside a pass that MLX stores; the buffers are those that it was given."""
+    module = load(tiny_folder("llama")).module
+    enable_packing(module)
+    expected, layers = run_rows(module)
+    stand_in = install(monkeypatch, Kernels())
+    monkeypatch.setattr(traced_slots, "writes_in_place", lambda *_: True)
+    monkeypatch.setattr(traced_slots, "write", _write_on_host)
+
+    def rotate_into(x: mx.array, positions: mx.array, layer: Heads, into: KVBuffers) -> mx.array:
+        queries, keys, values = stand_in.rotate(x, positions, layer)
+        _write_on_host(into, keys, values)
+        return queries
+
+    monkeypatch.setattr(blocks, "rotate_into", rotate_into)
+    if ours:
+        equip_for_cuda(module)
+    assert can_write_in_place(module) is ours
+    with in_trace():
+        found, written = run_rows(module, owned=True)
+    assert all(layer.written is not None for layer in written)
+    assert (stand_in.calls.count("rotate") > 0) is ours
+    np.testing.assert_allclose(np.array(found), np.array(expected), atol=2e-4)
+    for own, other in zip(written, layers, strict=True):
+        np.testing.assert_allclose(np.array(own.keys), np.array(other.keys), atol=2e-4)
+        np.testing.assert_allclose(np.array(own.values), np.array(other.values), atol=2e-4)
+
+
+def run_rows(module: Any, *, owned: bool = False) -> tuple[mx.array, list[LayerInputs]]:
+    """Logits of three rows side by side behind random ones, and the layers."""
+    attention = module.model.layers[0].self_attn
+    shape = (1, attention.n_kv_heads, 64, attention.o_proj.weight.shape[1] // attention.n_heads)
+    seen = mx.arange(64)[None] <= mx.array([[9], [10], [10]])
+    seen &= (mx.arange(64)[None] != 10) | (mx.arange(3)[:, None] == 1)
+    rows = PassRows(mx.array(9), 3, mx.array([9, 10, 10]), seen)
+    keys = iter(mx.random.split(mx.random.key(7), 2 * len(module.model.layers)))
+    layers = [
+        LayerInputs(*(mx.random.normal(shape, key=next(keys)) for _ in range(2)), rows, owned=owned)
+        for _ in module.model.layers
+    ]
+    logits: mx.array = module(mx.array([[5, 6, 7]]), cache=layers)
+    mx.eval(logits)
+    return logits, layers
+
+
+class OnDevice:
+    """A small model on CUDA whose blocks go through our kernels, however fast they are."""
+
+    def __init__(self, folder: Path, most_rows: int) -> None:
+        config = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4}
+        module = load(write_tiny_model(folder, "llama", config=config)).module
+        module.set_dtype(mx.float16)
+        enable_packing(module)
+        self.plain = module
+        fuse_linears(module)
+        assert use_products(module) is not None
+        choice._use = choice._Use(least_rows=1, most_rows=most_rows)
+        for layer in module.model.layers:
+            give_kernels(layer, BlockKernels(layer))
+        self.traced = TracedForward(module)
+
+    def prompt(self, length: int) -> KVStore:
+        """A sequence of so many tokens, whose buffers have room for more."""
+        store = KVStore(windows_of(self.plain), bucketed=True)
+        store.chain(length)
+        mx.eval(self.plain(mx.arange(length)[None] % 64, cache=store.caches))
+        return store
+
+    def begin(self, store: KVStore, tokens: list[int]) -> mx.array:
+        """[n, vocabulary] logits of a chain, under way."""
+        store.chain(len(tokens))
+        logits = self.traced(mx.array([tokens]), store)[0]
+        mx.async_eval(logits)
+        return logits
+
+    def expect(self, tokens: list[int], count: int) -> npt.NDArray[np.float32]:
+        """Of the last `count` of these tokens, by the model's own forward over them all."""
+        store = KVStore(windows_of(self.plain), bucketed=True)
+        store.chain(len(tokens))
+        logits = self.plain(mx.array([tokens]), cache=store.caches)[0, -count:]
+        return np.array(logits.astype(mx.float32))
+
+
+def assert_close(found: mx.array, expected: npt.NDArray[np.float32]) -> None:
+    distance = np.linalg.norm(np.array(found.astype(mx.float32)) - expected)
+    assert distance < 0.02 * np.linalg.norm(expected)
+
+
+@cuda
+@pytest.mark.parametrize("most_rows", [16, 2], ids=["our blocks", "MLX's"])
+def test_passes_that_begin_ahead_leave_the_buffers_where_they_are(
+    most_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three under way at once; each sees the rows of those before it."""
+    monkeypatch.setattr(choice, "_use", choice._Use())
+    model = OnDevice(tmp_path / "model", most_rows)
+    store = model.prompt(20)
+    store.own()
+    before = store.caches[0].keys
+    tokens, found = [token % 64 for token in range(20)], []
+    for chain in ([7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18]):
+        tokens += chain
+        found.append((model.begin(store, chain), list(tokens), len(chain)))
+    assert store.written is not None
+    assert store.caches[0].keys is before
+    for logits, known, count in found:
+        assert_close(logits, model.expect(known, count))
+
+
+@cuda
+def test_a_fork_and_its_origin_write_into_buffers_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "_use", choice._Use())
+    model = OnDevice(tmp_path / "model", 16)
+    origin = model.prompt(20)
+    fork = origin.fork(18)
+    prompt = [token % 64 for token in range(20)]
+    for store, length, chain in ((fork, 18, [40, 41]), (origin, 20, [50, 51, 52])) * 2:
+        store.trim(length)
+        assert_close(model.begin(store, chain), model.expect(prompt[:length] + chain, len(chain)))
+
+
+@cuda
+def test_rows_are_written_though_nobody_looks_at_the_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "_use", choice._Use())
+    model = OnDevice(tmp_path / "model", 16)
+    store = model.prompt(20)
+    store.chain(3)
+    model.traced(mx.array([[30, 31, 32]]), store)  # not launched
+    prompt = [token % 64 for token in range(20)]
+    assert_close(model.begin(store, [33, 34]), model.expect([*prompt, 30, 31, 32, 33, 34], 2))
+
+
+@cuda
+def test_a_tree_s_rows_go_behind_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a path of them stands, moved together."""
+    monkeypatch.setattr(choice, "_use", choice._Use())
+    model = OnDevice(tmp_path / "model", 16)
+    store = model.prompt(20)
+    tree = read_tree([5, 9, 3, 11, 4], [0, 0, 1, 2])
+    store.append_tree(tree)
+    mx.async_eval(model.traced(mx.array([tree.tokens]), store))
+    store.commit_rows([0, 2, 4])
+    prompt = [token % 64 for token in range(20)]
+    assert_close(model.begin(store, [6, 7]), model.expect([*prompt, 5, 3, 4, 6, 7], 2))
