@@ -190,7 +190,9 @@ class SlotTable:
 
     def evaluate(self) -> None:
         """Compute what all seats have stored so far."""
-        mx.eval([[one.keys, one.values] for one in self._layers], self._written)
+        mx.eval([[one.keys, one.values] for one in self._layers])
+        if self._written:
+            mx.eval(self._written)
 
     def is_shared_by(self, store: KVStore) -> bool:
         """Whether this sequence sits here, and another one does: it is about to have company."""

@@ -359,7 +359,7 @@ class KVStore:
         if self.seat is not None:
             self.seat.evaluate()
         else:
-            mx.eval(self.arrays, self.written or [])
+            mx.eval([*self.arrays, *(self.written or [])])
 
 
 def windows_of(model: Any) -> list[int | None]:
