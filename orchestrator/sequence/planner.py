@@ -146,10 +146,8 @@ class Planner:
 
     def _choose_chain(self, draft: Draft, origin: Origin) -> list[int]:
         main = draft.main
-        if self.num_draft_tokens:
-            return main[: self.num_draft_tokens]
-        if origin == "lookup":
-            return main  # `lookup_nodes` has decided
+        if self.num_draft_tokens or origin == "lookup":  # of which `lookup_nodes` has decided
+            return main[: self.num_draft_tokens or None]
         first = self.estimates.calibrations[origin]
         most = self.max_draft_tokens or None
         rates = [first.rate(draft.confidences[row - 1]) for row in main[:most]]
@@ -177,7 +175,8 @@ class Planner:
         rows = rank_nodes(draft.parents, self._acceptance_rates(draft, "lookup")).rows
         chain = count_chain(rows, draft.parents)
         count = find_best(self._lookup_values(draft, alone=alone), chain)
-        return rows[: self.tree_nodes] if count and self.tree_nodes else rows[:count]
+        most = self.tree_nodes if count and self.tree_nodes else count
+        return rows[: min(count, chain) if self.is_chain_only else most]
 
     def _lookup_values(self, draft: Draft, *, alone: bool = False) -> list[float]:
         """What verifying the 0, 1, ... likeliest of these tokens is worth, in tokens."""

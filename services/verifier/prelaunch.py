@@ -7,7 +7,7 @@ sequence at a time: for several a shared pass is worth more.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -32,6 +32,11 @@ _LEAST_ROWS = 8
 """Of a pass: fewer would hardly be faster, and drafts could not become longer without a loss."""
 _ASSUMED_MS = {size: 1.0 + 0.012 * size for size in TREE_ROWS}
 """Until passes were timed: rows are cheap where passes are launched beforehand."""
+_MOST_MOVED = 0.06
+"""Share of forking trees whose rows may be moved, so that the pass behind them is of no use: it
+costs a whole pass then, and what is launched beforehand saves about so much of one."""
+_ASSUMED_MOVED, _SMOOTHING = 0.12, 1 / 16
+"""That share until it is known, and what the next tree counts."""
 _MOST_MISSED = 5
 """Passes that may be rung too late, beyond one in a hundred; then no more are launched."""
 
@@ -111,6 +116,7 @@ class Prelauncher:
         sizes = TREE_ROWS if traced is None else traced.tree_rows
         self._pass_ms = {size: _ASSUMED_MS[size] for size in sizes if size >= _LEAST_ROWS}
         self._taken = self._missed = 0
+        self._moved = _ASSUMED_MOVED
 
     def expect_passes(self, times: PassTimes) -> None:
         """Passes took so long at load, and of what was verified until then nothing counts."""
@@ -138,6 +144,8 @@ class Prelauncher:
         """
         follows = message.granted == 0 and not message.drafter_idle
         if self._bell is None or self._traced is None or not follows or self._waiting is not None:
+            return
+        if self._moved > _MOST_MOVED and not tree.is_chain:
             return
         if (
             len(tree) > max(self._pass_ms)
@@ -191,6 +199,14 @@ class Prelauncher:
         if choices is not None and (missed or (found < 0).any()):
             self.call_off()
         return None if missed else found
+
+    def on_judged(self, tree: TokenTree, rows: Sequence[int]) -> None:
+        """These rows of the tree stand: others are moved behind a pass that waits already."""
+        moved = rows[-1] >= len(rows)
+        if not tree.is_chain:
+            self._moved += _SMOOTHING * (moved - self._moved)
+        if moved:
+            self.call_off()
 
     def call_off(self) -> None:
         """Let the device get over what waits there."""

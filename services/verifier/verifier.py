@@ -299,8 +299,7 @@ class Verifier:
         try:
             logits, by, begun = yield from self._choose(sequence, message, tree)
             judged = sequence.rule.accept(logits, message, tree, begun)
-            if judged.rows[-1] >= len(judged.rows):
-                self.prelauncher.call_off()  # it was launched before the rows were moved
+            self.prelauncher.on_judged(tree, judged.rows)
             sequence.commit(tree, judged.rows)
             read = self._features.log(sequence, message.position, sequence.take_read(judged.rows))
         except RuntimeFailure:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from protocol.decoding.token_tree import read_tree
 from services.kv.cache import KVStore
-from services.mlx.launching import launch
+from services.mlx.launching import launch, launch_in_pieces
 from services.mlx.tracing.trace_trial import is_faster, is_worth_it, pays, prefill, time_in_turn
 from services.mlx.tracing.traced_forward import (
     MOST_ROWS,
@@ -97,8 +97,13 @@ def _time_trees(
     def place(rows: int, store: KVStore) -> None:
         store.append_tree(read_tree(list(range(rows)), [0] * (rows - 1)))
 
+    def run(tokens: mx.array, store: KVStore) -> mx.array:
+        logits = traced(tokens, store)
+        launch_in_pieces(store.milestones)  # as such passes are in an answer
+        return logits
+
     store = prefill(model, new_store, _TRIAL_PROMPT)
-    ways = [partial(_try_pass, traced, store, partial(place, rows)) for rows in TREE_ROWS]
+    ways = [partial(_try_pass, run, store, partial(place, rows)) for rows in TREE_ROWS]
     found = dict(zip(TREE_ROWS, time_in_turn(ways), strict=True))
     times = ", ".join(f"{rows}: {1e3 * seconds:.2f}" for rows, seconds in found.items())
     _log.info("traced trees by their rows, in ms: %s", times)

@@ -47,6 +47,7 @@ class Rung(Stream):
         verifier, traced = _traced()
         self.bell = FakeDoorbell(is_late)
         verifier.prelauncher = Prelauncher(traced, self.bell)
+        verifier.prelauncher._moved = 0.0
         super().__init__("llama", prompt, GREEDY, verifier=verifier)
 
     def close(self) -> None:
@@ -123,6 +124,27 @@ def test_what_does_not_fit_calls_the_pass_off(shape: Shape) -> None:
     stream.verify_all([CHAIN])
     stream.verify_all([shape])
     assert stream.bell.called_off == 1
+    stream.close()
+
+
+FORKED: Shape = [(0, 0), (0, 1)]
+"""The first of two runners-up is right, so that its row stays where it is."""
+MOVED: Shape = [(0, 1), (0, 0)]
+
+
+def test_behind_trees_whose_rows_are_often_moved_none_waits() -> None:
+    """Until it is known that this seldom happens; behind chains one always does."""
+    stream = Rung(PROMPTS[0], lambda: False)
+    stream.verifier.prelauncher._moved = Prelauncher()._moved
+    stream.verify_all([FORKED])
+    assert not stream.bell.waiting
+    stream.verify_all([CHAIN])
+    assert stream.bell.waiting
+    stream.verifier.prelauncher._moved = 0.065  # after ten more of them, and the text ends soon
+    stream.verify_all([FORKED] * 3)
+    assert stream.bell.waiting
+    stream.verify_all([MOVED] * 2)
+    assert not stream.bell.waiting
     stream.close()
 
 
