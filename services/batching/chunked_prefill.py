@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from functools import partial
 from typing import Any, Protocol
 
-import mlx.core as mx
-
 from protocol.decoding.tokens import common_prefix_length
 from protocol.messages import Tokens
 from services.batching.forward import Batcher
@@ -20,6 +18,7 @@ from services.batching.pass_memory import PassMemory
 from services.batching.prefill_order import PrefillOrder
 from services.batching.slot_table import SlotTable
 from services.kv.state import SequenceState
+from services.mlx.cuda.host_rows import ReadRows
 from services.mlx.loader import compute_unit
 
 _WORTH = 8
@@ -49,11 +48,11 @@ class Prompted(Protocol):
 class Reader(Protocol):
     """What is read of the model beside its logits."""
 
-    def take(self) -> mx.array | None:
+    def take(self) -> ReadRows | None:
         """[tokens, width] of the last pass, lazy; None if nothing is read."""
         ...
 
-    def log(self, sequence: Any, position: int, rows: mx.array | None) -> object:
+    def log(self, sequence: Any, position: int, rows: ReadRows | None) -> object:
         """Keep the rows of a sequence's tokens from `position` on."""
         ...
 

@@ -19,6 +19,7 @@ from services.kv.branching import BranchingState
 from services.kv.cache import KVStore
 from services.kv.layered import LayeredState
 from services.kv.state import SequenceState
+from services.mlx.cuda.host_rows import ReadRows, pending
 from services.mlx.launching import compute_in_pieces, launch_in_pieces
 from services.mlx.loader import compute_unit
 from services.sampling import device
@@ -44,7 +45,7 @@ class ForwardPass:
     """When its first result was there; likewise."""
     logits: mx.array | None = None
     """[rows, vocabulary] of a shared pass, until the likeliest tokens are known."""
-    features: mx.array | None = None
+    features: ReadRows | None = None
     """[rows or more, width] of what is read of the model beside its logits, in the making."""
     _choice: mx.array | None = None
     _best: npt.NDArray[np.int32] | None = None
@@ -84,7 +85,7 @@ class BatchRequest:
     """[tokens, head], lazy."""
     row: int = 0
     """The first of these in its pass."""
-    features: mx.array | None = None
+    features: ReadRows | None = None
     """[tokens, width] of what is read of the model beside its logits, lazy."""
     best: Callable[[], npt.NDArray[np.int32]] | None = None
     """The likeliest tokens, where they are found for all sequences of a pass at once."""
@@ -127,7 +128,7 @@ class Batcher:
         model: Any,
         most_rows: int,
         traced: TracedPass | None = None,
-        read: Callable[[], mx.array | None] | None = None,
+        read: Callable[[], ReadRows | None] | None = None,
         memory: PassMemory | None = None,
     ) -> None:
         self._model = model
@@ -201,7 +202,7 @@ class Batcher:
 
     def begin_alone(
         self, token: mx.array, state: SequenceState
-    ) -> tuple[mx.array, mx.array | None]:
+    ) -> tuple[mx.array, ReadRows | None]:
         """Build a pass over one token of a sequence; it is the state's current frame.
 
         Returns:
@@ -265,7 +266,7 @@ class Batcher:
         beside: dict[str, mx.array],
         *,
         ahead: bool = False,
-    ) -> tuple[mx.array, mx.array | None]:
+    ) -> tuple[mx.array, ReadRows | None]:
         """[rows, head] logits of a pass and [rows or more, width] features, lazy.
 
         Who asks for the logits has the features computed in the same go: they are sent first.
@@ -276,7 +277,7 @@ class Batcher:
             split(states[0].milestones)
         features = self._read() if self._read is not None else None
         if features is not None:
-            logits = mx.depends(logits, features)
+            logits = mx.depends(logits, pending(features))
         return logits, features
 
     def _call(

@@ -10,6 +10,7 @@ import numpy as np
 from protocol.decoding.tokens import common_prefix_length
 from protocol.errors import ModelError
 from protocol.messages import FeatureRequest, Features, Tokens
+from services.mlx.cuda.host_rows import HostRows, ReadRows, open_host_rows
 from services.mlx.taps import Taps, TrialPasses
 from services.verifier.feature_log import FeatureLog, Rows
 
@@ -44,6 +45,7 @@ class FeatureSource:
         self._taps: Taps | None = None
         self._projection: mx.array | None = None
         self._replayed: mx.array | None = None
+        self._host: HostRows | None = None
         self._kept: list[tuple[Tokens, FeatureLog]] = []
         """Of sequences that are over, the last few."""
 
@@ -58,7 +60,7 @@ class FeatureSource:
             return
         if self._taps is not None:
             self._taps.remove()
-        self.request = self._taps = self._projection = self._replayed = None
+        self.request = self._taps = self._projection = self._replayed = self._host = None
         self._kept = []
         if request is None:
             return
@@ -69,11 +71,18 @@ class FeatureSource:
             taps.remove()
             raise
         self.request, self._taps = request, taps
+        width = taps.width if self._projection is None else self._projection.shape[0]
+        self._host = open_host_rows(width, getattr(mx, request.dtype))
 
-    def take(self) -> mx.array | None:
+    def take(self) -> ReadRows | None:
         """[tokens, width] of the last pass, lazy, padding included; None if nothing is read."""
         replayed, self._replayed = self._replayed, None
-        return self.compute() if replayed is None else replayed
+        rows = self.compute() if replayed is None else replayed
+        return None if rows is None else self.send(rows)
+
+    def send(self, rows: mx.array) -> ReadRows:
+        """The rows of a pass, on their way to the host where that is a part of the pass."""
+        return rows if self._host is None else self._host.send(rows)
 
     def put(self, features: mx.array) -> None:
         """These are of the last pass: the replay of a trace, which does not reach the taps."""
@@ -108,7 +117,7 @@ class FeatureSource:
             self._kept = [*self._kept[1 - _KEPT :], (sequence.tokens, sequence.features)]
 
     def log(
-        self, sequence: ReadSequence, position: int, rows: mx.array | Rows | None
+        self, sequence: ReadSequence, position: int, rows: ReadRows | Rows | None
     ) -> Rows | None:
         """Keep the rows of its tokens from `position` on; returns them as they are sent."""
         if rows is None or self.request is None:

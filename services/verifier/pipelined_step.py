@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from protocol.messages import Tokens, VerificationOutcome, Verify
 from services.batching.forward import Batcher, ForwardPass
 from services.kv.state import SequenceState
+from services.mlx.cuda.host_rows import ReadRows
 from services.mlx.launching import launch
 
 
@@ -45,7 +46,7 @@ class SharedStep:
     """[1, vocabulary], lazy"""
 
     @property
-    def features(self) -> mx.array | None:
+    def features(self) -> ReadRows | None:
         """[1, width] of what is read of the model there."""
         joint = self.by.features
         return None if joint is None else joint[self.row : self.row + 1]

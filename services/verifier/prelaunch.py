@@ -19,6 +19,7 @@ from services.batching.forward import ForwardPass
 from services.kv.cache import KVStore
 from services.kv.state import SequenceState
 from services.mlx.cuda.doorbell import Doorbell
+from services.mlx.cuda.host_rows import ReadRows, pending
 from services.mlx.cuda.prelaunch_trial import find_doorbell
 from services.mlx.tracing.traced_forward import TREE_ROWS, Prelaunched, TracedForward
 from services.runtime.inbox import Work
@@ -68,12 +69,16 @@ class PrelaunchedPass:
         begun: the pass.
         bell: it waits for.
         state: of the sequence.
+        features: what is read of the model, if something is.
     """
 
-    row, best, features = 0, None, None
+    row, best = 0, None
 
-    def __init__(self, begun: Prelaunched, bell: Doorbell, state: KVStore) -> None:
+    def __init__(
+        self, begun: Prelaunched, bell: Doorbell, state: KVStore, features: ReadRows | None
+    ) -> None:
         self._begun, self._bell, self._state = begun, bell, state
+        self.features = features
         self.by, self.logits = ForwardPass(0, 0), begun.logits
 
     def fits(self, state: SequenceState, tree: TokenTree) -> bool:
@@ -104,10 +109,16 @@ class Prelauncher:
     Args:
         traced: builds it.
         bell: for it to wait for; None: no pass is launched before its tokens are known.
+        send: has what is read of a pass sent to the host.
     """
 
-    def __init__(self, traced: TracedForward | None = None, bell: Doorbell | None = None) -> None:
-        self._traced, self._bell = traced, bell
+    def __init__(
+        self,
+        traced: TracedForward | None = None,
+        bell: Doorbell | None = None,
+        send: Callable[[mx.array], ReadRows] = lambda rows: rows,
+    ) -> None:
+        self._traced, self._bell, self._send = traced, bell, send
         self._waiting: PrelaunchedPass | None = None
         self._choices: Callable[[], npt.NDArray[np.int32]] | None = None
         """Reads those of the pass in work, behind which one waits."""
@@ -157,8 +168,10 @@ class Prelauncher:
         after = self._traced.prelaunch(choose_rows(self._lengths, self._pass_ms), state, self._bell)
         if after is not None:
             self._choices = self._bell.report(begun)
-            self._bell.launch(after.late.rung, after.logits)
-            self._waiting = PrelaunchedPass(after, self._bell, state)
+            read = None if after.features is None else self._send(after.features)
+            wanted = [] if read is None else [pending(read)]
+            self._bell.launch(after.late.rung, after.logits, *wanted)
+            self._waiting = PrelaunchedPass(after, self._bell, state, read)
             self._number = message.sequence
 
     def take(
@@ -226,10 +239,10 @@ class Prelauncher:
             self._bell = None
 
 
-def open_prelauncher(target: TargetModel) -> Prelauncher:
+def open_prelauncher(target: TargetModel, send: Callable[[mx.array], ReadRows]) -> Prelauncher:
     """One that launches passes of this target beforehand, if the device is the faster for it."""
     store = target.states.make()
     if not isinstance(store, KVStore):
         return Prelauncher()
     bell = find_doorbell(target.verify, target.traced, lambda: store.fork(0))
-    return Prelauncher(target.traced, bell)
+    return Prelauncher(target.traced, bell, send)

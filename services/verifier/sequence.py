@@ -13,6 +13,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import Extend, Tokens, VerificationOutcome, Verify
 from services.batching.forward import BatchRequest, ForwardPass
 from services.kv.state import SequenceState
+from services.mlx.cuda.host_rows import ReadRows
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.feature_log import FeatureLog, Rows
 from services.verifier.pipelined_step import PipelinedStep, SharedStep, next_plain
@@ -39,7 +40,7 @@ class TargetSequence:
     """All that stand."""
     features: FeatureLog | None = None
     """What a drafter reads of the target at these tokens."""
-    read: mx.array | None = None
+    read: ReadRows | None = None
     """[rows, width] the same of the pass in work, lazy."""
     ahead: list[Step] = field(default_factory=list)
     """What is under way of the passes that are likely to be asked for next."""
@@ -192,7 +193,7 @@ class TargetSequence:
         if rows is None:
             return None
         # On the host: on a GPU choosing some of them would be a launch of its own to wait for.
-        return np.array(rows)[list(places)]
+        return np.asarray(rows)[list(places)]
 
     def forget_features(self) -> None:
         """What passes under way read was asked for by another drafter."""

@@ -91,7 +91,8 @@ class Verifier:
             one_graph=prelaunches,
         )
         self._pass_ahead = PassAhead(self._batcher)
-        self.prelauncher = open_prelauncher(self._target) if prelaunches else Prelauncher()
+        send = self._features.send
+        self.prelauncher = open_prelauncher(self._target, send) if prelaunches else Prelauncher()
         self._last_pass, self._idle_since = ForwardPass(0, 0), time.perf_counter()
         self._revoked: dict[int, int] = {}  # by sequence: see `Revoke.round`
         self.pipelines, self.spare_cores = self._target.pipelines, SpareCores()
@@ -324,7 +325,7 @@ class Verifier:
             logits, by = yield from self._logits(sequence, tree)
             begun = sequence.begin_choice(logits, message, tree)
             alone = len(self._sequences) == 1 and not self._chunked_prefill.prompts_in_work
-            if isinstance(begun, mx.array) and alone and sequence.read is None:
+            if isinstance(begun, mx.array) and alone and not isinstance(sequence.read, mx.array):
                 self.prelauncher.launch(begun, message, sequence.state, tree)
             if self.pipelines and not message.drafter_idle:
                 self.listener.listen_beside(by, logits if begun is None else begun)
@@ -347,7 +348,7 @@ class Verifier:
             return ahead.logits, ahead.by
         begin = partial(sequence.begin, tree)
         if (late := self.prelauncher.take(sequence.state, tree, begin)) is not None:
-            sequence.taken = late
+            sequence.taken, sequence.read = late, late.features
             self._start_ahead(late.by)
             return late.logits, late.by
         if sequence.state.owed > sequence.state.most_owed:

@@ -10,19 +10,17 @@ Whatever else is given to the device comes after such a pass, which has to be ru
 before.
 """
 
-import ctypes
-import importlib
 import itertools
 import logging
-import platform
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from protocol.decoding.token_tree import TokenTree
+from services.mlx.cuda import pinned
 from services.mlx.cuda.kernel import LANES, build
 from services.mlx.launching import launch
 
@@ -91,8 +89,7 @@ class Doorbell:
 
     def __init__(self, boxes: npt.NDArray[np.int32]) -> None:
         self._boxes = boxes
-        addresses = [box.__array_interface__["data"][0] for box in boxes]
-        self._places = [_pair(address % 2**32, address >> 32) for address in addresses]
+        self._places = [_pair(*pinned.address_of(box)) for box in boxes]
         self._tickets = itertools.cycle(range(1, _TICKETS))
 
     def await_tokens(self, rows: int, slots: int, spare: int) -> LateInputs:
@@ -202,22 +199,9 @@ def write_bits(tree: TokenTree, rows: int) -> npt.NDArray[np.uint32]:
 
 def open_doorbell() -> Doorbell | None:
     """A doorbell for the device in use; None where there can be none, which the log explains."""
-    if platform.machine() not in {"x86_64", "AMD64"}:
-        # Elsewhere the ticket may become visible before what it stands for.
-        _log.info("no pass is launched before its tokens are known: the processor is no x86-64")
-        return None
     try:
-        runtime: Any = importlib.import_module("cuda.bindings.runtime")
-    except ImportError as error:
+        memory = pinned.allocate(4 * _WORDS * _BOXES)
+    except OSError as error:
         _log.info("no pass is launched before its tokens are known: %s", error)
         return None
-    kind = runtime.cudaHostAllocPortable | runtime.cudaHostAllocMapped
-    status, address = runtime.cudaHostAlloc(4 * _WORDS * _BOXES, kind)
-    if int(status):
-        _log.warning("no pass is launched before its tokens are known: %s", status)
-        return None
-    # Never given back: a pass may read it until the process ends.
-    memory = (ctypes.c_int32 * (_WORDS * _BOXES)).from_address(int(address))
-    boxes = np.ctypeslib.as_array(memory).reshape(_BOXES, _WORDS)
-    boxes[:] = 0
-    return Doorbell(boxes)
+    return Doorbell(memory.view(np.int32).reshape(_BOXES, _WORDS))

@@ -63,6 +63,8 @@ class Prelaunched(NamedTuple):
     """[rows, vocabulary], lazy."""
     slots: int
     """Of its buffers: what it is rung for has to lie there."""
+    features: mx.array | None
+    """[rows, width] of what is read of the model, lazy; None if nothing is."""
 
 
 class FeatureReader(Protocol):
@@ -210,8 +212,8 @@ class TracedForward:
             return None
         late = bell.await_tokens(rows, slots, store.length)
         where = [late.start, late.positions, late.visible]
-        logits, _ = self._run(late.tokens, where, store)
-        return Prelaunched(late, logits[0], slots)
+        logits, features = self._run(late.tokens, where, store)
+        return Prelaunched(late, logits[0], slots, features[0] if features else None)
 
     def _run(
         self, tokens: mx.array, where: _Where, store: KVStore

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -26,13 +27,17 @@ from services.batching.traced_table import TracedTable
 from services.kv.cache import KVStore, windows_of
 from services.kv.prefix_cache import PrefixCache
 from services.kv.rewinding import find_rewinding
+from services.mlx.cuda.host_rows import SentRows
 from services.mlx.loader import load
 from services.mlx.taps import Taps
 from services.mlx.tracing.traced_forward import TracedForward
 from services.runtime.inbox import Work
 from services.verifier.feature_log import FeatureLog
+from services.verifier.feature_source import FeatureSource
+from services.verifier.prelaunch import Prelauncher
 from services.verifier.target_model import TargetModel
 from services.verifier.verifier import Verifier
+from tests.services.verifier.fake_doorbell import FakeDoorbell
 from tests.support.reference import tiny_folder
 
 LAYERS = [0, 2]
@@ -80,7 +85,36 @@ def replaying_verifier() -> Verifier:
     return verifier
 
 
-either = pytest.mark.parametrize("new", [new_verifier, replaying_verifier])
+class LateRows(SentRows):
+    """There when somebody looks: the pass may wait until then."""
+
+    def __init__(self, rows: mx.array) -> None:
+        self._late, self.sent = rows, mx.ones(1)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:  # noqa: FBT001  # numpy's
+        return np.array(self._late)
+
+
+def prelaunching_verifier() -> Verifier:
+    """Its passes are launched before their tokens are known, those behind trees too."""
+    verifier = replaying_verifier()
+    traced = verifier._target.traced
+    assert traced is not None
+    traced.tree_rows = (8,)
+    verifier.prelauncher = Prelauncher(traced, FakeDoorbell(), LateRows)
+    verifier.prelauncher._moved = 0.0
+    source = verifier._features
+    source.take = lambda: None if (rows := read(source)) is None else LateRows(rows)  # type: ignore[method-assign]
+    return verifier
+
+
+def read(source: FeatureSource) -> mx.array | None:
+    """What `FeatureSource.take` sends."""
+    replayed, source._replayed = source._replayed, None
+    return source.compute() if replayed is None else replayed
+
+
+either = pytest.mark.parametrize("new", [new_verifier, replaying_verifier, prelaunching_verifier])
 New = Callable[[], Verifier]
 
 
@@ -129,6 +163,22 @@ def test_a_prompt_and_what_is_committed(new: New) -> None:
         committed += chain[: outcome.accepted + 1]
         check(sent, committed, position)
         position = len(committed)
+
+
+def test_passes_are_launched_beforehand_though_the_target_is_read() -> None:
+    """Where what is read comes by itself; an array would have to be waited for."""
+    for verifier, rung in ((prelaunching_verifier(), 2), (replaying_verifier(), 0)):
+        bell = FakeDoorbell()
+        verifier.prelauncher._bell, verifier.prelauncher._traced = bell, verifier._target.traced
+        open_sequence(verifier, PROMPT)
+        position = len(PROMPT)
+        for number in range(3):
+            verify = Verify(sequence=1, round=number, position=position, nodes=[7])
+            *sent, outcome = answers(verifier, verify)
+            assert isinstance(outcome, VerificationOutcome)
+            assert len(sent) == 1
+            position += 1
+        assert bell.rung == rung
 
 
 @either

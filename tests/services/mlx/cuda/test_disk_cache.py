@@ -12,7 +12,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from services.mlx.cuda import attention, disk_cache, doorbell, kernel, kv_rows, product, rotate
+from services.mlx.cuda import (
+    attention,
+    disk_cache,
+    doorbell,
+    host_rows,
+    kernel,
+    kv_rows,
+    product,
+    rotate,
+)
 from services.mlx.cuda.disk_cache import KernelText, hash_text, keep, name_function, write_function
 from services.mlx.cuda.sampling import best, choose, guess
 from services.sampling.rules import WORDS
@@ -152,7 +161,17 @@ def test_all_kernels_compile(
     kernel.build.cache_clear()
     assert caplog.records == []
     kinds = {file.name.split("_")[2] for file in tmp_path.glob("*.ptx")}
-    assert kinds == {"attention", "best", "choose", "doorbell", "guess", "kv", "product", "rotate"}
+    assert kinds == {
+        "attention",
+        "best",
+        "choose",
+        "doorbell",
+        "guess",
+        "host",
+        "kv",
+        "product",
+        "rotate",
+    }
 
 
 def _zeros(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
@@ -187,6 +206,7 @@ def launch_all(dtype: mx.Dtype) -> None:
         guess.launch(rows, mx.arange(100), rules, guess.Wanted(width, kind))
     doorbell.Doorbell(np.zeros((4, 128), np.int32)).await_tokens(8, 256, 9)
     doorbell.split_in_pairs(mx.arange(5))
+    host_rows._launch(mx.zeros((3, 64), dtype), np.zeros(3 * 64 * 2, np.uint8))
 
 
 _USE = """

@@ -1,0 +1,131 @@
+"""Rows of a pass's results, which the device writes into the host's memory, on CUDA.
+
+To read an array MLX makes memory that both can use, copies it there, and waits: .2 ms, and the
+memory is used for the next pass's arrays, which the device then reads over the bus; and what waits
+on the device already has to go first. Here a kernel of the pass writes the rows to a box, where
+they are when the pass is over.
+"""
+
+import functools
+import logging
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from services.mlx.cuda import pinned
+from services.mlx.cuda.kernel import build
+from services.mlx.loader import compute_unit
+
+_log = logging.getLogger(__name__)
+
+_TYPES = {mx.float16: np.float16, mx.float32: np.float32}
+_MOST_ROWS = 32
+"""Of a pass whose rows are sent."""
+_BOXES = 8
+"""Used in turn: more than passes that are under way."""
+_THREADS, _MOST_BLOCKS = 256, 32
+
+_BODY = """
+const long words = long(rows_shape[0]) * rows_shape[1] * sizeof(T) / 4;
+const unsigned long long address = (unsigned long long)(place[1]) << 32 | place[0];
+const long thread = long(blockIdx.x) * blockDim.x + threadIdx.x;
+send_words(reinterpret_cast<const unsigned*>(rows), words, thread, long(gridDim.x) * blockDim.x,
+           reinterpret_cast<unsigned*>(address));
+__threadfence_system();
+if (thread == 0) sent[0] = 1;
+"""
+
+
+class SentRows:
+    """Rows on their way to the host; numpy takes them when the pass is over."""
+
+    def __init__(self, boxes: "HostRows", number: int, rows: npt.NDArray[Any], sent: mx.array):
+        self._boxes, self._number, self._rows = boxes, number, rows
+        self.sent = sent
+        """[1], there when they are."""
+
+    def __getitem__(self, rows: slice) -> "SentRows":
+        return SentRows(self._boxes, self._number, self._rows[rows], self.sent)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:  # noqa: FBT001  # numpy's
+        if self._boxes.count - self._number > _BOXES:
+            raise RuntimeError("rows of a pass were read when others had taken their place")
+        return np.array(self._rows, dtype, copy=copy)
+
+
+ReadRows = mx.array | SentRows
+"""[rows, width] in the making."""
+
+
+class HostRows:
+    """Boxes for the rows of the last passes.
+
+    Args:
+        boxes: [boxes, bytes] that the device can write to.
+        width: numbers of a row.
+        dtype: of the rows.
+    """
+
+    def __init__(self, boxes: npt.NDArray[np.uint8], width: int, dtype: mx.Dtype) -> None:
+        self._boxes, self._width, self._dtype = boxes, width, dtype
+        self.count = 0
+        """Of the passes whose rows were sent."""
+
+    def send(self, rows: mx.array) -> ReadRows:
+        """[rows, width] on their way; the array itself if it is none that is sent."""
+        if len(rows) > _MOST_ROWS or rows.shape[1] != self._width or rows.dtype != self._dtype:
+            return rows
+        number, self.count = self.count, self.count + 1
+        box = self._boxes[number % len(self._boxes)][: rows.nbytes]
+        held = box.view(_TYPES[self._dtype]).reshape(rows.shape)
+        return SentRows(self, number, held, _launch(rows, box))
+
+
+def _launch(rows: mx.array, box: npt.NDArray[np.uint8]) -> mx.array:
+    make = build(("host_rows.cuh",), _BODY, ("rows", "place"), contiguous=True, outputs=("sent",))
+    blocks = min(_MOST_BLOCKS, -(-rows.nbytes // (4 * _THREADS)))
+    [sent] = make(
+        # Two words: so much MLX keeps in the host's memory, and need not ask the device for.
+        inputs=[rows, mx.array(np.array(pinned.address_of(box), np.uint32))],
+        template=[("T", rows.dtype)],
+        grid=(blocks * _THREADS, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+    )
+    return sent
+
+
+def pending(rows: ReadRows) -> mx.array:
+    """What is computed when they are."""
+    return rows.sent if isinstance(rows, SentRows) else rows
+
+
+def open_host_rows(width: int, dtype: mx.Dtype) -> HostRows | None:
+    """Boxes for such rows; None where rows are not sent, which the log explains."""
+    size = width * dtype.size
+    if compute_unit() != "cuda" or dtype not in _TYPES or size % 4:
+        return None
+    try:
+        boxes = HostRows(_boxes(_MOST_ROWS * size), width, dtype)
+        trial = mx.random.normal((3, width)).astype(dtype)
+        sent = boxes.send(trial)
+        mx.eval(pending(sent))
+        right = np.array_equal(np.array(sent), np.array(trial))
+    except (OSError, RuntimeError, ValueError) as error:
+        _log.warning("what is read of the target is copied: %s", error)
+        return None
+    if not right:
+        _log.warning("what is read of the target is copied: it was wrong in a trial")
+    return boxes if right else None
+
+
+@functools.cache
+def _boxes(count: int) -> npt.NDArray[np.uint8]:
+    """[boxes, count], the same for all rows of this size."""
+    return pinned.allocate(_BOXES * count).reshape(_BOXES, count)
