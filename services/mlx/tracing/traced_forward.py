@@ -30,7 +30,7 @@ from services.mlx.tracing.traced_slots import LayerInputs, PassRows, Shape, roun
 
 MOST_ROWS = 9
 """Of chains that have traces of their own, each length another."""
-TREE_ROWS = (4, 8, 16, 32)
+TREE_ROWS: tuple[int, ...] = (4, 8, 16, 32)
 """Sizes that trees are padded to, and longer chains, if a larger one is not faster; larger ones are
 not traced."""
 TRACED_SLOTS = (256, 512, 768, 1024)
@@ -106,7 +106,7 @@ class TracedForward:
         self._may_write = can_write_in_place(model)
         """Whether rows may be written into a store's buffers where they are."""
         self.singles = Singles(awaited=True, ahead=True)
-        self.tree_rows: tuple[int, ...] = TREE_ROWS
+        self.tree_rows = TREE_ROWS
         """The sizes of trees that are in use."""
         self.read(None)
 

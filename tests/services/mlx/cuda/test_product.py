@@ -101,7 +101,8 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Products]:
 
     def pretend(shares: dict[int, float], **how: Any) -> Products:
         products = Products(**how)
-        times = iter([(1e-3 * shares.get(rows, 0.5), 1e-3) for rows in choice._ROWS])
+        ms = 1e-3 * choice._AHEAD  # so many of them
+        times = iter([(ms * shares.get(rows, 0.5), ms) for rows in choice._ROWS])
         monkeypatch.setattr(choice, "compute_unit", lambda: "cuda")
         monkeypatch.setattr(choice, "time_in_turn", lambda _: next(times))
         monkeypatch.setattr(product, "multiply", products)
@@ -222,6 +223,17 @@ def test_a_tied_head_goes_through_it(on_cuda: OnCuda) -> None:
         found = embedding.as_linear(x)
     assert products.rows == [3]
     np.testing.assert_allclose(np.array(found), np.array(x @ embedding.weight.T), atol=1e-5)
+
+
+def test_products_are_timed_behind_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are under way before one is waited for."""
+    launched: list[list[mx.array]] = []
+    monkeypatch.setattr(choice, "launch", launched.append)
+    given = [mx.ones((1, 2, 8))]
+    found = choice._repeat(lambda inputs: [x * 2 for x in inputs], given)
+    assert len(launched) == choice._AHEAD
+    assert found is launched[-1]
+    assert found[0].tolist() == (given[0] * 2).tolist()
 
 
 def test_doctor_is_told(on_cuda: OnCuda, monkeypatch: pytest.MonkeyPatch) -> None:
