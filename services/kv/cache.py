@@ -21,6 +21,7 @@ from protocol.errors import ModelError
 from services.kv.resident import ResidentSlots
 from services.kv.slots import BUCKET, Frame, SlotCache, TableSeat, round_to_bucket, store_rows
 from services.kv.state import PassSize
+from services.mlx.cuda import kv_rows
 from services.mlx.launching import launch
 
 
@@ -287,10 +288,25 @@ class KVStore:
             if self.resident is not None:
                 self.resident.move(slots[stay:], self.length)
             else:
-                indices = mx.array(list(slots[stay:]), dtype=mx.int32)
-                for holder in self.caches if self.seat is None else [self.seat]:
-                    holder.move(indices, self.length)
+                self._move_behind(mx.array(list(slots[stay:]), dtype=mx.int32))
             self.length += len(slots) - stay
+
+    def _move_behind(self, slots: mx.array) -> None:
+        """Copy the rows in these slots to those behind the trunk."""
+        if self.seat is not None:
+            self.seat.move(slots, self.length)
+        elif self.written is not None and not self._is_shared:  # as they were written, in place
+            launch(
+                [kv_rows.move(keys, values, slots, self.length) for keys, values in self._buffers]
+            )
+        else:
+            for cache in self.caches:
+                cache.move(slots, self.length)
+
+    @property
+    def _buffers(self) -> list[tuple[mx.array, mx.array]]:
+        pairs = [(cache.keys, cache.values) for cache in self.caches]
+        return [(keys, values) for keys, values in pairs if keys is not None and values is not None]
 
     def key_length(self, end: int) -> int:
         """How many slots attention is given when `end` of them are in use.

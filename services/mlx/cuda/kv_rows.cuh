@@ -9,3 +9,12 @@ __device__ inline void write_number(long at, long rows, const T* from, long head
   to[(head * slots + slot_of_row[row]) * D + i] =
       from[head * head_stride + row * row_stride + i * stride];
 }
+
+// One number of a head in the rows of these slots goes to the slots from `to` on, row by row: the
+// slots rise, none of them lies before its new one, and they may overlap.
+template <typename T, int D>
+__device__ inline void move_number(long at, T* all, long slots, const int* from, int count,
+                                   int to) {
+  T* head = all + at / D * slots * D + at % D;
+  for (int row = 0; row < count; ++row) head[long(to + row) * D] = head[long(from[row]) * D];
+}

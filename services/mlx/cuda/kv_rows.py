@@ -32,6 +32,14 @@ if (at < HEADS * rows * D) {
 }
 if (at == 0) written[0] = T(0.0f);
 """
+_MOVE = """
+const long at = long(blockIdx.x) * blockDim.x + threadIdx.x;
+if (at < HEADS * D) {
+  T* all = const_cast<T*>(blockIdx.y ? all_v : all_k);
+  move_number<T, D>(at, all, all_k_shape[2], slots, slots_shape[0], int(to[0]));
+}
+if (at == 0) moved[0] = T(0.0f);
+"""
 
 
 class KVBuffers(NamedTuple):
@@ -73,6 +81,28 @@ def write(into: KVBuffers, keys: mx.array, values: mx.array) -> mx.array:
     return written
 
 
+def move(keys: mx.array, values: mx.array, slots: mx.array, to: int) -> mx.array:
+    """Copy the rows in these rising slots to those from `to` on; [1], there when that is done.
+
+    To be launched before anything else is built that uses the buffers.
+    """
+    inputs = {"all_k": keys, "all_v": values, "slots": slots}
+    # Two words: so much MLX keeps in the host's memory.
+    inputs["to"] = mx.array(np.array([to, 0], np.uint32))
+    _, heads, _, size = keys.shape
+    blocks = -(-heads * size // _THREADS)
+    make = build(("kv_rows.cuh",), _MOVE, tuple(inputs), contiguous=False, outputs=("moved",))
+    [moved] = make(
+        inputs=list(inputs.values()),
+        template=[("T", keys.dtype), ("D", size), ("HEADS", heads)],
+        grid=(blocks * _THREADS, 2, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[keys.dtype],
+    )
+    return moved
+
+
 def wait_for(written: mx.array | None, queries: mx.array) -> mx.array:
     """The queries, for an attention that begins when these rows are written."""
     return queries if written is None else queries + written
@@ -102,6 +132,9 @@ def _try(dtype: mx.Dtype) -> bool:
     into = [mx.maximum(array, array) for array in before]
     mx.eval(into)
     mx.eval(write(KVBuffers(into[0], into[1], slots), *(row.swapaxes(1, 2) for row in rows)))
+    mx.eval(move(into[0], into[1], mx.array([3, 4, 9], mx.int32), 2))
+    for array in (keys, values):
+        array[:, :, [2, 3, 4]] = array[:, :, [3, 4, 9]]
     return bool(np.array_equal(_read(into[0]), keys) and np.array_equal(_read(into[1]), values))
 
 

@@ -55,3 +55,40 @@ def test_what_a_pass_wrote_in_place_is_waited_for(monkeypatch: pytest.MonkeyPatc
     assert store.written is None
     store.chain(1)
     assert len(launched) == 2
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_that_were_written_in_place_are_moved_in_place(
+    monkeypatch: pytest.MonkeyPatch, *, shared: bool
+) -> None:
+    """At once, before anything else is built; not what others may hold."""
+
+    def move(keys: mx.array, values: mx.array, slots: mx.array, to: int) -> mx.array:
+        for buffer in (keys, values):
+            held, rows = view(buffer), slots.tolist()
+            held[..., to : to + len(rows), :] = held[..., rows, :]
+        return mx.array(0)
+
+    launched: list[list[mx.array]] = []
+    monkeypatch.setattr("services.kv.cache.kv_rows.move", move)
+    monkeypatch.setattr("services.kv.cache.launch", launched.append)
+    store = KVStore([None, None], bucketed=True)
+    store.chain(5)
+    for cache in store.caches:
+        cache.update_and_fetch(rows_of([1, 2, 3, 4, 5]), rows_of([1, 2, 3, 4, 5], -1))
+    store.own()
+    mx.eval(store.arrays)
+    before = store.caches[0].keys
+    fork = store.fork(2) if shared else None
+    store.trim(2)
+    store.written = [mx.array(0)]
+    store.move([3, 4])
+    assert store.length == 4
+    assert store.caches[0].keys is before
+    assert [len(arrays) for arrays in launched] == ([] if shared else [2])
+    for cache in store.caches:
+        assert cache.keys is not None
+        assert labels_of(cache.keys[..., :4, :]) == [1, 2, 4, 5]
+    if fork is not None:
+        assert fork.caches[0].keys is not None
+        assert labels_of(fork.caches[0].keys[..., :3, :]) == [1, 2, 3]

@@ -198,6 +198,7 @@ def launch_all(dtype: mx.Dtype) -> None:
         rotate.rotate(x, mx.arange(3), layer)
         rotate.rotate_into(x, mx.arange(3), layer, buffers)
     kv_rows.write(buffers, into[:, :, :3], into[:, :, :3])
+    kv_rows.move(into, into, mx.arange(3), 2)
     for width in best.WIDTHS:
         best.launch(mx.zeros((2, 100), dtype), width)
     rows, rules = mx.zeros((2, 100), dtype), mx.zeros((2, WORDS), mx.uint32)

@@ -34,14 +34,27 @@ PLACES = [9, 2, 11, 3]
 cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_each_row_goes_to_its_slot(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kernel") / "rows"
+    return compile_kernel("kv_rows_host.cpp", path, HEADS=HEADS, SIZE=SIZE)
+
+
+def test_each_row_goes_to_its_slot(program: Path) -> None:
     """Of rows whose heads stand side by side; what stands in other slots stays."""
-    program = compile_kernel("kv_rows_host.cpp", tmp_path / "write", HEADS=HEADS, SIZE=SIZE)
     random = np.random.default_rng(1)
     rows = random.normal(size=(ROWS, HEADS, SIZE)).astype(np.float32)
     buffer = random.normal(size=(HEADS, SLOTS, SIZE)).astype(np.float32)
-    found = run_kernel(program, ROWS, SLOTS, PLACES, rows, buffer)
+    found = run_kernel(program, ROWS, SLOTS, -1, PLACES, buffer, rows)
     buffer[:, PLACES] = rows.swapaxes(0, 1)
+    np.testing.assert_allclose(found.reshape(buffer.shape), buffer, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("slots", "to"), [([5, 6, 9], 3), ([4], 4), ([3, 4, 5, 8], 2)])
+def test_rows_move_together_though_they_overlap(program: Path, slots: list[int], to: int) -> None:
+    buffer = np.random.default_rng(2).normal(size=(HEADS, SLOTS, SIZE)).astype(np.float32)
+    found = run_kernel(program, len(slots), SLOTS, to, slots, buffer)
+    buffer[:, to : to + len(slots)] = buffer[:, slots]
     np.testing.assert_allclose(found.reshape(buffer.shape), buffer, rtol=1e-6)
 
 
