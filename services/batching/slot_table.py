@@ -24,6 +24,7 @@ from services.batching.table_cache import Attend, TableLayer, TablePass
 from services.batching.traced_table import TracedTable, call_model, trace_table_if_faster
 from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
+from services.mlx.cuda import kv_rows
 from services.mlx.cuda.attention import ROWS_STEP, round_rows
 from services.mlx.free_memory import free_for_mlx
 from services.mlx.launching import launch
@@ -335,6 +336,10 @@ class SlotTable:
     def move(self, index: int, slots: mx.array, to: int) -> None:
         """See `Seat.move`."""
         base = self._base(index)
+        if self._written:  # in place, and so they are moved
+            pairs = [(one.keys[None], one.values[None]) for one in self._layers]
+            launch([kv_rows.move(*pair, base + slots, base + to) for pair in pairs])
+            return
         for layer in self._layers:
             for buffer in (layer.keys, layer.values):
                 buffer[:, base + to : base + to + slots.size, :] = mx.take(

@@ -19,6 +19,7 @@ from services.batching.slot_table import SlotTable
 from services.batching.table_cache import attend_gathered
 from services.batching.traced_table import TracedTable
 from services.kv.cache import KVStore, windows_of
+from services.mlx.array_memory import view
 from services.mlx.loader import load
 from tests.support.reference import tiny_folder
 
@@ -150,18 +151,36 @@ def test_a_fork_and_a_tail_have_what_was_computed_together() -> None:
     shared_pass(batcher, lines, [[6], [9]], 1)
 
 
-def test_rows_that_stand_are_moved_at_the_table() -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rows_that_stand_are_moved_at_the_table(
+    monkeypatch: pytest.MonkeyPatch, *, in_place: bool
+) -> None:
     """As after a tree: some rows of a pass stand, others between them do not."""
+    moved: list[int] = []
+
+    def move(keys: mx.array, values: mx.array, slots: mx.array, to: int) -> mx.array:
+        mx.eval(keys, values, slots)
+        moved.append(to)
+        for buffer in (keys, values):
+            held = view(buffer)
+            held[..., to : to + slots.size, :] = held[..., slots.tolist(), :]
+        return mx.array(0)
+
+    monkeypatch.setattr(slot_table.kv_rows, "move", move)
     module = model_of("llama")
     batcher = table_of(module)
+    table = batcher.table
+    assert table is not None
     lines = [Line(module, [3, 1, 4]), Line(module, [1, 5])]
     for line in lines:
         line.submit(batcher, [5, 6, 7])
     for line in lines:
-        batcher.result(line.request)
+        mx.eval(batcher.result(line.request)[0])
+        table._written = [mx.array(0)] if in_place else []
         for store in (line.state, line.alone):
             store.commit_rows([0, 2])
         assert line.state.seat is not None
+    assert len(moved) == (2 * len(table._layers) if in_place else 0)
     shared_pass(batcher, lines, [[6], [9]], 1)
 
 
