@@ -175,8 +175,8 @@ class Planner:
         rows = rank_nodes(draft.parents, self._acceptance_rates(draft, "lookup")).rows
         chain = count_chain(rows, draft.parents)
         count = find_best(self._lookup_values(draft, alone=alone), chain)
-        most = self.tree_nodes if count and self.tree_nodes else count
-        return rows[: min(count, chain) if self.is_chain_only else most]
+        by_hand = count and not self.is_chain_only and self.tree_nodes
+        return rows[: by_hand or count]
 
     def _lookup_values(self, draft: Draft, *, alone: bool = False) -> list[float]:
         """What verifying the 0, 1, ... likeliest of these tokens is worth, in tokens."""

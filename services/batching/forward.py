@@ -227,6 +227,8 @@ class Batcher:
             self._forward(asks)
         # A sequence that the model cannot take must not take the others down.
         except Exception as error:  # noqa: BLE001
+            if self.table is not None:
+                self.table.give_up_pass()
             for asked, length in zip(asks, lengths, strict=True):
                 if asked.state.length > length:
                     asked.state.commit(length)

@@ -117,7 +117,8 @@ class SlotTable:
     ) -> mx.array | None:
         count = row.shape[1]
         more = round_rows(count) - count
-        self._begin_pass()
+        self._finish_pass()
+        self._written = []
         now = self._pack(stores, more)
         if now is None:
             return None
@@ -129,11 +130,14 @@ class SlotTable:
             logits = call_model(model, filled, self._layers, now, self._attend)
         return logits[:, :count] if more else logits
 
-    def _begin_pass(self) -> None:
+    def _finish_pass(self) -> None:
         """Have the rows of the last pass written, should nobody have looked at what it gave."""
-        written, self._written = self._written, []
-        if written:
-            launch(written[-1])
+        if self._written:
+            launch(self._written[-1])
+
+    def give_up_pass(self) -> None:
+        """Nobody wants the rows of the last pass, which failed."""
+        self._written = []
 
     def warm_up(self, model: Any, make_store: Callable[[], Any]) -> None:
         """Compute passes of each small size and some of prompts, so that nobody waits for them.
@@ -321,7 +325,7 @@ class SlotTable:
 
     def copy_out(self, index: int, length: int) -> list[tuple[mx.array, mx.array]]:
         """A seat's keys and values, which is free from then on."""
-        self._begin_pass()
+        self._finish_pass()
         base = self._base(index)
         rows = slice(base, base + min(round_to_bucket(length), self._slots))
         copies: list[tuple[mx.array, mx.array]] = [

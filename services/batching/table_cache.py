@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from services.mlx.cuda.kv_rows import KVBuffers, write, writes_in_place
+from services.mlx.cuda.kv_rows import InPlace
 
 Attend = Callable[..., mx.array]
 """(queries [1, heads, rows, size], keys [kv heads, all slots, size], values, mask [rows, slots],
@@ -45,19 +45,15 @@ class TableKV:
     attend: Attend
 
 
-class TableCache:
+class TableCache(InPlace):
     """One layer of the table for one pass; what mlx-lm takes for a KV cache."""
 
     def __init__(
         self, layer: TableLayer, now: TablePass, attend: Attend, *, owned: bool = False
     ) -> None:
+        slots = now.slots.reshape(-1)
+        super().__init__(layer.keys[None], layer.values[None], slots, owned=owned)
         self._layer, self._pass, self._attend = layer, now, attend
-        keys, values = layer.keys[None], layer.values[None]
-        in_place = owned and writes_in_place(keys, values)
-        self.into = KVBuffers(keys, values, now.slots.reshape(-1)) if in_place else None
-        """See `LayerInputs`, as of the next ones."""
-        self.written: mx.array | None = None
-        self.pending: mx.array | None = None
 
     @property
     def offset(self) -> mx.array:
@@ -76,9 +72,7 @@ class TableCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[TableKV, TableKV]:
         """Store [1, heads, n, size], each row in its slot; return all of them."""
         layer, now = self._layer, self._pass
-        if self.into is not None:
-            self.pending = self.written = write(self.into, keys, values)
-        else:
+        if not self.write_rows(keys, values):
             layer.keys = _put(layer.keys, now.slots, keys)
             layer.values = _put(layer.values, now.slots, values)
         return self.fetch()

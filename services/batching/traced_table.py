@@ -12,6 +12,7 @@ import mlx.core as mx
 from services.batching.table_cache import Attend, TableCache, TableLayer, TablePass
 from services.mlx.cuda.blocks import can_write_in_place
 from services.mlx.cuda.choice import in_trace
+from services.mlx.cuda.kv_rows import find_written
 from services.mlx.tracing.trace_trial import is_worth_it
 from services.mlx.tracing.traced_forward import FeatureReader, features_of
 
@@ -63,8 +64,7 @@ class TracedTable:
         with in_trace():
             logits: mx.array = self.model(row, cache=caches)
         features = features_of(self._reader)
-        written = [cache.written for cache in caches if cache.written is not None]
-        if written:
+        if written := find_written(caches):
             return logits, written, [], features
         return logits, [layer.keys for layer in own], [layer.values for layer in own], features
 

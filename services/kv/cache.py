@@ -39,7 +39,7 @@ class KVStore:
         self._masks: dict[tuple[int | None, bool], mx.array | str | None] = {}
         self.frame = Frame(0, 0, 0, np.zeros(0, np.int64), None)
         self.written: list[mx.array] | None = None
-        """Of each layer, what is there when the pass in work has written its rows in place."""
+        """Of each layer, what is there when the frame's pass has written its rows in place."""
         self._is_shared = False
         """Whether others may hold its buffers."""
         self.seat: TableSeat | None = None
@@ -176,8 +176,8 @@ class KVStore:
     def fork(self, length: int) -> "KVStore":
         """A store with the first `length` tokens; what either does next, the other never sees.
 
-        They share buffers until one of them writes: MLX writes in place only what nobody
-        else holds.
+        They share buffers until one of them writes: MLX writes in place only what nobody else
+        holds, and kernels of ours only what is the store's `own`.
         """
         new = self._empty(length)
         new.share(self, length)

@@ -31,7 +31,7 @@ _REMEMBERED = 24
 """Verifications, whose lengths say how many rows the next pass has."""
 _LEAST_ROWS = 8
 """Of a pass: fewer would hardly be faster, and drafts could not become longer without a loss."""
-_ASSUMED_MS = {size: 1.0 + 0.012 * size for size in TREE_ROWS}
+_ASSUMED_MS = {size: 1.0 + 0.012 * size for size in TREE_ROWS if size >= _LEAST_ROWS}
 """Until passes were timed: rows are cheap where passes are launched beforehand."""
 _MOST_MOVED = 0.06
 """Share of forking trees whose rows may be moved, so that the pass behind them is of no use: it
@@ -89,6 +89,7 @@ class PrelaunchedPass:
 
     def take_up(self, tree: TokenTree) -> None:
         """It is over this tree, which the state holds."""
+        self._state.written = self._begun.written
         self._bell.ring(self._begun.late, tree, self._state.frame.start)
         self.by = ForwardPass(len(tree), 1)
         self.logits = self.logits[: len(tree)]
@@ -125,7 +126,7 @@ class Prelauncher:
         self._number = 0
         self._lengths: deque[int] = deque(maxlen=_REMEMBERED)
         sizes = TREE_ROWS if traced is None else traced.tree_rows
-        self._pass_ms = {size: _ASSUMED_MS[size] for size in sizes if size >= _LEAST_ROWS}
+        self._pass_ms = {size: _ASSUMED_MS[size] for size in sizes if size in _ASSUMED_MS}
         self._taken = self._missed = 0
         self._moved = _ASSUMED_MOVED
 
@@ -156,13 +157,9 @@ class Prelauncher:
         follows = message.granted == 0 and not message.drafter_idle
         if self._bell is None or self._traced is None or not follows or self._waiting is not None:
             return
-        if self._moved > _MOST_MOVED and not tree.is_chain:
-            return
-        if (
-            len(tree) > max(self._pass_ms)
-            or not isinstance(state, KVStore)
-            or state.seat is not None
-        ):
+        moves = self._moved > _MOST_MOVED and not tree.is_chain
+        fits = len(tree) <= max(self._pass_ms)
+        if moves or not fits or not isinstance(state, KVStore) or state.seat is not None:
             return
         self._lengths.append(len(tree))
         after = self._traced.prelaunch(choose_rows(self._lengths, self._pass_ms), state, self._bell)

@@ -1,9 +1,9 @@
 """Decoder blocks on CUDA by kernels of our own, for few rows of what is traced.
 
 A pass of a small model waits for its launches and for the host that makes them, not for what
-they compute. A block here is ten launches instead of eighteen, and a third of MLX's operations:
-what follows a product is computed with it, and queries, keys and values are taken apart, normed
-and rotated in one. Which blocks: those of `plain_blocks` whose parts are plain, tried
+they compute. A block here is eight launches instead of eighteen, and a third of MLX's operations:
+what follows a product is computed with it, and queries, keys and values are taken apart, normed,
+rotated and stored in one. Which blocks: those of `plain_blocks` whose parts are plain, tried
 (`block_trial`) when a model is prepared.
 """
 

@@ -24,7 +24,7 @@ _TYPES = {mx.float16: np.float16, mx.float32: np.float32}
 _MOST_ROWS = 32
 """Of a pass whose rows are sent."""
 _BOXES = 8
-"""Used in turn: more than passes that are under way."""
+"""Used in turn: more than there are passes between one and the last look at its rows."""
 _THREADS, _MOST_BLOCKS = 256, 32
 
 _BODY = """
@@ -39,7 +39,7 @@ if (thread == 0) sent[0] = 1;
 
 
 class SentRows:
-    """Rows on their way to the host; numpy takes them when the pass is over."""
+    """Rows on their way to the host; numpy takes them, and waits for them."""
 
     def __init__(self, boxes: "HostRows", number: int, rows: npt.NDArray[Any], sent: mx.array):
         self._boxes, self._number, self._rows = boxes, number, rows
@@ -53,6 +53,7 @@ class SentRows:
         return len(self._rows)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:  # noqa: FBT001  # numpy's
+        mx.eval(self.sent)  # nobody may have looked at anything else that the pass gives
         if self._boxes.count - self._number > _BOXES:
             raise RuntimeError("rows of a pass were read when others had taken their place")
         return np.array(self._rows, dtype, copy=copy)
@@ -106,16 +107,17 @@ def pending(rows: ReadRows) -> mx.array:
     return rows.sent if isinstance(rows, SentRows) else rows
 
 
+@functools.cache
 def open_host_rows(width: int, dtype: mx.Dtype) -> HostRows | None:
-    """Boxes for such rows; None where rows are not sent, which the log explains."""
+    """Boxes for such rows, always the same; None where none are sent, which the log explains."""
     size = width * dtype.size
     if compute_unit() != "cuda" or dtype not in _TYPES or size % 4:
         return None
     try:
-        boxes = HostRows(_boxes(_MOST_ROWS * size), width, dtype)
+        memory = pinned.allocate(_BOXES * _MOST_ROWS * size)
+        boxes = HostRows(memory.reshape(_BOXES, -1), width, dtype)
         trial = mx.random.normal((3, width)).astype(dtype)
         sent = boxes.send(trial)
-        mx.eval(pending(sent))
         right = np.array_equal(np.array(sent), np.array(trial))
     except (OSError, RuntimeError, ValueError) as error:
         _log.warning("what is read of the target is copied: %s", error)
@@ -123,9 +125,3 @@ def open_host_rows(width: int, dtype: mx.Dtype) -> HostRows | None:
     if not right:
         _log.warning("what is read of the target is copied: it was wrong in a trial")
     return boxes if right else None
-
-
-@functools.cache
-def _boxes(count: int) -> npt.NDArray[np.uint8]:
-    """[boxes, count], the same for all rows of this size."""
-    return pinned.allocate(_BOXES * count).reshape(_BOXES, count)

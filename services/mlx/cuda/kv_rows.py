@@ -9,6 +9,7 @@ how far the device is, and CUDA takes 5 to 17 ms to make a graph of launches tha
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -50,6 +51,45 @@ class KVBuffers(NamedTuple):
     values: mx.array
     slots: mx.array
     """[rows] int32, different ones."""
+
+
+class InPlace:
+    """What a layer's cache in a trace has of rows that are written in place.
+
+    Args:
+        keys: [1, heads, slots, size], as `values`.
+        values: of the layer.
+        slots: of the rows.
+        owned: whether the trace may write into the buffers where they are.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, slots: mx.array, *, owned: bool) -> None:
+        in_place = owned and writes_in_place(keys, values)
+        self.into = KVBuffers(keys, values, slots) if in_place else None
+        """Where rows are written in place."""
+        self.written: mx.array | None = None
+        """There when they are written."""
+        self.pending: mx.array | None = None
+        """See `wait_for`."""
+
+    def write_rows(self, keys: mx.array, values: mx.array) -> bool:
+        """Write [1, heads, rows, size] in place, if that is how rows are written."""
+        if self.into is None:
+            return False
+        self.pending = self.written = write(self.into, keys, values)
+        return True
+
+
+def find_written(layers: Sequence[InPlace]) -> list[mx.array]:
+    """Of each layer, what is there when its rows are; empty if they are not written in place.
+
+    Raises:
+        ValueError: they are in some of the layers.
+    """
+    found = [layer.written for layer in layers if layer.written is not None]
+    if len(found) not in {0, len(layers)}:
+        raise ValueError(f"{len(found)} of {len(layers)} layers are written in place")
+    return found
 
 
 def writes_in_place(keys: mx.array, values: mx.array) -> bool:

@@ -23,7 +23,7 @@ from services.kv.slots import Frame, SlotCache
 from services.mlx.cuda.blocks import can_write_in_place, serves_any_length
 from services.mlx.cuda.choice import in_trace
 from services.mlx.cuda.doorbell import Doorbell, LateInputs
-from services.mlx.cuda.kv_rows import writes_in_place
+from services.mlx.cuda.kv_rows import find_written, writes_in_place
 from services.mlx.launching import launch_first
 from services.mlx.tracing.trace_trial import prefill
 from services.mlx.tracing.traced_slots import LayerInputs, PassRows, Shape, round_to_traced, widen
@@ -65,6 +65,8 @@ class Prelaunched(NamedTuple):
     """Of its buffers: what it is rung for has to lie there."""
     features: mx.array | None
     """[rows, width] of what is read of the model, lazy; None if nothing is."""
+    written: list[mx.array] | None
+    """See `KVStore.written`, once the store's pass in work is this one."""
 
 
 class FeatureReader(Protocol):
@@ -212,8 +214,11 @@ class TracedForward:
             return None
         late = bell.await_tokens(rows, slots, store.length)
         where = [late.start, late.positions, late.visible]
+        in_work = store.written
         logits, features = self._run(late.tokens, where, store)
-        return Prelaunched(late, logits[0], slots, features[0] if features else None)
+        written, store.written = store.written, in_work
+        read = features[0] if features else None
+        return Prelaunched(late, logits[0], slots, read, written)
 
     def _run(
         self, tokens: mx.array, where: _Where, store: KVStore
@@ -250,8 +255,7 @@ class TracedForward:
         with in_trace():
             logits: mx.array = self._model(tokens, cache=layers)
         features = features_of(self._reader)
-        written = [layer.written for layer in layers if layer.written is not None]
-        if written:
+        if written := find_written(layers):
             return logits, written, [], features
         return (
             logits,

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
-from services.mlx.cuda.kv_rows import KVBuffers, write, writes_in_place
+from services.mlx.cuda.kv_rows import InPlace
 
 _STEPS = ((1024, 256), (4096, 512), (8192, 1024))
 """Up to so many slots, buffers of traces are multiples of so many."""
@@ -85,14 +85,14 @@ class PassRows:
         return visible if window_size is None else visible & (queries - seen < window_size)
 
 
-class LayerInputs:
+class LayerInputs(InPlace):
     """One layer's buffers inside the trace; what mlx-lm takes for a KV cache.
 
     Args:
         keys: [1, heads, slots, size], as `values`.
         values: of the layer.
         rows: of the pass.
-        owned: whether the trace may write into the buffers where they are.
+        owned: see `InPlace`.
     """
 
     is_traced = True
@@ -101,16 +101,10 @@ class LayerInputs:
     def __init__(
         self, keys: mx.array, values: mx.array, rows: PassRows, *, owned: bool = False
     ) -> None:
+        super().__init__(keys, values, rows.slots, owned=owned)
         self.keys, self.values = keys, values
         self._rows = rows
         self.offset, self.positions = rows.offset, rows.positions
-        in_place = owned and writes_in_place(keys, values)
-        self.into = KVBuffers(keys, values, rows.slots) if in_place else None
-        """Where rows are written in place."""
-        self.written: mx.array | None = None
-        """There when they are written."""
-        self.pending: mx.array | None = None
-        """See `kv_rows.wait_for`."""
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None
@@ -121,8 +115,7 @@ class LayerInputs:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store [1, heads, n, size] from the first slot on; return the whole buffers."""
-        if self.into is not None:
-            self.pending = self.written = write(self.into, keys, values)
+        if self.write_rows(keys, values):
             return self.fetch()
         slots = self._rows.slots[None, None, :, None]
         # One launch each; `slice_update` is two, since its start is known to the device alone.

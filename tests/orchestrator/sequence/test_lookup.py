@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from launch.terminal.explain import explanation
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.actions import ToVerifier
-from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.limits import Limits
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
@@ -194,19 +193,18 @@ def test_each_length_of_a_match_is_judged_by_what_came_of_it(rate: float, used: 
 
 
 @pytest.mark.parametrize(
-    ("tree_nodes", "rows"), [(0, [1, 2, 3]), (1, [1, 2, 3]), (3, [1, 2, 3]), (None, [1, 2, 3, 4])]
+    ("tree_nodes", "rows"), [(0, [1, 2, 3]), (1, [1, 2, 3]), (2, [1, 2]), (None, [1, 2, 3])]
 )
 def test_without_trees_a_lookup_is_as_long_as_it_pays(
     tree_nodes: int | None, rows: list[int]
 ) -> None:
-    """Where what is found forks, its likeliest path; a size by hand is that of trees."""
+    """A size by hand is that of trees."""
     estimates = CostModel()
     for tokens in range(1, 9):
         estimates.verify_latency.observe(tokens, 10.0)
         estimates.tree_latency.observe(tokens, 10.0)
     plan = Planner("ssd", estimates, tree_nodes=tree_nodes)
-    found = Draft([7, 8, 9, 6], [0.9, 0.9, 0.9, 0.3], parents=[0, 1, 2, 0])
-    assert plan.lookup_nodes(found) == rows
+    assert plan.lookup_nodes(chain_of([0.9] * 3)) == rows
 
 
 @pytest.mark.parametrize(("rate", "restart_ms", "pays"), [(0.6, 1.0, True), (0.6, 12.0, False)])

@@ -184,6 +184,29 @@ def test_rows_that_stand_are_moved_at_the_table(
     shared_pass(batcher, lines, [[6], [9]], 1)
 
 
+def test_who_leaves_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the last pass writes in place is launched, and still known to be; not what failed."""
+    launched: list[Any] = []
+    monkeypatch.setattr(slot_table, "launch", launched.append)
+    module = model_of("llama")
+    batcher = table_of(module)
+    table = batcher.table
+    assert table is not None
+    lines = [Line(module, [3, 1]), Line(module, [1, 5])]
+    shared_pass(batcher, lines, [[5], [6]], 1)
+    table._written = written = [mx.array(0), mx.array(1)]
+    lines[0].state.leave_table()
+    assert launched == [written[-1]]
+    assert table.milestones is written
+    monkeypatch.setattr(table, "_pack", lambda *_: 1 / 0)
+    for line in lines:
+        line.submit(batcher, [7])
+    table._written = written
+    for line in lines:
+        line.check(batcher, 1)  # one by one
+    assert table._written == []
+
+
 def test_nobody_holds_a_seat_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that is dropped frees its seat, and an empty table its memory, if it is much."""
     module = model_of("llama")

@@ -24,6 +24,7 @@ class FakeDoorbell(Doorbell):
         self._is_late = is_late
         self.rung = self.called_off = 0
         self.waiting = list[int]()
+        self.launched = list[mx.array]()
 
     def await_tokens(self, rows: int, slots: int, spare: int) -> LateInputs:
         """See `Doorbell`."""
@@ -44,6 +45,7 @@ class FakeDoorbell(Doorbell):
 
     def launch(self, *arrays: mx.array) -> None:
         """Nothing is computed before the bell is rung."""
+        self.launched += arrays
 
     def report(self, numbers: mx.array) -> Callable[[], npt.NDArray[np.int32]]:
         """See `Doorbell`."""

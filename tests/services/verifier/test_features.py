@@ -176,6 +176,10 @@ def test_passes_are_launched_beforehand_though_the_target_is_read() -> None:
             assert len(sent) == 1
             position += 1
         assert bell.rung == rung
+        waiting = verifier.prelauncher._waiting
+        if waiting is not None:
+            assert isinstance(waiting.features, LateRows)
+            assert any(array is waiting.features.sent for array in bell.launched)
 
 
 @either

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -124,6 +125,31 @@ def test_what_does_not_fit_calls_the_pass_off(shape: Shape) -> None:
     stream.verify_all([CHAIN])
     stream.verify_all([shape])
     assert stream.bell.called_off == 1
+    stream.close()
+
+
+def test_a_pass_that_is_taken_is_the_one_whose_rows_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it waits, the pass in work is another one."""
+    numbers = iter(range(100))
+    run = TracedForward._run
+
+    def run_in_place(self: TracedForward, *args: Any) -> Any:
+        found = run(self, *args)
+        args[-1].written = [mx.array(next(numbers))]
+        return found
+
+    monkeypatch.setattr(TracedForward, "_run", run_in_place)
+    monkeypatch.setattr("services.kv.cache.launch", lambda *_: None)
+    stream = Rung(PROMPTS[0], lambda: False)
+    state = stream.verifier._sequences[stream.number].state
+    assert isinstance(state, KVStore)
+    seen = []
+    for _ in range(3):
+        stream.verify_all([CHAIN])
+        seen.append([] if state.written is None else [one.item() for one in state.written])
+    assert seen == [[], [0], [1]]  # the first one was asked for
     stream.close()
 
 

@@ -47,6 +47,18 @@ def test_rows_of_several_passes_are_there_at_once(monkeypatch: pytest.MonkeyPatc
     np.testing.assert_array_equal(np.asarray(sent[2][4:7])[[0, 2]], np.array(passes[2])[[4, 6]])
 
 
+def test_rows_are_waited_for_though_nothing_else_was_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt's last tokens, say, whose logits nobody computes."""
+    boxes = boxes_of(monkeypatch)
+    sent = boxes.send(mx.ones((2, WIDTH), mx.float16))
+    waited: list[mx.array] = []
+    monkeypatch.setattr(mx, "eval", waited.append)
+    np.array(sent)
+    assert waited == [pending(sent)]
+
+
 def test_other_rows_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a prompt, say."""
     boxes = boxes_of(monkeypatch)
@@ -69,7 +81,9 @@ def test_rows_are_not_taken_for_those_of_a_later_pass(monkeypatch: pytest.Monkey
 
 
 def test_elsewhere_than_on_cuda_nothing_is_sent() -> None:
-    assert (open_host_rows(8, mx.float16) is not None) is mx.cuda.is_available()
+    boxes = open_host_rows(8, mx.float16)
+    assert (boxes is not None) is mx.cuda.is_available()
+    assert open_host_rows(8, mx.float16) is boxes, "boxes are used in turn, whoever reads"
     assert open_host_rows(8, mx.bfloat16) is None
 
 

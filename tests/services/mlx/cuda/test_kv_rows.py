@@ -1,6 +1,8 @@
 """Keys and values written where they belong: on the host, and on CUDA in whole passes."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -12,16 +14,15 @@ from protocol.decoding.token_tree import read_tree
 from services.batching.packing import enable_packing
 from services.kv.cache import KVStore, windows_of
 from services.mlx.array_memory import view
-from services.mlx.cuda import blocks, choice
+from services.mlx.cuda import blocks, choice, kv_rows
 from services.mlx.cuda.blocks import BlockKernels, can_write_in_place
 from services.mlx.cuda.choice import in_trace, use_products
 from services.mlx.cuda.equip import equip_for_cuda
-from services.mlx.cuda.kv_rows import KVBuffers, wait_for, writes_in_place
+from services.mlx.cuda.kv_rows import InPlace, KVBuffers, find_written, wait_for, writes_in_place
 from services.mlx.cuda.rotate import Heads
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import load
 from services.mlx.plain_blocks import give_kernels
-from services.mlx.tracing import traced_slots
 from services.mlx.tracing.traced_forward import TracedForward
 from services.mlx.tracing.traced_slots import LayerInputs, PassRows
 from tests.services.mlx.cuda.host import compile_kernel, run_kernel
@@ -70,6 +71,35 @@ def test_queries_wait_without_being_changed() -> None:
     assert wait_for(mx.zeros(1), queries).tolist() == queries.tolist()
 
 
+def test_attention_begins_when_the_rows_are_written() -> None:
+    """Whoever computes it: its queries are made of what says so, which is a zero on a device."""
+    module = load(tiny_folder("llama")).module
+    enable_packing(module)
+    home: Any = sys.modules[type(module.model.layers[0]).__module__]
+    queries, keys = (mx.random.normal((1, 2, 3, 8), key=mx.random.key(seed)) for seed in (1, 2))
+    mask, cache = mx.ones((3, 3), mx.bool_), SimpleNamespace(is_traced=True, pending=None)
+
+    def attend(queries: mx.array, pending: mx.array | None) -> Any:
+        cache.pending = pending
+        how = {"cache": cache, "scale": 0.3, "mask": mask}
+        return np.array(home.scaled_dot_product_attention(queries, keys, keys, **how))
+
+    expected = attend(queries + 0.5, None)
+    np.testing.assert_allclose(attend(queries, mx.array([0.5])), expected, atol=1e-5)
+
+
+def test_all_layers_are_written_in_place_or_none() -> None:
+    layer = mx.zeros((1, HEADS, SLOTS, SIZE))
+    slots, one = mx.array([3]), mx.ones(1)
+    layers = [InPlace(layer, layer, slots, owned=False) for _ in range(2)]
+    assert find_written(layers) == []
+    layers[1].written = one
+    with pytest.raises(ValueError, match="1 of 2 layers"):
+        find_written(layers)
+    layers[0].written = one
+    assert [each is one for each in find_written(layers)] == [True, True]
+
+
 def _write_on_host(into: KVBuffers, keys: mx.array, values: mx.array) -> mx.array:
     """Stands in for the kernel."""
     mx.eval(into, keys, values)
@@ -87,8 +117,8 @@ def test_a_pass_that_writes_in_place_sees_its_own_rows(
     enable_packing(module)
     expected, layers = run_rows(module)
     stand_in = install(monkeypatch, Kernels())
-    monkeypatch.setattr(traced_slots, "writes_in_place", lambda *_: True)
-    monkeypatch.setattr(traced_slots, "write", _write_on_host)
+    monkeypatch.setattr(kv_rows, "writes_in_place", lambda *_: True)
+    monkeypatch.setattr(kv_rows, "write", _write_on_host)
 
     def rotate_into(x: mx.array, positions: mx.array, layer: Heads, into: KVBuffers) -> mx.array:
         queries, keys, values = stand_in.rotate(x, positions, layer)
