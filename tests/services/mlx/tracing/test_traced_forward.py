@@ -1,6 +1,5 @@
 """A traced forward gives the model's own logits wherever it is replayed, or is not used."""
 
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -14,8 +13,7 @@ from services.kv.cache import KVStore, windows_of
 from services.mlx import launching
 from services.mlx.loader import load
 from services.mlx.rope import allow_branches
-from services.mlx.tracing import forward_trial, trace_trial, traced_forward
-from services.mlx.tracing.forward_trial import trace_if_faster
+from services.mlx.tracing import trace_trial, traced_forward
 from services.mlx.tracing.traced_forward import MOST_ROWS, TREE_ROWS, TracedForward
 from services.mlx.tracing.traced_slots import PassRows, round_to_traced
 from tests.support.tiny_models import write_tiny_model
@@ -28,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return module
 
 
-def _prefill(model: Any, tokens: int) -> KVStore:
+def prefill(model: Any, tokens: int) -> KVStore:
     store = KVStore(windows_of(model), bucketed=False)
     store.chain(tokens)
     mx.eval(model(mx.arange(tokens)[None] % 200 + 1, cache=store.caches))
@@ -48,7 +46,7 @@ def _assert_same(model: Any, traced: TracedForward, own: KVStore, other: KVStore
 def test_a_replay_is_right_at_every_place(model: Any) -> None:
     """One trace serves all lengths of a bucket, rewound ones too, and a grown buffer."""
     traced = TracedForward(model)
-    own, other = _prefill(model, 5), _prefill(model, 5)
+    own, other = prefill(model, 5), prefill(model, 5)
     for length in (8, 9, 12, 250, 253, 256, 259):
         while own.length < length:
             count = min(16, length - own.length)
@@ -69,7 +67,7 @@ def test_a_trace_leaves_out_kernels_beside_the_graph(model: Any) -> None:
 def test_forks_keep_their_own_tokens(model: Any) -> None:
     """A traced pass over a fork writes nothing into the buffers that both began with."""
     traced = TracedForward(model)
-    own, other = _prefill(model, 20), _prefill(model, 20)
+    own, other = prefill(model, 20), prefill(model, 20)
     fork = other.fork(10)
     fork.chain(3)
     mx.eval(traced(mx.array([[1, 2, 3]]), fork))
@@ -91,7 +89,7 @@ def test_a_tree_is_replayed_right_wherever_it_is(model: Any, name: str) -> None:
     traced, tree = TracedForward(model), TREES[name]
     path = tree.path(len(tree) - 1)
     for length in (5, 6, 240, 251):
-        own, other = _prefill(model, length), _prefill(model, length)
+        own, other = prefill(model, length), prefill(model, length)
         for _ in range(2):
             for store in (own, other):
                 store.append_tree(tree)
@@ -109,13 +107,13 @@ def test_trees_are_served_by_the_sizes_that_were_traced(model: Any) -> None:
     traced = TracedForward(model)
     traced.prepare_tree(8, 256, lambda: KVStore(windows_of(model), bucketed=False))
     for length, name, served in [(9, "six", True), (9, "two", False), (250, "six", False)]:
-        store = _prefill(model, length)
+        store = prefill(model, length)
         store.append_tree(TREES[name])
         assert traced.serves(store) is served
-    chain = _prefill(model, 9)
+    chain = prefill(model, 9)
     chain.chain(8)
     assert not traced.serves(chain)
-    large = _prefill(model, 9)
+    large = prefill(model, 9)
     large.append_tree(read_tree(list(range(1, 35)), [0] * 33))
     assert not traced.can_trace(large)
 
@@ -123,7 +121,7 @@ def test_trees_are_served_by_the_sizes_that_were_traced(model: Any) -> None:
 def test_a_traced_tree_in_a_fork_leaves_the_others_alone(model: Any) -> None:
     """It writes, padding included, into no buffer that another holds."""
     traced = TracedForward(model)
-    own, other = _prefill(model, 20), _prefill(model, 20)
+    own, other = prefill(model, 20), prefill(model, 20)
     fork = other.fork(10)
     fork.append_tree(TREES["six"])
     mx.eval(traced(mx.array(TREES["six"].tokens)[None], fork))
@@ -134,7 +132,7 @@ def test_a_traced_tree_in_a_fork_leaves_the_others_alone(model: Any) -> None:
     ("rows", "served"), [(1, True), (2, True), (TREE_ROWS[-1], True), (TREE_ROWS[-1] + 1, False)]
 )
 def test_which_chains_are_served(model: Any, rows: int, *, served: bool) -> None:
-    store = _prefill(model, 4)
+    store = prefill(model, 4)
     store.chain(rows)
     traced = TracedForward(model)
     assert traced.can_trace(store) is served
@@ -147,7 +145,7 @@ def test_a_long_chain_goes_as_a_tree(model: Any, rows: int) -> None:
     allow_branches(model)
     traced = TracedForward(model)
     for length in (5, 240):
-        own, other = _prefill(model, length), _prefill(model, length)
+        own, other = prefill(model, length), prefill(model, length)
         for store in (own, other):
             store.chain(rows)
         tokens = mx.arange(3, 3 + rows)[None]
@@ -159,31 +157,16 @@ def test_a_long_chain_goes_as_a_tree(model: Any, rows: int) -> None:
         _assert_same(model, traced, own, other)
     size = next(size for size in TREE_ROWS if size >= rows)
     traced.prepare_tree(size, 256, lambda: KVStore(windows_of(model), bucketed=False))
-    store = _prefill(model, 9)
+    store = prefill(model, 9)
     store.chain(rows)
     assert traced.serves(store)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "sizes"),
-    [
-        ({4: 1.0, 8: 1.1, 16: 1.2, 32: 1.3}, (4, 8, 16, 32)),
-        ({4: 1.0, 8: 1.1, 16: 1.5, 32: 1.3}, (4, 8, 32)),
-        ({4: 1.31, 8: 1.31, 16: 1.32, 32: 1.3}, (4, 8, 16, 32)),  # a noisy clock
-        ({4: 1.4, 8: 1.5, 16: 1.3, 32: 1.2}, (32,)),
-    ],
-)
-def test_a_size_is_dropped_if_a_larger_one_is_faster(
-    seconds: dict[int, float], sizes: tuple[int, ...]
-) -> None:
-    assert forward_trial.drop_slow(seconds) == sizes
 
 
 def test_a_tree_goes_in_the_next_size_that_is_in_use(model: Any) -> None:
     traced = TracedForward(model)
     traced.tree_rows = (4, 32)
     assert [traced.pad_rows(count) for count in (3, 4, 6, 32, 33)] == [4, 4, 32, 32, 0]
-    own, other = _prefill(model, 9), _prefill(model, 9)
+    own, other = prefill(model, 9), prefill(model, 9)
     for store in (own, other):
         store.append_tree(TREES["six"])
     tokens = mx.array(TREES["six"].tokens)[None]
@@ -195,7 +178,7 @@ def test_a_tree_goes_in_the_next_size_that_is_in_use(model: Any) -> None:
 def test_only_shapes_that_were_traced_at_load_are_served(model: Any) -> None:
     traced = TracedForward(model)
     traced.prepare(3, 256, lambda: KVStore(windows_of(model), bucketed=False))
-    short, long = _prefill(model, 40), _prefill(model, 254)
+    short, long = prefill(model, 40), prefill(model, 254)
     for store in (short, long):
         store.chain(3)
     assert traced.serves(short)
@@ -213,7 +196,7 @@ def test_a_longer_text_is_traced_when_it_comes(
     monkeypatch.setattr(traced_forward, "serves_any_length", lambda _: later)
     traced = TracedForward(model)
     traced.prepare(3, 1024, lambda: KVStore(windows_of(model), bucketed=False))
-    own, other = _prefill(model, 1281), _prefill(model, 1281)
+    own, other = prefill(model, 1281), prefill(model, 1281)
     other.append_tree(read_tree([5, 6, 7, 8], [0, 0, 0]))
     assert not traced.serves(other)  # trees were not tried, or failed
     other.trim(1281)
@@ -223,7 +206,7 @@ def test_a_longer_text_is_traced_when_it_comes(
     _assert_same(model, traced, own, other)
     assert other.caches[0].keys is not None
     assert other.caches[0].keys.shape[2] == 1536
-    short = _prefill(model, 600)
+    short = prefill(model, 600)
     short.chain(3)
     assert not traced.serves(short)  # such buffers are traced at load, or never
 
@@ -250,76 +233,10 @@ def test_a_pass_that_is_waited_for_begins_before_it_is_handed_over(
     """With its first layers; behind another pass there is nothing to be gained."""
     started: list[list[mx.array]] = []
     monkeypatch.setattr(launching.mx, "async_eval", started.append)
-    store = _prefill(model, 20)
+    store = prefill(model, 20)
     store.chain(2)
     mx.eval(TracedForward(model)(mx.array([[7, 8]]), store, ahead=ahead))
     assert [len(arrays) for arrays in started] == ([] if ahead else [len(store.caches)])
-
-
-@pytest.mark.parametrize("faster", [True, False])
-def test_single_tokens_are_replayed_where_that_is_faster(
-    model: Any, monkeypatch: pytest.MonkeyPatch, *, faster: bool
-) -> None:
-    """Chains are anyway; the logits are those of the model's own forward."""
-    monkeypatch.setattr(
-        forward_trial, "_is_worth_it", lambda *said: faster or said[-1] != "single tokens"
-    )
-    monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
-    traced = trace_if_faster(model, lambda: KVStore(windows_of(model), bucketed=False))
-    assert traced is not None
-    own, other = _prefill(model, 20), _prefill(model, 20)
-    other.chain(2)
-    assert traced.serves(other)
-    for store in (own, other):
-        store.trim(20)
-        store.chain(1)
-    assert traced.serves(other) is faster
-    expected = np.array(model(mx.array([[7]]), cache=own.caches))
-    np.testing.assert_allclose(np.array(traced(mx.array([[7]]), other)), expected, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("own_s", "replayed_s", "ahead"), [(1.0, 0.9, True), (1.0, 1.03, True), (0.9, 1.0, False)]
-)
-def test_a_token_that_begins_ahead_is_replayed_where_that_is_faster_ahead(
-    model: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    own_s: float,
-    replayed_s: float,
-    *,
-    ahead: bool,
-) -> None:
-    """Its launches are hidden behind the pass before it."""
-    monkeypatch.setattr(trace_trial, "is_faster", lambda *_: True)
-    monkeypatch.setattr(forward_trial, "time_in_turn", lambda _: [own_s, replayed_s])
-    monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
-    traced = trace_if_faster(model, lambda: KVStore(windows_of(model), bucketed=False))
-    assert traced is not None
-    batcher, plain = Batcher(model, 16, traced), Batcher(model, 16)
-    found, replays = [], list[int]()
-    monkeypatch.setattr(traced, "_replay", _counting(traced._replay, replays), raising=True)
-    for one in (batcher, plain):
-        store = _prefill(model, 6)
-        asked = one.submit([3], store, partial(_append, store))
-        first = one.result(asked)[0]
-        store.chain(1)
-        logits, _ = one.begin_alone(mx.array([4]), store)
-        found.append(np.array(mx.concatenate([first, logits])))
-    assert len(replays) == (2 if ahead else 1)
-    np.testing.assert_allclose(*found, atol=1e-4)
-
-
-def _append(store: KVStore) -> list[int]:
-    store.chain(1)
-    return []
-
-
-def _counting(replay: Any, calls: list[int]) -> Any:
-    def run(*given: Any) -> Any:
-        calls.append(1)
-        return replay(*given)
-
-    return run
 
 
 def test_of_ways_that_take_turns_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,96 +255,13 @@ def test_of_ways_that_take_turns_the_fastest_counts(monkeypatch: pytest.MonkeyPa
     assert asked == ["a", "b"] * 3
 
 
-def test_ahead_is_tried_as_it_is_run(model: Any) -> None:
-    """Each pass is fed what the last one chose, and the stores stay as they were."""
-    chosen = []
-
-    def time_in_turn(ways: Any) -> list[float]:
-        chosen.extend([way().tolist(), way().tolist()] for way in ways)
-        return [1.0, 0.5]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward_trial, "time_in_turn", time_in_turn)
-        assert forward_trial._is_worth_it_ahead(
-            model, TracedForward(model), lambda: KVStore(windows_of(model), bucketed=False)
-        )
-    own, replayed = chosen
-    assert own == replayed
-    assert own[0] == own[1]
-
-
 def test_the_batcher_runs_single_sequences_by_it(model: Any) -> None:
     traced, plain = TracedForward(model), Batcher(model, 16)
     traced.prepare(3, 256, lambda: KVStore(windows_of(model), bucketed=False))
     batcher, logits = Batcher(model, 16, traced), []
     for one in (batcher, plain):
-        store = _prefill(model, 6)
+        store = prefill(model, 6)
         store.chain(3)
         asked = one.submit([3, 4, 5], store, list)
         logits.append(np.array(one.result(asked)[0]))
     np.testing.assert_allclose(*logits, atol=1e-4)
-
-
-class _WrongInTraces:
-    """A model that gives other logits when it is traced."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
-        logits: mx.array = self._model(tokens, cache=cache)
-        if isinstance(cache[0].offset, mx.array):
-            return logits + 1.0
-        return logits
-
-
-def test_a_wrong_trace_is_not_used(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    wrong = _WrongInTraces(model)
-    assert trace_if_faster(wrong, lambda: KVStore(windows_of(model), bucketed=False)) is None
-    assert "traced chains: logits are" in caplog.text
-    assert "from the model's own: not used" in caplog.text
-
-
-class _WrongInTrees:
-    """A model that gives other logits where traced rows have positions of their own."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
-        logits: mx.array = self._model(tokens, cache=cache)
-        offset = cache[0].offset
-        forks = isinstance(offset, mx.array) and offset.ndim > 0
-        return logits + 1.0 if forks and hasattr(cache[0], "is_traced") else logits
-
-
-def test_wrong_traces_of_trees_are_found_at_load(
-    model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chains may be traced where trees are not; how fast either is, is not asked here."""
-    allow_branches(model)
-    monkeypatch.setattr(trace_trial, "_WORTHWHILE", float("inf"))
-    monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
-    for name, one in (("right", model), ("wrong", _WrongInTrees(model))):
-        traced = trace_if_faster(
-            one, lambda: KVStore(windows_of(model), bucketed=False), takes_trees=True
-        )
-        assert traced is not None
-        store = _prefill(model, 9)
-        store.append_tree(TREES["six"])
-        assert traced.serves(store) is (name == "right")
-    assert "traced trees: logits are" in caplog.text
-
-
-class _Deciding(_WrongInTraces):
-    """A model that decides by a value, which no trace can hold."""
-
-    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
-        assert int(tokens.sum().item()) >= 0
-        logits: mx.array = self._model(tokens, cache=cache)
-        return logits
-
-
-def test_a_model_that_cannot_be_traced_runs_as_it_is(model: Any) -> None:
-    deciding = _Deciding(model)
-    assert trace_if_faster(deciding, lambda: KVStore(windows_of(model), bucketed=False)) is None

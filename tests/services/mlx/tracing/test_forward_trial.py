@@ -1,0 +1,210 @@
+"""What is replayed on a device is tried out first."""
+
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from services.batching.forward import Batcher
+from services.kv.cache import KVStore, windows_of
+from services.mlx.loader import load
+from services.mlx.rope import allow_branches
+from services.mlx.tracing import forward_trial, trace_trial
+from services.mlx.tracing.forward_trial import trace_if_faster
+from services.mlx.tracing.traced_forward import TREE_ROWS, TracedForward
+from tests.services.mlx.tracing.test_traced_forward import TREES, prefill
+from tests.support.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    module = load(write_tiny_model(tmp_path_factory.mktemp("model"), "llama")).module
+    allow_branches(module)
+    return module
+
+
+def _append(store: KVStore) -> list[int]:
+    store.chain(1)
+    return []
+
+
+def _counting(replay: Any, calls: list[int]) -> Any:
+    def run(*given: Any) -> Any:
+        calls.append(1)
+        return replay(*given)
+
+    return run
+
+
+class _WrongInTraces:
+    """A model that gives other logits when it is traced."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        logits: mx.array = self._model(tokens, cache=cache)
+        if isinstance(cache[0].offset, mx.array):
+            return logits + 1.0
+        return logits
+
+
+class _WrongInTrees:
+    """A model that gives other logits where traced rows have positions of their own."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        logits: mx.array = self._model(tokens, cache=cache)
+        offset = cache[0].offset
+        forks = isinstance(offset, mx.array) and offset.ndim > 0
+        return logits + 1.0 if forks and hasattr(cache[0], "is_traced") else logits
+
+
+class _Deciding(_WrongInTraces):
+    """A model that decides by a value, which no trace can hold."""
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        assert int(tokens.sum().item()) >= 0
+        logits: mx.array = self._model(tokens, cache=cache)
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sizes"),
+    [
+        ({4: 1.0, 8: 1.1, 16: 1.2, 32: 1.3}, (4, 8, 16, 32)),
+        ({4: 1.0, 8: 1.1, 16: 1.5, 32: 1.3}, (4, 8, 32)),
+        ({4: 1.31, 8: 1.31, 16: 1.32, 32: 1.3}, (4, 8, 16, 32)),  # a noisy clock
+        ({4: 1.4, 8: 1.5, 16: 1.3, 32: 1.2}, (32,)),
+    ],
+)
+def test_a_size_is_dropped_if_a_larger_one_is_faster(
+    seconds: dict[int, float], sizes: tuple[int, ...]
+) -> None:
+    assert forward_trial.drop_slow(seconds) == sizes
+
+
+def test_sizes_that_are_slow_are_not_traced(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_trial, "_is_worth_it", lambda *_: True)
+    monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
+    monkeypatch.setattr(forward_trial, "MOST_ROWS", 1)
+    times = {4: 1.0, 8: 1.5, 16: 1.5, 32: 1.2}
+    monkeypatch.setattr(forward_trial, "_time_trees", lambda *_: times)
+    new_store = lambda: KVStore(windows_of(model), bucketed=False)  # noqa: E731
+    traced = trace_if_faster(model, new_store, takes_trees=True)
+    assert traced is not None
+    assert traced.tree_rows == (4, 32)
+    assert {shape.rows for shape in traced._shapes if shape.forks} == {4, 32}
+
+
+def test_each_size_of_trees_is_timed(model: Any) -> None:
+    """Behind the same text."""
+    new_store = lambda: KVStore(windows_of(model), bucketed=False)  # noqa: E731
+    found = forward_trial._time_trees(model, TracedForward(model), new_store)
+    assert tuple(found) == TREE_ROWS
+    assert all(seconds > 0.0 for seconds in found.values())
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_single_tokens_are_replayed_where_that_is_faster(
+    model: Any, monkeypatch: pytest.MonkeyPatch, *, faster: bool
+) -> None:
+    """Chains are anyway; the logits are those of the model's own forward."""
+    monkeypatch.setattr(
+        forward_trial, "_is_worth_it", lambda *said: faster or said[-1] != "single tokens"
+    )
+    monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
+    traced = trace_if_faster(model, lambda: KVStore(windows_of(model), bucketed=False))
+    assert traced is not None
+    own, other = prefill(model, 20), prefill(model, 20)
+    other.chain(2)
+    assert traced.serves(other)
+    for store in (own, other):
+        store.trim(20)
+        store.chain(1)
+    assert traced.serves(other) is faster
+    expected = np.array(model(mx.array([[7]]), cache=own.caches))
+    np.testing.assert_allclose(np.array(traced(mx.array([[7]]), other)), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("own_s", "replayed_s", "ahead"), [(1.0, 0.9, True), (1.0, 1.03, True), (0.9, 1.0, False)]
+)
+def test_a_token_that_begins_ahead_is_replayed_where_that_is_faster_ahead(
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    own_s: float,
+    replayed_s: float,
+    *,
+    ahead: bool,
+) -> None:
+    """Its launches are hidden behind the pass before it."""
+    monkeypatch.setattr(trace_trial, "is_faster", lambda *_: True)
+    monkeypatch.setattr(forward_trial, "time_in_turn", lambda _: [own_s, replayed_s])
+    monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
+    traced = trace_if_faster(model, lambda: KVStore(windows_of(model), bucketed=False))
+    assert traced is not None
+    batcher, plain = Batcher(model, 16, traced), Batcher(model, 16)
+    found, replays = [], list[int]()
+    monkeypatch.setattr(traced, "_replay", _counting(traced._replay, replays), raising=True)
+    for one in (batcher, plain):
+        store = prefill(model, 6)
+        asked = one.submit([3], store, partial(_append, store))
+        first = one.result(asked)[0]
+        store.chain(1)
+        logits, _ = one.begin_alone(mx.array([4]), store)
+        found.append(np.array(mx.concatenate([first, logits])))
+    assert len(replays) == (2 if ahead else 1)
+    np.testing.assert_allclose(*found, atol=1e-4)
+
+
+def test_ahead_is_tried_as_it_is_run(model: Any) -> None:
+    """Each pass is fed what the last one chose, and the stores stay as they were."""
+    chosen = []
+
+    def time_in_turn(ways: Any) -> list[float]:
+        chosen.extend([way().tolist(), way().tolist()] for way in ways)
+        return [1.0, 0.5]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward_trial, "time_in_turn", time_in_turn)
+        assert forward_trial._is_worth_it_ahead(
+            model, TracedForward(model), lambda: KVStore(windows_of(model), bucketed=False)
+        )
+    own, replayed = chosen
+    assert own == replayed
+    assert own[0] == own[1]
+
+
+def test_a_wrong_trace_is_not_used(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    wrong = _WrongInTraces(model)
+    assert trace_if_faster(wrong, lambda: KVStore(windows_of(model), bucketed=False)) is None
+    assert "traced chains: logits are" in caplog.text
+    assert "from the model's own: not used" in caplog.text
+
+
+def test_wrong_traces_of_trees_are_found_at_load(
+    model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains may be traced where trees are not; how fast either is, is not asked here."""
+    allow_branches(model)
+    monkeypatch.setattr(trace_trial, "_WORTHWHILE", float("inf"))
+    monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
+    for name, one in (("right", model), ("wrong", _WrongInTrees(model))):
+        traced = trace_if_faster(
+            one, lambda: KVStore(windows_of(model), bucketed=False), takes_trees=True
+        )
+        assert traced is not None
+        store = prefill(model, 9)
+        store.append_tree(TREES["six"])
+        assert traced.serves(store) is (name == "right")
+    assert "traced trees: logits are" in caplog.text
+
+
+def test_a_model_that_cannot_be_traced_runs_as_it_is(model: Any) -> None:
+    deciding = _Deciding(model)
+    assert trace_if_faster(deciding, lambda: KVStore(windows_of(model), bucketed=False)) is None

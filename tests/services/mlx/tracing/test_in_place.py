@@ -1,0 +1,126 @@
+"""Traced passes that write keys and values in place, with numpy in the kernel's place.
+
+They are built anew each time: what is compiled runs when MLX likes, and numpy writes at once.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from protocol.decoding.token_tree import read_tree
+from services.batching.forward import Batcher
+from services.batching.packing import enable_packing, find_table
+from services.batching.table_cache import attend_gathered
+from services.batching.traced_table import TracedTable
+from services.kv.cache import KVStore, windows_of
+from services.mlx.array_memory import view
+from services.mlx.cuda import kv_rows
+from services.mlx.cuda.kv_rows import KVBuffers
+from services.mlx.loader import load
+from services.mlx.tracing import traced_forward
+from services.mlx.tracing.traced_forward import TracedForward
+from tests.services.batching.test_slot_table import Line, shared_pass
+from tests.support.reference import tiny_folder
+
+PROMPT = [token % 64 for token in range(20)]
+
+
+def write(into: KVBuffers, keys: mx.array, values: mx.array) -> mx.array:
+    """Stands in for the kernel."""
+    mx.eval(into, keys, values)
+    for buffer, rows in ((into.keys, keys), (into.values, values)):
+        view(buffer)[0, :, into.slots.tolist()] = np.array(rows[0]).swapaxes(0, 1)
+    return mx.zeros(1)
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = load(tiny_folder("llama")).module
+    enable_packing(module)
+    for home in (kv_rows, traced_forward):
+        monkeypatch.setattr(home, "writes_in_place", lambda *_: True)
+    monkeypatch.setattr(kv_rows, "write", write)
+    return module
+
+
+def traced_of(model: Any) -> TracedForward:
+    traced = TracedForward(model)
+    traced._may_write, traced._replay = True, traced._forward
+    return traced
+
+
+def prompt_of(model: Any) -> KVStore:
+    store = KVStore(windows_of(model), bucketed=False)
+    store.chain(len(PROMPT))
+    mx.eval(model(mx.array([PROMPT]), cache=store.caches))
+    return store
+
+
+def expect(model: Any, tokens: list[int], count: int) -> Any:
+    """Logits of the last `count` of these tokens, by one pass over them all."""
+    store = KVStore(windows_of(model), bucketed=False)
+    store.chain(len(tokens))
+    return np.array(model(mx.array([tokens]), cache=store.caches)[0, -count:])
+
+
+def assert_pass(traced: TracedForward, store: KVStore, chain: list[int], tokens: list[int]) -> None:
+    """The pass over this chain has the logits that it has behind these tokens."""
+    store.chain(len(chain))
+    found = np.array(traced(mx.array([chain]), store)[0])
+    np.testing.assert_allclose(found, expect(traced._model, tokens, len(chain)), atol=1e-3)
+    assert store.written is not None
+    assert len(store.milestones) == len(store.caches)
+    assert all(one is other for one, other in zip(store.milestones, store.written, strict=True))
+
+
+def test_the_buffers_stay_where_they_are(model: Any) -> None:
+    traced, store = traced_of(model), prompt_of(model)
+    before, tokens = store.caches[1].values, list(PROMPT)
+    for chain in ([7, 8, 9, 10], [11], [12, 13]):
+        tokens += chain
+        assert_pass(traced, store, chain, tokens)
+    assert store.caches[1].values is before
+
+
+def test_a_fork_and_its_origin_write_into_buffers_of_their_own(model: Any) -> None:
+    """In turn, whoever comes first."""
+    traced, origin = traced_of(model), prompt_of(model)
+    fork = origin.fork(18)
+    for store, length, chain in ((fork, 18, [40, 41]), (origin, 20, [50, 51, 52])) * 2:
+        store.trim(length)
+        assert_pass(traced, store, chain, PROMPT[:length] + chain)
+    second = fork.fork(19)
+    for store, chain in ((fork, [60]), (second, [61])):
+        store.trim(19)
+        assert_pass(traced, store, chain, [*PROMPT[:18], 40, *chain])
+
+
+def test_of_a_tree_a_path_stands(model: Any) -> None:
+    traced, store = traced_of(model), prompt_of(model)
+    tree = read_tree([5, 9, 3, 11, 4], [0, 0, 1, 2])
+    store.append_tree(tree)
+    mx.eval(traced(mx.array([tree.tokens]), store))
+    # Without CUDA rows are moved by MLX.
+    store.written = None
+    store.commit_rows([0, 2, 4])
+    assert_pass(traced, store, [6, 7], [*PROMPT, 5, 3, 4, 6, 7])
+
+
+def test_shared_passes_leave_the_table_where_it_is(model: Any) -> None:
+    batcher = Batcher(model, 512)
+    batcher.table = table = find_table(
+        model, lambda: KVStore(windows_of(model), bucketed=False), attend_gathered
+    )
+    assert table is not None
+    lines = [Line(model, [3, 1, 4]), Line(model, [1, 5])]
+    shared_pass(batcher, lines, [[5], [6]], 1)
+    table._traced = traced = TracedTable(model, attend_gathered)
+    traced._may_write, traced._replay = True, traced._forward
+    before = [layer.keys for layer in table._layers]
+    for keep in (2, 1):
+        shared_pass(batcher, lines, [[8, 9, 7], [2, 11]], keep)
+        assert table.milestones is traced.written
+        assert len(traced.written) == len(table._layers)
+    assert all(layer.keys is own for layer, own in zip(table._layers, before, strict=True))
