@@ -26,7 +26,7 @@ from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.learning.saguaro import SaguaroChoice
 from orchestrator.learning.snapshot import EstimateSnapshot
 from orchestrator.learning.speculation_switch import SpeculationSwitch
-from orchestrator.learning.tree_growth import TreeGrowth, rank_chances
+from orchestrator.learning.tree_growth import CostBehindTrees, TreeGrowth, rank_chances
 from orchestrator.learning.tree_width import TreeWidth
 from protocol.messages import Mode, Origin, PassTimes
 
@@ -97,7 +97,7 @@ class CostModel:
         self.drafter_is_late = False
         """Whether it did not deliver when it was waited for, nor anything since."""
         self.tree_width = TreeWidth()
-        self.tree_growth = TreeGrowth()
+        self.tree_growth, self.behind_trees = TreeGrowth(), CostBehindTrees()
         self.draft_length = _ASSUMED_LENGTH
         """Longest draft that was verified recently."""
         self.switches: dict[Mode, SpeculationSwitch] = {
@@ -182,9 +182,9 @@ class CostModel:
     def observe_round(self, seen: RoundObservation) -> None:
         """Take in one round."""
         self.draft_length = max(seen.depth, self.draft_length - _SHRINK)
-        self.latency(speculating=seen.speculating, tree=seen.is_tree).observe(
-            seen.rows, seen.verify_ms
-        )
+        latency = self.latency(speculating=seen.speculating, tree=seen.is_tree)
+        self.behind_trees.observe(seen, latency.of(seen.rows))
+        latency.observe(seen.rows, seen.verify_ms)
         self.batch.observe(seen)
         self.handover.observe(seen)
         choices = seen.choices

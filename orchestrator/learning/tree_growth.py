@@ -1,4 +1,4 @@
-"""What trees of drafts are worth by the number of runners-up that grow on beside the best ones.
+"""What trees of drafts are worth by the runners-up that grow on, and what they cost later.
 
 A drafter names runners-up beside each draft token. They are leaves, unless it is asked to continue
 some of them too: then a runner-up that stands goes on with tokens, and every depth takes longer.
@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.learning.averages import smooth
+from orchestrator.learning.averages import Ema, smooth
+from orchestrator.learning.round_observation import RoundObservation
 
 GROWN = (0, 4, 8, 16)
 """A few fixed values, as the widths are."""
@@ -23,6 +24,10 @@ _EVERY = 8
 """Rounds between two computations."""
 _BETTER = 1.01
 """A number is left for one that promises at least this much more."""
+_SLOWLY, _ENOUGH = 0.03, 8
+"""Weight of a new pass behind a tree or a chain, and how many of both there must be."""
+_STALL = 3.0
+"""What is beyond this multiple of a pass's usual time says nothing of what was before it."""
 
 
 class Layer(NamedTuple):
@@ -60,6 +65,37 @@ class TreeGrowth:
         best = self._gains.index(max(self._gains))
         if self._gains[best] > _BETTER * self._gains[self._chosen]:
             self._chosen = best
+
+
+class CostBehindTrees:
+    """How much longer the pass behind a tree takes than one behind a chain.
+
+    Rows of a tree that stand have to be moved together first, and so nothing may have been launched
+    for what comes next.
+    """
+
+    def __init__(self) -> None:
+        self._longer_ms = {kind: Ema(smoothing=_SLOWLY) for kind in (False, True)}
+        """Than usual, behind chains and behind trees."""
+        self._counts = dict.fromkeys(self._longer_ms, 0)
+        self._last: bool | None = None
+        """Whether the round before was a tree; None if there was none of the kind."""
+
+    def observe(self, seen: RoundObservation, usual_ms: float) -> None:
+        """Take in a round; its pass was expected to take `usual_ms`."""
+        alone = seen.speculating and seen.sequences == 1
+        if alone and self._last is not None and seen.idle_ms is not None:
+            longer_ms = min(seen.verify_ms, _STALL * usual_ms) - usual_ms
+            self._longer_ms[self._last].observe(longer_ms)
+            self._counts[self._last] += 1
+        self._last = seen.is_tree if alone else None
+
+    @property
+    def milliseconds(self) -> float:
+        """At least nothing, and nothing until both were seen often enough."""
+        if min(self._counts.values()) < _ENOUGH:
+            return 0.0
+        return max(0.0, self._longer_ms[True].value - self._longer_ms[False].value)
 
 
 def rank_chances(rate: float, hits: Sequence[float]) -> list[float]:

@@ -375,9 +375,10 @@ class Planner:
         first = self.estimates.batch.other_tokens + 1
         throughput, others_ms = self.throughput, self._others_ms
         chains, trees = self._latency(tree=False), self._latency(tree=True)
-        values = []
+        later_ms, values = self.estimates.behind_trees.milliseconds, list[float]()
         for count, tokens in enumerate(accumulate(chances, initial=1.0)):
-            verify_ms = (trees if count > longest else chains).of(first + count)
+            fork = count > longest
+            verify_ms = trees.of(first + count) + later_ms if fork else chains.of(first + count)
             values.append(tokens - throughput * (verify_ms - others_ms))
         return values
 

@@ -1,18 +1,24 @@
 """What runners-up that grow on are worth, by what was measured."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.tree_growth import (
     GROWN,
+    CostBehindTrees,
     TreeGrowth,
     grow,
     rank_chances,
     value_by_depth,
     value_trees,
 )
+from orchestrator.sequence.planner import Planner
+from tests.support.fakes import observed, tree_of
 
 RANKS = [0.6, 0.2, 0.1]
 CHANCES = st.lists(st.floats(0.01, 0.3), min_size=1, max_size=3)
@@ -97,3 +103,55 @@ def test_the_value_is_that_of_each_tree_by_itself(
         gains = [best[place] - costs[place] for place in range(len(best))]
         expected += share * max(sum(gains[:count]) for count in range(len(gains) + 1))
     assert value_trees(outcomes, layers, costs) == pytest.approx(expected)
+
+
+TREE = {"confidences": [0.6, 0.3], "parents": [0, 0]}
+
+
+@pytest.mark.parametrize("longer_ms", [0.0, 4.0, -2.0])
+def test_a_pass_behind_a_tree_may_take_longer(longer_ms: float) -> None:
+    """Whatever it verifies itself; what stands still for long says nothing."""
+    cost = CostBehindTrees()
+    kinds: list[dict[str, Any]] = [{"confidences": [0.5]}, TREE, TREE, {"confidences": [0.5]}]
+    behind = 0.0
+    for number in range(60):
+        kind = kinds[number % 4]
+        stall = 100.0 if number == 30 else 0.0
+        seen = observed(verify_ms=10.0 + behind + stall, idle_ms=1.0, **kind)
+        cost.observe(seen, 10.0)
+        behind = longer_ms if seen.is_tree else 0.0
+        if number < 15:
+            assert cost.milliseconds == 0.0
+    assert cost.milliseconds == pytest.approx(max(0.0, longer_ms), abs=1.5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"speculating": False}, {"sequences": 2}, {"idle_ms": None}],
+    ids=str,
+)
+def test_what_comes_behind_something_else_does_not_count(changes: dict[str, Any]) -> None:
+    """A plain token, others' tokens, or another request."""
+    cost = CostBehindTrees()
+    for _ in range(20):
+        cost.observe(observed(verify_ms=10.0, idle_ms=1.0, **TREE), 10.0)
+        cost.observe(observed(verify_ms=10.0, idle_ms=1.0, confidences=[0.5]), 10.0)
+        cost.observe(observed(**{"verify_ms": 30.0, "idle_ms": 1.0, **TREE, **changes}), 10.0)
+        if "idle_ms" not in changes:
+            cost.observe(observed(verify_ms=30.0, idle_ms=1.0, **TREE), 10.0)
+    assert cost.milliseconds == pytest.approx(0.0, abs=1e-6)
+
+
+def test_trees_are_chosen_if_they_are_worth_what_they_cost_later() -> None:
+    estimates = CostModel()
+    for tokens in range(1, 9):
+        for latency in (estimates.verify_latency, estimates.tree_latency):
+            latency.observe(tokens, 10.0 + 0.1 * tokens)
+    plan, draft = Planner("ssd", estimates), tree_of([0.5, 0.3], [0, 0])
+    assert plan.choose_nodes(draft, "hit") == [1, 2]
+    for _ in range(20):
+        estimates.observe_round(observed(verify_ms=10.0, idle_ms=1.0, **TREE))
+        estimates.observe_round(observed(verify_ms=20.0, idle_ms=1.0, confidences=[0.5]))
+        estimates.observe_round(observed(verify_ms=10.0, idle_ms=1.0, confidences=[0.5]))
+    assert estimates.behind_trees.milliseconds > 3.0
+    assert plan.choose_nodes(draft, "hit") == [1]
