@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.learning.averages import Ema, smooth
+from orchestrator.learning.averages import DiscountedRatio, smooth
 from orchestrator.learning.round_observation import RoundObservation
 
 GROWN = (0, 4, 8, 16)
@@ -24,8 +24,8 @@ _EVERY = 8
 """Rounds between two computations."""
 _BETTER = 1.01
 """A number is left for one that promises at least this much more."""
-_SLOWLY, _ENOUGH = 0.03, 8
-"""Weight of a new pass behind a tree or a chain, and how many of both there must be."""
+_FADE, _ENOUGH = 0.97, 7.0
+"""What is kept of older passes behind trees or chains, and how many of both there must be."""
 _STALL = 3.0
 """What is beyond this multiple of a pass's usual time says nothing of what was before it."""
 
@@ -75,9 +75,8 @@ class CostBehindTrees:
     """
 
     def __init__(self) -> None:
-        self._longer_ms = {kind: Ema(smoothing=_SLOWLY) for kind in (False, True)}
-        """Than usual, behind chains and behind trees."""
-        self._counts = dict.fromkeys(self._longer_ms, 0)
+        self._longer_ms = {kind: DiscountedRatio() for kind in (False, True)}
+        """Than usual, over passes, behind chains and behind trees."""
         self._last: bool | None = None
         """Whether the round before was a tree; None if there was none of the kind."""
 
@@ -86,16 +85,15 @@ class CostBehindTrees:
         alone = seen.speculating and seen.sequences == 1
         if alone and self._last is not None and seen.idle_ms is not None:
             longer_ms = min(seen.verify_ms, _STALL * usual_ms) - usual_ms
-            self._longer_ms[self._last].observe(longer_ms)
-            self._counts[self._last] += 1
+            self._longer_ms[self._last].observe(longer_ms, fade=_FADE)
         self._last = seen.is_tree if alone else None
 
     @property
     def milliseconds(self) -> float:
         """At least nothing, and nothing until both were seen often enough."""
-        if min(self._counts.values()) < _ENOUGH:
-            return 0.0
-        return max(0.0, self._longer_ms[True].value - self._longer_ms[False].value)
+        chains, trees = self._longer_ms[False], self._longer_ms[True]
+        known = min(chains.whole, trees.whole) >= _ENOUGH
+        return max(0.0, trees.value - chains.value) if known else 0.0
 
 
 def rank_chances(rate: float, hits: Sequence[float]) -> list[float]:

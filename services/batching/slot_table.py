@@ -101,7 +101,7 @@ class SlotTable:
         """Of a seat."""
         self._traced: TracedTable | None = None
         self._written: list[mx.array] = []
-        """See `TracedTable.written`."""
+        """Of each layer, what is there when the last pass has written its rows in place."""
 
     def run(self, model: Any, row: mx.array, stores: Sequence[KVStore]) -> mx.array | None:
         """[1, rows, head] logits of the passes of these, laid end to end; lazy.
@@ -124,8 +124,7 @@ class SlotTable:
             return None
         filled = mx.pad(row, [(0, 0), (0, more)]) if more else row
         if traced is not None:
-            logits = traced(filled, self._layers, now)
-            self._written = traced.written
+            logits, self._written = traced(filled, self._layers, now)
         else:
             logits = call_model(model, filled, self._layers, now, self._attend)
         return logits[:, :count] if more else logits

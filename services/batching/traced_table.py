@@ -29,8 +29,6 @@ class TracedTable:
         self.model = model
         self._attend = attend
         self._may_write = can_write_in_place(model)
-        self.written: list[mx.array] = []
-        """Of each layer, what is there when the last pass has written its rows in place."""
         self.read(None)
 
     def read(self, reader: FeatureReader | None) -> None:
@@ -38,8 +36,13 @@ class TracedTable:
         self._reader = reader
         self._replay: Any = mx.compile(self._forward)
 
-    def __call__(self, row: mx.array, layers: Sequence[TableLayer], now: TablePass) -> mx.array:
-        """[1, rows, head] logits of [1, rows] tokens, lazy; the layers hold them afterwards."""
+    def __call__(
+        self, row: mx.array, layers: Sequence[TableLayer], now: TablePass
+    ) -> tuple[mx.array, list[mx.array]]:
+        """[1, rows, head] logits of [1, rows] tokens, lazy; the layers hold them afterwards.
+
+        And of each layer what is there when its rows have been written in place, if they are.
+        """
         logits: mx.array
         logits, keys, values, features = self._replay(
             row,
@@ -47,13 +50,13 @@ class TracedTable:
             [layer.keys for layer in layers],
             [layer.values for layer in layers],
         )
-        self.written = [] if values else keys
-        if values:
-            for layer, own_keys, own_values in zip(layers, keys, values, strict=True):
-                layer.keys, layer.values = own_keys, own_values
         if self._reader is not None and features:
             self._reader.put(features[0])
-        return logits
+        if not values:
+            return logits, keys
+        for layer, own_keys, own_values in zip(layers, keys, values, strict=True):
+            layer.keys, layer.values = own_keys, own_values
+        return logits, []
 
     def _forward(
         self, row: mx.array, now: list[mx.array], keys: list[mx.array], values: list[mx.array]

@@ -52,7 +52,7 @@ class SentRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:  # noqa: FBT001  # numpy's
+    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> npt.NDArray[Any]:
         mx.eval(self.sent)  # nobody may have looked at anything else that the pass gives
         if self._boxes.count - self._number > _BOXES:
             raise RuntimeError("rows of a pass were read when others had taken their place")

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 _TYPES = (mx.float16, mx.bfloat16)
 _THREADS = 256
 
-_BODY = """
+_WRITE = """
 const long at = long(blockIdx.x) * blockDim.x + threadIdx.x, rows = new_k_shape[2];
 if (at < HEADS * rows * D) {
   write_number<T, D>(at, rows, new_k, new_k_strides[1], new_k_strides[2], new_k_strides[3],
@@ -31,7 +31,7 @@ if (at < HEADS * rows * D) {
   write_number<T, D>(at, rows, new_v, new_v_strides[1], new_v_strides[2], new_v_strides[3],
                      const_cast<T*>(all_v), all_k_shape[2], slots);
 }
-if (at == 0) written[0] = T(0.0f);
+if (at == 0) done[0] = T(0.0f);
 """
 _MOVE = """
 const long at = long(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -39,7 +39,7 @@ if (at < HEADS * D) {
   T* all = const_cast<T*>(blockIdx.y ? all_v : all_k);
   move_number<T, D>(at, all, all_k_shape[2], slots, slots_shape[0], int(to[0]));
 }
-if (at == 0) moved[0] = T(0.0f);
+if (at == 0) done[0] = T(0.0f);
 """
 
 
@@ -107,18 +107,7 @@ def write(into: KVBuffers, keys: mx.array, values: mx.array) -> mx.array:
         "all_v": into.values,
         "slots": into.slots,
     }
-    _, heads, rows, size = keys.shape
-    blocks = -(-heads * rows * size // _THREADS)
-    make = build(("kv_rows.cuh",), _BODY, tuple(arrays), contiguous=False, outputs=("written",))
-    [written] = make(
-        inputs=list(arrays.values()),
-        template=[("T", keys.dtype), ("D", size), ("HEADS", heads)],
-        grid=(blocks * _THREADS, 1, 1),
-        threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[keys.dtype],
-    )
-    return written
+    return _launch(_WRITE, arrays, keys.shape[2], 1)
 
 
 def move(keys: mx.array, values: mx.array, slots: mx.array, to: int) -> mx.array:
@@ -129,18 +118,30 @@ def move(keys: mx.array, values: mx.array, slots: mx.array, to: int) -> mx.array
     inputs = {"all_k": keys, "all_v": values, "slots": slots}
     # Two words: so much MLX keeps in the host's memory.
     inputs["to"] = mx.array(np.array([to, 0], np.uint32))
-    _, heads, _, size = keys.shape
-    blocks = -(-heads * size // _THREADS)
-    make = build(("kv_rows.cuh",), _MOVE, tuple(inputs), contiguous=False, outputs=("moved",))
-    [moved] = make(
+    return _launch(_MOVE, inputs, 1, 2)
+
+
+def _launch(body: str, inputs: dict[str, mx.array], rows: int, sides: int) -> mx.array:
+    """[1] what this kernel gives when it is done.
+
+    Args:
+        body: of the kernel.
+        inputs: by name; `all_k` among them.
+        rows: of which each number has a thread.
+        sides: 2 if keys and values have threads of their own, else 1.
+    """
+    _, heads, _, size = inputs["all_k"].shape
+    dtype, blocks = inputs["all_k"].dtype, -(-heads * rows * size // _THREADS)
+    make = build(("kv_rows.cuh",), body, tuple(inputs), contiguous=False, outputs=("done",))
+    [done] = make(
         inputs=list(inputs.values()),
-        template=[("T", keys.dtype), ("D", size), ("HEADS", heads)],
-        grid=(blocks * _THREADS, 2, 1),
+        template=[("T", dtype), ("D", size), ("HEADS", heads)],
+        grid=(blocks * _THREADS, sides, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(1,)],
-        output_dtypes=[keys.dtype],
+        output_dtypes=[dtype],
     )
-    return moved
+    return done
 
 
 def wait_for(written: mx.array | None, queries: mx.array) -> mx.array:

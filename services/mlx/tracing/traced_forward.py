@@ -224,18 +224,18 @@ class TracedForward:
         self, tokens: mx.array, where: _Where, store: KVStore
     ) -> tuple[mx.array, list[mx.array]]:
         """[1, rows, vocabulary] logits, and features if some are read; the store has the rows."""
-        if self._writes_in_place(store):
+        in_place = self._writes_in_place(store)
+        if in_place:
             store.own()
-            keys: Any = [cache.keys for cache in store.caches]
-            values: Any = [cache.values for cache in store.caches]
-            logits, written, _, features = self._replay(tokens, where, keys, values)
-            store.written = written
-            return logits, features
-        keys, values = [c.keys for c in store.caches], [c.values for c in store.caches]
-        # MLX writes in place only what nobody else holds.
-        for cache in store.caches:
-            cache.keys = cache.values = None
+        keys: Any = [cache.keys for cache in store.caches]
+        values: Any = [cache.values for cache in store.caches]
+        if not in_place:  # MLX writes in place only what nobody else holds
+            for cache in store.caches:
+                cache.keys = cache.values = None
         logits, keys, values, features = self._replay(tokens, where, keys, values)
+        if in_place:
+            store.written = keys
+            return logits, features
         for cache, own_keys, own_values in zip(store.caches, keys, values, strict=True):
             cache.keys, cache.values = own_keys, own_values
         return logits, features

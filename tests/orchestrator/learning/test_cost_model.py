@@ -14,7 +14,7 @@ from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.planner import Planner
 from protocol.decoding.token_tree import CHAIN_ROWS
 from protocol.messages import Mode
-from tests.support.fakes import chain_of
+from tests.support.fakes import chain_of, observed
 
 CONFIDENCES = st.lists(st.floats(0.0, 1.0), max_size=8)
 
@@ -225,19 +225,8 @@ def test_fan_out_fits_the_chain(confidences: list[float], budget: int) -> None:
 
 def lesson(**changes: Any) -> RoundObservation:
     """A round that hit the second of four candidates after its one draft token fell."""
-    told: dict[str, Any] = {
-        "mode": "ssd",
-        "by_hand": False,
-        "speculating": True,
-        "origin": "hit",
-        "confidences": [0.5],
-        "accepted": 0,
-        "prepared": 4,
-        "rank": 1,
-        "verify_ms": 40.0,
-        "idle_ms": 10.0,
-    }
-    return RoundObservation(**{**told, **changes})
+    told = {"confidences": [0.5], "prepared": 4, "rank": 1, "verify_ms": 40.0, "idle_ms": 10.0}
+    return observed(**{**told, **changes})
 
 
 def test_a_fixed_lookahead_says_nothing_about_the_planner() -> None:

@@ -11,6 +11,7 @@ from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.learning.tree_width import WIDTHS, TreeWidth, gains_by_depth, interpolate
 from orchestrator.sequence.planner import Planner
 from protocol.messages import Origin
+from tests.support.fakes import observed
 
 
 def test_a_step_is_a_line_in_its_branches() -> None:
@@ -108,9 +109,7 @@ def _lesson(
     rank: int | None = None,
     speculating: bool = True,
 ) -> RoundObservation:
-    return RoundObservation(
-        mode="ssd",
-        by_hand=False,
+    return observed(
         speculating=speculating,
         origin=origin,
         confidences=[0.75] * 3,

@@ -15,7 +15,7 @@ from orchestrator.sequence.handover import MOST_NODES
 from orchestrator.sequence.phase import Phase
 from protocol.messages import Origin, Verify
 from tests.orchestrator.sequence.test_sequence import ENDLESS, PLANS, SALTS
-from tests.support.fakes import Stack, Target, started
+from tests.support.fakes import Stack, Target, observed, started
 
 AHEAD: dict[str, Any] = {
     "mode": "ssd",
@@ -154,10 +154,7 @@ def test_whoever_dies_beside_a_round_that_began_unasked_changes_nothing(restart:
 
 
 def seen(idle_ms: float, origin: Origin = "hit", *, unasked: bool = False) -> RoundObservation:
-    return RoundObservation(
-        mode="ssd", by_hand=False, speculating=True, origin=origin, confidences=[], accepted=0,
-        prepared=0, rank=None, verify_ms=10.0, idle_ms=idle_ms, begun_unasked=unasked,
-    )  # fmt: skip
+    return observed(origin=origin, idle_ms=idle_ms, begun_unasked=unasked)
 
 
 def play(estimates: HandoverEstimates, rounds: int, saved_ms: float) -> int:

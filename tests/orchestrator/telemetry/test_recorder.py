@@ -6,14 +6,13 @@ import msgspec
 import pytest
 
 from orchestrator.learning.cost_model import CostModel
-from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.requests.request import Request
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.sequence import Emit, Limits, Sequence
 from orchestrator.telemetry.recorder import Recorder
 from orchestrator.text.stop_strings import StoppableText
 from protocol.messages import DraftTree, Sampling, VerificationOutcome
-from tests.support.fakes import chain_of
+from tests.support.fakes import chain_of, observed
 
 
 def test_nothing_happened_yet() -> None:
@@ -200,13 +199,8 @@ def test_acceptance_by_lag() -> None:
 
 
 def observe_ranks(recorder: Recorder, **seen: Any) -> None:
-    told = {"confidences": [0.5], "accepted": 0, "prepared": 0, "rank": None, "origin": "hit"}
     recorder.rounds = 1
-    recorder.add_round(
-        RoundObservation(
-            mode="ssd", by_hand=False, speculating=True, verify_ms=1.0, idle_ms=1.0, **(told | seen)
-        )
-    )
+    recorder.add_round(observed(**({"confidences": [0.5], "idle_ms": 1.0} | seen)))
 
 
 def test_the_drafters_choices_are_counted_by_rank() -> None:

@@ -6,6 +6,7 @@ in `mlx/cuda/test_attention.py`, and with the model's own logits when a model is
 
 import weakref
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -19,8 +20,8 @@ from services.batching.slot_table import SlotTable
 from services.batching.table_cache import attend_gathered
 from services.batching.traced_table import TracedTable
 from services.kv.cache import KVStore, windows_of
-from services.mlx.array_memory import view
 from services.mlx.loader import load
+from tests.services.mlx.cuda.host import move_rows
 from tests.support.reference import tiny_folder
 
 _wide = pytest.mark.skipif(
@@ -156,17 +157,8 @@ def test_rows_that_stand_are_moved_at_the_table(
     monkeypatch: pytest.MonkeyPatch, *, in_place: bool
 ) -> None:
     """As after a tree: some rows of a pass stand, others between them do not."""
-    moved: list[int] = []
-
-    def move(keys: mx.array, values: mx.array, slots: mx.array, to: int) -> mx.array:
-        mx.eval(keys, values, slots)
-        moved.append(to)
-        for buffer in (keys, values):
-            held = view(buffer)
-            held[..., to : to + slots.size, :] = held[..., slots.tolist(), :]
-        return mx.array(0)
-
-    monkeypatch.setattr(slot_table.kv_rows, "move", move)
+    moved = Mock(side_effect=move_rows)
+    monkeypatch.setattr(slot_table.kv_rows, "move", moved)
     module = model_of("llama")
     batcher = table_of(module)
     table = batcher.table
@@ -180,7 +172,7 @@ def test_rows_that_stand_are_moved_at_the_table(
         for store in (line.state, line.alone):
             store.commit_rows([0, 2])
         assert line.state.seat is not None
-    assert len(moved) == (2 * len(table._layers) if in_place else 0)
+    assert moved.call_count == (2 * len(table._layers) if in_place else 0)
     shared_pass(batcher, lines, [[6], [9]], 1)
 
 

@@ -6,6 +6,7 @@ import pytest
 from services.kv.cache import KVStore
 from services.mlx.array_memory import view
 from tests.services.kv.test_cache import labels_of, rows_of
+from tests.services.mlx.cuda.host import move_rows
 
 
 def test_whose_buffers_are_shared_gets_its_own() -> None:
@@ -62,15 +63,8 @@ def test_rows_that_were_written_in_place_are_moved_in_place(
     monkeypatch: pytest.MonkeyPatch, *, shared: bool
 ) -> None:
     """At once, before anything else is built; not what others may hold."""
-
-    def move(keys: mx.array, values: mx.array, slots: mx.array, to: int) -> mx.array:
-        for buffer in (keys, values):
-            held, rows = view(buffer), slots.tolist()
-            held[..., to : to + len(rows), :] = held[..., rows, :]
-        return mx.array(0)
-
     launched: list[list[mx.array]] = []
-    monkeypatch.setattr("services.kv.cache.kv_rows.move", move)
+    monkeypatch.setattr("services.kv.cache.kv_rows.move", move_rows)
     monkeypatch.setattr("services.kv.cache.launch", launched.append)
     store = KVStore([None, None], bucketed=True)
     store.chain(5)

@@ -94,7 +94,7 @@ class LateRows(SentRows):
     def __getitem__(self, rows: slice) -> SentRows:
         return LateRows(self._late[rows])
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:  # noqa: FBT001  # numpy's
+    def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> Any:
         return np.array(self._late)
 
 

@@ -1,12 +1,16 @@
-"""Kernels for CUDA, compiled as C++ and run on the host."""
+"""Kernels for CUDA on the host: compiled as C++ and run, or with numpy in their place."""
 
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+
+from services.mlx.array_memory import view
+from services.mlx.cuda.kv_rows import KVBuffers
 
 _FOLDER = Path(__file__).parent
 _KERNELS = Path(__file__).parents[4] / "services" / "mlx" / "cuda"
@@ -41,6 +45,23 @@ def run_kernel(program: Path, *inputs: Any) -> npt.NDArray[np.float32]:
         timeout=_DEADLINE_S,
     )
     return np.array(told.stdout.split(), np.float32)
+
+
+def write_rows(into: KVBuffers, keys: mx.array, values: mx.array) -> mx.array:
+    """Stands in for `kv_rows.write`, by numpy and at once."""
+    mx.eval(into, keys, values)
+    for buffer, rows in ((into.keys, keys), (into.values, values)):
+        view(buffer)[0, :, into.slots.tolist()] = np.array(rows[0]).swapaxes(0, 1)
+    return mx.zeros(1)
+
+
+def move_rows(keys: mx.array, values: mx.array, slots: mx.array, to: int) -> mx.array:
+    """Stands in for `kv_rows.move`."""
+    mx.eval(keys, values, slots)
+    for buffer in (keys, values):
+        held = view(buffer)
+        held[..., to : to + slots.size, :] = held[..., slots.tolist(), :]
+    return mx.zeros(1)
 
 
 def halve_words(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:

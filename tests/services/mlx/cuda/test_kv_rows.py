@@ -13,7 +13,6 @@ import pytest
 from protocol.decoding.token_tree import read_tree
 from services.batching.packing import enable_packing
 from services.kv.cache import KVStore, windows_of
-from services.mlx.array_memory import view
 from services.mlx.cuda import blocks, choice, kv_rows
 from services.mlx.cuda.blocks import BlockKernels, can_write_in_place
 from services.mlx.cuda.choice import in_trace, use_products
@@ -25,13 +24,14 @@ from services.mlx.loader import load
 from services.mlx.plain_blocks import give_kernels
 from services.mlx.tracing.traced_forward import TracedForward
 from services.mlx.tracing.traced_slots import LayerInputs, PassRows
-from tests.services.mlx.cuda.host import compile_kernel, run_kernel
+from tests.services.mlx.cuda.host import compile_kernel, run_kernel, write_rows
 from tests.services.mlx.cuda.test_blocks import Kernels, install
 from tests.support.reference import tiny_folder
 from tests.support.tiny_models import write_tiny_model
 
 HEADS, SIZE, ROWS, SLOTS = 3, 8, 4, 16
 PLACES = [9, 2, 11, 3]
+PROMPT = [token % 64 for token in range(20)]
 cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -100,14 +100,6 @@ def test_all_layers_are_written_in_place_or_none() -> None:
     assert [each is one for each in find_written(layers)] == [True, True]
 
 
-def _write_on_host(into: KVBuffers, keys: mx.array, values: mx.array) -> mx.array:
-    """Stands in for the kernel."""
-    mx.eval(into, keys, values)
-    for buffer, rows in ((into.keys, keys), (into.values, values)):
-        view(buffer)[0, :, into.slots.tolist()] = np.array(rows[0]).swapaxes(0, 1)
-    return mx.zeros(1)
-
-
 @pytest.mark.parametrize("ours", [True, False], ids=["our blocks", "MLX's"])
 def test_a_pass_that_writes_in_place_sees_its_own_rows(
     monkeypatch: pytest.MonkeyPatch, *, ours: bool
@@ -118,11 +110,11 @@ def test_a_pass_that_writes_in_place_sees_its_own_rows(
     expected, layers = run_rows(module)
     stand_in = install(monkeypatch, Kernels())
     monkeypatch.setattr(kv_rows, "writes_in_place", lambda *_: True)
-    monkeypatch.setattr(kv_rows, "write", _write_on_host)
+    monkeypatch.setattr(kv_rows, "write", write_rows)
 
     def rotate_into(x: mx.array, positions: mx.array, layer: Heads, into: KVBuffers) -> mx.array:
         queries, keys, values = stand_in.rotate(x, positions, layer)
-        _write_on_host(into, keys, values)
+        write_rows(into, keys, values)
         return queries
 
     monkeypatch.setattr(blocks, "rotate_into", rotate_into)
@@ -172,11 +164,11 @@ class OnDevice:
             give_kernels(layer, BlockKernels(layer))
         self.traced = TracedForward(module)
 
-    def prompt(self, length: int) -> KVStore:
-        """A sequence of so many tokens, whose buffers have room for more."""
+    def prompt(self) -> KVStore:
+        """A sequence whose buffers have room for more."""
         store = KVStore(windows_of(self.plain), bucketed=True)
-        store.chain(length)
-        mx.eval(self.plain(mx.arange(length)[None] % 64, cache=store.caches))
+        store.chain(len(PROMPT))
+        mx.eval(self.plain(mx.array([PROMPT]), cache=store.caches))
         return store
 
     def begin(self, store: KVStore, tokens: list[int]) -> mx.array:
@@ -194,68 +186,64 @@ class OnDevice:
         return np.array(logits.astype(mx.float32))
 
 
+@pytest.fixture
+def on_device(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> OnDevice:
+    """By our blocks, or as many rows as a parameter says."""
+    monkeypatch.setattr(choice, "_use", choice._Use())
+    return OnDevice(tmp_path / "model", getattr(request, "param", 16))
+
+
 def assert_close(found: mx.array, expected: npt.NDArray[np.float32]) -> None:
     distance = np.linalg.norm(np.array(found.astype(mx.float32)) - expected)
     assert distance < 0.02 * np.linalg.norm(expected)
 
 
 @cuda
-@pytest.mark.parametrize("most_rows", [16, 2], ids=["our blocks", "MLX's"])
-def test_passes_that_begin_ahead_leave_the_buffers_where_they_are(
-    most_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("on_device", [16, 2], ids=["our blocks", "MLX's"], indirect=True)
+def test_passes_that_begin_ahead_leave_the_buffers_where_they_are(on_device: OnDevice) -> None:
     """Three under way at once; each sees the rows of those before it."""
-    monkeypatch.setattr(choice, "_use", choice._Use())
-    model = OnDevice(tmp_path / "model", most_rows)
-    store = model.prompt(20)
+    store = on_device.prompt()
     store.own()
     before = store.caches[0].keys
-    tokens, found = [token % 64 for token in range(20)], []
+    tokens, found = list(PROMPT), list[Any]()
     for chain in ([7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18]):
         tokens += chain
-        found.append((model.begin(store, chain), list(tokens), len(chain)))
+        found.append((on_device.begin(store, chain), list(tokens), len(chain)))
     assert store.written is not None
     assert store.caches[0].keys is before
     for logits, known, count in found:
-        assert_close(logits, model.expect(known, count))
+        assert_close(logits, on_device.expect(known, count))
 
 
 @cuda
-def test_a_fork_and_its_origin_write_into_buffers_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(choice, "_use", choice._Use())
-    model = OnDevice(tmp_path / "model", 16)
-    origin = model.prompt(20)
+def test_a_fork_and_its_origin_write_into_buffers_of_their_own(on_device: OnDevice) -> None:
+    origin = on_device.prompt()
     fork = origin.fork(18)
-    prompt = [token % 64 for token in range(20)]
     for store, length, chain in ((fork, 18, [40, 41]), (origin, 20, [50, 51, 52])) * 2:
         store.trim(length)
-        assert_close(model.begin(store, chain), model.expect(prompt[:length] + chain, len(chain)))
+        assert_close(
+            on_device.begin(store, chain), on_device.expect(PROMPT[:length] + chain, len(chain))
+        )
 
 
 @cuda
-def test_rows_are_written_though_nobody_looks_at_the_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(choice, "_use", choice._Use())
-    model = OnDevice(tmp_path / "model", 16)
-    store = model.prompt(20)
+def test_rows_are_written_though_nobody_looks_at_the_logits(on_device: OnDevice) -> None:
+    store = on_device.prompt()
     store.chain(3)
-    model.traced(mx.array([[30, 31, 32]]), store)  # not launched
-    prompt = [token % 64 for token in range(20)]
-    assert_close(model.begin(store, [33, 34]), model.expect([*prompt, 30, 31, 32, 33, 34], 2))
+    on_device.traced(mx.array([[30, 31, 32]]), store)  # not launched
+    assert_close(
+        on_device.begin(store, [33, 34]), on_device.expect([*PROMPT, 30, 31, 32, 33, 34], 2)
+    )
 
 
 @cuda
-def test_a_tree_s_rows_go_behind_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_s_rows_go_behind_the_text(on_device: OnDevice) -> None:
     """And a path of them stands, moved together."""
-    monkeypatch.setattr(choice, "_use", choice._Use())
-    model = OnDevice(tmp_path / "model", 16)
-    store = model.prompt(20)
+    store = on_device.prompt()
     tree = read_tree([5, 9, 3, 11, 4], [0, 0, 1, 2])
     store.append_tree(tree)
-    mx.async_eval(model.traced(mx.array([tree.tokens]), store))
+    mx.async_eval(on_device.traced(mx.array([tree.tokens]), store))
     store.commit_rows([0, 2, 4])
-    prompt = [token % 64 for token in range(20)]
-    assert_close(model.begin(store, [6, 7]), model.expect([*prompt, 5, 3, 4, 6, 7], 2))
+    assert_close(on_device.begin(store, [6, 7]), on_device.expect([*PROMPT, 5, 3, 4, 6, 7], 2))

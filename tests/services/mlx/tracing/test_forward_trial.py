@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from services.batching.forward import Batcher
-from services.kv.cache import KVStore, windows_of
+from services.kv.cache import KVStore
 from services.mlx.loader import load
 from services.mlx.rope import allow_branches
 from services.mlx.tracing import forward_trial, trace_trial
 from services.mlx.tracing.forward_trial import trace_if_faster
 from services.mlx.tracing.traced_forward import TREE_ROWS, TracedForward
-from tests.services.mlx.tracing.test_traced_forward import TREES, prefill
+from tests.services.mlx.tracing.test_traced_forward import TREES, prefill, stores_of
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -94,8 +94,7 @@ def test_sizes_that_are_slow_are_not_traced(model: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(forward_trial, "MOST_ROWS", 1)
     times = {4: 1.0, 8: 1.5, 16: 1.5, 32: 1.2}
     monkeypatch.setattr(forward_trial, "_time_trees", lambda *_: times)
-    new_store = lambda: KVStore(windows_of(model), bucketed=False)  # noqa: E731
-    traced = trace_if_faster(model, new_store, takes_trees=True)
+    traced = trace_if_faster(model, stores_of(model), takes_trees=True)
     assert traced is not None
     assert traced.tree_rows == (4, 32)
     assert {shape.rows for shape in traced._shapes if shape.forks} == {4, 32}
@@ -103,8 +102,7 @@ def test_sizes_that_are_slow_are_not_traced(model: Any, monkeypatch: pytest.Monk
 
 def test_each_size_of_trees_is_timed(model: Any) -> None:
     """Behind the same text."""
-    new_store = lambda: KVStore(windows_of(model), bucketed=False)  # noqa: E731
-    found = forward_trial._time_trees(model, TracedForward(model), new_store)
+    found = forward_trial._time_trees(model, TracedForward(model), stores_of(model))
     assert tuple(found) == TREE_ROWS
     assert all(seconds > 0.0 for seconds in found.values())
 
@@ -118,7 +116,7 @@ def test_single_tokens_are_replayed_where_that_is_faster(
         forward_trial, "_is_worth_it", lambda *said: faster or said[-1] != "single tokens"
     )
     monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
-    traced = trace_if_faster(model, lambda: KVStore(windows_of(model), bucketed=False))
+    traced = trace_if_faster(model, stores_of(model))
     assert traced is not None
     own, other = prefill(model, 20), prefill(model, 20)
     other.chain(2)
@@ -146,7 +144,7 @@ def test_a_token_that_begins_ahead_is_replayed_where_that_is_faster_ahead(
     monkeypatch.setattr(trace_trial, "is_faster", lambda *_: True)
     monkeypatch.setattr(forward_trial, "time_in_turn", lambda _: [own_s, replayed_s])
     monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
-    traced = trace_if_faster(model, lambda: KVStore(windows_of(model), bucketed=False))
+    traced = trace_if_faster(model, stores_of(model))
     assert traced is not None
     batcher, plain = Batcher(model, 16, traced), Batcher(model, 16)
     found, replays = [], list[int]()
@@ -172,9 +170,7 @@ def test_ahead_is_tried_as_it_is_run(model: Any) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward_trial, "time_in_turn", time_in_turn)
-        assert forward_trial._is_worth_it_ahead(
-            model, TracedForward(model), lambda: KVStore(windows_of(model), bucketed=False)
-        )
+        assert forward_trial._is_worth_it_ahead(model, TracedForward(model), stores_of(model))
     own, replayed = chosen
     assert own == replayed
     assert own[0] == own[1]
@@ -182,7 +178,7 @@ def test_ahead_is_tried_as_it_is_run(model: Any) -> None:
 
 def test_a_wrong_trace_is_not_used(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     wrong = _WrongInTraces(model)
-    assert trace_if_faster(wrong, lambda: KVStore(windows_of(model), bucketed=False)) is None
+    assert trace_if_faster(wrong, stores_of(model)) is None
     assert "traced chains: logits are" in caplog.text
     assert "from the model's own: not used" in caplog.text
 
@@ -195,9 +191,7 @@ def test_wrong_traces_of_trees_are_found_at_load(
     monkeypatch.setattr(trace_trial, "_WORTHWHILE", float("inf"))
     monkeypatch.setattr(forward_trial, "TRACED_SLOTS", (256,))
     for name, one in (("right", model), ("wrong", _WrongInTrees(model))):
-        traced = trace_if_faster(
-            one, lambda: KVStore(windows_of(model), bucketed=False), takes_trees=True
-        )
+        traced = trace_if_faster(one, stores_of(model), takes_trees=True)
         assert traced is not None
         store = prefill(model, 9)
         store.append_tree(TREES["six"])
@@ -207,4 +201,4 @@ def test_wrong_traces_of_trees_are_found_at_load(
 
 def test_a_model_that_cannot_be_traced_runs_as_it_is(model: Any) -> None:
     deciding = _Deciding(model)
-    assert trace_if_faster(deciding, lambda: KVStore(windows_of(model), bucketed=False)) is None
+    assert trace_if_faster(deciding, stores_of(model)) is None

@@ -14,25 +14,17 @@ from services.batching.forward import Batcher
 from services.batching.packing import enable_packing, find_table
 from services.batching.table_cache import attend_gathered
 from services.batching.traced_table import TracedTable
-from services.kv.cache import KVStore, windows_of
-from services.mlx.array_memory import view
+from services.kv.cache import KVStore
 from services.mlx.cuda import kv_rows
-from services.mlx.cuda.kv_rows import KVBuffers
 from services.mlx.loader import load
 from services.mlx.tracing import traced_forward
 from services.mlx.tracing.traced_forward import TracedForward
 from tests.services.batching.test_slot_table import Line, shared_pass
+from tests.services.mlx.cuda.host import write_rows
+from tests.services.mlx.tracing.test_traced_forward import stores_of
 from tests.support.reference import tiny_folder
 
 PROMPT = [token % 64 for token in range(20)]
-
-
-def write(into: KVBuffers, keys: mx.array, values: mx.array) -> mx.array:
-    """Stands in for the kernel."""
-    mx.eval(into, keys, values)
-    for buffer, rows in ((into.keys, keys), (into.values, values)):
-        view(buffer)[0, :, into.slots.tolist()] = np.array(rows[0]).swapaxes(0, 1)
-    return mx.zeros(1)
 
 
 @pytest.fixture
@@ -41,7 +33,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     enable_packing(module)
     for home in (kv_rows, traced_forward):
         monkeypatch.setattr(home, "writes_in_place", lambda *_: True)
-    monkeypatch.setattr(kv_rows, "write", write)
+    monkeypatch.setattr(kv_rows, "write", write_rows)
     return module
 
 
@@ -52,7 +44,7 @@ def traced_of(model: Any) -> TracedForward:
 
 
 def prompt_of(model: Any) -> KVStore:
-    store = KVStore(windows_of(model), bucketed=False)
+    store = stores_of(model)()
     store.chain(len(PROMPT))
     mx.eval(model(mx.array([PROMPT]), cache=store.caches))
     return store
@@ -60,7 +52,7 @@ def prompt_of(model: Any) -> KVStore:
 
 def expect(model: Any, tokens: list[int], count: int) -> Any:
     """Logits of the last `count` of these tokens, by one pass over them all."""
-    store = KVStore(windows_of(model), bucketed=False)
+    store = stores_of(model)()
     store.chain(len(tokens))
     return np.array(model(mx.array([tokens]), cache=store.caches)[0, -count:])
 
@@ -110,9 +102,7 @@ def test_of_a_tree_a_path_stands(model: Any) -> None:
 
 def test_shared_passes_leave_the_table_where_it_is(model: Any) -> None:
     batcher = Batcher(model, 512)
-    batcher.table = table = find_table(
-        model, lambda: KVStore(windows_of(model), bucketed=False), attend_gathered
-    )
+    batcher.table = table = find_table(model, stores_of(model), attend_gathered)
     assert table is not None
     lines = [Line(model, [3, 1, 4]), Line(model, [1, 5])]
     shared_pass(batcher, lines, [[5], [6]], 1)
@@ -121,6 +111,6 @@ def test_shared_passes_leave_the_table_where_it_is(model: Any) -> None:
     before = [layer.keys for layer in table._layers]
     for keep in (2, 1):
         shared_pass(batcher, lines, [[8, 9, 7], [2, 11]], keep)
-        assert table.milestones is traced.written
-        assert len(traced.written) == len(table._layers)
+        assert table.milestones is table._written
+        assert len(table._written) == len(table._layers)
     assert all(layer.keys is own for layer, own in zip(table._layers, before, strict=True))
