@@ -1,5 +1,6 @@
 """Programs of others as drafters, in running stacks: whatever they do, no token changes."""
 
+import itertools
 import re
 import shlex
 import sys
@@ -79,10 +80,10 @@ def deaths(stack: RunningStack) -> str:
     return " ".join(s.note for s in stack.lines if s.role == "drafter" and s.state == "died")
 
 
-def same_as_plain(stack: RunningStack, mode: Mode) -> None:
-    plain = stack.answer(PROMPT, mode="ar", sampling=SAMPLING, max_tokens=MAX_TOKENS)
+def same_as_plain(stack: RunningStack, mode: Mode, max_tokens: int = MAX_TOKENS) -> None:
+    plain = stack.answer(PROMPT, mode="ar", sampling=SAMPLING, max_tokens=max_tokens)
     answer = stack.answer(
-        PROMPT, mode=mode, sampling=SAMPLING, max_tokens=MAX_TOKENS, num_draft_tokens=4
+        PROMPT, mode=mode, sampling=SAMPLING, max_tokens=max_tokens, num_draft_tokens=4
     )
     assert plain.tokens == answer.tokens
     assert plain.reason == answer.reason
@@ -115,15 +116,21 @@ def test_breaking_programs_change_nothing(strict: RunningStack, kind: str) -> No
 
 def test_a_program_that_hangs_is_replaced(strict: RunningStack) -> None:
     """A draft that the target waits for has a deadline, named in the reason."""
-    swap(strict, "hang")
-    before = psutil.Process(strict.pid("drafter")).children()
+    lengths = itertools.chain([MAX_TOKENS, 2 * MAX_TOKENS], itertools.repeat(8 * MAX_TOKENS))
+    before, reasons = list[int](), []
 
     def found_out() -> bool:
-        same_as_plain(strict, "sd")
-        return "draft_timeout_s" in deaths(strict)
+        # What a program owes to an answer that ends before its deadline is forgotten, and nothing
+        # more is asked of it: another one owes to a longer answer.
+        swap(strict, "hang")
+        before.extend(child.pid for child in psutil.Process(strict.pid("drafter")).children())
+        for _ in range(2):
+            same_as_plain(strict, "sd", next(lengths))
+            reasons.append(deaths(strict))
+        return "draft_timeout_s" in " ".join(reasons)
 
     eventually(found_out, "the hanging program is ended")
-    eventually(lambda: gone([child.pid for child in before]), "the program and its guard are gone")
+    eventually(lambda: gone(before), "the program and its guard are gone")
 
 
 def test_a_killed_drafter_leaves_no_program(stack: RunningStack) -> None:
