@@ -1,8 +1,10 @@
 """What a drafting program owes us: pure, the clock is the caller's.
 
 An opened sequence is owed `Prefilled`, a `DraftNow` a `DraftTree`; anything else may stay
-unanswered. A sign of life pays too: the program is late then, but does not hang. Messages of
-rounds that are over are recognised here and go no further.
+unanswered. A sign of life pays too: the program is late then, but does not hang. What was
+owed to a sequence that is closed is not owed any more, but the program's silence counts on: a
+program that hangs would outlive any number of short answers. Messages of rounds that are over are
+recognised here and go no further.
 """
 
 from dataclasses import dataclass, field
@@ -46,6 +48,11 @@ class _Sequence:
         if self.drafting and self.owed is None:
             self.owed, self.owed_round = now, message.round
 
+    @property
+    def owed_since(self) -> float | None:
+        """Since when it is owed its prompt or a draft; None if nothing."""
+        return self.opened if self.opening else self.owed
+
     def pay(self, now: float) -> None:
         """The program lives; if the target still waits, the next part is owed from now on."""
         if self.owed is not None:
@@ -58,7 +65,7 @@ class PendingReplies:
     """The books of one program."""
 
     prefill_s: float
-    """Longest wait for `Prefilled`."""
+    """Longest wait for `Prefilled`, and for any answer over sequences that were closed early."""
     draft_s: float
     """Longest wait for a tree that the target waits for."""
     stale: int = 0
@@ -66,6 +73,10 @@ class PendingReplies:
     _open: dict[int, _Sequence] = field(default_factory=dict)
     _news: float = 0.0
     """When the program last gave a sign of life."""
+    _silent_s: float = 0.0
+    """How long it has since then owed something to sequences that are closed now."""
+    _counted: float = 0.0
+    """Up to when that is counted."""
 
     @property
     def sequences(self) -> list[int]:
@@ -78,7 +89,8 @@ class PendingReplies:
             case OpenSequence(sequence=number):
                 self._open[number] = _Sequence(opened=now, asked_at=now)
             case CloseSequence(sequence=number):
-                self._open.pop(number, None)
+                if closed := self._open.pop(number, None):
+                    self._count_silence(closed, now)
             case Prepare() | DraftNow():
                 if known := self._open.get(message.sequence):
                     known.ask(message, now)
@@ -103,8 +115,16 @@ class PendingReplies:
                 self.stale += answer is None
                 return answer
 
+    def _count_silence(self, closed: _Sequence, now: float) -> None:
+        if closed.owed_since is not None:
+            self._silent_s += now - max(closed.owed_since, self._news, self._counted)
+            self._counted = now
+
+    def _hear(self, now: float) -> None:
+        self._news, self._silent_s = now, 0.0
+
     def _lives(self, now: float) -> None:
-        self._news = now
+        self._hear(now)
         for known in self._open.values():
             known.pay(now)
 
@@ -125,7 +145,8 @@ class PendingReplies:
                 if not current:
                     return None
                 message = _clamp_draft_ms(message, 1e3 * (now - known.asked_at))
-        self._news = known.asked_at = now
+        known.asked_at = now
+        self._hear(now)
         return message
 
     def overdue(self, now: float) -> str | None:
@@ -138,6 +159,10 @@ class PendingReplies:
             what = "prefill" if opening else "draft"
             knob = "start_timeout_s" if opening else "draft_timeout_s"
             return f"no {what} within {limit:g} s ({knob})"
+        heard = max(self._news, self._counted)
+        silent = self._silent_s + max((now - max(began, heard) for began in since), default=0.0)
+        if silent > self.prefill_s:
+            return f"no answer to several requests in {self.prefill_s:g} s (start_timeout_s)"
         return None
 
 

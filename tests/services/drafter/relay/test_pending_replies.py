@@ -105,6 +105,51 @@ def test_a_closed_sequence_is_owed_nothing(opened: PendingReplies) -> None:
     assert opened.overdue(1e6) is None
 
 
+def ask_in_vain(dues: PendingReplies, began: float, *, answers: int) -> float:
+    """Short answers, 10 seconds apart, each owed its prompt for 4; when the last one ended."""
+    for second in (began + 10.0 * number for number in range(answers)):
+        dues.note_request(OPEN, second)
+        assert dues.overdue(second + 4.0) is None
+        dues.note_request(CloseSequence(sequence=1), second + 4.0)
+        assert dues.overdue(second + 9.0) is None
+    return began + 10.0 * answers
+
+
+def test_a_hang_is_found_over_short_answers(opened: PendingReplies) -> None:
+    """None waits long enough alone; the program is silent over all of them."""
+    opened.note_request(draft(1), 5.0)
+    opened.note_request(CloseSequence(sequence=1), 9.0)
+    now = ask_in_vain(opened, 10.0, answers=int(PREFILL_S / 4.0) - 1)
+    opened.note_request(OPEN, now)
+    assert opened.overdue(now) is None
+    assert "start_timeout_s" in str(opened.overdue(now + 0.5))
+
+
+@pytest.mark.parametrize("sign", [Heartbeat(), PREFILLED], ids=["alive", "a prompt"])
+def test_who_answers_at_last_begins_anew(
+    opened: PendingReplies, sign: Heartbeat | Prefilled
+) -> None:
+    """A program that is slow, not hung, is not accused of what it dropped rightly."""
+    now = ask_in_vain(opened, 10.0, answers=int(PREFILL_S / 4.0))
+    opened.note_request(OPEN, now)
+    opened.filter_reply(sign, now)
+    opened.note_request(CloseSequence(sequence=1), now)
+    ask_in_vain(opened, now, answers=int(PREFILL_S / 4.0))
+
+
+def test_silence_over_several_sequences_counts_once() -> None:
+    """A program that owes two prompts at a time is not twice as silent."""
+    dues = PendingReplies(PREFILL_S, DRAFT_S)
+    other = OpenSequence(sequence=2, tokens=[1], sampling=Sampling())
+    for message in (OPEN, other):
+        dues.note_request(message, 0.0)
+    for number in (1, 2):
+        dues.note_request(CloseSequence(sequence=number), 0.75 * PREFILL_S)
+    dues.note_request(OPEN, 1e3)
+    assert dues.overdue(1e3 + 0.2 * PREFILL_S) is None
+    assert dues.overdue(1e3 + 0.3 * PREFILL_S) is not None
+
+
 def test_worthless_messages_do_not_put_off_the_deadline(opened: PendingReplies) -> None:
     """Who answers only what nobody asked has hung."""
     opened.note_request(draft(2), 10.0)
