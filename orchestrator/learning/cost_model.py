@@ -8,15 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 from orchestrator.learning.averages import DiscountedRatio, Ema, restore_shares, save_shares
 from orchestrator.learning.batch_estimates import BatchEstimates, Passes
-from orchestrator.learning.calibration import (
-    Calibration,
-    acceptance_rates,
-    calibrate_siblings,
-)
-from orchestrator.learning.fan_out import (
-    AFTER_ALL,
-    AFTER_REJECTION,
-)
+from orchestrator.learning.calibration import Calibration, acceptance_rates, calibrate_siblings
+from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION
 from orchestrator.learning.handover import HandoverEstimates
 from orchestrator.learning.hit_curve import HitCurve
 from orchestrator.learning.latency import StepLatency, VerifyLatency
@@ -26,7 +19,7 @@ from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.learning.saguaro import SaguaroChoice
 from orchestrator.learning.snapshot import EstimateSnapshot
 from orchestrator.learning.speculation_switch import SpeculationSwitch
-from orchestrator.learning.tree_growth import CostBehindTrees, TreeGrowth, rank_chances
+from orchestrator.learning.tree_growth import CostBehindTrees, TreeGrowth, TreeTrial, rank_chances
 from orchestrator.learning.tree_width import TreeWidth
 from protocol.messages import Mode, Origin, PassTimes
 
@@ -66,6 +59,10 @@ def _by_origin(make: Callable[[], Estimate]) -> dict[Origin, Estimate]:
     return {origin: make() for origin in ORIGINS}
 
 
+def _by_mode(make: Callable[[], Estimate]) -> dict[Mode, Estimate]:
+    return {mode: make() for mode in _SPECULATIVE}
+
+
 class CostModel:
     """Everything that is measured for the planner."""
 
@@ -98,11 +95,10 @@ class CostModel:
         """Whether it did not deliver when it was waited for, nor anything since."""
         self.tree_width = TreeWidth()
         self.tree_growth, self.behind_trees = TreeGrowth(), CostBehindTrees()
+        self.tree_trials = _by_mode(TreeTrial)
         self.draft_length = _ASSUMED_LENGTH
         """Longest draft that was verified recently."""
-        self.switches: dict[Mode, SpeculationSwitch] = {
-            mode: SpeculationSwitch() for mode in _SPECULATIVE
-        }
+        self.switches = _by_mode(SpeculationSwitch)
         """Of a request that is alone."""
         self.saguaro = SaguaroChoice()
         self.batch = BatchEstimates()
@@ -145,8 +141,14 @@ class CostModel:
 
     def on_new_text(self, mode: Mode) -> None:
         """A request of this mode is about to start."""
-        if (switch := self.switches.get(mode)) is not None:
-            switch.on_new_text()
+        if mode in self.switches:
+            self.switches[mode].on_new_text()
+            self.tree_trials[mode].on_new_text()
+
+    def asks_for_trees(self, mode: Mode) -> bool:
+        """Whether runners-up are asked for; tried with a request that is alone only."""
+        trial = self.tree_trials[mode]
+        return trial.asks if self.batch.streams == 1 else trial.pays
 
     @property
     def draft_token_ms(self) -> float:
@@ -263,22 +265,23 @@ class CostModel:
         drafted = [part.accepted for part in shared if part.origin != "lookup"]
         if switch.speculating:
             switch.freshness.observe(shared[0].rows, shared[0].verify_ms)
-        switch.observe(
-            tokens,
-            self._leave_out_stalls(shared[0], idle_ms),
-            sum(drafted),
-            len(drafted),
-            now=shared[0].ended_at,
-        )
-        alone = len(shared) == self.batch.streams == 1
-        if alone and mode == "ssd" and switch.speculating and self.step_latency.is_known:
-            speed = switch.speculative_tok_s / 1e3
+        time_ms = self._leave_out_stalls(shared[0], idle_ms)
+        switch.observe(tokens, time_ms, sum(drafted), len(drafted), now=shared[0].ended_at)
+        if len(shared) == self.batch.streams == 1 and switch.speculating:
+            self._observe_alone(shared[0], time_ms, switch.speculative_tok_s / 1e3)
+
+    def _observe_alone(self, seen: RoundObservation, time_ms: float, speed: float) -> None:
+        """What a round says of preparing for the next one; `speed` in tokens per millisecond."""
+        forks_are_cheap = self.verify_latency.has_cheap_rows
+        if forks_are_cheap and seen.may_fork:
+            self.tree_trials[seen.mode].observe(seen.accepted + 1, time_ms)
+        if seen.mode == "ssd" and self.step_latency.is_known:
             gains = PreparationGains(self)
-            hits = gains.hits_by_width(shared[0])
-            self.tree_width.observe(gains.by_width(shared[0], hits, speed))
-            self.handover.observe_delay(gains.cost_of_delay(shared[0], hits, speed))
-            if self.verify_latency.has_cheap_rows and self.tree_growth.is_due():
-                self.tree_growth.observe(gains.by_growth(shared[0], speed))
+            hits = gains.hits_by_width(seen)
+            self.tree_width.observe(gains.by_width(seen, hits, speed))
+            self.handover.observe_delay(gains.cost_of_delay(seen, hits, speed))
+            if forks_are_cheap and self.tree_growth.is_due():
+                self.tree_growth.observe(gains.by_growth(seen, speed))
 
     def _leave_out_stalls(self, seen: RoundObservation, idle_ms: float) -> float:
         """Time of a pass and the wait before it, without what says nothing of the next one.
@@ -344,6 +347,7 @@ class CostModel:
             backups=save_shares([self._backups]) if self._backups.whole > 0.0 else None,
             batch_trials=self.batch.save(),
             saguaro=self.saguaro.save(),
+            tree_trials={mode: trial.save() for mode, trial in self.tree_trials.items()},
             siblings={origin: one.save() for origin, one in self.siblings.items()},
         )
 
@@ -375,6 +379,7 @@ class CostModel:
             if mode in self.switches:
                 self.switches[mode].restore(trial, age_s)
         self.saguaro.restore(saved.saguaro)
+        _restore(self.tree_trials, saved.tree_trials)
         self.step_latency.restore(saved.step_latency)
         if saved.tree_width is not None:
             self.tree_width.restore(saved.tree_width)

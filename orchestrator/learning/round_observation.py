@@ -34,6 +34,8 @@ class RoundObservation:
     """How long its draft was waited for, as far as the orchestrator saw."""
     longest_draft: int = LONGEST_DRAFT
     """Draft tokens that a round may have."""
+    may_fork: bool = False
+    """Whether it was the planner's choice to ask for trees or for chains."""
     continues_run: bool = False
     """Whether it followed another one of a free run, so that its pass had begun before."""
     begun_unasked: bool = False

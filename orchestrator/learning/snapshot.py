@@ -54,6 +54,14 @@ class Widths(_Record, frozen=True, kw_only=True):
     chosen: Annotated[int, msgspec.Meta(ge=0)]
 
 
+class TreeGain(_Record, frozen=True, kw_only=True):
+    """Whether trees pay, and the mean logarithm of what they gain over pairs of turns."""
+
+    pays: bool
+    logarithm: Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+    pairs: _Amount
+
+
 class Arm(_Record, frozen=True, kw_only=True):
     """Rounds at one of several choices."""
 
@@ -91,6 +99,7 @@ class EstimateSnapshot(_Record, frozen=True, kw_only=True):
     """Draft tokens of backups, accepted of offered: one place."""
     batch_trials: dict[str, Trial] = {}
     """By mode and size class of the batch, as `ssd 3`."""
+    tree_trials: dict[Mode, TreeGain] = {}
     siblings: dict[Origin, Shares] = {}
     """Runners-up beside draft tokens, by confidence."""
     saguaro: dict[str, Arm] = {}

@@ -1,4 +1,4 @@
-"""What trees of drafts are worth by the runners-up that grow on, and what they cost later.
+"""What trees of drafts are worth: whether runners-up are asked for, which grow on, what that costs.
 
 A drafter names runners-up beside each draft token. They are leaves, unless it is asked to continue
 some of them too: then a runner-up that stands goes on with tokens, and every depth takes longer.
@@ -9,6 +9,7 @@ a text are taken as alike; which nodes of a real tree are verified follows its o
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import log, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from orchestrator.learning.averages import DiscountedRatio, smooth
 from orchestrator.learning.round_observation import RoundObservation
+from orchestrator.learning.snapshot import TreeGain
 
 GROWN = (0, 4, 8, 16)
 """A few fixed values, as the widths are."""
@@ -28,6 +30,19 @@ _FADE, _ENOUGH = 0.97, 7.0
 """What is kept of older passes behind trees or chains, and how many of both there must be."""
 _STALL = 3.0
 """What is beyond this multiple of a pass's usual time says nothing of what was before it."""
+
+_TURN, _SETTLE = 8, 2
+"""Rounds of a turn with or without runners-up, and how many before them still have drafts of the
+turn before."""
+_LEAST, _MOST = 3, 12
+"""Pairs of turns in a trial."""
+_SCATTER = 0.3
+"""Of the logarithm of two turns' speeds over each other: tokens a round scatter by .6 of their
+mean."""
+_PAIRS_KEPT, _PAIRS_RECALLED = 0.95, 6.0
+"""What is kept of older pairs, and the most of them that a restored gain counts for."""
+_REST, _LONGEST_REST = 256, 4096
+"""Rounds until the next trial, twice as many after each one that changed nothing."""
 
 
 class Layer(NamedTuple):
@@ -65,6 +80,83 @@ class TreeGrowth:
         best = self._gains.index(max(self._gains))
         if self._gains[best] > _BETTER * self._gains[self._chosen]:
             self._chosen = best
+
+
+class TreeTrial:
+    """Whether trees pay as a whole, runners-up and all, by turns with and without them.
+
+    A runner-up has its price before it is verified: a depth names more tokens, which the drafter
+    and the orchestrator have to note, and a draft that the target waits for takes longer. So the
+    speeds are measured, tokens over time, two turns of the same text at a time.
+    """
+
+    def __init__(self) -> None:
+        self.pays = False
+        """What the last trial found."""
+        self._gain = DiscountedRatio()
+        """Mean logarithm of the speed with runners-up over that without."""
+        self._turns: list[DiscountedRatio] = []
+        """Tokens over milliseconds, of this pair."""
+        self._rounds = 0
+        """Of this turn."""
+        self._pairs = 0
+        """Of this trial."""
+        self._rest, self._next_rest = 0, _REST
+        """Rounds until the next trial, and until the one behind it."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether the drafter is asked for runners-up now."""
+        if self._rest:
+            return self.pays
+        turn = len(self._turns) - (self._rounds > 0)
+        return (turn + self._pairs) % 2 == 1  # who came second comes first in the next pair
+
+    def on_new_text(self) -> None:
+        """A turn is compared with another one of the same text only."""
+        self._turns, self._rounds = [], 0
+
+    def observe(self, tokens: int, milliseconds: float) -> None:
+        """A round of a request that is alone, with the wait before it."""
+        if self._rest:
+            self._rest -= 1
+            return
+        if not self._rounds:
+            self._turns.append(DiscountedRatio())
+        self._rounds += 1
+        if self._rounds > _SETTLE:
+            self._turns[-1].observe(tokens, milliseconds)
+        if self._rounds == _SETTLE + _TURN:
+            self._rounds = 0
+            if len(self._turns) == 2:
+                self._compare()
+
+    def _compare(self) -> None:
+        without, with_them = self._turns if self._pairs % 2 == 0 else reversed(self._turns)
+        if without.value and with_them.value:  # else times are missing
+            self._gain.observe(log(with_them.value / without.value), fade=_PAIRS_KEPT)
+        self._turns, self._pairs = [], self._pairs + 1
+        proved = self._gain.value * sqrt(self._gain.whole) > _SCATTER
+        if self._pairs >= _LEAST and (proved or self._gain.value <= 0.0 or self._pairs == _MOST):
+            self._conclude(pays=proved)
+
+    def _conclude(self, *, pays: bool) -> None:
+        same = pays == self.pays
+        self._rest = self._next_rest if same else _REST
+        self._next_rest = min(_LONGEST_REST, 2 * self._rest)
+        self.pays, self._pairs = pays, 0
+
+    def save(self) -> TreeGain:
+        """For a snapshot."""
+        return TreeGain(pays=self.pays, logarithm=self._gain.value, pairs=self._gain.whole)
+
+    def restore(self, saved: TreeGain) -> None:
+        """Start from a snapshot: with its verdict, and a trial after a while."""
+        if saved.pairs:
+            self._gain = DiscountedRatio(saved.logarithm, 1.0).scale(
+                min(saved.pairs, _PAIRS_RECALLED)
+            )
+            self.pays, self._rest = saved.pays, _REST
 
 
 class CostBehindTrees:

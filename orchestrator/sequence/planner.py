@@ -216,14 +216,14 @@ class Planner:
     def siblings(self) -> int:
         """How many runners-up to ask for beside each draft token, 0: chains; even unless by hand.
 
-        Where a row was measured to cost a good part of a pass none is asked for.
+        None where a row costs a good part of a pass, or where trees were measured to be no faster.
         """
         if self.is_chain_only:
             return 0
         if self.tree_nodes:
             return min(MOST_SIBLINGS, self.tree_nodes - 1)
         known = self.estimates
-        if not known.verify_latency.has_cheap_rows:
+        if not known.verify_latency.has_cheap_rows or not known.asks_for_trees(self.mode):
             return 0
         length = ceil(known.draft_length)
         rows_ms = self._verify_ms(length + MOST_SIBLINGS, tree=True)

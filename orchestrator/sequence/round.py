@@ -99,6 +99,7 @@ class Round:
             by_hand=planner.num_draft_tokens > 0,
             begun_unasked=self.begun_unasked,
             longest_draft=planner.longest_draft,
+            may_fork=planner.tree_nodes is None and not planner.is_chain_only,
             continues_run=self.continues_run,
             waited_ms=self.waited_ms,
             tried_saguaro=planner.tried_saguaro,

@@ -11,7 +11,7 @@ from orchestrator.registry import Peer
 from orchestrator.sequence.planner import Planner
 from protocol.messages import PassTimes, Role
 from tests.orchestrator.learning.test_estimate_store import hello, met
-from tests.support.fakes import chain_of, observed
+from tests.support.fakes import chain_of, observed, teach_that_trees_pay
 
 FLAT = {1: 5.5, 2: 6.3, 4: 6.4, 8: 6.9, 16: 7.5, 32: 8.5}
 """Of a GPU that reads 16 GB of weights in any case."""
@@ -108,9 +108,12 @@ def test_the_pace_of_all_rows_follows_that_of_some(factor: float) -> None:
 
 
 def test_rows_are_known_to_be_cheap_before_the_first_round() -> None:
-    """So trees are drafted from the first one on; not where rows are dear."""
-    assert Planner("ssd", expecting(FLAT, {8: 7.0, 16: 7.6})).siblings > 0
-    assert Planner("ssd", expecting(STEEP, {8: 32.0, 16: 61.0})).siblings == 0
+    """So trees are drafted from the first one on, if they pay; not where rows are dear."""
+    flat, steep = expecting(FLAT, {8: 7.0, 16: 7.6}), expecting(STEEP, {8: 32.0, 16: 61.0})
+    for estimates in (flat, steep):
+        teach_that_trees_pay(estimates)
+    assert Planner("ssd", flat).siblings > 0
+    assert Planner("ssd", steep).siblings == 0
 
 
 def test_trees_have_times_of_their_own() -> None:

@@ -10,7 +10,7 @@ from orchestrator.learning.tree_growth import TreeGrowth
 from orchestrator.sequence.next_rounds import choose_planned
 from orchestrator.sequence.planner import Planner
 from protocol.messages import FanOutPolicy, Origin
-from tests.support.fakes import chain_of, observed
+from tests.support.fakes import chain_of, observed, teach_that_trees_pay
 
 
 def taught(alpha: float = 0.5, token_ms: float = 0.0) -> CostModel:
@@ -125,6 +125,7 @@ def test_a_gpu_meets_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     found = set()
     for row_ms in (0.01, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8):
         estimates = CostModel()
+        teach_that_trees_pay(estimates)
         for tokens in (1, 2, 3, 4, 5):
             for _ in range(8):
                 estimates.verify_latency.observe(tokens, 20.0 + row_ms * tokens)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.tree_choice import count_chain, count_siblings, find_best, rank_nodes
-from tests.support.fakes import chain_of, tree_of
+from tests.support.fakes import chain_of, teach_that_trees_pay, tree_of
 
 
 @st.composite
@@ -90,6 +90,7 @@ def learned(row_ms: float, rates: float = 0.5) -> CostModel:
             estimates.verify_latency.observe(rows, 20.0 + row_ms * rows)
     for _ in range(30):
         estimates.acceptance["hit"].observe(rates)
+    teach_that_trees_pay(estimates)
     return estimates
 
 

@@ -199,6 +199,8 @@ def test_where_rows_cost_nothing_trees_pay() -> None:
     """Runners-up grow on, and bring more than chains do, and less than the best trees."""
     found = Scenario(device=FLAT, acceptance=UNEVEN_TEXT, tokens=1000)
     learned = CostModel()
+    simulate(found, Strategy(verify_ahead=False), learned)
+    assert learned.tree_trials["ssd"].pays
     trees = simulate(found, Strategy(verify_ahead=False), learned)
     chains = simulate(found, Strategy(tree_nodes=1, verify_ahead=False))
     assert learned.tree_growth.grown > 0
