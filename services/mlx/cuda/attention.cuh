@@ -129,16 +129,24 @@ struct Part {
 template <typename T, int D>
 __device__ void merge_parts(const float* parts, int count, long step, T* out) {
   const int lane = threadIdx.x % 32;
-  float highest = -1e30f, sum = 0.0f, values[D / 32] = {};
+  float top = -1e30f, sum = 0.0f, values[D / 32] = {};
+  for (int part = lane; part < count; part += 32) top = fmaxf(top, parts[part * step + D]);
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2)
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lanes));
+  for (int part = lane; part < count; part += 32) {
+    const float* from = parts + part * step;
+    sum += __expf(from[D] - top) * from[D + 1];
+  }
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+  // No part waits for the one before it, of whose loads there would be one after another.
+#pragma unroll 8
   for (int part = 0; part < count; part++) {
     const float* from = parts + part * step;
-    const float top = fmaxf(highest, from[D]);
-    const float kept = __expf(highest - top), added = __expf(from[D] - top);
-    sum = kept * sum + added * from[D + 1];
+    const float weight = __expf(from[D] - top);
 #pragma unroll
-    for (int i = 0; i < D / 32; i++)
-      values[i] = kept * values[i] + added * from[32 * i + lane];
-    highest = top;
+    for (int i = 0; i < D / 32; i++) values[i] += weight * from[32 * i + lane];
   }
 #pragma unroll
   for (int i = 0; i < D / 32; i++)

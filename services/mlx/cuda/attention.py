@@ -25,7 +25,7 @@ from services.mlx.tracing.traced_slots import MOST_SLOTS
 _log = logging.getLogger(__name__)
 
 _MOST_ROWS = 32
-_MOST_SLOTS = {64: 32768, 128: 32768, 256: 512}
+_MOST_SLOTS = {64: MOST_SLOTS, 128: MOST_SLOTS, 256: 512}
 """By the size of a head: so many rows and slots are ours (docs/lab/cuda-forward.md)."""
 _SHORT, _MOST_READ = 1024, 8192 * 4096
 """Up to so many slots, and queries times slots times the width of all heads, that costs less than

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import count
 
+import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -357,7 +358,8 @@ def test_a_long_prompt_is_reported_on(monkeypatch: pytest.MonkeyPatch) -> None:
     opening = OpenSequence(sequence=number, tokens=[7] * 10, sampling=Sampling())
     answers = [answer for answer in verifier.handle(opening) if answer is not None]
     reports = [answer.length for answer in answers if isinstance(answer, PrefillProgress)]
-    assert reports == [3, 6, 9]
+    # On CUDA chunks that nobody waits behind are longer.
+    assert reports == ([6, 9] if mx.cuda.is_available() else [3, 6, 9])
     assert isinstance(answers[-1], Prefilled)
     short = OpenSequence(sequence=next(NUMBERS), tokens=[8] * 3, sampling=Sampling())
     assert [type(answer) for answer in verifier.handle(short) if answer is not None] == [Prefilled]

@@ -220,7 +220,17 @@ def test_a_longer_text_is_traced_when_it_comes(
 
 @pytest.mark.parametrize(
     ("slots", "size"),
-    [(1, 256), (257, 512), (1024, 1024), (1025, 1536), (4097, 5120), (8192, 8192), (8193, 0)],
+    [
+        (1, 256),
+        (257, 512),
+        (1024, 1024),
+        (1025, 1536),
+        (4097, 5120),
+        (8193, 10240),
+        (30000, 32768),
+        (131072, 131072),
+        (131073, 0),
+    ],
 )
 def test_buffers_of_traces_have_few_sizes(slots: int, size: int) -> None:
     assert round_to_traced(slots) == size
