@@ -141,14 +141,13 @@ class CostModel:
 
     def on_new_text(self, mode: Mode) -> None:
         """A request of this mode is about to start."""
-        if mode in self.switches:
-            self.switches[mode].on_new_text()
-            self.tree_trials[mode].on_new_text()
+        if (switch := self.switches.get(mode)) is not None:
+            switch.on_new_text()
 
     def asks_for_trees(self, mode: Mode) -> bool:
         """Whether runners-up are asked for; tried with a request that is alone only."""
-        trial = self.tree_trials[mode]
-        return trial.asks if self.batch.streams == 1 else trial.pays
+        trial = self.tree_trials.get(mode)
+        return trial is not None and (trial.asks if self.batch.streams == 1 else trial.pays)
 
     @property
     def draft_token_ms(self) -> float:
@@ -187,6 +186,8 @@ class CostModel:
         latency = self.latency(speculating=seen.speculating, tree=seen.is_tree)
         self.behind_trees.observe(seen, latency.of(seen.rows))
         latency.observe(seen.rows, seen.verify_ms)
+        if seen.mode in self.tree_trials:
+            self.tree_trials[seen.mode].watch(seen)
         self.batch.observe(seen)
         self.handover.observe(seen)
         choices = seen.choices
@@ -272,15 +273,14 @@ class CostModel:
 
     def _observe_alone(self, seen: RoundObservation, time_ms: float, speed: float) -> None:
         """What a round says of preparing for the next one; `speed` in tokens per millisecond."""
-        forks_are_cheap = self.verify_latency.has_cheap_rows
-        if forks_are_cheap and seen.may_fork:
+        if seen.may_fork:
             self.tree_trials[seen.mode].observe(seen.accepted + 1, time_ms)
         if seen.mode == "ssd" and self.step_latency.is_known:
             gains = PreparationGains(self)
             hits = gains.hits_by_width(seen)
             self.tree_width.observe(gains.by_width(seen, hits, speed))
             self.handover.observe_delay(gains.cost_of_delay(seen, hits, speed))
-            if forks_are_cheap and self.tree_growth.is_due():
+            if self.verify_latency.has_cheap_rows and self.tree_growth.is_due():
                 self.tree_growth.observe(gains.by_growth(seen, speed))
 
     def _leave_out_stalls(self, seen: RoundObservation, idle_ms: float) -> float:

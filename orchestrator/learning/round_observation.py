@@ -35,7 +35,7 @@ class RoundObservation:
     longest_draft: int = LONGEST_DRAFT
     """Draft tokens that a round may have."""
     may_fork: bool = False
-    """Whether it was the planner's choice to ask for trees or for chains."""
+    """Whether it was the planner's choice to ask the drafter for trees or for chains."""
     continues_run: bool = False
     """Whether it followed another one of a free run, so that its pass had begun before."""
     begun_unasked: bool = False

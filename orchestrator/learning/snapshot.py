@@ -55,11 +55,19 @@ class Widths(_Record, frozen=True, kw_only=True):
 
 
 class TreeGain(_Record, frozen=True, kw_only=True):
-    """Whether trees pay, and the mean logarithm of what they gain over pairs of turns."""
+    """Whether trees pay, and how far the trial of that has come."""
 
     pays: bool
     logarithm: Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+    """Mean of what they gain, over pairs of turns."""
     pairs: _Amount
+    """That it counts for."""
+    tried: Annotated[int, msgspec.Meta(ge=0)]
+    """Pairs of this trial."""
+    rest: Annotated[int, msgspec.Meta(ge=0, le=4096)]
+    """Rounds until the next trial."""
+    next_rest: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    """The same behind that one."""
 
 
 class Arm(_Record, frozen=True, kw_only=True):

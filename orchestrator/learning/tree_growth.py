@@ -32,15 +32,16 @@ _STALL = 3.0
 """What is beyond this multiple of a pass's usual time says nothing of what was before it."""
 
 _TURN, _SETTLE = 8, 2
-"""Rounds of a turn with or without runners-up, and how many before them still have drafts of the
-turn before."""
+"""Rounds of a turn with or without runners-up, and how many before it have no draft of its kind."""
 _LEAST, _MOST = 3, 12
 """Pairs of turns in a trial."""
-_SCATTER = 0.3
+_SCATTER = 0.35
 """Of the logarithm of two turns' speeds over each other: tokens a round scatter by .6 of their
-mean."""
-_PAIRS_KEPT, _PAIRS_RECALLED = 0.95, 6.0
-"""What is kept of older pairs, and the most of them that a restored gain counts for."""
+mean, and texts differ."""
+_WORTH = 0.02
+"""Gain that a trial must end with if it proved nothing."""
+_RECALLED = 2.0
+"""The most pairs that what was known before a trial counts for."""
 _REST, _LONGEST_REST = 256, 4096
 """Rounds until the next trial, twice as many after each one that changed nothing."""
 
@@ -87,7 +88,7 @@ class TreeTrial:
 
     A runner-up has its price before it is verified: a depth names more tokens, which the drafter
     and the orchestrator have to note, and a draft that the target waits for takes longer. So the
-    speeds are measured, tokens over time, two turns of the same text at a time.
+    speeds are measured, tokens over time, of two turns at a time.
     """
 
     def __init__(self) -> None:
@@ -96,9 +97,13 @@ class TreeTrial:
         self._gain = DiscountedRatio()
         """Mean logarithm of the speed with runners-up over that without."""
         self._turns: list[DiscountedRatio] = []
-        """Tokens over milliseconds, of this pair."""
-        self._rounds = 0
-        """Of this turn."""
+        """Of this pair, those that are over."""
+        self._turn = DiscountedRatio()
+        """Tokens over milliseconds."""
+        self._left = _TURN
+        """Rounds of this turn."""
+        self._unsettled = _SETTLE
+        """Rounds until one counts."""
         self._pairs = 0
         """Of this trial."""
         self._rest, self._next_rest = 0, _REST
@@ -106,57 +111,70 @@ class TreeTrial:
 
     @property
     def asks(self) -> bool:
-        """Whether the drafter is asked for runners-up now."""
+        """Whether the drafter is asked for runners-up now, in a trial whatever it finds."""
         if self._rest:
             return self.pays
-        turn = len(self._turns) - (self._rounds > 0)
-        return (turn + self._pairs) % 2 == 1  # who came second comes first in the next pair
+        return (len(self._turns) + self._pairs) % 2 == 1  # who came second begins the next pair
 
-    def on_new_text(self) -> None:
-        """A turn is compared with another one of the same text only."""
-        self._turns, self._rounds = [], 0
+    def watch(self, seen: RoundObservation) -> None:
+        """Note a round of any kind: behind some the next rounds have no draft, or an old one."""
+        if not seen.speculating or seen.sequences > 1 or seen.idle_ms is None:
+            self._unsettled = _SETTLE
 
     def observe(self, tokens: int, milliseconds: float) -> None:
         """A round of a request that is alone, with the wait before it."""
         if self._rest:
-            self._rest -= 1
+            self._rest, self._unsettled = self._rest - 1, _SETTLE
+        elif self._unsettled:
+            self._unsettled -= 1
+        else:
+            self._take_in(tokens, milliseconds)
+
+    def _take_in(self, tokens: int, milliseconds: float) -> None:
+        self._turn.observe(tokens, milliseconds)
+        self._left -= 1
+        if self._left:
             return
-        if not self._rounds:
-            self._turns.append(DiscountedRatio())
-        self._rounds += 1
-        if self._rounds > _SETTLE:
-            self._turns[-1].observe(tokens, milliseconds)
-        if self._rounds == _SETTLE + _TURN:
-            self._rounds = 0
-            if len(self._turns) == 2:
-                self._compare()
+        asked = self.asks
+        self._turns.append(self._turn)
+        self._turn, self._left = DiscountedRatio(), _TURN
+        if len(self._turns) == 2:
+            self._compare()
+        if self.asks != asked:
+            self._unsettled = _SETTLE
 
     def _compare(self) -> None:
         without, with_them = self._turns if self._pairs % 2 == 0 else reversed(self._turns)
         if without.value and with_them.value:  # else times are missing
-            self._gain.observe(log(with_them.value / without.value), fade=_PAIRS_KEPT)
+            self._gain.observe(log(with_them.value / without.value))
         self._turns, self._pairs = [], self._pairs + 1
-        proved = self._gain.value * sqrt(self._gain.whole) > _SCATTER
-        if self._pairs >= _LEAST and (proved or self._gain.value <= 0.0 or self._pairs == _MOST):
-            self._conclude(pays=proved)
+        gain = self._gain.value
+        proved = gain * sqrt(self._gain.whole) > _SCATTER
+        if self._pairs >= _LEAST and (proved or gain <= 0.0 or self._pairs >= _MOST):
+            self._conclude(pays=proved or gain > _WORTH)
 
     def _conclude(self, *, pays: bool) -> None:
-        same = pays == self.pays
-        self._rest = self._next_rest if same else _REST
+        self._rest = self._next_rest if pays == self.pays else _REST
         self._next_rest = min(_LONGEST_REST, 2 * self._rest)
         self.pays, self._pairs = pays, 0
+        self._gain = self._gain.scale(min(1.0, _RECALLED / max(self._gain.whole, 1.0)))
 
     def save(self) -> TreeGain:
         """For a snapshot."""
-        return TreeGain(pays=self.pays, logarithm=self._gain.value, pairs=self._gain.whole)
+        return TreeGain(
+            pays=self.pays,
+            logarithm=self._gain.value,
+            pairs=self._gain.whole,
+            tried=self._pairs,
+            rest=self._rest,
+            next_rest=self._next_rest,
+        )
 
     def restore(self, saved: TreeGain) -> None:
-        """Start from a snapshot: with its verdict, and a trial after a while."""
-        if saved.pairs:
-            self._gain = DiscountedRatio(saved.logarithm, 1.0).scale(
-                min(saved.pairs, _PAIRS_RECALLED)
-            )
-            self.pays, self._rest = saved.pays, _REST
+        """Start from a snapshot, in the middle of a trial or of a rest."""
+        self.pays, self._pairs = saved.pays, saved.tried
+        self._gain = DiscountedRatio(saved.logarithm, 1.0).scale(saved.pairs)
+        self._rest, self._next_rest = saved.rest, saved.next_rest
 
 
 class CostBehindTrees:

@@ -98,9 +98,16 @@ class RoundLimits:
     @property
     def siblings(self) -> int:
         """How many runners-up to ask the drafter for beside each token; 0 asks for chains."""
-        if self.verifier_takes_trees and self.drafter_takes_trees:
-            return self.planner.siblings
-        return 0
+        return self.planner.siblings if self._takes_trees else 0
+
+    @property
+    def may_fork(self) -> bool:
+        """Whether the drafter is asked for runners-up if trees are faster than chains."""
+        return self._takes_trees and self.planner.may_fork
+
+    @property
+    def _takes_trees(self) -> bool:
+        return self.verifier_takes_trees and self.drafter_takes_trees
 
     @property
     def grown_siblings(self) -> int:

@@ -26,7 +26,7 @@ class LookupDrafts:
         planner = self._planner
         if planner.num_draft_tokens:
             return Draft()
-        most = 1 + (planner.siblings if self._limits.verifies_trees else 0)
+        most = 1 + (planner.affordable_siblings if self._limits.verifies_trees else 0)
         found = find_continuations(tokens, planner.depth, most, self._bans.count_allowed)
         draft = Draft()
         for token, parent, confidence in zip(*found, strict=True):

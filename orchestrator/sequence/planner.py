@@ -50,13 +50,6 @@ class Prediction(NamedTuple):
     milliseconds: float
 
 
-class MeasuredSpeed(NamedTuple):
-    """A speed, and how long ago it was measured."""
-
-    tok_s: float
-    age_s: float
-
-
 @dataclass(frozen=True)
 class Planner:
     """The knobs of a request, and the decisions they leave open."""
@@ -104,15 +97,6 @@ class Planner:
         switch = self.estimates.switch(self.mode)
         due = switch is not None and switch.is_trial_due and not self.num_draft_tokens
         return _WORTH_A_TRIAL if due and self.estimates.batch.streams == 1 else 1
-
-    def report_plain(self, now: float) -> MeasuredSpeed:
-        """Speed of plain decoding, if it was measured in this run and still holds; else 0."""
-        switch = self.estimates.switch(self.mode)
-        tok_s = switch.report_plain_tok_s(now) if switch is not None else 0.0
-        if switch is None or not tok_s:
-            return MeasuredSpeed(0.0, 0.0)
-        age_s = switch.freshness.age_s(now) or 0.0
-        return MeasuredSpeed(tok_s / self.estimates.batch.scale, age_s)
 
     # ------------------------------------------------------------ what to verify
 
@@ -214,16 +198,27 @@ class Planner:
 
     @property
     def siblings(self) -> int:
-        """How many runners-up to ask for beside each draft token, 0: chains; even unless by hand.
+        """How many runners-up to ask a drafter for beside each token; 0 if chains are faster."""
+        pay = self.tree_nodes or self.estimates.asks_for_trees(self.mode)
+        return self.affordable_siblings if pay else 0
 
-        None where a row costs a good part of a pass, or where trees were measured to be no faster.
+    @property
+    def may_fork(self) -> bool:
+        """Whether that is decided by what was measured."""
+        return self.tree_nodes is None and self.affordable_siblings > 0
+
+    @property
+    def affordable_siblings(self) -> int:
+        """How many runners-up beside a draft token are worth their rows; even unless by hand.
+
+        None where a row costs a good part of a pass.
         """
         if self.is_chain_only:
             return 0
         if self.tree_nodes:
             return min(MOST_SIBLINGS, self.tree_nodes - 1)
         known = self.estimates
-        if not known.verify_latency.has_cheap_rows or not known.asks_for_trees(self.mode):
+        if not known.verify_latency.has_cheap_rows:
             return 0
         length = ceil(known.draft_length)
         rows_ms = self._verify_ms(length + MOST_SIBLINGS, tree=True)

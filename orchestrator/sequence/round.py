@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from orchestrator.learning.round_observation import RoundObservation
 from orchestrator.sequence.draft import Draft
-from orchestrator.sequence.planner import Planner
+from orchestrator.sequence.limits import RoundLimits
 from orchestrator.sequence.speculation_cache import OutcomeKey, SpeculationCache
 from protocol.messages import (
     DraftNow,
@@ -88,9 +88,10 @@ class Round:
         return [*(self.origin if row in main else "branch" for row in path), "target"]
 
     def observe(
-        self, outcome: VerificationOutcome, planner: Planner, *, first: bool, ended_at: float
+        self, outcome: VerificationOutcome, limits: RoundLimits, *, first: bool, ended_at: float
     ) -> RoundObservation:
         """What the round showed; before the `first` of a request the verifier was idle."""
+        planner = limits.planner
         rank, prepared = self.cache.rank(outcome.row, outcome.bonus)
         lookup = self.unverified_lookup
         right = len(lookup) > 0 and lookup.tokens[0] == outcome.bonus
@@ -99,7 +100,7 @@ class Round:
             by_hand=planner.num_draft_tokens > 0,
             begun_unasked=self.begun_unasked,
             longest_draft=planner.longest_draft,
-            may_fork=planner.tree_nodes is None and not planner.is_chain_only,
+            may_fork=limits.may_fork,
             continues_run=self.continues_run,
             waited_ms=self.waited_ms,
             tried_saguaro=planner.tried_saguaro,

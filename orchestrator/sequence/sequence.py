@@ -11,6 +11,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from orchestrator.learning.speculation_switch import report_plain
 from orchestrator.sequence.actions import (
     Action,
     Emit,
@@ -167,7 +168,7 @@ class Sequence:
         (done, outcome, emitted, ends), self._decided = self._decided, None
         actions = self._look_ahead() if ends is None else []
         first = self.recorder.rounds == 0
-        seen = done.observe(outcome, self.planner, first=first, ended_at=now)
+        seen = done.observe(outcome, self._limits, first=first, ended_at=now)
         self.planner.estimates.observe_round(seen)
         if ends is None:
             actions += self._next_rounds.handover.update(self.current, self.round)
@@ -381,7 +382,9 @@ class Sequence:
             return []
         self.phase = Phase.FINISHED
         now = self.recorder.last_token_at or self.recorder.received_at
-        self.recorder.plain_tok_s, self.recorder.plain_age_s = self.planner.report_plain(now)
+        known = self.planner.estimates
+        plain = report_plain(known.switch(self.planner.mode), now, scale=known.batch.scale)
+        self.recorder.plain_tok_s, self.recorder.plain_age_s = plain
         actions: list[Action] = [ToVerifier(CloseSequence(sequence=self.number))]
         if self._limits.has_drafter:
             actions.append(ToDrafter(CloseSequence(sequence=self.number)))

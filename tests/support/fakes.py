@@ -82,9 +82,11 @@ def tree_of(confidences: Iterable[float], parents: Iterable[int]) -> Draft:
 
 
 def teach_that_trees_pay(estimates: CostModel) -> None:
-    """As if a trial had found it: the next one is some hundred rounds away."""
+    """As if trials had found it: the next one is far away."""
     for trial in estimates.tree_trials.values():
-        trial.restore(TreeGain(pays=True, logarithm=0.2, pairs=9.0))
+        trial.restore(
+            TreeGain(pays=True, logarithm=0.2, pairs=4.0, tried=0, rest=4096, next_rest=4096)
+        )
 
 
 class Target:

@@ -77,6 +77,8 @@ class PendingReplies:
     """How long it has since then owed something to sequences that are closed now."""
     _counted: float = 0.0
     """Up to when that is counted."""
+    _closed: set[int] = field(default_factory=set)
+    """Sequences that were owed something when they were closed, and have got nothing since."""
 
     @property
     def sequences(self) -> list[int]:
@@ -90,7 +92,7 @@ class PendingReplies:
                 self._open[number] = _Sequence(opened=now, asked_at=now)
             case CloseSequence(sequence=number):
                 if closed := self._open.pop(number, None):
-                    self._count_silence(closed, now)
+                    self._count_silence(number, closed, now)
             case Prepare() | DraftNow():
                 if known := self._open.get(message.sequence):
                     known.ask(message, now)
@@ -113,15 +115,19 @@ class PendingReplies:
                 known = self._open.get(message.sequence)
                 answer = None if known is None else self._about(known, message, now)
                 self.stale += answer is None
+                if message.sequence in self._closed:
+                    self._hear(now)  # too late to be of use, but what was asked for
                 return answer
 
-    def _count_silence(self, closed: _Sequence, now: float) -> None:
+    def _count_silence(self, number: int, closed: _Sequence, now: float) -> None:
         if closed.owed_since is not None:
             self._silent_s += now - max(closed.owed_since, self._news, self._counted)
             self._counted = now
+            self._closed.add(number)
 
     def _hear(self, now: float) -> None:
         self._news, self._silent_s = now, 0.0
+        self._closed.clear()
 
     def _lives(self, now: float) -> None:
         self._hear(now)

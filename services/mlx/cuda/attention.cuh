@@ -140,7 +140,7 @@ __device__ void merge_parts(const float* parts, int count, long step, T* out) {
   }
 #pragma unroll
   for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-  // No part waits for the one before it, of whose loads there would be one after another.
+  // The weights need no part before theirs, so that several parts are loaded at a time.
 #pragma unroll 8
   for (int part = 0; part < count; part++) {
     const float* from = parts + part * step;

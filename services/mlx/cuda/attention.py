@@ -37,7 +37,7 @@ _WARPS = {64: 8, 128: 8, 256: 4}
 """Of a block, by the size of a head; all of it has to fit into the block's shared memory."""
 _TILE = 16
 """Queries of a block."""
-_PART = 512
+PART = 512
 """Keys of a block, at most."""
 _TYPES = (mx.float16, mx.bfloat16)
 _TOLERANCE = 0.01
@@ -146,7 +146,7 @@ def _attend_alone(
     _, kv_heads, slots, size = keys.shape
     _, heads, count, _ = queries.shape
     group = heads // kv_heads
-    parts, tiles = -(-slots // _PART), -(-group * count // _TILE)
+    parts, tiles = -(-slots // PART), -(-group * count // _TILE)
     if parts == 1:
         grid, found = (kv_heads, tiles, 1), (1, count, heads, size)
         return _launch(_SOURCE, scale, arrays, grid, found).swapaxes(1, 2)
@@ -176,7 +176,7 @@ def _launch(
     warps, is_whole = _WARPS[size], found[3] == size
     body = source.replace("SCALE", f"{float(scale)!r}f")
     constants = [("D", size), ("WARPS", warps), ("GROUP", group)]
-    constants += [] if is_whole else [("KEYS", _PART)]
+    constants += [] if is_whole else [("KEYS", PART)]
     out = build(("tile.cuh", "attention.cuh"), body, tuple(inputs), contiguous=False)(
         inputs=list(inputs.values()),
         template=[("T", queries.dtype), *constants],
@@ -274,7 +274,8 @@ attend_tile<T, D, WARPS, GROUP>(
 def _works(dtype: mx.Dtype, size: int) -> bool:
     """Whether the kernels compile here and give what MLX's own attention gives."""
     try:
-        relative = max(_compare(dtype, size, slots) for slots in (70, _PART + 70))
+        # A warp merges 32 parts at a time.
+        relative = max(_compare(dtype, size, slots) for slots in (70, PART + 70, 33 * PART))
     except (RuntimeError, ValueError, OSError) as error:
         _log.warning("the attention kernel for few queries does not run here: %s", error)
         return False

@@ -4,7 +4,7 @@ import pytest
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.round_observation import RoundObservation
-from orchestrator.sequence.limits import Limits
+from orchestrator.sequence.limits import Limits, RoundLimits
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.round import Round
@@ -50,5 +50,6 @@ def test_no_longer_draft_is_told_than_may_be_decided(by_hand: int, most: int, lo
     outcome = VerificationOutcome(
         sequence=1, round=1, accepted=0, bonus=5, verify_ms=1.0, idle_ms=0.0
     )
-    told = Round([4]).observe(outcome, planner, first=False, ended_at=0.0)
+    limits = RoundLimits(Limits(64, frozenset(), 0), planner, 10)
+    told = Round([4]).observe(outcome, limits, first=False, ended_at=0.0)
     assert told.longest_draft == longest

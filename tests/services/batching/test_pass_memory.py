@@ -1,6 +1,7 @@
 """What a pass takes is reckoned before it begins, and what does not fit is refused."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -145,6 +146,20 @@ def test_branches_that_do_not_fit_are_not_grown(
     free.bytes = pass_memory._RESERVE + (110 if mx.cuda.is_available() else 60) * MB
     with pytest.raises(OutOfMemory, match=f"a pass over 16 tokens needs .* {LIMIT} leaves"):
         list(drafter.prepare(1, [7, 8], [8, 8], 2))
+
+
+def test_what_parts_of_a_long_attention_find_is_reckoned(
+    model: LoadedModel, free: Free, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA, of all layers, until they are merged; behind a short text there is one part."""
+    monkeypatch.setattr(pass_memory, "compute_unit", lambda: "cuda")
+    monkeypatch.setattr(pass_memory, "_FEW_BYTES", 0)
+    mx.clear_cache()
+    memory = PassMemory(model.module, KVSize(1, 0), lambda: False, logits=True)
+    free.bytes = pass_memory._RESERVE
+    memory.check([(SimpleNamespace(length=500), 4)])
+    with pytest.raises(OutOfMemory, match=LIMIT):
+        memory.check([(SimpleNamespace(length=8000), 4)])
 
 
 def test_the_reckoning_is_of_the_right_size(model: LoadedModel, free: Free) -> None:

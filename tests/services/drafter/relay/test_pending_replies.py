@@ -137,6 +137,32 @@ def test_who_answers_at_last_begins_anew(
     ask_in_vain(opened, now, answers=int(PREFILL_S / 4.0))
 
 
+@pytest.mark.parametrize("late", [PREFILLED, tree(1), Failed(sequence=1, error="no")], ids=str)
+def test_a_late_answer_to_a_closed_sequence_is_a_sign_of_life(
+    late: Prefilled | DraftTree | Failed,
+) -> None:
+    """A slow program whose prompts are all cancelled goes on; what it says helps nobody."""
+    dues = PendingReplies(PREFILL_S, DRAFT_S)
+    for second in (10.0 * number for number in range(int(PREFILL_S))):
+        dues.note_request(OPEN, second)
+        dues.note_request(draft(1), second)
+        assert dues.overdue(second + 4.0) is None
+        dues.note_request(CloseSequence(sequence=1), second + 4.0)
+        assert dues.filter_reply(late, second + 5.0) is None
+
+
+def test_one_late_answer_counts_once(opened: PendingReplies) -> None:
+    """Who goes on about what is long over may hang all the same."""
+    opened.note_request(draft(1), 2.0)
+    opened.note_request(CloseSequence(sequence=1), 3.0)
+    opened.filter_reply(tree(1), 4.0)
+    other = OpenSequence(sequence=2, tokens=[1], sampling=Sampling())
+    opened.note_request(other, 5.0)
+    for second in range(6, int(PREFILL_S)):
+        opened.filter_reply(tree(1), float(second))
+    assert opened.overdue(PREFILL_S + 6.0) is not None
+
+
 def test_silence_over_several_sequences_counts_once() -> None:
     """A program that owes two prompts at a time is not twice as silent."""
     dues = PendingReplies(PREFILL_S, DRAFT_S)

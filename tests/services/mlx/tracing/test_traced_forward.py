@@ -227,9 +227,10 @@ def test_a_longer_text_is_traced_when_it_comes(
         (1025, 1536),
         (4097, 5120),
         (8193, 10240),
-        (30000, 32768),
-        (131072, 131072),
-        (131073, 0),
+        (16384, 16384),
+        (16385, 20480),
+        (32768, 32768),
+        (32769, 0),
     ],
 )
 def test_buffers_of_traces_have_few_sizes(slots: int, size: int) -> None:
