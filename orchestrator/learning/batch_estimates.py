@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from math import sqrt
 from typing import Generic, Protocol, TypeVar
 
-from orchestrator.learning.averages import smooth
+from orchestrator.learning.averages import Ema, smooth
 from orchestrator.learning.snapshot import Trial
 from orchestrator.learning.speculation_switch import SpeculationSwitch
 from protocol.messages import Mode
@@ -17,6 +17,9 @@ from protocol.messages import Mode
 _KEYS = {f"{mode} {size}" for mode in ("sd", "ssd") for size in range(1, 17)}
 _TRIAL = 6
 """Passes of speculation before plain decoding is measured: each of them has many rounds."""
+
+_MOST_MISSED = 2.0
+"""Passes of others that count: a prompt may have come between."""
 
 
 class PassStats(Protocol):
@@ -42,6 +45,11 @@ class PassStats(Protocol):
         """Tokens of this one."""
         ...
 
+    @property
+    def late_ms(self) -> float | None:
+        """How long it was not taken along by passes; None where it cannot be late."""
+        ...
+
 
 P = TypeVar("P", bound=PassStats)
 
@@ -53,6 +61,8 @@ class BatchEstimates:
         self.streams = 1
         """How many there are now."""
         self._other_tokens = 0.0
+        self.missed_passes = Ema()
+        """Of others, between the outcome of a request and the next pass that it asks for."""
         self._switches: dict[str, SpeculationSwitch] = {}
         """By mode and size class, as in the snapshot."""
 
@@ -70,6 +80,8 @@ class BatchEstimates:
         """One request's part in a pass."""
         if self.streams > 1:
             self._other_tokens = smooth(self._other_tokens, part.rows - part.tokens)
+            if part.late_ms is not None and part.verify_ms > 0.0:
+                self.missed_passes.observe(min(_MOST_MISSED, part.late_ms / part.verify_ms))
 
     def switch(
         self,

@@ -38,6 +38,8 @@ class RoundObservation:
     """Whether it was the planner's choice to ask the drafter for trees or for chains."""
     continues_run: bool = False
     """Whether it followed another one of a free run, so that its pass had begun before."""
+    since_last_ms: float | None = None
+    """From the request's last tokens to these; None for its first."""
     begun_unasked: bool = False
     """Whether the verifier began it by itself, for the outcome that it was prepared for."""
     tried_saguaro: float | None = None
@@ -67,6 +69,13 @@ class RoundObservation:
     def shape(self) -> Sequence[int]:
         """Per draft token, its parent's row."""
         return range(len(self.confidences)) if self.parents is None else self.parents
+
+    @property
+    def late_ms(self) -> float | None:
+        """How long the target verified for others before it; None if it was not asked for."""
+        if self.since_last_ms is None or self.idle_ms is None or self.continues_run:
+            return None
+        return max(0.0, self.since_last_ms - self.idle_ms - self.verify_ms)
 
     @property
     def is_tree(self) -> bool:

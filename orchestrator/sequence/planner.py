@@ -174,7 +174,9 @@ class Planner:
         """What it is worth to end a free run for a lookup, in tokens.
 
         Its first token is being computed, so that only what follows it can be verified, and only
-        if it is right. Otherwise plain decoding begins anew; in any case the target waits a while.
+        if it is right. Otherwise plain decoding begins anew; in any case the target waits a while,
+        and with it all whose passes are shared. These go on without a request that leaves its
+        run, and when it comes back.
         """
         rates = self._acceptance_rates(lookup.pick(lookup.main), "lookup")
         if not rates:
@@ -185,7 +187,9 @@ class Planner:
         wait_ms = known.idle_ms["lookup"].value
         start_ms = wait_ms if shared else max(wait_ms, known.run_start_ms.value)
         lost_ms = right * wait_ms + (1.0 - right) * start_ms
-        return right * (max(behind) - behind[0]) - lost_ms / known.plain_latency.of(1)
+        speed = known.batch.streams / known.plain_latency.of(known.batch.streams)
+        missed = 2.0 * known.batch.missed_passes.value if shared else 0.0
+        return right * (max(behind) - behind[0]) - speed * lost_ms - missed
 
     def _values_alone(self, chances: Sequence[float]) -> list[float]:
         """As `_values`, where no drafter works beside and nothing else is decoded."""

@@ -88,9 +88,22 @@ class Round:
         return [*(self.origin if row in main else "branch" for row in path), "target"]
 
     def observe(
-        self, outcome: VerificationOutcome, limits: RoundLimits, *, first: bool, ended_at: float
+        self,
+        outcome: VerificationOutcome,
+        limits: RoundLimits,
+        *,
+        ended_at: float,
+        before: float | None,
     ) -> RoundObservation:
-        """What the round showed; before the `first` of a request the verifier was idle."""
+        """What the round showed.
+
+        Args:
+            outcome: of it.
+            limits: of the request.
+            ended_at: when, on the monotonic clock.
+            before: when the round before it ended; None for a request's first, before which the
+                verifier was idle.
+        """
         planner = limits.planner
         rank, prepared = self.cache.rank(outcome.row, outcome.bonus)
         lookup = self.unverified_lookup
@@ -111,7 +124,8 @@ class Round:
             prepared=prepared,
             rank=rank,
             verify_ms=outcome.verify_ms,
-            idle_ms=None if first else outcome.idle_ms,
+            idle_ms=None if before is None else outcome.idle_ms,
+            since_last_ms=None if before is None else 1e3 * (ended_at - before),
             sequences=outcome.sequences,
             all_tokens=outcome.rows,
             parents=self.draft.parents,

@@ -167,8 +167,8 @@ class Sequence:
             return []
         (done, outcome, emitted, ends), self._decided = self._decided, None
         actions = self._look_ahead() if ends is None else []
-        first = self.recorder.rounds == 0
-        seen = done.observe(outcome, self._limits, first=first, ended_at=now)
+        before = self.recorder.last_token_at if self.recorder.rounds else None
+        seen = done.observe(outcome, self._limits, ended_at=now, before=before)
         self.planner.estimates.observe_round(seen)
         if ends is None:
             actions += self._next_rounds.handover.update(self.current, self.round)

@@ -232,7 +232,7 @@ def test_where_nobody_takes_trees_there_is_nothing_to_try(takes: tuple[bool, boo
     outcome = VerificationOutcome(
         sequence=1, round=1, accepted=0, bonus=5, verify_ms=1.0, idle_ms=0.0
     )
-    told = Round([4]).observe(outcome, limits, first=False, ended_at=0.0)
+    told = Round([4]).observe(outcome, limits, ended_at=1.0, before=0.5)
     assert told.may_fork == all(takes)
 
 

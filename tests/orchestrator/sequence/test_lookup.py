@@ -258,3 +258,30 @@ def test_a_free_run_is_ended_for_what_follows_the_token_under_way(
     estimates.batch.streams = streams
     plan = Planner("ssd", estimates)
     assert (plan.value_of_stopping(chain_of(rates)) > 0.0) is pays
+
+
+@pytest.mark.parametrize(
+    "case", [(0.0, False, True), (20.0, False, False), (20.0, True, True)], ids=str
+)
+def test_others_go_on_without_who_leaves_its_run(case: tuple[float, bool, bool]) -> None:
+    """Each pass of theirs that a lookup costs is a token; who is not asked for cannot be late."""
+    missed_ms, continues, pays = case
+    plan = Planner("ssd", CostModel())
+    known = plan.estimates
+    known.batch.streams = 4
+    for rows in range(1, 12):
+        known.verify_latency.observe(rows, 20.0)
+        known.plain_latency.observe(rows, 20.0)
+    for _ in range(20):
+        seen = observed(
+            origin="target",
+            speculating=False,
+            sequences=4,
+            all_tokens=4,
+            verify_ms=20.0,
+            idle_ms=0.0,
+            since_last_ms=20.0 + missed_ms,
+            continues_run=continues,
+        )
+        known.observe_round(seen)
+    assert (plan.value_of_stopping(chain_of([0.9, 0.8, 0.7])) > 0.0) is pays

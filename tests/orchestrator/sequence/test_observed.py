@@ -51,5 +51,17 @@ def test_no_longer_draft_is_told_than_may_be_decided(by_hand: int, most: int, lo
         sequence=1, round=1, accepted=0, bonus=5, verify_ms=1.0, idle_ms=0.0
     )
     limits = RoundLimits(Limits(64, frozenset(), 0), planner, 10)
-    told = Round([4]).observe(outcome, limits, first=False, ended_at=0.0)
+    told = Round([4]).observe(outcome, limits, ended_at=1.0, before=0.5)
     assert told.longest_draft == longest
+
+
+def test_how_late_a_request_was_is_told() -> None:
+    """From its last tokens to these, without the pass and the target's pause before it."""
+    limits = RoundLimits(Limits(64, frozenset(), 0), Planner("ssd", CostModel()), 10)
+    outcome = VerificationOutcome(
+        sequence=1, round=1, accepted=0, bonus=5, verify_ms=20.0, idle_ms=1.0
+    )
+    told = Round([4]).observe(outcome, limits, ended_at=1.05, before=1.0)
+    assert told.late_ms == pytest.approx(29.0)
+    assert Round([4]).observe(outcome, limits, ended_at=1.01, before=1.0).late_ms == 0.0
+    assert Round([4]).observe(outcome, limits, ended_at=1.0, before=None).late_ms is None
