@@ -97,12 +97,7 @@ class Round:
     ) -> RoundObservation:
         """What the round showed.
 
-        Args:
-            outcome: of it.
-            limits: of the request.
-            ended_at: when, on the monotonic clock.
-            before: when the round before it ended; None for a request's first, before which the
-                verifier was idle.
+        The round `before` ended then; None for a request's first, ahead of which the target idled.
         """
         planner = limits.planner
         rank, prepared = self.cache.rank(outcome.row, outcome.bonus)
