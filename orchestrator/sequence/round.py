@@ -95,14 +95,9 @@ class Round:
         ended_at: float,
         before: float | None,
     ) -> RoundObservation:
-        """What the round showed.
-
-        The round `before` ended then; None for a request's first, ahead of which the target idled.
-        """
+        """What it showed; the request's tokens `before` it came then, None: there were none."""
         planner = limits.planner
         rank, prepared = self.cache.rank(outcome.row, outcome.bonus)
-        lookup = self.unverified_lookup
-        right = len(lookup) > 0 and lookup.tokens[0] == outcome.bonus
         return RoundObservation(
             mode=planner.mode,
             by_hand=planner.num_draft_tokens > 0,
@@ -126,9 +121,16 @@ class Round:
             parents=self.draft.parents,
             path=self.draft.path(outcome.row),
             unverified=self._judge_siblings(outcome),
-            unverified_lookup=(lookup.confidences[0], right) if len(lookup) else None,
+            unverified_lookup=self._judge_lookup(outcome),
             ended_at=ended_at,
         )
+
+    def _judge_lookup(self, outcome: VerificationOutcome) -> tuple[float, bool] | None:
+        """Confidence of its first token, and whether the target chose that."""
+        lookup = self.unverified_lookup
+        if not len(lookup):
+            return None
+        return lookup.confidences[0], lookup.tokens[0] == outcome.bonus
 
     def _judge_siblings(self, outcome: VerificationOutcome) -> list[tuple[float, bool]]:
         """Siblings that were not verified, though their parents stood: confidence, and whether
