@@ -9,6 +9,7 @@ import pytest
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.tree_growth import TreeTrial
 from orchestrator.sequence.limits import Limits, RoundLimits
+from orchestrator.sequence.lookup import LookupDrafts
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.round import Round
 from protocol.messages import Mode, VerificationOutcome
@@ -64,6 +65,20 @@ def test_trees_that_do_not_pay_cost_little() -> None:
     assert np.mean(asked) < 150
 
 
+@pytest.mark.parametrize(("gain", "pairs"), [(1.5, 3), (1.03, 12), (1.01, 12), (0.9, 3)])
+def test_a_trial_is_as_long_as_it_has_to_be(gain: float, pairs: int) -> None:
+    """What is clear is clear after three pairs; a little must be worth it in the end."""
+    trial, asked = TreeTrial(), False
+    turns = 0
+    while not trial.save().rest:
+        turns += trial.asks and not asked
+        asked = trial.asks
+        trial.observe(2, 8.0 / gain if trial.asks else 8.0)
+    assert trial.pays is (gain > 1.02)
+    # Two turns of a kind follow one another, but for the first one and perhaps the last.
+    assert turns == -(-pairs // 2)
+
+
 def test_what_is_equal_stays_a_chain() -> None:
     """There is an end to a trial that proves nothing."""
     asked = [run(TreeTrial(), 1000, 1.0, seed=seed) for seed in range(20)]
@@ -98,7 +113,8 @@ def test_rounds_behind_something_else_do_not_count(other: dict[str, Any]) -> Non
     trial = TreeTrial()
     while not trial.save().tried:
         trial.watch(observed(**{"idle_ms": 1.0, **other}))
-        for slow in (True, True, False, False):
+        for behind in range(4):
+            slow = trial.asks and behind < 2
             trial.observe(1 if slow else 2, 1e3 if slow else 8.0)
     assert trial.save().logarithm == pytest.approx(0.0)
 
@@ -179,6 +195,16 @@ def pairs_after(rounds: int, **changes: Any) -> float:
     return estimates.tree_trials["ssd"].save().pairs
 
 
+def test_rounds_behind_the_beginning_of_an_answer_do_not_count() -> None:
+    """Answers of three rounds: of the last two the drafts are not there yet, or old."""
+    estimates = cheap_rows()
+    told = {"may_fork": True, "verify_ms": 20.0, "confidences": [0.9], "accepted": 1}
+    for _ in range(40):
+        for idle_ms in (None, 1.0, 1.0):
+            estimates.observe_round(observed(**told, idle_ms=idle_ms))
+    assert estimates.tree_trials["ssd"].save() == TreeTrial().save()
+
+
 def test_rounds_of_the_planners_choice_count() -> None:
     assert pairs_after(40) >= 1.0
 
@@ -216,8 +242,11 @@ def test_runners_up_are_asked_for_by_turns(mode: Mode) -> None:
 def test_prompt_lookups_fork_without_a_trial() -> None:
     """Their runners-up cost no drafter; only rows."""
     plan = Planner("ssd", cheap_rows())
+    limits = RoundLimits(Limits(64, frozenset(), 0), plan, 10, verifier_takes_trees=True)
+    found = LookupDrafts(plan, limits, None).find([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3])
     assert not plan.siblings
-    assert plan.affordable_siblings
+    first = [token for token, parent in zip(found.tokens, found.parents, strict=True) if not parent]
+    assert first == [8, 9]
 
 
 @pytest.mark.parametrize("takes", [(True, True), (True, False), (False, True)], ids=str)

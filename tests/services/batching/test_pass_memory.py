@@ -160,6 +160,11 @@ def test_what_parts_of_a_long_attention_find_is_reckoned(
     memory.check([(SimpleNamespace(length=500), 4)])
     with pytest.raises(OutOfMemory, match=LIMIT):
         memory.check([(SimpleNamespace(length=8000), 4)])
+    needed = memory._count_bytes([(SimpleNamespace(length=8000), 4)])
+    own = memory._part_bytes
+    memory._part_bytes = 0
+    found = needed - memory._count_bytes([(SimpleNamespace(length=8000), 4)])
+    assert found == 16 * 4 * own > 0
 
 
 def test_the_reckoning_is_of_the_right_size(model: LoadedModel, free: Free) -> None:
