@@ -260,6 +260,30 @@ def test_a_free_run_is_ended_for_what_follows_the_token_under_way(
     assert (plan.value_of_stopping(chain_of(rates)) > 0.0) is pays
 
 
+@pytest.mark.parametrize(("streams", "pays"), [(1, True), (2, True), (8, False)])
+def test_a_wait_is_everybodys(streams: int, pays: bool) -> None:  # noqa: FBT001  # pytest names it
+    """A millisecond of the target's is worth what all of them could have had in it."""
+    plan = Planner("ssd", CostModel())
+    known = plan.estimates
+    for rows in range(1, 16):
+        known.verify_latency.observe(rows, 20.0)
+        known.plain_latency.observe(rows, 20.0)
+    for _ in range(20):
+        known.idle_ms["lookup"].observe(6.0)
+    known.batch.streams = streams
+    assert (plan.value_of_stopping(chain_of([0.9, 0.8, 0.7])) > 0.0) is pays
+
+
+@pytest.mark.parametrize("prompts_ms", [50.0, 5000.0])
+def test_a_prompt_between_two_passes_is_not_many_of_them(prompts_ms: float) -> None:
+    """What a request waited for another one's prompt says little of the next lookup."""
+    known = CostModel()
+    known.batch.streams = 4
+    seen = observed(sequences=4, verify_ms=20.0, idle_ms=0.0, since_last_ms=20.0 + prompts_ms)
+    known.observe_round(seen)
+    assert known.batch.missed_passes.value == 2.0
+
+
 @pytest.mark.parametrize(
     "case", [(0.0, False, True), (20.0, False, False), (20.0, True, True)], ids=str
 )

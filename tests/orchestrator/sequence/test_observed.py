@@ -1,5 +1,7 @@
 """What a sequence tells the estimates about its rounds."""
 
+from itertools import pairwise
+
 import pytest
 
 from orchestrator.learning.cost_model import CostModel
@@ -65,3 +67,24 @@ def test_how_late_a_request_was_is_told() -> None:
     assert told.late_ms == pytest.approx(29.0)
     assert Round([4]).observe(outcome, limits, ended_at=1.01, before=1.0).late_ms == 0.0
     assert Round([4]).observe(outcome, limits, ended_at=1.0, before=None).late_ms is None
+
+
+def test_the_time_between_a_requests_tokens_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, seen = watched("ar", monkeypatch)
+    stack.calm()
+    assert seen[0].since_last_ms is None
+    for before, after in pairwise(seen):
+        assert after.since_last_ms == pytest.approx(1e3 * (after.ended_at - before.ended_at))
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_what_became_of_a_lookup_is_told(right: bool) -> None:  # noqa: FBT001  # pytest names it
+    limits = RoundLimits(Limits(64, frozenset(), 0), Planner("ssd", CostModel()), 10)
+    outcome = VerificationOutcome(
+        sequence=1, round=1, accepted=0, bonus=5, verify_ms=20.0, idle_ms=1.0
+    )
+    done = Round([4])
+    assert done.observe(outcome, limits, ended_at=1.0, before=0.5).unverified_lookup is None
+    done.unverified_lookup.add(5 if right else 6, 0.75, parent=0)
+    told = done.observe(outcome, limits, ended_at=1.0, before=0.5)
+    assert told.unverified_lookup == (0.75, right)
