@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from math import sqrt
 from typing import Generic, Protocol, TypeVar
 
-from orchestrator.learning.averages import Ema, smooth
+from orchestrator.learning.averages import DiscountedRatio, smooth
 from orchestrator.learning.snapshot import Trial
 from orchestrator.learning.speculation_switch import SpeculationSwitch
 from protocol.messages import Mode
@@ -18,8 +18,11 @@ _KEYS = {f"{mode} {size}" for mode in ("sd", "ssd") for size in range(1, 17)}
 _TRIAL = 6
 """Passes of speculation before plain decoding is measured: each of them has many rounds."""
 
-_MOST_MISSED = 2.0
-"""Passes of others that count: a prompt may have come between."""
+_MOST_MISSED = 2.5
+"""Passes of others that can be missed: what takes longer was a prompt's."""
+_ASSUMED, _FADE, _FORGET = 4.0, 0.97, 0.999
+"""Passes in which nothing was missed that are assumed, and what is kept of what was seen: by each
+further pass, and by each in which nobody can miss anything."""
 
 
 class PassStats(Protocol):
@@ -61,8 +64,7 @@ class BatchEstimates:
         self.streams = 1
         """How many there are now."""
         self._other_tokens = 0.0
-        self.missed_passes = Ema()
-        """Of others, between the outcome of a request and the next pass that it asks for."""
+        self._missed = DiscountedRatio()
         self._switches: dict[str, SpeculationSwitch] = {}
         """By mode and size class, as in the snapshot."""
 
@@ -80,8 +82,19 @@ class BatchEstimates:
         """One request's part in a pass."""
         if self.streams > 1:
             self._other_tokens = smooth(self._other_tokens, part.rows - part.tokens)
-            if part.late_ms is not None and part.verify_ms > 0.0:
-                self.missed_passes.observe(min(_MOST_MISSED, part.late_ms / part.verify_ms))
+            self._observe_lateness(part)
+
+    def _observe_lateness(self, part: PassStats) -> None:
+        missed = part.late_ms / part.verify_ms if part.late_ms and part.verify_ms else 0.0
+        if part.late_ms is None:
+            self._missed = self._missed.scale(_FORGET)
+        elif missed <= _MOST_MISSED:
+            self._missed.observe(missed, fade=_FADE)
+
+    @property
+    def missed_passes(self) -> float:
+        """Of others, between the outcome of a request and the next pass that it asks for."""
+        return self._missed.with_prior(0.0, _ASSUMED)
 
     def switch(
         self,

@@ -187,7 +187,7 @@ class CostModel:
         self.behind_trees.observe(seen, latency.of(seen.rows))
         latency.observe(seen.rows, seen.verify_ms)
         if seen.mode in self.tree_trials:
-            self.tree_trials[seen.mode].watch(seen)
+            self.tree_trials[seen.mode].note_round(seen)
         self.batch.observe(seen)
         self.handover.observe(seen)
         choices = seen.choices
@@ -273,7 +273,7 @@ class CostModel:
 
     def _observe_alone(self, seen: RoundObservation, time_ms: float, speed: float) -> None:
         """What a round says of preparing for the next one; `speed` in tokens per millisecond."""
-        if seen.may_fork:
+        if seen.chooses_trees:
             self.tree_trials[seen.mode].observe(seen.accepted + 1, time_ms)
         if seen.mode == "ssd" and self.step_latency.is_known:
             gains = PreparationGains(self)

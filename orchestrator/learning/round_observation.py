@@ -34,8 +34,8 @@ class RoundObservation:
     """How long its draft was waited for, as far as the orchestrator saw."""
     longest_draft: int = LONGEST_DRAFT
     """Draft tokens that a round may have."""
-    may_fork: bool = False
-    """Whether it was the planner's choice to ask the drafter for trees or for chains."""
+    chooses_trees: bool = False
+    """Whether it was the planner's choice to ask a drafter for trees or for chains."""
     continues_run: bool = False
     """Whether it followed another one of a free run, so that its pass had begun before."""
     since_last_ms: float | None = None
@@ -72,10 +72,12 @@ class RoundObservation:
 
     @property
     def late_ms(self) -> float | None:
-        """How long the target verified for others before it; None if it was not asked for."""
-        if self.since_last_ms is None or self.idle_ms is None or self.continues_run:
+        """How long the target verified for others before it; None if nobody asked for the round."""
+        unasked = self.continues_run or self.begun_unasked
+        if self.since_last_ms is None or self.idle_ms is None or unasked:
             return None
-        return max(0.0, self.since_last_ms - self.idle_ms - self.verify_ms)
+        own_ms = max(self.idle_ms, self.waited_ms) + self.verify_ms
+        return max(0.0, self.since_last_ms - own_ms)
 
     @property
     def is_tree(self) -> bool:

@@ -54,19 +54,19 @@ class Widths(_Record, frozen=True, kw_only=True):
     chosen: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class TreeGain(_Record, frozen=True, kw_only=True):
+class TreeTrialState(_Record, frozen=True, kw_only=True):
     """Whether trees pay, and how far the trial of that has come."""
 
     pays: bool
-    logarithm: Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
-    """Mean of what they gain, over pairs of turns."""
-    pairs: _Amount
-    """That it counts for."""
-    tried: Annotated[int, msgspec.Meta(ge=0)]
-    """Pairs of this trial."""
-    rest: Annotated[int, msgspec.Meta(ge=0, le=4096)]
+    log_gain: Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+    """Mean over pairs of turns."""
+    weight: _Amount
+    """Pairs that it counts for."""
+    pairs: Annotated[int, msgspec.Meta(ge=0)]
+    """Of this trial."""
+    rest: Annotated[int, msgspec.Meta(ge=0)]
     """Rounds until the next trial."""
-    next_rest: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    next_rest: Annotated[int, msgspec.Meta(ge=1)]
     """The same behind that one."""
 
 
@@ -107,7 +107,7 @@ class EstimateSnapshot(_Record, frozen=True, kw_only=True):
     """Draft tokens of backups, accepted of offered: one place."""
     batch_trials: dict[str, Trial] = {}
     """By mode and size class of the batch, as `ssd 3`."""
-    tree_trials: dict[Mode, TreeGain] = {}
+    tree_trials: dict[Mode, TreeTrialState] = {}
     siblings: dict[Origin, Shares] = {}
     """Runners-up beside draft tokens, by confidence."""
     saguaro: dict[str, Arm] = {}

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from orchestrator.learning.averages import DiscountedRatio, smooth
 from orchestrator.learning.round_observation import RoundObservation
-from orchestrator.learning.snapshot import TreeGain
+from orchestrator.learning.snapshot import TreeTrialState
 
 GROWN = (0, 4, 8, 16)
 """A few fixed values, as the widths are."""
@@ -32,7 +32,8 @@ _STALL = 3.0
 """What is beyond this multiple of a pass's usual time says nothing of what was before it."""
 
 _TURN, _SETTLE = 8, 2
-"""Rounds of a turn with or without runners-up, and how many before it have no draft of its kind."""
+"""Rounds of a turn with or without runners-up; and how many rounds it takes until drafts come as
+they are asked for since."""
 _LEAST, _MOST = 3, 12
 """Pairs of turns in a trial."""
 _SCATTER = 0.35
@@ -111,18 +112,19 @@ class TreeTrial:
 
     @property
     def asks(self) -> bool:
-        """Whether the drafter is asked for runners-up now, in a trial whatever it finds."""
+        """Whether the drafter is asked for runners-up now: in a trial by turns, else if it pays."""
         if self._rest:
             return self.pays
-        return (len(self._turns) + self._pairs) % 2 == 1  # who came second begins the next pair
+        return (len(self._turns) + self._pairs) % 2 == 1  # every other pair begins with them
 
-    def watch(self, seen: RoundObservation) -> None:
-        """Note a round of any kind: behind some the next rounds have no draft, or an old one."""
-        if not seen.speculating or seen.sequences > 1 or seen.idle_ms is None:
+    def note_round(self, seen: RoundObservation) -> None:
+        """Take note of any round: behind some the next ones have no draft, or an old one."""
+        alone = seen.speculating and seen.sequences == 1 and seen.idle_ms is not None
+        if not alone or not seen.chooses_trees:
             self._unsettled = _SETTLE
 
     def observe(self, tokens: int, milliseconds: float) -> None:
-        """A round of a request that is alone, with the wait before it."""
+        """Measure a drafted round of a request that is alone, with the wait before it."""
         if self._rest:
             self._rest, self._unsettled = self._rest - 1, _SETTLE
         elif self._unsettled:
@@ -159,22 +161,23 @@ class TreeTrial:
         self.pays, self._pairs = pays, 0
         self._gain = self._gain.scale(min(1.0, _RECALLED / max(self._gain.whole, 1.0)))
 
-    def save(self) -> TreeGain:
+    def save(self) -> TreeTrialState:
         """For a snapshot."""
-        return TreeGain(
+        return TreeTrialState(
             pays=self.pays,
-            logarithm=self._gain.value,
-            pairs=self._gain.whole,
-            tried=self._pairs,
+            log_gain=self._gain.value,
+            weight=self._gain.whole,
+            pairs=self._pairs,
             rest=self._rest,
             next_rest=self._next_rest,
         )
 
-    def restore(self, saved: TreeGain) -> None:
+    def restore(self, saved: TreeTrialState) -> None:
         """Start from a snapshot, in the middle of a trial or of a rest."""
-        self.pays, self._pairs = saved.pays, saved.tried
-        self._gain = DiscountedRatio(saved.logarithm, 1.0).scale(saved.pairs)
-        self._rest, self._next_rest = saved.rest, saved.next_rest
+        self.pays, self._pairs = saved.pays, saved.pairs
+        self._gain = DiscountedRatio(saved.log_gain, 1.0).scale(saved.weight)
+        self._rest = min(_LONGEST_REST, saved.rest)
+        self._next_rest = min(_LONGEST_REST, saved.next_rest)
 
 
 class CostBehindTrees:

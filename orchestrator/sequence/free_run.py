@@ -10,6 +10,7 @@ announced already and used like any other.
 from orchestrator.sequence.actions import Action, ToVerifier
 from orchestrator.sequence.limits import RoundLimits
 from orchestrator.sequence.lookup import LookupDrafts
+from orchestrator.sequence.lookup_value import value_of_stopping
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.round import Round
 from protocol.messages import Extend, Revoke, Tokens, VerificationOutcome, Verify
@@ -94,4 +95,4 @@ class FreeRun:
             return False
         found = current.unverified_lookup = self._lookups.find(tokens)
         possible = found.pick(self._limits.choose(found, len(tokens), "lookup"))
-        return self._planner.value_of_stopping(possible) > 0.0
+        return value_of_stopping(self._planner, possible) > 0.0

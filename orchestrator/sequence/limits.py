@@ -101,9 +101,9 @@ class RoundLimits:
         return self.planner.siblings if self._takes_trees else 0
 
     @property
-    def may_fork(self) -> bool:
-        """Whether the drafter is asked for runners-up if trees are faster than chains."""
-        return self._takes_trees and self.planner.may_fork
+    def chooses_trees(self) -> bool:
+        """See `Planner`; where one of the two takes no trees there is nothing to choose."""
+        return self._takes_trees and self.planner.chooses_trees
 
     @property
     def _takes_trees(self) -> bool:

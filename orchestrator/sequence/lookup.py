@@ -2,6 +2,7 @@
 
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.limits import RoundLimits
+from orchestrator.sequence.lookup_value import choose_lookup
 from orchestrator.sequence.planner import Planner
 from protocol.decoding.logits_processor import BannedTokens
 from protocol.decoding.prompt_lookup import find_continuations
@@ -35,5 +36,5 @@ class LookupDrafts:
 
     def choose(self, found: Draft, length: int, *, alone: bool) -> Draft:
         """What is worth verifying behind `length` tokens; `alone`: no drafter works beside."""
-        worth = found.pick(found.arrange(self._planner.lookup_nodes(found, alone=alone)))
+        worth = found.pick(found.arrange(choose_lookup(self._planner, found, alone=alone)))
         return worth.pick(self._limits.choose(worth, length, "lookup"))

@@ -118,26 +118,26 @@ class Planner:
         """
         if self.is_chain_only or not takes_trees:
             return self._choose_chain(draft, origin)
-        rows, chances = rank_nodes(draft.parents, self._acceptance_rates(draft, origin))
+        rows, chances = rank_nodes(draft.parents, self.acceptance_rates(draft, origin))
         if self.tree_nodes:
             deepest, depths = self.num_draft_tokens or len(rows), draft.depths
             return [row for row in rows if depths[row] <= deepest][: self.tree_nodes]
         if origin == "lookup":
-            return rows  # `lookup_nodes` has decided
+            return rows  # `choose_lookup` has decided
         chances = chances[: self.max_draft_tokens or None]
         chain = count_chain(rows, draft.parents)
-        return rows[: find_best(self._values(chances, chain), chain)]
+        return rows[: find_best(self.value_nodes(chances, chain), chain)]
 
     def _choose_chain(self, draft: Draft, origin: Origin) -> list[int]:
         main = draft.main
-        if self.num_draft_tokens or origin == "lookup":  # of which `lookup_nodes` has decided
+        if self.num_draft_tokens or origin == "lookup":  # `choose_lookup` has decided
             return main[: self.num_draft_tokens or None]
         first = self.estimates.calibrations[origin]
         most = self.max_draft_tokens or None
         rates = [first.rate(draft.confidences[row - 1]) for row in main[:most]]
         if self.sampled:
             return main[: self._length_if_sampled(rates)]
-        return main[: find_best(self._values(list(accumulate(rates, mul))))]
+        return main[: find_best(self.value_nodes(list(accumulate(rates, mul))))]
 
     def _length_if_sampled(self, rates: Sequence[float]) -> int:
         """The length where neither a token nor what follows it influences its own use.
@@ -154,52 +154,6 @@ class Planner:
                 return count
         return len(rates)
 
-    def lookup_nodes(self, draft: Draft, *, alone: bool = False) -> list[int]:
-        """The rows of a prompt lookup to verify; `alone`: no drafter works beside."""
-        rows = rank_nodes(draft.parents, self._acceptance_rates(draft, "lookup")).rows
-        chain = count_chain(rows, draft.parents)
-        count = find_best(self._lookup_values(draft, alone=alone), chain)
-        by_hand = count and not self.is_chain_only and self.tree_nodes
-        return rows[: by_hand or count]
-
-    def _lookup_values(self, draft: Draft, *, alone: bool = False) -> list[float]:
-        """What verifying the 0, 1, ... likeliest of these tokens is worth, in tokens."""
-        rates = self._acceptance_rates(draft, "lookup")
-        rows, chances = rank_nodes(draft.parents, rates)
-        if not alone or self.estimates.batch.other_tokens:
-            return self._values(chances, count_chain(rows, draft.parents))
-        return self._values_alone(chances)
-
-    def value_of_stopping(self, lookup: Draft) -> float:
-        """What it is worth to end a free run for a lookup, in tokens.
-
-        Its first token is being computed, so that only what follows it can be verified, and only
-        if it is right. Otherwise plain decoding begins anew; in any case the target waits a while,
-        and with it all whose passes are shared. These go on without a request that leaves its
-        run, and when it comes back.
-        """
-        rates = self._acceptance_rates(lookup.pick(lookup.main), "lookup")
-        if not rates:
-            return 0.0
-        known, right = self.estimates, rates[0]
-        chances, shared = list(accumulate(rates[1:], mul)), known.batch.other_tokens
-        behind = self._values(chances) if shared else self._values_alone(chances)
-        wait_ms = known.idle_ms["lookup"].value
-        start_ms = wait_ms if shared else max(wait_ms, known.run_start_ms.value)
-        lost_ms = right * wait_ms + (1.0 - right) * start_ms
-        speed = known.batch.streams / known.plain_latency.of(known.batch.streams)
-        missed = 2.0 * known.batch.missed_passes.value if shared else 0.0
-        return right * (max(behind) - behind[0]) - speed * lost_ms - missed
-
-    def _values_alone(self, chances: Sequence[float]) -> list[float]:
-        """As `_values`, where no drafter works beside and nothing else is decoded."""
-        plain = self.estimates.plain_latency
-        throughput = 1.0 / plain.of(1)
-        return [
-            expected - throughput * plain.of(count + 1)
-            for count, expected in enumerate(accumulate(chances, initial=1.0))
-        ]
-
     @property
     def siblings(self) -> int:
         """How many runners-up to ask a drafter for beside each token; 0 if chains are faster."""
@@ -207,8 +161,8 @@ class Planner:
         return self.affordable_siblings if pay else 0
 
     @property
-    def may_fork(self) -> bool:
-        """Whether that is decided by what was measured."""
+    def chooses_trees(self) -> bool:
+        """Whether it is the planner's choice to ask a drafter for trees or for chains."""
         return self.tree_nodes is None and self.affordable_siblings > 0
 
     @property
@@ -265,7 +219,10 @@ class Planner:
             return 0  # the pass of the others would leave without this request
         values = self.value_of_waiting([])
         count = find_best(values)
-        return count if values[count] > max(self._lookup_values(lookup or Draft())) else 0
+        found = lookup or Draft()
+        rows, chances = rank_nodes(found.parents, self.acceptance_rates(found, "lookup"))
+        instead = self.value_nodes(chances, count_chain(rows, found.parents))
+        return count if values[count] > max(instead) else 0
 
     @property
     def sequential_length(self) -> int:
@@ -336,7 +293,7 @@ class Planner:
                 return round_shares(geometric(alpha, exponent, self.branches, draft.parents))
             case "online":
                 return allocate(
-                    acceptance_distribution(self._acceptance_rates(draft, origin), draft.parents),
+                    acceptance_distribution(self.acceptance_rates(draft, origin), draft.parents),
                     self.branches,
                     estimates.after_rejection[origin],
                     estimates.after_all[origin],
@@ -347,7 +304,7 @@ class Planner:
 
     def predict(self, draft: Draft, origin: Origin) -> Prediction:
         """What verifying this draft brings."""
-        chances = rank_nodes(draft.parents, self._acceptance_rates(draft, origin)).chances
+        chances = rank_nodes(draft.parents, self.acceptance_rates(draft, origin)).chances
         waiting = self.estimates.idle_ms[origin].value
         *_, tokens = accumulate(chances, initial=1.0)
         verify_ms = self._verify_ms(len(draft), tree=not draft.is_chain)
@@ -361,10 +318,11 @@ class Planner:
         measured = batch.scale * known / 1e3
         return measured or batch.streams / self.estimates.verify_latency.of(batch.streams)
 
-    def _acceptance_rates(self, draft: Draft, origin: Origin) -> list[float]:
+    def acceptance_rates(self, draft: Draft, origin: Origin) -> list[float]:
+        """Of each draft token, given that its parent is accepted."""
         return self.estimates.acceptance_rates(draft.confidences, draft.parents, origin)
 
-    def _values(self, chances: Sequence[float], chain: int | None = None) -> list[float]:
+    def value_nodes(self, chances: Sequence[float], chain: int | None = None) -> list[float]:
         """What verifying the first 0, 1, ... of some nodes is worth, by their paths' chances.
 
         That is one token, and of every node its chance, less T_v(m + 1), or what it adds to a pass.

@@ -103,7 +103,7 @@ class Round:
             by_hand=planner.num_draft_tokens > 0,
             begun_unasked=self.begun_unasked,
             longest_draft=planner.longest_draft,
-            may_fork=limits.may_fork,
+            chooses_trees=limits.chooses_trees,
             continues_run=self.continues_run,
             waited_ms=self.waited_ms,
             tried_saguaro=planner.tried_saguaro,

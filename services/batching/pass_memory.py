@@ -16,7 +16,7 @@ from protocol.errors import OutOfMemory
 from services.kv.budget import KVSize
 from services.kv.slots import round_to_bucket
 from services.mlx.blas import cpu_kernels
-from services.mlx.cuda.attention import PART
+from services.mlx.cuda.attention import MOST_ROWS, PART
 from services.mlx.free_memory import allocate_returnably, free_for_mlx, give_back
 from services.mlx.loader import compute_unit
 from services.mlx.tracing.traced_slots import round_to_largest
@@ -79,7 +79,7 @@ class PassMemory:
         self._rounding = self._layers * _CUDA_ROUNDING if on_cuda else 0
         self._more_rows = _MORE_ROWS_ON_CUDA if on_cuda else _MORE_ROWS
         self._count_slots = round_to_largest if on_cuda else round_to_bucket
-        self._part_bytes = self._layers * _BYTES * _count_part(model) if on_cuda else 0
+        self._part_bytes = self._layers * _BYTES * _count_queries(model) if on_cuda else 0
         self._score_bytes = 0 if served else 2 * _BYTES * _count_heads(model)
 
     def fit(self, state: Held, rows: int, least: int) -> int:
@@ -97,10 +97,8 @@ class PassMemory:
         """Raises OutOfMemory if one pass over so many new tokens of these states does not fit."""
         rows = sum(count for _, count in asked)
         if rows <= _FEW_ROWS and not any(map(self._count_growth, *zip(*asked, strict=True))):
-            scratch = sum(
-                self._count_states(count) + self._count_parts(state, count)
-                for state, count in asked
-            )
+            scratch = sum(self._count_states(count) for _, count in asked)
+            scratch += self._count_parts(asked)
             # Of what MLX keeps, the last pass over as many tokens had its own.
             if scratch <= max(_FEW_BYTES, mx.get_cache_memory()):
                 return
@@ -138,10 +136,16 @@ class PassMemory:
         kept = rows if self._rejects and rows <= size.most_kept else 0
         return size.states * (1 + kept) + size.per_row * (rows + self._more_rows)
 
-    def _count_parts(self, state: Held, rows: int) -> int:
-        """Bytes of what the parts of a long attention find, of all layers, until it is merged."""
+    def _count_parts(self, asked: Sequence[tuple[Held, int]]) -> int:
+        """Bytes of what the parts of a long attention find, of all layers, until it is merged.
+
+        A pass over several sequences has none.
+        """
+        if len(asked) > 1:
+            return 0
+        [(state, rows)] = asked
         parts = -(-self._count_slots(state.length + rows) // PART)
-        return parts * rows * self._part_bytes if parts > 1 else 0
+        return parts * rows * self._part_bytes if parts > 1 and rows <= MOST_ROWS else 0
 
     def _count_bytes(self, asked: Sequence[tuple[Held, int]]) -> int:
         total = _RESERVE + self._rounding
@@ -151,9 +155,7 @@ class PassMemory:
             total += self._count_growth(state, rows) + slots * self._kv.per_token // self._layers
             total += rows * (self._row_bytes + slots * (self._score_bytes + 1))
             total += self._count_states(rows)
-            if rows <= _FEW_ROWS:
-                total += self._count_parts(state, rows)
-        return total
+        return total + self._count_parts(asked)
 
 
 def _refuse(what: str, needed: int) -> OutOfMemory:
@@ -200,10 +202,15 @@ def _count_heads(model: Any) -> int:
     return max(counts, default=64)
 
 
-def _count_part(model: Any) -> int:
-    """Numbers that a part of a layer's attention finds for one token: a value, a maximum, a sum."""
-    width = getattr(getattr(model, "args", None), "hidden_size", 0)
-    return int(width) + 2 * _count_heads(model) if width else 0
+def _count_queries(model: Any) -> int:
+    """Numbers of a token's queries in a layer, and two more of each head: a maximum and a sum."""
+    widths = [
+        array.shape[0]
+        for layer in model.layers
+        for name, array in _weights(layer)
+        if name.endswith("weight") and {"q_proj", "qkv_proj"} & set(name.split("."))
+    ]
+    return max(widths, default=0) + 2 * _count_heads(model)
 
 
 def _weights(module: nn.Module) -> list[tuple[str, mx.array]]:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.round_observation import RoundObservation
-from orchestrator.learning.snapshot import TreeGain
+from orchestrator.learning.snapshot import TreeTrialState
 from orchestrator.sequence.actions import HandOver, PrecomputeVerify
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.planner import Planner
@@ -85,7 +85,7 @@ def teach_that_trees_pay(estimates: CostModel) -> None:
     """As if trials had found it: the next one is far away."""
     for trial in estimates.tree_trials.values():
         trial.restore(
-            TreeGain(pays=True, logarithm=0.2, pairs=4.0, tried=0, rest=4096, next_rest=4096)
+            TreeTrialState(pays=True, log_gain=0.2, weight=4.0, pairs=0, rest=4096, next_rest=4096)
         )
 
 

@@ -65,7 +65,8 @@ class PendingReplies:
     """The books of one program."""
 
     prefill_s: float
-    """Longest wait for `Prefilled`, and for any answer over sequences that were closed early."""
+    """Longest wait for `Prefilled`; and how long a program may owe answers to sequences that were
+    closed meanwhile, in all, without a sign of life."""
     draft_s: float
     """Longest wait for a tree that the target waits for."""
     stale: int = 0
@@ -91,8 +92,8 @@ class PendingReplies:
             case OpenSequence(sequence=number):
                 self._open[number] = _Sequence(opened=now, asked_at=now)
             case CloseSequence(sequence=number):
-                if closed := self._open.pop(number, None):
-                    self._count_silence(number, closed, now)
+                self._count_silence(number, now)
+                self._open.pop(number, None)
             case Prepare() | DraftNow():
                 if known := self._open.get(message.sequence):
                     known.ask(message, now)
@@ -119,9 +120,11 @@ class PendingReplies:
                     self._hear(now)  # too late to be of use, but what was asked for
                 return answer
 
-    def _count_silence(self, number: int, closed: _Sequence, now: float) -> None:
-        if closed.owed_since is not None:
-            self._silent_s += now - max(closed.owed_since, self._news, self._counted)
+    def _count_silence(self, number: int, now: float) -> None:
+        """Before this sequence is closed: since when something has been owed to any."""
+        if number in self._open and self._open[number].owed_since is not None:
+            owed = [since for one in self._open.values() if (since := one.owed_since) is not None]
+            self._silent_s += now - max(min(owed), self._news, self._counted)
             self._counted = now
             self._closed.add(number)
 
@@ -167,7 +170,7 @@ class PendingReplies:
             return f"no {what} within {limit:g} s ({knob})"
         heard = max(self._news, self._counted)
         silent = self._silent_s + max((now - max(began, heard) for began in since), default=0.0)
-        if silent > self.prefill_s:
+        if self._silent_s and silent > self.prefill_s:
             return f"no answer to several requests in {self.prefill_s:g} s (start_timeout_s)"
         return None
 

@@ -24,7 +24,7 @@ from services.mlx.tracing.traced_slots import MOST_SLOTS
 
 _log = logging.getLogger(__name__)
 
-_MOST_ROWS = 32
+MOST_ROWS = 32
 _MOST_SLOTS = {64: MOST_SLOTS, 128: MOST_SLOTS, 256: 512}
 """By the size of a head: so many rows and slots are ours (docs/lab/cuda-forward.md)."""
 _SHORT, _MOST_READ = 1024, 8192 * 4096
@@ -134,7 +134,7 @@ def _takes(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) 
 def _is_small(queries: mx.array, slots: int) -> bool:
     """Whether our kernel serves so many queries and slots better than MLX's."""
     _, _, rows, size = queries.shape
-    few = rows <= _MOST_ROWS and slots <= _MOST_SLOTS.get(size, 0)
+    few = rows <= MOST_ROWS and slots <= _MOST_SLOTS.get(size, 0)
     return few or (slots <= _SHORT and queries.size * slots <= _MOST_READ)
 
 
@@ -274,7 +274,7 @@ attend_tile<T, D, WARPS, GROUP>(
 def _works(dtype: mx.Dtype, size: int) -> bool:
     """Whether the kernels compile here and give what MLX's own attention gives."""
     try:
-        # A warp merges 32 parts at a time.
+        # Behind 32 parts a lane takes several.
         relative = max(_compare(dtype, size, slots) for slots in (70, PART + 70, 33 * PART))
     except (RuntimeError, ValueError, OSError) as error:
         _log.warning("the attention kernel for few queries does not run here: %s", error)

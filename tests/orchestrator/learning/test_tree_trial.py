@@ -27,7 +27,7 @@ def run(trial: TreeTrial, rounds: int, gain: float, *, seed: int = 0, text: int 
     random, asked, usual = np.random.default_rng(seed), 0, 2.0
     for number in range(rounds):
         if number % text == 0:
-            trial.watch(FIRST)
+            trial.note_round(FIRST)
             usual = float(random.uniform(1.5, 3.5))
         tokens = gain * usual if trial.asks else usual
         asked += trial.asks
@@ -35,7 +35,7 @@ def run(trial: TreeTrial, rounds: int, gain: float, *, seed: int = 0, text: int 
     return asked
 
 
-FIRST = observed(idle_ms=None)
+FIRST = observed(idle_ms=None, chooses_trees=True)
 """Of a request: nothing was asked for before it."""
 
 
@@ -79,7 +79,7 @@ def test_a_trial_is_as_long_as_it_has_to_be(gain: float, pairs: int) -> None:
     assert turns == -(-pairs // 2)
 
 
-def test_what_is_equal_stays_a_chain() -> None:
+def test_what_is_equal_is_not_tried_for_long() -> None:
     """There is an end to a trial that proves nothing."""
     asked = [run(TreeTrial(), 1000, 1.0, seed=seed) for seed in range(20)]
     assert np.mean(asked) < 400
@@ -106,17 +106,19 @@ def test_short_answers_are_enough(gain: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"speculating": False}, {"sequences": 2}, {"idle_ms": None}], ids=str
+    "other",
+    [{"speculating": False}, {"sequences": 2}, {"idle_ms": None}, {"chooses_trees": False}],
+    ids=str,
 )
 def test_rounds_behind_something_else_do_not_count(other: dict[str, Any]) -> None:
     """The first two have no draft, or one that was asked for before."""
     trial = TreeTrial()
-    while not trial.save().tried:
-        trial.watch(observed(**{"idle_ms": 1.0, **other}))
+    while not trial.save().pairs:
+        trial.note_round(observed(**{"idle_ms": 1.0, "chooses_trees": True, **other}))
         for behind in range(4):
             slow = trial.asks and behind < 2
             trial.observe(1 if slow else 2, 1e3 if slow else 8.0)
-    assert trial.save().logarithm == pytest.approx(0.0)
+    assert trial.save().log_gain == pytest.approx(0.0)
 
 
 def test_rounds_of_the_turn_before_do_not_count() -> None:
@@ -128,7 +130,7 @@ def test_rounds_of_the_turn_before_do_not_count() -> None:
         before = trial.asks
         old = since < 2
         trial.observe(1 if old else 2, 1e3 if old else 8.0)
-    assert trial.save().logarithm == pytest.approx(0.0)
+    assert trial.save().log_gain == pytest.approx(0.0)
     assert trial.save().rest
 
 
@@ -137,7 +139,7 @@ def test_times_that_are_missing_prove_nothing() -> None:
     trial = TreeTrial()
     for _ in range(200):
         trial.observe(2, 0.0)
-    assert trial.save().pairs == 0.0
+    assert trial.save().weight == 0.0
 
 
 @pytest.mark.parametrize("gain", [1.4, 0.7])
@@ -148,7 +150,7 @@ def test_the_next_run_begins_with_the_verdict(gain: float) -> None:
     restored.restore(trial.save())
     assert restored.save() == trial.save()
     assert restored.pays == restored.asks == (gain > 1.0)
-    assert exp(restored.save().logarithm) == pytest.approx(gain, rel=0.2)
+    assert exp(restored.save().log_gain) == pytest.approx(gain, rel=0.2)
     run(restored, 6000, 1.0 / gain)
     assert restored.pays == (gain < 1.0)
 
@@ -183,7 +185,7 @@ def pairs_after(rounds: int, **changes: Any) -> float:
     estimates = cheap_rows()
     switch = estimates.switches["ssd"]
     told = {
-        "may_fork": True,
+        "chooses_trees": True,
         "idle_ms": 1.0,
         "verify_ms": 20.0,
         "confidences": [0.9],
@@ -192,13 +194,13 @@ def pairs_after(rounds: int, **changes: Any) -> float:
     for _ in range(rounds):
         now = {} if switch.speculating else PLAIN
         estimates.observe_round(observed(**{**told, **now, **changes}))
-    return estimates.tree_trials["ssd"].save().pairs
+    return estimates.tree_trials["ssd"].save().weight
 
 
 def test_rounds_behind_the_beginning_of_an_answer_do_not_count() -> None:
     """Answers of three rounds: of the last two the drafts are not there yet, or old."""
     estimates = cheap_rows()
-    told = {"may_fork": True, "verify_ms": 20.0, "confidences": [0.9], "accepted": 1}
+    told = {"chooses_trees": True, "verify_ms": 20.0, "confidences": [0.9], "accepted": 1}
     for _ in range(40):
         for idle_ms in (None, 1.0, 1.0):
             estimates.observe_round(observed(**told, idle_ms=idle_ms))
@@ -212,7 +214,7 @@ def test_rounds_of_the_planners_choice_count() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"may_fork": False},
+        {"chooses_trees": False},
         {"by_hand": True},
         {"origin": "lookup"},
         {"speculating": False},
@@ -262,16 +264,16 @@ def test_where_nobody_takes_trees_there_is_nothing_to_try(takes: tuple[bool, boo
         sequence=1, round=1, accepted=0, bonus=5, verify_ms=1.0, idle_ms=0.0
     )
     told = Round([4]).observe(outcome, limits, ended_at=1.0, before=0.5)
-    assert told.may_fork == all(takes)
+    assert told.chooses_trees == all(takes)
 
 
 @pytest.mark.parametrize(
     "knobs", [{"tree_nodes": 8}, {"tree_nodes": 1}, {"num_draft_tokens": 3}, {"sampled": True}]
 )
 def test_what_is_fixed_by_hand_is_not_tried(knobs: dict[str, Any]) -> None:
-    assert Planner("ssd", cheap_rows()).may_fork
-    assert not Planner("ssd", cheap_rows(), **knobs).may_fork
-    assert not Planner("ssd", CostModel()).may_fork  # rows may be dear
+    assert Planner("ssd", cheap_rows()).chooses_trees
+    assert not Planner("ssd", cheap_rows(), **knobs).chooses_trees
+    assert not Planner("ssd", CostModel()).chooses_trees  # rows may be dear
 
 
 def test_others_do_not_take_part_in_a_trial() -> None:

@@ -67,6 +67,11 @@ def test_how_late_a_request_was_is_told() -> None:
     assert told.late_ms == pytest.approx(29.0)
     assert Round([4]).observe(outcome, limits, ended_at=1.01, before=1.0).late_ms == 0.0
     assert Round([4]).observe(outcome, limits, ended_at=1.0, before=None).late_ms is None
+    waited = Round([4], waited_ms=25.0).observe(outcome, limits, ended_at=1.05, before=1.0)
+    assert waited.late_ms == pytest.approx(5.0)
+    for unasked in ({"begun_unasked": True}, {"continues_run": True}):
+        done = Round([4], **unasked)
+        assert done.observe(outcome, limits, ended_at=1.05, before=1.0).late_ms is None
 
 
 def test_the_time_between_a_requests_tokens_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +83,7 @@ def test_the_time_between_a_requests_tokens_is_told(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_what_became_of_a_lookup_is_told(right: bool) -> None:  # noqa: FBT001  # pytest names it
+def test_what_became_of_a_lookup_is_told(*, right: bool) -> None:
     limits = RoundLimits(Limits(64, frozenset(), 0), Planner("ssd", CostModel()), 10)
     outcome = VerificationOutcome(
         sequence=1, round=1, accepted=0, bonus=5, verify_ms=20.0, idle_ms=1.0

@@ -199,10 +199,13 @@ def test_where_rows_cost_nothing_trees_pay() -> None:
     """Runners-up grow on, and bring more than chains do, and less than the best trees."""
     found = Scenario(device=FLAT, acceptance=UNEVEN_TEXT, tokens=1000)
     learned = CostModel()
-    simulate(found, Strategy(verify_ahead=False), learned)
+    trying = simulate(found, Strategy(verify_ahead=False), learned)
     assert learned.tree_trials["ssd"].pays
     trees = simulate(found, Strategy(verify_ahead=False), learned)
-    chains = simulate(found, Strategy(tree_nodes=1, verify_ahead=False))
+    only_chains = CostModel()
+    simulate(found, Strategy(tree_nodes=1, verify_ahead=False), only_chains)
+    chains = simulate(found, Strategy(tree_nodes=1, verify_ahead=False), only_chains)
+    assert trying.tok_s > 1.03 * chains.tok_s
     assert learned.tree_growth.grown > 0
     assert trees.tok_s > 1.08 * chains.tok_s
     assert trees.tok_s < trees.tree_bound_tok_s

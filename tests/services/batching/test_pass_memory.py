@@ -17,6 +17,7 @@ from services.kv import budget
 from services.kv.budget import KVSize, count_kv_tokens, measure_kv
 from services.kv.prefix_cache import PrefixCache
 from services.kv.slots import round_to_bucket
+from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import LoadedModel, load
 from services.verifier.target_model import prepare
 from services.verifier.verifier import Verifier
@@ -160,11 +161,23 @@ def test_what_parts_of_a_long_attention_find_is_reckoned(
     memory.check([(SimpleNamespace(length=500), 4)])
     with pytest.raises(OutOfMemory, match=LIMIT):
         memory.check([(SimpleNamespace(length=8000), 4)])
-    needed = memory._count_bytes([(SimpleNamespace(length=8000), 4)])
-    own = memory._part_bytes
+    one, other = SimpleNamespace(length=8000), SimpleNamespace(length=8000)
+    memory.check([(one, 2), (other, 2)])  # over the table there are no parts
+    needed = memory._count_bytes([(one, 4)])
     memory._part_bytes = 0
-    found = needed - memory._count_bytes([(SimpleNamespace(length=8000), 4)])
-    assert found == 16 * 4 * own > 0
+    attention = model.module.layers[0].self_attn
+    numbers = attention.n_heads * (attention.head_dim + 2)
+    layers = len(model.module.layers)
+    assert needed - memory._count_bytes([(one, 4)]) == 16 * 4 * 4 * layers * numbers
+
+
+def test_joined_products_have_as_many_queries(tmp_path: Path) -> None:
+    model = load(write_tiny_model(tmp_path / "llama", "llama", config=HEADS)).module
+    attention = model.layers[0].self_attn
+    numbers = attention.n_heads * (attention.head_dim + 2)
+    assert pass_memory._count_queries(model) == numbers
+    assert fuse_linears(model)
+    assert pass_memory._count_queries(model) == numbers
 
 
 def test_the_reckoning_is_of_the_right_size(model: LoadedModel, free: Free) -> None:

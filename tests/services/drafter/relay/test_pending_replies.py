@@ -163,6 +163,28 @@ def test_one_late_answer_counts_once(opened: PendingReplies) -> None:
     assert opened.overdue(PREFILL_S + 6.0) is not None
 
 
+def test_a_draft_may_be_waited_for_longer_than_a_prompt() -> None:
+    """If nothing was closed meanwhile, there is only one limit for a draft."""
+    dues = PendingReplies(prefill_s=2.0, draft_s=10.0)
+    dues.note_request(OPEN, 0.0)
+    dues.filter_reply(PREFILLED, 0.5)
+    dues.note_request(draft(1), 1.0)
+    assert dues.overdue(10.5) is None
+    assert "draft_timeout_s" in str(dues.overdue(11.5))
+
+
+def test_a_short_request_does_not_hide_how_long_another_one_was_owed() -> None:
+    dues = PendingReplies(PREFILL_S, DRAFT_S)
+    other = OpenSequence(sequence=2, tokens=[1], sampling=Sampling())
+    dues.note_request(OPEN, 0.0)
+    dues.note_request(other, 0.8 * PREFILL_S)
+    dues.note_request(CloseSequence(sequence=2), 0.85 * PREFILL_S)
+    dues.note_request(CloseSequence(sequence=1), 0.9 * PREFILL_S)
+    dues.note_request(OPEN, 1e3)
+    assert dues.overdue(1e3 + 0.05 * PREFILL_S) is None
+    assert dues.overdue(1e3 + 0.15 * PREFILL_S) is not None
+
+
 def test_silence_over_several_sequences_counts_once() -> None:
     """A program that owes two prompts at a time is not twice as silent."""
     dues = PendingReplies(PREFILL_S, DRAFT_S)

@@ -1,0 +1,67 @@
+"""What a prompt lookup is worth: which of its tokens to verify, and whether a free run ends for it.
+
+Pure; in tokens, as all of the planner's values.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+from orchestrator.learning.cost_model import CostModel
+from orchestrator.sequence.draft import Draft
+from orchestrator.sequence.planner import Planner
+from orchestrator.sequence.tree_choice import count_chain, find_best, rank_nodes
+
+
+def choose_lookup(planner: Planner, found: Draft, *, alone: bool = False) -> list[int]:
+    """The rows of a lookup that are worth verifying; `alone`: no drafter works beside."""
+    rows, chances = rank_nodes(found.parents, planner.acceptance_rates(found, "lookup"))
+    chain = count_chain(rows, found.parents)
+    known = planner.estimates
+    if alone and not known.batch.other_tokens:
+        values = _value_alone(known, chances)
+    else:
+        cost = _cost_of_asking(known, missed=1) if alone else 0.0
+        plain, *more = planner.value_nodes(chances, chain)
+        values = [plain, *(value - cost for value in more)]
+    count = find_best(values, chain)
+    by_hand = count and not planner.is_chain_only and planner.tree_nodes
+    return rows[: by_hand or count]
+
+
+def value_of_stopping(planner: Planner, found: Draft) -> float:
+    """What it is worth to end a free run for a lookup.
+
+    Its first token is being computed, so that only what follows it can be verified, and only if it
+    is right. Otherwise plain decoding begins anew; in any case the target waits a while.
+    """
+    rates = planner.acceptance_rates(found.pick(found.main), "lookup")
+    if not rates:
+        return 0.0
+    known, right, chances = planner.estimates, rates[0], list(accumulate(rates[1:], mul))
+    if known.batch.other_tokens:
+        behind, cost = planner.value_nodes(chances), _cost_of_asking(known, missed=2)
+    else:
+        wait_ms = known.idle_ms["lookup"].value
+        start_ms = max(wait_ms, known.run_start_ms.value)
+        lost_ms = right * wait_ms + (1.0 - right) * start_ms
+        behind, cost = _value_alone(known, chances), lost_ms / known.plain_latency.of(1)
+    return right * (max(behind) - behind[0]) - cost
+
+
+def _cost_of_asking(known: CostModel, *, missed: int) -> float:
+    """What it costs requests that run free together if one of them has a lookup verified.
+
+    The target waits for it, and they go on without it: when it leaves, and when it comes back.
+    """
+    speed = known.batch.streams / known.plain_latency.of(known.batch.streams)
+    return speed * known.idle_ms["lookup"].value + missed * known.batch.missed_passes
+
+
+def _value_alone(known: CostModel, chances: Sequence[float]) -> list[float]:
+    """As `Planner.value_nodes`, where no drafter works beside and nothing else is decoded."""
+    throughput = 1.0 / known.plain_latency.of(1)
+    return [
+        expected - throughput * known.plain_latency.of(count + 1)
+        for count, expected in enumerate(accumulate(chances, initial=1.0))
+    ]
