@@ -291,12 +291,13 @@ def test_a_wait_is_everybodys(streams: int, *, pays: bool) -> None:
 
 def test_another_lookup_costs_one_pass_that_is_missed_and_the_first_one_two() -> None:
     """Who is not in a free run has left it already."""
-    plan = in_company(4, waiting_ms=0.0, late_ms=16.0)
-    found = chain_of([0.9, 0.4, 0.2])
-    assert choose_lookup(plan, found, alone=True)
-    assert value_of_stopping(plan, found) < 0.0
+    plan = in_company(4, waiting_ms=0.0, late_ms=20.0)
+    # They bring 1.5 tokens, and 1.4 behind the first one; .85 passes are missed at a time.
+    short, long = chain_of([0.9, 0.4, 0.2]), chain_of([0.9, 0.8, 0.7])
+    assert choose_lookup(plan, short, alone=True)
+    assert value_of_stopping(plan, long) < 0.0 < value_of_stopping(plan, chain_of([0.9] * 6))
     late = in_company(4, waiting_ms=0.0, late_ms=40.0)
-    assert not choose_lookup(late, found, alone=True)
+    assert not choose_lookup(late, short, alone=True)
 
 
 def test_a_prompt_between_two_passes_is_none_of_them() -> None:

@@ -163,8 +163,9 @@ def test_what_parts_of_a_long_attention_find_is_reckoned(
         memory.check([(SimpleNamespace(length=8000), 4)])
     one, other = SimpleNamespace(length=8000), SimpleNamespace(length=8000)
     memory.check([(one, 2), (other, 2)])  # over the table there are no parts
-    needed = memory._count_bytes([(one, 4)])
+    needed, of_more = memory._count_bytes([(one, 4)]), memory._count_bytes([(one, 40)])
     memory._part_bytes = 0
+    assert of_more == memory._count_bytes([(one, 40)])  # MLX's attention, which has none
     attention = model.module.layers[0].self_attn
     numbers = attention.n_heads * (attention.head_dim + 2)
     layers = len(model.module.layers)
