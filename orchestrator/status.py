@@ -3,7 +3,6 @@
 from itertools import islice
 
 from orchestrator.learning.cost_model import CostModel
-from orchestrator.learning.speculation_switch import report_plain
 from orchestrator.registry import Peer, Registry
 from orchestrator.requests.queue import RequestQueue
 from orchestrator.requests.request import Request
@@ -107,10 +106,9 @@ class StatusReporter:
 
 def describe_planner(planner: Planner, now: float, *, takes_trees: bool) -> PlannerState:
     """What this planner would do in the next round; `now` on the monotonic clock."""
-    known = planner.estimates
-    switch = known.switch(planner.mode)
+    switch = planner.estimates.switch(planner.mode)
     speculating = planner.should_speculate
-    plain = report_plain(switch, now, scale=known.batch.scale)
+    plain = planner.report_plain(now)
     longest = planner.sequential_length if planner.mode == "sd" else planner.depth
     return PlannerState(
         mode=planner.mode,

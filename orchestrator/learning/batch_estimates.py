@@ -85,10 +85,9 @@ class BatchEstimates:
             self._observe_lateness(part)
 
     def _observe_lateness(self, part: PassStats) -> None:
-        missed = part.late_ms / part.verify_ms if part.late_ms and part.verify_ms else 0.0
         if part.late_ms is None:
             self._missed = self._missed.scale(_FORGET)
-        elif missed <= _MOST_MISSED:
+        elif part.verify_ms and (missed := part.late_ms / part.verify_ms) <= _MOST_MISSED:
             self._missed.observe(missed, fade=_FADE)
 
     @property

@@ -13,7 +13,6 @@ when passes take longer or shorter than they did then (`freshness`).
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from orchestrator.learning.averages import DiscountedRatio
 from orchestrator.learning.freshness import LONGEST_S, Freshness
@@ -321,27 +320,6 @@ class SpeculationSwitch:
         self._since_baseline = _FRESH
         if saved.pausing:
             self.begin_with_pause()
-
-
-class MeasuredSpeed(NamedTuple):
-    """A speed, and how long ago it was measured."""
-
-    tok_s: float
-    age_s: float
-
-
-def report_plain(switch: SpeculationSwitch | None, now: float, *, scale: float) -> MeasuredSpeed:
-    """A request's speed of plain decoding, if measured in this run and still true; else 0.
-
-    Args:
-        switch: None has measured nothing.
-        now: in seconds of the monotonic clock.
-        scale: the unit of its tokens, see `BatchEstimates.scale`.
-    """
-    tok_s = switch.report_plain_tok_s(now) if switch is not None else 0.0
-    if switch is None or not tok_s:
-        return MeasuredSpeed(0.0, 0.0)
-    return MeasuredSpeed(tok_s / scale, switch.freshness.age_s(now) or 0.0)
 
 
 def _save_speed(speed: DiscountedRatio) -> Rate:

@@ -159,7 +159,7 @@ class TreeTrial:
         self._rest = self._next_rest if pays == self.pays else _REST
         self._next_rest = min(_LONGEST_REST, 2 * self._rest)
         self.pays, self._pairs = pays, 0
-        self._gain = self._gain.scale(min(1.0, _RECALLED / max(self._gain.whole, 1.0)))
+        self._gain = _mean(self._gain.value, min(_RECALLED, self._gain.whole))
 
     def save(self) -> TreeTrialState:
         """For a snapshot."""
@@ -175,9 +175,13 @@ class TreeTrial:
     def restore(self, saved: TreeTrialState) -> None:
         """Start from a snapshot, in the middle of a trial or of a rest."""
         self.pays, self._pairs = saved.pays, saved.pairs
-        self._gain = DiscountedRatio(saved.log_gain, 1.0).scale(saved.weight)
+        self._gain = _mean(saved.log_gain, saved.weight)
         self._rest = min(_LONGEST_REST, saved.rest)
         self._next_rest = min(_LONGEST_REST, saved.next_rest)
+
+
+def _mean(value: float, weight: float) -> DiscountedRatio:
+    return DiscountedRatio(value * weight, weight)
 
 
 class CostBehindTrees:

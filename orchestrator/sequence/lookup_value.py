@@ -10,12 +10,12 @@ from operator import mul
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.planner import Planner
-from orchestrator.sequence.tree_choice import count_chain, find_best, rank_nodes
+from orchestrator.sequence.tree_choice import count_chain, find_best
 
 
 def choose_lookup(planner: Planner, found: Draft, *, alone: bool = False) -> list[int]:
     """The rows of a lookup that are worth verifying; `alone`: no drafter works beside."""
-    rows, chances = rank_nodes(found.parents, planner.acceptance_rates(found, "lookup"))
+    rows, chances = planner.rank(found, "lookup")
     chain = count_chain(rows, found.parents)
     known = planner.estimates
     if alone and not known.batch.other_tokens:

@@ -27,6 +27,7 @@ from orchestrator.learning.round_observation import LONGEST_DRAFT
 from orchestrator.learning.tree_width import WIDTHS
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.tree_choice import (
+    RankedNodes,
     count_chain,
     count_siblings,
     find_best,
@@ -48,6 +49,13 @@ class Prediction(NamedTuple):
 
     tokens: float
     milliseconds: float
+
+
+class MeasuredSpeed(NamedTuple):
+    """A speed, and how long ago it was measured."""
+
+    tok_s: float
+    age_s: float
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,15 @@ class Planner:
         due = switch is not None and switch.is_trial_due and not self.num_draft_tokens
         return _WORTH_A_TRIAL if due and self.estimates.batch.streams == 1 else 1
 
+    def report_plain(self, now: float) -> MeasuredSpeed:
+        """Speed of plain decoding, if it was measured in this run and still holds; else 0."""
+        switch = self.estimates.switch(self.mode)
+        tok_s = switch.report_plain_tok_s(now) if switch is not None else 0.0
+        if switch is None or not tok_s:
+            return MeasuredSpeed(0.0, 0.0)
+        age_s = switch.freshness.age_s(now) or 0.0
+        return MeasuredSpeed(tok_s / self.estimates.batch.scale, age_s)
+
     # ------------------------------------------------------------ what to verify
 
     @property
@@ -118,7 +135,7 @@ class Planner:
         """
         if self.is_chain_only or not takes_trees:
             return self._choose_chain(draft, origin)
-        rows, chances = rank_nodes(draft.parents, self.acceptance_rates(draft, origin))
+        rows, chances = self.rank(draft, origin)
         if self.tree_nodes:
             deepest, depths = self.num_draft_tokens or len(rows), draft.depths
             return [row for row in rows if depths[row] <= deepest][: self.tree_nodes]
@@ -220,7 +237,7 @@ class Planner:
         values = self.value_of_waiting([])
         count = find_best(values)
         found = lookup or Draft()
-        rows, chances = rank_nodes(found.parents, self.acceptance_rates(found, "lookup"))
+        rows, chances = self.rank(found, "lookup")
         instead = self.value_nodes(chances, count_chain(rows, found.parents))
         return count if values[count] > max(instead) else 0
 
@@ -304,7 +321,7 @@ class Planner:
 
     def predict(self, draft: Draft, origin: Origin) -> Prediction:
         """What verifying this draft brings."""
-        chances = rank_nodes(draft.parents, self.acceptance_rates(draft, origin)).chances
+        chances = self.rank(draft, origin).chances
         waiting = self.estimates.idle_ms[origin].value
         *_, tokens = accumulate(chances, initial=1.0)
         verify_ms = self._verify_ms(len(draft), tree=not draft.is_chain)
@@ -321,6 +338,10 @@ class Planner:
     def acceptance_rates(self, draft: Draft, origin: Origin) -> list[float]:
         """Of each draft token, given that its parent is accepted."""
         return self.estimates.acceptance_rates(draft.confidences, draft.parents, origin)
+
+    def rank(self, draft: Draft, origin: Origin) -> RankedNodes:
+        """Its nodes, the likeliest path first."""
+        return rank_nodes(draft.parents, self.acceptance_rates(draft, origin))
 
     def value_nodes(self, chances: Sequence[float], chain: int | None = None) -> list[float]:
         """What verifying the first 0, 1, ... of some nodes is worth, by their paths' chances.

@@ -93,9 +93,9 @@ class Round:
         limits: RoundLimits,
         *,
         ended_at: float,
-        before: float | None,
+        last_token_at: float | None,
     ) -> RoundObservation:
-        """What it showed; the request's tokens `before` it came then, None: there were none."""
+        """What the round showed; `last_token_at` is of the one before it, None: it is the first."""
         planner = limits.planner
         rank, prepared = self.cache.rank(outcome.row, outcome.bonus)
         return RoundObservation(
@@ -114,8 +114,8 @@ class Round:
             prepared=prepared,
             rank=rank,
             verify_ms=outcome.verify_ms,
-            idle_ms=None if before is None else outcome.idle_ms,
-            since_last_ms=None if before is None else 1e3 * (ended_at - before),
+            idle_ms=None if last_token_at is None else outcome.idle_ms,
+            since_last_ms=None if last_token_at is None else 1e3 * (ended_at - last_token_at),
             sequences=outcome.sequences,
             all_tokens=outcome.rows,
             parents=self.draft.parents,

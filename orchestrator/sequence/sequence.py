@@ -11,7 +11,6 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from orchestrator.learning.speculation_switch import report_plain
 from orchestrator.sequence.actions import (
     Action,
     Emit,
@@ -167,8 +166,8 @@ class Sequence:
             return []
         (done, outcome, emitted, ends), self._decided = self._decided, None
         actions = self._look_ahead() if ends is None else []
-        before = self.recorder.last_token_at if self.recorder.rounds else None
-        seen = done.observe(outcome, self._limits, ended_at=now, before=before)
+        last_token_at = self.recorder.last_token_at if self.recorder.rounds else None
+        seen = done.observe(outcome, self._limits, ended_at=now, last_token_at=last_token_at)
         self.planner.estimates.observe_round(seen)
         if ends is None:
             actions += self._next_rounds.handover.update(self.current, self.round)
@@ -382,9 +381,7 @@ class Sequence:
             return []
         self.phase = Phase.FINISHED
         now = self.recorder.last_token_at or self.recorder.received_at
-        known = self.planner.estimates
-        plain = report_plain(known.switch(self.planner.mode), now, scale=known.batch.scale)
-        self.recorder.plain_tok_s, self.recorder.plain_age_s = plain
+        self.recorder.plain_tok_s, self.recorder.plain_age_s = self.planner.report_plain(now)
         actions: list[Action] = [ToVerifier(CloseSequence(sequence=self.number))]
         if self._limits.has_drafter:
             actions.append(ToDrafter(CloseSequence(sequence=self.number)))

@@ -8,11 +8,11 @@ import pytest
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.tree_growth import TreeTrial
-from orchestrator.sequence.limits import Limits, RoundLimits
 from orchestrator.sequence.lookup import LookupDrafts
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.round import Round
-from protocol.messages import Mode, VerificationOutcome
+from protocol.messages import Mode
+from tests.orchestrator.sequence.test_observed import OUTCOME, limits_of
 from tests.support.fakes import observed
 
 
@@ -244,7 +244,7 @@ def test_runners_up_are_asked_for_by_turns(mode: Mode) -> None:
 def test_prompt_lookups_fork_without_a_trial() -> None:
     """Their runners-up cost no drafter; only rows."""
     plan = Planner("ssd", cheap_rows())
-    limits = RoundLimits(Limits(64, frozenset(), 0), plan, 10, verifier_takes_trees=True)
+    limits = limits_of(plan, verifier_takes_trees=True)
     found = LookupDrafts(plan, limits, None).find([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3])
     assert not plan.siblings
     first = [token for token, parent in zip(found.tokens, found.parents, strict=True) if not parent]
@@ -253,17 +253,10 @@ def test_prompt_lookups_fork_without_a_trial() -> None:
 
 @pytest.mark.parametrize("takes", [(True, True), (True, False), (False, True)], ids=str)
 def test_where_nobody_takes_trees_there_is_nothing_to_try(takes: tuple[bool, bool]) -> None:
-    limits = RoundLimits(
-        Limits(64, frozenset(), 0),
-        Planner("ssd", cheap_rows()),
-        10,
-        verifier_takes_trees=takes[0],
-        drafter_takes_trees=takes[1],
-    )
-    outcome = VerificationOutcome(
-        sequence=1, round=1, accepted=0, bonus=5, verify_ms=1.0, idle_ms=0.0
-    )
-    told = Round([4]).observe(outcome, limits, ended_at=1.0, before=0.5)
+    verifier, drafter = takes
+    plan = Planner("ssd", cheap_rows())
+    limits = limits_of(plan, verifier_takes_trees=verifier, drafter_takes_trees=drafter)
+    told = Round([4]).observe(OUTCOME, limits, ended_at=1.0, last_token_at=0.5)
     assert told.chooses_trees == all(takes)
 
 

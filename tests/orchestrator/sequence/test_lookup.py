@@ -261,7 +261,9 @@ def test_a_free_run_is_ended_for_what_follows_the_token_under_way(
     assert (value_of_stopping(plan, chain_of(rates)) > 0.0) is pays
 
 
-def in_company(streams: int, *, waiting_ms: float, late_ms: float = 0.0) -> Planner:
+def in_company(
+    streams: int, *, waiting_ms: float, late_ms: float = 0.0, continues: bool = False
+) -> Planner:
     """So many requests run free together, in passes of 20 ms; lookups had the target wait."""
     plan = Planner("ssd", CostModel())
     known = plan.estimates
@@ -273,9 +275,8 @@ def in_company(streams: int, *, waiting_ms: float, late_ms: float = 0.0) -> Plan
     known.batch.streams = streams
     told = {"sequences": streams, "all_tokens": streams, "verify_ms": 20.0, "idle_ms": 0.0}
     for _ in range(40):
-        since = 20.0 + late_ms
-        plain = observed(origin="target", speculating=False, since_last_ms=since, **told)
-        known.observe_round(plain)
+        since = {"since_last_ms": 20.0 + late_ms, "continues_run": continues}
+        known.observe_round(observed(origin="target", speculating=False, **since, **told))
     return plan
 
 
@@ -329,22 +330,5 @@ def test_others_go_on_without_who_leaves_its_run(
     missed_ms: float, *, continues: bool, pays: bool
 ) -> None:
     """Each pass of theirs that a lookup costs is a token; who is not asked for cannot be late."""
-    plan = Planner("ssd", CostModel())
-    known = plan.estimates
-    known.batch.streams = 4
-    for rows in range(1, 12):
-        known.verify_latency.observe(rows, 20.0)
-        known.plain_latency.observe(rows, 20.0)
-    for _ in range(20):
-        seen = observed(
-            origin="target",
-            speculating=False,
-            sequences=4,
-            all_tokens=4,
-            verify_ms=20.0,
-            idle_ms=0.0,
-            since_last_ms=20.0 + missed_ms,
-            continues_run=continues,
-        )
-        known.observe_round(seen)
+    plan = in_company(4, waiting_ms=0.0, late_ms=missed_ms, continues=continues)
     assert (value_of_stopping(plan, chain_of([0.9, 0.8, 0.7])) > 0.0) is pays
