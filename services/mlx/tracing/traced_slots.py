@@ -9,7 +9,10 @@ from services.kv.cache import KVStore
 from services.kv.slots import round_to_bucket
 from services.mlx.cuda.kv_rows import InPlace
 
-_STEPS = ((1024, 256), (4096, 512), (8192, 1024), (16384, 2048), (32768, 4096))
+_STEPS = (
+    (1024, 256), (4096, 512), (8192, 1024), (16384, 2048),
+    (32768, 4096), (65536, 8192), (131072, 16384),
+)  # fmt: skip
 """Up to so many slots, buffers of traces are multiples of so many."""
 MOST_SLOTS = _STEPS[-1][0]
 """Of a trace's buffers."""

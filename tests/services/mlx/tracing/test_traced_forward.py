@@ -230,7 +230,9 @@ def test_a_longer_text_is_traced_when_it_comes(
         (16384, 16384),
         (16385, 20480),
         (32768, 32768),
-        (32769, 0),
+        (32769, 40960),
+        (131072, 131072),
+        (131073, 0),
     ],
 )
 def test_buffers_of_traces_have_few_sizes(slots: int, size: int) -> None:
