@@ -22,6 +22,8 @@ from protocol.transport.channel import Deadline
 _SILENCE_S = 300.0
 """Longest wait for a byte; a prompt may be in line for long."""
 _TICK_S = 0.2
+_CROWDED_S, _AGAIN_S = 10.0, 0.01
+"""How long to go on asking a server that resets connections, and how long to wait in between."""
 _LOOK_S = 1.0
 """A server that is there may need so long to say so."""
 DONE = b"[DONE]"
@@ -116,8 +118,7 @@ class Server:
         """The events of one streamed answer."""
         with closing(self._connect(self._host, timeout=_SILENCE_S)) as connection:
             try:
-                connection.request("POST", self._path, msgspec.json.encode(body), self._headers)
-                response = connection.getresponse()
+                response = self._post(connection, msgspec.json.encode(body))
                 if response.status != http.client.OK:
                     said = response.read(2000).decode(errors="replace")
                     raise RuntimeFailure(f"{self._host} answered {response.status}: {said}")
@@ -131,6 +132,24 @@ class Server:
             except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise RuntimeFailure(f"{self._host} cannot be used: {reason}") from error
+
+    def _post(
+        self, connection: http.client.HTTPConnection, body: bytes
+    ) -> http.client.HTTPResponse:
+        """The answer's beginning; asks again where the connection is reset before there is one.
+
+        Some servers, mlx-lm's among them, have only a few clients wait in line to connect.
+        """
+        deadline = Deadline(_CROWDED_S)
+        while True:
+            try:
+                connection.request("POST", self._path, body, self._headers)
+                return connection.getresponse()
+            except ConnectionResetError as error:
+                if deadline.passed or isinstance(error, http.client.RemoteDisconnected):
+                    raise
+                connection.close()
+                time.sleep(_AGAIN_S)
 
 
 def events(response: http.client.HTTPResponse) -> Iterator[bytes]:

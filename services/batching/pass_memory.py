@@ -16,7 +16,7 @@ from protocol.errors import OutOfMemory
 from services.kv.budget import KVSize
 from services.kv.slots import round_to_bucket
 from services.mlx.blas import cpu_kernels
-from services.mlx.cuda.attention import MOST_ROWS, PART
+from services.mlx.cuda.attention import MOST_ROWS, count_parts
 from services.mlx.free_memory import allocate_returnably, free_for_mlx, give_back
 from services.mlx.loader import compute_unit
 from services.mlx.tracing.traced_slots import round_to_largest
@@ -137,15 +137,12 @@ class PassMemory:
         return size.states * (1 + kept) + size.per_row * (rows + self._more_rows)
 
     def _count_parts(self, asked: Sequence[tuple[Held, int]]) -> int:
-        """Bytes of what the parts of a long attention find, of all layers, until it is merged.
-
-        A pass over several sequences has none.
-        """
-        if len(asked) > 1:
-            return 0
-        [(state, rows)] = asked
-        parts = -(-self._count_slots(state.length + rows) // PART)
-        return parts * rows * self._part_bytes if parts > 1 and rows <= MOST_ROWS else 0
+        """Bytes of what the parts of a long attention find, of all layers, until it is merged."""
+        rows = sum(rows for _, rows in asked)
+        longest = max(self._count_slots(state.length + rows) for state, rows in asked)
+        parts = count_parts(longest)
+        ours = rows <= MOST_ROWS or len(asked) > 1
+        return parts * rows * self._part_bytes if parts > 1 and ours else 0
 
     def _count_bytes(self, asked: Sequence[tuple[Held, int]]) -> int:
         total = _RESERVE + self._rounding

@@ -125,10 +125,17 @@ struct Part {
   }
 };
 
-// What all parts of a query's keys have, by one warp; `step` from one part to the next.
-template <typename T, int D>
+// The key that a part begins with. The first `even` parts have `length` keys, half as many behind
+// them twice as many, and all others four times: a block has to begin and to end, too.
+__device__ inline int begin_part(int part, int length, int even) {
+  const int doubled = min(max(part - even, 0), even / 2);
+  return length * (part + doubled + 3 * max(part - even - even / 2, 0));
+}
+
+// What all parts of a query's keys have, by a block; `step` from one part to the next.
+template <typename T, int D, int WARPS>
 __device__ void merge_parts(const float* parts, int count, long step, T* out) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float top = -1e30f, sum = 0.0f, values[D / 32] = {};
   for (int part = lane; part < count; part += 32) top = fmaxf(top, parts[part * step + D]);
 #pragma unroll
@@ -142,15 +149,22 @@ __device__ void merge_parts(const float* parts, int count, long step, T* out) {
   for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
   // The weights need no part before theirs, so that several parts are loaded at a time.
 #pragma unroll 8
-  for (int part = 0; part < count; part++) {
+  for (int part = warp; part < count; part += WARPS) {
     const float* from = parts + part * step;
     const float weight = __expf(from[D] - top);
 #pragma unroll
     for (int i = 0; i < D / 32; i++) values[i] += weight * from[32 * i + lane];
   }
+  __shared__ float found[WARPS][D];
 #pragma unroll
-  for (int i = 0; i < D / 32; i++)
-    out[32 * i + lane] = T(sum == 0.0f ? 0.0f : values[i] / sum);
+  for (int i = 0; i < D / 32; i++) found[warp][32 * i + lane] = values[i];
+  __syncthreads();
+  for (int at = threadIdx.x; at < D; at += 32 * WARPS) {
+    float value = 0.0f;
+#pragma unroll
+    for (int from = 0; from < WARPS; from++) value += found[from][at];
+    out[at] = T(sum == 0.0f ? 0.0f : value / sum);
+  }
 }
 
 // The queries of one head of keys: [rows, GROUP], of which this block has those from 16 * tile on,

@@ -8,7 +8,8 @@ One block serves sixteen queries of heads that share keys, on the tensor cores. 
 sixteen keys in turn, each keeping a running maximum, sum and weighted values (the online softmax
 of Milakov and Gimelshein, 2018), and are merged at the end. Sums are in float32, weights in the
 type of the values. Behind a long text a few blocks would keep most of the GPU idle: there each
-serves a part of the keys, always the same ones, and another kernel merges the parts.
+serves a part of the keys, always the same ones, and another kernel merges the parts. Rows of a
+table (`attend_table`) have the same parts, and so the same bits.
 """
 
 import functools
@@ -37,8 +38,12 @@ _WARPS = {64: 8, 128: 8, 256: 4}
 """Of a block, by the size of a head; all of it has to fit into the block's shared memory."""
 _TILE = 16
 """Queries of a block."""
-PART = 512
-"""Keys of a block, at most."""
+_PART = 512
+"""Keys of a block behind a text of some length, at the text's beginning (`begin_part`)."""
+_EVEN, _MANY_HEADS = 16, 8
+"""So many parts are of that length; four times as many where there are fewer heads of keys, whose
+blocks would leave most of the GPU idle if they were long (docs/lab/cuda-forward.md)."""
+_MERGE_WARPS = 4
 _TYPES = (mx.float16, mx.bfloat16)
 _TOLERANCE = 0.01
 """Relative; half precision rounds the result to steps of .001 (float16) or .008 (bfloat16)."""
@@ -66,6 +71,21 @@ def attends_any_length(size: int, dtype: mx.Dtype) -> bool:
     """Whether a few queries of heads of this size are ours in buffers of all traced sizes."""
     long = _MOST_SLOTS.get(size, 0) >= MOST_SLOTS and dtype in _TYPES
     return long and _works(dtype, size)
+
+
+def count_parts(slots: int, kv_heads: int = 1) -> int:
+    """Of so many keys; with one head there are most."""
+    even = _count_even(kv_heads)
+    doubled, longest = even * _PART, 2 * even * _PART
+    if slots <= doubled:
+        return -(-slots // _PART)
+    if slots <= longest:
+        return even - (doubled - slots) // (2 * _PART)
+    return even + even // 2 - (longest - slots) // (4 * _PART)
+
+
+def _count_even(kv_heads: int) -> int:
+    return _EVEN if kv_heads >= _MANY_HEADS else 4 * _EVEN
 
 
 def fit_chunk(model: Any, size: int, length: int) -> int:
@@ -146,7 +166,7 @@ def _attend_alone(
     _, kv_heads, slots, size = keys.shape
     _, heads, count, _ = queries.shape
     group = heads // kv_heads
-    parts, tiles = -(-slots // PART), -(-group * count // _TILE)
+    parts, tiles = count_parts(slots, kv_heads), -(-group * count // _TILE)
     if parts == 1:
         grid, found = (kv_heads, tiles, 1), (1, count, heads, size)
         return _launch(_SOURCE, scale, arrays, grid, found).swapaxes(1, 2)
@@ -176,7 +196,7 @@ def _launch(
     warps, is_whole = _WARPS[size], found[3] == size
     body = source.replace("SCALE", f"{float(scale)!r}f")
     constants = [("D", size), ("WARPS", warps), ("GROUP", group)]
-    constants += [] if is_whole else [("KEYS", PART)]
+    constants += [] if is_whole else [("KEYS", _PART), ("EVEN", _count_even(blocks[0]))]
     out = build(("tile.cuh", "attention.cuh"), body, tuple(inputs), contiguous=False)(
         inputs=list(inputs.values()),
         template=[("T", queries.dtype), *constants],
@@ -194,9 +214,9 @@ def _merge(parts: mx.array, dtype: mx.Dtype) -> mx.array:
     size = numbers - 2
     out = build(("tile.cuh", "attention.cuh"), _MERGE_SOURCE, ("parts",), contiguous=False)(
         inputs=[parts],
-        template=[("T", dtype), ("D", size)],
-        grid=(count * heads * LANES, 1, 1),
-        threadgroup=(LANES, 1, 1),
+        template=[("T", dtype), ("D", size), ("WARPS", _MERGE_WARPS)],
+        grid=(count * heads * _MERGE_WARPS * LANES, 1, 1),
+        threadgroup=(_MERGE_WARPS * LANES, 1, 1),
         output_shapes=[(1, count, heads, size)],
         output_dtypes=[dtype],
     )
@@ -229,9 +249,12 @@ def attend_table(  # noqa: PLR0917  # `slot_table.Attend`
     arrays = {"q": queries, "k": keys, "v": values, "mask": mask, "first": first}
     _, heads, count, _ = queries.shape
     kv_heads = keys.shape[0]
-    group = heads // kv_heads
-    blocks, found = (kv_heads, -(-group // _TILE), count), (1, count, heads, size)
-    return _launch(_TABLE_SOURCE, scale, arrays, blocks, found).swapaxes(1, 2)
+    parts, tiles = count_parts(mask.shape[1], kv_heads), -(-(heads // kv_heads) // _TILE)
+    if parts == 1:
+        blocks, found = (kv_heads, tiles, count), (1, count, heads, size)
+        return _launch(_TABLE_SOURCE, scale, arrays, blocks, found).swapaxes(1, 2)
+    blocks, of_parts = (kv_heads, tiles, count * parts), (parts, count, heads, size + 2)
+    return _merge(_launch(_TABLE_PART_SOURCE, scale, arrays, blocks, of_parts), queries.dtype)
 
 
 _ALONE = """
@@ -245,37 +268,64 @@ attend_tile<T, D, WARPS, GROUP>(
 _SOURCE = _ALONE.format(
     first="0", end="k_shape[2]", to="Result<T, D>{out + head * GROUP * D, heads * D}"
 )
-_PART_SOURCE = _ALONE.format(
-    first="KEYS * blockIdx.z",
-    end="min(first + KEYS, int(k_shape[2]))",
-    to="Part<D>{out + (long(blockIdx.z) * q_shape[2] * heads + head * GROUP) * Part<D>::NUMBERS, "
+_PART_SOURCE = """
+// The longest parts are the last ones: they begin first.
+const int part = gridDim.z - 1 - blockIdx.z;
+""" + _ALONE.format(
+    first="begin_part(part, KEYS, EVEN)",
+    end="min(begin_part(part + 1, KEYS, EVEN), int(k_shape[2]))",
+    to="Part<D>{out + (long(part) * q_shape[2] * heads + head * GROUP) * Part<D>::NUMBERS, "
     "heads * Part<D>::NUMBERS}",
 )
 
 _MERGE_SOURCE = """
 constexpr int NUMBERS = Part<D>::NUMBERS;
-merge_parts<T, D>(parts + long(blockIdx.x) * NUMBERS, parts_shape[0], long(gridDim.x) * NUMBERS,
-                  out + long(blockIdx.x) * D);
+merge_parts<T, D, WARPS>(parts + long(blockIdx.x) * NUMBERS, parts_shape[0],
+                         long(gridDim.x) * NUMBERS, out + long(blockIdx.x) * D);
 """
 
-_TABLE_SOURCE = """
-const int head = blockIdx.x, heads = gridDim.x * GROUP, row = blockIdx.z;
+_OF_TABLE = """
 const long at = first[row];
 attend_tile<T, D, WARPS, GROUP>(
     q + head * GROUP * q_strides[1] + row * q_strides[2], q_strides[1], q_strides[2], q_strides[3],
     k + head * k_strides[0] + at * k_strides[1], k_strides[1],
     v + head * v_strides[0] + at * v_strides[1], v_strides[1],
-    mask + row * mask_strides[0], mask_strides[0], mask_strides[1], 1, blockIdx.y, 0,
-    mask_shape[1], SCALE, Result<T, D>{out + (long(row) * heads + head * GROUP) * D, 0});
+    sees, mask_strides[0], mask_strides[1], 1, blockIdx.y, {begin}, {end}, SCALE,
+    {to});
 """
+_TABLE_SOURCE = """
+const int head = blockIdx.x, heads = gridDim.x * GROUP, row = blockIdx.z;
+const bool* sees = mask + row * mask_strides[0];
+""" + _OF_TABLE.format(
+    begin="0",
+    end="mask_shape[1]",
+    to="Result<T, D>{out + (long(row) * heads + head * GROUP) * D, 0}",
+)
+_TABLE_PART_SOURCE = """
+const int head = blockIdx.x, heads = gridDim.x * GROUP, rows = q_shape[2];
+const int row = blockIdx.z % rows, part = (gridDim.z - 1 - blockIdx.z) / rows;
+const bool* sees = mask + row * mask_strides[0];
+const int begin = begin_part(part, KEYS, EVEN);
+const int end = min(begin_part(part + 1, KEYS, EVEN), int(mask_shape[1]));
+// A text that is shorter than others has nothing in the later parts.
+bool is_seen = false;
+for (int key = begin + threadIdx.x; key < end; key += blockDim.x)
+  is_seen |= sees[key * mask_strides[1]];
+is_seen = __syncthreads_or(is_seen);
+""" + _OF_TABLE.format(
+    begin="begin",
+    end="is_seen ? end : begin",
+    to="Part<D>{out + ((long(part) * rows + row) * heads + head * GROUP) * Part<D>::NUMBERS, 0}",
+)
 
 
 @functools.cache
 def _works(dtype: mx.Dtype, size: int) -> bool:
     """Whether the kernels compile here and give what MLX's own attention gives."""
     try:
-        # Behind 32 parts a lane takes several.
-        relative = max(_compare(dtype, size, slots) for slots in (70, PART + 70, 33 * PART))
+        # Behind 32 parts a lane takes several; with many heads the last ones are longer.
+        tried = ((70, 2), (_PART + 70, 2), (33 * _PART, 2), (34 * _PART, _MANY_HEADS))
+        relative = max(_compare(dtype, size, *one) for one in tried)
     except (RuntimeError, ValueError, OSError) as error:
         _log.warning("the attention kernel for few queries does not run here: %s", error)
         return False
@@ -285,16 +335,16 @@ def _works(dtype: mx.Dtype, size: int) -> bool:
     return True
 
 
-def _compare(dtype: mx.Dtype, size: int, slots: int) -> float:
+def _compare(dtype: mx.Dtype, size: int, slots: int, kv_heads: int) -> float:
     """How far our attention over so many slots is from MLX's, relative.
 
     The arrays are laid out as a model's are: the first slots of larger buffers, and queries
     whose heads stand side by side.
     """
-    scale, shape = 0.7 * size**-0.5, (1, 2, slots + 26, size)
+    scale, shape = 0.7 * size**-0.5, (1, kv_heads, slots + 26, size)
     queries, keys, values = (
         mx.random.normal(shape, dtype, key=mx.random.key(seed))
-        for seed, shape in enumerate([(1, 3, 4, size), shape, shape])
+        for seed, shape in enumerate([(1, 3, 2 * kv_heads, size), shape, shape])
     )
     queries, keys, values = queries.swapaxes(1, 2), keys[..., :slots, :], values[..., :slots, :]
     mask = mx.arange(slots)[None] <= mx.array([[slots - 30], [slots - 4], [slots - 1]])

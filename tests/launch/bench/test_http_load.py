@@ -3,10 +3,11 @@
 import http.server
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from click.testing import CliRunner
@@ -105,6 +106,30 @@ def test_a_stream_that_breaks_is_an_outcome(url: str, prompt: str, heard: Heard)
     """The client of `make chaos` goes on, also when a stream ends within a line."""
     question = Generate(request=1, messages=[ChatMessage("user", prompt)], max_tokens=100)
     assert ask_http(url, question, lambda: None) == heard
+
+
+class Crowded(http.server.ThreadingHTTPServer):
+    """Resets its first connections, as a server does whose line of waiting clients is full."""
+
+    left = 3
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.left -= 1
+        if self.left < 0:
+            super().process_request(request, client_address)
+            return
+        request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        request.close()
+
+
+def test_a_crowded_server_is_asked_again() -> None:
+    Echo.seen = []
+    with Crowded(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        load = Server(f"http://127.0.0.1:{server.server_port}").load("server", ["one", "two"], 4, 2)
+        server.shutdown()
+    assert load.by_prompt == {0: "one", 1: "two"}
+    assert server.left < 0
 
 
 def test_nobody_there_is_said() -> None:

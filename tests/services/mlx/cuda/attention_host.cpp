@@ -1,6 +1,7 @@
 // Runs services/mlx/cuda/attention.cuh on the host. Test only.
 //
-// stdin:  heads, kv heads, queries, keys, keys of a part or 0, then q, k, v, mask as numbers
+// stdin:  heads, kv heads, queries, keys, keys of the first parts or 0, how many of these there are,
+//         then q, k, v, mask as numbers
 // stdout: out [queries, heads, D]
 constexpr int D = SIZE, WARPS = 4, GROUP = SHARING;
 #include "cuda_host.h"
@@ -10,15 +11,17 @@ constexpr int D = SIZE, WARPS = 4, GROUP = SHARING;
 #include "attention.cuh"
 
 int main() {
-  int heads, kv, queries, keys, part;
-  if (scanf("%d%d%d%d%d", &heads, &kv, &queries, &keys, &part) != 5 || heads != kv * GROUP) return 1;
+  int heads, kv, queries, keys, part, even;
+  if (scanf("%d%d%d%d%d%d", &heads, &kv, &queries, &keys, &part, &even) != 6) return 1;
+  if (heads != kv * GROUP) return 1;
   const auto q = numbers(heads * queries * D), k = numbers(kv * keys * D), v = numbers(k.size());
   const auto seen = numbers(queries * keys);
   auto mask = std::make_unique<bool[]>(seen.size());
   for (size_t i = 0; i < seen.size(); i++) mask[i] = seen[i] != 0;
   std::vector<float> out(q.size());
   constexpr int NUMBERS = Part<D>::NUMBERS;
-  const int parts = part ? (keys + part - 1) / part : 1;
+  int parts = 1;
+  while (part && begin_part(parts, part, even) < keys) parts++;
   std::vector<float> found(long(parts) * queries * heads * NUMBERS);
   const auto attend = [&](int head, int tile, int first, int end, const auto& to) {
     run_block([&, head, tile] {
@@ -32,14 +35,14 @@ int main() {
     for (int tile = 0; tile * TILE < queries * GROUP; tile++) {
       if (!part) attend(head, tile, 0, keys, Result<float, D>{&out[head * GROUP * D], heads * D});
       for (int at = 0; part && at < parts; at++)
-        attend(head, tile, at * part, min(keys, (at + 1) * part),
+        attend(head, tile, begin_part(at, part, even), min(keys, begin_part(at + 1, part, even)),
                Part<D>{&found[(long(at) * queries * heads + head * GROUP) * NUMBERS],
                        heads * NUMBERS});
     }
   for (int row = 0; part && row < queries * heads; row++)
     run_block([&, row] {
-      merge_parts<float, D>(&found[row * NUMBERS], parts, long(queries) * heads * NUMBERS,
-                            &out[row * D]);
+      merge_parts<float, D, WARPS>(&found[row * NUMBERS], parts, long(queries) * heads * NUMBERS,
+                                   &out[row * D]);
     });
   print(out);
 }

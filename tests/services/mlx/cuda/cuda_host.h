@@ -18,6 +18,7 @@ constexpr int LANES = 32, THREADS = WARPS * LANES;
 #define __shared__ static
 #define __int_as_float(bits) std::bit_cast<float>(unsigned(bits))
 #define __expf expf
+using std::max;
 using std::min;
 
 #ifndef __GLIBC__  // which has it

@@ -15,7 +15,15 @@ import numpy.typing as npt
 import pytest
 
 from services.batching.table_cache import attend_gathered
-from services.mlx.cuda.attention import _takes, attend_many, attend_table, fit_chunk
+from services.mlx.cuda.attention import (
+    _takes,
+    attend,
+    attend_many,
+    attend_table,
+    count_parts,
+    fit_chunk,
+)
+from services.mlx.tracing.traced_slots import MOST_SLOTS
 from tests.services.mlx.cuda.host import compile_kernel, run_kernel
 
 Array = npt.NDArray[Any]
@@ -38,7 +46,7 @@ def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _attention(
-    kernel: Kernel, arrays: tuple[Array, Array, Array], seen: Array, part: int = 0
+    kernel: Kernel, arrays: tuple[Array, Array, Array], seen: Array, part: int = 0, even: int = 64
 ) -> Array:
     """What the kernel gives for [heads, n, size], [kv heads, slots, size] and [n, slots].
 
@@ -47,9 +55,10 @@ def _attention(
         arrays: queries, keys and values.
         seen: which keys each query sees.
         part: keys that a block serves; 0: all.
+        even: so many blocks do, those behind them serve more.
     """
     q, k, v = arrays
-    counts = [len(q), len(k), q.shape[1], k.shape[1], part]
+    counts = [len(q), len(k), q.shape[1], k.shape[1], part, even]
     found = run_kernel(kernel.program, counts, q, k, v, seen)
     return found.reshape(q.shape[1], len(q), q.shape[2]).swapaxes(0, 1)
 
@@ -63,11 +72,21 @@ def _arrays(kernel: Kernel, slots: int, rows: int = 3) -> tuple[Array, Array, Ar
 
 
 @pytest.mark.parametrize(
-    ("rows", "slots", "part"),
-    [(3, 5, 0), (3, 21, 0), (9, 100, 0), (3, 21, 16), (9, 200, 64), (3, 330, 8)],
+    ("rows", "slots", "part", "even"),
+    [
+        (3, 5, 0, 0),
+        (3, 21, 0, 0),
+        (9, 100, 0, 0),
+        (3, 21, 16, 64),
+        (9, 200, 64, 64),
+        (3, 330, 8, 64),
+        (3, 230, 16, 4),
+    ],
 )
 @pytest.mark.parametrize("kind", ["all", "chain", "tree"])
-def test_is_mlx_attention(kernel: Kernel, rows: int, slots: int, part: int, kind: str) -> None:
+def test_is_mlx_attention(
+    kernel: Kernel, *, rows: int, slots: int, part: int, even: int, kind: str
+) -> None:
     q, k, v = _arrays(kernel, slots, rows)
     seen = {
         "all": np.ones((rows, slots), bool),
@@ -78,7 +97,7 @@ def test_is_mlx_attention(kernel: Kernel, rows: int, slots: int, part: int, kind
     expected: Any = mx.fast.scaled_dot_product_attention(
         *(mx.array(a)[None] for a in (q, k, v)), scale=q.shape[-1] ** -0.5, mask=mx.array(seen)
     )
-    found = _attention(kernel, (q, k, v), seen, part)
+    found = _attention(kernel, (q, k, v), seen, part, even)
     np.testing.assert_allclose(found, expected[0], atol=2e-5)
 
 
@@ -108,16 +127,21 @@ def test_a_query_has_its_bits_in_any_company(kernel: Kernel, part: int) -> None:
         np.testing.assert_array_equal(alone, all_rows[:, own])
 
 
-def test_a_query_has_its_bits_in_buffers_of_any_size(kernel: Kernel) -> None:
+@pytest.mark.parametrize(("part", "even"), [(64, 64), (16, 2)])
+def test_a_query_has_its_bits_in_buffers_of_any_size(kernel: Kernel, part: int, even: int) -> None:
     """Parts are as long in all of them, and those behind a text add nothing."""
     q, k, v = _arrays(kernel, 150)
     seen = np.broadcast_to(np.arange(150) < 100, (3, 150))
     found = [
-        _attention(kernel, (q, k[:, :slots], v[:, :slots]), seen[:, :slots], 64)
+        _attention(kernel, (q, k[:, :slots], v[:, :slots]), seen[:, :slots], part, even)
         for slots in (100, 128, 150)
     ]
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[0], found[2])
+
+
+def test_a_part_has_the_bits_of_a_whole(kernel: Kernel) -> None:
+    q, k, v = _arrays(kernel, 150)
     few = np.broadcast_to(np.arange(150) < 40, (3, 150))
     short = _attention(kernel, (q, k[:, :64], v[:, :64]), few[:, :64])
     np.testing.assert_array_equal(short, _attention(kernel, (q, k, v), few, 64))
@@ -143,6 +167,20 @@ def test_a_query_that_sees_nothing_gets_nothing(kernel: Kernel, part: int) -> No
     assert found[:, :2].all()
 
 
+@pytest.mark.parametrize("kv_heads", [1, 3, 8, 16])
+def test_parts_end_with_the_keys(kv_heads: int) -> None:
+    """As they are counted: none is left over, none begins behind them."""
+
+    def begin(part: int) -> int:  # `begin_part`
+        even = 16 if kv_heads >= 8 else 64
+        return 512 * (part + min(max(part - even, 0), even // 2) + 3 * max(part - even * 3 // 2, 0))
+
+    for slots in range(1, MOST_SLOTS + 1, 97):
+        parts = count_parts(slots, kv_heads)
+        assert begin(parts - 1) < slots <= begin(parts)
+        assert parts <= count_parts(slots)
+
+
 def _call(count: int, slots: int, **more: Any) -> bool:
     """Whether our kernel serves such a call."""
     dtype = more.get("dtype", mx.float16)
@@ -155,12 +193,12 @@ def _call(count: int, slots: int, **more: Any) -> bool:
 
 def test_which_calls_it_serves() -> None:
     assert all([_call(1, 256), _call(2, 256), _call(5, 1024), _call(8, 1024), _call(4, 2048)])
-    assert all([_call(32, 32768), _call(100, 1024), _call(5, 512, size=256)])
+    assert all([_call(32, MOST_SLOTS), _call(100, 1024), _call(5, 512, size=256)])
     assert not any(
         [
             _call(200, 1024),  # reads the keys too often
             _call(40, 2048),
-            _call(1, 32769),
+            _call(1, MOST_SLOTS + 1),
             _call(5, 2048, size=256),  # too much for a lane
             _call(5, 256, batch=2),
             _call(5, 256, size=80),
@@ -198,18 +236,26 @@ def test_many_queries_are_filled_up_to_a_number_that_recurs() -> None:
 
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("size", "slots"), [(64, 256), (128, 256), (64, 20480), (128, 20480)])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_a_table_is_attended_as_mlx_does(size: int, dtype: mx.Dtype) -> None:
-    """Five rows of three sequences, whose seats have 256 slots; heads of a token side by side."""
-    shapes = [(1, 5, 6, size), (2, 4 * 256, size), (2, 4 * 256, size)]
+def test_a_table_is_attended_as_mlx_does(size: int, slots: int, dtype: mx.Dtype) -> None:
+    """Five rows of three sequences in seats of so many slots; heads of a token side by side.
+
+    The last row sees nearly all of them, and has the bits that it has without company.
+    """
+    shapes = [(1, 5, 24, size), (8, 4 * slots, size), (8, 4 * slots, size)]
     q, k, v = (mx.random.normal(s, dtype, key=mx.random.key(i)) for i, s in enumerate(shapes))
-    first = mx.array([512, 0, 0, 768, 768], mx.int32)
-    ends = mx.array([[7], [200], [201], [31], [32]])
-    arguments = (q.swapaxes(1, 2), k, v, mx.arange(256)[None] < ends, first, size**-0.5)
-    expected = attend_gathered(*arguments).astype(mx.float32)
-    distance: Any = mx.linalg.norm(attend_table(*arguments).astype(mx.float32) - expected)
+    first = mx.array([2, 0, 0, 3, 3], mx.int32) * slots
+    ends = mx.array([[7], [200], [201], [31], [slots - 3]])
+    queries, mask = q.swapaxes(1, 2), mx.arange(slots)[None] < ends
+    found = attend_table(queries, k, v, mask, first, size**-0.5)
+    expected = attend_gathered(queries, k, v, mask, first, size**-0.5).astype(mx.float32)
+    distance: Any = mx.linalg.norm(found.astype(mx.float32) - expected)
     assert distance.item() < 0.01 * float(mx.linalg.norm(expected))
+    own, seat = queries[:, :, 4:], slice(3 * slots, None)
+    alone = attend(own, k[None, :, seat], v[None, :, seat], size**-0.5, mask[4:])
+    assert alone is not None
+    assert mx.array_equal(alone, found[:, :, 4:])
 
 
 def test_a_table_of_another_kind_is_refused() -> None:

@@ -4,6 +4,7 @@ import itertools
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +145,15 @@ def test_no_half_a_kernel_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not list(folder.iterdir())
 
 
+@pytest.fixture
+def _no_kernels() -> Iterator[None]:
+    """Kernels are built anew, and those of the test serve nobody else."""
+    kernel.build.cache_clear()
+    yield
+    kernel.build.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_kernels")
 def test_all_kernels_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,11 +164,9 @@ def test_all_kernels_compile(
     monkeypatch.setattr(mx, "device_info", lambda: {major: 9, minor: 0})
     shapes: Any = SimpleNamespace(cuda_kernel=lambda **_: _zeros)
     monkeypatch.setattr(mx, "fast", shapes)
-    kernel.build.cache_clear()
     disk_cache._warn.cache_clear()
     for dtype in (mx.float16, mx.bfloat16):
         launch_all(dtype)
-    kernel.build.cache_clear()
     assert caplog.records == []
     kinds = {file.name.split("_")[2] for file in tmp_path.glob("*.ptx")}
     assert kinds == {
@@ -190,7 +198,7 @@ def launch_all(dtype: mx.Dtype) -> None:
         for slots in (2 * attention._PART, 256):
             keys, mask = mx.zeros((1, 2, slots, size), dtype), mx.ones((3, slots), mx.bool_)
             attention._attend_alone(queries, keys, keys, 1, mask)
-        attention.attend_table(queries, keys[0], keys[0], mask, mx.zeros(3, mx.int32), 0.5)
+            attention.attend_table(queries, keys[0], keys[0], mask, mx.zeros(3, mx.int32), 0.5)
     for norm in (None, rotate.HeadNorm(mx.ones((2, 64), dtype), 1e-5)):
         layer = rotate.Heads(4, 2, 64, 64, mx.zeros(32), norm)
         x, into = mx.zeros((1, 3, 8 * 64), dtype), mx.zeros((1, 2, 256, 64), dtype)
@@ -212,6 +220,7 @@ def launch_all(dtype: mx.Dtype) -> None:
 
 _USE = """
 import sys
+from collections.abc import Iterator
 import mlx.core as mx
 from services.mlx.cuda.product import multiply
 rows, weight = mx.ones((1, 2, 64), mx.float16), mx.ones((64, 64), mx.float16)
