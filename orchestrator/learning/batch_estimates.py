@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from orchestrator.learning.averages import DiscountedRatio, smooth
 from orchestrator.learning.snapshot import Trial
 from orchestrator.learning.speculation_switch import SpeculationSwitch
-from protocol.messages import Mode
+from protocol.messages import Mode, Origin
 
 _KEYS = {f"{mode} {size}" for mode in ("sd", "ssd") for size in range(1, 17)}
 _TRIAL = 6
@@ -23,6 +23,9 @@ _MOST_MISSED = 2.5
 _ASSUMED, _FADE, _FORGET = 4.0, 0.97, 0.999
 """Passes in which nothing was missed that are assumed, and what is kept of what was seen: by each
 further pass, and by each in which nobody can miss anything."""
+_ASSUMED_LOOKUPS, _STALL = 2.0, 2.5
+"""Passes with a lookup that are assumed to take no longer than others; and how many times as long
+one may have taken: what takes longer compiled something."""
 
 
 class PassStats(Protocol):
@@ -64,7 +67,7 @@ class BatchEstimates:
         self.streams = 1
         """How many there are now."""
         self._other_tokens = 0.0
-        self._missed = DiscountedRatio()
+        self._missed, self._longer = DiscountedRatio(), DiscountedRatio()
         self._switches: dict[str, SpeculationSwitch] = {}
         """By mode and size class, as in the snapshot."""
 
@@ -78,17 +81,34 @@ class BatchEstimates:
         """Tokens of other requests that a pass usually has; 0 for a request that is alone."""
         return round(self._other_tokens) if self.streams > 1 else 0
 
-    def observe(self, part: PassStats) -> None:
-        """One request's part in a pass."""
+    def observe(self, part: PassStats, free_ms: float) -> None:
+        """One request's part in a pass.
+
+        Args:
+            part: of the request.
+            free_ms: what a pass takes in which all requests run free.
+        """
         if self.streams > 1:
             self._other_tokens = smooth(self._other_tokens, part.rows - part.tokens)
             self._observe_lateness(part)
+            if part.origin == "lookup" and not part.speculating and part.sequences > 1:
+                longer_ms = min(part.verify_ms, _STALL * free_ms) - free_ms
+                self._longer.observe(max(0.0, longer_ms), fade=_FADE)
 
     def _observe_lateness(self, part: PassStats) -> None:
         if part.late_ms is None:
-            self._missed = self._missed.scale(_FORGET)
+            # Who runs free learns nothing of what it costs not to.
+            self._missed, self._longer = self._missed.scale(_FORGET), self._longer.scale(_FORGET)
         elif part.verify_ms and (missed := part.late_ms / part.verify_ms) <= _MOST_MISSED:
             self._missed.observe(missed, fade=_FADE)
+
+    @property
+    def longer_ms(self) -> float:
+        """How much longer a pass with a lookup takes than one in which all requests run free.
+
+        It has more rows, and on a GPU it does not begin before it is asked for.
+        """
+        return self._longer.with_prior(0.0, _ASSUMED_LOOKUPS)
 
     @property
     def missed_passes(self) -> float:

@@ -188,7 +188,7 @@ class CostModel:
         latency.observe(seen.rows, seen.verify_ms)
         if seen.mode in self.tree_trials:
             self.tree_trials[seen.mode].note_round(seen)
-        self.batch.observe(seen)
+        self.batch.observe(seen, free_ms=self.plain_latency.of(self.batch.streams))
         self.handover.observe(seen)
         choices = seen.choices
         self._observe_acceptance(seen, choices)

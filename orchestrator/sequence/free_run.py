@@ -10,7 +10,7 @@ announced already and used like any other.
 from orchestrator.sequence.actions import Action, ToVerifier
 from orchestrator.sequence.limits import RoundLimits
 from orchestrator.sequence.lookup import LookupDrafts
-from orchestrator.sequence.lookup_value import value_of_stopping
+from orchestrator.sequence.lookup_value import may_stop, value_of_stopping
 from orchestrator.sequence.planner import Planner
 from orchestrator.sequence.round import Round
 from protocol.messages import Extend, Revoke, Tokens, VerificationOutcome, Verify
@@ -91,8 +91,9 @@ class FreeRun:
 
     def _finds_lookup(self, current: Round, tokens: Tokens) -> bool:
         """Whether one is worth the stop; not while plain decoding is to be measured."""
-        if not (self._planner.should_speculate or self._planner.is_paused):
+        planner = self._planner
+        if not (planner.should_speculate or planner.is_paused) or not may_stop(planner):
             return False
         found = current.unverified_lookup = self._lookups.find(tokens)
         possible = found.pick(self._limits.choose(found, len(tokens), "lookup"))
-        return value_of_stopping(self._planner, possible) > 0.0
+        return value_of_stopping(planner, possible) > 0.0

@@ -18,12 +18,14 @@ def choose_lookup(planner: Planner, found: Draft, *, alone: bool = False) -> lis
     rows, chances = planner.rank(found, "lookup")
     chain = count_chain(rows, found.parents)
     known = planner.estimates
-    if alone and not known.batch.other_tokens:
-        values = _value_alone(known, chances)
-    else:
-        cost = _cost_of_asking(known, missed=1) if alone else 0.0
-        plain, *more = planner.value_nodes(chances, chain)
+    if not alone:
+        values = planner.value_nodes(chances, chain)
+    elif known.batch.other_tokens:
+        cost = _cost_of_asking(known, missed=1)
+        plain, *more = _value_in_company(planner, chances, chain)
         values = [plain, *(value - cost for value in more)]
+    else:
+        values = _value_alone(known, chances)
     count = find_best(values, chain)
     by_hand = count and not planner.is_chain_only and planner.tree_nodes
     return rows[: by_hand or count]
@@ -40,7 +42,7 @@ def value_of_stopping(planner: Planner, found: Draft) -> float:
         return 0.0
     known, right, chances = planner.estimates, rates[0], list(accumulate(rates[1:], mul))
     if known.batch.other_tokens:
-        behind, cost = planner.value_nodes(chances), _cost_of_asking(known, missed=2)
+        behind, cost = _value_in_company(planner, chances), _cost_of_asking(known, missed=2)
     else:
         wait_ms = known.idle_ms["lookup"].value
         start_ms = max(wait_ms, known.run_start_ms.value)
@@ -49,13 +51,39 @@ def value_of_stopping(planner: Planner, found: Draft) -> float:
     return right * (max(behind) - behind[0]) - cost
 
 
+def may_stop(planner: Planner) -> bool:
+    """Whether there could be a lookup that is worth the end of a free run."""
+    known = planner.estimates
+    in_company = known.batch.other_tokens > 0
+    return not in_company or _cost_of_asking(known, missed=2) < planner.depth - 1
+
+
+def _value_in_company(
+    planner: Planner, chances: Sequence[float], chain: int | None = None
+) -> list[float]:
+    """As `Planner.value_nodes`, but for what `_cost_of_asking` has of the time of a longer pass."""
+    known = planner.estimates
+    plain, *more = planner.value_nodes(chances, chain)
+    first, speed = known.batch.other_tokens + 1, _find_speed(known)
+    usual_ms = known.plain_latency.of(first)
+    added_ms = [known.plain_latency.of(first + 1 + at) - usual_ms for at in range(len(more))]
+    paid_ms = [max(0.0, min(added, known.batch.longer_ms)) for added in added_ms]
+    return [plain, *(value + speed * paid for value, paid in zip(more, paid_ms, strict=True))]
+
+
 def _cost_of_asking(known: CostModel, *, missed: int) -> float:
     """What it costs requests that run free together if one of them has a lookup verified.
 
-    The target waits for it, and they go on without it: when it leaves, and when it comes back.
+    The target waits for it, its pass takes longer, and they go on without it: when it leaves,
+    and when it comes back.
     """
-    speed = known.batch.streams / known.plain_latency.of(known.batch.streams)
-    return speed * known.idle_ms["lookup"].value + missed * known.batch.missed_passes
+    waits_ms = known.idle_ms["lookup"].value + known.batch.longer_ms
+    return _find_speed(known) * waits_ms + missed * known.batch.missed_passes
+
+
+def _find_speed(known: CostModel) -> float:
+    """Tokens per millisecond of all requests while they run free."""
+    return known.batch.streams / known.plain_latency.of(known.batch.streams)
 
 
 def _value_alone(known: CostModel, chances: Sequence[float]) -> list[float]:

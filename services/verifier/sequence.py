@@ -25,9 +25,11 @@ Step = PipelinedStep | SharedStep
 
 _UNKNOWN_S = 0.002
 """Assumed time between an outcome and the next verification: a chain that was prepared."""
-_LEAST_S = 0.002
+_LEAST_S, _MOST_S = 0.002, 0.02
+"""What is added to that time, and the most that it is taken for: so that one long absence, for a
+prompt or a draft that was waited for, is soon forgotten."""
 _SMOOTHING = 0.3
-_FORGIVING = 0.9
+_FORGIVING = 0.75
 
 
 @dataclass
@@ -206,11 +208,13 @@ class TargetSequence:
         if not self.answered_at:
             return
         if busy_since <= self.answered_at:
-            self.gap_s += _SMOOTHING * (now - self.answered_at - self.gap_s)
+            gap_s = min(_MOST_S, now - self.answered_at)
+            self.gap_s += _SMOOTHING * (gap_s - self.gap_s)
         else:
             # It came during a pass, at an unknown time. A wait that failed counts double; a
             # sequence that is no longer waited for gets another chance in time.
-            self.gap_s = max(_FORGIVING * self.gap_s, 2.0 * (busy_since - self.answered_at))
+            missed_s = min(_MOST_S, 2.0 * (busy_since - self.answered_at))
+            self.gap_s = max(_FORGIVING * self.gap_s, missed_s)
 
     def wait_until(self, longest_s: float) -> float:
         """Until when it pays to wait for its next verification; 0 if it does not."""

@@ -51,7 +51,7 @@ MAX_DRAFT_TOKENS = 64
 
 _PROGRESS_S = 0.5
 """How often a long prompt is reported on."""
-_LONGEST_WAIT = 0.15
+_LONGEST_WAIT = 0.3
 """Longest wait for the others of the last pass, as a share of its time. Two passes in the
 place of one cost far more."""
 

@@ -225,7 +225,7 @@ class MlxBackend:
     ) -> Generator[DraftedToken | None]:
         """One continuation on the trunk, one token per forward."""
         known = self._sequences[sequence]
-        if self.ahead is not None and count and self._goes_alone(known):
+        if self.ahead is not None and count and self._goes_ahead(known):
             wanted = [*known.tokens[: known.committed], pending]
             keep = self._keep(known, wanted, known.committed, len(wanted), 1)
             known.cut(min(keep, known.committed))
@@ -257,8 +257,6 @@ class MlxBackend:
         known.tree = Tree(known.committed, [])
         tip = Tip(pending, -1, known.committed - 1, 0, is_best=True, score=0.0)
         yield from self._grow(known, [Outcome(0, pending)], [tip], count, options)
-
-    # ------------------------------------------------------------ the trunk
 
     def _feed(
         self, known: Trunk, base: int, tokens: Tokens, rows: int, width: int = 1
@@ -335,7 +333,7 @@ class MlxBackend:
 
         asked = self._batcher.submit(tokens, known.store, begin, self._inputs(known))
         try:
-            if len(self._sequences) > 1:
+            if not self._is_apart:
                 yield
             return self._batcher.result(asked)[0]
         finally:
@@ -344,8 +342,6 @@ class MlxBackend:
     def _inputs(self, known: Trunk) -> Callable[[], mx.array] | None:  # noqa: ARG002
         """What the model takes beside tokens: see `BatchRequest`."""
         return None
-
-    # ------------------------------------------------------------ the tree
 
     def _grow(
         self,
@@ -359,7 +355,7 @@ class MlxBackend:
         if uses_rejection(known.sampling):
             options = options._replace(siblings=0)  # what is drawn has none
         grown = options.grown_siblings if options.siblings else 0
-        if self.ahead is not None and not grown and self._goes_alone(known):
+        if self.ahead is not None and not grown and self._goes_ahead(known):
             yield from self.ahead.grow(known, roots, tips, depth, options)
             return
         width = known.width(1 + options.siblings)
@@ -375,10 +371,15 @@ class MlxBackend:
             layer, tips = grow_layer(roots, tips, candidates, first, options)
             yield layer
 
-    def _goes_alone(self, known: Trunk) -> bool:
+    def _goes_ahead(self, known: Trunk) -> bool:
         """Whether no pass is shared, and each token is the likeliest of the model's own."""
         drawn = known.processor is not None or uses_rejection(known.sampling)
-        return len(self._sequences) == 1 and not drawn and self._inputs(known) is None
+        return self._is_apart and not drawn and self._inputs(known) is None
+
+    @property
+    def _is_apart(self) -> bool:
+        count = len(self._sequences)
+        return count < 2 or (self.ahead is not None and self.ahead.keeps_apart(count))
 
     def _feed_buds(self, known: Trunk, buds: list[Bud], width: int) -> Generator[None, None, Top]:
         """Feed these to the tree; returns the candidates after each."""

@@ -35,6 +35,10 @@ from services.sampling.candidates import check_shares
 from services.sampling.device import guess
 from services.sampling.rules import write_rules
 
+_MOST_APART = 4
+"""Sequences that share no passes where passes are replayed: a depth of one of them is there in a
+third of the time that a shared one takes, which has to be built (docs/lab/concurrency.md)."""
+
 
 class _Begun(NamedTuple):
     """A pass under way, and what is chosen after it."""
@@ -48,7 +52,7 @@ class _Begun(NamedTuple):
 
 
 class DepthsAhead:
-    """Grows branches, and drafts on the trunk, of a sequence that is drafted for alone.
+    """Grows branches, and drafts on the trunk, of sequences that share no pass.
 
     Args:
         model: of the drafter.
@@ -65,6 +69,11 @@ class DepthsAhead:
         self._ids = mx.array(ids.astype(np.int32))
         self.traced: TracedPasses | None = None
         """Of the shapes that are replayed."""
+
+    def keeps_apart(self, sequences: int) -> bool:
+        """Whether the passes of so many sequences are replayed one by one instead of shared."""
+        replays = self.traced is not None and self.traced.has_shapes
+        return replays and sequences <= _MOST_APART
 
     def trace(self, store: KVStore) -> TracedPasses:
         """Try which passes are faster when replayed; `store` is an empty one."""

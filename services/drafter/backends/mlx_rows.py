@@ -188,6 +188,11 @@ class TracedPasses:
         self._traces_later = serves_any_length(model)
         """Whether rows behind longer texts are traced when they come."""
 
+    @property
+    def has_shapes(self) -> bool:
+        """Whether any are replayed here."""
+        return bool(self._shapes)
+
     def open(
         self, store: KVStore, frame: Frame, depth: int, *, is_trunk: bool = False
     ) -> TracedRows | None:

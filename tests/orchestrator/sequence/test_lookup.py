@@ -318,7 +318,8 @@ def test_what_was_missed_once_is_forgotten() -> None:
     assert value_of_stopping(plan, found) < 0.0
     told = {"sequences": 4, "all_tokens": 4, "verify_ms": 20.0, "idle_ms": 0.0}
     for _ in range(3000):
-        plan.estimates.batch.observe(observed(since_last_ms=20.0, continues_run=True, **told))
+        seen = observed(since_last_ms=20.0, continues_run=True, **told)
+        plan.estimates.batch.observe(seen, 20.0)
     assert value_of_stopping(plan, found) > 0.0
 
 
