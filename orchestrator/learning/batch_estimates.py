@@ -52,6 +52,16 @@ class PassStats(Protocol):
         ...
 
     @property
+    def origin(self) -> Origin:
+        """Where its chain came from."""
+        ...
+
+    @property
+    def speculating(self) -> bool:
+        """Whether a drafter worked for it, or beside it."""
+        ...
+
+    @property
     def late_ms(self) -> float | None:
         """How long it was not taken along by passes; None where it cannot be late."""
         ...

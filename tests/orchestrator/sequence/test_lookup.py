@@ -10,7 +10,7 @@ from launch.terminal.explain import explanation
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.sequence.actions import ToVerifier
 from orchestrator.sequence.limits import Limits
-from orchestrator.sequence.lookup_value import choose_lookup, value_of_stopping
+from orchestrator.sequence.lookup_value import choose_lookup, may_stop, value_of_stopping
 from orchestrator.sequence.phase import Phase
 from orchestrator.sequence.planner import Planner
 from protocol.decoding.logits_processor import BannedTokens
@@ -333,3 +333,45 @@ def test_others_go_on_without_who_leaves_its_run(
     """Each pass of theirs that a lookup costs is a token; who is not asked for cannot be late."""
     plan = in_company(4, waiting_ms=0.0, late_ms=missed_ms, continues=continues)
     assert (value_of_stopping(plan, chain_of([0.9, 0.8, 0.7])) > 0.0) is pays
+
+
+@pytest.mark.parametrize(("lookup_ms", "pays"), [(20.0, True), (45.0, False)])
+def test_a_pass_that_takes_longer_is_everybodys(lookup_ms: float, *, pays: bool) -> None:
+    """One that was asked for does not begin beforehand, whatever its rows are known to cost."""
+    plan = in_company(4, waiting_ms=0.0)
+    told = {"sequences": 4, "verify_ms": lookup_ms, "idle_ms": 0.0}
+    for rows in range(6, 16):
+        seen = observed(origin="lookup", speculating=False, all_tokens=rows, **told)
+        plan.estimates.batch.observe(seen, 20.0)
+    found = chain_of([0.9, 0.8, 0.7])
+    assert (value_of_stopping(plan, found) > 0.0) is pays
+    assert bool(choose_lookup(plan, found, alone=True)) is pays
+    assert may_stop(plan)  # a better one could be worth it
+    seen = observed(continues_run=True, since_last_ms=20.0, **told)
+    for _ in range(3000):
+        plan.estimates.batch.observe(seen, 20.0)
+    assert value_of_stopping(plan, found) > 0.0  # it is forgotten where nobody tries it
+
+
+def test_the_time_of_more_rows_is_counted_once() -> None:
+    """Whether it is known of the rows or of passes with a lookup."""
+    values = []
+    for rows_ms, lookup_ms in ((0.0, 26.0), (6.0, 26.0)):
+        plan = in_company(4, waiting_ms=0.0)
+        for rows in range(5, 16):
+            for _ in range(20):
+                plan.estimates.plain_latency.observe(rows, 20.0 + rows_ms)
+        seen = observed(origin="lookup", speculating=False, sequences=4, verify_ms=lookup_ms)
+        for _ in range(200):
+            plan.estimates.batch.observe(seen, 20.0)
+        values.append(value_of_stopping(plan, chain_of([0.9, 0.8, 0.7])))
+    assert values[0] == pytest.approx(values[1], abs=0.2)
+
+
+def test_nothing_is_looked_up_where_no_lookup_can_pay() -> None:
+    """The search takes the orchestrator's time, of which every token of 32 requests has some."""
+    plan = in_company(32, waiting_ms=6.0)
+    assert not may_stop(plan)
+    assert value_of_stopping(plan, chain_of([0.99] * plan.depth)) < 0.0
+    assert may_stop(in_company(2, waiting_ms=6.0))
+    assert may_stop(in_company(1, waiting_ms=60.0))
