@@ -1,7 +1,9 @@
 """Depths that are replayed from traces: the drafts of the model's own passes, or not used."""
 
 import logging
+from collections.abc import Sequence
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.sequence.limits import Limits
-from protocol.messages import Sampling
+from protocol.messages import Sampling, Tokens
 from services.drafter.backends import mlx_rows
 from services.drafter.backends.base import RoundOptions
 from services.drafter.backends.mlx import MlxBackend
@@ -115,6 +117,34 @@ def test_branches_behind_trees(
         tree = test_mlx_trees.next_tree(grown, place % len(grown.outcomes), 9)
     assert set(replayed) == {8, 32}
     setup.backend.close(line.number)
+
+
+def draft_in_turns(backend: MlxBackend, numbers: Sequence[int]) -> list[list[Tokens]]:
+    """The tokens of each depth behind these prompts, a depth of one after one of another."""
+    for number in numbers:
+        list(backend.open(number, [7 * number + at for at in range(9)], SAMPLINGS["sampled"]))
+    work = [backend.prepare(number, [120 + number, 7], [3, 2], 3) for number in numbers]
+    layers: list[list[Tokens]] = [[] for _ in numbers]
+    for found in zip_longest(*work):
+        for own, layer in zip(layers, found, strict=True):
+            own += [layer.tokens] if layer is not None else []
+    for number in numbers:
+        backend.close(number)
+    return layers
+
+
+@pytest.mark.parametrize(("sequences", "is_apart"), [(2, True), (4, True), (5, False)])
+def test_few_sequences_are_replayed_one_by_one(
+    sequences: int, replayed: list[int], *, is_apart: bool
+) -> None:
+    """They draft what each of them would draft alone; more than a few share their passes."""
+    together = draft_in_turns(setup_of("llama").backend, range(sequences))
+    # The chain, three depths, and the last tokens.
+    assert replayed.count(8) == (5 * sequences if is_apart else 0)
+    fresh = as_on_a_gpu(tiny_folder("llama"))
+    for number, layers in enumerate(together):
+        assert len(layers) == 3
+        assert layers == draft_in_turns(fresh, [number])[0]
 
 
 @pytest.mark.parametrize(("length", "used"), [(100, 5), (220, 5), (225, 4), (240, 0)])
