@@ -127,7 +127,8 @@ def draft_in_turns(backend: MlxBackend, numbers: Sequence[int]) -> list[list[Tok
     layers: list[list[Tokens]] = [[] for _ in numbers]
     for found in zip_longest(*work):
         for own, layer in zip(layers, found, strict=True):
-            own += [layer.tokens] if layer is not None else []
+            if layer is not None:
+                own.append(layer.tokens)
     for number in numbers:
         backend.close(number)
     return layers
