@@ -29,6 +29,8 @@ _AHEAD = 6
 as in an answer. Waited for each time, what costs the host less looks faster than it is."""
 _EVEN = 1.03
 """Share of MLX's time that single rows may take, which have the bits of several then."""
+_MOST_SLOWER = 2
+"""Numbers of rows, one after the other, for which it is not faster: then more are not tried."""
 _TOLERANCE = 0.01
 """Relative; half precision rounds the result to steps of .001 (float16) or .008 (bfloat16)."""
 
@@ -145,7 +147,7 @@ def _find_layers(model: nn.Module) -> Iterator[Any]:
 
 def _try_rows(layers: list[Any]) -> KernelProbe:
     """For which numbers of rows the kernel is right, and faster for all of these together."""
-    least, most, furthest, reason = 0, 0, 0.0, ""
+    furthest, reason, slower = 0.0, "", 0
     own_ms, mlx_ms = dict[int, float](), dict[int, float]()
     for rows in _ROWS:
         inputs = [_normal((1, rows, layer.weight.shape[1]), layer.weight.dtype) for layer in layers]
@@ -161,20 +163,36 @@ def _try_rows(layers: list[Any]) -> KernelProbe:
             break
         ways = [partial(_repeat, way, inputs) for way in (ours, by_mlx)]
         own_ms[rows], mlx_ms[rows] = (1e3 * s / _AHEAD for s in time_in_turn(ways))
-        even = rows == 1 and own_ms[rows] <= _EVEN * mlx_ms[rows]
-        if even or pays(own_ms[rows], mlx_ms[rows]):
-            least, most = least or rows, rows
-        elif rows > 1:
-            reason = "more are faster by MLX" if most else "it is not faster than MLX's"
+        slower = 0 if pays(own_ms[rows], mlx_ms[rows]) else slower + 1
+        if slower == _MOST_SLOWER:
             break
-    if most == 1 and not pays(own_ms[1], mlx_ms[1]):
-        least = most = 0  # there are no several rows whose bits it could have
-    if reason and "faster" not in reason:
+    if reason:
         _log.warning("our kernel for products: %s", reason)
+    least, most = _choose_range(own_ms, mlx_ms)
+    if not reason and most < _ROWS[-1]:
+        reason = "more are faster by MLX" if most else "it is not faster than MLX's"
     return KernelProbe(
         kernel="product", shape="", least_rows=least, most_rows=most, reason=reason,
         distance=furthest, own_ms=own_ms, mlx_ms=mlx_ms,
     )  # fmt: skip
+
+
+def _choose_range(own_ms: dict[int, float], mlx_ms: dict[int, float]) -> tuple[int, int]:
+    """The fewest rows and the most for which the kernel is used, of those that were timed.
+
+    As many as gain most together: one that was timed in a bad moment, or loses a little, does not
+    keep the others from it. 0, 0 if nothing is gained.
+    """
+    least, most, gained, best = 0, 0, 0.0, 0.0
+    for rows, ours in own_ms.items():
+        is_even = rows == 1 and ours <= _EVEN * mlx_ms[rows]
+        if not (least or is_even or pays(ours, mlx_ms[rows])):
+            continue
+        least = least or rows
+        gained += 1.0 - ours / mlx_ms[rows]
+        if gained > best:
+            most, best = rows, gained
+    return (least, most) if any(pays(own_ms[rows], mlx_ms[rows]) for rows in own_ms) else (0, 0)
 
 
 Products = Callable[[list[mx.array]], list[mx.array]]

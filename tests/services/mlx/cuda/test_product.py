@@ -124,12 +124,16 @@ def model_of(family: str = "llama") -> Any:
     ("shares", "least", "most"),
     [
         ({}, 1, 64),
-        ({16: 1.1}, 1, 8),
+        ({16: 1.1, 32: 1.1}, 1, 8),
+        ({16: 1.1}, 1, 64),  # timed in a bad moment, or worth it for the others
+        ({16: 1.1, 64: 1.1}, 1, 32),
+        ({16: 2.0, 32: 0.9}, 1, 8),
         ({1: 1.1, 2: 0.99}, 0, 0),
         ({1: 1.02}, 1, 64),
         ({1: 1.02, 2: 0.99}, 0, 0),
-        ({1: 0.9, 2: 0.99}, 1, 1),
-        ({1: 1.1, 32: 0.98, 64: 0.2}, 2, 16),
+        ({1: 0.9, 2: 0.99, 4: 1.1}, 1, 2),
+        ({1: 0.9, 2: 1.1, 4: 1.1}, 1, 1),
+        ({1: 1.1, 32: 0.98, 64: 0.2}, 2, 64),
     ],
 )
 def test_it_serves_as_many_rows_as_it_is_faster_for(
@@ -141,7 +145,13 @@ def test_it_serves_as_many_rows_as_it_is_faster_for(
     assert found is not None
     assert (found.most_rows, found.least_rows) == (most, least)
     assert ("faster" in found.reason) is (most < 64)
-    assert list(found.own_ms) == [rows for rows in choice._ROWS if rows <= max(2 * most, 2)]
+
+
+def test_more_rows_are_not_tried_behind_two_that_lose(on_cuda: OnCuda) -> None:
+    on_cuda({4: 1.1, 16: 0.98, 32: 1.2})
+    found = use_products(model_of())
+    assert found is not None
+    assert list(found.own_ms) == [1, 2, 4, 8, 16, 32]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +179,7 @@ def test_few_rows_of_a_trace_go_through_it(on_cuda: OnCuda, family: str) -> None
         layer = module.model.layers[0].self_attn.o_proj
         layer.bias = mx.random.normal((layer.weight.shape[0],), key=mx.random.key(1))
     fuse_linears(module)
-    products = on_cuda({16: 1.1})
+    products = on_cuda({16: 1.1, 32: 1.1})
     tokens = mx.array([[5, 6, 7]])
     expected = np.array(module(tokens))
     assert use_products(module) is not None
@@ -238,7 +248,7 @@ def test_products_are_timed_behind_one_another(monkeypatch: pytest.MonkeyPatch) 
 
 def test_doctor_is_told(on_cuda: OnCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many products there are, joint ones as one, and what was measured of them."""
-    on_cuda({16: 1.1})
+    on_cuda({16: 1.1, 32: 1.1})
     monkeypatch.setattr(kernel_report, "compute_unit", lambda: "cuda")
     probes = kernel_report.measure(KernelReportSettings(model=str(tiny_folder("llama")))).probes
     [probe] = [one for one in probes if one.kernel == "product"]
