@@ -66,6 +66,8 @@ class Executor:
         self._timeouts = timeouts
         self._journal = journal
         self._on_end = on_end
+        self._behind: list[tuple[Request, float]] = []
+        """Requests of which a verification has ended, and when: their books are to be done."""
 
     def run(
         self,
@@ -75,6 +77,16 @@ class Executor:
         **kwargs: P.kwargs,
     ) -> None:
         """Let a request answer an event."""
+        self.catch_up()
+        self._run(request, event, *args, **kwargs)
+
+    def _run(
+        self,
+        request: Request,
+        event: Callable[P, list[Action]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
         before = self._journal.enter(request.digest, len(request.sequence.tokens))
         try:
             for action in event(*args, **kwargs):
@@ -86,10 +98,21 @@ class Executor:
             self._journal.leave(before)
 
     def commit(self, request: Request, outcome: VerificationOutcome, now: float) -> None:
-        """A verification ended: the next one leaves first, then come the books and the text."""
-        self.run(request, self._decide, request, outcome, now)
-        if not request.is_over:
-            self.run(request, request.sequence.record, now)
+        """A verification ended: the next one leaves first; `catch_up` does the books and the text.
+
+        Outcomes of a shared pass come together, and the target waits for all that follows them.
+        """
+        if any(one is request for one, _ in self._behind):
+            self.catch_up()
+        self._run(request, self._decide, request, outcome, now)
+        self._behind.append((request, now))
+
+    def catch_up(self) -> None:
+        """Do what could wait until the next verifications had left."""
+        behind, self._behind = self._behind, []
+        for request, now in behind:
+            if not request.is_over:
+                self._run(request, request.sequence.record, now)
 
     def _decide(self, request: Request, outcome: VerificationOutcome, now: float) -> list[Action]:
         sequence = request.sequence

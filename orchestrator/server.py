@@ -132,6 +132,7 @@ class Orchestrator:
                 if (received := self._services.receive()) is None:
                     break
                 self._on_service_message(*received)
+            self._executor.catch_up()
             for _ in range(_MOST_MESSAGES):
                 if (request := self._clients.receive()) is None:
                     break

@@ -43,6 +43,9 @@ _UNKNOWN, _STEPPED, _WALKED = 24, 2, 1
 """Arrays as large as a layer's state that are alive for each token of a pass, at most: in a
 recurrence of an unknown kind (Jamba's takes 19), in a gated delta net without a kernel, and in
 Mamba-2."""
+_UNKNOWN_HELD = 40
+"""The same for the unknown kind where they are alive until all layers are computed, as large as the
+states of all layers: Jamba's took 30 to 38 on an H200 (2026-11-26)."""
 
 
 class RecordingConv1d(nn.Conv1d):  # type: ignore[misc]
@@ -257,7 +260,8 @@ def size_pass(states: Sequence[int], plan: ReplayPlan | None, windows: int = 0) 
     if not any(states):
         return PassSize(windows=windows)
     if plan is None:
-        return PassSize(sum(states), _UNKNOWN * max(states), 0, windows)
+        held = _UNKNOWN_HELD * sum(states)
+        return PassSize(sum(states), _UNKNOWN * max(states), 0, windows, held)
     # A kernel for all rows, which keeps no states between them, has its own in registers.
     alive = {0: 0, _ANY: _WALKED}.get(plan.most_kept, _STEPPED)
     return PassSize(sum(states), alive * max(states), plan.most_kept, windows)

@@ -26,6 +26,9 @@ class PassSize(NamedTuple):
     """Rows of the longest chain of which the states between the rows are held, too."""
     windows: int = 0
     """Bytes that windows take later on, and not yet with their first token."""
+    held_per_row: int = 0
+    """Bytes for each token where nothing is freed before all layers are computed, as on CUDA; 0: no
+    more than `per_row`."""
 
 
 class SequenceState(Protocol):

@@ -40,7 +40,7 @@ _TILE = 16
 """Queries of a block."""
 _PART = 512
 """Keys of a block behind a text of some length, at the text's beginning (`begin_part`)."""
-_EVEN, _MANY_HEADS = 16, 8
+_EVEN, _MANY_HEADS = 8, 8
 """So many parts are of that length; four times as many where there are fewer heads of keys, whose
 blocks would leave most of the GPU idle if they were long (docs/lab/cuda-forward.md)."""
 _MERGE_WARPS = 4

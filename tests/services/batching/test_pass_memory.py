@@ -17,6 +17,7 @@ from services.drafter.backends.mlx import MlxBackend
 from services.kv import budget
 from services.kv.budget import KVSize, count_kv_tokens, measure_kv
 from services.kv.prefix_cache import PrefixCache
+from services.kv.replay import size_pass
 from services.kv.slots import round_to_bucket
 from services.mlx.fused_linear import fuse_linears
 from services.mlx.loader import LoadedModel, load
@@ -105,6 +106,20 @@ def test_a_pass_takes_no_more_for_its_states_than_is_reckoned(
     free.bytes = pass_memory._RESERVE + taken
     with pytest.raises(OutOfMemory, match=LIMIT):
         memory.check([(before, rows)])
+
+
+@pytest.mark.parametrize(("rows", "taken"), [(64, 537.4), (96, 775.9), (160, 1604.4)])
+def test_states_of_all_layers_are_reckoned_on_cuda(
+    tmp_path: Path, rows: int, taken: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a recurrence that nothing is known of: MB that a pass of jamba's took on an H200."""
+    target, _, state = prepared(tmp_path, "jamba")
+    kv = measure_kv(target.verify, target.states.make)
+    size = size_pass([kv.passes.states // 2] * 2, None)
+    monkeypatch.setattr(pass_memory, "compute_unit", lambda: "cuda")
+    memory = PassMemory(target.verify, kv._replace(passes=size), lambda: False, logits=False)
+    reckoned = memory._count_bytes([(state, rows)]) - pass_memory._RESERVE
+    assert taken * 1e6 < reckoned < 2.5 * taken * 1e6
 
 
 def test_windows_hold_no_more_than_is_reckoned(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_parts_end_with_the_keys(kv_heads: int) -> None:
     """As they are counted: none is left over, none begins behind them."""
 
     def begin(part: int) -> int:  # `begin_part`
-        even = 16 if kv_heads >= 8 else 64
+        even = 8 if kv_heads >= 8 else 32
         return 512 * (part + min(max(part - even, 0), even // 2) + 3 * max(part - even * 3 // 2, 0))
 
     for slots in range(1, MOST_SLOTS + 1, 97):
