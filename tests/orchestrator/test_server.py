@@ -558,6 +558,46 @@ def test_messages_of_one_turn_have_their_own_times(house: House) -> None:
     assert request.sequence.recorder.decode_s > 0.0
 
 
+def outcome_of(asked: Verify) -> VerificationOutcome:
+    """One token, which nobody drafted."""
+    return VerificationOutcome(
+        sequence=asked.sequence,
+        round=asked.round,
+        accepted=0,
+        bonus=5,
+        verify_ms=5.0,
+        idle_ms=0.1,
+    )
+
+
+def test_the_next_verifications_leave_before_the_books_of_a_shared_pass() -> None:
+    """The target waits for all of them, the clients for none."""
+    house = House(concurrency=2)
+    house.service(b"v", VERIFIER)
+    for number in (1, 2):
+        house.client(ask(number, max_tokens=9, mode="ar"))
+    asked = house.told(b"v", Verify)
+    sent: list[tuple[bytes, Message]] = []
+    house.services.sent = house.clients.sent = sent
+    house.services.inbox += [(b"v", outcome_of(one)) for one in asked]
+    house.settle()
+    assert [type(message) for _, message in sent] == [Verify, Verify, Text, Text]
+    assert all(request.sequence.recorder.emitted == 1 for request in house.running)
+
+
+def test_books_are_done_before_anything_else_happens_to_a_request(house: House) -> None:
+    """What was verified is the client's, though the request ends with the next message."""
+    house.client(ask(max_tokens=9))
+    [asked] = house.told(b"v", Verify)
+    failed = Failed(sequence=asked.sequence, error="no memory")
+    house.services.inbox += [(b"v", outcome_of(asked)), (b"v", failed)]
+    house.settle()
+    assert [text.tokens for text in house.told(b"c", Text)] == [[5]]
+    (finished,) = house.told(b"c", Finished)
+    assert (finished.reason, finished.statistics.rounds) == ("error", 1)
+    assert house.running == []
+
+
 def test_only_a_verifier_says_what_was_verified(house: House) -> None:
     """An outcome that comes from the drafter is nothing."""
     house.client(ask(max_tokens=1))
