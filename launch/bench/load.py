@@ -13,7 +13,7 @@ from rich.table import Table
 
 from launch.workers.reference import ReferenceWorker
 from protocol.client.client import Client
-from protocol.errors import RuntimeFailure, SsdError
+from protocol.errors import RuntimeFailure
 from protocol.jobs.reference import BatchDecodeRequest
 from protocol.messages import Finished, Generate, Statistics, Text, Tokens
 
@@ -64,7 +64,7 @@ class _LoadClients:
         for entry in enumerate(requests):
             self._left.put(entry)
         self.answers: list[LoadAnswer] = []
-        self.failures: list[SsdError] = []
+        self.failures: list[Exception] = []
 
     def serve(self) -> None:
         """Ask until nothing is left; run by each client's thread."""
@@ -75,7 +75,8 @@ class _LoadClients:
                     self.answers.append(_ask(client, number, request))
                 except queue.Empty:
                     return
-                except SsdError as error:
+                # Whatever it is: without this client's answers the others' mean nothing.
+                except Exception as error:  # noqa: BLE001  # `load_stack` raises it
                     self.failures.append(error)
 
 
