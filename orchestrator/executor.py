@@ -109,8 +109,8 @@ class Executor:
 
     def catch_up(self) -> None:
         """Do what could wait until the next verifications had left."""
-        behind, self._behind = self._behind, []
-        for request, now in behind:
+        while self._behind:
+            request, now = self._behind.pop(0)
             if not request.is_over:
                 self._run(request, request.sequence.record, now)
 

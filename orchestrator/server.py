@@ -146,11 +146,12 @@ class Orchestrator:
     def _on_service_message(self, address: bytes, message: FromService | ProtocolError) -> None:
         peer = self._registry.find(address)
         self._registry.on_message(address, message)
-        # The one that the target waits for goes first.
         is_verifier = peer is not None and peer.hello.role == "verifier"
         if isinstance(message, VerificationOutcome) and is_verifier:
             self._on_outcome(message)
-        elif isinstance(message, Hello):
+            return
+        self._executor.catch_up()
+        if isinstance(message, Hello):
             self._on_hello(Peer(address, message))
         elif peer is None:
             self._services.send(address, Identify())
@@ -202,8 +203,7 @@ class Orchestrator:
             self._timeouts.start(request, time.monotonic())  # a long prefill may go on
 
     def _on_outcome(self, message: VerificationOutcome) -> None:
-        request = self._requests.running.get(message.sequence)
-        if request is None:
+        if (request := self._requests.running.get(message.sequence)) is None:
             return
         self._executor.commit(request, message, time.monotonic())
         if not request.is_over:

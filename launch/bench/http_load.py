@@ -57,6 +57,8 @@ class Server:
         self._path = f"{self._base}/v1/chat/completions"
         self._model = {"model": model} if model else {}
         self._headers = {"Content-Type": "application/json"}
+        self.resets = list[str]()
+        """One entry for each connection that was reset; the request was sent again."""
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
 
@@ -148,6 +150,7 @@ class Server:
             except ConnectionResetError as error:
                 if deadline.passed or isinstance(error, http.client.RemoteDisconnected):
                     raise
+                self.resets.append(self._host)
                 connection.close()
                 time.sleep(_AGAIN_S)
 

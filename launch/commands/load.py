@@ -104,7 +104,10 @@ def _of_server(
     server: Server, texts: list[str], max_tokens: int, modes: list[str], streams: list[int]
 ) -> list[load.Load]:
     server.load(modes[0], texts[:1], 16, 1)  # warm-up
-    return [server.load(mode, texts, max_tokens, number) for mode in modes for number in streams]
+    loads = [server.load(mode, texts, max_tokens, number) for mode in modes for number in streams]
+    if count := len(server.resets):
+        console.stderr().print(f"the server reset {count} connections, which were made again")
+    return loads
 
 
 def _of_stack(

@@ -24,8 +24,8 @@ _ASSUMED, _FADE, _FORGET = 4.0, 0.97, 0.999
 """Passes in which nothing was missed that are assumed, and what is kept of what was seen: by each
 further pass, and by each in which nobody can miss anything."""
 _ASSUMED_LOOKUPS, _STALL = 2.0, 2.5
-"""Passes with a lookup that are assumed to take no longer than others; and how many times as long
-one may have taken: what takes longer compiled something."""
+"""Passes with a lookup that are assumed to take no longer than others; and that one counts for no
+more than so many of these: what takes longer compiled something."""
 
 
 class PassStats(Protocol):
@@ -102,8 +102,8 @@ class BatchEstimates:
             self._other_tokens = smooth(self._other_tokens, part.rows - part.tokens)
             self._observe_lateness(part)
             if part.origin == "lookup" and not part.speculating and part.sequences > 1:
-                longer_ms = min(part.verify_ms, _STALL * free_ms) - free_ms
-                self._longer.observe(max(0.0, longer_ms), fade=_FADE)
+                passes = min(part.verify_ms / free_ms, _STALL)
+                self._longer.observe(max(0.0, passes - 1.0), fade=_FADE)
 
     def _observe_lateness(self, part: PassStats) -> None:
         if part.late_ms is None:
@@ -113,10 +113,10 @@ class BatchEstimates:
             self._missed.observe(missed, fade=_FADE)
 
     @property
-    def longer_ms(self) -> float:
+    def longer(self) -> float:
         """How much longer a pass with a lookup takes than one in which all requests run free.
 
-        It has more rows, and on a GPU it does not begin before it is asked for.
+        As a share of that one. It has more rows, and on a GPU it begins only when it is asked for.
         """
         return self._longer.with_prior(0.0, _ASSUMED_LOOKUPS)
 

@@ -22,7 +22,7 @@ def choose_lookup(planner: Planner, found: Draft, *, alone: bool = False) -> lis
         values = planner.value_nodes(chances, chain)
     elif known.batch.other_tokens:
         cost = _cost_of_asking(known, missed=1)
-        plain, *more = _value_in_company(planner, chances, chain)
+        plain, *more = _value_in_company(known, chances)
         values = [plain, *(value - cost for value in more)]
     else:
         values = _value_alone(known, chances)
@@ -42,7 +42,7 @@ def value_of_stopping(planner: Planner, found: Draft) -> float:
         return 0.0
     known, right, chances = planner.estimates, rates[0], list(accumulate(rates[1:], mul))
     if known.batch.other_tokens:
-        behind, cost = _value_in_company(planner, chances), _cost_of_asking(known, missed=2)
+        behind, cost = _value_in_company(known, chances), _cost_of_asking(known, missed=2)
     else:
         wait_ms = known.idle_ms["lookup"].value
         start_ms = max(wait_ms, known.run_start_ms.value)
@@ -58,17 +58,15 @@ def may_stop(planner: Planner) -> bool:
     return not in_company or _cost_of_asking(known, missed=2) < planner.depth - 1
 
 
-def _value_in_company(
-    planner: Planner, chances: Sequence[float], chain: int | None = None
-) -> list[float]:
-    """As `Planner.value_nodes`, but for what `_cost_of_asking` has of the time of a longer pass."""
-    known = planner.estimates
-    plain, *more = planner.value_nodes(chances, chain)
-    first, speed = known.batch.other_tokens + 1, _find_speed(known)
-    usual_ms = known.plain_latency.of(first)
-    added_ms = [known.plain_latency.of(first + 1 + at) - usual_ms for at in range(len(more))]
-    paid_ms = [max(0.0, min(added, known.batch.longer_ms)) for added in added_ms]
-    return [plain, *(value + speed * paid for value, paid in zip(more, paid_ms, strict=True))]
+def _value_in_company(known: CostModel, chances: Sequence[float]) -> list[float]:
+    """As `Planner.value_nodes`, where others run free: only what `_cost_of_asking` leaves out."""
+    plain_ms, streams = known.plain_latency, known.batch.streams
+    first, free_ms = known.batch.other_tokens + 1, plain_ms.of(streams)
+    values = list[float]()
+    for count, expected in enumerate(accumulate(chances, initial=1.0)):
+        passes = (plain_ms.of(first + count) - plain_ms.of(first)) / free_ms
+        values.append(expected - streams * max(0.0, passes - known.batch.longer))
+    return values
 
 
 def _cost_of_asking(known: CostModel, *, missed: int) -> float:
@@ -77,13 +75,9 @@ def _cost_of_asking(known: CostModel, *, missed: int) -> float:
     The target waits for it, its pass takes longer, and they go on without it: when it leaves,
     and when it comes back.
     """
-    waits_ms = known.idle_ms["lookup"].value + known.batch.longer_ms
-    return _find_speed(known) * waits_ms + missed * known.batch.missed_passes
-
-
-def _find_speed(known: CostModel) -> float:
-    """Tokens per millisecond of all requests while they run free."""
-    return known.batch.streams / known.plain_latency.of(known.batch.streams)
+    streams = known.batch.streams
+    waits = known.idle_ms["lookup"].value / known.plain_latency.of(streams)
+    return streams * (waits + known.batch.longer) + missed * known.batch.missed_passes
 
 
 def _value_alone(known: CostModel, chances: Sequence[float]) -> list[float]:

@@ -16,7 +16,7 @@ from protocol.errors import OutOfMemory
 from services.kv.budget import KVSize
 from services.kv.slots import round_to_bucket
 from services.mlx.blas import cpu_kernels
-from services.mlx.cuda.attention import MOST_ROWS, count_parts
+from services.mlx.cuda.attention import MOST_ROWS, count_parts, round_rows
 from services.mlx.free_memory import allocate_returnably, free_for_mlx, give_back
 from services.mlx.loader import compute_unit
 from services.mlx.tracing.traced_slots import round_to_largest
@@ -76,7 +76,7 @@ class PassMemory:
             self._row_bytes += _AT_ONCE * _BYTES * _count_head(model)
         served = compute_unit() != "cpu" or cpu_kernels() is not None
         on_cuda = compute_unit() == "cuda"
-        self._holds = on_cuda
+        self._on_cuda = on_cuda
         self._rounding = self._layers * _CUDA_ROUNDING if on_cuda else 0
         self._more_rows = _MORE_ROWS_ON_CUDA if on_cuda else _MORE_ROWS
         self._count_slots = round_to_largest if on_cuda else round_to_bucket
@@ -136,16 +136,18 @@ class PassMemory:
         size = self._kv.passes
         kept = rows if self._rejects and rows <= size.most_kept else 0
         own = size.per_row * (rows + self._more_rows)
-        held = size.held_per_row * rows if self._holds else 0
+        held = size.held_per_row * rows if self._on_cuda else 0
         return size.states * (1 + kept) + max(own, held)
 
     def _count_parts(self, asked: Sequence[tuple[Held, int]]) -> int:
         """Bytes of what the parts of a long attention find, of all layers, until it is merged."""
-        rows = sum(rows for _, rows in asked)
+        rows, is_shared = sum(rows for _, rows in asked), len(asked) > 1
         longest = max(self._count_slots(state.length + rows) for state, rows in asked)
         parts = count_parts(longest)
-        ours = rows <= MOST_ROWS or len(asked) > 1
-        return parts * rows * self._part_bytes if parts > 1 and ours else 0
+        # Those of longer shared passes are MLX's to attend, or over texts of few parts.
+        if parts < 2 or rows > (_FEW_ROWS if is_shared else MOST_ROWS):
+            return 0
+        return parts * (round_rows(rows) if is_shared else rows) * self._part_bytes
 
     def _count_bytes(self, asked: Sequence[tuple[Held, int]]) -> int:
         total = _RESERVE + self._rounding

@@ -311,7 +311,7 @@ class BranchingState:
         """See `SequenceState`; the branches of a depth are gathered, and have new states."""
         own = [sum(array.nbytes for array in layer if array is not None) for layer in self._now()]
         found = size_pass(own, self._plan)
-        return found._replace(states=2 * found.states, most_kept=_MOST_RECORDED, windows=0)
+        return found._replace(states=2 * found.states, most_kept=_MOST_RECORDED)
 
     def evaluate(self) -> None:
         """See `SequenceState`."""

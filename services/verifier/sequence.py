@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import mlx.core as mx
 import numpy as np
@@ -25,11 +26,15 @@ Step = PipelinedStep | SharedStep
 
 _UNKNOWN_S = 0.002
 """Assumed time between an outcome and the next verification: a chain that was prepared."""
-_LEAST_S, _MOST_S = 0.002, 0.02
-"""What is added to that time, and the most that it is taken for: so that one long absence, for a
-prompt or a draft that was waited for, is soon forgotten."""
+_LEAST_S = 0.002
+_MOST_WAITS = 4.0
+"""That time is taken for no more than so many of the longest waits: one long absence, for a prompt
+or a draft that was waited for, is soon forgotten."""
 _SMOOTHING = 0.3
 _FORGIVING = 0.75
+_LONGEST_WAIT = 0.3
+"""Longest wait for the others of the last pass, as a share of its time. Two passes in the
+place of one cost far more."""
 
 
 @dataclass
@@ -203,17 +208,24 @@ class TargetSequence:
         if self.request is not None:
             self.request.features = None
 
-    def on_verify(self, now: float, busy_since: float) -> None:
-        """Its next verification is here; `busy_since` is when the last pass began."""
+    def on_verify(self, now: float, busy_since: float, longest_s: float) -> None:
+        """Its next verification is here.
+
+        Args:
+            now: when it came, at the latest.
+            busy_since: when the last pass began.
+            longest_s: for how long it would be waited for; 0 if that is not known.
+        """
         if not self.answered_at:
             return
+        most_s = _MOST_WAITS * longest_s or inf
         if busy_since <= self.answered_at:
-            gap_s = min(_MOST_S, now - self.answered_at)
+            gap_s = min(most_s, now - self.answered_at)
             self.gap_s += _SMOOTHING * (gap_s - self.gap_s)
         else:
             # It came during a pass, at an unknown time. A wait that failed counts double; a
             # sequence that is no longer waited for gets another chance in time.
-            missed_s = min(_MOST_S, 2.0 * (busy_since - self.answered_at))
+            missed_s = min(most_s, 2.0 * (busy_since - self.answered_at))
             self.gap_s = max(_FORGIVING * self.gap_s, missed_s)
 
     def wait_until(self, longest_s: float) -> float:
@@ -221,3 +233,11 @@ class TargetSequence:
         if self.request is not None or not self.answered_at or self.gap_s > longest_s:
             return 0.0
         return self.answered_at + min(longest_s, 2.0 * self.gap_s + _LEAST_S)
+
+
+def find_longest_wait(last: ForwardPass) -> float:
+    """How long, in seconds, it may pay to wait for those who were part of the last pass.
+
+    0 while that pass has not ended.
+    """
+    return _LONGEST_WAIT * max(0.0, last.ended - last.started)

@@ -43,7 +43,7 @@ from services.verifier.feature_source import FeatureSource
 from services.verifier.listener import Listener
 from services.verifier.pass_ahead import PassAhead
 from services.verifier.prelaunch import Choices, Prelauncher, open_prelauncher
-from services.verifier.sequence import TargetSequence
+from services.verifier.sequence import TargetSequence, find_longest_wait
 from services.verifier.spare_cores import SpareCores
 from services.verifier.target_model import TargetModel, prepare
 
@@ -51,9 +51,6 @@ MAX_DRAFT_TOKENS = 64
 
 _PROGRESS_S = 0.5
 """How often a long prompt is reported on."""
-_LONGEST_WAIT = 0.3
-"""Longest wait for the others of the last pass, as a share of its time. Two passes in the
-place of one cost far more."""
 
 
 class Verifier:
@@ -173,7 +170,7 @@ class Verifier:
         own = self._sequences.get(message.sequence)
         if own is None or own.request is None or own.request.logits is not None:
             return 0.0
-        longest = _LONGEST_WAIT * (self._last_pass.ended - self._last_pass.started)
+        longest = find_longest_wait(self._last_pass)
         until = [other.wait_until(longest) for other in self._sequences.values()]
         return max(0.0, max(until, default=0.0) - time.perf_counter())
 
@@ -276,7 +273,8 @@ class Verifier:
 
     def _verify(self, message: Verify) -> Generator[FromService | None]:
         sequence, tree = self._validate(message)
-        sequence.on_verify(time.perf_counter(), self._last_pass.started)
+        last = self._last_pass
+        sequence.on_verify(time.perf_counter(), last.started, find_longest_wait(last))
         sequence.begin_run(message)
         try:
             while sequence.asked is not None:

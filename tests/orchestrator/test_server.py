@@ -585,6 +585,38 @@ def test_the_next_verifications_leave_before_the_books_of_a_shared_pass() -> Non
     assert all(request.sequence.recorder.emitted == 1 for request in house.running)
 
 
+def test_what_was_prepared_leaves_first_too() -> None:
+    """A hit's next chain, which was encoded beforehand."""
+    house = House(concurrency=2)
+    house.service(b"v", VERIFIER)
+    house.service(b"d", DRAFTER)
+    for number in (1, 2):
+        house.client(ask(number, max_tokens=9, num_draft_tokens=1))
+        house.drafted(6)
+    asked = house.told(b"v", Verify)
+    sent: list[tuple[bytes, Message]] = []
+    house.services.sent = house.clients.sent = sent
+    house.services.inbox += [(b"v", outcome_of(one)) for one in asked]
+    house.settle()
+    verified = [message for _, message in sent if isinstance(message, Verify)]
+    assert [message.nodes for message in verified] == [[5, 6], [5, 6]]
+    kinds = [type(message) for _, message in sent]
+    assert kinds.index(Text) > max(at for at, kind in enumerate(kinds) if kind is Verify)
+    assert all(request.sequence.recorder.emitted == 1 for request in house.running)
+
+
+def test_a_new_verifier_is_told_nothing_of_the_old_ones_books(house: House) -> None:
+    """They are done before it is known."""
+    house.client(ask(max_tokens=9, mode="ar"))
+    [asked] = house.told(b"v", Verify)
+    younger = msgspec.structs.replace(VERIFIER, pid=VERIFIER.pid + 10)
+    house.services.inbox += [(b"v", outcome_of(asked)), (b"w", younger)]
+    house.settle()
+    kinds = [type(message) for to, message in house.services.sent if to == b"w"]
+    assert kinds[:3] == [Welcome, OpenSequence, Verify]
+    assert [text.tokens for text in house.told(b"c", Text)] == [[5]]
+
+
 def test_books_are_done_before_anything_else_happens_to_a_request(house: House) -> None:
     """What was verified is the client's, though the request ends with the next message."""
     house.client(ask(max_tokens=9))

@@ -14,7 +14,7 @@ Nothing is computed twice: feeding skips what the trunk already holds, and when 
 was a branch, its rows move from scratch to the trunk.
 
 Where several sequences are drafted for, each yields before its forward, so that those that
-wait at the same time share one (`batching`).
+wait at the same time share one (`batching`); a few are replayed one by one (`mlx_ahead`).
 """
 
 import time
@@ -333,7 +333,7 @@ class MlxBackend:
 
         asked = self._batcher.submit(tokens, known.store, begin, self._inputs(known))
         try:
-            if not self._is_apart:
+            if not self._is_apart(known):
                 yield
             return self._batcher.result(asked)[0]
         finally:
@@ -374,12 +374,11 @@ class MlxBackend:
     def _goes_ahead(self, known: Trunk) -> bool:
         """Whether no pass is shared, and each token is the likeliest of the model's own."""
         drawn = known.processor is not None or uses_rejection(known.sampling)
-        return self._is_apart and not drawn and self._inputs(known) is None
+        return self._is_apart(known) and not drawn and self._inputs(known) is None
 
-    @property
-    def _is_apart(self) -> bool:
-        count = len(self._sequences)
-        return count < 2 or (self.ahead is not None and self.ahead.keeps_apart(count))
+    def _is_apart(self, known: Trunk) -> bool:
+        count, ahead = len(self._sequences), self.ahead if self._bucketed else None
+        return count < 2 or (ahead is not None and ahead.keeps_apart(count, known))
 
     def _feed_buds(self, known: Trunk, buds: list[Bud], width: int) -> Generator[None, None, Top]:
         """Feed these to the tree; returns the candidates after each."""

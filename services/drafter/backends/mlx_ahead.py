@@ -36,8 +36,8 @@ from services.sampling.device import guess
 from services.sampling.rules import write_rules
 
 _MOST_APART = 4
-"""Sequences that share no passes where passes are replayed: a depth of one of them is there in a
-third of the time that a shared one takes, which has to be built (docs/lab/concurrency.md)."""
+"""Sequences that share no passes where passes are replayed: the first depth of two was there in
+half of the time that a shared one took, which has to be built (docs/lab/concurrency.md)."""
 
 
 class _Begun(NamedTuple):
@@ -70,10 +70,11 @@ class DepthsAhead:
         self.traced: TracedPasses | None = None
         """Of the shapes that are replayed."""
 
-    def keeps_apart(self, sequences: int) -> bool:
-        """Whether the passes of so many sequences are replayed one by one instead of shared."""
-        replays = self.traced is not None and self.traced.has_shapes
-        return replays and sequences <= _MOST_APART
+    def keeps_apart(self, sequences: int, known: Trunk) -> bool:
+        """Whether one of so many sequences has its passes replayed by themselves, not shared."""
+        if self.traced is None or sequences > _MOST_APART or not isinstance(known.store, KVStore):
+            return False
+        return self.traced.serves_branches(known.store)
 
     def trace(self, store: KVStore) -> TracedPasses:
         """Try which passes are faster when replayed; `store` is an empty one."""

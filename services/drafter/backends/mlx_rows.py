@@ -188,10 +188,9 @@ class TracedPasses:
         self._traces_later = serves_any_length(model)
         """Whether rows behind longer texts are traced when they come."""
 
-    @property
-    def has_shapes(self) -> bool:
-        """Whether any are replayed here."""
-        return bool(self._shapes)
+    def serves_branches(self, store: KVStore) -> bool:
+        """Whether a few branches behind this trunk are replayed."""
+        return self._find_shape(store, store.length, TRACED_ROWS[1], 1) is not None
 
     def open(
         self, store: KVStore, frame: Frame, depth: int, *, is_trunk: bool = False

@@ -125,11 +125,11 @@ struct Part {
   }
 };
 
-// The key that a part begins with. The first `even` parts have `length` keys, half as many behind
-// them twice as many, and all others four times: a block has to begin and to end, too.
-__device__ inline int begin_part(int part, int length, int even) {
-  const int doubled = min(max(part - even, 0), even / 2);
-  return length * (part + doubled + 3 * max(part - even - even / 2, 0));
+// The key that a part begins with. The first `few` parts have `length` keys, the next few / 2 twice
+// as many, all later ones four times, since starting and ending a block costs time, too.
+__device__ inline int begin_part(int part, int length, int few) {
+  const int doubled = min(max(part - few, 0), few / 2);
+  return length * (part + doubled + 3 * max(part - few - few / 2, 0));
 }
 
 // What all parts of a query's keys have, by a block; `step` from one part to the next.

@@ -40,7 +40,7 @@ _TILE = 16
 """Queries of a block."""
 _PART = 512
 """Keys of a block behind a text of some length, at the text's beginning (`begin_part`)."""
-_EVEN, _MANY_HEADS = 8, 8
+_SHORT_PARTS, _MANY_HEADS = 8, 8
 """So many parts are of that length; four times as many where there are fewer heads of keys, whose
 blocks would leave most of the GPU idle if they were long (docs/lab/cuda-forward.md)."""
 _MERGE_WARPS = 4
@@ -74,18 +74,18 @@ def attends_any_length(size: int, dtype: mx.Dtype) -> bool:
 
 
 def count_parts(slots: int, kv_heads: int = 1) -> int:
-    """Of so many keys; with one head there are most."""
-    even = _count_even(kv_heads)
-    doubled, longest = even * _PART, 2 * even * _PART
-    if slots <= doubled:
+    """Into how many parts so many keys are divided; more where there are few heads of keys."""
+    short = _count_short(kv_heads)
+    short_end, double_end = short * _PART, 2 * short * _PART
+    if slots <= short_end:
         return -(-slots // _PART)
-    if slots <= longest:
-        return even - (doubled - slots) // (2 * _PART)
-    return even + even // 2 - (longest - slots) // (4 * _PART)
+    if slots <= double_end:
+        return short - (short_end - slots) // (2 * _PART)
+    return short + short // 2 - (double_end - slots) // (4 * _PART)
 
 
-def _count_even(kv_heads: int) -> int:
-    return _EVEN if kv_heads >= _MANY_HEADS else 4 * _EVEN
+def _count_short(kv_heads: int) -> int:
+    return _SHORT_PARTS if kv_heads >= _MANY_HEADS else 4 * _SHORT_PARTS
 
 
 def fit_chunk(model: Any, size: int, length: int) -> int:
@@ -196,7 +196,7 @@ def _launch(
     warps, is_whole = _WARPS[size], found[3] == size
     body = source.replace("SCALE", f"{float(scale)!r}f")
     constants = [("D", size), ("WARPS", warps), ("GROUP", group)]
-    constants += [] if is_whole else [("KEYS", _PART), ("EVEN", _count_even(blocks[0]))]
+    constants += [] if is_whole else [("KEYS", _PART), ("SHORT", _count_short(blocks[0]))]
     out = build(("tile.cuh", "attention.cuh"), body, tuple(inputs), contiguous=False)(
         inputs=list(inputs.values()),
         template=[("T", queries.dtype), *constants],
@@ -244,8 +244,22 @@ def attend_table(  # noqa: PLR0917  # `slot_table.Attend`
         TypeError: the arrays are of a kind that the kernel does not take.
     """
     size = queries.shape[-1]
-    if size not in _WARPS or queries.dtype not in _TYPES or keys.dtype != queries.dtype:
+    ours = size in _WARPS and queries.dtype in _TYPES and keys.dtype == queries.dtype
+    if not ours or not _works(queries.dtype, size):
         raise TypeError(f"no attention over a table for {queries.dtype} of size {size}")
+    return _attend_seats(queries, keys, values, mask, first, scale)
+
+
+def _attend_seats(  # noqa: PLR0917
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array,
+    first: mx.array,
+    scale: float,
+) -> mx.array:
+    """`attend_table`, where it serves."""
+    size = queries.shape[-1]
     arrays = {"q": queries, "k": keys, "v": values, "mask": mask, "first": first}
     _, heads, count, _ = queries.shape
     kv_heads = keys.shape[0]
@@ -253,7 +267,7 @@ def attend_table(  # noqa: PLR0917  # `slot_table.Attend`
     if parts == 1:
         blocks, found = (kv_heads, tiles, count), (1, count, heads, size)
         return _launch(_TABLE_SOURCE, scale, arrays, blocks, found).swapaxes(1, 2)
-    blocks, of_parts = (kv_heads, tiles, count * parts), (parts, count, heads, size + 2)
+    blocks, of_parts = (kv_heads, count * tiles, parts), (parts, count, heads, size + 2)
     return _merge(_launch(_TABLE_PART_SOURCE, scale, arrays, blocks, of_parts), queries.dtype)
 
 
@@ -272,8 +286,8 @@ _PART_SOURCE = """
 // The longest parts are the last ones: they begin first.
 const int part = gridDim.z - 1 - blockIdx.z;
 """ + _ALONE.format(
-    first="begin_part(part, KEYS, EVEN)",
-    end="min(begin_part(part + 1, KEYS, EVEN), int(k_shape[2]))",
+    first="begin_part(part, KEYS, SHORT)",
+    end="min(begin_part(part + 1, KEYS, SHORT), int(k_shape[2]))",
     to="Part<D>{out + (long(part) * q_shape[2] * heads + head * GROUP) * Part<D>::NUMBERS, "
     "heads * Part<D>::NUMBERS}",
 )
@@ -290,29 +304,31 @@ attend_tile<T, D, WARPS, GROUP>(
     q + head * GROUP * q_strides[1] + row * q_strides[2], q_strides[1], q_strides[2], q_strides[3],
     k + head * k_strides[0] + at * k_strides[1], k_strides[1],
     v + head * v_strides[0] + at * v_strides[1], v_strides[1],
-    sees, mask_strides[0], mask_strides[1], 1, blockIdx.y, {begin}, {end}, SCALE,
+    sees, mask_strides[0], mask_strides[1], 1, {tile}, {begin}, {end}, SCALE,
     {to});
 """
 _TABLE_SOURCE = """
 const int head = blockIdx.x, heads = gridDim.x * GROUP, row = blockIdx.z;
 const bool* sees = mask + row * mask_strides[0];
 """ + _OF_TABLE.format(
+    tile="blockIdx.y",
     begin="0",
     end="mask_shape[1]",
     to="Result<T, D>{out + (long(row) * heads + head * GROUP) * D, 0}",
 )
 _TABLE_PART_SOURCE = """
 const int head = blockIdx.x, heads = gridDim.x * GROUP, rows = q_shape[2];
-const int row = blockIdx.z % rows, part = (gridDim.z - 1 - blockIdx.z) / rows;
+const int row = blockIdx.y % rows, part = gridDim.z - 1 - blockIdx.z;
 const bool* sees = mask + row * mask_strides[0];
-const int begin = begin_part(part, KEYS, EVEN);
-const int end = min(begin_part(part + 1, KEYS, EVEN), int(mask_shape[1]));
+const int begin = begin_part(part, KEYS, SHORT);
+const int end = min(begin_part(part + 1, KEYS, SHORT), int(mask_shape[1]));
 // A text that is shorter than others has nothing in the later parts.
 bool is_seen = false;
 for (int key = begin + threadIdx.x; key < end; key += blockDim.x)
   is_seen |= sees[key * mask_strides[1]];
 is_seen = __syncthreads_or(is_seen);
 """ + _OF_TABLE.format(
+    tile="blockIdx.y / rows",
     begin="begin",
     end="is_seen ? end : begin",
     to="Part<D>{out + ((long(part) * rows + row) * heads + head * GROUP) * Part<D>::NUMBERS, 0}",
@@ -350,4 +366,6 @@ def _compare(dtype: mx.Dtype, size: int, slots: int, kv_heads: int) -> float:
     mask = mx.arange(slots)[None] <= mx.array([[slots - 30], [slots - 4], [slots - 1]])
     expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     found = _attend_alone(queries, keys, values, scale, mask)
-    return measure_distance(expected, found)
+    # In the seat of a table, which the first slots of the keys stand for, each row sees the same.
+    in_table = _attend_seats(queries, keys[0], values[0], mask, mx.zeros(3, mx.int32), scale)
+    return max(measure_distance(expected, found), measure_distance(expected, in_table))

@@ -30,7 +30,8 @@ as in an answer. Waited for each time, what costs the host less looks faster tha
 _EVEN = 1.03
 """Share of MLX's time that single rows may take, which have the bits of several then."""
 _MOST_SLOWER = 2
-"""Numbers of rows, one after the other, for which it is not faster: then more are not tried."""
+"""Numbers of several rows, one after the other, for which it is not faster: then more are not
+tried."""
 _TOLERANCE = 0.01
 """Relative; half precision rounds the result to steps of .001 (float16) or .008 (bfloat16)."""
 
@@ -163,7 +164,7 @@ def _try_rows(layers: list[Any]) -> KernelProbe:
             break
         ways = [partial(_repeat, way, inputs) for way in (ours, by_mlx)]
         own_ms[rows], mlx_ms[rows] = (1e3 * s / _AHEAD for s in time_in_turn(ways))
-        slower = 0 if pays(own_ms[rows], mlx_ms[rows]) else slower + 1
+        slower = 0 if rows == 1 or pays(own_ms[rows], mlx_ms[rows]) else slower + 1
         if slower == _MOST_SLOWER:
             break
     if reason:

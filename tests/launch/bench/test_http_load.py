@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from click.testing import CliRunner
 
+from launch.bench import http_load
 from launch.bench.http_load import Server
 from launch.bench.load import table
 from launch.cli import cli
@@ -126,10 +127,45 @@ def test_a_crowded_server_is_asked_again() -> None:
     Echo.seen = []
     with Crowded(("127.0.0.1", 0), Echo) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        load = Server(f"http://127.0.0.1:{server.server_port}").load("server", ["one", "two"], 4, 2)
+        asked = Server(f"http://127.0.0.1:{server.server_port}")
+        load = asked.load("server", ["one", "two"], 4, 2)
         server.shutdown()
     assert load.by_prompt == {0: "one", 1: "two"}
-    assert server.left < 0
+    assert len(asked.resets) == 3
+
+
+def test_a_server_that_is_always_crowded_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_load, "_CROWDED_S", 0.0)
+    with Crowded(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        asked = Server(f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(RuntimeFailure, match="ConnectionResetError"):
+            asked.load("server", ["one"], 4, 1)
+        server.shutdown()
+    assert asked.resets == []
+
+
+class Closing(http.server.BaseHTTPRequestHandler):
+    """Takes a request, and closes the connection instead of an answer."""
+
+    seen = 0
+
+    def do_POST(self) -> None:  # the library's name
+        Closing.seen += 1
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.close_connection = True
+
+
+def test_a_request_that_was_taken_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be at work already."""
+    monkeypatch.setattr(Closing, "seen", 0)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Closing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        asked = Server(f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(RuntimeFailure, match="RemoteDisconnected"):
+            asked.load("server", ["one"], 4, 1)
+        server.shutdown()
+    assert Closing.seen == 1
 
 
 def test_nobody_there_is_said() -> None:

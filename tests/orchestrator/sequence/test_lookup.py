@@ -346,25 +346,33 @@ def test_a_pass_that_takes_longer_is_everybodys(lookup_ms: float, *, pays: bool)
     found = chain_of([0.9, 0.8, 0.7])
     assert (value_of_stopping(plan, found) > 0.0) is pays
     assert bool(choose_lookup(plan, found, alone=True)) is pays
-    seen = observed(continues_run=True, since_last_ms=20.0, **told)
+    free = {"sequences": 4, "all_tokens": 4, "verify_ms": 20.0, "idle_ms": 0.0}
+    seen = observed(continues_run=True, since_last_ms=20.0, **free)
     for _ in range(3000):
         plan.estimates.batch.observe(seen, 20.0)
+    assert plan.estimates.batch.other_tokens == 3
     assert value_of_stopping(plan, found) > 0.0  # it is forgotten where nobody tries it
 
 
-def test_the_time_of_more_rows_is_counted_once() -> None:
-    """Whether it is known of the rows or of passes with a lookup."""
-    values = []
-    for rows_ms, lookup_ms in ((0.0, 26.0), (6.0, 26.0)):
-        plan = in_company(4, waiting_ms=0.0)
-        for rows in range(5, 16):
-            for _ in range(20):
-                plan.estimates.plain_latency.observe(rows, 20.0 + rows_ms)
-        seen = observed(origin="lookup", speculating=False, sequences=4, verify_ms=lookup_ms)
-        for _ in range(200):
-            plan.estimates.batch.observe(seen, 20.0)
-        values.append(value_of_stopping(plan, chain_of([0.9, 0.8, 0.7])))
-    assert values[0] == pytest.approx(values[1], abs=0.2)
+@pytest.mark.parametrize("rows_ms", [0.0, 3.0, 6.0])
+def test_the_time_of_more_rows_is_counted_once(rows_ms: float) -> None:
+    """Whether it is known of the rows or of passes with a lookup: the larger of both counts."""
+    plan = in_company(4, waiting_ms=0.0)
+    for rows in range(5, 16):
+        for _ in range(60):
+            plan.estimates.plain_latency.observe(rows, 20.0 + rows_ms)
+    found = chain_of([0.9, 0.8, 0.7])
+    unknown = value_of_stopping(plan, found)
+    seen = observed(
+        origin="lookup", speculating=False, sequences=4, all_tokens=4, verify_ms=26.0, idle_ms=0.0
+    )
+    for _ in range(200):
+        plan.estimates.batch.observe(seen, 20.0)
+    assert plan.estimates.batch.other_tokens == 3
+    # Three tenths of a pass, in which four requests have a token each; before, what rows take.
+    right = plan.estimates.acceptance_rates([0.9], [0], "lookup")[0]
+    charged = unknown - value_of_stopping(plan, found)
+    assert charged == pytest.approx(4 * (0.3 - right * rows_ms / 20.0), abs=0.12)
 
 
 def test_nothing_is_looked_up_where_no_lookup_can_pay() -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from protocol.messages import OpenSequence, Sampling
+from services.batching.forward import ForwardPass
 from services.verifier.acceptance import AcceptanceRule
-from services.verifier.sequence import TargetSequence
+from services.verifier.sequence import TargetSequence, find_longest_wait
 
 LONGEST = 0.010
 JUDGE = AcceptanceRule(OpenSequence(sequence=1, tokens=[], sampling=Sampling()), Path())
@@ -35,17 +36,49 @@ def test_times_are_learned_from_an_idle_target() -> None:
     """A verification that comes while nothing runs says how long it was away."""
     one = sequence(0.001)
     for _ in range(20):
-        one.on_verify(100.007, busy_since=99.0)
+        one.on_verify(100.007, busy_since=99.0, longest_s=LONGEST)
     assert one.gap_s == pytest.approx(0.007, rel=0.05)
 
 
 def test_a_wait_in_vain_ends_the_waiting_for_a_while() -> None:
     """Who did not come in time is left out, and tried again some passes later."""
     one = sequence(0.005)
-    one.on_verify(100.080, busy_since=100.010)
+    one.on_verify(100.080, busy_since=100.010, longest_s=LONGEST)
     assert one.wait_until(LONGEST) == 0.0
+    assert count_passes(one) == 3
+
+
+def count_passes(one: TargetSequence) -> int:
+    """In which it is not waited for, until it is again."""
     passes = 0
     while one.wait_until(LONGEST) == 0.0:
-        one.on_verify(100.080, busy_since=100.0001)
+        one.on_verify(100.080, busy_since=100.0001, longest_s=LONGEST)
         passes += 1
-    assert 3 <= passes <= 20
+    return passes
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_long_absence_is_soon_forgotten(*, is_idle: bool) -> None:
+    """Of a second as of four waits; who is always that long away is not waited for."""
+    one = sequence(0.001)
+    for _ in range(20):
+        busy_since = 99.0 if is_idle else 100.9
+        one.on_verify(101.0, busy_since=busy_since, longest_s=LONGEST)
+    assert one.wait_until(LONGEST) == 0.0
+    assert count_passes(one) == 5
+
+
+def test_who_is_away_for_long_is_not_waited_for_between_long_passes() -> None:
+    one = sequence(0.001)
+    for _ in range(20):
+        one.on_verify(100.500, busy_since=99.0, longest_s=0.060)
+    assert one.wait_until(0.060) == 0.0
+
+
+def test_while_a_pass_goes_on_nothing_is_known_of_the_longest_wait() -> None:
+    """A gap is what was seen then."""
+    assert find_longest_wait(ForwardPass(1, 1, started=100.0)) == 0.0
+    assert find_longest_wait(ForwardPass(1, 1, started=100.0, ended=100.1)) == pytest.approx(0.03)
+    one = sequence(0.050)
+    one.on_verify(100.050, busy_since=99.0, longest_s=0.0)
+    assert one.gap_s == pytest.approx(0.050)

@@ -1,7 +1,7 @@
 // Runs services/mlx/cuda/attention.cuh on the host. Test only.
 //
 // stdin:  heads, kv heads, queries, keys, keys of the first parts or 0, how many of these there are,
-//         then q, k, v, mask as numbers
+//         all parts, then q, k, v, mask as numbers
 // stdout: out [queries, heads, D]
 constexpr int D = SIZE, WARPS = 4, GROUP = SHARING;
 #include "cuda_host.h"
@@ -11,17 +11,18 @@ constexpr int D = SIZE, WARPS = 4, GROUP = SHARING;
 #include "attention.cuh"
 
 int main() {
-  int heads, kv, queries, keys, part, even;
-  if (scanf("%d%d%d%d%d%d", &heads, &kv, &queries, &keys, &part, &even) != 6) return 1;
+  int heads, kv, queries, keys, part, few, parts;
+  if (scanf("%d%d%d%d%d%d%d", &heads, &kv, &queries, &keys, &part, &few, &parts) != 7) return 1;
   if (heads != kv * GROUP) return 1;
+  // None is left over, none begins behind the keys.
+  if (part && !(begin_part(parts - 1, part, few) < keys && keys <= begin_part(parts, part, few)))
+    return 2;
   const auto q = numbers(heads * queries * D), k = numbers(kv * keys * D), v = numbers(k.size());
   const auto seen = numbers(queries * keys);
   auto mask = std::make_unique<bool[]>(seen.size());
   for (size_t i = 0; i < seen.size(); i++) mask[i] = seen[i] != 0;
   std::vector<float> out(q.size());
   constexpr int NUMBERS = Part<D>::NUMBERS;
-  int parts = 1;
-  while (part && begin_part(parts, part, even) < keys) parts++;
   std::vector<float> found(long(parts) * queries * heads * NUMBERS);
   const auto attend = [&](int head, int tile, int first, int end, const auto& to) {
     run_block([&, head, tile] {
@@ -35,7 +36,7 @@ int main() {
     for (int tile = 0; tile * TILE < queries * GROUP; tile++) {
       if (!part) attend(head, tile, 0, keys, Result<float, D>{&out[head * GROUP * D], heads * D});
       for (int at = 0; part && at < parts; at++)
-        attend(head, tile, begin_part(at, part, even), min(keys, begin_part(at + 1, part, even)),
+        attend(head, tile, begin_part(at, part, few), min(keys, begin_part(at + 1, part, few)),
                Part<D>{&found[(long(at) * queries * heads + head * GROUP) * NUMBERS],
                        heads * NUMBERS});
     }

@@ -8,6 +8,7 @@ model is loaded there (`_works`).
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from services.batching.table_cache import attend_gathered
+from services.mlx.cuda import attention
 from services.mlx.cuda.attention import (
     _takes,
     attend,
@@ -46,7 +48,7 @@ def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _attention(
-    kernel: Kernel, arrays: tuple[Array, Array, Array], seen: Array, part: int = 0, even: int = 64
+    kernel: Kernel, arrays: tuple[Array, Array, Array], seen: Array, part: int = 0, few: int = 64
 ) -> Array:
     """What the kernel gives for [heads, n, size], [kv heads, slots, size] and [n, slots].
 
@@ -55,10 +57,12 @@ def _attention(
         arrays: queries, keys and values.
         seen: which keys each query sees.
         part: keys that a block serves; 0: all.
-        even: so many blocks do, those behind them serve more.
+        few: so many blocks do, those behind them serve more.
     """
     q, k, v = arrays
-    counts = [len(q), len(k), q.shape[1], k.shape[1], part, even]
+    with patch.object(attention, "_PART", part or 1), patch.object(attention, "_SHORT_PARTS", few):
+        parts = count_parts(k.shape[1], attention._MANY_HEADS) if part else 1
+    counts = [len(q), len(k), q.shape[1], k.shape[1], part, few, parts]
     found = run_kernel(kernel.program, counts, q, k, v, seen)
     return found.reshape(q.shape[1], len(q), q.shape[2]).swapaxes(0, 1)
 
@@ -72,7 +76,7 @@ def _arrays(kernel: Kernel, slots: int, rows: int = 3) -> tuple[Array, Array, Ar
 
 
 @pytest.mark.parametrize(
-    ("rows", "slots", "part", "even"),
+    ("rows", "slots", "part", "few"),
     [
         (3, 5, 0, 0),
         (3, 21, 0, 0),
@@ -85,7 +89,7 @@ def _arrays(kernel: Kernel, slots: int, rows: int = 3) -> tuple[Array, Array, Ar
 )
 @pytest.mark.parametrize("kind", ["all", "chain", "tree"])
 def test_is_mlx_attention(
-    kernel: Kernel, *, rows: int, slots: int, part: int, even: int, kind: str
+    kernel: Kernel, *, rows: int, slots: int, part: int, few: int, kind: str
 ) -> None:
     q, k, v = _arrays(kernel, slots, rows)
     seen = {
@@ -97,7 +101,7 @@ def test_is_mlx_attention(
     expected: Any = mx.fast.scaled_dot_product_attention(
         *(mx.array(a)[None] for a in (q, k, v)), scale=q.shape[-1] ** -0.5, mask=mx.array(seen)
     )
-    found = _attention(kernel, (q, k, v), seen, part, even)
+    found = _attention(kernel, (q, k, v), seen, part, few)
     np.testing.assert_allclose(found, expected[0], atol=2e-5)
 
 
@@ -127,13 +131,13 @@ def test_a_query_has_its_bits_in_any_company(kernel: Kernel, part: int) -> None:
         np.testing.assert_array_equal(alone, all_rows[:, own])
 
 
-@pytest.mark.parametrize(("part", "even"), [(64, 64), (16, 2)])
-def test_a_query_has_its_bits_in_buffers_of_any_size(kernel: Kernel, part: int, even: int) -> None:
+@pytest.mark.parametrize(("part", "few"), [(64, 64), (16, 2)])
+def test_a_query_has_its_bits_in_buffers_of_any_size(kernel: Kernel, part: int, few: int) -> None:
     """Parts are as long in all of them, and those behind a text add nothing."""
     q, k, v = _arrays(kernel, 150)
     seen = np.broadcast_to(np.arange(150) < 100, (3, 150))
     found = [
-        _attention(kernel, (q, k[:, :slots], v[:, :slots]), seen[:, :slots], part, even)
+        _attention(kernel, (q, k[:, :slots], v[:, :slots]), seen[:, :slots], part, few)
         for slots in (100, 128, 150)
     ]
     np.testing.assert_array_equal(found[0], found[1])
@@ -167,18 +171,11 @@ def test_a_query_that_sees_nothing_gets_nothing(kernel: Kernel, part: int) -> No
     assert found[:, :2].all()
 
 
-@pytest.mark.parametrize("kv_heads", [1, 3, 8, 16])
-def test_parts_end_with_the_keys(kv_heads: int) -> None:
-    """As they are counted: none is left over, none begins behind them."""
-
-    def begin(part: int) -> int:  # `begin_part`
-        even = 8 if kv_heads >= 8 else 32
-        return 512 * (part + min(max(part - even, 0), even // 2) + 3 * max(part - even * 3 // 2, 0))
-
-    for slots in range(1, MOST_SLOTS + 1, 97):
-        parts = count_parts(slots, kv_heads)
-        assert begin(parts - 1) < slots <= begin(parts)
-        assert parts <= count_parts(slots)
+def test_long_texts_have_few_parts() -> None:
+    """Where many heads of keys have blocks of their own; no more than with a single head."""
+    assert [count_parts(slots, 16) for slots in (512, 513, 4096, 8192, 32768)] == [1, 2, 8, 12, 24]
+    assert [count_parts(slots, 4) for slots in (512, 8192, 16384, 32768)] == [1, 16, 32, 48]
+    assert all(count_parts(slots, 16) <= count_parts(slots) for slots in range(1, MOST_SLOTS, 97))
 
 
 def _call(count: int, slots: int, **more: Any) -> bool:

@@ -220,7 +220,6 @@ def launch_all(dtype: mx.Dtype) -> None:
 
 _USE = """
 import sys
-from collections.abc import Iterator
 import mlx.core as mx
 from services.mlx.cuda.product import multiply
 rows, weight = mx.ones((1, 2, 64), mx.float16), mx.ones((64, 64), mx.float16)
