@@ -15,6 +15,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
+    CloseSequence,
     DraftNow,
     DraftTree,
     EncodePrompt,
@@ -606,14 +607,16 @@ def test_what_was_prepared_leaves_first_too() -> None:
 
 
 def test_a_new_verifier_is_told_nothing_of_the_old_ones_books(house: House) -> None:
-    """They are done before it is known."""
-    house.client(ask(max_tokens=9, mode="ar"))
+    """They are done before it is known: what has ended is not its to close."""
+    house.client(ask(max_tokens=1, mode="ar"))
     [asked] = house.told(b"v", Verify)
     younger = msgspec.structs.replace(VERIFIER, pid=VERIFIER.pid + 10)
     house.services.inbox += [(b"v", outcome_of(asked)), (b"w", younger)]
     house.settle()
-    kinds = [type(message) for to, message in house.services.sent if to == b"w"]
-    assert kinds[:3] == [Welcome, OpenSequence, Verify]
+    assert len(house.told(b"v", CloseSequence)) == 1
+    assert house.told(b"w", Welcome)
+    assert not house.told(b"w", CloseSequence)
+    assert not house.told(b"w", OpenSequence)
     assert [text.tokens for text in house.told(b"c", Text)] == [[5]]
 
 

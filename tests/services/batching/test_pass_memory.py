@@ -178,14 +178,15 @@ def test_what_parts_of_a_long_attention_find_is_reckoned(
     with pytest.raises(OutOfMemory, match=LIMIT):
         memory.check([(SimpleNamespace(length=8000), 4)])
     one, other = SimpleNamespace(length=8000), SimpleNamespace(length=8000)
-    passes = [(one, 4)], [(one, 1), (other, 3)], [(one, 40)]
+    passes = [(one, 4)], [(one, 40)], [(one, 1), (other, 3)], [(one, 20), (other, 20)]
+    passes += ([(one, 40), (other, 40)],)
     needed = [memory._count_bytes(asked) for asked in passes]
     memory._part_bytes = 0
     attention = model.module.layers[0].self_attn
-    parts = 16 * 4 * 4 * len(model.module.layers) * attention.n_heads * (attention.head_dim + 2)
-    # More rows of one sequence are for MLX's attention, which has no parts.
+    row = 16 * 4 * len(model.module.layers) * attention.n_heads * (attention.head_dim + 2)
+    # More rows are for MLX's attention, which has no parts; those of a table are filled up.
     rest = [memory._count_bytes(asked) for asked in passes]
-    assert np.subtract(needed, rest).tolist() == [parts, parts, 0]
+    assert np.subtract(needed, rest).tolist() == [4 * row, 0, 4 * row, 64 * row, 0]
 
 
 def test_joined_products_have_as_many_queries(tmp_path: Path) -> None:
