@@ -59,7 +59,10 @@ def may_stop(planner: Planner) -> bool:
 
 
 def _value_in_company(known: CostModel, chances: Sequence[float]) -> list[float]:
-    """As `Planner.value_nodes`, where others run free: only what `_cost_of_asking` leaves out."""
+    """As `Planner.value_nodes`, where others run free.
+
+    Time of a longer pass that `_cost_of_asking` has already is not charged again.
+    """
     plain_ms, streams = known.plain_latency, known.batch.streams
     first, free_ms = known.batch.other_tokens + 1, plain_ms.of(streams)
     values = list[float]()

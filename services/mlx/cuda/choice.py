@@ -193,7 +193,9 @@ def _choose_range(own_ms: dict[int, float], mlx_ms: dict[int, float]) -> tuple[i
         gained += 1.0 - ours / mlx_ms[rows]
         if gained > best:
             most, best = rows, gained
-    return (least, most) if any(pays(own_ms[rows], mlx_ms[rows]) for rows in own_ms) else (0, 0)
+    # A single row alone has no several rows whose bits it could have.
+    paying = [rows for rows, ours in own_ms.items() if pays(ours, mlx_ms[rows])]
+    return (least, most) if paying and (most > 1 or most in paying) else (0, 0)
 
 
 Products = Callable[[list[mx.array]], list[mx.array]]
