@@ -76,7 +76,7 @@ class PassMemory:
             self._row_bytes += _AT_ONCE * _BYTES * _count_head(model)
         served = compute_unit() != "cpu" or cpu_kernels() is not None
         on_cuda = compute_unit() == "cuda"
-        self._on_cuda = on_cuda
+        self._held_per_row = kv.passes.held_per_row if on_cuda else 0
         self._rounding = self._layers * _CUDA_ROUNDING if on_cuda else 0
         self._more_rows = _MORE_ROWS_ON_CUDA if on_cuda else _MORE_ROWS
         self._count_slots = round_to_largest if on_cuda else round_to_bucket
@@ -135,8 +135,7 @@ class PassMemory:
         """Bytes that a pass over so many tokens takes for recurrent states until it is over."""
         size = self._kv.passes
         kept = rows if self._rejects and rows <= size.most_kept else 0
-        own = size.per_row * (rows + self._more_rows)
-        held = size.held_per_row * rows if self._on_cuda else 0
+        own, held = size.per_row * (rows + self._more_rows), self._held_per_row * rows
         return size.states * (1 + kept) + max(own, held)
 
     def _count_parts(self, asked: Sequence[tuple[Held, int]]) -> int:

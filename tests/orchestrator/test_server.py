@@ -139,6 +139,12 @@ class FakeTokenizer:
         return chr(ord("a") + token % 26)
 
 
+def outcome_of(asked: Verify, **told: Any) -> VerificationOutcome:
+    """One token, which nobody drafted, unless something else is told."""
+    usual: dict[str, Any] = {"accepted": 0, "bonus": 5, "verify_ms": 5.0, "idle_ms": 0.1}
+    return VerificationOutcome(sequence=asked.sequence, round=asked.round, **(usual | told))
+
+
 class House:
     """An orchestrator, and everybody who talks to it."""
 
@@ -200,18 +206,8 @@ class House:
 
     def verified(self, accepted: int, bonus: int, verify_ms: float = 5.0) -> None:
         """The verifier answers the last Verify."""
-        asked = self.told(b"v", Verify)[-1]
-        self.service(
-            b"v",
-            VerificationOutcome(
-                sequence=asked.sequence,
-                round=asked.round,
-                accepted=accepted,
-                bonus=bonus,
-                verify_ms=verify_ms,
-                idle_ms=0.1,
-            ),
-        )
+        told = {"accepted": accepted, "bonus": bonus, "verify_ms": verify_ms}
+        self.service(b"v", outcome_of(self.told(b"v", Verify)[-1], **told))
 
     def drafted(self, token: int, confidence: float = 0.9, *, bonus: int = 5) -> None:
         """The drafter answers the last Prepare with one branch, for this bonus token."""
@@ -543,32 +539,13 @@ def test_messages_of_one_turn_have_their_own_times(house: House) -> None:
     house.client(ask(max_tokens=9, mode="ar"))
     [asked] = house.told(b"v", Verify)
     for turn in range(2):
-        outcome = VerificationOutcome(
-            sequence=asked.sequence,
-            round=asked.round + turn,
-            accepted=0,
-            bonus=5,
-            verify_ms=5.0,
-            idle_ms=0.1,
-            goes_on=asked.granted > 0,
-        )
+        turned = msgspec.structs.replace(asked, round=asked.round + turn)
+        outcome = outcome_of(turned, goes_on=asked.granted > 0)
         house.services.inbox.append((b"v", outcome))
     house.settle()
     [request] = house.running
     assert request.sequence.recorder.emitted == 2
     assert request.sequence.recorder.decode_s > 0.0
-
-
-def outcome_of(asked: Verify) -> VerificationOutcome:
-    """One token, which nobody drafted."""
-    return VerificationOutcome(
-        sequence=asked.sequence,
-        round=asked.round,
-        accepted=0,
-        bonus=5,
-        verify_ms=5.0,
-        idle_ms=0.1,
-    )
 
 
 def test_the_next_verifications_leave_before_the_books_of_a_shared_pass() -> None:

@@ -247,23 +247,15 @@ def attend_table(  # noqa: PLR0917  # `slot_table.Attend`
     ours = size in _WARPS and queries.dtype in _TYPES and keys.dtype == queries.dtype
     if not ours or not _works(queries.dtype, size):
         raise TypeError(f"no attention over a table for {queries.dtype} of size {size}")
-    return _attend_seats(queries, keys, values, mask, first, scale)
-
-
-def _attend_seats(  # noqa: PLR0917
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    mask: mx.array,
-    first: mx.array,
-    scale: float,
-) -> mx.array:
-    """`attend_table`, where it serves."""
-    size = queries.shape[-1]
     arrays = {"q": queries, "k": keys, "v": values, "mask": mask, "first": first}
-    _, heads, count, _ = queries.shape
-    kv_heads = keys.shape[0]
-    parts, tiles = count_parts(mask.shape[1], kv_heads), -(-(heads // kv_heads) // _TILE)
+    return _attend_seats(arrays, scale)
+
+
+def _attend_seats(arrays: dict[str, mx.array], scale: float) -> mx.array:
+    """`attend_table`, where it serves; the arrays have their names in the source."""
+    queries, kv_heads = arrays["q"], arrays["k"].shape[0]
+    _, heads, count, size = queries.shape
+    parts, tiles = count_parts(arrays["mask"].shape[1], kv_heads), -(-(heads // kv_heads) // _TILE)
     if parts == 1:
         blocks, found = (kv_heads, tiles, count), (1, count, heads, size)
         return _launch(_TABLE_SOURCE, scale, arrays, blocks, found).swapaxes(1, 2)
@@ -367,5 +359,6 @@ def _compare(dtype: mx.Dtype, size: int, slots: int, kv_heads: int) -> float:
     expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     found = _attend_alone(queries, keys, values, scale, mask)
     # In the seat of a table, which the first slots of the keys stand for, each row sees the same.
-    in_table = _attend_seats(queries, keys[0], values[0], mask, mx.zeros(3, mx.int32), scale)
+    arrays = {"q": queries, "k": keys[0], "v": values[0], "mask": mask}
+    in_table = _attend_seats({**arrays, "first": mx.zeros(3, mx.int32)}, scale)
     return max(measure_distance(expected, found), measure_distance(expected, in_table))

@@ -17,10 +17,9 @@ from protocol.messages import (
     Status,
     StatusRequest,
     Text,
-    VerificationOutcome,
     Verify,
 )
-from tests.orchestrator.test_server import DRAFTER, VERIFIER, FakePoller, House
+from tests.orchestrator.test_server import DRAFTER, VERIFIER, FakePoller, House, outcome_of
 
 
 @pytest.fixture(autouse=True)
@@ -48,19 +47,7 @@ def running(house: House) -> list[int]:
 
 def verified(house: House, sequence: int, bonus: int) -> None:
     asked = [m for m in house.told(b"v", Verify) if m.sequence == sequence][-1]
-    house.service(
-        b"v",
-        VerificationOutcome(
-            sequence=sequence,
-            round=asked.round,
-            accepted=0,
-            bonus=bonus,
-            verify_ms=5.0,
-            idle_ms=0.1,
-            sequences=2,
-            rows=2,
-        ),
-    )
+    house.service(b"v", outcome_of(asked, bonus=bonus, sequences=2, rows=2))
 
 
 def test_background_requests_are_overtaken() -> None:

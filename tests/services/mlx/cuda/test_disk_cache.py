@@ -198,7 +198,8 @@ def launch_all(dtype: mx.Dtype) -> None:
         for slots in (2 * attention._PART, 256):
             keys, mask = mx.zeros((1, 2, slots, size), dtype), mx.ones((3, slots), mx.bool_)
             attention._attend_alone(queries, keys, keys, 1, mask)
-            attention._attend_seats(queries, keys[0], keys[0], mask, mx.zeros(3, mx.int32), 0.5)
+            seats = {"q": queries, "k": keys[0], "v": keys[0], "mask": mask}
+            attention._attend_seats({**seats, "first": mx.zeros(3, mx.int32)}, 0.5)
     for norm in (None, rotate.HeadNorm(mx.ones((2, 64), dtype), 1e-5)):
         layer = rotate.Heads(4, 2, 64, 64, mx.zeros(32), norm)
         x, into = mx.zeros((1, 3, 8 * 64), dtype), mx.zeros((1, 2, 256, 64), dtype)
