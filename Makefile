@@ -1,5 +1,6 @@
 # make demo: set everything up and show what speculation gains, in a minute.
-# make test: set everything up and run the tests.
+# make test: set everything up and run the tests of a change, in four minutes on two cores.
+# make test-all: these, then the rest.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,16 +8,23 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 "$(BIN)/python" -m pip install --quiet --quiet
 EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
 
-.PHONY: demo test test-gpu check audit bench tree chaos soak hostile clean
+.PHONY: demo test test-all test-gpu check audit bench glossary chaos soak hostile clean
 
 demo: $(VENV)/.pair
 	@"$(BIN)/ssd" demo $(FLAGS)
 
-# Three at a time: most tests wait for processes; those of a file stay together, and the files come
-# in the order of tests/conftest.py.
+# Three at a time, as some wait for processes; the tests of a file stay together, and the files come
+# in the order of tests/conftest.py. Both print the slowest tests and the time of all.
+PYTEST := "$(BIN)/python" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
+	--durations 12
+MARKED := processes or model or kernel or wide or real
+
 test: $(VENV)/.pair
-	"$(BIN)/python" -m pytest --numprocesses 3 --dist loadfile \
-		--no-loadscope-reorder --durations 12
+	$(PYTEST) -m "not ($(MARKED))"
+
+# Besides what is marked, the properties again with more examples.
+test-all: test
+	HYPOTHESIS_PROFILE=many $(PYTEST) -m "$(MARKED) or hypothesis"
 
 # What computes with MLX, on a CUDA device; its products in whole float32 there, as on a CPU.
 test-gpu: EXTRAS := dev,cuda
@@ -35,9 +43,8 @@ check: $(VENV)/.installed
 audit: $(VENV)/.installed
 	"$(BIN)/python" -m tests.tools.audit
 
-# docs/modules.md: a line for each module, the first of its docstring.
-tree:
-	$(PYTHON) -m tests.tools.module_listing
+# docs/glossary.md from the words of protocol/glossary.py.
+glossary:
 	$(PYTHON) -m tests.tools.glossary_page
 
 bench: $(VENV)/.pair

@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections import Counter
 from pathlib import Path
 
 import click
@@ -12,11 +11,11 @@ import pytest
 from launch.cli import cli
 from launch.help_text import commands
 from launch.settings.settings import StackSettings
-from tests.tools.glossary_page import PAGE, glossary
-from tests.tools.module_listing import LISTING, ROOT, modules
+from tests.tools.glossary_page import PAGE, ROOT, glossary
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_ROOMS = ("protocol", "orchestrator", "services", "launch", "tests", "docs")
+PRODUCT = ("protocol", "orchestrator", "services", "launch")
+_ROOMS = (*PRODUCT, "tests", "docs")
 _PATH = re.compile(rf"`((?:{'|'.join(_ROOMS)})/[\w./-]*)(?::([\w.]+))?`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 COMMANDS = dict(commands(cli))
@@ -27,14 +26,8 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_every_module_stands_in_the_listing_exactly_once() -> None:
-    """docs/modules.md lists every module; `make tree` writes it."""
-    listed = Counter(re.findall(r"^- `([^`]+)`", LISTING.read_text(encoding="utf-8"), re.MULTILINE))
-    assert {str(path): 1 for path in modules()} == dict(listed)
-
-
 def test_the_glossary_page_is_that_of_the_code() -> None:
-    """docs/glossary.md has every word of `protocol/glossary.py`; `make tree` writes it."""
+    """docs/glossary.md has every word of `protocol/glossary.py`; `make glossary` writes it."""
     assert PAGE.read_text(encoding="utf-8") == glossary()
     assert glossary().count("\n| ") > 40
 
@@ -42,9 +35,9 @@ def test_the_glossary_page_is_that_of_the_code() -> None:
 def test_every_folder_stands_in_the_architecture() -> None:
     """docs/architecture.md says in a line what each package holds."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    packages = {path.parent for path in modules() if path.suffix == ".py"} - {Path()}
-    missing = [str(p) for p in sorted(packages) if f"`{p}/`" not in page]
-    assert missing == []
+    modules = [path for room in PRODUCT for path in (ROOT / room).rglob("*.py")]
+    packages = {name(path.parent) for path in modules if path.name != "__init__.py"}
+    assert [folder for folder in sorted(packages) if f"`{folder}/`" not in page] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)

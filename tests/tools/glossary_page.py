@@ -1,15 +1,16 @@
 """`python -m tests.tools.glossary_page`: writes docs/glossary.md from `protocol/glossary.py`."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import protocol.glossary
-from tests.tools.module_listing import ROOT
 
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "glossary.md"
 _HEAD = """\
 # Glossary
 
-Written by `make tree` from `protocol/glossary.py`. The symbols are those of the paper (arXiv \
+Written by `make glossary` from `protocol/glossary.py`. The symbols are those of the paper (arXiv \
 2603.03251); what is not here means what it means in vLLM and mlx-lm.
 
 | word | symbol | meaning |
