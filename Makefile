@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 "$(BIN)/python" -m pip install --quiet --quiet
 EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
 
-.PHONY: demo test test-all test-gpu check audit bench glossary chaos soak hostile clean
+.PHONY: demo test test-all test-gpu check audit bench gate gate-gpu glossary chaos soak hostile clean
 
 demo: $(VENV)/.pair
 	@"$(BIN)/ssd" demo $(FLAGS)
@@ -49,6 +49,15 @@ glossary:
 
 bench: $(VENV)/.pair
 	"$(BIN)/ssd" bench
+
+# The speed of this checkout beside another commit's, in turn; FLAGS="--old REV" names it.
+gate: $(VENV)/.pair
+	"$(BIN)/python" -m tests.tools.gate $(FLAGS)
+
+# The same with target and drafter on a card each.
+gate-gpu: EXTRAS := dev,cuda
+gate-gpu: $(VENV)/.pair
+	"$(BIN)/python" -m tests.tools.gate --flags="--target-device cuda:0 --draft-device cuda:1" $(FLAGS)
 
 # The environment, rebuilt when the project's dependencies change.
 $(VENV)/.installed: pyproject.toml
