@@ -98,7 +98,6 @@ class StatusReporter:
             model=hello.model,
             compute_unit=hello.compute_unit,
             context_length=hello.context_length,
-            emulated_cost=hello.emulated_cost,
             weight_bytes=hello.weight_bytes,
             ranks=hello.ranks,
         )

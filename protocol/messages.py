@@ -195,8 +195,6 @@ class Hello(Message, frozen=True, tag="hello", kw_only=True, omit_defaults=True)
     """Verifier: tokens that the KV of all open sequences may hold together; 0 means any number."""
     kv_limit: Name = ""
     """Verifier: what `kv_tokens` follows from, for people."""
-    emulated_cost: Name = ""
-    """Verifier: what was added to its model so that it costs more (measurements); else empty."""
     rewinding: Name = ""
     """Verifier: the kinds of its model's layers, and how they go back after a rejected draft."""
     weight_bytes: int = 0
@@ -779,8 +777,6 @@ class Statistics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Draft tokens by lag, from 1: how many tokens before them the target had not seen yet when
     they were drafted. In a chain that was prepared these are the chain before it, too."""
     accepted_by_lag: list[int] = []
-    emulated_cost: str = ""
-    """What was added to the target so that it costs more (measurements); else empty."""
     rewinding: str = ""
     """As in `Hello`."""
     by_origin: dict[Origin, RoundStats] = {}
@@ -858,9 +854,8 @@ class ServiceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     model: str
     compute_unit: str
     context_length: int
-    emulated_cost: str = ""
-    """As in `Hello`, and the next two."""
     weight_bytes: int = 0
+    """As in `Hello`, and the next."""
     ranks: list[RankStatus] = []
     silent_s: float = 0.0
     """Since the last sign of life of its working thread, while the orchestrator was awake."""
@@ -1046,8 +1041,6 @@ class ProcessStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """More about the state, for people: why it died, where it listens, how long it loads."""
     device: str = ""
     """The device it was started for; empty is MLX's own choice."""
-    emulated_cost: str = ""
-    """Size of the target whose cost is emulated; empty for none."""
 
 
 class Stack(Message, frozen=True, tag="stack", kw_only=True):

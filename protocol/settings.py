@@ -167,8 +167,6 @@ class VerifierSettings(ServiceSettings, frozen=True, kw_only=True):
     metal_kernels: MetalKernels = "auto"
     kv_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Most memory for the KV of open sequences; 0 is half of what is free after loading."""
-    emulated_cost: str = ""
-    """Size of the target whose cost is emulated; empty for none."""
     adapter: str = ""
     """Folder of the target's LoRA adapter; empty without one."""
     prompt_cache_file: str = ""
@@ -217,8 +215,7 @@ class ReferenceSettings(Settings, frozen=True, kw_only=True):
     draft_model: str = ""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
     device: Device = ""
-    emulated_cost: str = ""  # as `VerifierSettings`, and the next
-    adapter: str = ""
+    adapter: str = ""  # as `VerifierSettings`
 
 
 class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):

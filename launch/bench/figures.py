@@ -69,8 +69,7 @@ def _bar(axes: Any, left: float, width: float, figures: ModeSummary | None, colo
 
 def _describe(result: BenchFile) -> str:
     pair = f"{Path(result.config.model).name}, {result.hardware.processor.strip()}"
-    emulated = result.config.emulated_cost
-    return f"{pair}, {result.created[:10]}" + (f", COST OF {emulated} EMULATED" if emulated else "")
+    return f"{pair}, {result.created[:10]}"
 
 
 def timeline_figure(runs: Sequence[BenchRun]) -> str:

@@ -50,7 +50,6 @@ class ProfilerWorker(JsonWorker):
             threads=max(1, len(cores)),
             cores=cores,
             device=settings.target_device if target else settings.draft_device,
-            emulated_cost=settings.emulate_target_cost if target else "",
             adapter=pair.adapter if target else "",
             draft_weights=settings.draft_weights,
             metal_kernels=settings.metal_kernels,

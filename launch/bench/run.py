@@ -85,14 +85,13 @@ def measure(config: BenchConfig, progress: Callable[[int], Progress]) -> BenchFi
             found = profile(verify_ms, draft_ms, sample(client, config.prompts), told)
         bench = _runs(config, {"": client, **others}, tokenizer, progress)
         hardware = machine.hardware({s.role: s.compute_unit for s in status.services})
-        emulated = next((s.emulated_cost for s in status.services if s.emulated_cost), "")
         reading = None
-        if survey is not None and not emulated and survey.read_bytes_s:
+        if survey is not None and survey.read_bytes_s:
             read = next((s.weight_bytes for s in status.services if s.weight_bytes), 0)
             weight_bytes = read or read_weight_bytes(config.pair.model, survey.device)
             reading = WeightReading(weight_bytes=weight_bytes, read_bytes_s=survey.read_bytes_s)
         measured = Measured(cold, found, overlap, reading)
-        return _result(bench, _config(config, emulated), hardware, measured)
+        return _result(bench, _config(config), hardware, measured)
 
 
 def _measure_alone(
@@ -160,9 +159,7 @@ def _runs(
 ) -> Bench:
     settings = config.settings
     with (
-        ReferenceWorker(
-            config.pair, settings.target_device, settings.emulate_target_cost
-        ) as reference,
+        ReferenceWorker(config.pair, settings.target_device) as reference,
         MemoryWatch({**_pids(clients), "mlx-lm": reference.pid}) as memory,
     ):
         bench = Bench(
@@ -198,7 +195,7 @@ def _result(bench: Bench, config: Config, hardware: Hardware, measured: Measured
     )
 
 
-def _config(config: BenchConfig, emulated: str) -> Config:
+def _config(config: BenchConfig) -> Config:
     return Config(
         model=config.pair.model,
         draft_model=config.pair.draft_model,
@@ -208,7 +205,6 @@ def _config(config: BenchConfig, emulated: str) -> Config:
         max_tokens=config.max_tokens,
         repeats=config.repeats,
         prompts=config.source,
-        emulated_cost=emulated,
         versions=machine.versions(),
         command=shlex.join(["ssd", *sys.argv[1:]]),
     )

@@ -215,8 +215,6 @@ def _bars(progress: Progress, steps: int) -> Callable[[str], None]:
 
 def _show(result: BenchFile) -> None:
     out = console.stdout()
-    if result.config.emulated_cost:
-        out.print(f"TARGET COST EMULATED: {result.config.emulated_cost}", markup=False)
     if result.profile is not None:
         out.print(tables.profile(result.profile))
     if result.overlap is not None:

@@ -26,10 +26,6 @@ from protocol.validation import describe
 _DEFAULTS = StackSettings()
 _MIB = 1024**2
 _DEVICE = "Device of the {}: cpu, gpu or cuda:N. Left out: MLX's default."
-_EMULATE = (
-    "For measurements: make the target cost what one of this size costs (4x, 8B, 16GB), "
-    "without changing its output."
-)
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=msgspec.Struct)
@@ -175,7 +171,6 @@ def _process_options() -> Callable[[F], F]:
                  "Start the planner from the estimates of earlier runs, or from nothing."),
         _setting("--log-level", "Log level of all processes (see `ssd logs`).",
                  click.Choice(get_args(LogLevel))),
-        _setting("--emulate-target-cost", _EMULATE, metavar="SIZE"),
     )  # fmt: skip
 
 

@@ -14,7 +14,6 @@ import msgspec
 from protocol.decoding.sampling_params import PresetName
 from protocol.errors import UsageError
 from protocol.gateway import GatewaySettings
-from protocol.jobs.cost_emulation import parse_size
 from protocol.settings import (
     ComputeUnits,
     Device,
@@ -113,8 +112,6 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """First port that the ranks use between machines; one more per rank."""
     rank_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
     """Silence after which a rank is lost and the group is started again."""
-    emulate_target_cost: str = ""
-    """For measurements: let the target cost what one of this size costs."""
     max_prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = _default(
         OrchestratorSettings, "max_prompt_tokens"
     )
@@ -219,10 +216,7 @@ def stack_settings(flags: dict[str, Any]) -> StackSettings:
     """
     given = _take_former_names(flags, "the settings")
     merged = {**_from_file(Path(CONFIG_FILE)), **_from_environment(), **given}
-    settings = _convert(merged, "the settings")
-    if settings.emulate_target_cost:
-        parse_size(settings.emulate_target_cost)
-    return settings
+    return _convert(merged, "the settings")
 
 
 def _take_former_names(values: dict[str, Any], source: str) -> dict[str, Any]:

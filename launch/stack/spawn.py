@@ -61,7 +61,6 @@ def describe_machine(settings: StackSettings, pair: Pair) -> str:
         machine_name(),
         settings.target_device,
         settings.draft_device,
-        settings.emulate_target_cost,
         describe_ranks(rank_group(settings)),
         identify_adapter(pair.adapter),
         "" if settings.draft_weights == "auto" else f"draft-weights-{settings.draft_weights}",
@@ -92,7 +91,6 @@ def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifelin
         metal_kernels=settings.metal_kernels,
         prefill_model=_prefill_model(settings, pair),
         compute_units=settings.compute_units,
-        emulated_cost=settings.emulate_target_cost,
         adapter=pair.adapter,
         spare_cores=[] if ranks or not cores else shared.drafter,
         idle_flag="" if ranks else _idle_flag(settings, pair, run_dir, "verifier"),
@@ -251,7 +249,6 @@ def describe_child(child: Child, settings: StackSettings, pair: Pair) -> Process
         state="starting",
         restarts=0,
         device=device,
-        emulated_cost=settings.emulate_target_cost if child.role == "verifier" else "",
     )
 
 

@@ -49,14 +49,13 @@ class _Lines(Console):
 def process_line(status: ProcessStatus) -> None:
     """One line per process and change: role, pid, backend, device, model, state."""
     model = status.model.rstrip("/").rsplit("/", 1)[-1]
-    emulated = f"[cost of {status.emulated_cost} emulated] " if status.emulated_cost else ""
     fields = (
         status.role,
         str(status.pid),
         status.backend or "-",
         status.device or "-",
         model or "-",
-        emulated + describe_state(status),
+        describe_state(status),
     )
     widths = (13, 8, 6, 6, 24, 0)
     line = " ".join(field.ljust(width) for field, width in zip(fields, widths, strict=True))

@@ -75,8 +75,6 @@ def _peak_bytes(pid: int) -> int:
 
 def _rows(finished: Finished, tokens: int) -> Iterator[tuple[str, str]]:
     s = finished.statistics
-    if s.emulated_cost:
-        yield "TARGET COST EMULATED", s.emulated_cost
     yield "prompt", _describe_prompt(finished)
     yield "answer", f"{tokens} tokens, {s.tok_s:.1f} tok/s ({s.decode_s:.2f} s)"
     yield "first token", f"after {s.ttft_ms:.0f} ms"

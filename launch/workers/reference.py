@@ -19,14 +19,13 @@ from protocol.settings import Device, ReferenceSettings
 class ReferenceWorker(JsonWorker):
     """mlx-lm in a process of its own, with all cores."""
 
-    def __init__(self, pair: Pair, device: Device = "", emulated_cost: str = "") -> None:
+    def __init__(self, pair: Pair, device: Device = "") -> None:
         settings = ReferenceSettings(
             model=pair.model,
             # mlx-lm cannot load the models of other backends.
             draft_model=pair.draft_model if pair.backend == "mlx" else "",
             threads=os.cpu_count() or 1,
             device=device,
-            emulated_cost=emulated_cost,
             adapter=pair.adapter,
         )
         super().__init__("reference", "services.tools.reference", settings, device=device)

@@ -85,7 +85,6 @@ class Request:
             self.has_had_drafter = True
             self.sequence.recorder.drafter = f"{hello.backend} {Path(hello.model).name}".strip()
             return self.sequence.on_drafter_up(hello.context_length, takes_trees=hello.takes_trees)
-        self.sequence.recorder.emulated_cost = hello.emulated_cost
         self.sequence.recorder.rewinding = hello.rewinding
         actions = self.sequence.limit_context(context_of(hello))
         return actions + self.sequence.on_verifier_up(

@@ -61,7 +61,6 @@ class Recorder:
     offered_by_lag: Counter[int] = field(default_factory=Counter)
     accepted_by_lag: Counter[int] = field(default_factory=Counter)
     stale_trees: int = 0
-    emulated_cost: str = ""
     rewinding: str = ""
     by_origin: dict[Origin, RoundStats] = field(default_factory=dict)
     ranks: Counter[int] = field(default_factory=Counter)
@@ -267,7 +266,6 @@ class Recorder:
             drafter=self.drafter,
             state_bytes=self.state_bytes,
             stale_trees=self.stale_trees,
-            emulated_cost=self.emulated_cost,
             rewinding=self.rewinding,
             by_origin=dict(self.by_origin),
             hits_by_rank=[self.ranks[i] for i in range(max(self.ranks, default=-1) + 1)],

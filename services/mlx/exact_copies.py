@@ -77,8 +77,6 @@ def large_weights(model: nn.Module) -> Iterator[npt.NDArray[np.float32]]:
 
 
 def _add_copy(weight: npt.NDArray[np.float32]) -> WeightCopy | None:
-    if not weight.any():
-        return None  # it stands for a weight, and is to cost what that would (`cost_emulation`)
     for kind in _EXACT:
         copy = pack_exactly(weight, kind)
         if copy is not None:

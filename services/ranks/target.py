@@ -92,7 +92,6 @@ def _refuse_what_needs_the_whole_model(settings: VerifierSettings) -> None:
     for given, flag in (
         (settings.prefill != "mlx", "--prefill"),
         (settings.prompt_cache_file, "--prompt-cache-file"),
-        (settings.emulated_cost, "--emulate-target-cost"),
         (settings.adapter, "--adapter-path"),
     ):
         if given:

@@ -58,7 +58,6 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     max_draft_tokens: int
     kv_tokens: int = 0
     kv_limit: str = ""
-    emulated_cost: str = ""
     rewinding: str = ""
     weight_bytes: int = 0
     ranks: list[RankStatus] = []

@@ -14,7 +14,6 @@ from statistics import median
 import msgspec
 
 from protocol.errors import SsdError
-from protocol.jobs.cost_emulation import parse_size
 from protocol.jobs.profile import (
     ProfilerReady,
     ProfilerRequest,
@@ -50,14 +49,11 @@ class Profiler(contextlib.ExitStack):
 
     def _verifier(self, settings: ProfilerSettings) -> Callable[[Tokens], Timer]:
         # MLX must be imported after the BLAS is in place.
-        from services.mlx.cost_emulation import emulate  # noqa: PLC0415
         from services.ranks.target import open_target  # noqa: PLC0415
         from services.verifier.verifier import Verifier  # noqa: PLC0415
 
         told = _as_verifier(settings)
         model, target, self.unit, _ = self.enter_context(open_target(told))
-        if settings.emulated_cost:
-            emulate(model.module, parse_size(settings.emulated_cost))
         verifier = Verifier(model, PREFILL_STEP_SIZE, target=target)
 
         def open_context(context: Tokens) -> Timer:
@@ -132,7 +128,6 @@ def _as_verifier(settings: ProfilerSettings) -> VerifierSettings:
         model=settings.model,
         threads=settings.threads,
         device=settings.device,
-        emulated_cost=settings.emulated_cost,
         adapter=settings.adapter,
         metal_kernels=settings.metal_kernels,
         ranks=settings.ranks,

@@ -15,7 +15,6 @@ import numpy as np
 
 from protocol.decoding.sampler import score_margin
 from protocol.errors import SsdError, UsageError
-from protocol.jobs.cost_emulation import parse_size
 from protocol.jobs.reference import (
     BatchDecodeRequest,
     BatchDecodeResult,
@@ -35,14 +34,11 @@ class Reference:
 
     def __init__(self, settings: ReferenceSettings) -> None:
         # MLX must be imported after the BLAS is in place.
-        from services.mlx.cost_emulation import emulate  # noqa: PLC0415
         from services.mlx.device import bind  # noqa: PLC0415
         from services.mlx.loader import load  # noqa: PLC0415
 
         bind(settings.device)
         self._target = load(Path(settings.model), adapter=settings.adapter).module
-        if settings.emulated_cost:
-            emulate(self._target, parse_size(settings.emulated_cost))
         self._draft = load(Path(settings.draft_model)).module if settings.draft_model else None
 
     def answer(self, question: ReferenceRequest) -> DecodeResult | BatchDecodeResult | MarginResult:

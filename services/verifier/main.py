@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol.adapter import identify_adapter
-from protocol.jobs.cost_emulation import parse_size
 from protocol.messages import PassTimes, ToService, ToVerifier
 from protocol.process.child import run_child
 from protocol.settings import VerifierSettings
@@ -19,7 +18,6 @@ from services.runtime.loop import Identity, serve
 from services.verifier.spare_cores import SpareCores
 
 if TYPE_CHECKING:
-    from services.mlx.loader import LoadedModel
     from services.ranks.target import OpenTarget
     from services.verifier.verifier import Verifier
 
@@ -38,7 +36,6 @@ def run(settings: VerifierSettings) -> None:
 
     with open_target(settings) as opened:
         model, target = opened.model, opened.target
-        emulated = _emulate_cost(settings, model)
         prompts = PrefixCache(settings.prompt_cache_size, settings.prompt_cache_bytes)
         step, prelaunches = settings.prefill_step_size, settings.prelaunches
         verifier = Verifier(model, step, prompts, target, prelaunches=prelaunches)
@@ -51,9 +48,9 @@ def run(settings: VerifierSettings) -> None:
         verifier.prelauncher.expect_passes(pass_times)
         prompts.clear()  # of texts that nobody will send
         _attach_coreml_prefill(verifier, settings, model.folder)
-        identity = _identify(settings, opened, verifier, emulated, pass_times)
+        identity = _identify(settings, opened, verifier, pass_times)
         channel: Channel[ToService] = Channel(settings.address, Decoder(ToVerifier))
-        how = f"{settings.prefill} {emulated} {identify_adapter(settings.adapter)}"
+        how = f"{settings.prefill} {identify_adapter(settings.adapter)}"
         with channel, persist_prefixes(settings.prompt_cache_file, prompts, verifier, model, how):
             _serve(channel, identity, verifier, open_idle_flag(settings.idle_flag))
 
@@ -62,7 +59,6 @@ def _identify(
     settings: VerifierSettings,
     opened: "OpenTarget",
     verifier: "Verifier",
-    emulated: str,
     pass_times: PassTimes,
 ) -> Identity:
     from services.mlx.exact_copies import count_read_bytes  # noqa: PLC0415
@@ -80,7 +76,6 @@ def _identify(
         max_draft_tokens=verifier.max_draft_tokens,
         kv_tokens=ranks.kv_tokens if ranks else kv.tokens,
         kv_limit=kv.limit,
-        emulated_cost=emulated,
         rewinding=verifier.rewinding,
         weight_bytes=0 if ranks else count_read_bytes(model.module),
         takes_trees=verifier.takes_trees,
@@ -95,14 +90,6 @@ def _serve(
     inbox = Inbox(channel, flag)
     verifier.listener.take, verifier.listener.wait = inbox.take_prepared, inbox.linger
     serve(channel, identity, verifier, inbox)
-
-
-def _emulate_cost(settings: VerifierSettings, model: "LoadedModel") -> str:
-    """Let the target cost what a larger one costs, if that is asked for; says what was added."""
-    from services.mlx.cost_emulation import emulate  # noqa: PLC0415
-
-    size = settings.emulated_cost
-    return emulate(model.module, parse_size(size)) if size else ""
 
 
 def _attach_coreml_prefill(verifier: "Verifier", settings: VerifierSettings, target: Path) -> None:

@@ -115,7 +115,6 @@ def test_the_default_pair_drafts_trees_on_the_reference_runtime() -> None:
     settings = StackSettings(
         draft_backend="coreml",
         draft_model=str(default_converted()),
-        emulate_target_cost="2GB",  # that runtime drafts in the time of two passes of this target
     )
     assert pair_of(settings).backend == "coreml"
     with running(settings) as stack:

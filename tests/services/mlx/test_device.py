@@ -1,4 +1,4 @@
-"""Which device a process computes on, and that a larger target's cost changes no token."""
+"""Which device a process computes on."""
 
 import importlib.metadata
 import os
@@ -13,14 +13,11 @@ from launch.settings import machine
 from launch.settings.machine import child_environment
 from launch.settings.settings import StackSettings, stack_settings
 from protocol.errors import UsageError
-from protocol.messages import Sampling
 from protocol.settings import Device
 from services.mlx import device as device_module
 from services.mlx.device import bind
 from tests.launch.test_cli import USAGE, complains, ssd
-from tests.support.reference import Reference
-from tests.support.stack import running
-from tests.support.tiny_models import write_endless_model, write_tiny_model
+from tests.support.tiny_models import write_tiny_model
 
 no_cuda = pytest.mark.skipif(mx.cuda.is_available(), reason="there is CUDA here")
 
@@ -136,50 +133,3 @@ def test_the_verifier_refuses_a_missing_gpu(run_dir: Path, tmp_path: Path) -> No
     target = write_tiny_model(tmp_path / "target", "llama")
     done = ssd("generate", "hello", "--model", str(target), "--target-device", "cuda:0")
     complains(done, USAGE, "cuda:0")
-
-
-@pytest.mark.processes
-def test_a_size_that_is_none_is_refused(run_dir: Path) -> None:
-    """Before anything starts."""
-    complains(ssd("generate", "hello", "--emulate-target-cost", "huge"), USAGE, "huge")
-
-
-PROMPT = (0, *[97, 41, 250, 33, 8] * 3, 19, 203, 64)
-LENGTH = 48
-SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=5)]
-
-
-@pytest.mark.processes
-def test_an_emulated_cost_changes_no_token(run_dir: Path, tmp_path: Path) -> None:
-    """All modes, greedy and sampled, agree with mlx-lm; the label is everywhere."""
-    target = write_endless_model(tmp_path / "target", "llama", seed=1)
-    draft = write_endless_model(tmp_path / "draft", "llama", seed=1, noise=0.3)
-    expected = [Reference(target).decoded(list(PROMPT), LENGTH, law) for law in SAMPLINGS]
-    settings = StackSettings(
-        model=str(target),
-        draft_model=str(draft),
-        target_device="cpu",
-        draft_device="cpu",
-        emulate_target_cost="60MB",
-    )
-    with running(settings) as stack:
-        for mode, drafts in (("ar", 0), ("sd", 3), ("ssd", 3)):
-            answers = [
-                stack.answer(
-                    "",
-                    tokens=list(PROMPT),
-                    mode=mode,
-                    sampling=law,
-                    max_tokens=LENGTH,
-                    num_draft_tokens=drafts,
-                )
-                for law in SAMPLINGS
-            ]
-            assert [answer.tokens for answer in answers] == expected
-            assert "60MB" in answers[0].statistics.emulated_cost
-        said = {s.role: s.emulated_cost for s in stack.client.status().services}
-        shown = {line.role: (line.device, line.emulated_cost) for line in stack.lines}
-    assert said["drafter"] == ""
-    assert "layers of the shape of" in said["verifier"]
-    assert shown["verifier"] == ("cpu", "60MB")
-    assert shown["drafter"] == ("cpu", "")

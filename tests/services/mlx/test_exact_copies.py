@@ -181,13 +181,6 @@ def test_random_floats_have_no_copy() -> None:
     assert mx.array_equal(model.layer(mx.ones((3, 256))), before)
 
 
-def test_zeros_that_stand_for_a_weight_cost_what_it_would() -> None:
-    """In a target of emulated cost, say."""
-    model = _Model()
-    model.layer.weight = mx.zeros_like(model.layer.weight)
-    assert add_exact_copies(model) == 0
-
-
 def test_without_kernels_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX multiplies with the floats."""
     monkeypatch.setattr(blas._Loaded, "kernels", None)
