@@ -26,7 +26,7 @@ def run(settings: OrchestratorSettings) -> None:
     )
     clients: Hub[ToOrchestrator] = Hub(settings.clients_address, Decoder(ToOrchestrator))
     with services, clients:
-        tokenizer = TargetTokenizer(folder)
+        tokenizer = TargetTokenizer(folder, parse_special=settings.parse_special)
         vocabulary = read_vocabulary(folder)
         limits = PromptLimits(
             max_bytes=settings.max_prompt_bytes,

@@ -239,6 +239,8 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     """Longest time that rendering and tokenising a prompt may take."""
     prompt_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 2 * 1024**3
     """Memory that this may take (Linux); 0 is no limit."""
+    parse_special: bool = False
+    """Whether special tokens in the text of messages are read as such."""
     max_stop_strings: Annotated[int, msgspec.Meta(ge=0)] = 64
     max_stop_bytes: Annotated[int, msgspec.Meta(ge=0)] = 4096
     """Of one stop string."""
@@ -274,6 +276,8 @@ class PromptWorkerSettings(ChildSettings, frozen=True, kw_only=True):
     """Folder of the target model."""
     max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Memory that prompts may take; 0 is no limit."""
+    parse_special: bool = False
+    """As for the orchestrator."""
 
 
 Objective = Literal["ce", "tv", "coupled", "rank"]

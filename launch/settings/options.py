@@ -169,6 +169,8 @@ def _process_options() -> Callable[[F], F]:
                  count),
         _setting("--learned-estimates/--no-learned-estimates",
                  "Start the planner from the estimates of earlier runs, or from nothing."),
+        _setting("--parse-special", "Read special tokens in the text of messages as such: whoever "
+                 "wrote it can end a turn.", is_flag=True),
         _setting("--log-level", "Log level of all processes (see `ssd logs`).",
                  click.Choice(get_args(LogLevel))),
     )  # fmt: skip

@@ -128,6 +128,9 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         OrchestratorSettings, "prompt_memory_bytes"
     )
     """Memory that this may take (Linux); 0 is no limit."""
+    parse_special: bool = _default(OrchestratorSettings, "parse_special")
+    """Whether special tokens in the text of messages are read as such, so that whoever wrote a
+    message can end a turn and begin another."""
     max_stop_strings: Annotated[int, msgspec.Meta(ge=0)] = _default(
         OrchestratorSettings, "max_stop_strings"
     )

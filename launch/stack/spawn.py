@@ -42,6 +42,7 @@ def start_orchestrator(
         max_prompt_bytes=settings.max_prompt_bytes,
         prompt_timeout_s=settings.prompt_timeout_s,
         prompt_memory_bytes=settings.prompt_memory_bytes,
+        parse_special=settings.parse_special,
         max_stop_strings=settings.max_stop_strings,
         max_stop_bytes=settings.max_stop_bytes,
         max_deaths=settings.max_deaths,

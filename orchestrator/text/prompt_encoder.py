@@ -115,7 +115,9 @@ class PromptEncoder:
         os.set_blocking(self.descriptor, False)
         for end in (self.descriptor, self._waker):
             weakref.finalize(self, os.close, end)
-        self._workers = [_Worker(folder, limits) for _ in range(2)]
+        self._workers = [
+            _Worker(folder, limits, parse_special=tokenizer.parse_special) for _ in range(2)
+        ]
         self._prompts, self._very_long = (
             _Lane("prompts", partial(self._tokenise, worker)) for worker in self._workers
         )
@@ -294,8 +296,9 @@ _starting = threading.Lock()
 class _Worker:
     """The worker process, started again whenever it had to be killed."""
 
-    def __init__(self, folder: str, limits: PromptLimits) -> None:
+    def __init__(self, folder: str, limits: PromptLimits, *, parse_special: bool) -> None:
         self._folder = folder
+        self._parse_special = parse_special
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: PipeChannel[FromPromptWorker] | None = None
@@ -337,7 +340,10 @@ class _Worker:
         (lifeline, kept), (reading, answers), (prompts, writing) = os.pipe(), os.pipe(), os.pipe()
         self._ends = [kept, reading, writing]
         settings = PromptWorkerSettings(
-            lifeline=lifeline, model=self._folder, max_bytes=self._limits.memory_bytes
+            lifeline=lifeline,
+            model=self._folder,
+            max_bytes=self._limits.memory_bytes,
+            parse_special=self._parse_special,
         )
         command = [sys.executable, "-m", "orchestrator.text.prompt_worker"]
         try:

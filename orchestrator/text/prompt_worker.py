@@ -34,7 +34,7 @@ def run(settings: PromptWorkerSettings) -> None:
     """Answer until the orchestrator closes the pipe."""
     pipes = take_pipes()
     channel = PipeChannel[ToPromptWorker](*pipes, Decoder(ToPromptWorker))
-    tokenizer = TargetTokenizer(Path(settings.model))
+    tokenizer = TargetTokenizer(Path(settings.model), parse_special=settings.parse_special)
     _limit_memory(settings.max_bytes)
     with contextlib.suppress(OSError):
         os.nice(5)  # decoding goes first

@@ -14,15 +14,21 @@ import msgspec
 from tokenizers import Tokenizer
 
 from orchestrator.text.detokenizer import Detokenizer, TextStream
+from orchestrator.text.special_tokens import Marks, SpecialTokens
 from protocol.decoding.chat_template import OutOfBounds, compile_template
 from protocol.errors import ModelError, UsageError
 from protocol.messages import ChatMessage, EncodePrompt, Tokens
 
 
 class TargetTokenizer:
-    """Text to tokens and back, for one model folder."""
+    """Text to tokens and back, for one model folder.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: the model folder.
+        parse_special: read special tokens in the text of messages, too, as such.
+    """
+
+    def __init__(self, folder: Path, *, parse_special: bool = False) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"the model folder {str(folder)!r} has no tokenizer.json")
@@ -37,6 +43,10 @@ class TargetTokenizer:
         self._knows_tools = "tools" in source
         self.stop_ids = self._stop_ids(folder)
         self._detokenizer = Detokenizer(self._tokenizer)
+        written = source + "".join(self._special_tokens().values())
+        is_mark = written.__contains__
+        self.parse_special = parse_special
+        self._special = SpecialTokens(self._tokenizer, is_mark)
 
     @property
     def has_template(self) -> bool:
@@ -59,7 +69,8 @@ class TargetTokenizer:
     ) -> Tokens:
         """The prompt tokens of a conversation, ready for the assistant's answer.
 
-        A model without a chat template gets the contents as plain text.
+        A model without a chat template gets the contents as plain text. Special tokens that the
+        messages spell are plain text (`special_tokens.py`).
 
         Raises:
             UsageError: the template refuses the messages, or knows no tools.
@@ -67,15 +78,35 @@ class TargetTokenizer:
         """
         if tools and not self._knows_tools:
             raise UsageError("this model's chat template knows no tools")
+        turns = [{"content": "", **msgspec.to_builtins(m)} for m in messages]
+        given = (turns, tools or [], options or {})
+        marks = None if self.parse_special else _find_marks(self._special, *given)
+        # Without a template the conversation is tokenised as any text.
+        special = self._template is None
+        if marks is None:
+            text = self._render(*given, most_characters=most_characters)
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        marked = [_mark_turn(turn, marks) for turn in turns], *map(marks.mark, given[1:])
+        text = self._render(*marked, most_characters=most_characters)
+        return self._special.encode(text, marks, add_special_tokens=special)
+
+    def _render(
+        self,
+        turns: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        options: dict[str, Any],
+        *,
+        most_characters: int,
+    ) -> str:
+        """The text of a conversation; errors as for `encode`."""
         if self._template is None:
-            text = "\n".join(message.content for message in messages)
-            return list(self._tokenizer.encode(text).ids)
+            return "\n".join(turn["content"] for turn in turns)
         try:
             text = self._template.render(
-                messages=[{"content": "", **msgspec.to_builtins(m)} for m in messages],
+                messages=turns,
                 add_generation_prompt=True,
                 tools=tools or None,
-                **{**self._special_tokens(), **(options or {})},
+                **{**self._special_tokens(), **options},
             )
         except (OutOfBounds, MemoryError):
             raise
@@ -84,7 +115,7 @@ class TargetTokenizer:
             raise UsageError(f"the chat template refuses these messages: {error}") from error
         if 0 < most_characters < len(text):
             raise OutOfBounds
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return text
 
     def encode_prompt(self, prompt: EncodePrompt, most_characters: int = 0) -> Tokens:
         """The tokens of a request's prompt, with the beginning of the answer if it has one.
@@ -131,6 +162,32 @@ class TargetTokenizer:
         if eos is not None:
             found.add(eos)
         return frozenset(found)
+
+
+def _find_marks(
+    special: SpecialTokens,
+    turns: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    options: dict[str, Any],
+) -> Marks | None:
+    """How to mark a conversation, if its text spells special tokens."""
+    outside = [
+        {key: value for key, value in turn.items() if not _is_answer(turn, key)} for turn in turns
+    ]
+    answers = [turn[key] for turn in turns for key in turn if _is_answer(turn, key)]
+    return special.find_marks([outside, tools, options], answers)
+
+
+def _mark_turn(turn: dict[str, Any], marks: Marks) -> dict[str, Any]:
+    return {
+        key: marks.mark_answer(value) if _is_answer(turn, key) else marks.mark(value)
+        for key, value in turn.items()
+    }
+
+
+def _is_answer(turn: dict[str, Any], key: str) -> bool:
+    """Whether this field of a turn holds text that the model wrote."""
+    return turn["role"] == "assistant" and key in ("content", "reasoning_content")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -111,6 +111,7 @@ def test_every_setting_has_its_variable(
         "learned_estimates": "False",
         "http": "True",
         "strict": "True",
+        "parse_special": "True",
         "compute_units": "all",
         "log_level": "debug",
         "prefill": "coreml",

@@ -1,7 +1,9 @@
 """Prompts are tokenised once, and those that cost too much cost their own request only."""
 
+import contextlib
 import json
 import select
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -106,6 +108,21 @@ def test_short_prompts_are_tokenised_at_once(make: Make, folder: Path) -> None:
     assert encoder.encode((b"c", 2), chat(2, "the fox")) == expected(folder, "the fox")
     assert encoder.encode((b"c", 3), Generate(request=3, tokens=[7, 8])) == [7, 8]
     assert len(encoder) == 0
+
+
+def test_workers_parse_special_tokens_if_asked_to(tmp_path: Path, folder: Path) -> None:
+    """A long prompt gets the tokens that the encoder's own tokenizer gives it."""
+    tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    shutil.copy(folder / "tokenizer_config.json", tmp_path)
+    parsing = TargetTokenizer(tmp_path, parse_special=True)
+    message = chat(1, LONG + "<|end|>")
+    with contextlib.closing(PromptEncoder(parsing, str(tmp_path), LIMITS)) as encoder:
+        assert encoder.encode((b"c", 1), message) is None
+        tokens = wait(encoder)[1]
+    assert tokens == parsing.encode(message.messages)
+    assert tokens != TargetTokenizer(tmp_path).encode(message.messages)
 
 
 def watch_workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
