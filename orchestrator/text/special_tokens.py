@@ -78,8 +78,8 @@ class SpecialTokens:
             return None
         taken = set().union(*strings, *answers)
         free = (chr(n) for n in itertools.count(_FIRST_MARK) if chr(n) not in taken)
-        firsts = {token.content[0] for token in self._protected.values()}
-        marks = dict(zip(sorted(self._punctuation | firsts), free, strict=False))
+        replaced = self._punctuation | {t.content[0] for t in self._protected.values()}
+        marks: dict[str, str] = dict(zip(sorted(replaced), free, strict=False))
         table = {ord(c): marks[c] for c in self._punctuation}
 
         def mark_first(found: re.Match[str]) -> str:
