@@ -90,9 +90,7 @@ def test_rooms_import_only_what_they_may() -> None:
     """Imports obey launch -> orchestrator -> protocol <- services."""
 
     def strangers(path: Path) -> set[str]:
-        return (imported(path) & {*ROOMS, "ssd_decode", "mlx_ssd", "tests"}) - MAY_IMPORT[
-            room(path)
-        ]
+        return (imported(path) & {*ROOMS, "ssd_decode", "tests"}) - MAY_IMPORT[room(path)]
 
     assert offenders(strangers) == {}
 

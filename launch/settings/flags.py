@@ -1,17 +1,8 @@
-"""Flags in groups, as `--help` lists them, and flags that had another name."""
+"""Flags in groups, as `--help` lists them."""
 
 from typing import Any
 
 import click
-
-from launch.terminal import console
-
-FORMER_NAMES = {
-    "--fan-out": "--branches",
-    "--memory": "--learned-estimates",
-    "--no-memory": "--no-learned-estimates",
-}
-"""Former name of a flag -> its name; this version still takes the former one."""
 
 ORDER = (
     "Prompt",
@@ -41,13 +32,7 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help has groups, and which takes former names of flags."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the arguments; a former name works, and stderr says so."""
-        end = args.index("--") if "--" in args else len(args)
-        renamed = [_rename(argument) for argument in args[:end]]
-        return super().parse_args(ctx, [*renamed, *args[end:]])
+    """A command whose help has groups."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The flags under their headings."""
@@ -60,12 +45,3 @@ class Command(click.Command):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records)
-
-
-def _rename(argument: str) -> str:
-    flag, equals, value = argument.partition("=")
-    if flag not in FORMER_NAMES:
-        return argument
-    name = FORMER_NAMES[flag]
-    console.stderr().print(f"{flag} is now called {name}", markup=False)
-    return f"{name}{equals}{value}"

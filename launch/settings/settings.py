@@ -4,7 +4,6 @@ Unknown keys are errors everywhere. What a child process has a default for, has 
 """
 
 import os
-import sys
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,8 +33,6 @@ _PREFIX = "SSD_"
 _OTHER_VARIABLES = frozenset({"SSD_RUN_DIR", "SSD_CACHE_DIR", "SSD_KEYS_DIR"})
 _HUGE = 10**18
 """Of no setting anybody has so much; it still fits into what goes over the wire."""
-_RENAMED = {"memory": "learned_estimates"}
-"""Former names of settings, which this version still takes."""
 
 
 def _default(kind: type[msgspec.Struct], name: str) -> Any:
@@ -217,16 +214,8 @@ def stack_settings(flags: dict[str, Any]) -> StackSettings:
     Raises:
         UsageError: a key is unknown or a value has the wrong type, naming where it stands.
     """
-    given = _take_former_names(flags, "the settings")
-    merged = {**_from_file(Path(CONFIG_FILE)), **_from_environment(), **given}
+    merged = {**_from_file(Path(CONFIG_FILE)), **_from_environment(), **flags}
     return _convert(merged, "the settings")
-
-
-def _take_former_names(values: dict[str, Any], source: str) -> dict[str, Any]:
-    """The values under the names that settings have now; says so on stderr."""
-    for name in values.keys() & _RENAMED.keys():
-        sys.stderr.write(f"{source}: {name!r} is now called {_RENAMED[name]!r}\n")
-    return {_RENAMED.get(name, name): value for name, value in values.items()}
 
 
 def check_numbers(settings: StackSettings) -> None:
@@ -255,7 +244,6 @@ def _from_file(path: Path) -> dict[str, Any]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
-    values = _take_former_names(values, str(path))
     _convert(values, str(path))
     return values
 
@@ -266,6 +254,5 @@ def _from_environment() -> dict[str, Any]:
         for name, value in os.environ.items()
         if name.startswith(_PREFIX) and name not in _OTHER_VARIABLES
     }
-    values = _take_former_names(values, "the environment (SSD_*)")
     _convert(values, "the environment (SSD_*)")
     return values

@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import doctest
-import importlib
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -211,12 +209,3 @@ def test_the_examples_run(llm: LLM) -> None:
         result = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)
         assert result.failed == 0
         assert result.attempted > 0
-
-
-def test_the_former_name_still_works() -> None:
-    """`mlx_ssd` says what it is called now, and is the same."""
-    sys.modules.pop("mlx_ssd", None)
-    with pytest.warns(DeprecationWarning, match="now called ssd_decode"):
-        former = importlib.import_module("mlx_ssd")
-    assert former.LLM is LLM
-    assert former.__all__ == ssd_decode.__all__

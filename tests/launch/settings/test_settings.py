@@ -227,46 +227,7 @@ def test_cores_are_shared_out(
     assert (verifier, drafter) == (shared.verifier, shared.drafter)
 
 
-# ---------------------------------------------------------------- former names
-
-
-@pytest.mark.parametrize("place", ["file", "environment", "flags"])
-def test_a_former_name_of_a_setting_works(
-    place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Everywhere, and stderr says what it is called now."""
-    flags: dict[str, Any] = {}
-    if place == "file":
-        file("memory = false")
-    elif place == "environment":
-        monkeypatch.setenv("SSD_MEMORY", "false")
-    else:
-        flags = {"memory": False}
-    assert not stack_settings(flags).learned_estimates
-    assert "'memory' is now called 'learned_estimates'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("former", "now"),
-    [
-        (["--fan-out", "8"], {"branches": 8}),
-        (["--fan-out=8"], {"branches": 8}),
-        (["--no-memory"], {"learned_estimates": False}),
-        (["--memory"], {"learned_estimates": True}),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_former_name_of_a_flag_works(
-    former: list[str], now: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is not in the help, and stderr says what it is called now."""
-    context = generate.command.make_context("generate", ["hello", *former])
-    assert {name: context.params[name] for name in now} == now
-    assert "is now called --" in capsys.readouterr().err
-    assert former[0].split("=")[0] + " " not in generate.command.get_help(context)
-
-
 def test_what_follows_two_dashes_is_no_flag() -> None:
     """A prompt may look like one."""
-    context = generate.command.make_context("generate", ["--", "--fan-out"])
-    assert context.params["text"] == "--fan-out"
+    context = generate.command.make_context("generate", ["--", "--branches"])
+    assert context.params["text"] == "--branches"
