@@ -17,7 +17,7 @@ import msgspec
 
 from launch.bench.load import Load, LoadAnswer
 from protocol.errors import RuntimeFailure, UsageError
-from protocol.transport.channel import Deadline
+from protocol.process.deadline import Deadline
 
 _SILENCE_S = 300.0
 """Longest wait for a byte; a prompt may be in line for long."""

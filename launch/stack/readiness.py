@@ -8,7 +8,7 @@ from launch.stack.http_listener import HttpListener
 from launch.stack.orchestrator_link import OrchestratorLink
 from protocol.errors import BY_EXIT_CODE, DeadlineExceeded, RuntimeFailure
 from protocol.messages import ProcessState, ServiceDown
-from protocol.transport.channel import Deadline
+from protocol.process.deadline import Deadline
 
 TICK_S = 0.05
 _STATUS_TIMEOUT_S = 0.5

@@ -8,8 +8,6 @@ or neither reads nor writes messages as it should.
 import time
 from collections.abc import Iterable
 
-import psutil
-
 from launch.settings.settings import StackSettings
 from launch.stack.child import Child
 from launch.stack.orchestrator_link import OrchestratorLink
@@ -17,6 +15,7 @@ from launch.stack.run_dir import RunDir
 from orchestrator.hang_detector import HangDetector
 from protocol.messages import Status, ToSupervisor
 from protocol.process.closeable import Closeable
+from protocol.process.helper import is_stopped
 from protocol.transport.channel import STRANGER_BYTES, Hub
 from protocol.transport.codec import Decoder
 
@@ -63,7 +62,7 @@ class Watchdog(Closeable):
         first_s = None if self.status is None else self._first_answer_s
         orchestrator = {k for k, c in living.items() if c.role == "orchestrator"}
         self._watch(self._answering, orchestrator, first_s)
-        self._watch(self._stopped, {k for k, c in living.items() if _is_stopped(c)})
+        self._watch(self._stopped, {k for k, c in living.items() if is_stopped(c.pid)})
         found = self._find_marked(living.values())
         if failure := self._link.take_failure():
             found |= {c.role: failure for c in living.values() if c.role == "orchestrator"}
@@ -124,10 +123,3 @@ class SupervisorPost(Closeable):
 
 def _key(child: Child) -> bytes:
     return str(child.pid).encode()
-
-
-def _is_stopped(child: Child) -> bool:
-    try:
-        return bool(psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False

@@ -9,7 +9,7 @@ from orchestrator.requests.crash_journal import CrashJournal, fingerprint
 from orchestrator.requests.queue import RequestQueue
 from orchestrator.telemetry.recorder import Recorder
 from orchestrator.text.prompt_encoder import PromptEncoder
-from protocol.errors import Busy, SsdError, UsageError
+from protocol.errors import Busy, ServiceLost, SsdError, UsageError
 from protocol.messages import (
     Finished,
     Generate,
@@ -76,8 +76,7 @@ class Intake:
         """Go on with the requests whose prompts were tokenised meanwhile."""
         for (peer, _), message, result in self._prompts.collect():
             if isinstance(result, SsdError):
-                kind: RejectedKind = "busy" if isinstance(result, Busy) else "invalid"
-                self._reject(peer, message, str(result), kind)
+                self._reject(peer, message, str(result), _kind_of(result))
             else:
                 self._guard(peer, message, partial(self._admit, peer, message, result, now))
 
@@ -142,3 +141,13 @@ class Intake:
 
     def _reject(self, peer: bytes, message: Generate, reason: str, kind: RejectedKind) -> None:
         self._clients.send(peer, Rejected(reason, kind, message.request))
+
+
+def _kind_of(error: SsdError) -> RejectedKind:
+    match error:
+        case Busy():
+            return "busy"
+        case ServiceLost():
+            return "unavailable"
+        case _:
+            return "invalid"

@@ -19,8 +19,6 @@ import itertools
 import logging
 import os
 import queue
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -29,29 +27,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-import msgspec
-
+from orchestrator.text.prompt_process import PromptLimits, PromptProcess
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.chat_template import OutOfBounds, limit_work
 from protocol.decoding.grammar_check import GrammarChecker
-from protocol.errors import Busy, DeadlineExceeded, SsdError, UsageError
+from protocol.errors import Busy, ServiceLost, UsageError
 from protocol.messages import (
     EncodePrompt,
-    FromPromptWorker,
     Generate,
-    PromptTokens,
-    Rejected,
     Tokens,
 )
-from protocol.settings import PromptWorkerSettings, encode_settings
-from protocol.transport.codec import Decoder, encode
-from protocol.transport.pipes import PipeChannel
+from protocol.transport.codec import encode
 
 _log = logging.getLogger(__name__)
 
 INLINE_BYTES = 8192
 """Longest prompt that is tokenised at once: at worst some ten milliseconds."""
-_INLINE_S = 0.5
+_INLINE_S = 0.05
 """What a template may take for such a prompt; usually it is a millisecond."""
 _INLINE_CHARACTERS = 8 * INLINE_BYTES
 _INLINE_MEMORY = 512 << 20
@@ -62,23 +54,11 @@ _YIELD_S = 1e-5
 _KEPT_BYTES = 512
 """Shortest prompt whose tokens are worth keeping."""
 _MOST_KEPT_TOKENS = 1 << 21
-_START_S = 60.0
-"""Longest wait for the worker to load the tokenizer."""
-
 _WAIT_S = 15.0
 """Longest wait of a grammar for those of others."""
 
 Ticket = tuple[bytes, int]
 """A client, and its number of the request."""
-
-
-class PromptLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prompt may cost; 0 is no limit."""
-
-    max_bytes: int
-    """Of the text of all its parts."""
-    timeout_s: float
-    memory_bytes: int
 
 
 class _Job(NamedTuple):
@@ -96,7 +76,7 @@ class _Job(NamedTuple):
     """When it was asked for."""
 
 
-Result: TypeAlias = Tokens | UsageError | Busy
+Result: TypeAlias = Tokens | UsageError | Busy | ServiceLost
 
 
 class PromptEncoder:
@@ -116,7 +96,7 @@ class PromptEncoder:
         for end in (self.descriptor, self._waker):
             weakref.finalize(self, os.close, end)
         self._workers = [
-            _Worker(folder, limits, parse_special=tokenizer.parse_special) for _ in range(2)
+            PromptProcess(folder, limits, parse_special=tokenizer.parse_special) for _ in range(2)
         ]
         self._prompts, self._very_long = (
             _Lane("prompts", partial(self._tokenise, worker)) for worker in self._workers
@@ -240,7 +220,7 @@ class PromptEncoder:
             return
         try:
             self._grammars.check(job.grammar)
-        except UsageError as error:
+        except (UsageError, ServiceLost) as error:
             self._answer(job, error)
         # Whatever it is: the request must hear of it, and the thread must go on.
         except Exception as error:  # noqa: BLE001
@@ -252,7 +232,7 @@ class PromptEncoder:
             else:
                 self._put_prompt(job)
 
-    def _tokenise(self, worker: "_Worker", job: _Job) -> None:
+    def _tokenise(self, worker: PromptProcess, job: _Job) -> None:
         """In a thread of its own: wait for the worker."""
         result: Result
         try:
@@ -291,95 +271,6 @@ class _Lane:
 
 _starting = threading.Lock()
 """Lanes are put into by the loop, and by each other."""
-
-
-class _Worker:
-    """The worker process, started again whenever it had to be killed."""
-
-    def __init__(self, folder: str, limits: PromptLimits, *, parse_special: bool) -> None:
-        self._folder = folder
-        self._parse_special = parse_special
-        self._limits = limits
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: PipeChannel[FromPromptWorker] | None = None
-        self._ends: list[int] = []
-        """Our ends of its pipes."""
-        self._turn = threading.Lock()
-        """Held by who talks to the process."""
-        self._closed = False
-
-    def encode(self, prompt: EncodePrompt) -> Tokens | UsageError:
-        """The tokens, or why there are none."""
-        with self._turn:
-            if self._closed:
-                return UsageError("prompts are not tokenised any more")
-            return self._ask(prompt)
-
-    def _ask(self, prompt: EncodePrompt) -> Tokens | UsageError:
-        try:
-            channel = self._channel or self._start()
-            channel.send(prompt)
-            timeout_s = self._limits.timeout_s or threading.TIMEOUT_MAX
-            answer = channel.receive(timeout_s, "tokens of the prompt")
-        except DeadlineExceeded:
-            self._end()
-            return UsageError(
-                f"the prompt could not be tokenised within {self._limits.timeout_s:g} s "
-                "(prompt_timeout_s)"
-            )
-        except (SsdError, OSError) as error:
-            self._end()
-            _log.warning("the prompt worker was lost: %s", error)
-            return UsageError("the prompt cannot be tokenised: the process that tried it ended")
-        if isinstance(answer, PromptTokens):
-            return answer.tokens
-        reason = answer.reason if isinstance(answer, Rejected) else "the worker restarted"
-        return UsageError(reason)
-
-    def _start(self) -> PipeChannel[FromPromptWorker]:
-        (lifeline, kept), (reading, answers), (prompts, writing) = os.pipe(), os.pipe(), os.pipe()
-        self._ends = [kept, reading, writing]
-        settings = PromptWorkerSettings(
-            lifeline=lifeline,
-            model=self._folder,
-            max_bytes=self._limits.memory_bytes,
-            parse_special=self._parse_special,
-        )
-        command = [sys.executable, "-m", "orchestrator.text.prompt_worker"]
-        try:
-            self._process = subprocess.Popen(
-                [*command, encode_settings(settings)],
-                stdin=prompts,
-                stdout=answers,
-                pass_fds=(lifeline,),
-                start_new_session=True,
-            )
-        finally:
-            for end in (lifeline, answers, prompts):
-                os.close(end)
-        channel = PipeChannel[FromPromptWorker](reading, writing, Decoder(FromPromptWorker))
-        channel.receive(_START_S, "sign that the prompt worker is ready")
-        self._channel = channel
-        return channel
-
-    def close(self) -> None:
-        """End it, whatever it is at work on; no prompt is tokenised after that."""
-        self._closed = True
-        if (process := self._process) is not None:
-            process.kill()  # whoever waits for it goes on
-        with self._turn:
-            self._end()
-
-    def _end(self) -> None:
-        """End it; the next prompt gets a new one."""
-        self._channel = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-        for end in self._ends:
-            os.close(end)
-        self._ends = []
 
 
 def _prompt_of(message: Generate) -> EncodePrompt:

@@ -20,7 +20,8 @@ from protocol.messages import (
     Text,
 )
 from protocol.process.closeable import Closeable
-from protocol.transport.channel import Deadline, configure
+from protocol.process.deadline import Deadline
+from protocol.transport.channel import configure
 from protocol.transport.codec import Decoder, encode
 
 Inbound = TypeVar("Inbound", bound=Message)

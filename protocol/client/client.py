@@ -18,7 +18,8 @@ from protocol.messages import (
     StatusRequest,
     Text,
 )
-from protocol.transport.channel import Channel, Deadline
+from protocol.process.deadline import Deadline
+from protocol.transport.channel import Channel
 from protocol.transport.codec import Decoder
 
 _REPLY_S = 10.0

@@ -19,7 +19,7 @@ from protocol.messages import (
     UseModel,
 )
 from protocol.process.closeable import Closeable
-from protocol.transport.channel import Deadline
+from protocol.process.deadline import Deadline
 from protocol.transport.codec import Decoder
 
 _DECODER: Decoder[FromModelServer] = Decoder(FromModelServer)

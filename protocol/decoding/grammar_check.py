@@ -7,14 +7,16 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from functools import partial
 
 import psutil
 
 from protocol.decoding.grammar import MAX_GRAMMAR_BYTES
 from protocol.decoding.grammar_worker import DEADLINE_S
-from protocol.errors import RuntimeFailure, UsageError
+from protocol.errors import RuntimeFailure, ServiceLost, UsageError
 from protocol.process.closeable import Closeable
-from protocol.transport.channel import Deadline
+from protocol.process.deadline import Deadline
+from protocol.process.helper import await_helper, died_of_work
 from protocol.transport.pipes import READ_BYTES, readable, write_all
 
 _log = logging.getLogger(__name__)
@@ -23,7 +25,8 @@ _START_S = 30.0
 """For the process to start, libraries and tokenizer included."""
 _LONGEST_S = 15.0
 """For one grammar, however little of a processor the process is given."""
-_LOOK_S = 0.1
+_WRITE_S = 5.0
+"""For the process to take a grammar: it does nothing else meanwhile."""
 _REMEMBERED = 256
 _ATTEMPTS = 2
 """A process may die for other reasons; a grammar that it dies of twice is to blame."""
@@ -54,7 +57,8 @@ class GrammarChecker(Closeable):
 
         Raises:
             UsageError: it cannot be used, or costs too much, with the limit.
-            RuntimeFailure: the process that checks them does not start.
+            ServiceLost: the process that checks them was ended by others, again and again.
+            RuntimeFailure: it does not start.
         """
         if (reason := self._known.get(grammar)) is None:
             reason = self._find_error(grammar)
@@ -79,22 +83,25 @@ class GrammarChecker(Closeable):
             return reason
 
     def _ask(self, grammar: str) -> str:
-        reason: str | None = "the answer's grammar or schema cannot be compiled; simplify it"
         for _ in range(_ATTEMPTS):
             process = self._start()
             try:
                 reason = _exchange(process, grammar, self._deadline_s)
-                break
             except (RuntimeFailure, OSError, ValueError):
+                is_to_blame = died_of_work(process)
                 self._end()
-        if reason is None:
+                continue
+            if reason is not None:
+                return reason
             self._end()  # its answer would be taken for the next one's
             _log.warning("a grammar of %d characters takes too long to compile", len(grammar))
             return (
                 f"the answer's grammar or schema takes more than {self._deadline_s:g} s to "
                 "compile; simplify its patterns and references"
             )
-        return reason
+        if is_to_blame:
+            return "the answer's grammar or schema cannot be compiled; simplify it"
+        raise ServiceLost("the process that checks grammars was ended twice; try again")
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
@@ -134,15 +141,25 @@ class GrammarChecker(Closeable):
 
 
 def _exchange(process: subprocess.Popen[bytes], grammar: str, deadline_s: float) -> str | None:
-    """The answer to a grammar, or None at the deadline."""
+    """The answer to a grammar; None if that takes too much of a processor's time.
+
+    Raises:
+        RuntimeFailure: the process is gone, is stopped, or is not given a processor.
+    """
     assert process.stdin is not None  # noqa: S101  # it was started with pipes
     assert process.stdout is not None  # noqa: S101
+    answers = partial(readable, process.stdout.fileno())
     line = json.dumps(grammar).encode() + b"\n"
     before_s, longest = _measure_cpu_s(process), Deadline(_LONGEST_S)
-    write_all(process.stdin.fileno(), line, "reader of grammars", _LONGEST_S)
-    while not readable(process.stdout.fileno(), _LOOK_S):
-        if longest.passed or _measure_cpu_s(process) - before_s > deadline_s:
+
+    def has_spent() -> bool:
+        return _measure_cpu_s(process) - before_s > deadline_s
+
+    write_all(process.stdin.fileno(), line, "reader of grammars", _WRITE_S)
+    if not await_helper(process.pid, answers, longest, has_spent):
+        if has_spent():
             return None
+        raise RuntimeFailure("the process that checks grammars gets no processor")
     return _read_line(process, _LONGEST_S)
 
 

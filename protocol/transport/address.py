@@ -1,6 +1,7 @@
 """Where a socket listens: paths of Unix sockets, and hosts."""
 
 import ipaddress
+import re
 import socket
 
 from protocol.errors import RuntimeFailure
@@ -29,6 +30,30 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+_HOST = re.compile(
+    r"(?:\[(?P<six>[0-9a-f:.]{2,45})\]|(?P<name>[a-z0-9_](?:[a-z0-9_-]|\.(?=[a-z0-9_])){0,252}))"
+    r"(?::(?P<port>[0-9]{1,5}))?",
+    re.ASCII | re.IGNORECASE,
+)
+
+
+def parse_host(header: str) -> str | None:
+    """The host of an HTTP `Host` header in lower case, without port and brackets.
+
+    None if the header is not exactly `NAME`, `IPV4` or `[IPV6]`, with or without `:PORT`. Whatever
+    was only read in part might be taken for this machine.
+    """
+    found = _HOST.fullmatch(header)
+    if found is None or int(found["port"] or 0) > 65535:
+        return None
+    if found["name"] is not None:
+        return found["name"].lower()
+    try:
+        return str(ipaddress.IPv6Address(found["six"]))
+    except ValueError:
+        return None
 
 
 def split_host(address: str) -> tuple[str, str]:

@@ -7,7 +7,6 @@ Over a network there is nothing in clear: an address that is not a Unix socket n
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -291,21 +290,3 @@ class Poller:
     def wait(self, timeout_s: float) -> None:
         """Return once something can be done, or after `timeout_s` seconds."""
         self._poller.poll(max(0, round(timeout_s * 1000)))
-
-
-class Deadline:
-    """A point in time after which a wait has failed."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    @property
-    def remaining(self) -> float:
-        """Seconds left, never negative."""
-        return max(0.0, self._end - time.monotonic())
-
-    @property
-    def passed(self) -> bool:
-        """Whether no time is left."""
-        return self.remaining == 0.0

@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure, StreamEnded
 from protocol.messages import Message
-from protocol.transport.channel import Deadline
+from protocol.process.deadline import Deadline
 from protocol.transport.codec import Decoder, encode
 from protocol.transport.framing import FrameReader
 
@@ -51,14 +51,14 @@ class PipeChannel(Generic[Inbound]):
         self._frames = FrameReader()
         self._next: bytes | None = None
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, timeout_s: float = _WRITE_S) -> None:
         """Write a message.
 
         Raises:
             DeadlineExceeded: the peer reads nothing any more.
             StreamEnded: the peer has closed its end.
         """
-        write_all(self._writing, encode(message), "reader of our messages")
+        write_all(self._writing, encode(message), "reader of our messages", timeout_s)
 
     def ready(self, timeout_s: float) -> bool:
         """Whether a message is waiting, after at most `timeout_s` seconds.
@@ -72,6 +72,8 @@ class PipeChannel(Generic[Inbound]):
             self._next = self._frames.cut()
             if self._next is None:
                 if not readable(self._reading, deadline.remaining):
+                    if not deadline.passed:
+                        continue  # this process was asleep itself
                     return False
                 self._fill()
         return True
@@ -112,6 +114,8 @@ def write_all(descriptor: int, data: bytes, who: str, timeout_s: float = _WRITE_
     rest = memoryview(data)
     while rest:
         if not writable(descriptor, deadline.remaining):
+            if not deadline.passed:
+                continue  # this process was asleep itself
             raise DeadlineExceeded(f"no {who} within {timeout_s:g} s")
         rest = rest[write_some(descriptor, rest) :]
 

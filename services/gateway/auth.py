@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protocol.transport.address import is_loopback
+from protocol.transport.address import is_loopback, parse_host
 from services.gateway.errors import ApiError
 
 _OPEN_PATHS = frozenset({"/", "/health"})
@@ -67,7 +67,7 @@ class Guard:
         self._app = app
         self._origins = {origin.lower().rstrip("/") for origin in origins}
         self._key = _digest(key.encode()) if key else b""
-        self._hosts = {host.lower() for host in hosts}
+        self._hosts = {host.lower().strip("[]") for host in hosts}
         self._rate = RateLimit(rate_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,10 +87,12 @@ class Guard:
             if request.method == "OPTIONS" or request.url.path in _OPEN_PATHS:
                 return None
             return None if self._knows_key(request) else _NO_KEY
-        host = _name_of(request.headers.get("host", ""))
-        if host in self._hosts or is_loopback(host):
+        header = request.headers.get("host", "")
+        host = parse_host(header)
+        if host is not None and (host in self._hosts or is_loopback(host)):
             return None
-        return ApiError(403, f"this server does not answer to the name {host!r}", code="wrong_host")
+        reason = f"this server does not answer to the name {header[:100]!r}"
+        return ApiError(403, reason, code="wrong_host")
 
     def _refuse_origin(self, request: Request) -> ApiError | None:
         """What a browser sends for a page of another origin; other programs send no origin."""
@@ -136,10 +138,3 @@ _NO_KEY = ApiError(
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def _name_of(host: str) -> str:
-    """The host without its port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()

@@ -19,8 +19,8 @@ from protocol.errors import (
 from protocol.messages import Message, RankStatus
 from protocol.process.child import ERROR_PREFIX
 from protocol.process.closeable import Closeable
+from protocol.process.deadline import Deadline
 from protocol.settings import Device, RankGroupSettings, VerifierSettings
-from protocol.transport.channel import Deadline
 from services.ranks.build import build_of, difference
 from services.ranks.environment import hold_ports, variables_of
 from services.ranks.messages import Begin, Join, Joined, Left, Pass, Prove, RankFacts

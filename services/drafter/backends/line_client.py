@@ -18,7 +18,7 @@ from protocol.errors import (
     StreamEnded,
 )
 from protocol.messages import Sampling, Tokens
-from protocol.transport.channel import Deadline
+from protocol.process.deadline import Deadline
 from protocol.transport.pipes import READ_BYTES, readable, write_all
 from services.drafter.backends.base import (
     DEFAULT_ROUND_OPTIONS,

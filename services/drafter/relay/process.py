@@ -20,7 +20,7 @@ import psutil
 
 from protocol.errors import UsageError
 from protocol.process.closeable import Closeable
-from protocol.transport.channel import Deadline
+from protocol.process.deadline import Deadline
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from protocol.errors import DeadlineExceeded, ProtocolError, RuntimeFailure, StreamEnded
 from protocol.messages import FromDrafter, FromDraftServer, Identify, Rejected, ToService
 from protocol.process.closeable import Closeable
+from protocol.process.deadline import Deadline
 from protocol.settings import DrafterSettings
-from protocol.transport.channel import Channel, Deadline, Poller
+from protocol.transport.channel import Channel, Poller
 from protocol.transport.codec import Decoder
 from protocol.transport.curve import ClientLock, read_keys
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from protocol.errors import DeadlineExceeded, ProtocolError, StreamEnded
 from protocol.messages import FromService, Heartbeat, Identify, Rejected, ToDrafter, ToService
 from protocol.process.closeable import Closeable
-from protocol.transport.channel import STRANGER_BYTES, Deadline, Hub
+from protocol.process.deadline import Deadline
+from protocol.transport.channel import STRANGER_BYTES, Hub
 from protocol.transport.codec import Decoder
 from protocol.transport.curve import KeyPair, ServerLock
 

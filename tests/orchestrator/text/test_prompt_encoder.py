@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
 import select
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +16,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from orchestrator.text import prompt_encoder
-from orchestrator.text.prompt_encoder import INLINE_BYTES, PromptEncoder, PromptLimits, Result
+from orchestrator.text.prompt_encoder import INLINE_BYTES, PromptEncoder, Result
+from orchestrator.text.prompt_process import PromptLimits, PromptProcess
 from orchestrator.text.tokenizer import TargetTokenizer
 from protocol.decoding.grammar import json_grammar
-from protocol.errors import Busy, UsageError
+from protocol.errors import Busy, ServiceLost, UsageError
 from protocol.messages import (
     ChatMessage,
     EncodePrompt,
@@ -127,13 +130,13 @@ def test_workers_parse_special_tokens_if_asked_to(tmp_path: Path, folder: Path) 
 
 def watch_workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, str]]:
     """What the workers are given from now on: which one, and the prompt's text."""
-    encode, given = prompt_encoder._Worker.encode, []
+    encode, given = PromptProcess.encode, []
 
     def noted(worker: Any, prompt: EncodePrompt) -> Tokens | UsageError:
         given.append((worker, prompt.text))
         return encode(worker, prompt)
 
-    monkeypatch.setattr(prompt_encoder._Worker, "encode", noted)
+    monkeypatch.setattr(PromptProcess, "encode", noted)
     return given
 
 
@@ -192,7 +195,7 @@ def test_a_shorter_prompt_goes_first(make: Make, monkeypatch: pytest.MonkeyPatch
         assert go_on.wait(DEADLINE_S)
         return [1]
 
-    monkeypatch.setattr(prompt_encoder._Worker, "encode", noted)
+    monkeypatch.setattr(PromptProcess, "encode", noted)
     encoder = make()
     sizes = [9000, 9003, 9001, 9002]
     for size in sizes:
@@ -306,3 +309,28 @@ def test_grammars_do_not_keep_prompts_waiting(
     assert isinstance(results[2], UsageError)
     assert isinstance(results[3], Busy)
     assert results[4] == expected(folder, LONG)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_lost_on_the_way_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Killed or stopped by others: a fresh one answers; after two the request may come again."""
+    left: list[int] = []
+    exchange = PromptProcess._exchange
+
+    def strike(self: PromptProcess, channel: Any, prompt: EncodePrompt) -> Any:
+        if left and self._process is not None:
+            os.kill(self._process.pid, left.pop())
+        return exchange(self, channel, prompt)
+
+    monkeypatch.setattr(PromptProcess, "_exchange", strike)
+    worker = PromptProcess(str(folder), LIMITS, parse_special=False)
+    prompt = EncodePrompt(text="the quick fox")
+    try:
+        for strikes, kind in ((1, list), (2, ServiceLost), (0, list)):
+            left[:] = [number] * strikes
+            assert isinstance(worker.encode(prompt), kind)
+    finally:
+        worker.close()

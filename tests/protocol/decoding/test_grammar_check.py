@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from protocol.decoding import grammar_check
 from protocol.decoding.grammar import Grammar, json_grammar
 from protocol.decoding.grammar_check import GrammarChecker
-from protocol.errors import ProtocolError, RuntimeFailure, UsageError
+from protocol.errors import ProtocolError, RuntimeFailure, ServiceLost, UsageError
 from tests.support.stack import DEADLINE_S, eventually
 from tests.support.tiny_models import write_tiny_model
 
@@ -57,7 +59,7 @@ def test_a_process_that_is_held_up_has_its_time(checker: GrammarChecker) -> None
     process = checker._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
-    go_on = threading.Timer(4.0, os.kill, (process.pid, signal.SIGCONT))
+    go_on = threading.Timer(0.5, os.kill, (process.pid, signal.SIGCONT))
     go_on.start()
     checker.check('start: "held" "up"')
     go_on.join()
@@ -103,6 +105,45 @@ def test_a_killed_process_is_replaced(checker: GrammarChecker) -> None:
     os.kill(process.pid, signal.SIGKILL)
     checker.check("start: /y/")
     assert checker._process is not process
+
+
+def _disturb(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch, *signals: int) -> None:
+    """Send these to the process as soon as it is asked, one to each attempt."""
+    left = list(signals)
+    exchange = grammar_check._exchange
+
+    def strike(process: subprocess.Popen[bytes], grammar: str, deadline_s: float) -> str | None:
+        if left:
+            os.kill(process.pid, left.pop(0))
+        return exchange(process, grammar, deadline_s)
+
+    monkeypatch.setattr(grammar_check, "_exchange", strike)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_lost_on_the_way_is_tried_again(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Killed or stopped at work: another one answers, and the grammar is not to blame."""
+    _disturb(checker, monkeypatch, number)
+    checker.check(f'start: "once" "{number}"')
+    _disturb(checker, monkeypatch, number, number)
+    grammar = f'start: "twice" "{number}"'
+    with pytest.raises(ServiceLost, match="try again"):
+        checker.check(grammar)
+    assert checker.recall(grammar) is None
+    checker.check(grammar)
+
+
+def test_a_grammar_that_its_process_breaks_down_of_is_to_blame(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice by a signal that nobody sends: the request is wrong, and that is remembered."""
+    _disturb(checker, monkeypatch, signal.SIGSEGV, signal.SIGABRT)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="cannot be compiled"):
+            checker.check('start: "a" "grammar" "of" "death"')
 
 
 def test_the_process_ends_with_its_parent(folder: Path) -> None:

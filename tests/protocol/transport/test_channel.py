@@ -20,8 +20,9 @@ from protocol.messages import (
     ToService,
     Welcome,
 )
+from protocol.process.deadline import Deadline
 from protocol.transport.address import ipc_address
-from protocol.transport.channel import Channel, Deadline, Hub, Poller
+from protocol.transport.channel import Channel, Hub, Poller
 from protocol.transport.codec import Decoder, encode
 
 PATIENCE_S = 60.0

@@ -1,0 +1,140 @@
+"""A worker process that tokenises prompts, started again whenever it was lost."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import msgspec
+
+from protocol.errors import ServiceLost, SsdError, UsageError
+from protocol.messages import EncodePrompt, FromPromptWorker, PromptTokens, Rejected, Tokens
+from protocol.process.deadline import Deadline
+from protocol.process.helper import await_helper, died_of_work
+from protocol.settings import PromptWorkerSettings, encode_settings
+from protocol.transport.codec import Decoder
+from protocol.transport.pipes import PipeChannel
+
+_log = logging.getLogger(__name__)
+
+_START_S = 60.0
+"""Longest wait for the worker to load the tokenizer."""
+_WRITE_S = 5.0
+"""For the worker to take a prompt: it does nothing else meanwhile."""
+_ATTEMPTS = 2
+"""A worker may be ended by others; a prompt that it dies of twice is to blame."""
+
+
+class PromptLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prompt may cost; 0 is no limit."""
+
+    max_bytes: int
+    """Of the text of all its parts."""
+    timeout_s: float
+    memory_bytes: int
+
+
+class PromptProcess:
+    """The worker process, started again whenever it had to be killed."""
+
+    def __init__(self, folder: str, limits: PromptLimits, *, parse_special: bool) -> None:
+        self._folder = folder
+        self._parse_special = parse_special
+        self._limits = limits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: PipeChannel[FromPromptWorker] | None = None
+        self._ends: list[int] = []
+        """Our ends of its pipes."""
+        self._turn = threading.Lock()
+        """Held by who talks to the process."""
+        self._closed = False
+
+    def encode(self, prompt: EncodePrompt) -> Tokens | UsageError | ServiceLost:
+        """The tokens, or why there are none."""
+        with self._turn:
+            return self._ask(prompt)
+
+    def _ask(self, prompt: EncodePrompt) -> Tokens | UsageError | ServiceLost:
+        """Ask the process, and a fresh one if somebody ended or stopped the first."""
+        is_to_blame = False
+        for _ in range(_ATTEMPTS):
+            if self._closed:
+                break
+            try:
+                channel = self._channel or self._start()
+                answer = self._exchange(channel, prompt)
+            except (SsdError, OSError) as error:
+                is_to_blame = self._process is not None and died_of_work(self._process)
+                self._end()
+                _log.warning("the prompt worker was lost: %s", error)
+                continue
+            if answer is None:
+                self._end()
+                return UsageError(
+                    f"the prompt could not be tokenised within {self._limits.timeout_s:g} s "
+                    "(prompt_timeout_s)"
+                )
+            if isinstance(answer, PromptTokens):
+                return answer.tokens
+            reason = answer.reason if isinstance(answer, Rejected) else "the worker restarted"
+            return UsageError(reason)
+        if is_to_blame:
+            return UsageError("the prompt cannot be tokenised: the process that tried it ended")
+        return ServiceLost("the process that tokenises prompts was ended twice; try again")
+
+    def _exchange(
+        self, channel: PipeChannel[FromPromptWorker], prompt: EncodePrompt
+    ) -> FromPromptWorker | None:
+        """The answer; None if the prompt takes too long."""
+        assert self._process is not None  # noqa: S101  # it was started with its channel
+        channel.send(prompt, _WRITE_S)
+        deadline = Deadline(self._limits.timeout_s or threading.TIMEOUT_MAX)
+        if not await_helper(self._process.pid, channel.ready, deadline, lambda: False):
+            return None
+        return channel.receive(0.0, "tokens of the prompt")
+
+    def _start(self) -> PipeChannel[FromPromptWorker]:
+        (lifeline, kept), (reading, answers), (prompts, writing) = os.pipe(), os.pipe(), os.pipe()
+        self._ends = [kept, reading, writing]
+        settings = PromptWorkerSettings(
+            lifeline=lifeline,
+            model=self._folder,
+            max_bytes=self._limits.memory_bytes,
+            parse_special=self._parse_special,
+        )
+        command = [sys.executable, "-m", "orchestrator.text.prompt_worker"]
+        try:
+            self._process = subprocess.Popen(
+                [*command, encode_settings(settings)],
+                stdin=prompts,
+                stdout=answers,
+                pass_fds=(lifeline,),
+                start_new_session=True,
+            )
+        finally:
+            for end in (lifeline, answers, prompts):
+                os.close(end)
+        channel = PipeChannel[FromPromptWorker](reading, writing, Decoder(FromPromptWorker))
+        channel.receive(_START_S, "sign that the prompt worker is ready")
+        self._channel = channel
+        return channel
+
+    def close(self) -> None:
+        """End it, whatever it is at work on; no prompt is tokenised after that."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()  # whoever waits for it goes on
+        with self._turn:
+            self._end()
+
+    def _end(self) -> None:
+        """End it; the next prompt gets a new one."""
+        self._channel = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        for end in self._ends:
+            os.close(end)
+        self._ends = []
