@@ -11,7 +11,7 @@ import msgspec
 from protocol.errors import ServiceLost, SsdError, UsageError
 from protocol.messages import EncodePrompt, FromPromptWorker, PromptTokens, Rejected, Tokens
 from protocol.process.deadline import Deadline
-from protocol.process.helper import await_helper, died_of_work
+from protocol.process.helper import await_helper, has_broken_down
 from protocol.settings import PromptWorkerSettings, encode_settings
 from protocol.transport.codec import Decoder
 from protocol.transport.pipes import PipeChannel
@@ -65,7 +65,7 @@ class PromptProcess:
                 channel = self._channel or self._start()
                 answer = self._exchange(channel, prompt)
             except (SsdError, OSError) as error:
-                is_to_blame = self._process is not None and died_of_work(self._process)
+                is_to_blame = self._process is not None and has_broken_down(self._process)
                 self._end()
                 _log.warning("the prompt worker was lost: %s", error)
                 continue

@@ -16,7 +16,7 @@ from protocol.decoding.grammar_worker import DEADLINE_S
 from protocol.errors import RuntimeFailure, ServiceLost, UsageError
 from protocol.process.closeable import Closeable
 from protocol.process.deadline import Deadline
-from protocol.process.helper import await_helper, died_of_work
+from protocol.process.helper import await_helper, has_broken_down
 from protocol.transport.pipes import READ_BYTES, readable, write_all
 
 _log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class GrammarChecker(Closeable):
             try:
                 reason = _exchange(process, grammar, self._deadline_s)
             except (RuntimeFailure, OSError, ValueError):
-                is_to_blame = died_of_work(process)
+                is_to_blame = has_broken_down(process)
                 self._end()
                 continue
             if reason is not None:

@@ -51,7 +51,7 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def died_of_work(process: "subprocess.Popen[bytes]") -> bool:
+def has_broken_down(process: "subprocess.Popen[bytes]") -> bool:
     """Whether a helper that is gone broke down by itself: nobody else sends such signals."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(LOOK_S)  # its pipes may be closed a moment before it is gone
