@@ -20,7 +20,7 @@ from protocol.errors import SsdError, UsageError
 from protocol.gateway import GatewaySettings
 from protocol.messages import Finished, Text
 from services.gateway.auth import Guard
-from services.gateway.body import read_body, to_header
+from services.gateway.body import read_body, refuse_unknown, to_header
 from services.gateway.dialects.base import Reader, Reading, Reply, merge
 from services.gateway.dialects.chat_reply import read_chat
 from services.gateway.dialects.completions import read_completion
@@ -130,6 +130,8 @@ class Gateway:
     async def _read_and_answer(self, request: Request, read: Reader, log: RequestLog) -> Response:
         body = await read_body(request, self._settings.max_body_bytes)
         reading = read(body, self._settings)
+        if self._settings.strict:
+            refuse_unknown(reading.task.unknown)
         lease = self._models.lease(reading.task)
         reply = reading.make_reply(lease.model.name)
         log.name = reply.name
@@ -195,6 +197,8 @@ class Gateway:
         """Anthropic's API to count a prompt's tokens."""
         body = await read_body(request, self._settings.max_body_bytes)
         task = parse_count(body, strict=self._settings.strict)
+        if self._settings.strict:
+            refuse_unknown(task.unknown)
         with self._models.lease(task) as lease:
             await self._await_ready(request, lease)
             model = lease.model

@@ -8,7 +8,7 @@ servers). They are left out and named in the answer's header and once in the log
 import asyncio
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -83,12 +83,18 @@ def decode_body(body: bytes, kind: type[T], *, strict: bool = False) -> tuple[T,
         raise to_field_error(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
-    if unknown and strict:
-        message = f"unrecognised field {unknown[0]!r}: this server is strict and ignores none"
-        raise ApiError(400, message, code="unknown_parameter", param=unknown[0])
+    if strict:
+        refuse_unknown(unknown)
     for name in unknown:
         _log_unknown(name)
     return fields, unknown
+
+
+def refuse_unknown(names: Sequence[str]) -> None:
+    """Refuse a request of which something was left out, as a strict server does."""
+    if names:
+        message = f"unrecognised field {names[0]!r}: this server is strict and ignores none"
+        raise ApiError(400, message, code="unknown_parameter", param=names[0])
 
 
 def _list_once(names: Iterable[str]) -> list[str]:

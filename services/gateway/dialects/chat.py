@@ -6,10 +6,10 @@ import msgspec
 
 from protocol.messages import ChatMessage, Sampling
 from services.gateway.body import decode_body
+from services.gateway.dialects.content import Part, join_text, refuse_media_alone
 from services.gateway.dialects.openai import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    ContentPart,
     Count,
     Fields,
     FunctionName,
@@ -17,7 +17,6 @@ from services.gateway.dialects.openai import (
     Stop,
     choose_functions,
     describe_call,
-    join_text,
     list_stops,
     normalise_effort,
     read_drafting,
@@ -27,6 +26,13 @@ from services.gateway.dialects.openai import (
 from services.gateway.errors import ApiError, invalid, refuse_value
 from services.gateway.task import PromptInput, Task, Thinking
 from services.gateway.tools.calls import ToolFunction
+
+
+class CalledCustom(Fields, frozen=True, kw_only=True):
+    """What the assistant called that takes a text."""
+
+    name: str
+    input: str = ""
 
 
 class CalledFunction(Fields, frozen=True, kw_only=True):
@@ -42,15 +48,17 @@ class EarlierCall(Fields, frozen=True, kw_only=True):
     id: str = ""
     type: str = "function"
     function: CalledFunction | None = None
+    custom: CalledCustom | None = None
 
 
 class Turn(Fields, frozen=True, kw_only=True):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[EarlierCall] | None = None
+    function_call: CalledFunction | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -174,7 +182,7 @@ def parse_chat(
         raise refuse_value("stream_options", "only with stream")
     functions, must_call = _choose_tools(request, unknown)
     task = Task(
-        prompts=[_read_prompt(request)],
+        prompts=[_read_prompt(request, unknown)],
         model=request.model,
         sampling=read_sampling(request, defaults, logprobs=_read_logprobs(request)),
         max_tokens=read_max_tokens(request.max_completion_tokens, request.max_tokens),
@@ -204,35 +212,41 @@ def read_max_tokens(new: int | None, old: int | None) -> int | None:
     return None if limit is None or limit < 0 else limit
 
 
-def _read_prompt(request: ChatRequest) -> PromptInput:
-    messages = [_read_turn(index, turn) for index, turn in enumerate(request.messages)]
+def _read_prompt(request: ChatRequest, unknown: list[str]) -> PromptInput:
+    messages = [_read_turn(n, turn, unknown) for n, turn in enumerate(request.messages)]
+    refuse_media_alone(request.messages[-1].content, f"messages[{len(messages) - 1}].content")
     answer_start = ""
     if request.continue_final_message and messages[-1].role == "assistant":
         answer_start = messages.pop().content
         if not messages:
             raise invalid("messages", "there is nothing before the message to be continued")
-    return PromptInput(messages=system_first(messages), answer_start=answer_start)
+    return PromptInput(messages=system_first(messages, unknown), answer_start=answer_start)
 
 
-def _read_turn(index: int, turn: Turn) -> ChatMessage:
-    where = f"messages[{index}].content"
+def _read_turn(index: int, turn: Turn, unknown: list[str]) -> ChatMessage:
     role = {"developer": "system", "function": "tool"}.get(turn.role, turn.role)
-    content = join_text(turn.content, where)
-    calls = [call for call in turn.tool_calls or [] if call.function is not None]
-    if turn.content is None and not calls and turn.role != "assistant":
+    content = join_text(turn.content, unknown, "messages[].content[]")
+    calls = [*(turn.tool_calls or []), EarlierCall(function=turn.function_call)]
+    described = [call for call in map(_describe_earlier, calls) if call is not None]
+    if turn.content is None and not described and turn.role != "assistant":
+        where = f"messages[{index}].content"
         raise ApiError(400, f"message {index} has no content", code="invalid_value", param=where)
     return ChatMessage(
         role,
-        content or turn.refusal or "",
+        "\n".join(filter(None, (content, turn.refusal))),
         name=turn.name or "",
-        tool_calls=[
-            describe_call(call.id, call.function.name, call.function.arguments)
-            for call in calls
-            if call.function is not None
-        ],
+        tool_calls=described,
         tool_call_id=turn.tool_call_id or "",
         reasoning_content=turn.reasoning_content or "",
     )
+
+
+def _describe_earlier(call: EarlierCall) -> dict[str, Any] | None:
+    if call.function is not None:
+        return describe_call(call.id, call.function.name, call.function.arguments)
+    if call.custom is not None:
+        return describe_call(call.id, call.custom.name, {"input": call.custom.input})
+    return None
 
 
 def _choose_tools(request: ChatRequest, unknown: list[str]) -> tuple[list[ToolFunction], bool]:

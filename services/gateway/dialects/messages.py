@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from protocol.messages import ChatMessage, Sampling
-from services.gateway.body import decode_body
+from services.gateway.body import decode_body, to_field_error
+from services.gateway.dialects.content import Part, join_text, name_unknown, refuse_media_alone
 from services.gateway.dialects.openai import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -19,7 +20,6 @@ from services.gateway.dialects.openai import (
     normalise_effort,
     system_first,
 )
-from services.gateway.errors import invalid
 from services.gateway.task import PromptInput, Task, Thinking, make_sampling
 from services.gateway.tools.calls import ToolFunction
 
@@ -27,31 +27,17 @@ CALL_PREFIX = "toolu_"
 """What ids of calls begin with, as Anthropic's do."""
 
 
-class Block(Fields, frozen=True, kw_only=True):
-    """A piece of a message's content; which fields there are depends on its type."""
-
-    type: str
-    text: str | None = None
-    thinking: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: "str | list[Block] | None" = None
-    is_error: bool | None = None
-
-
 class MessageTurn(Fields, frozen=True, kw_only=True):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[Part]
 
 
 class MessageTool(Fields, frozen=True, kw_only=True):
-    """A tool; those of Anthropic's servers have a type and no schema."""
+    """A tool; those of Anthropic's servers have a type and no schema, and some no name."""
 
-    name: FunctionName
+    name: FunctionName = ""
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: str | None = None
@@ -91,7 +77,7 @@ class CountRequest(Fields, frozen=True, kw_only=True):
 
     messages: Annotated[list[MessageTurn], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
-    system: str | list[Block] | None = None
+    system: str | list[Part] | None = None
     tools: Annotated[list[MessageTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
@@ -138,7 +124,7 @@ def _read_task(request: CountRequest, sampling: Sampling, unknown: list[str]) ->
     choice, config = request.tool_choice, request.output_config or OutputConfig()
     schema = config.format.schema if config.format else None
     return Task(
-        prompts=[_read_prompt(request)],
+        prompts=[_read_prompt(request, unknown)],
         model=request.model,
         sampling=sampling,
         functions=functions,
@@ -150,66 +136,105 @@ def _read_task(request: CountRequest, sampling: Sampling, unknown: list[str]) ->
     )
 
 
-def _read_prompt(request: CountRequest) -> PromptInput:
+def _read_prompt(request: CountRequest, unknown: list[str]) -> PromptInput:
     messages: list[ChatMessage] = []
-    if system := _join_text(request.system or "", "system"):
+    if system := join_text(request.system, unknown, "system[]", "\n"):
         messages.append(ChatMessage("system", system))
-    for index, turn in enumerate(request.messages):
-        messages += _read_turn(turn, f"messages[{index}].content")
+    for turn in request.messages:
+        messages += _read_turn(turn, unknown)
+    refuse_media_alone(request.messages[-1].content, "messages")
     answer_start = ""
     last = messages[-1]
     # An answer that the client has begun is continued.
     if last.role == "assistant" and not last.tool_calls and len(messages) > 1:
         answer_start = messages.pop().content
-    return PromptInput(messages=system_first(messages), answer_start=answer_start)
+    return PromptInput(messages=system_first(messages, unknown), answer_start=answer_start)
 
 
-def _read_turn(turn: MessageTurn, where: str) -> list[ChatMessage]:
-    """A message; results of tools are messages of their own and come first."""
-    content = turn.content
-    blocks = [Block(type="text", text=content)] if isinstance(content, str) else content
-    results = [
-        ChatMessage(
-            "tool",
-            _join_text(block.content or "", where),
-            tool_call_id=(block.tool_use_id or "").removeprefix(CALL_PREFIX),
-        )
-        for block in blocks
-        if block.type == "tool_result"
-    ]
-    calls = [
-        describe_call((block.id or "").removeprefix(CALL_PREFIX), block.name or "", block.input)
-        for block in blocks
-        if block.type == "tool_use"
-    ]
-    text = _join_text([block for block in blocks if block.type not in _APART], where)
-    thought = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
-    if results and not text:
-        return results
-    message = ChatMessage(turn.role, text, tool_calls=calls, reasoning_content=thought)
-    return [*results, message]
+def _read_turn(turn: MessageTurn, unknown: list[str]) -> list[ChatMessage]:
+    """A message; results of tools are messages of their own, the user's come first.
+
+    Calls of tools on servers have their results within the assistant's message, which goes on
+    after them: that is several messages to a template.
+    """
+    if isinstance(turn.content, str):
+        return [ChatMessage(turn.role, turn.content)]
+    messages: list[ChatMessage] = []
+    open_turn: list[Part] = []
+    for block in turn.content:
+        if not str(block.get("type")).endswith("tool_result"):
+            open_turn.append(block)
+            continue
+        if turn.role == "assistant" and open_turn:
+            messages.append(_read_blocks(turn.role, open_turn, unknown))
+            open_turn = []
+        messages.append(_read_result(block, unknown))
+    if open_turn or not messages:
+        message = _read_blocks(turn.role, open_turn, unknown)
+        if message.content or message.tool_calls or message.reasoning_content or not messages:
+            messages.append(message)
+    return messages
 
 
-_APART = {"tool_use", "tool_result", "thinking", "redacted_thinking"}
+def _read_blocks(role: str, blocks: list[Part], unknown: list[str]) -> ChatMessage:
+    """The message of one role that these blocks are."""
+    texts = [block for block in blocks if not _is_apart(block)]
+    for block in blocks:
+        if known := _KNOWN.get(str(block.get("type"))):
+            name_unknown(block, known, unknown, _WHERE)
+    thought = [str(b.get("thinking") or "") for b in blocks if b.get("type") == "thinking"]
+    return ChatMessage(
+        role,
+        join_text(texts, unknown, _WHERE, "\n"),
+        tool_calls=[
+            describe_call(_call_id(block.get("id")), _full_name(block), block.get("input") or {})
+            for block in blocks
+            if str(block.get("type")).endswith("tool_use")
+        ],
+        reasoning_content="".join(thought),
+    )
 
 
-def _join_text(content: str | list[Block], where: str) -> str:
-    """The text of a content; raises ApiError if there is anything else in it."""
-    if isinstance(content, str):
-        return content
-    for block in content:
-        if block.type != "text":
-            what = {"image": "images", "document": "documents"}.get(
-                block.type, f"blocks of type {block.type!r}"
-            )
-            raise invalid(where, f"{what} are not supported: this model reads text only")
-    return "\n".join(block.text or "" for block in content)
+def _read_result(block: Part, unknown: list[str]) -> ChatMessage:
+    """The result of a call, whoever ran the tool."""
+    content = block.get("content")
+    if isinstance(content, dict):
+        content = [content]
+    if block.get("type") == "tool_result":
+        name_unknown(block, _KNOWN["tool_result"], unknown, _WHERE)
+    text = join_text(content, unknown, _WHERE, "\n")
+    return ChatMessage("tool", text, tool_call_id=_call_id(block.get("tool_use_id")))
+
+
+def _call_id(found: Any) -> str:
+    return str(found or "").removeprefix(CALL_PREFIX)
+
+
+def _full_name(block: Part) -> str:
+    """The tool that a block calls: of an MCP server, with the server's name."""
+    names = (block.get("server_name"), block.get("name"))
+    return "__".join(str(name) for name in names if name)
+
+
+def _is_apart(block: Part) -> bool:
+    kind = str(block.get("type"))
+    return kind.endswith("tool_use") or kind in ("thinking", *_TOOL_CHANGES)
+
+
+_WHERE = "messages[].content[]"
+_TOOL_CHANGES = ("tool_addition", "tool_removal")
+_KNOWN = {
+    "thinking": {"type", "thinking", "signature"},
+    "tool_use": {"type", "id", "name", "input", "caller"},
+    "tool_result": {"type", "tool_use_id", "content", "is_error"},
+}
+"""Fields of blocks that are read, or that say nothing to a model."""
 
 
 def _choose_tools(request: CountRequest, unknown: list[str]) -> tuple[list[ToolFunction], bool]:
     """The functions that may be called, and whether one of them must be."""
     functions: list[ToolFunction] = []
-    for tool in request.tools or []:
+    for tool in _list_tools(request, unknown):
         if tool.input_schema is None:
             unknown.append(f"tools[].{tool.type or tool.name}")
             continue
@@ -229,6 +254,30 @@ def _choose_tools(request: CountRequest, unknown: list[str]) -> tuple[list[ToolF
             return choose_functions(functions, [name or ""], "tool_choice"), True
         case _:
             return functions, False
+
+
+def _list_tools(request: CountRequest, unknown: list[str]) -> list[MessageTool]:
+    """The tools, with those that came and without those that went during the conversation."""
+    tools = {tool.name: tool for tool in request.tools or []}
+    blocks = (
+        b for turn in request.messages if not isinstance(turn.content, str) for b in turn.content
+    )
+    for block in blocks:
+        change = block.get("tool")
+        if block.get("type") not in _TOOL_CHANGES or not isinstance(change, dict):
+            continue
+        if block["type"] == "tool_removal":
+            if tools.pop(_full_name(change), None) is None:
+                unknown.append(f"{_WHERE}.tool_removal")
+        elif isinstance(change.get("definition"), dict):
+            try:
+                tool = msgspec.convert(change["definition"], MessageTool)
+            except msgspec.ValidationError as error:
+                raise to_field_error(error) from error
+            tools[tool.name] = tool
+        elif _full_name(change) not in tools:
+            unknown.append(f"{_WHERE}.tool_addition")
+    return list(tools.values())
 
 
 def _read_thinking(config: ThinkingConfig | None, effort: str | None) -> Thinking:

@@ -1,11 +1,12 @@
 """What OpenAI's three APIs share: fields of requests, tools, and the figures of answers."""
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from protocol.messages import Acceptance, ChatMessage, Finished, Generate, Sampling, Status
-from services.gateway.errors import invalid, refuse_value
+from services.gateway.errors import refuse_value
 from services.gateway.task import EFFORTS, Choice, Effort, make_sampling
 from services.gateway.tools.calls import ToolFunction, complete_json
 
@@ -21,30 +22,6 @@ FunctionName = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
 
 class Fields(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all: fields that are not named here are left out (see `body`)."""
-
-
-class ContentPart(Fields, frozen=True, kw_only=True):
-    """A piece of a message's content."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-_TEXTS = {"text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text"}
-_KINDS = {"image": "images", "audio": "audio", "file": "files", "video": "videos"}
-
-
-def join_text(content: str | list[ContentPart] | None, where: str) -> str:
-    """The text of a content; raises ApiError if there is anything else in it."""
-    if not isinstance(content, list):
-        return content or ""
-    for part in content:
-        if part.type not in _TEXTS:
-            found = (name for kind, name in _KINDS.items() if kind in part.type)
-            what = next(found, f"parts of type {part.type!r}")
-            raise invalid(where, f"{what} are not supported: this model reads text only")
-    return "".join(part.text or part.refusal or "" for part in content)
 
 
 class SamplingFields(Fields, frozen=True, kw_only=True):
@@ -137,8 +114,9 @@ def describe_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
         try:
             arguments = msgspec.json.decode(arguments or "{}")
         except (msgspec.DecodeError, RecursionError):
-            # A call that was cut off, sent back.
-            arguments = msgspec.json.decode(complete_json(arguments))
+            # A call that was cut off, sent back; or no JSON at all.
+            completed = msgspec.json.decode(complete_json(arguments))
+            arguments = completed or ({} if arguments.strip() == "{" else arguments)
     arguments = arguments if isinstance(arguments, dict) else {"input": arguments}
     function = {"name": name, "arguments": arguments}
     return {"type": "function", "id": call_id, "function": function}
@@ -149,13 +127,30 @@ def normalise_effort(effort: str | None) -> Effort | None:
     return next((known for known in EFFORTS if known == effort), None)
 
 
-def system_first(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """With all of the leading system messages as one: templates often take only one."""
+def system_first(messages: list[ChatMessage], unknown: list[str]) -> list[ChatMessage]:
+    """With all of the leading system messages as one: templates often take only one.
+
+    Headers for the client's provider are left out: they differ from conversation to
+    conversation, so none could go on from the prefix of another.
+    """
     count = next((n for n, m in enumerate(messages) if m.role != "system"), len(messages))
-    if count < 2:
+    given = [message.content for message in messages[:count]]
+    texts = [_drop_headers(text, unknown) for text in given]
+    if texts == given and count < 2:
         return messages
-    joined = "\n\n".join(message.content for message in messages[:count])
-    return [ChatMessage("system", joined), *messages[count:]]
+    joined = "\n\n".join(filter(None, texts))
+    return [*([ChatMessage("system", joined)] if joined else []), *messages[count:]]
+
+
+_HEADER = re.compile(r"(x-[a-z0-9]+(?:-[a-z0-9]+)+):[^\n]*(?:\n|\Z)")
+
+
+def _drop_headers(system: str, unknown: list[str]) -> str:
+    """Instructions without the header lines that they begin with."""
+    while found := _HEADER.match(system):
+        unknown.append(f"system.{found[1]}")
+        system = system[found.end() :]
+    return system
 
 
 def count_usage(choices: list[Choice], *, prompts: int = 1) -> dict[str, Any]:

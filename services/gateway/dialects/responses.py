@@ -3,22 +3,19 @@
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec.structs import replace
 
 from protocol.messages import ChatMessage, Sampling
-from services.gateway.body import check_free_form, decode_body, to_field_error
+from services.gateway.body import decode_body
+from services.gateway.dialects.content import Part, refuse_media_alone
 from services.gateway.dialects.conversations import Conversations
+from services.gateway.dialects.items import TOOL_ITEMS, add_item, join_name, read_tools
 from services.gateway.dialects.openai import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    ContentPart,
     Count,
     Fields,
-    FunctionName,
     SamplingFields,
     choose_functions,
-    describe_call,
-    join_text,
     list_stops,
     normalise_effort,
     read_drafting,
@@ -29,39 +26,13 @@ from services.gateway.errors import ApiError, invalid, refuse_value
 from services.gateway.task import PromptInput, Task, Thinking
 from services.gateway.tools.calls import ToolFunction
 
-CALL_PREFIX = "call_"
-
-
-class InputItem(Fields, frozen=True, kw_only=True):
-    """A turn of the conversation; which fields there are depends on its type."""
-
-    type: str = "message"
-    id: str | None = None
-    status: str | None = None
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[ContentPart] | None = None
-    summary: list[ContentPart] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    input: str | None = None
-    output: str | list[ContentPart] | None = None
-
-
-class ResponsesTool(Fields, frozen=True, kw_only=True):
-    """A tool; functions and custom tools can be called here."""
-
-    type: str
-    name: FunctionName | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
 
 class ResponsesToolChoice(Fields, frozen=True, kw_only=True):
     """The one tool that must be called, or those that may be."""
 
     type: str
     name: str | None = None
+    namespace: str | None = None
     mode: Literal["auto", "required"] = "auto"
     tools: list["ResponsesToolChoice"] = msgspec.field(default_factory=list)
 
@@ -92,7 +63,7 @@ class ReasoningConfig(Fields, frozen=True, kw_only=True):
 class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     """The fields of a request."""
 
-    input: str | Annotated[list[InputItem], msgspec.Meta(max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[Part], msgspec.Meta(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -153,93 +124,46 @@ def _read_input(
     if isinstance(request.input, str):
         messages.append(ChatMessage("user", request.input))
     else:
-        for index, item in enumerate(request.input):
-            _add_item(messages, item, f"input[{index}]", unknown)
+        for item in request.input:
+            add_item(messages, item, unknown)
+        refuse_media_alone(request.input[-1].get("content") if request.input else None, "input")
     if not any(message.role != "system" for message in messages):
         raise invalid("input", "there is nothing to answer")
-    return system_first(messages)
-
-
-def _add_item(messages: list[ChatMessage], item: InputItem, where: str, unknown: list[str]) -> None:
-    """Add an item; what the assistant thought, said and called in a row is one message."""
-    match item.type:
-        case "message":
-            role = "system" if item.role == "developer" else item.role or "user"
-            message = ChatMessage(role, join_text(item.content, where))
-        case "reasoning":
-            thought = join_text(item.content or item.summary, where)
-            message = ChatMessage("assistant", "", reasoning_content=thought)
-        case "function_call" | "custom_tool_call":
-            arguments = item.arguments or "" if item.input is None else {"input": item.input}
-            call_id = (item.call_id or "").removeprefix(CALL_PREFIX)
-            call = describe_call(call_id, item.name or "", arguments)
-            message = ChatMessage("assistant", "", tool_calls=[call])
-        case "function_call_output" | "custom_tool_call_output":
-            call_id = (item.call_id or "").removeprefix(CALL_PREFIX)
-            message = ChatMessage("tool", join_text(item.output, where), tool_call_id=call_id)
-        case _:
-            unknown.append(f"input[].{item.type}")
-            return
-    last = messages[-1] if messages else None
-    if last is not None and last.role == message.role == "assistant":
-        messages[-1] = _join_turns(last, message)
-    else:
-        messages.append(message)
-
-
-def _join_turns(first: ChatMessage, second: ChatMessage) -> ChatMessage:
-    return replace(
-        first,
-        content=first.content + second.content,
-        tool_calls=[*first.tool_calls, *second.tool_calls],
-        reasoning_content=first.reasoning_content + second.reasoning_content,
-    )
+    return system_first(messages, unknown)
 
 
 def _choose_tools(request: ResponsesRequest, unknown: list[str]) -> tuple[list[ToolFunction], bool]:
     """The functions that may be called, and whether one of them must be."""
-    functions: list[ToolFunction] = []
-    for fields in request.tools or []:
-        check_free_form(fields, "tools")
-        if function := _read_tool(fields):
-            functions.append(function)
-        else:
-            unknown.append(f"tools[].{fields.get('type')}")
+    functions = read_tools(_list_tools(request), unknown)
     match request.tool_choice:
         case "none":
             return [], False
         case "required":
             return functions, True
         case ResponsesToolChoice(type="allowed_tools", mode=mode, tools=tools):
-            names = [tool.name for tool in tools if tool.name]
+            names = [_full_name(tool) for tool in tools if tool.name]
             return choose_functions(functions, names, "tool_choice"), mode == "required"
-        case ResponsesToolChoice(type="function" | "custom", name=name):
-            return choose_functions(functions, [name or ""], "tool_choice"), True
+        case ResponsesToolChoice(type="function" | "custom"):
+            return choose_functions(
+                functions, [_full_name(request.tool_choice)], "tool_choice"
+            ), True
         case ResponsesToolChoice(type=kind):
             raise refuse_value("tool_choice", f"the type {kind!r} is not known here")
         case _:
             return functions, False
 
 
-def _read_tool(fields: dict[str, Any]) -> ToolFunction | None:
-    """A tool that can be called; None for those of OpenAI's servers."""
-    try:
-        tool = msgspec.convert(fields, ResponsesTool)
-    except msgspec.ValidationError as error:
-        raise to_field_error(error) from error
-    description = tool.description or ""
-    if tool.type == "custom" and tool.name:
-        parameters = {
-            "type": "object",
-            "properties": {"input": {"type": "string"}},
-            "required": ["input"],
-        }
-        return ToolFunction(
-            name=tool.name, description=description, parameters=parameters, freeform=True
-        )
-    if tool.type != "function" or not tool.name:
-        return None
-    return ToolFunction(name=tool.name, description=description, parameters=tool.parameters)
+def _full_name(chosen: ResponsesToolChoice) -> str:
+    return join_name(chosen.namespace, chosen.name)
+
+
+def _list_tools(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """The tools of the request, and those that came during the conversation."""
+    tools = list(request.tools or [])
+    for item in request.input if not isinstance(request.input, str) else []:
+        if item.get("type") in TOOL_ITEMS and isinstance(item.get("tools"), list):
+            tools += [tool for tool in item["tools"] if isinstance(tool, dict)]
+    return tools
 
 
 def _read_schema(text: TextConfig | None) -> dict[str, Any] | None:

@@ -10,8 +10,9 @@ from protocol.gateway import GatewaySettings
 from protocol.messages import ChatMessage
 from services.gateway.dialects.base import Reading, Reply, encode_event
 from services.gateway.dialects.conversations import Conversations
+from services.gateway.dialects.items import CALL_PREFIX, join_name
 from services.gateway.dialects.openai import describe_call
-from services.gateway.dialects.responses import CALL_PREFIX, ResponsesRequest, parse_responses
+from services.gateway.dialects.responses import ResponsesRequest, parse_responses
 from services.gateway.errors import ApiError
 from services.gateway.reasoning import Thought
 from services.gateway.task import Choice, Task
@@ -154,8 +155,12 @@ class ResponsesReply(Reply):
 
     def _make_call(self, call: ParsedCall, item_id: str) -> dict[str, Any]:
         status = "completed" if call.complete else "incomplete"
+        function = next((f for f in self.task.functions if f.name == call.name), None)
         shared = {"call_id": CALL_PREFIX + call.id, "name": call.name, "status": status}
-        if any(f.name == call.name and f.freeform for f in self.task.functions):
+        if function is not None and function.namespace:
+            shared["name"] = call.name.removeprefix(join_name(function.namespace, ""))
+            shared["namespace"] = function.namespace
+        if function is not None and function.freeform:
             text = str(call.value.get("input", ""))
             return {"type": "custom_tool_call", "id": f"ctc_{item_id}", "input": text, **shared}
         item = {"type": "function_call", "id": f"fc_{item_id}", "arguments": call.arguments}
@@ -187,7 +192,7 @@ class ResponsesReply(Reply):
         kind = "custom_tool_call_input" if freeform else "function_call_arguments"
         blank = {**item, name: "", "status": "in_progress"}
         place = {"item_id": item["id"], "output_index": len(self.items)}
-        done = {name: item[name]} if freeform else {name: item[name], "name": call.name}
+        done = {name: item[name]} if freeform else {name: item[name], "name": item["name"]}
         events = [
             self._event("output_item.added", output_index=len(self.items), item=blank),
             self._event(f"{kind}.delta", **place, delta=item[name]),

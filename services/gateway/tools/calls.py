@@ -22,6 +22,8 @@ class ToolFunction(msgspec.Struct, frozen=True, kw_only=True):
     """JSON schema of its arguments; None: whatever object the model writes."""
     freeform: bool = False
     """Whether the client wants one plain text (argument `input`) instead of JSON."""
+    namespace: str = ""
+    """What the client calls apart from the name, which begins with it here."""
 
     def describe(self) -> dict[str, Any]:
         """As chat templates expect it."""

@@ -1,0 +1,168 @@
+"""The text in what clients repeat: content blocks and items of any type, known here or not.
+
+A conversation that was begun elsewhere holds results of searches, documents, images, calls of
+tools on other servers. What of it is text is shown to the model; what is not is left out, named
+to the client, and marked where it stood.
+"""
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from services.gateway.body import check_free_form
+from services.gateway.errors import invalid
+
+_MEDIA = re.compile(r"image|audio|video|file(?!_search)|document|upload|screenshot")
+_OPAQUE = re.compile(
+    r"(?:.*_)?(?:id|ids|type|data|url_base64|b64_json|index|control|breakpoint|call_id)|status"
+    r"|encrypted_.*|signature|citations|caller|fingerprint|annotations|logprobs|detail|image_url"
+    r"|phase|execution|input_audio"
+)
+"""Fields that say nothing to a model: ids, signatures, bytes."""
+_BYTES = re.compile(r"(?:data:[^,]*,)?[A-Za-z0-9+/_=-]{256,}|data:[^,\s]*;base64,\S*")
+_BARE = {"text", "content", "output", "outputs", "result", "results", "thinking", "refusal"}
+"""Fields whose values speak for themselves."""
+
+
+TEXTS = {"text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text"}
+"""Types of parts that are text and nothing else."""
+_KINDS = {"image": "images", "audio": "audio", "video": "videos", "file": "files"}
+
+Part = dict[str, Any]
+"""A content block or item as it was decoded."""
+
+
+def join_text(
+    content: str | list[Part] | None, ignored: list[str], where: str, separator: str = ""
+) -> str:
+    """The text of a content, its parts joined by the separator.
+
+    Args:
+        content: a text, or blocks of any types.
+        ignored: takes the names of what was left out, which begin with `where`.
+        where: the content's place in the request, such as "messages[].content[]".
+        separator: between parts that are text; others have lines of their own.
+
+    Raises:
+        ApiError: a field of a part has a type that it cannot have.
+    """
+    if not isinstance(content, list):
+        return content or ""
+    joined, ends_line = "", True
+    for part in content:
+        is_text = isinstance(part, dict) and part.get("type") in TEXTS
+        text = _read_text_part(part, ignored, where) if is_text else to_text(part, ignored, where)
+        if joined and text:
+            joined += separator if is_text and not ends_line else "\n"
+        joined += text
+        ends_line = not is_text if text else ends_line
+    return joined
+
+
+def _read_text_part(part: Part, ignored: list[str], where: str) -> str:
+    name_unknown(part, {"type", "text", "refusal"}, ignored, where)
+    text = part.get("text") or part.get("refusal") or ""
+    if not isinstance(text, str):
+        raise invalid(where, "expected a text")
+    return text
+
+
+def is_opaque(field: str) -> bool:
+    """Whether a field of this name says nothing to a model."""
+    return bool(_OPAQUE.fullmatch(field))
+
+
+def name_unknown(part: Part, known: Collection[str], ignored: list[str], where: str) -> None:
+    """Name the fields of a part that are left out."""
+    for field, value in part.items():
+        if field not in known and value is not None:
+            ignored.append(f"{where}.{field}")
+
+
+def refuse_media_alone(content: str | list[Part] | None, where: str) -> None:
+    """Refuse a message that there is nothing to read in; raises ApiError.
+
+    Only the one to be answered: an image of an earlier turn must not end a conversation.
+    """
+    if not isinstance(content, list) or not content:
+        return
+    kinds = [str(part.get("type") or "") for part in content]
+    if all(
+        _is_media(kind) and not _find_plain_text(p) for kind, p in zip(kinds, content, strict=True)
+    ):
+        what = next((name for kind, name in _KINDS.items() if kind in kinds[0]), "documents")
+        raise invalid(where, f"{what} are not supported: this model reads text only")
+
+
+def to_text(block: Any, ignored: list[str], where: str) -> str:
+    """The text of a block of any type, or of a list of them (see `join_text`)."""
+    check_free_form(block, where)
+    return "\n".join(line for line in _read(block, "", ignored, where) if line)
+
+
+def _is_media(kind: str) -> bool:
+    return bool(_MEDIA.search(kind)) and not kind.endswith(("_result", "_call", "_output"))
+
+
+def _read(value: Any, name: str, ignored: list[str], where: str) -> Iterator[str]:
+    """Its lines; `name` is shown before the first."""
+    if isinstance(value, dict):
+        yield from _read_block(value, ignored, where)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _read(part, name, ignored, where)
+    elif isinstance(value, str):
+        if _BYTES.fullmatch(value):
+            ignored.append(f"{where}.{name or 'data'}")
+            value = "[bytes left out: this model reads text only]"
+        yield f"{name}: {value}" if name and value else value
+    elif value is not None:
+        yield f"{name}: {json.dumps(value)}"
+
+
+def _read_block(block: dict[str, Any], ignored: list[str], where: str) -> Iterator[str]:
+    kind = str(block.get("type") or "")
+    is_media = _is_media(kind)
+    text = _find_plain_text(block)
+    shown = [
+        line
+        for field, value in block.items()
+        if not is_opaque(field) and not (is_media and field == "source")
+        for line in _read(value, "" if field in _BARE else field, ignored, where)
+    ]
+    yield from shown
+    if text is not None:
+        yield text
+    elif is_media:
+        ignored.append(f"{where}.{kind}")
+        yield f"[{kind} left out: this model reads text only]"
+    elif not shown and kind:
+        ignored.append(f"{where}.{kind}")
+
+
+def _find_plain_text(block: dict[str, Any]) -> str | None:
+    """The text of a document that is one: given as such, as blocks, or as its bytes."""
+    source = block.get("source") or block.get("file") or block
+    if not isinstance(source, dict):
+        return None
+    if source.get("type") == "content":
+        return to_text(source.get("content"), [], "")
+    data = source.get("data") or source.get("file_data")
+    if not isinstance(data, str):
+        return None
+    return data if source.get("type") == "text" else _decode_text(data, source.get("media_type"))
+
+
+def _decode_text(data: str, media_type: Any) -> str | None:
+    """The text of which these are the bytes; None if they are anything else's."""
+    if data.startswith("data:"):
+        media_type, _, data = data[len("data:") :].partition(";base64,")
+    if not str(media_type).startswith("text/"):
+        return None
+    try:
+        return base64.b64decode(data, validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return None
