@@ -45,10 +45,7 @@ def run(settings: OrchestratorSettings) -> None:
             pid=os.getpid(),
         )
         signal.signal(signal.SIGTERM, _leave)
-        try:
-            orchestrator.run()
-        finally:
-            orchestrator.estimates.save()
+        orchestrator.run()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ import time
 
 from orchestrator.executor import Executor
 from orchestrator.hang_detector import HangDetector
-from orchestrator.learning.estimate_store import EstimateStore
+from orchestrator.learning.cost_model import CostModel
 from orchestrator.registry import Peer, Registry, handshake_error
 from orchestrator.requests.admission import Admission, AdmissionLimits
 from orchestrator.requests.crash_journal import CrashJournal
@@ -80,16 +80,17 @@ class Orchestrator:
         self._prompts = prompts
         self._vocabulary = vocabulary
         self._max_deaths = settings.max_deaths
-        self.estimates = EstimateStore(settings.learned_dir, settings.machine)
-        cost_model = self.estimates.cost_model
+        self._estimates = CostModel()
         self._registry = Registry(HangDetector(settings.hang_timeout_s, settings.first_timeout_s))
         services.limit_of = self._registry.limit_of
         self._requests = RequestQueue(settings.concurrency, settings.max_waiting)
         self._probation = {role: Probation(settings.max_deaths) for role in _ROLES}
-        self._timeouts = Timeouts(cost_model, settings.draft_timeout_s, settings.verify_timeout_s)
+        self._timeouts = Timeouts(
+            self._estimates, settings.draft_timeout_s, settings.verify_timeout_s
+        )
         self._executor = self._create_executor(journal)
         admission = Admission(
-            tokenizer, vocabulary.size, cost_model, limits=AdmissionLimits.of(settings)
+            tokenizer, vocabulary.size, self._estimates, limits=AdmissionLimits.of(settings)
         )
         self._intake = self._create_intake(admission, journal)
         self._status = StatusReporter(
@@ -97,7 +98,7 @@ class Orchestrator:
             settings.model,
             registry=self._registry,
             requests=self._requests,
-            estimates=cost_model,
+            estimates=self._estimates,
         )
         self._asked = ReadTarget()  # the last one
 
@@ -139,7 +140,6 @@ class Orchestrator:
                 self._on_client_message(*request)
             self._intake.collect(time.monotonic())
             self._check_deadlines()
-            self.estimates.save_if_due(time.monotonic())
 
     # ------------------------------------------------------------ services
 
@@ -270,7 +270,7 @@ class Orchestrator:
             return
         self._services.accept(peer.address)
         old = self._registry.add(peer)
-        self.estimates.load_for(self._registry.peers)
+        self._estimates.on_hello(peer.hello)
         self._services.send(peer.address, Welcome())
         if old is not None and old.address != peer.address:
             self._services.send(old.address, Stop())
@@ -386,7 +386,7 @@ class Orchestrator:
 
     def _count_streams(self) -> None:
         running = self._requests.running
-        self.estimates.cost_model.batch.streams = max(1, len(running))
+        self._estimates.batch.streams = max(1, len(running))
         self._registry.draws = any(request.draws for request in running.values())
 
     def _check_deadlines(self) -> None:

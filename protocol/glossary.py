@@ -18,7 +18,6 @@
 | launched beforehand |         | a pass that waits on the GPU for its tokens                      |
 | origin              |         | where a chain came from: hit, miss, lookup, target               |
 | committed           |         | tokens that stand for good                                       |
-| learned estimates   |         | what the planner keeps of earlier runs                           |
 | target, draft model | p, q    | models; also their next-token distributions, temperature and     |
 |                     |         | filters applied                                                  |
 | num_draft_tokens    | K       | most draft tokens that a round offers                            |

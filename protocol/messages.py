@@ -596,10 +596,6 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """What the assistant thought before it answered; templates decide what to do with it."""
 
 
-FanOutPolicy = Literal["online", "geometric", "uniform"]
-"""How branches are shared out: by what was learned, by Theorem 12, or evenly."""
-
-
 class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """Client -> orchestrator: answer this. Answers: Text (many), then Finished; or Rejected.
 
@@ -630,7 +626,6 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     verify_ahead: bool | None = None
     """Whether prepared rounds begin before the orchestrator has read an outcome; None: if that
     pays."""
-    fan_out_policy: FanOutPolicy = "online"
     trace: bool = False
     """Whether `Finished` is to hold the timeline."""
     answer_tokens: Tokens = []
@@ -646,8 +641,6 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     """Only count the prompt's tokens: Finished comes at once, without an answer."""
     progress: bool = False
     """Whether the client wants `Progress` while a long prompt is computed."""
-    choose_saguaro: bool = False
-    """Whether the orchestrator chooses `sampling.saguaro`, by the speed it brought others."""
 
 
 class Cancel(Message, frozen=True, tag="cancel", kw_only=True):

@@ -255,13 +255,6 @@ class OrchestratorSettings(ChildSettings, frozen=True, kw_only=True):
     """Silence after which a service hangs; more if its calls take longer (`hang_detector.py`)."""
     first_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = START_TIMEOUT_S
     """The same until a service has done its first work, which may compile and load."""
-    learned_dir: str = ""  # what the planner learned earlier; empty: it keeps nothing
-    machine: str = ""  # chip and cores, for which what was learned holds
-
-    @property
-    def shutdown_timeout_s(self) -> float:
-        """What was learned has to be written."""
-        return 10.0 if self.learned_dir else super().shutdown_timeout_s
 
     def on_orphaned(self) -> None:
         """End who cannot end by itself and remove the run folder: the supervisor cannot."""

@@ -14,9 +14,6 @@ from services.mlx.blas import load_blas
 # The same BLAS as in the processes, before any test imports MLX.
 load_blas(threads=1)
 
-# No test knows what an earlier one learned, nor leaves anything behind.
-os.environ["SSD_LEARNED_ESTIMATES"] = "false"
-
 # Nor is each module compiled again in each process that a test starts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

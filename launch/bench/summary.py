@@ -169,7 +169,7 @@ def measure_passes(told: Sequence[Statistics]) -> list[float]:
             if kind == "verify" and rows:
                 found.setdefault(int(rows), []).append(milliseconds)
     latency = VerifyLatency()
-    latency.restore({rows: median(times) for rows, times in found.items()})
+    latency.expect({rows: median(times) for rows, times in found.items()})
     return [latency.of(rows) for rows in range(1, max(found, default=0) + 1)]
 
 

@@ -1,7 +1,7 @@
 """What a column of the benchmark is: a mode, perhaps with some knobs fixed.
 
 Written `mode[:knob]...`, as in `ssd`, `ssd:k=4:b=16`, `ssd:tree-nodes=1`, `ssd:ahead=0`,
-`ssd:uniform`, `sd:k=3`, `ssd:rejection:saguaro=0.4`, `mlx-lm-draft:k=5`, `ssd:drafter=NAME`.
+`sd:k=3`, `ssd:rejection:saguaro=0.4`, `mlx-lm-draft:k=5`, `ssd:drafter=NAME`.
 """
 
 from collections.abc import Callable
@@ -11,14 +11,13 @@ import msgspec
 
 from protocol.decoding.sampling_params import check_sampling
 from protocol.errors import UsageError
-from protocol.messages import Acceptance, FanOutPolicy, Generate, Mode, Sampling
+from protocol.messages import Acceptance, Generate, Mode, Sampling
 
 REFERENCES = {"mlx-lm": 0, "mlx-lm-draft": 3}
 """mlx-lm's own generation, and its number of draft tokens (3 is its default)."""
 
 NAMES = (*get_args(Mode), *REFERENCES)
 
-_POLICIES: tuple[FanOutPolicy, ...] = get_args(FanOutPolicy)
 _ACCEPTANCES: tuple[Acceptance, ...] = get_args(Acceptance)
 
 
@@ -37,7 +36,6 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """Draft tokens of verified trees; 0 and 1 are chains, None is adaptive."""
     verify_ahead: bool | None = None
     """Whether the verifier begins prepared rounds by itself; None: if that pays."""
-    policy: FanOutPolicy = "online"
     acceptance: Acceptance | None = None
     """None: as the command line says."""
     saguaro: float | None = None
@@ -72,7 +70,6 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
             branches=self.branches,
             tree_nodes=self.tree_nodes,
             verify_ahead=self.verify_ahead,
-            fan_out_policy=self.policy,
         )
 
 
@@ -102,7 +99,7 @@ def parse(text: str) -> Variant:
         if mode == "mlx-lm" or set(values) - {"num_draft_tokens"}:
             _refuse_knobs(text, values)
         values.setdefault("num_draft_tokens", REFERENCES[mode])
-    elif mode != "ssd" and set(values) & {"branches", "policy", "saguaro", "verify_ahead"}:
+    elif mode != "ssd" and set(values) & {"branches", "saguaro", "verify_ahead"}:
         raise UsageError(f"{text!r}: only ssd prepares branches")
     elif mode == "ar":
         _refuse_knobs(text, values)
@@ -115,8 +112,6 @@ def _refuse_knobs(text: str, values: dict[str, Any]) -> None:
 
 
 def _knob(knob: str, text: str) -> dict[str, Any]:
-    if knob in _POLICIES:
-        return {"policy": knob}
     if knob in _ACCEPTANCES:
         return {"acceptance": knob}
     name, _, value = knob.partition("=")
@@ -127,7 +122,7 @@ def _knob(knob: str, text: str) -> dict[str, Any]:
         except ValueError as error:
             raise UsageError(f"{text!r}: {knob!r} needs a number") from error
     known = ["k=N", "b=N", "tree-nodes=N", "ahead=0", "ahead=1", "saguaro=C", "drafter=MODEL"]
-    known += [*_POLICIES, *_ACCEPTANCES]
+    known += [*_ACCEPTANCES]
     raise UsageError(f"{text!r}: unknown knob {knob!r}; known: {', '.join(known)}")
 
 

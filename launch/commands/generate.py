@@ -9,12 +9,12 @@ import click
 from launch.prompts import Prompt, read_prompts
 from launch.settings.flags import Command, Option
 from launch.settings.options import sampling_options, settings_of, stack_options
-from launch.settings.sampling import SamplingChoice, take_saguaro_choice, take_sampling_choice
+from launch.settings.sampling import SamplingChoice, take_sampling_choice
 from launch.stack.run_dir import DEFAULT_NAME
 from launch.stack.session import session
 from launch.terminal import console, generate
 from protocol.errors import UsageError
-from protocol.messages import MAX_NODES, FanOutPolicy, Generate, Mode
+from protocol.messages import MAX_NODES, Generate, Mode
 
 _prompt = partial(click.option, cls=Option, group="Prompt")
 _answer = partial(click.option, cls=Option, group="Answer")
@@ -35,7 +35,7 @@ _speculation = partial(click.option, cls=Option, group="Speculation")
     help="Longest answer in tokens; 0: no limit but the context.",
 )
 @_prompt("--stop", multiple=True, help="End before this text (repeatable).")
-@sampling_options(chooses_saguaro=True)
+@sampling_options()
 @_answer("--stats", is_flag=True, help="Print statistics after each answer.")
 @_answer("--explain", is_flag=True, help="Explain what was chosen and why.")
 @_answer("--show-draft", is_flag=True, help="Colour tokens by where they came from.")
@@ -75,13 +75,6 @@ _speculation = partial(click.option, cls=Option, group="Speculation")
     default=None,
     help="Let the verifier begin prepared rounds by itself. Left out: if that pays.",
 )
-@_speculation(
-    "--fan-out-policy",
-    type=click.Choice(get_args(FanOutPolicy)),
-    default="online",
-    show_default=True,
-    help="Share branches out by learned hit rates, by Theorem 12, or evenly.",
-)
 @stack_options()
 def command(**options: Any) -> None:
     """Answer a prompt, on a running stack or a private one."""
@@ -112,7 +105,6 @@ def _answer_options(
     options: dict[str, Any], *, details: bool
 ) -> tuple[SamplingChoice, generate.Options]:
     """Take the options of the answer out of `options`; what is left configures the stack."""
-    choose_saguaro = take_saguaro_choice(options)
     choice = take_sampling_choice(options)
     choice.check()
     template = Generate(
@@ -125,9 +117,7 @@ def _answer_options(
         branches=options.pop("branches"),
         tree_nodes=options.pop("tree_nodes"),
         verify_ahead=options.pop("verify_ahead"),
-        fan_out_policy=options.pop("fan_out_policy"),
         trace=options["trace"] is not None,
-        choose_saguaro=choose_saguaro,
     )
     return choice, generate.Options(
         template=template,

@@ -1,7 +1,7 @@
 """`ssd simulate`: what a device that you do not have would gain."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 
@@ -11,7 +11,7 @@ from launch.terminal import console
 from orchestrator.simulation.run import simulate
 from orchestrator.simulation.scenario import Scenario, Strategy
 from orchestrator.simulation.sweep import compare, strategy_grid
-from protocol.messages import MAX_NODES, FanOutPolicy
+from protocol.messages import MAX_NODES
 
 UNIT = click.FloatRange(0, 1)
 
@@ -64,12 +64,6 @@ UNIT = click.FloatRange(0, 1)
     default=None,
     help="Also try it with prepared rounds that the verifier begins by itself, or never.",
 )
-@click.option(
-    "--fan-out-policy",
-    type=click.Choice(get_args(FanOutPolicy)),
-    default="online",
-    show_default=True,
-)
 @click.option("--sweep", is_flag=True, help="Also try a grid of fixed K and B.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(file: Path | None, preset: str | None, **options: Any) -> None:
@@ -90,20 +84,16 @@ def _take_strategy(options: dict[str, Any]) -> Strategy:
     return Strategy(
         num_draft_tokens=options.pop("num_draft_tokens") or 0,
         branches=options.pop("branches") or 0,
-        fan_out_policy=options.pop("fan_out_policy"),
         tree_nodes=options.pop("tree_nodes"),
         verify_ahead=options.pop("verify_ahead"),
     )
 
 
 def _run(scenario: Scenario, asked: Strategy, *, sweep: bool, as_json: bool) -> None:
-    policy = asked.fan_out_policy
     with console.stderr().status("simulating") as status:
-        found = compare(
-            scenario, strategy_grid(policy=policy) if sweep else (), policy, status.update
-        )
+        found = compare(scenario, strategy_grid() if sweep else (), status.update)
         runs = [found.plain, found.sequential, found.chains, found.adaptive]
-        if asked != Strategy(fan_out_policy=policy):
+        if asked != Strategy():
             runs.append(simulate(scenario, asked))
     if found.best_fixed is not None:
         runs.append(found.best_fixed)

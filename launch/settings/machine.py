@@ -1,12 +1,10 @@
-"""This machine: its chip and cores, who gets which, and the environment of a child on a device."""
+"""This machine: its cores, who gets which, and the environment of a child on a device."""
 
 import contextlib
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -105,24 +103,6 @@ def compute_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def machine_name() -> str:
-    """The chip, and how many of its cores are ours."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{_chip()}, {cores} cores"
-
-
-def _chip() -> str:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        line = next(line for line in lines if line.startswith("model name"))
-        return line.split(":", 1)[1].strip()
-    if sys.platform == "darwin":
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
-            return subprocess.check_output(command, text=True, timeout=5.0).strip()
-    return f"{platform.system()} {platform.machine()}"
 
 
 class Cores(msgspec.Struct, frozen=True):

@@ -167,8 +167,6 @@ def _process_options() -> Callable[[F], F]:
                  metavar="FILE"),
         _setting("--kv-bytes", "Most memory for running requests' KV; 0: half of what is free.",
                  count),
-        _setting("--learned-estimates/--no-learned-estimates",
-                 "Start the planner from the estimates of earlier runs, or from nothing."),
         _setting("--parse-special", "Read special tokens in the text of messages as such: whoever "
                  "wrote it can end a turn.", is_flag=True),
         _setting("--log-level", "Log level of all processes (see `ssd logs`).",
@@ -211,12 +209,11 @@ def several_models_options() -> Callable[[F], F]:
     )  # fmt: skip
 
 
-def sampling_options(*, measures: bool = False, chooses_saguaro: bool = False) -> Callable[[F], F]:
+def sampling_options(*, measures: bool = False) -> Callable[[F], F]:
     """How tokens are drawn; `take_sampling_choice` reads them.
 
     Args:
         measures: whether the model's own recommendation has no say.
-        chooses_saguaro: whether `--saguaro-c auto` is taken.
     """
     d = Sampling()
     recommends = "greedy" if measures else "as the model's generation_config.json says, else greedy"
@@ -247,10 +244,10 @@ def sampling_options(*, measures: bool = False, chooses_saguaro: bool = False) -
               help="Penalise tokens of the answer per occurrence; 0 is off.  [default: 0]"),
         _flag("--json-schema", type=click.Path(path_type=Path), metavar="FILE",
               help="The answer is JSON that follows the schema in this file."),
-    ), _speculation_options(chooses_saguaro=chooses_saguaro))  # fmt: skip
+    ), _speculation_options())  # fmt: skip
 
 
-def _speculation_options(*, chooses_saguaro: bool) -> Callable[[F], F]:
+def _speculation_options() -> Callable[[F], F]:
     d = Sampling()
     share = click.FloatRange(0, 1, min_open=True)
     return _group(
@@ -261,19 +258,7 @@ def _speculation_options(*, chooses_saguaro: bool) -> Callable[[F], F]:
         _flag("--draft-temp", type=click.FloatRange(0, 100),
               help="Temperature of the drafter; changes speed only."),
         _flag("--draft-top-p", type=share, help="Top-p of the drafter; changes speed only."),
-        _flag("--saguaro-c", type=_Weight(), default=d.saguaro, show_default=True,
-              help="Rejection: the draft's weight for tokens prepared for; 1 is off"
-                   + (", auto tries a few and prefers the fastest." if chooses_saguaro else ".")),
+        _flag("--saguaro-c", type=click.FloatRange(0, 1), metavar="C",
+              default=d.saguaro, show_default=True,
+              help="Rejection: the draft's weight for tokens prepared for; 1 is off."),
     )  # fmt: skip
-
-
-class _Weight(click.FloatRange):
-    """C of Saguaro sampling: a number from 0 to 1, or `auto`."""
-
-    name = "C"
-
-    def __init__(self) -> None:
-        super().__init__(0, 1)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if value == "auto" else super().convert(value, param, ctx)

@@ -6,7 +6,7 @@ The hosts file has the format of `mlx.launch`, which `mlx.distributed_config` wr
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -171,13 +171,3 @@ def _variables(lines: list[str]) -> dict[str, str]:
             raise UsageError(f"the hosts file has {line!r} among its envs, not NAME=VALUE")
         found[name] = value
     return found
-
-
-def describe_ranks(group: RankGroupSettings | None) -> str:
-    """What times depend on, as part of a machine's description; empty without ranks."""
-    if group is None:
-        return ""
-    kinds: dict[str, Any] = {"ranks": len(group.hosts), "over": group.backend}
-    if group.split:
-        kinds["split"] = group.split
-    return " ".join(f"{name} {value}" for name, value in kinds.items())

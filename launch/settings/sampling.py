@@ -62,18 +62,8 @@ class SamplingChoice:
         return sampling
 
 
-def take_saguaro_choice(options: dict[str, Any]) -> bool:
-    """Whether `--saguaro-c auto` was given; then a number takes its place in `options`."""
-    chosen: bool = options["saguaro_c"] == "auto"
-    if chosen:
-        options["saguaro_c"] = Sampling().saguaro
-    return chosen
-
-
 def take_sampling_choice(options: dict[str, Any]) -> SamplingChoice:
     """Take the sampling options out of `options`; raises UsageError if one cannot be used."""
-    if options["saguaro_c"] == "auto":
-        raise UsageError("--saguaro-c auto is for `generate`; give a number here")
     given = {
         "temperature": options.pop("temp"),
         "top_p": options.pop("top_p"),

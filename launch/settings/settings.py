@@ -164,8 +164,6 @@ class StackSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Most memory for all models together; 0: what the machine has free."""
     preset: PresetName = "default"
     """What HTTP requests get that do not say otherwise."""
-    learned_estimates: bool = True
-    """Whether the planner starts from the estimates of earlier runs, and keeps its own."""
     draft_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = _default(
         OrchestratorSettings, "draft_timeout_s"
     )

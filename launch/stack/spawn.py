@@ -4,14 +4,12 @@ from pathlib import Path
 
 from launch.models.coreml_models import require_converted
 from launch.models.pair import Pair
-from launch.settings.machine import computes_on_cpu, has_cuda, machine_name, share_cores
-from launch.settings.paths import cache_dir
-from launch.settings.ranks import describe_ranks, rank_group
+from launch.settings.machine import computes_on_cpu, has_cuda, share_cores
+from launch.settings.ranks import rank_group
 from launch.settings.settings import StackSettings
 from launch.stack.child import Child
 from launch.stack.http_listener import HttpListener, write_key
 from launch.stack.run_dir import RunDir
-from protocol.adapter import identify_adapter
 from protocol.decoding.model_sampling import read_model_sampling
 from protocol.decoding.sampling_params import get_preset
 from protocol.gateway import GatewayModel, GatewaySettings
@@ -50,24 +48,8 @@ def start_orchestrator(
         verify_timeout_s=settings.verify_timeout_s,
         hang_timeout_s=settings.hang_timeout_s,
         first_timeout_s=settings.start_timeout_s,
-        learned_dir=str(cache_dir() / "learned") if settings.learned_estimates else "",
-        machine=describe_machine(settings, pair),
     )
     return Child("orchestrator", "orchestrator.main", told, run_dir.log("orchestrator"))
-
-
-def describe_machine(settings: StackSettings, pair: Pair) -> str:
-    """All that times and drafts' worth depend on, besides the model folders."""
-    words = (
-        machine_name(),
-        settings.target_device,
-        settings.draft_device,
-        describe_ranks(rank_group(settings)),
-        identify_adapter(pair.adapter),
-        "" if settings.draft_weights == "auto" else f"draft-weights-{settings.draft_weights}",
-        "" if settings.metal_kernels == "auto" else f"metal-kernels-{settings.metal_kernels}",
-    )
-    return " ".join(words).strip()
 
 
 def start_verifier(settings: StackSettings, pair: Pair, run_dir: RunDir, lifeline: int) -> Child:

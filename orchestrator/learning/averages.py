@@ -1,15 +1,10 @@
 """Running averages in which old samples fade: the one mechanism behind all that is measured.
 
 `Ema` is a mean of samples, `DiscountedRatio` a sum of parts over a sum of wholes (accepted
-over offered, tokens over milliseconds). Both can be saved in a snapshot and restored as an
-assumption: restored values count for few samples, so that a machine or a text that has
-changed is soon believed.
+over offered, tokens over milliseconds).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-from orchestrator.learning.snapshot import Average, Shares
 
 _SMOOTHING = 0.1
 """Weight of a new sample in a mean, once there were many."""
@@ -26,16 +21,15 @@ class Ema:
     Args:
         assumed: the value until there is a sample.
         smoothing: weight of a new sample, once there were many.
-        recalled: most samples that a restored mean counts for.
+        weight: samples that the assumed value counts for; 0: it gives way to the first one.
     """
 
     def __init__(
-        self, assumed: float = 0.0, *, smoothing: float = _SMOOTHING, recalled: float = 3.0
+        self, assumed: float = 0.0, *, smoothing: float = _SMOOTHING, weight: float = 0.0
     ) -> None:
         self.value = assumed
         self._keep = 1.0 - smoothing
-        self._recalled = recalled
-        self._weight = 0.0
+        self._weight = weight
 
     @property
     def is_known(self) -> bool:
@@ -46,16 +40,6 @@ class Ema:
         """Take in one sample."""
         self._weight = self._keep * self._weight + 1.0
         self.value += (sample - self.value) / self._weight
-
-    def save(self) -> Average:
-        """For a snapshot."""
-        return Average(value=self.value, weight=self._weight)
-
-    def restore(self, saved: Average) -> None:
-        """Start from a snapshot."""
-        if saved.weight > 0.0:
-            self.value = saved.value
-            self._weight = min(saved.weight, self._recalled)
 
 
 @dataclass
@@ -82,26 +66,3 @@ class DiscountedRatio:
     def scale(self, weight: float) -> "DiscountedRatio":
         """The same ratio at another weight."""
         return DiscountedRatio(weight * self.part, weight * self.whole)
-
-
-def save_shares(ratios: Iterable[DiscountedRatio]) -> Shares:
-    """Ratios between 0 and 1, for a snapshot."""
-    listed = list(ratios)
-    return Shares(parts=[one.part for one in listed], wholes=[one.whole for one in listed])
-
-
-def restore_shares(saved: Shares, count: int, recalled: float) -> list[DiscountedRatio] | None:
-    """The `count` ratios of a snapshot; None if it has another number of them.
-
-    Args:
-        saved: what `save_shares` returned.
-        count: how many ratios there must be.
-        recalled: the largest whole that a restored ratio counts for.
-    """
-    if not len(saved.parts) == len(saved.wholes) == count:
-        return None
-    wholes = [min(whole, recalled) for whole in saved.wholes]
-    return [
-        DiscountedRatio(min(1.0, part / all_) * whole, whole)
-        for part, all_, whole in zip(saved.parts, saved.wholes, wholes, strict=True)
-    ]

@@ -5,16 +5,14 @@ further draft token costs only what it adds to the pass, and whether speculation
 measured for each size of the batch separately. Pure.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import sqrt
 from typing import Generic, Protocol, TypeVar
 
 from orchestrator.learning.averages import DiscountedRatio, smooth
-from orchestrator.learning.snapshot import Trial
 from orchestrator.learning.speculation_switch import SpeculationSwitch
 from protocol.messages import Mode, Origin
 
-_KEYS = {f"{mode} {size}" for mode in ("sd", "ssd") for size in range(1, 17)}
 _TRIAL = 6
 """Passes of speculation before plain decoding is measured: each of them has many rounds."""
 
@@ -79,7 +77,7 @@ class BatchEstimates:
         self._other_tokens = 0.0
         self._missed, self._longer = DiscountedRatio(), DiscountedRatio()
         self._switches: dict[str, SpeculationSwitch] = {}
-        """By mode and size class, as in the snapshot."""
+        """By mode and size class, as `ssd 3`."""
 
     @property
     def scale(self) -> float:
@@ -153,17 +151,6 @@ class BatchEstimates:
             if (smaller is not None and smaller.is_paused) or not can_pay(mode):
                 found.begin_with_pause()
         return found
-
-    def save(self) -> dict[str, Trial]:
-        """How each mode has fared in batches of each size, for a snapshot."""
-        return {key: switch.save() for key, switch in self._switches.items()}
-
-    def restore(self, saved: Mapping[str, Trial], age_s: float = 0.0) -> None:
-        """Forget how batches fared, then start from a snapshot of this age."""
-        self._switches = {}
-        for key in _KEYS & saved.keys():
-            self._switches[key] = SpeculationSwitch.for_batch(_TRIAL)
-            self._switches[key].restore(saved[key], age_s)
 
 
 class Passes(Generic[P]):

@@ -7,13 +7,11 @@ they err differently, and the runners-up's small confidences need finer classes.
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from orchestrator.learning.averages import DiscountedRatio, restore_shares, save_shares
-from orchestrator.learning.snapshot import Shares
+from orchestrator.learning.averages import DiscountedRatio
 
 _PRIOR = 8.0
 """Samples that the assumption "confidence is acceptance" counts for, per class."""
 _FADE = 0.99
-_RECALLED = 24.0
 
 _BINS = 10
 _CENTRES = [(index + 0.5) / _BINS for index in range(_BINS)]
@@ -45,15 +43,6 @@ class Calibration:
     def observe(self, confidence: float, *, accepted: bool) -> None:
         """A token whose parent stood was the target's choice, or not."""
         self._accepted[self._classify(confidence)].observe(float(accepted), fade=_FADE)
-
-    def save(self) -> Shares:
-        """For a snapshot."""
-        return save_shares(self._accepted)
-
-    def restore(self, saved: Shares) -> None:
-        """Start from a snapshot."""
-        count = len(self._accepted)
-        self._accepted = restore_shares(saved, count, _RECALLED) or self._accepted
 
 
 def calibrate_siblings() -> Calibration:

@@ -3,10 +3,10 @@
 Shared by all requests of a stack. Pure: fed with events, asked for numbers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from orchestrator.learning.averages import DiscountedRatio, Ema, restore_shares, save_shares
+from orchestrator.learning.averages import DiscountedRatio, Ema
 from orchestrator.learning.batch_estimates import BatchEstimates, Passes
 from orchestrator.learning.calibration import Calibration, acceptance_rates, calibrate_siblings
 from orchestrator.learning.fan_out import AFTER_ALL, AFTER_REJECTION
@@ -16,15 +16,12 @@ from orchestrator.learning.latency import StepLatency, VerifyLatency
 from orchestrator.learning.preparation_gains import PreparationGains
 from orchestrator.learning.replay import RoundCosts, could_pay
 from orchestrator.learning.round_observation import RoundObservation
-from orchestrator.learning.saguaro import SaguaroChoice
-from orchestrator.learning.snapshot import EstimateSnapshot
 from orchestrator.learning.speculation_switch import SpeculationSwitch
 from orchestrator.learning.tree_growth import CostBehindTrees, TreeGrowth, TreeTrial, rank_chances
-from orchestrator.learning.tree_width import TreeWidth
-from protocol.messages import Mode, Origin, PassTimes
+from protocol.messages import Hello, Mode, Origin, PassTimes, Role
 
-_OF_ANY_PAIR = {"batch", "_pass_times"}
-"""What another drafter leaves as it is."""
+_GPUS = {"metal", "cuda"}
+BRANCHES_ON_A_CPU, BRANCHES_ON_A_GPU = 8, 32
 _SPECULATIVE: tuple[Mode, ...] = ("sd", "ssd")
 _STALL = 1.5
 """What is beyond this multiple of a pass's or a wait's usual time is not counted."""
@@ -32,8 +29,6 @@ _LONGEST_COST = 4.0
 """Tokens of plain decoding that the start of a free run, or a wait besides its draft, may cost."""
 ORIGINS: tuple[Origin, ...] = ("target", "hit", "miss", "lookup")
 
-Saved_contra = TypeVar("Saved_contra", contravariant=True)
-Saved = TypeVar("Saved")
 Estimate = TypeVar("Estimate")
 
 _UNSEEN_RATE = 0.5
@@ -44,12 +39,9 @@ _BACKUP_PRIOR = 6.0
 """Samples that the assumed rate of backups counts for beside those seen."""
 _BACKUP_FADE = 0.99
 """Per round, with or without a backup: an unlucky trial must not decide for ever."""
-_BACKUP_RECALLED = 12.0
 
 _ASSUMED_LENGTH, _SHRINK = 2.0, 0.05
 """Assumed longest draft that is worth verifying, and by how much it shrinks per round unused."""
-_LONGEST = 64.0
-"""The longest such draft that is believed if restored."""
 
 MOST_SIBLINGS = 4
 """Runners-up that are asked for beside a draft token: later ones are hardly ever right."""
@@ -93,27 +85,40 @@ class CostModel:
         self.step_latency = StepLatency()  # T_d(B) by the number of branches
         self.drafter_is_late = False
         """Whether it did not deliver when it was waited for, nor anything since."""
-        self.tree_width = TreeWidth()
+        self.branches = BRANCHES_ON_A_CPU
+        """B, the branches that the drafter prepares in a round."""
         self.tree_growth, self.behind_trees = TreeGrowth(), CostBehindTrees()
         self.tree_trials = _by_mode(TreeTrial)
         self.draft_length = _ASSUMED_LENGTH
         """Longest draft that was verified recently."""
         self.switches = _by_mode(SpeculationSwitch)
         """Of a request that is alone."""
-        self.saguaro = SaguaroChoice()
         self.batch = BatchEstimates()
         self.handover = HandoverEstimates()
         self._passes: Passes[RoundObservation] = Passes()
         self._pass_times = PassTimes()
+        self._models: dict[Role, tuple[str, str]] = {}
+
+    def on_hello(self, hello: Hello) -> None:
+        """Start from the verifier's passes at load; forget what was measured of another pair."""
+        name = hello.backend, hello.model
+        if self._models.setdefault(hello.role, name) != name:
+            times, batch = self._pass_times, self.batch
+            self._models[hello.role] = name
+            # In place: the planners of running requests hold this object.
+            vars(self).update(vars(CostModel()) | {"batch": batch, "_models": self._models})
+            self.expect_passes(times)
+        if hello.role == "drafter":
+            on_gpu = hello.compute_unit in _GPUS
+            self.branches = BRANCHES_ON_A_GPU if on_gpu else BRANCHES_ON_A_CPU
+        else:
+            self.expect_passes(hello.pass_times)
 
     def expect_passes(self, times: PassTimes) -> None:
-        """The target's passes took so long at load."""
-        if times != self._pass_times:  # else what was learned of the process stays
-            self._pass_times = times
-            self._start_from_load()
-
-    def _start_from_load(self) -> None:
-        times = self._pass_times
+        """Expect the target's passes to take as long as at load."""
+        if times == self._pass_times:
+            return  # what was measured since holds
+        self._pass_times = times
         self.verify_latency.expect(times.chains)
         self.plain_latency.expect(times.chains)
         self.tree_latency.expect(times.trees)
@@ -201,9 +206,6 @@ class CostModel:
                 self.run_start_ms.observe(self._limit_cost(longer_ms))
             if seen.waited_ms and seen.sequences == 1:
                 self.backup_idle_ms.observe(self._limit_cost(seen.idle_ms - seen.waited_ms))
-            if seen.tried_saguaro is not None and seen.speculating:
-                time_ms = seen.idle_ms + seen.verify_ms
-                self.saguaro.observe(seen.tried_saguaro, seen.accepted + 1, time_ms)
         if shared := self._passes.complete(seen):
             self._observe_pass(shared)
 
@@ -277,9 +279,7 @@ class CostModel:
             self.tree_trials[seen.mode].observe(seen.accepted + 1, time_ms)
         if seen.mode == "ssd" and self.step_latency.is_known:
             gains = PreparationGains(self)
-            hits = gains.hits_by_width(seen)
-            self.tree_width.observe(gains.by_width(seen, hits, speed))
-            self.handover.observe_delay(gains.cost_of_delay(seen, hits, speed))
+            self.handover.observe_delay(gains.cost_of_delay(seen, speed))
             if self.verify_latency.has_cheap_rows and self.tree_growth.is_due():
                 self.tree_growth.observe(gains.by_growth(seen, speed))
 
@@ -322,77 +322,3 @@ class CostModel:
         curve = self.after_rejection["hit"]
         hits = [curve.hit(count) for count in range(MOST_SIBLINGS + 1)]
         return rank_chances(self.acceptance["hit"].value, hits)
-
-    # ------------------------------------------------------------ between two runs
-
-    def save(self) -> EstimateSnapshot:
-        """What is worth keeping for another run."""
-        return EstimateSnapshot(
-            verify_latency=self.verify_latency.save(),
-            tree_latency=self.tree_latency.save(),
-            plain_latency=self.plain_latency.save(),
-            calibrations={origin: one.save() for origin, one in self.calibrations.items()},
-            after_rejection={origin: one.save() for origin, one in self.after_rejection.items()},
-            after_all={origin: one.save() for origin, one in self.after_all.items()},
-            idle_ms={origin: one.save() for origin, one in self.idle_ms.items()},
-            acceptance={origin: one.save() for origin, one in self.acceptance.items()},
-            tree_step_ms=self.tree_step_ms.save(),
-            backup_ms=self.backup_ms.save(),
-            backup_idle_ms=self.backup_idle_ms.save(),
-            run_start_ms=self.run_start_ms.save(),
-            draft_length=self.draft_length,
-            trials={mode: switch.save() for mode, switch in self.switches.items()},
-            step_latency=self.step_latency.save(),
-            tree_width=self.tree_width.save(),
-            backups=save_shares([self._backups]) if self._backups.whole > 0.0 else None,
-            batch_trials=self.batch.save(),
-            saguaro=self.saguaro.save(),
-            tree_trials={mode: trial.save() for mode, trial in self.tree_trials.items()},
-            siblings={origin: one.save() for origin, one in self.siblings.items()},
-        )
-
-    def restart(self, saved: EstimateSnapshot | None, age_s: float = 0.0) -> None:
-        """Forget everything, then start from a snapshot of this age, which counts for little."""
-        # In place: the planners of running requests hold this object.
-        fresh = vars(CostModel())
-        vars(self).update({name: fresh[name] for name in fresh.keys() - _OF_ANY_PAIR})
-        self._start_from_load()
-        self.batch.restore(saved.batch_trials if saved is not None else {}, age_s)
-        if saved is None:
-            return
-        if not self._pass_times.chains:  # else the verifier knows better
-            self.verify_latency.restore(saved.verify_latency)
-            self.tree_latency.restore(saved.tree_latency)
-            self.plain_latency.restore(saved.plain_latency)
-        self.tree_step_ms.restore(saved.tree_step_ms)
-        self.backup_ms.restore(saved.backup_ms)
-        self.backup_idle_ms.restore(saved.backup_idle_ms)
-        self.run_start_ms.restore(saved.run_start_ms)
-        self.draft_length = min(saved.draft_length, _LONGEST)
-        _restore(self.calibrations, saved.calibrations)
-        _restore(self.siblings, saved.siblings)
-        _restore(self.after_rejection, saved.after_rejection)
-        _restore(self.after_all, saved.after_all)
-        _restore(self.idle_ms, saved.idle_ms)
-        _restore(self.acceptance, saved.acceptance)
-        for mode, trial in saved.trials.items():
-            if mode in self.switches:
-                self.switches[mode].restore(trial, age_s)
-        self.saguaro.restore(saved.saguaro)
-        _restore(self.tree_trials, saved.tree_trials)
-        self.step_latency.restore(saved.step_latency)
-        if saved.tree_width is not None:
-            self.tree_width.restore(saved.tree_width)
-        if saved.backups is not None:
-            backups = restore_shares(saved.backups, 1, _BACKUP_RECALLED)
-            self._backups = backups[0] if backups else self._backups
-
-
-class _Estimator(Protocol[Saved_contra]):
-    def restore(self, saved: Saved_contra) -> None: ...
-
-
-def _restore(estimators: Mapping[Any, _Estimator[Saved]], saved: Mapping[Any, Saved]) -> None:
-    for key, estimator in estimators.items():
-        if key in saved:
-            estimator.restore(saved[key])

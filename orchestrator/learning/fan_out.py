@@ -4,8 +4,9 @@ Under a tree a length is a row: the last accepted node.
 
 Misses follow a power law, 1 - h(F) = a F^-r, the miss curve. Maximising sum_k P(k) h(F_k) under
 sum_k F_k = B gives, for P(k) = alpha^k (1 - alpha), P(K) = alpha^K and one curve for all k, a
-geometric series with a wider last term (`geometric`). In general, each branch goes where it
-gains most (`allocate`), which is optimal because h is concave.
+geometric series with a wider last term. In general, each branch goes where it gains most
+(`allocate`), which is optimal because h is concave: with the assumed curves that is the series,
+and with measured ones what the pair's own misses call for.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,29 +37,6 @@ AFTER_ALL = MissCurve(0.40, 0.47)
 """k = K: .60 .71 .76 .80 .85 .89 for the same F."""
 
 
-def geometric(alpha: float, r: float, budget: int, parents: Sequence[int]) -> list[float]:
-    """Theorem 12: F_0..F_K as real numbers that sum to `budget`.
-
-    The theorem is about chains. In a tree a row is treated as a chain's of the same depth, and
-    as its last one if nothing follows it.
-
-    Args:
-        alpha: acceptance rate of a draft token, in (0, 1).
-        r: exponent of the miss curve, positive.
-        budget: B, the number of branches.
-        parents: the row of each draft token's parent; of a chain range(K).
-    """
-    beta = alpha ** (1.0 / (1.0 + r))
-    last = (1.0 - alpha) ** (-1.0 / (1.0 + r))
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1)
-    pairs = zip(depths, count_children(parents), strict=True)
-    weights = [beta**depth * (1.0 if children else last) for depth, children in pairs]
-    total = sum(weights)
-    return [budget * weight / total for weight in weights]
-
-
 def acceptance_distribution(
     rates: Sequence[float], parents: Sequence[int] | None = None
 ) -> list[float]:
@@ -83,22 +61,6 @@ def count_children(parents: Sequence[int]) -> list[int]:
     for parent in parents:
         counts[parent] += 1
     return counts
-
-
-def uniform(budget: int, num_draft_tokens: int) -> list[int]:
-    """The same number at every acceptance length; what is left over goes to the first ones."""
-    each, rest = divmod(budget, num_draft_tokens + 1)
-    return [each + int(k < rest) for k in range(num_draft_tokens + 1)]
-
-
-def round_shares(counts: Sequence[float]) -> list[int]:
-    """Round to whole numbers with the same sum: the largest remainders are rounded up."""
-    whole = [int(count) for count in counts]
-    rest = round(sum(counts)) - sum(whole)
-    by_remainder = sorted(range(len(counts)), key=lambda k: whole[k] - counts[k])
-    for k in by_remainder[:rest]:
-        whole[k] += 1
-    return whole
 
 
 class Curve(Protocol):

@@ -5,16 +5,14 @@ estimated is the chance that candidate i is the one, given that the i before it 
 (a hazard, as in survival statistics).
 """
 
-from orchestrator.learning.averages import DiscountedRatio, restore_shares, save_shares
+from orchestrator.learning.averages import DiscountedRatio
 from orchestrator.learning.fan_out import MissCurve
-from orchestrator.learning.snapshot import Shares
 
 _RANKS = 32
 """Candidates whose chances are measured one by one; behind them the prior holds."""
 _PRIOR = 6.0
 """Samples that the prior curve counts for, per rank."""
 _FADE = 0.995
-_RECALLED = 24.0
 
 
 class HitCurve:
@@ -50,12 +48,3 @@ class HitCurve:
             hazard = self._hazards[rank].value if rank < _RANKS else self._prior_hazard(rank)
             missed.append(missed[-1] * (1.0 - hazard))
         return 1.0 - missed[candidates]
-
-    def save(self) -> Shares:
-        """For a snapshot."""
-        return save_shares(self._hazards)
-
-    def restore(self, saved: Shares) -> None:
-        """Start from a snapshot."""
-        self._hazards = restore_shares(saved, _RANKS, _RECALLED) or self._hazards
-        self._missed = [1.0]

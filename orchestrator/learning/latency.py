@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 
 from orchestrator.learning.averages import Ema, smooth
-from orchestrator.learning.snapshot import Average
 
 _SHORTEST_MS = 1e-3
 """A clock may be too coarse to see a verification; no time at all would make it priceless."""
@@ -38,7 +37,6 @@ _PACE_WEIGHT, _SHAPE_WEIGHT = 3.0, 10.0
 beside others. A machine is soon busier than at load; its kernels stay what they are."""
 
 _STEP_SMOOTHING = 0.01
-_STEP_RECALLED = 8.0
 _NEARLY = 0.25
 """Share of a depth that may be missing for it to count as done: a verification varies by more."""
 _RIDGE = 0.2
@@ -67,7 +65,6 @@ class VerifyLatency:
         self._samples: dict[int, float] = {}
         self._doubts: dict[int, int] = {}
         self._expected: _Expected | None = None
-        self._restored: dict[int, float] = {}
         self._known: dict[int, float] = {}
         """What `of` said since something was measured: it is asked far more often."""
         self._fitted: _Fitted | None = None
@@ -109,7 +106,7 @@ class VerifyLatency:
     @property
     def _fit(self) -> "_Fitted":
         if self._fitted is None or self._is_led:
-            points = self._merge() if self._expected is None else self._expected.points
+            points = dict(self._mean) if self._expected is None else self._expected.points
             self._fitted = _Fitted(points, self._fit_row_ms(points))
         return self._fitted
 
@@ -133,13 +130,13 @@ class VerifyLatency:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was measured here, at load, in rounds or in an earlier run."""
-        return bool(self._expected or self._mean or self._restored)
+        """Whether anything was measured here, at load or in rounds."""
+        return bool(self._expected or self._mean)
 
     @property
     def is_observed(self) -> bool:
-        """Whether rounds were, here or in an earlier run."""
-        return bool(self._samples or self._restored)
+        """Whether rounds were."""
+        return bool(self._samples)
 
     def of(self, tokens: int) -> float:
         """T_v(tokens): measured, between its measured neighbours, or assumed."""
@@ -185,7 +182,7 @@ class VerifyLatency:
     def _has_evidence(self) -> bool:
         """Whether two counts of rows above 1 have been measured more than once, here or before."""
         often = {m for m, count in self._samples.items() if count >= _EVIDENCE}
-        before = self._restored if self._expected is None else self._expected.measured
+        before = {} if self._expected is None else self._expected.measured
         return len({m for m in often | before.keys() if m > 1}) >= 2
 
     @property
@@ -217,23 +214,6 @@ class VerifyLatency:
             assumed = min(assumed, self._alike._cheap_row_ms or assumed)
         return max(0.0, (common + _ROW_RIDGE * assumed) / (spread + _ROW_RIDGE))
 
-    def save(self) -> dict[int, float]:
-        """For a snapshot."""
-        return dict(self._fit.points)
-
-    def restore(self, saved: dict[int, float]) -> None:
-        """Start from a snapshot; its shape holds, its scale only until something is measured."""
-        self._restored = dict(saved)
-        self._update()
-
-    def _merge(self) -> dict[int, float]:
-        """What was measured, and what was restored at the speed of what was measured."""
-        both = [m for m in self._mean if m in self._restored]
-        scale = sum(self._mean[m] / self._restored[m] for m in both) / len(both) if both else 1.0
-        # Without a common point today's speed cannot be compared with that of the snapshot.
-        restored = self._restored if both or not self._mean else {}
-        return {**{m: scale * ms for m, ms in restored.items()}, **self._mean}
-
 
 class _Expected:
     """The times of passes at load, at the pace of those since, and what single sizes deviate by.
@@ -259,13 +239,13 @@ class _Expected:
     def observe_pace(self, rows: int, milliseconds: float, at_most: float) -> None:
         """A pass took this long, whatever the reason; the pace changes by this factor at most."""
         if self._pace is None:
-            self._pace = _start_at(self._find_factor(rows), _PACE_WEIGHT)
+            self._pace = Ema(self._find_factor(rows), weight=_PACE_WEIGHT)
         self._pace.observe(self._pace.value * _clip(milliseconds / self.of(rows), at_most))
 
     def observe(self, rows: int, milliseconds: float) -> None:
         """A pass over so many rows took this long; what took far longer counts as longer."""
         self.observe_pace(rows, milliseconds, _OUTLIER)
-        own = self._deviations.setdefault(rows, _start_at(1.0, _SHAPE_WEIGHT))
+        own = self._deviations.setdefault(rows, Ema(1.0, weight=_SHAPE_WEIGHT))
         own.observe(own.value * _clip(milliseconds / self.of(rows), _OUTLIER))
 
     def of(self, rows: int) -> float:
@@ -302,13 +282,6 @@ class _Expected:
         return longest_ms + (rows - longest) * max(0.0, row_ms)
 
 
-def _start_at(value: float, weight: float) -> Ema:
-    """A mean that begins with what was measured at load."""
-    mean = Ema(recalled=weight)
-    mean.restore(Average(value=value, weight=weight))
-    return mean
-
-
 def _clip(share: float, at_most: float) -> float:
     return min(max(share, 1.0 / at_most), at_most)
 
@@ -330,9 +303,7 @@ class StepLatency:
 
     def __init__(self) -> None:
         names = ("branches", "milliseconds", "squares", "products", "first_ms", "chain_ms")
-        self._means = {
-            name: Ema(smoothing=_STEP_SMOOTHING, recalled=_STEP_RECALLED) for name in names
-        }
+        self._means = {name: Ema(smoothing=_STEP_SMOOTHING) for name in names}
 
     def observe(self, depth: int, branches: int, milliseconds: float) -> None:
         """One depth of `branches` branches took this long."""
@@ -384,15 +355,3 @@ class StepLatency:
         """How many depths of so many branches get done in this time; None if it is not known."""
         step_ms = self.of(branches)
         return int((milliseconds - self.chain_ms) / step_ms + _NEARLY) if step_ms else None
-
-    def save(self) -> dict[str, Average]:
-        """For a snapshot."""
-        return {name: mean.save() for name, mean in self._means.items()}
-
-    def restore(self, saved: Mapping[str, Average]) -> None:
-        """Start from a snapshot."""
-        for name, mean in self._means.items():
-            if name in saved:
-                mean.restore(saved[name])
-        if "branches" in saved and not self._has_steps:
-            self._means["branches"].value = saved["branches"].value

@@ -42,8 +42,6 @@ class RoundObservation:
     """From the request's last tokens to these; None for its first."""
     begun_unasked: bool = False
     """Whether the verifier began it by itself, for the outcome that it was prepared for."""
-    tried_saguaro: float | None = None
-    """C that was chosen for the request; None if it was not the planner's choice."""
     sequences: int = 1
     """How many requests shared the pass."""
     all_tokens: int = 0

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from orchestrator.learning.averages import DiscountedRatio
 from orchestrator.learning.freshness import LONGEST_S, Freshness
 from orchestrator.learning.futility_test import FutilityTest
-from orchestrator.learning.snapshot import Rate, Trial
 
 _TRIAL = 24
 """Rounds of speculation before plain decoding is measured for the first time."""
@@ -57,8 +56,6 @@ _OLD_BASELINE = 0.25
 """What an earlier baseline weighs beside a new one."""
 _EXPIRED_BASELINE = 0.02
 """The same if the machine has changed: next to nothing."""
-_RECALLED = 8.0
-"""Most tokens that a restored speed counts for."""
 
 
 @dataclass
@@ -112,7 +109,7 @@ class SpeculationSwitch:
     _since_baseline: int = 0
     _speculated_at: float | None = None
     freshness: Freshness = field(default_factory=Freshness)
-    """Of plain decoding's speed, if it was measured here and not only recalled."""
+    """Of plain decoding's speed."""
 
     @classmethod
     def for_batch(cls, trial: int) -> "SpeculationSwitch":
@@ -297,35 +294,3 @@ class SpeculationSwitch:
         self._is_retrial = False
         self.speculating = speculating
         self.is_paused = False
-
-    def save(self) -> Trial:
-        """For a snapshot."""
-        return Trial(
-            speculative=_save_speed(self._speculative),
-            plain=_save_speed(self._plain),
-            pausing=self.is_paused,
-            tolerance=self._tolerance,
-        )
-
-    def restore(self, saved: Trial, age_s: float = 0.0) -> None:
-        """Start from a snapshot of this age; where speculation did not pay, with a short pause.
-
-        Speeds that are too old are not taken over, only what was decided by them.
-        """
-        if age_s <= LONGEST_S:
-            self._speculative = _restore_speed(saved.speculative)
-            self._plain = _restore_speed(saved.plain)
-        self._tolerance = min(max(saved.tolerance, _LEAST_TOLERANCE), _TOLERANCE)
-        # Whether the machine still is as it was has to be seen before it ends speculation.
-        self._since_baseline = _FRESH
-        if saved.pausing:
-            self.begin_with_pause()
-
-
-def _save_speed(speed: DiscountedRatio) -> Rate:
-    return Rate(tokens=speed.part, milliseconds=speed.whole)
-
-
-def _restore_speed(rate: Rate) -> DiscountedRatio:
-    weight = min(1.0, _RECALLED / rate.tokens) if rate.tokens else 0.0
-    return DiscountedRatio(rate.tokens, rate.milliseconds).scale(weight)

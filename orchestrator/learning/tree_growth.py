@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from orchestrator.learning.averages import DiscountedRatio, smooth
 from orchestrator.learning.round_observation import RoundObservation
-from orchestrator.learning.snapshot import TreeTrialState
 
 GROWN = (0, 4, 8, 16)
 """A few fixed values, as the widths are."""
@@ -160,24 +159,6 @@ class TreeTrial:
         self._next_rest = min(_LONGEST_REST, 2 * self._rest)
         self.pays, self._pairs = pays, 0
         self._gain = _mean(self._gain.value, min(_RECALLED, self._gain.whole))
-
-    def save(self) -> TreeTrialState:
-        """For a snapshot."""
-        return TreeTrialState(
-            pays=self.pays,
-            log_gain=self._gain.value,
-            weight=self._gain.whole,
-            pairs=self._pairs,
-            rest=self._rest,
-            next_rest=self._next_rest,
-        )
-
-    def restore(self, saved: TreeTrialState) -> None:
-        """Start from a snapshot, in the middle of a trial or of a rest."""
-        self.pays, self._pairs = saved.pays, saved.pairs
-        self._gain = _mean(saved.log_gain, saved.weight)
-        self._rest = min(_LONGEST_REST, saved.rest)
-        self._next_rest = min(_LONGEST_REST, saved.next_rest)
 
 
 def _mean(value: float, weight: float) -> DiscountedRatio:

@@ -16,12 +16,7 @@ from orchestrator.telemetry.recorder import Recorder
 from orchestrator.telemetry.timeline import Timeline
 from orchestrator.text.stop_strings import StoppableText
 from orchestrator.text.tokenizer import TargetTokenizer
-from protocol.decoding.sampling_params import (
-    check_sampling,
-    drafter_sampling,
-    is_greedy,
-    uses_rejection,
-)
+from protocol.decoding.sampling_params import check_sampling, uses_rejection
 from protocol.errors import UsageError
 from protocol.messages import Generate, Sampling, Tokens
 from protocol.settings import OrchestratorSettings
@@ -98,17 +93,16 @@ class Admission:
             UsageError: the prompt is empty, too long, or not of this vocabulary, or the
                 sampling parameters contradict each other.
         """
-        sampling, tried = self._choose_saguaro(message)
         self._check_prompt(prompt, context_length, memory_limit)
         self._estimates.on_new_text(message.mode)
         sequence = Sequence(
             number=next(self._numbers),
             prompt=prompt,
-            sampling=self._complete(sampling, len(prompt)),
+            sampling=self._complete(message.sampling, len(prompt)),
             limits=Limits(
                 message.max_tokens, self._tokenizer.stop_ids, context_length, self._vocabulary_size
             ),
-            planner=self._create_planner(message, sampling, tried),
+            planner=self._create_planner(message),
             recorder=Recorder(now, timeline=Timeline() if message.trace else None),
         )
         marks = bool(message.tools) or message.special_text
@@ -119,17 +113,13 @@ class Admission:
         _log.info("request of %d tokens, mode %s", len(prompt), message.mode, extra=request.ids)
         return request
 
-    def _create_planner(
-        self, message: Generate, sampling: Sampling, tried_saguaro: float | None
-    ) -> Planner:
+    def _create_planner(self, message: Generate) -> Planner:
         return Planner(
             message.mode,
             self._estimates,
             message.num_draft_tokens,
             message.branches,
-            message.fan_out_policy,
-            sampled=uses_rejection(sampling),
-            tried_saguaro=tried_saguaro,
+            sampled=uses_rejection(message.sampling),
             max_draft_tokens=message.max_draft_tokens,
             tree_nodes=message.tree_nodes,
             verify_ahead=message.verify_ahead,
@@ -153,17 +143,6 @@ class Admission:
             sampling,
             logits_options=replace(options, answer_from=prompt_length, stop_ids=stop_ids),
         )
-
-    def _choose_saguaro(self, message: Generate) -> tuple[Sampling, float | None]:
-        """The sampling with its C chosen, if the client left that open, and the choice."""
-        if not message.choose_saguaro:
-            return message.sampling, None
-        if message.sampling.acceptance != "rejection":
-            raise UsageError("--saguaro-c auto needs --acceptance rejection")
-        if not uses_rejection(message.sampling) or is_greedy(drafter_sampling(message.sampling)):
-            return message.sampling, None  # nothing is drawn
-        weight = self._estimates.saguaro.choose()
-        return replace(message.sampling, saguaro=weight), weight
 
     def _check_prompt(self, prompt: Tokens, context_length: int, memory_limit: str) -> None:
         limit = self._limits.max_prompt_tokens

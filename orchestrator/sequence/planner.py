@@ -12,19 +12,14 @@ from math import ceil
 from operator import mul
 from typing import NamedTuple
 
-from orchestrator.learning.cost_model import MOST_SIBLINGS, CostModel
+from orchestrator.learning.cost_model import BRANCHES_ON_A_GPU, MOST_SIBLINGS, CostModel
 from orchestrator.learning.fan_out import (
-    AFTER_REJECTION,
     acceptance_distribution,
     allocate,
     count_children,
-    geometric,
-    round_shares,
-    uniform,
 )
 from orchestrator.learning.latency import VerifyLatency
 from orchestrator.learning.round_observation import LONGEST_DRAFT
-from orchestrator.learning.tree_width import WIDTHS
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.tree_choice import (
     RankedNodes,
@@ -33,7 +28,7 @@ from orchestrator.sequence.tree_choice import (
     find_best,
     rank_nodes,
 )
-from protocol.messages import FanOutPolicy, Mode, Origin
+from protocol.messages import Mode, Origin
 
 _BEYOND = 2
 """How much deeper branches are prepared than drafts were worth verifying recently."""
@@ -68,11 +63,8 @@ class Planner:
     """Draft tokens per round; 0 decides each round by the drafter's confidences."""
     fixed_branches: int = 0
     """Branches prepared per round (B); 0 follows what wider and deeper trees would gain."""
-    policy: FanOutPolicy = "online"
     sampled: bool = False
     """Drafts are drawn at random (rejection rule): what was drawn must not decide its use."""
-    tried_saguaro: float | None = None
-    """C that was chosen for this request, whose speed is to be measured."""
     max_draft_tokens: int = 0
     """Most draft tokens per round that may be decided; 0 is any number."""
     tree_nodes: int | None = None
@@ -216,7 +208,7 @@ class Planner:
         if self.tree_nodes:
             return min(_GROWN_BY_HAND, self.tree_nodes // 2)
         grown = self.estimates.tree_growth.grown // self.estimates.batch.streams
-        return min(grown, max(0, WIDTHS[-1] - self.branches))  # the rows of the widest tree
+        return min(grown, max(0, BRANCHES_ON_A_GPU - self.branches))  # the rows of the widest tree
 
     # ------------------------------------------------------------ what to wait for
 
@@ -290,7 +282,7 @@ class Planner:
     def branches(self) -> int:
         """B, the branches prepared per round."""
         # The drafter works for all requests in the time of one pass.
-        share = self.estimates.tree_width.branches // self.estimates.batch.streams
+        share = self.estimates.branches // self.estimates.batch.streams
         return self.fixed_branches or max(_LEAST_BRANCHES, share)
 
     @property
@@ -300,22 +292,13 @@ class Planner:
 
     def fan_out(self, draft: Draft, origin: Origin) -> list[int]:
         """F_0..F_K, the outcomes to prepare behind each row of a draft that is verified."""
-        estimates, length = self.estimates, len(draft)
-        match self.policy:
-            case "uniform":
-                return uniform(self.branches, length)
-            case "geometric":
-                alpha = min(0.95, max(0.05, estimates.acceptance["hit"].value))
-                exponent = AFTER_REJECTION.exponent
-                return round_shares(geometric(alpha, exponent, self.branches, draft.parents))
-            case "online":
-                return allocate(
-                    acceptance_distribution(self.acceptance_rates(draft, origin), draft.parents),
-                    self.branches,
-                    estimates.after_rejection[origin],
-                    estimates.after_all[origin],
-                    count_children(draft.parents),
-                )
+        return allocate(
+            acceptance_distribution(self.acceptance_rates(draft, origin), draft.parents),
+            self.branches,
+            self.estimates.after_rejection[origin],
+            self.estimates.after_all[origin],
+            count_children(draft.parents),
+        )
 
     # ------------------------------------------------------------ what that is worth
 

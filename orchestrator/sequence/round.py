@@ -106,7 +106,6 @@ class Round:
             chooses_trees=limits.chooses_trees,
             continues_run=self.continues_run,
             waited_ms=self.waited_ms,
-            tried_saguaro=planner.tried_saguaro,
             speculating=self.speculating,
             origin=self.origin,
             confidences=self.draft.confidences,

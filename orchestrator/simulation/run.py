@@ -109,6 +109,7 @@ class _Answer:
         )
         self._recorder = Recorder(0.0)
         estimates.expect_passes(_time_passes(device))
+        estimates.branches = device.branches
         estimates.on_new_text(strategy.mode)
         self._sequence = Sequence(
             number=1,
@@ -120,7 +121,6 @@ class _Answer:
                 estimates,
                 strategy.num_draft_tokens,
                 strategy.branches,
-                strategy.fan_out_policy,
                 tree_nodes=strategy.tree_nodes,
                 verify_ahead=strategy.verify_ahead,
             ),

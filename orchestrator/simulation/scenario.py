@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.messages import MAX_NODES, FanOutPolicy, Mode
+from protocol.messages import MAX_NODES, MAX_PREPARED, Mode
 
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
@@ -34,6 +34,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The link's bandwidth; 0 is any."""
     jitter: Share = 0.02
     """Spread of every time, as a share of it."""
+    branches: Annotated[int, msgspec.Meta(ge=1, le=MAX_PREPARED)] = 8
+    """Branches prepared per round where the strategy does not say; a drafter on a GPU has 32."""
     whole_tree: bool = False
     """No anytime preparation: every outcome waits until its tree is complete, as in the paper."""
 
@@ -88,7 +90,6 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """K; 0 is adaptive."""
     branches: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     """B; 0 is adaptive."""
-    fan_out_policy: FanOutPolicy = "online"
     tree_nodes: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES)] | None = None
     """Draft tokens of the trees that are verified; 0 and 1 mean chains; None is adaptive."""
     verify_ahead: bool | None = None
@@ -102,7 +103,6 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         knobs = [f"K={self.num_draft_tokens}"] if self.num_draft_tokens else ["adaptive"]
         if self.mode == "ssd":
             knobs += [f"B={self.branches}"] if self.branches else []
-            knobs += [self.fan_out_policy] if self.fan_out_policy != "online" else []
         if self.tree_nodes is not None:
             knobs += [f"N={self.tree_nodes}" if self.tree_nodes > 1 else "chains"]
         if self.verify_ahead is not None:

@@ -7,7 +7,6 @@ import msgspec
 
 from orchestrator.simulation.run import Run, simulate
 from orchestrator.simulation.scenario import Scenario, Strategy
-from protocol.messages import FanOutPolicy
 
 LOOKAHEADS = (1, 2, 3, 4, 6, 8)
 BUDGETS = (4, 8, 16, 32)
@@ -51,11 +50,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 def strategy_grid(
     lookaheads: Iterable[int] = LOOKAHEADS,
     budgets: Iterable[int] = BUDGETS,
-    policy: FanOutPolicy = "online",
 ) -> list[Strategy]:
     """All pairs of K and B."""
     return [
-        Strategy(num_draft_tokens=num_draft_tokens, branches=budget, fan_out_policy=policy)
+        Strategy(num_draft_tokens=num_draft_tokens, branches=budget)
         for num_draft_tokens, budget in product(lookaheads, budgets)
     ]
 
@@ -63,7 +61,6 @@ def strategy_grid(
 def compare(
     scenario: Scenario,
     fixed: Iterable[Strategy] = (),
-    policy: FanOutPolicy = "online",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
     """Simulate them one after the other; `progress` gets the label of the next."""
@@ -75,7 +72,7 @@ def compare(
     return Comparison(
         plain=run(Strategy(mode="ar")),
         sequential=run(Strategy(mode="sd")),
-        adaptive=run(Strategy(fan_out_policy=policy)),
-        chains=run(Strategy(fan_out_policy=policy, tree_nodes=1)),
+        adaptive=run(Strategy()),
+        chains=run(Strategy(tree_nodes=1)),
         fixed=[run(strategy) for strategy in fixed],
     )

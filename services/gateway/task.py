@@ -86,7 +86,6 @@ class Task:
     drafter: str | None = None
     """The drafter that must be running."""
     num_draft_tokens: int = 0
-    choose_saguaro: bool = False
     stream: bool = False
     is_background: bool = False
     """Whether requests of others may go before it."""
@@ -220,7 +219,6 @@ class TaskPlanner:
                 max_draft_tokens=self._max_draft_tokens,
                 is_background=task.is_background,
                 progress=task.stream,
-                choose_saguaro=task.choose_saguaro,
             )
         except msgspec.ValidationError as error:
             raise to_field_error(error) from error

@@ -16,7 +16,6 @@ import psutil
 from launch.models.pair import pair_of
 from launch.settings.flags import Command
 from launch.settings.options import settings_of, stack_options
-from launch.settings.paths import cache_dir
 from launch.stack.session import private_stack
 from launch.terminal import console
 from protocol.errors import LosslessnessError, RuntimeFailure
@@ -188,8 +187,7 @@ def _find_leftovers(seen: dict[int, float], folder: Path) -> list[str]:
             same = abs(process.create_time() - created) < _CLOCK_SLACK_S
             if same and process.status() != psutil.STATUS_ZOMBIE:
                 left.append(f"process {pid}: {' '.join(process.cmdline())}")
-    written = (cache_dir() / "learned").glob("*.tmp")
-    return left + [str(file) for file in written if file.stem.split(".")[-2] in map(str, seen)]
+    return left
 
 
 def _print(summary: dict[str, Any]) -> None:

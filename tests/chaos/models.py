@@ -68,7 +68,7 @@ def command(**options: Any) -> None:
         for number, family in enumerate(_FAMILIES[: options["models"]]):
             write_tiny_model(Path(folder) / f"{family}", family, seed=number)
         settings = StackSettings(
-            http=True, port=0, models=folder, learned_estimates=False, restarts=_MANY,
+            http=True, port=0, models=folder, restarts=_MANY,
             memory_bytes=options["memory_bytes"],
         )  # fmt: skip
         entries = read_models(Path(folder), settings)

@@ -292,7 +292,6 @@ REQUESTS = st.builds(
     mode=st.sampled_from(["ar", "sd", "ssd"]),
     num_draft_tokens=st.integers(0, 64),
     branches=st.integers(0, 256),
-    fan_out_policy=st.sampled_from(["online", "geometric", "uniform"]),
     template_options=st.dictionaries(st.text(max_size=3), st.none(), max_size=1),
     sampling=st.builds(
         Sampling,
@@ -309,7 +308,6 @@ REQUESTS = st.builds(
             repetition_penalty=st.floats(0.1, 10),
         ),
     ),
-    choose_saguaro=st.booleans(),
     count_only=st.booleans(),
     trace=st.booleans(),
 )

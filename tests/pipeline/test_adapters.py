@@ -10,7 +10,6 @@ import pytest
 from launch.models.pair import pair_of
 from launch.settings.settings import StackSettings
 from launch.stack.session import _fits
-from launch.stack.spawn import describe_machine
 from launch.workers.reference import ReferenceWorker
 from protocol.errors import ModelError, UsageError
 from protocol.jobs.reference import DecodeRequest
@@ -115,15 +114,6 @@ def test_prefixes_are_not_shared_between_adapters(
     cached = [answer.cached_tokens > 0 for answer in (spoken.greedy, again, other, bare)]
     assert cached == [False, True, False, False]
     assert again.tokens == spoken.greedy.tokens
-
-
-def test_estimates_are_not_shared_between_adapters(models: StackSettings) -> None:
-    """What the planner learned holds for a machine as described, adapter included."""
-    described = {
-        describe_machine(settings, pair_of(settings))
-        for settings in (models, replace(models, "other"), replace(models, ""))
-    }
-    assert len(described) == 3
 
 
 def test_a_folder_without_an_adapter_is_refused(models: StackSettings, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.round_observation import RoundObservation
-from orchestrator.learning.snapshot import TreeTrialState
 from orchestrator.sequence.actions import HandOver, PrecomputeVerify
 from orchestrator.sequence.draft import Draft
 from orchestrator.sequence.planner import Planner
@@ -84,9 +83,16 @@ def tree_of(confidences: Iterable[float], parents: Iterable[int]) -> Draft:
 def teach_that_trees_pay(estimates: CostModel) -> None:
     """As if trials had found it: the next one is far away."""
     for trial in estimates.tree_trials.values():
-        trial.restore(
-            TreeTrialState(pays=True, log_gain=0.2, weight=4.0, pairs=0, rest=4096, next_rest=4096)
-        )
+        trial.pays, trial._rest = True, 4096
+
+
+def describe(thing: Any) -> Any:
+    """All that an object holds, as plain values that can be compared."""
+    if isinstance(thing, dict):
+        return {key: describe(value) for key, value in thing.items()}
+    if isinstance(thing, list | tuple):
+        return [describe(value) for value in thing]
+    return describe(vars(thing)) if hasattr(thing, "__dict__") else repr(thing)
 
 
 class Target:

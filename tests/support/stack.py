@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 
@@ -141,12 +140,10 @@ class RunningStack:
 
 
 @contextlib.contextmanager
-def running(settings: StackSettings, *, memory: bool = False) -> Iterator[RunningStack]:
-    """A private stack with a client; without a `memory` it knows nothing of earlier ones."""
+def running(settings: StackSettings) -> Iterator[RunningStack]:
+    """A private stack with a client."""
     lines: list[ProcessStatus] = []
-    with private_stack(
-        msgspec.structs.replace(settings, learned_estimates=memory), lines.append
-    ) as supervisor:
+    with private_stack(settings, lines.append) as supervisor:
         client = PatientClient(supervisor.run_dir.clients_address)
         with contextlib.closing(client):
             yield RunningStack(supervisor, client, lines)

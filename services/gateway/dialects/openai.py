@@ -1,7 +1,7 @@
 """What OpenAI's three APIs share: fields of requests, tools, and the figures of answers."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
@@ -53,7 +53,7 @@ class SamplingFields(Fields, frozen=True, kw_only=True):
     """coupled: the tokens of plain decoding; rejection: their distribution."""
     draft_temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     draft_top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    saguaro_c: Annotated[float, msgspec.Meta(ge=0, le=1)] | Literal["auto"] | None = None
+    saguaro_c: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     """Rejection: the draft's weight for tokens that are prepared for."""
 
 
@@ -77,7 +77,7 @@ def read_sampling(
         acceptance=fields.acceptance,
         draft_temperature=fields.draft_temperature,
         draft_top_p=fields.draft_top_p,
-        saguaro=None if fields.saguaro_c == "auto" else fields.saguaro_c,
+        saguaro=fields.saguaro_c,
         logprobs=logprobs,
     )
 
@@ -89,7 +89,6 @@ def read_drafting(fields: SamplingFields) -> dict[str, Any]:
         "plain": fields.draft_model is None or fields.num_draft_tokens == 0,
         "drafter": named,
         "num_draft_tokens": fields.num_draft_tokens or 0,
-        "choose_saguaro": fields.saguaro_c == "auto",
     }
 
 

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 def test_a_mode_with_knobs() -> None:
     """All of them reach the request; what is not named stays as it was."""
     template = Generate(request=7, sampling=Sampling(temperature=0.7, seed=3), max_tokens=9)
-    request = parse("ssd:k=4:b=12:uniform:rejection:saguaro=0.4").request(template)
+    request = parse("ssd:k=4:b=12:rejection:saguaro=0.4").request(template)
     sampling = Sampling(temperature=0.7, seed=3, acceptance="rejection", saguaro=0.4)
     expected = Generate(
         request=7,
@@ -42,7 +42,6 @@ def test_a_mode_with_knobs() -> None:
         mode="ssd",
         num_draft_tokens=4,
         branches=12,
-        fan_out_policy="uniform",
     )
     assert request == expected
     assert parse("ar").request(template) == msgspec.structs.replace(template, mode="ar")
@@ -236,7 +235,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_whole_benchmark(run_dir: Path, pair: list[str], tmp_path: Path) -> None:
     """All modes, two temperatures: file, page and verdict."""
     file, page = tmp_path / "bench.json", tmp_path / "bench.html"
-    modes = "ar,sd,ssd,ssd:k=3:b=6:uniform,ssd:rejection,mlx-lm,mlx-lm-draft"
+    modes = "ar,sd,ssd,ssd:k=3:b=6,ssd:rejection,mlx-lm,mlx-lm-draft"
     flags = ["--modes", modes, "--temps", "0,0.8", "--seed", "4", "--limit", "2", "-m", "12"]
     outputs = ["--json", str(file), "--report", str(page)]
     done = ssd("bench", *pair, *flags, *outputs)

@@ -78,7 +78,7 @@ class Running:
 
 @contextlib.contextmanager
 def serving(path: Path, **settings: Any) -> Iterator[Running]:
-    full = StackSettings(http=True, port=0, learned_estimates=False, models=str(path), **settings)
+    full = StackSettings(http=True, port=0, models=str(path), **settings)
     lines: list[ProcessStatus] = []
     server = ModelServer(full, read_models(path, full), RunDir("many"), lines.append)
     try:

@@ -67,15 +67,7 @@ def test_flags_win_over_environment_over_file_over_default(
     "flags",
     [
         [],
-        ["--no-learned-estimates"],
-        [
-            "--learned-estimates",
-            "--draft-lines",
-            "--draft-command",
-            "python -m mine",
-            "--max-waiting",
-            "0",
-        ],
+        ["--draft-lines", "--draft-command", "python -m mine", "--max-waiting", "0"],
     ],
     ids=" ".join,
 )
@@ -108,7 +100,6 @@ def test_every_setting_has_its_variable(
     words = {
         "draft_backend": "ngram",
         "draft_lines": "True",
-        "learned_estimates": "False",
         "http": "True",
         "strict": "True",
         "parse_special": "True",

@@ -36,12 +36,11 @@ def test_the_settings_that_the_stack_was_started_with_fit(models: list[str]) -> 
         model=models[0],
         draft_model=models[1],
         decode_concurrency=9,
-        learned_estimates=False,
         http=True,
         api_key="secret",
     )
     named = name_settings(wanted)
-    assert set(named) == {"model", "draft_model", "decode_concurrency", "learned_estimates"}
+    assert set(named) == {"model", "draft_model", "decode_concurrency"}
     assert find_differences(_running(models, **named, draft_backend="mlx"), wanted) == []
 
 
@@ -50,7 +49,6 @@ def test_the_settings_that_the_stack_was_started_with_fit(models: list[str]) -> 
     [
         {"draft_backend": "ngram"},
         {"decode_concurrency": 2},
-        {"learned_estimates": False},
         {"draft_server": "tcp://127.0.0.1:1"},
         {"target_device": "cpu"},
     ],

@@ -206,7 +206,7 @@ def test_sampled_drafts_go_on_where_going_on_pays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_draft_tokens", "budget", "expected"), [(0, 0, 3), (4, 20, 4), (6, 3, 1)]
+    ("num_draft_tokens", "budget", "expected"), [(0, 0, 1), (4, 20, 4), (6, 3, 1)]
 )
 def test_saguaro_holds_back_what_a_row_can_expect(
     num_draft_tokens: int, budget: int, expected: int
@@ -435,5 +435,5 @@ def test_branches_are_shared_out() -> None:
     for streams in (1, 2, 4, 8, 64):
         estimates.batch.streams = streams
         counts.append(plan.branches)
-    assert counts == [16, 8, 4, 2, 2]
+    assert counts == [8, 4, 2, 2, 2]
     assert Planner("ssd", estimates, fixed_branches=12).branches == 12

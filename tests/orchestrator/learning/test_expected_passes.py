@@ -1,16 +1,14 @@
 """What the verifier measured at load is where the planner starts, and what rounds take corrects."""
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from orchestrator.learning.cost_model import CostModel
 from orchestrator.learning.latency import VerifyLatency
-from orchestrator.registry import Peer
 from orchestrator.sequence.planner import Planner
-from protocol.messages import PassTimes, Role
-from tests.orchestrator.learning.test_estimate_store import hello, met
+from protocol.messages import PROTOCOL_VERSION, Hello, PassTimes, Role
 from tests.support.fakes import chain_of, observed, teach_that_trees_pay
 
 FLAT = {1: 5.5, 2: 6.3, 4: 6.4, 8: 6.9, 16: 7.5, 32: 8.5}
@@ -86,11 +84,10 @@ def test_two_neighbours_do_not_make_further_rows_free() -> None:
 def test_trees_follow_the_pace_of_chains_until_one_was_verified() -> None:
     """The machine is quieter than at load: trees must not look dear for that alone."""
     known = expecting(FLAT, {8: 7.0})
-    assert known.tree_latency.of(8) == known.tree_latency.save()[8] == 7.0
+    assert known.tree_latency.of(8) == 7.0
     for _ in range(30):
         known.verify_latency.observe(3, 0.6 * 6.35)
     assert known.tree_latency.of(8) == pytest.approx(0.6 * 7.0, rel=0.05)
-    assert known.tree_latency.save()[8] == known.tree_latency.of(8)
     for _ in range(60):
         known.tree_latency.observe(8, 9.0)
     assert known.tree_latency.of(8) == pytest.approx(9.0, rel=0.1)
@@ -150,41 +147,38 @@ def test_a_wait_that_recurs_is_the_price_of_speculation() -> None:
     assert known.switches["ssd"].speculative_tok_s == pytest.approx(1e3 * 3 / 46.4, rel=0.01)
 
 
-def test_another_drafter_leaves_them_and_another_verifier_brings_its_own(tmp_path: Path) -> None:
-    """The estimates of the pair are another file's; what the target takes is the same."""
+def service(role: Role, model: str, **fields: Any) -> Hello:
+    """A service of this model says hello."""
+    return Hello(
+        protocol=PROTOCOL_VERSION, role=role, pid=1, backend="mlx", model=model,
+        tokenizer_fingerprint="t", vocabulary_size=9, context_length=0, max_draft_tokens=9,
+        **{"compute_unit": "cpu", **fields},
+    )  # fmt: skip
 
-    def verifier(chains: dict[int, float]) -> dict[str, PassTimes]:
-        return {"pass_times": PassTimes(chains=chains)}
 
-    peers: dict[Role, Peer] = {
-        "verifier": hello("verifier", "large", **verifier(FLAT)),
-        "drafter": hello("drafter", "small"),
-    }
-    store = met(tmp_path, peers)
-    latency = store.cost_model.verify_latency
-    assert latency.of(8) == FLAT[8]
+def test_another_drafter_leaves_them_and_another_verifier_brings_its_own() -> None:
+    """What was measured belongs to the pair; what passes take at load, to the verifier."""
+    known = CostModel()
+    verifier = service("verifier", "large", pass_times=PassTimes(chains=FLAT))
+    known.on_hello(verifier)
+    known.on_hello(service("drafter", "small"))
     for _ in range(30):
-        latency.observe(8, 10.0)
-    learned = latency.of(8)
-    store.load_for(peers)
-    assert store.cost_model.verify_latency.of(8) == learned
-    store.load_for({**peers, "drafter": hello("drafter", "other")})
-    assert store.cost_model.verify_latency.of(8) == FLAT[8]
-    store.load_for({**peers, "verifier": hello("verifier", "large", **verifier(STEEP))})
-    assert store.cost_model.verify_latency.of(8) == STEEP[8]
+        known.verify_latency.observe(8, 10.0)
+    learned = known.verify_latency.of(8)
+    assert learned > 9.0
+    known.on_hello(verifier)  # it was restarted
+    known.on_hello(service("drafter", "small"))
+    assert known.verify_latency.of(8) == learned
+    known.on_hello(service("drafter", "other"))
+    assert known.verify_latency.of(8) == FLAT[8]
+    known.on_hello(service("verifier", "large", pass_times=PassTimes(chains=STEEP)))
+    assert known.verify_latency.of(8) == STEEP[8]
 
 
-def test_the_times_at_load_stand_above_those_of_an_earlier_run(tmp_path: Path) -> None:
-    """Without any, the earlier run's hold."""
-    for times, expected in ((PassTimes(chains=FLAT), FLAT[8]), (PassTimes(), 90.0)):
-        peers: dict[Role, Peer] = {
-            "verifier": hello("verifier", "large", pass_times=times),
-            "drafter": hello("drafter", "small"),
-        }
-        store = met(tmp_path / f"{expected}", peers)
-        for _ in range(9):
-            store.cost_model.verify_latency.observe(8, 90.0)
-            store.cost_model.tree_latency.observe(8, 90.0)
-        store.save()
-        again = met(tmp_path / f"{expected}", peers).cost_model
-        assert again.verify_latency.of(8) == again.tree_latency.of(8) == expected
+def test_a_drafter_on_a_gpu_prepares_more_branches() -> None:
+    """There further branches cost little; on a CPU, and on the Neural Engine, each costs time."""
+    known, branches = CostModel(), dict[str, int]()
+    for unit in ("cuda", "cpu", "metal", "cpu_and_ne", ""):
+        known.on_hello(service("drafter", "small", compute_unit=unit))
+        branches[unit] = Planner("ssd", known).branches
+    assert branches == {"cuda": 32, "cpu": 8, "metal": 32, "cpu_and_ne": 8, "": 8}

@@ -165,38 +165,6 @@ def test_the_first_baseline_is_measured_early() -> None:
     assert pace.speculative_tok_s == pytest.approx(1e3 / 30.0)
 
 
-def test_a_recalled_speed_is_no_measurement() -> None:
-    """Plain decoding's speed of an earlier run decides, but is not reported as measured."""
-    earlier = SpeculationSwitch()
-    run(earlier, 1.5, 1.0, 60)
-    assert earlier.report_plain_tok_s(1.0) == earlier.plain_tok_s > 0.0
-    assert earlier.report_speculative_tok_s(1.0) == earlier.speculative_tok_s > 0.0
-    later = SpeculationSwitch()
-    later.restore(earlier.save())
-    assert later.plain_tok_s > 0.0
-    assert later.report_plain_tok_s(1.0) == 0.0
-    assert later.report_speculative_tok_s(1.0) == 0.0
-
-
-def test_speeds_of_an_old_snapshot_are_forgotten() -> None:
-    """What was measured an hour ago is measured anew; what was decided by it holds at first."""
-    slow = settled(200.0, 300.0, rounds=60)
-    for age_s in (60.0, 3600.0):
-        today = SpeculationSwitch()
-        today.restore(slow.save(), age_s)
-        assert (today.plain_tok_s == 0.0) is (age_s > 600.0)
-        assert today.speculating
-    for _ in range(40):
-        today.observe(1, 20.0 if today.speculating else 30.0, accepted=1)
-    assert today.plain_tok_s == pytest.approx(1e3 / 30.0)
-    futile = SpeculationSwitch()
-    while not futile.is_paused:
-        futile.observe(1, 60.0 if futile.speculating else 20.0, accepted=0)
-    later = SpeculationSwitch()
-    later.restore(futile.save(), 3600.0)
-    assert later.is_paused
-
-
 class Clocked:
     """A switch and its clock: every round has one token, and passes one size."""
 

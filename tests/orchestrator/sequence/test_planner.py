@@ -5,11 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.learning.cost_model import CostModel
-from orchestrator.learning.fan_out import AFTER_REJECTION, geometric, round_shares
 from orchestrator.learning.tree_growth import TreeGrowth
 from orchestrator.sequence.next_rounds import choose_planned
 from orchestrator.sequence.planner import Planner
-from protocol.messages import FanOutPolicy, Origin
 from tests.support.fakes import chain_of, observed, teach_that_trees_pay
 
 
@@ -74,23 +72,7 @@ def test_a_lookahead_is_kept_after_a_miss(
     )
 
 
-@pytest.mark.parametrize("origin", ["target", "hit", "miss"])
-@pytest.mark.parametrize(("draft", "expected"), [(0, [16]), (2, [6, 5, 5]), (3, [4, 4, 4, 4])])
-def test_uniform_fan_out_is_even(origin: Origin, draft: int, expected: list[int]) -> None:
-    """Whatever was learned, and whatever the drafter is sure of."""
-    plan = Planner("ssd", taught(), fixed_branches=16, policy="uniform")
-    assert expected == plan.fan_out(chain_of([0.9, 0.1, 0.5][:draft]), origin)
-
-
-@pytest.mark.parametrize(("alpha", "used"), [(0.3, 0.3), (0.8, 0.8), (1.0, 0.95), (0.0, 0.05)])
-def test_geometric_fan_out_is_that_of_the_theorem(alpha: float, used: float) -> None:
-    """Theorem 12 with the measured acceptance rate, kept away from 0 and 1."""
-    plan = Planner("ssd", taught(alpha), fixed_branches=24, policy="geometric")
-    expected = round_shares(geometric(used, AFTER_REJECTION.exponent, 24, range(4)))
-    assert expected == plan.fan_out(chain_of([0.5] * 4), "miss")
-
-
-def test_online_fan_out_follows_what_was_learned_of_its_kind() -> None:
+def test_the_fan_out_follows_what_was_learned_of_its_kind() -> None:
     """Where the best candidate always was the bonus token, one branch per rejection is enough."""
     estimates = taught()
     for _ in range(500):
@@ -103,18 +85,11 @@ def test_online_fan_out_follows_what_was_learned_of_its_kind() -> None:
     assert sure[2] > unsure[2]
 
 
-@given(
-    st.sampled_from(["online", "geometric", "uniform"]),
-    st.lists(st.floats(0.0, 1.0), max_size=8),
-    st.integers(1, 64),
-)
-def test_every_policy_spends_the_budget(
-    policy: FanOutPolicy, confidences: list[float], budget: int
-) -> None:
+@given(st.lists(st.floats(0.0, 1.0), max_size=8), st.integers(1, 64))
+def test_the_fan_out_spends_the_budget(confidences: list[float], budget: int) -> None:
     """One count per acceptance length; together they are the budget."""
-    counts = Planner("ssd", taught(), fixed_branches=budget, policy=policy).fan_out(
-        chain_of(confidences), "hit"
-    )
+    planner = Planner("ssd", taught(), fixed_branches=budget)
+    counts = planner.fan_out(chain_of(confidences), "hit")
     assert len(confidences) + 1 == len(counts)
     assert budget == sum(counts)
     assert min(counts) >= 0

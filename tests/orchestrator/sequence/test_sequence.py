@@ -26,7 +26,7 @@ from protocol.messages import (
     Revoke,
     Verify,
 )
-from tests.support.fakes import VOCABULARY, Stack, Target, started
+from tests.support.fakes import VOCABULARY, Stack, Target, describe, started
 
 MODES: tuple[Mode, ...] = ("ar", "sd", "ssd")
 ENDLESS = Limits(10**6, frozenset({0}), 0)
@@ -84,7 +84,7 @@ def test_stale_and_repeated_messages_change_nothing(
         for _ in range(3):
             old_news(disturbed, chance)
         assert before == len(disturbed.actions)
-        learned = [s.estimates.save() for s in (undisturbed, disturbed)]
+        learned = [describe(s.estimates) for s in (undisturbed, disturbed)]
         assert learned[0] == learned[1]
     undisturbed.calm().assert_plain()
     disturbed.calm().assert_plain()

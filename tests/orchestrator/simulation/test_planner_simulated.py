@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from launch.bench.scenarios import scenario_of
 from orchestrator.learning.cost_model import CostModel
-from orchestrator.simulation.run import Run, simulate
+from orchestrator.simulation.run import simulate
 from orchestrator.simulation.scenario import AcceptanceModel, Device, Scenario, Strategy
 from orchestrator.simulation.sweep import Comparison, compare, strategy_grid
 
@@ -27,7 +27,7 @@ FIXED = [Strategy(num_draft_tokens=1, branches=8), *strategy_grid((4, 8), (24,))
 def scenario(shape: str, ratio: float, acceptance: AcceptanceModel, tokens: int = 500) -> Scenario:
     """T_v of this shape and 20 ms for one token; a tree step takes `ratio` of it."""
     step = 20.0 * ratio
-    device = Device(t_verify=T_VERIFY[shape], t_draft=f"1:{step},16:{1.3 * step}")
+    device = Device(t_verify=T_VERIFY[shape], t_draft=f"1:{step},16:{1.3 * step}", branches=16)
     return Scenario(device=device, acceptance=acceptance, tokens=tokens)
 
 
@@ -101,7 +101,7 @@ def paper(**acceptance: float) -> Scenario:
     return replace(found, acceptance=replace(found.acceptance, **acceptance))
 
 
-SAGUARO = Strategy(num_draft_tokens=7, branches=24, fan_out_policy="geometric")
+SAGUARO = Strategy(num_draft_tokens=7, branches=24)
 
 
 TWO_CORES = Device(
@@ -191,7 +191,8 @@ def test_where_rows_are_dear_chains_are_found() -> None:
     assert chosen.tok_s > 0.98 * chains.tok_s
 
 
-FLAT = Device(t_verify="1:10.5,2:8.2,8:9.0,16:9.4,32:10.2", t_draft="1:1.6,16:1.8,32:2.0", ipc=0.5)
+FLAT = Device(t_verify="1:10.5,2:8.2,8:9.0,16:9.4,32:10.2", t_draft="1:1.6,16:1.8,32:2.0", ipc=0.5,
+    branches=32)  # fmt: skip
 """A GPU for the target, one for the drafter, as measured."""
 
 
@@ -226,21 +227,21 @@ def count_unasked(device: Device, alpha: float) -> float:
 def test_rounds_begin_unasked_where_that_pays() -> None:
     """With a fast drafter; not on two cores, nor where the time would be missing for drafts."""
     fast, slow = (Device(t_verify=10.0, t_draft=step_ms, ipc=0.5) for step_ms in (0.8, 2.5))
-    assert count_unasked(fast, 0.5) > 0.8
+    assert count_unasked(fast, 0.5) > 0.7
     assert count_unasked(TWO_CORES, 0.5) < 0.2
     assert count_unasked(slow, 0.8) < 0.2
 
 
 def test_the_paper_s_speed_up() -> None:
-    """SSD over SD about 1.5, over plain decoding above 4, hit rate about .88 (third parties: 1.54,
-    4.2, .88)."""
+    """SSD over SD about 1.55, over plain decoding above 4, hit rate about .9 (third parties: 1.54,
+    4.2, .88, with Theorem 12's shares; learned ones hit more often)."""
     found = paper()
     ssd = simulate(found, SAGUARO)
     assert ssd.tok_s / simulate(
         found, Strategy(mode="sd", num_draft_tokens=7)
     ).tok_s == pytest.approx(1.54, abs=0.12)
     assert 4.0 < ssd.tok_s / simulate(found, Strategy(mode="ar")).tok_s < 4.8
-    assert ssd.statistics.hit_rate == pytest.approx(0.88, abs=0.03)
+    assert ssd.statistics.hit_rate == pytest.approx(0.93, abs=0.03)
 
 
 def test_speed_falls_with_the_hit_rate() -> None:
@@ -250,7 +251,7 @@ def test_speed_falls_with_the_hit_rate() -> None:
     hits, speeds = [r.statistics.hit_rate for r in runs], [r.tok_s for r in runs]
     assert hits == sorted(hits, reverse=True)
     assert speeds == sorted(speeds, reverse=True)
-    assert (hits[-1], speeds[-1] / speeds[0]) == pytest.approx((0.6, 0.6), abs=0.06)
+    assert (hits[-1], speeds[-1] / speeds[0]) == pytest.approx((0.67, 0.64), abs=0.06)
 
 
 def test_the_lookahead_is_critical_only_where_trees_are_waited_for() -> None:
@@ -269,41 +270,6 @@ def test_the_lookahead_is_critical_only_where_trees_are_waited_for() -> None:
 
     assert kept(whole_tree=True) < 0.65
     assert kept(whole_tree=False) > 0.95
-
-
-# ---------------------------------------------------------------- fan-out
-
-
-@cache
-def shared_out(policy: str, alpha: float, r: float) -> Run:
-    """B = 12 over K = 7, with one power law for every acceptance length, as in Theorem 12."""
-    acceptance = AcceptanceModel(alpha=alpha, r=r, first=0.3, r_all=r, first_all=0.3, insight=0.0)
-    found = replace(scenario("flat", 0.02, acceptance, 2500), seed=5)
-    strategy = Strategy(num_draft_tokens=7, branches=12, fan_out_policy=policy)
-    return simulate(found, strategy)
-
-
-@pytest.mark.parametrize("alpha", [0.4, 0.6])
-@pytest.mark.parametrize("r", [0.5, 1.0])
-def test_geometric_fan_out_beats_uniform(alpha: float, r: float) -> None:
-    """At equal budgets, where acceptance is i.i.d. and misses follow one law: more hits, and
-    more tokens per second; and what is learned online is as good."""
-    geometric, uniform, online = (
-        shared_out(policy, alpha, r) for policy in ("geometric", "uniform", "online")
-    )
-    assert geometric.statistics.hit_rate > uniform.statistics.hit_rate
-    assert geometric.tok_s > uniform.tok_s
-    assert online.tok_s > 0.985 * geometric.tok_s
-
-
-def test_online_fan_out_wins_where_theorem_12_does_not_fit() -> None:
-    """Where the bonus token is easy once all is accepted, the closed form wastes branches on it."""
-    runs = {
-        policy: simulate(paper(), replace(SAGUARO, fan_out_policy=policy))
-        for policy in ("online", "geometric", "uniform")
-    }
-    assert runs["online"].tok_s > 1.02 * runs["geometric"].tok_s
-    assert runs["online"].tok_s > 1.01 * runs["uniform"].tok_s
 
 
 # ---------------------------------------------------------------- backups

@@ -204,8 +204,6 @@ def test_the_rejection_rule_over_http(client: openai.OpenAI) -> None:
 
     eventually(accepted, "drafts come in time")
     assert last[-1].usage.completion_tokens == 64
-    automatic = {"acceptance": "rejection", "saguaro_c": "auto"}
-    assert chat(client, temperature=1, max_tokens=8, extra_body=automatic).id
 
 
 # ---------------------------------------------------------------- prefixes
