@@ -13,18 +13,18 @@ EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
 demo: $(VENV)/.pair
 	@"$(BIN)/ssd" demo $(FLAGS)
 
-# Three at a time, as some wait for processes; the tests of a file stay together, and the files come
-# in the order of tests/conftest.py. Both print the slowest tests and the time of all.
-PYTEST := "$(BIN)/python" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
-	--durations 12
+# The tests of a file stay together, and the files come in the order of tests/conftest.py. Both print
+# the slowest tests and the time of all.
+PYTEST := "$(BIN)/python" -m pytest --dist loadfile --no-loadscope-reorder --durations 12
 MARKED := processes or model or kernel or wide or real
 
 test: $(VENV)/.pair
-	$(PYTEST) -m "not ($(MARKED))"
+	$(PYTEST) --numprocesses 2 -m "not ($(MARKED))"
 
-# Besides what is marked, the properties again with more examples.
+# Besides what is marked, the properties again with more examples. Three at a time, as most wait for
+# processes.
 test-all: test
-	HYPOTHESIS_PROFILE=many $(PYTEST) -m "$(MARKED) or hypothesis"
+	HYPOTHESIS_PROFILE=many $(PYTEST) --numprocesses 3 -m "$(MARKED) or hypothesis"
 
 # What computes with MLX, on a CUDA device; its products in whole float32 there, as on a CPU.
 test-gpu: EXTRAS := dev,cuda

@@ -5,6 +5,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -40,6 +41,26 @@ KERNEL_FOLDERS = [
 REPRESENTATIVES = {"llama", "gemma3", "mamba", "hybrid", "dynamic"}
 """Model families of `make test`: slots, windows, recurrent, hybrid, a RoPE base that changes."""
 
+COMPUTING = [
+    Path(__file__).parent / name
+    for name in (
+        "pipeline",
+        "services/batching",
+        "services/coreml",
+        "services/distill",
+        "services/drafter",
+        "services/kv",
+        "services/mlx",
+        "services/ranks",
+        "services/sampling",
+        "services/verifier",
+    )
+]
+"""Folders whose tests run models: `make test` takes few cases of each."""
+
+CASES = 4
+"""Cases of a test in these folders that `make test` takes; where families differ, one of each."""
+
 
 @pytest.fixture
 def run_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -51,11 +72,11 @@ def run_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark kernels and further model families; order the files for several test processes."""
+    """Mark kernels and wide tables; order the files for several test processes."""
     for item in items:
-        if any(item.path.is_relative_to(folder) for folder in KERNEL_FOLDERS):
+        if _is_in(item, KERNEL_FOLDERS):
             item.add_marker("kernel")
-    _mark_further_families(items)
+    _mark_wide_tables(items)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     # Files with many processes first: at the end, what is left is shared out evenly.
@@ -63,17 +84,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -costly[item.path])
 
 
-def _mark_further_families(items: list[pytest.Item]) -> None:
-    """Of a test's families only the representatives stay unmarked, or else the first one."""
-    tests: dict[tuple[Path, str], list[tuple[pytest.Item, str]]] = defaultdict(list)
+def _mark_wide_tables(items: list[pytest.Item]) -> None:
+    """Mark as `wide` what `make test` leaves out of each test's cases.
+
+    The cases that stay are picked by a hash of their names, so that they come from all over a
+    table and stay the same when others are added.
+    """
+    tests: dict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            family = item.callspec.params.get("family")
-            if isinstance(family, str):
-                tests[item.path, item.originalname].append((item, family))
+            tests[item.path, item.originalname].append(item)
     for cases in tests.values():
-        families = [family for _, family in cases]
-        usual = REPRESENTATIVES.intersection(families) or {families[0]}
-        for item, family in cases:
-            if family not in usual:
+        cases.sort(key=lambda item: crc32(item.name.encode()))
+        families = {item: item.callspec.params.get("family") for item in cases}
+        usual = REPRESENTATIVES.intersection(map(str, families.values()))
+        taken = Counter[object]()
+        computing = _is_in(cases[0], COMPUTING)
+        taken = Counter[object]()
+        for item, family in families.items():
+            allowed = 1 if usual else CASES
+            kind = family if usual else None
+            taken[kind] += 1
+            if (usual and family not in usual) or (computing and taken[kind] > allowed):
                 item.add_marker("wide")
+
+
+def _is_in(item: pytest.Item, folders: list[Path]) -> bool:
+    return any(item.path.is_relative_to(folder) for folder in folders)

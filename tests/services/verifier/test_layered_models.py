@@ -102,6 +102,7 @@ DRAFTS = ((0, 3), (2, 1), (3, 0), (1, 4), (0, 0), (4, 0), (0, 1))
     ],
     ids=["delta nets", "convolutions", "Mamba-2", "fed again", "windows", "nested"],
 )
+@pytest.mark.wide
 def test_each_family_goes_back_in_the_fastest_way(families: dict[str, object], way: str) -> None:
     """It is proved when the model is loaded."""
     assert {verifier_of(family)._states.way for family in families} == {way}

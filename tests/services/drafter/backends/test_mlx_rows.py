@@ -63,10 +63,10 @@ def traced_of(family: str) -> TracedPasses:
 
 
 @pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def replayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each replay, those of the trials at load left out."""
-    for family in FAMILIES:
-        setup_of(family)
+    named = "family" in request.fixturenames
+    setup_of(request.getfixturevalue("family") if named else "llama")
     seen: list[int] = []
     feed = TracedRows.feed
 

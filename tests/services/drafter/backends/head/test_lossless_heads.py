@@ -233,6 +233,7 @@ def silence(tensors: Tensors) -> None:
             tensors[name] = np.zeros_like(tensors[name])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])
 def test_missing_states_make_drafts_worse(name: str, tmp_path: Path) -> None:
     """A head that knows nothing but the states: the more there are, the more is accepted."""
