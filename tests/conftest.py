@@ -33,8 +33,9 @@ for _name, _count in EXAMPLES.items():
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 
-KERNEL_FOLDERS = [
-    Path(__file__).parent / "services" / "mlx" / name for name in ("cuda", "metal", "few_rows")
+KERNELS = [
+    Path(__file__).parent / "services" / "mlx" / name
+    for name in ("cuda", "metal", "few_rows", "test_blas.py", "test_exact_copies.py")
 ]
 """Every test in them compiles kernels or compares them with MLX."""
 
@@ -74,7 +75,7 @@ def run_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark kernels and wide tables; order the files for several test processes."""
     for item in items:
-        if _is_in(item, KERNEL_FOLDERS):
+        if _is_in(item, KERNELS):
             item.add_marker("kernel")
     _mark_wide_tables(items)
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -109,5 +110,5 @@ def _mark_wide_tables(items: list[pytest.Item]) -> None:
                 item.add_marker("wide")
 
 
-def _is_in(item: pytest.Item, folders: list[Path]) -> bool:
-    return any(item.path.is_relative_to(folder) for folder in folders)
+def _is_in(item: pytest.Item, places: list[Path]) -> bool:
+    return any(item.path.is_relative_to(place) for place in places)
