@@ -34,10 +34,19 @@ for _name, _count in EXAMPLES.items():
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 
 KERNELS = [
-    Path(__file__).parent / "services" / "mlx" / name
-    for name in ("cuda", "metal", "few_rows", "test_blas.py", "test_exact_copies.py")
+    Path(__file__).parent / "services" / name
+    for name in (
+        "batching/test_traced_table.py",
+        "drafter/backends/test_mlx_rows.py",
+        "mlx/cuda",
+        "mlx/few_rows",
+        "mlx/metal",
+        "mlx/test_blas.py",
+        "mlx/test_exact_copies.py",
+        "mlx/tracing",
+    )
 ]
-"""Every test in them compiles kernels or compares them with MLX."""
+"""Every test in them compiles kernels or traces, or compares them with MLX."""
 
 REPRESENTATIVES = {"llama", "gemma3", "mamba", "hybrid", "dynamic"}
 """Model families of `make test`: slots, windows, recurrent, hybrid, a RoPE base that changes."""
