@@ -131,6 +131,11 @@ class Executor:
                 sequence.recorder.add_dispatch(now, time.monotonic())
         return [action for action in actions if not _is_verify(action)]
 
+    def report_progress(self, request: Request, role: Role, length: int) -> None:
+        """Tell the client how much of its prompt the target holds, if it wants to know."""
+        if role == "verifier" and (progress := request.on_prefill_progress(length)) is not None:
+            self._clients.send(request.peer, progress)
+
     # ------------------------------------------------------------ actions
 
     def _do(self, request: Request, action: Action) -> None:

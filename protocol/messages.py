@@ -640,7 +640,7 @@ class Generate(Message, frozen=True, tag="generate", kw_only=True):
     count_only: bool = False
     """Only count the prompt's tokens: Finished comes at once, without an answer."""
     progress: bool = False
-    """Whether the client wants `Progress` while a long prompt is computed."""
+    """Whether the client wants `Progress` while its prompt is computed."""
 
 
 class Cancel(Message, frozen=True, tag="cancel", kw_only=True):
@@ -684,7 +684,7 @@ class Text(Message, frozen=True, tag="text", kw_only=True):
     origins: list[TokenOrigin]
     pieces: list[str]
     logprobs: list[Logprobs] = []
-    """One per token, if asked for."""
+    """One per token, if asked for; they come when all of the token's text is certain, too."""
 
     @property
     def text(self) -> str:
@@ -693,12 +693,17 @@ class Text(Message, frozen=True, tag="text", kw_only=True):
 
 
 class Progress(Message, frozen=True, tag="progress", kw_only=True):
-    """Orchestrator -> client, if it asked for it: how much of the prompt is computed."""
+    """Orchestrator -> client, if it asked for it: how much of the prompt is computed.
+
+    Sent now and then while a long prompt is computed, and once when all of it is.
+    """
 
     request: int
     prompt_tokens: int
     computed: int
     """Or taken from the KV of earlier requests."""
+    cached: int = 0
+    """How many were taken from there; known once the whole prompt is computed."""
 
 
 class RoundStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -39,7 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    """None draws one; the same seed gives the same answer in every mode if coupled."""
+    """None or -1 draws one; the same seed gives the same answer in every mode if coupled."""
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     mode: Mode = "ssd"
@@ -121,7 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "top_p": self.top_p,
             "top_k": self.top_k,
             "min_p": self.min_p,
-            "seed": new_seed() if self.seed is None else self.seed,
+            "seed": new_seed() if self.seed in (None, -1) else self.seed,
             "acceptance": self.acceptance,
             "draft_temperature": self.draft_temp,
             "draft_top_p": self.draft_top_p,

@@ -1,5 +1,6 @@
 """`ssd launch`: a stack that keeps running."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from launch.models.pair import pair_of
 from launch.settings.flags import Command
 from launch.settings.options import http_options, settings_of, stack_options
 from launch.settings.settings import StackSettings
+from launch.signals import Terminated
 from launch.stack.log_file import LogFile, parse_line
 from launch.stack.run_dir import DEFAULT_NAME, RunDir
 from launch.stack.supervisor import Supervisor
@@ -27,7 +29,15 @@ def command(name: str, **options: Any) -> None:
 
 
 def run(settings: StackSettings, name: str) -> None:
-    """Keep the stack that these settings describe running until it is interrupted."""
+    """Keep the stack that these settings describe running until it is interrupted.
+
+    SIGTERM is the ordinary end, as service managers want it.
+    """
+    with contextlib.suppress(Terminated):
+        _run(settings, name)
+
+
+def _run(settings: StackSettings, name: str) -> None:
     supervisor = Supervisor(settings, pair_of(settings), RunDir(name), console.process_line)
     ready = False
     try:

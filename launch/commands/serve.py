@@ -1,5 +1,6 @@
 """`ssd serve`: one model, or several, behind OpenAI's and Anthropic's HTTP APIs."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from launch.settings.options import (
     stack_options,
 )
 from launch.settings.settings import StackSettings
+from launch.signals import Terminated
 from launch.stack.run_dir import DEFAULT_NAME, RunDir
 from launch.terminal import console
 
@@ -33,7 +35,8 @@ def command(name: str, **options: Any) -> None:
     """
     settings = settings_of(**options, http=True)
     if settings.models:
-        _serve_many(settings, name)
+        with contextlib.suppress(Terminated):  # SIGTERM is the ordinary end
+            _serve_many(settings, name)
     else:
         launch.run(settings, name)
 

@@ -64,6 +64,7 @@ class SamplingChoice:
 
 def take_sampling_choice(options: dict[str, Any]) -> SamplingChoice:
     """Take the sampling options out of `options`; raises UsageError if one cannot be used."""
+    seed = options.pop("seed")
     given = {
         "temperature": options.pop("temp"),
         "top_p": options.pop("top_p"),
@@ -78,7 +79,7 @@ def take_sampling_choice(options: dict[str, Any]) -> SamplingChoice:
         preset=options.pop("preset"),
         given={name: value for name, value in given.items() if value is not None},
         logits_options=_take_logits_options(options),
-        seed=options.pop("seed"),
+        seed=None if seed == -1 else seed,
     )
 
 

@@ -92,7 +92,9 @@ class PromptProgress:
         return self._console.is_terminal
 
     def show(self, progress: Progress) -> None:
-        """The line, or the line anew."""
+        """The line, or the line anew; a prompt that is computed needs none."""
+        if progress.computed >= progress.prompt_tokens:
+            return
         text = f"reading the prompt: {progress.computed} of {progress.prompt_tokens} tokens"
         if self._status is None:
             self._status = self._console.status(text)

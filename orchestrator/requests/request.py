@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from pathlib import Path
 
 from orchestrator.registry import context_of
@@ -15,7 +16,6 @@ from protocol.messages import (
     FinishReason,
     Hello,
     Prefilled,
-    PrefillProgress,
     Progress,
     Role,
     Text,
@@ -130,30 +130,32 @@ class Request:
         """The message for newly emitted tokens, cut after the one that completes a stop string."""
         _log.debug("%d tokens", len(tokens), extra=self.ids)
         pieces: list[str] = []
-        for token in tokens:
-            pushed = self.text.push(token)
+        for token, entry in zip(tokens, chain(logprobs, repeat(None)), strict=False):
+            pushed = self.text.push(token, entry)
             pieces.append(pushed.text)
             if pushed.stopped:
                 self.is_stopped = True
                 break
         used = len(pieces)
         self.sequence.recorder.retract(origins[used:])
-        pairs = zip(tokens[:used], logprobs, strict=False)
         return Text(
             request=self.number,
             tokens=tokens[:used],
             origins=origins[:used],
             pieces=pieces,
-            logprobs=[self.text.describe(token, entry) for token, entry in pairs],
+            logprobs=self.text.take_logprobs(),
         )
 
-    def on_prefill_progress(self, message: PrefillProgress) -> Progress | None:
+    def on_prefill_progress(self, length: int) -> Progress | None:
         """The target has computed a part of the prompt; what its client is to know of that."""
-        self.computed_tokens = min(message.length, self.prompt_tokens)
+        self.computed_tokens = min(length, self.prompt_tokens)
         if not self.wants_progress:
             return None
         return Progress(
-            request=self.number, prompt_tokens=self.prompt_tokens, computed=self.computed_tokens
+            request=self.number,
+            prompt_tokens=self.prompt_tokens,
+            computed=self.computed_tokens,
+            cached=self.cached_tokens or 0,
         )
 
     def last_messages(self, reason: FinishReason, error: str) -> list[Text | Finished]:
@@ -167,7 +169,11 @@ class Request:
         if self.is_unreachable:
             return []
         rest = "" if self.is_stopped else self.text.flush()
-        held = [Text(request=self.number, tokens=[], origins=[], pieces=[rest])] if rest else []
+        logprobs = self.text.take_logprobs()
+        held = [
+            Text(request=self.number, tokens=[], origins=[], pieces=[rest], logprobs=logprobs)
+            for _ in range(bool(rest or logprobs))
+        ]
         return [*held, self._create_finished(reason, error)]
 
     def _create_finished(self, reason: FinishReason, error: str) -> Finished:

@@ -58,6 +58,14 @@ class _Decoder(Protocol):
         """The text that this token completes."""
         ...
 
+    def end(self) -> str:
+        """The text of what is still incomplete when no more tokens come."""
+        ...
+
+    def bytes_of(self, token: int, text: str) -> bytes:
+        """The bytes of the token that was pushed last, which completed this text."""
+        ...
+
 
 class TextStream:
     """The text of one answer, as soon as it is certain."""
@@ -73,10 +81,22 @@ class TextStream:
         """The text that this token completes, possibly none."""
         return "" if token in self._skipped else self._decoder.push(token)
 
+    def end(self) -> str:
+        """The text of bytes that no further token completes: U+FFFD, as OpenAI has it."""
+        return self._decoder.end()
+
     def describe(self, token: int, logprob: float) -> ShownToken:
         """A token by itself."""
         data = self._detokenizer.bytes_of(token)
         return ShownToken(data.decode(errors="replace"), list(data), logprob)
+
+    def describe_pushed(self, token: int, text: str, logprob: float) -> ShownToken:
+        """The token that was pushed last, as a part of the text; `text` is what it completed.
+
+        The bytes of all tokens, one after the other, are those of the answer's text.
+        """
+        data = b"" if token in self._skipped else self._decoder.bytes_of(token, text)
+        return ShownToken(text, list(data), logprob)
 
 
 class _ByteDecoder:
@@ -85,14 +105,23 @@ class _ByteDecoder:
         self._leading_spaces = leading_spaces
         """Spaces at the beginning of the text that are not part of it."""
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._removed = 0
+        """Spaces of the last token that are not part of the text."""
 
     def push(self, token: int) -> str:
         text = self._utf8.decode(self._detokenizer.bytes_of(token))
+        self._removed = 0
         if self._leading_spaces and text:
-            kept = text.lstrip(" ")
-            text = " " * max(0, len(text) - len(kept) - self._leading_spaces) + kept
+            self._removed = min(len(text) - len(text.lstrip(" ")), self._leading_spaces)
             self._leading_spaces = 0
-        return text
+        return text[self._removed :]
+
+    def end(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+    def bytes_of(self, token: int, text: str) -> bytes:
+        del text
+        return self._detokenizer.bytes_of(token)[self._removed :]
 
 
 class _WindowDecoder:
@@ -115,6 +144,15 @@ class _WindowDecoder:
         if text.startswith(before):
             return text[len(before) :]
         return self._decode(self._before) if is_longer else ""
+
+    def end(self) -> str:
+        before, text = self._decode(self._before), self._decode([*self._before, *self._new])
+        self._new = []
+        return text[len(before) :] if text.startswith(before) else ""
+
+    def bytes_of(self, token: int, text: str) -> bytes:
+        del token  # its text may depend on its neighbours
+        return text.encode()
 
     def _decode(self, tokens: Tokens) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False)) if tokens else ""

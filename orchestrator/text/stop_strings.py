@@ -1,6 +1,9 @@
 """From emitted tokens to streamed text: stop strings, and text that may still become one."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from orchestrator.text.detokenizer import TextStream
 from protocol.messages import Logprobs, TokenLogprobs
@@ -15,22 +18,49 @@ class Pushed(NamedTuple):
     """A stop string is complete; the text ends before it."""
 
 
+@dataclass
+class _HeldEntry:
+    """The log-probabilities of a token whose text is not certain yet."""
+
+    shown: Logprobs
+    length: int
+    """Of its text."""
+
+    def cut(self, count: int) -> None:
+        """Take away the last characters of its text."""
+        chosen = self.shown.chosen
+        kept = self.length - count
+        dropped = len(chosen.text[kept:].encode())
+        data = chosen.data[: max(0, len(chosen.data) - dropped)] if kept else []
+        shown = replace(chosen, text=chosen.text[:kept], data=data)
+        self.shown = replace(self.shown, chosen=shown)
+        self.length = kept
+
+
 class StoppableText:
-    """Decodes token by token, and holds back what may be the start of a stop string."""
+    """Decodes token by token, and holds back what may be the start of a stop string.
+
+    Log-probabilities are held back with the text of their tokens, and cut where it is cut.
+    """
 
     def __init__(self, stream: TextStream, stop: list[str]) -> None:
         self._stream = stream
         self._stop = [string for string in stop if string]
         self._held = ""
+        self._entries: list[_HeldEntry] = []
         self.stop_string = ""
         """The stop string that was found."""
 
-    def push(self, token: int) -> Pushed:
+    def push(self, token: int, logprobs: TokenLogprobs | None = None) -> Pushed:
         """Add one token."""
-        self._held += self._stream.push(token)
+        text = self._stream.push(token)
+        if logprobs is not None:
+            self._entries.append(_HeldEntry(self._describe(token, text, logprobs), len(text)))
+        self._held += text
         found = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
         if found:
             at, self.stop_string = min(found)
+            self._cut_entries(len(self._held) - at)
             text, self._held = self._held[:at], ""
             return Pushed(text, stopped=True)
         keep = max((_overlap(self._held, string) for string in self._stop), default=0)
@@ -38,14 +68,42 @@ class StoppableText:
         text, self._held = self._held[:cut], self._held[cut:]
         return Pushed(text, stopped=False)
 
-    def describe(self, token: int, logprobs: TokenLogprobs) -> Logprobs:
+    def take_logprobs(self) -> list[Logprobs]:
+        """The log-probabilities of tokens whose text has become certain since the last call."""
+        held = len(self._held)
+        count = len(self._entries)
+        while count and held > 0:
+            count -= 1
+            held -= self._entries[count].length
+        # The first bytes of a character go with its last one.
+        while 0 < count < len(self._entries) and not self._entries[count - 1].length:
+            count -= 1
+        taken, self._entries = self._entries[:count], self._entries[count:]
+        return [entry.shown for entry in taken]
+
+    def _describe(self, token: int, text: str, logprobs: TokenLogprobs) -> Logprobs:
         """A token and the likeliest ones in its place, as clients see them."""
-        show = self._stream.describe
-        return Logprobs(show(token, logprobs.own), [show(t, value) for t, value in logprobs.best])
+        chosen = self._stream.describe_pushed(token, text, logprobs.own)
+        best = [
+            chosen if other == token else self._stream.describe(other, value)
+            for other, value in logprobs.best
+        ]
+        return Logprobs(chosen, best)
+
+    def _cut_entries(self, count: int) -> None:
+        """Take away the last characters; parts of a character go with it."""
+        is_cut = False
+        for entry in reversed(self._entries):
+            if not count and (entry.length or not is_cut):
+                return
+            is_cut = entry.length <= count
+            dropped = min(entry.length, count)
+            entry.cut(dropped)
+            count -= dropped
 
     def flush(self) -> str:
         """The text still held back, once no more tokens come."""
-        text, self._held = self._held, ""
+        text, self._held = self._held + self._stream.end(), ""
         return text
 
 

@@ -103,11 +103,25 @@ class Choice:
     thought_limit: ThoughtLimit | None = None
     finished: Finished | None = None
     progress: Progress | None = None
-    """How much of its prompt is computed, while that takes long."""
+    """How much of its prompt is computed."""
 
     def on_progress(self, progress: Progress) -> None:
         """More of its prompt is computed."""
         self.progress = progress
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompt; 0 until they are counted."""
+        if self.finished is not None:
+            return self.finished.prompt_tokens
+        return self.progress.prompt_tokens if self.progress else 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many of those were taken from the KV of earlier requests."""
+        if self.finished is not None:
+            return self.finished.cached_tokens
+        return self.progress.cached if self.progress else 0
 
     @property
     def end(self) -> Finished:
@@ -154,7 +168,7 @@ class TaskPlanner:
             for prompt in task.prompts
             for offset in range(task.choices)
         ]
-        form = AnswerFormat() if grammar else self._format
+        form = self._format if task.prompts[0].messages and not grammar else AnswerFormat()
         return [
             Choice(
                 index,
@@ -319,7 +333,8 @@ def make_sampling(
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return replace(
         defaults,
-        seed=secrets.randbits(31) if seed is None else seed % 2**63,
+        # -1 is a random one, as for llama.cpp.
+        seed=secrets.randbits(31) if seed in (None, -1) else seed % 2**63,
         logits_options=merge_options(defaults.logits_options, asked),
         **chosen,
     )

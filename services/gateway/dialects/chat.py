@@ -124,6 +124,8 @@ class ResponseFormat(Fields, frozen=True, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+    """Where llama.cpp has the schema."""
 
 
 class StreamOptions(Fields, frozen=True, kw_only=True):
@@ -282,11 +284,13 @@ def _choose_tools(request: ChatRequest, unknown: list[str]) -> tuple[list[ToolFu
 def _read_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
     if wanted is None or wanted.type == "text":
         return None
+    named = wanted.json_schema.schema if wanted.json_schema else None
+    schema = wanted.schema if named is None else named
     if wanted.type == "json_object":
-        return {"type": "object"}
-    if wanted.json_schema is None or wanted.json_schema.schema is None:
+        return schema or {"type": "object"}
+    if schema is None:
         raise refuse_value("response_format", "json_schema is missing")
-    return wanted.json_schema.schema
+    return schema
 
 
 def _read_thinking(request: ChatRequest) -> Thinking:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from protocol.gateway import GatewaySettings
-from protocol.messages import Logprobs, Sampling
+from protocol.messages import Logprobs, Sampling, ShownToken
 from services.gateway.body import decode_body
 from services.gateway.dialects.base import Reading, Reply, encode_event
 from services.gateway.dialects.chat import StreamOptions, read_max_tokens
@@ -161,9 +161,16 @@ class TextReply(CompletionsReply):
         return {
             "tokens": [entry.chosen.text for entry in entries],
             "token_logprobs": [entry.chosen.logprob for entry in entries],
-            "top_logprobs": [{t.text: t.logprob for t in entry.best} for entry in entries],
+            "top_logprobs": [{_name(t, entry): t.logprob for t in entry.best} for entry in entries],
             "text_offset": list(ends)[:-1],
         }
+
+
+def _name(token: ShownToken, entry: Logprobs) -> str:
+    """A likely token's text; of a part of a character its bytes, as OpenAI names them."""
+    if token == entry.chosen or "\ufffd" not in token.text:
+        return token.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
 
 
 def read_completion(body: bytes, settings: GatewaySettings) -> Reading:

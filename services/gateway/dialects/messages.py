@@ -203,7 +203,8 @@ def _read_result(block: Part, unknown: list[str]) -> ChatMessage:
     if block.get("type") == "tool_result":
         name_unknown(block, _KNOWN["tool_result"], unknown, _WHERE)
     text = join_text(content, unknown, _WHERE, "\n")
-    return ChatMessage("tool", text, tool_call_id=_call_id(block.get("tool_use_id")))
+    failed = "Error: " if block.get("is_error") is True else ""
+    return ChatMessage("tool", failed + text, tool_call_id=_call_id(block.get("tool_use_id")))
 
 
 def _call_id(found: Any) -> str:

@@ -13,6 +13,9 @@ from services.gateway.task import Choice
 from services.gateway.tools.calls import ParsedCall
 from services.gateway.transcript import Part, Piece
 
+_NOTHING_COUNTED = {"input_tokens": 0, "output_tokens": 0}
+"""What is known of the tokens while the model is being loaded."""
+
 _REASONS = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -32,6 +35,7 @@ class MessagesReply(Reply):
         """Type of the block that is being sent; empty for none."""
         self._blanks = ""
         """Blanks of the text that nothing else was sent of."""
+        self._begun = False
 
     def whole(self) -> dict[str, Any]:
         """See `Reply`."""
@@ -44,20 +48,26 @@ class MessagesReply(Reply):
         }
 
     def start(self) -> list[bytes]:
-        """See `Reply`."""
+        """See `Reply`; while the prompt is computed, `message_start` waits for its count."""
+        return [] if self.choices else self._begin(_NOTHING_COUNTED)
+
+    def _begin(self, usage: dict[str, Any]) -> list[bytes]:
+        """The first event, unless it was sent."""
+        if self._begun:
+            return []
+        self._begun = True
         message = {
             **self._envelope([]),
             "stop_reason": None,
             "stop_sequence": None,
-            # The prompt is counted by those who compute it: the counts come at the end.
-            "usage": {"input_tokens": 0, "output_tokens": 0},
+            "usage": usage,
         }
         return [self._encode("message_start", message=message)]
 
     def add(self, choice: Choice, piece: Piece) -> list[bytes]:
         """See `Reply`."""
-        del choice
-        return [event for part in piece.parts for event in self._send(part)]
+        sent = [event for part in piece.parts for event in self._send(part)]
+        return [*self._begin(count_message_usage(choice)), *sent]
 
     def finish(self, choice: Choice, rest: Piece) -> list[bytes]:
         """See `Reply`."""
@@ -130,12 +140,11 @@ class MessagesReply(Reply):
 
 
 def count_message_usage(choice: Choice) -> dict[str, Any]:
-    """Token counts; those of the prompt that were cached are counted apart."""
-    end = choice.end
+    """Token counts, so far; those of the prompt that were cached are counted apart."""
     return {
-        "input_tokens": end.prompt_tokens - end.cached_tokens,
+        "input_tokens": choice.prompt_tokens - choice.cached_tokens,
         "output_tokens": choice.transcript.tokens,
-        "cache_read_input_tokens": end.cached_tokens,
+        "cache_read_input_tokens": choice.cached_tokens,
         "cache_creation_input_tokens": 0,
     }
 

@@ -170,7 +170,7 @@ def _read_schema(text: TextConfig | None) -> dict[str, Any] | None:
     wanted = text.format if text else None
     match wanted.type if wanted else "text":
         case "json_object":
-            return {"type": "object"}
+            return (wanted.schema if wanted else None) or {"type": "object"}
         case "json_schema":
             if wanted is None or wanted.schema is None:
                 raise refuse_value("text.format", "the schema is missing")

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from orchestrator.text.detokenizer import Detokenizer, TextStream
+from orchestrator.text.stop_strings import StoppableText
+from protocol.messages import TokenLogprobs
 
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _WORDS = ["\u2581the", "\u2581fox", "x", "\u2581", "\u2581\u2581", "\u4e16", "##y", "end</w>", "z"]
@@ -103,3 +105,45 @@ def test_only_the_first_space_is_removed() -> None:
     entry = tokenizer_of("sentencepiece").token_to_id
     tokens = [entry("\u2581the"), entry("\u2581fox"), entry("\u2581")]
     assert text_of(stream_of("sentencepiece"), tokens) == "the fox "
+
+
+def entries_of(stream: TextStream, tokens: list[int], stop: list[str]) -> tuple[str, Any]:
+    """The whole text of an answer, and its entries of log-probabilities."""
+    text = StoppableText(stream, stop)
+    shown, entries = "", []
+    for token in tokens:
+        pushed = text.push(token, TokenLogprobs(own=-1.0, best=[(token, -1.0), (5, -2.0)]))
+        shown += pushed.text
+        entries += text.take_logprobs()
+        if pushed.stopped:
+            return shown, entries
+    shown += text.flush()
+    return shown, entries + text.take_logprobs()
+
+
+@pytest.mark.parametrize("kind", list(_KINDS))
+@settings(max_examples=50)
+@given(
+    tokens=st.lists(st.sampled_from([*range(0, 270, 3), *range(255, 272)]), max_size=30),
+    stop=st.sampled_from([[], ["the"], ["\u4e16"], ["x", "fo"]]),
+)
+def test_log_probabilities_are_of_the_text(kind: str, tokens: list[int], stop: list[str]) -> None:
+    """Texts and bytes of all tokens, one after the other, are the answer's, however it ends."""
+    text, entries = entries_of(stream_of(kind), tokens, stop)
+    data = bytes(byte for entry in entries for byte in entry.chosen.data)
+    assert data.decode(errors="replace") == text
+    assert text.startswith("".join(entry.chosen.text for entry in entries))
+    assert all(entry.best[0].text for entry in entries if entry.chosen.text)
+
+
+def test_an_answer_that_ends_within_a_character_keeps_its_bytes() -> None:
+    """They are one U+FFFD at the end, and those of log-probabilities are the bytes themselves."""
+    detokenizer = Detokenizer(tokenizer_of("byte level"))
+    by_byte = {detokenizer.bytes_of(token): token for token in range(256)}
+    tokens = [by_byte[bytes([byte])] for byte in "a世".encode()[:-1]]
+    text, entries = entries_of(stream_of("byte level"), tokens, [])
+    assert text == "a\ufffd"
+    assert [entry.chosen.data for entry in entries] == [[0x61], [0xE4], [0xB8]]
+    for kind in ("metaspace", "nothing"):
+        stream = stream_of(kind)
+        assert text_of(stream, [tokenizer_of(kind).token_to_id("x")]) + stream.end() == "x"

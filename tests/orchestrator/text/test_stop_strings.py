@@ -23,6 +23,9 @@ class Spelling:
     def push(self, token: int) -> str:
         return self.strings[token]
 
+    def end(self) -> str:
+        return ""
+
 
 @dataclass
 class Asker:

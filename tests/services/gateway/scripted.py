@@ -57,6 +57,8 @@ class ScriptedClient:
         text = "" if request.count_only else self.texts.pop(0)
         self.open += 1
         try:
+            if request.progress:
+                on_progress(Progress(request=1, prompt_tokens=20, computed=20, cached=8))
             for piece in self._cut(text):
                 await asyncio.sleep(0)
                 yield Text(request=1, tokens=[5], origins=["target"], pieces=[piece])

@@ -76,7 +76,8 @@ def test_a_stream_and_a_whole_are_the_same(tmp_path: Path, size: int) -> None:
     with asking(stub, tmp_path) as client:
         whole = create(client, **fields)
         with client.messages.stream(model="large", messages=HELLO, **fields) as stream:
-            events = [event.type for event in stream]
+            first = next(iter(stream))
+            events = [first.type, *(event.type for event in stream)]
             streamed = stream.get_final_message()
     thought, text, call = whole.content
     assert isinstance(thought, ThinkingBlock)
@@ -90,8 +91,23 @@ def test_a_stream_and_a_whole_are_the_same(tmp_path: Path, size: int) -> None:
     assert shown[0] == shown[1]
     assert whole.usage.output_tokens == streamed.usage.output_tokens
     assert streamed.usage.cache_read_input_tokens == 8
-    assert events[0] == "message_start"
+    assert first.type == "message_start"
+    began = first.message.usage
+    assert (began.input_tokens, began.cache_read_input_tokens) == (12, 8)
     assert events[-1] == "message_stop"
+
+
+def test_a_result_that_is_an_error_says_so(tmp_path: Path) -> None:
+    """The model reads it; a result that is none is shown as it came."""
+    results = [
+        {"type": "tool_result", "tool_use_id": "toolu_1", "content": "gone", "is_error": is_error}
+        for is_error in (True, False)
+    ]
+    stub = ScriptedClient("I see.")
+    with asking(stub, tmp_path, "{{ tools }}{{ messages }}") as client:
+        create(client, messages=[*HELLO, {"role": "user", "content": results}])
+    shown = [message.content for message in stub.requests[0].messages if message.role == "tool"]
+    assert shown == ["Error: gone", "gone"]
 
 
 def test_a_conversation_with_tools_goes_on(tmp_path: Path) -> None:
