@@ -8,9 +8,9 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from services.mlx.blas import load_blas
+from tests.support.examples import load_profile
 
 # The same BLAS as in the processes, before any test imports MLX.
 load_blas(threads=1)
@@ -18,20 +18,7 @@ load_blas(threads=1)
 # Nor is each module compiled again in each process that a test starts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-EXAMPLES = {"few": 15, "many": 40}
-"""Examples of a property, by profile: `make test` tries few, `make test-all` many."""
-
-# The same examples in every run: a failure is a fact about the code, not about the day.
-for _name, _count in EXAMPLES.items():
-    settings.register_profile(
-        _name,
-        derandomize=True,
-        max_examples=_count,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-        database=None,
-    )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
+load_profile()
 
 KERNELS = [
     Path(__file__).parent / "services" / name

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.requests.crash_journal import CrashJournal, fingerprint
@@ -29,6 +29,7 @@ from protocol.messages import (
 )
 from tests.orchestrator.test_registry import changed
 from tests.orchestrator.test_server import DRAFTER, VERIFIER, FakePoller, FakeTokenizer, House
+from tests.support.examples import examples
 
 POISON = 13
 
@@ -313,7 +314,7 @@ REQUESTS = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(REQUESTS, min_size=1, max_size=4), st.integers(0, 99))
 def test_any_request_is_served_or_refused(asked: list[Generate], token: int) -> None:
     """Whatever it says, the orchestrator goes on, and serves an ordinary one after it."""

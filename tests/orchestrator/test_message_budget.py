@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.message_budget import MessageBudget
@@ -25,6 +25,7 @@ from protocol.transport.channel import STRANGER_BYTES
 from protocol.transport.codec import MAX_MESSAGE_BYTES, encode
 from tests.orchestrator.test_registry import changed
 from tests.orchestrator.test_server import DRAFTER, VERIFIER, FakePoller, House
+from tests.support.examples import examples
 from tests.support.fakes import Stack, Target
 
 PREPARE = Prepare(
@@ -155,7 +156,7 @@ WIRES = st.builds(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(WIRES, max_size=30), st.sampled_from(["sd", "ssd"]), st.integers(0, 255))
 def test_no_tree_changes_an_answer(trees: list[DraftTree], mode: Any, salt: int) -> None:
     """Whatever a drafter sends, whenever: the tokens are those of plain decoding."""

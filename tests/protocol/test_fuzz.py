@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.decoding.vocabulary import read_vocabulary
@@ -25,6 +25,7 @@ from services.gateway.task import TaskPlanner
 from services.gateway.template import ModelText
 from services.mlx.loader import load
 from tests.protocol.transport.test_codec import DECODERS, MEMBERS, example, pack
+from tests.support.examples import examples
 from tests.support.reference import tiny_folder
 
 
@@ -40,7 +41,7 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_damaged_messages(name: str, data: st.DataObject) -> None:
     """A message that was damaged on the way is another valid one, or a ProtocolError."""
@@ -65,7 +66,7 @@ def test_damaged_model_folders(folder: Path, name: str) -> None:
     # The header is where damage is understood; weights are weights whatever their bytes.
     head, rest = whole[:3000], whole[3000:]
 
-    @settings(max_examples=25)
+    @examples(25)
     @given(damaged(head))
     def check(start: bytes) -> None:
         (folder / name).write_bytes(start + rest)
@@ -167,14 +168,14 @@ def _ask(body: bytes) -> None:
             continue
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.sampled_from(BODIES).flatmap(damaged))
 def test_damaged_http_bodies(body: bytes) -> None:
     """A damaged HTTP body is refused with a status and a sentence, or it can be asked."""
     _ask(body)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.sampled_from(BODIES).map(json.loads).flatmap(replaced))
 def test_http_bodies_of_the_wrong_shape(body: Any) -> None:
     """So is JSON that has something else where a field should be."""

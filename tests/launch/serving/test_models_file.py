@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launch.serving.models_file import read_models
@@ -14,6 +14,7 @@ from launch.settings.settings import StackSettings
 from protocol.errors import UsageError
 from protocol.messages import SwapDrafter
 from tests.protocol.test_fuzz import damaged
+from tests.support.examples import examples
 
 
 def write(folder: Path, text: str) -> Path:
@@ -177,7 +178,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("f") / "models.toml"
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(content=damaged(HONEST) | st.binary(max_size=60))
 @example(content=b"a = " + b"[" * 100_000)
 @example(content=b"[a]\nkv_bytes = " + b"9" * 5000)
@@ -187,7 +188,7 @@ def test_damaged_files_are_understood_or_refused(file: Path, content: bytes) -> 
     read_anything(file)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(tables=TABLES)
 @example(tables={"a": {"start_timeout_s": float("inf")}})
 @example(tables={"a": {"kv_bytes": 10**20}})

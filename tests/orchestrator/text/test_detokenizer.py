@@ -3,13 +3,12 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from orchestrator.text.detokenizer import Detokenizer, TextStream
-from orchestrator.text.stop_strings import StoppableText
-from protocol.messages import TokenLogprobs
+from tests.support.examples import examples
 
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _WORDS = ["\u2581the", "\u2581fox", "x", "\u2581", "\u2581\u2581", "\u4e16", "##y", "end</w>", "z"]
@@ -55,7 +54,7 @@ TOKENS = st.lists(st.integers(0, 300), max_size=60)
 
 
 @pytest.mark.parametrize("kind", list(_KINDS))
-@settings(max_examples=200)
+@examples(200)
 @given(tokens=TOKENS)
 def test_any_tokens_are_decoded(kind: str, tokens: list[int]) -> None:
     """Parts of characters, bytes that are none, and numbers of no token: nothing raises."""
@@ -63,7 +62,7 @@ def test_any_tokens_are_decoded(kind: str, tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte level", "sentencepiece", "metaspace"])
-@settings(max_examples=200)
+@examples(200)
 @given(tokens=TOKENS)
 def test_valid_text_is_the_librarys(kind: str, tokens: list[int]) -> None:
     """Where the library finds whole characters only, the stream has the same text."""

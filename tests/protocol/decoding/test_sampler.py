@@ -5,7 +5,7 @@ from math import sqrt
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from protocol.decoding.gumbel import gumbel
@@ -17,6 +17,7 @@ from protocol.decoding.sampler import (
     score_margin,
 )
 from protocol.messages import Sampling
+from tests.support.examples import examples
 
 Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
@@ -96,7 +97,7 @@ FILTERS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=70)
+@examples(70)
 @given(rows(), TEMPERATURES, SEEDS, st.integers(0, 2**31))
 def test_choice_is_the_best_of_all(row: Floats, temperature: float, seed: int, at: int) -> None:
     """The chosen token is the argmax of logits / T + noise over the whole vocabulary."""
@@ -106,7 +107,7 @@ def test_choice_is_the_best_of_all(row: Floats, temperature: float, seed: int, a
     assert expected == sample(np.tile(row, (6, 1)), positions, sampling)
 
 
-@settings(max_examples=70)
+@examples(70)
 @given(rows(), TEMPERATURES, SEEDS, st.integers(0, 2**31), FILTERS)
 def test_choice_is_the_best_that_the_filters_keep(
     row: Floats, temperature: float, seed: int, at: int, filters: dict[str, float]
@@ -119,7 +120,7 @@ def test_choice_is_the_best_that_the_filters_keep(
     assert expected == sample(np.tile(row, (6, 1)), positions, sampling)
 
 
-@settings(max_examples=70)
+@examples(70)
 @given(rows(), FILTERS)
 def test_filters_are_those_of_mlx_lm(row: Floats, filters: dict[str, float]) -> None:
     """The filters see the distribution at temperature 1 and keep what mlx-lm's keep, best first."""
@@ -239,7 +240,7 @@ def test_filters_are_recognised(sampling: Sampling, expected: bool) -> None:  # 
     assert expected is has_filter(sampling)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(rows(largest=300), TEMPERATURES, SEEDS, st.integers(0, 2**31), FILTERS)
 def test_same_logits_rank_the_targets_choice_first(
     row: Floats, temperature: float, seed: int, at: int, filters: dict[str, float]

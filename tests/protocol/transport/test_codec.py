@@ -7,7 +7,7 @@ from typing import Any, get_args
 import msgpack
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
@@ -15,6 +15,7 @@ from protocol import messages
 from protocol.errors import ProtocolError
 from protocol.messages import Message
 from protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
+from tests.support.examples import examples
 
 UNIONS: dict[str, Any] = {
     name: union for name, union in vars(messages).items() if isinstance(union, UnionType)
@@ -131,7 +132,7 @@ def test_every_message_belongs_to_a_direction() -> None:
 def test_messages_round_trip(kind: type[Message]) -> None:
     """Every message comes back equal through every union that has it."""
 
-    @settings(max_examples=15)
+    @examples(15)
     @given(instances(kind))
     def check(message: Message) -> None:
         data = encode(message)
@@ -340,7 +341,7 @@ def survives(data: bytes) -> None:
         assert isinstance(message, Message)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_survived(data: bytes) -> None:
     """Arbitrary bytes are a message or a ProtocolError, never another exception."""
@@ -363,14 +364,14 @@ BUILTINS = st.recursive(
 )
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(BUILTINS)
 def test_any_value_is_survived(value: Any) -> None:
     """Arbitrary msgpack values are a message or a ProtocolError."""
     survives(pack(value))
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(st.sampled_from(MEMBERS), st.data())
 def test_spoiled_messages_are_survived(kind: type[Message], data: st.DataObject) -> None:
     """A valid message with one field replaced by anything is a message or a ProtocolError."""
@@ -379,7 +380,7 @@ def test_spoiled_messages_are_survived(kind: type[Message], data: st.DataObject)
     survives(pack(spoiled))
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.sampled_from(MEMBERS), st.integers(0, 400), st.binary(max_size=4), st.integers(0, 4))
 def test_damaged_messages_are_survived(
     kind: type[Message], at: int, inserted: bytes, removed: int

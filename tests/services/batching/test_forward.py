@@ -8,7 +8,7 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import OutOfMemory
@@ -28,6 +28,7 @@ from services.kv.cache import KVStore, windows_of
 from services.mlx import launching
 from services.mlx.loader import compute_unit, load
 from services.verifier.verifier import Verifier
+from tests.support.examples import examples
 from tests.support.reference import SAMPLINGS, for_the_cpu, plain, said, tiny_folder, tiny_verifier
 from tests.support.tiny_models import DRAFTERS, FAMILIES, SLOTTED
 
@@ -123,7 +124,7 @@ def test_a_shared_pass_changes_no_token(family: str) -> None:
     check_rounds(family, samplings, rounds)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     family=st.sampled_from(["llama", "sliding", "gemma3", "qwen2", "moe"]),
     samplings=st.tuples(*[st.sampled_from(list(SAMPLINGS.values()))] * 4).map(list),

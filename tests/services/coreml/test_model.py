@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.decoding.sampler import Floats
@@ -12,6 +12,7 @@ from protocol.messages import Tokens
 from services.coreml.model import ConvertedModel, Feed, causal, chain_feed
 from services.sampling.candidates import Top
 from tests.support.converted import BRANCHES, CHUNK, HEAD, SLOTS, converted_folder, converted_model
+from tests.support.examples import examples
 from tests.support.reference import reference
 
 FAMILIES = ("llama", "llama3", "linear", "qwen2", "qwen3", "yarn", "quantized")
@@ -100,7 +101,7 @@ def trees(draw: Any) -> tuple[list[int], list[list[int]]]:
     return chain, levels
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(tree=trees(), seed=st.integers(0, 1000))
 def test_any_tree_equals_decoding_one_by_one(
     tree: tuple[list[int], list[list[int]]], seed: int

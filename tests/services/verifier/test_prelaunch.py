@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.decoding.token_tree import read_tree
@@ -23,6 +23,7 @@ from tests.services.verifier.test_trees import (
     Stream,
     shapes,
 )
+from tests.support.examples import examples
 from tests.support.reference import said, tiny_verifier
 
 GREEDY = Sampling()
@@ -57,7 +58,7 @@ class Rung(Stream):
 
 
 @given(st.sampled_from(PROMPTS), st.lists(shapes, min_size=2, max_size=6), st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_outcomes_are_those_of_passes_that_were_asked_for(
     prompt: tuple[int, ...], played: list[Shape], data: st.DataObject
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -28,6 +28,7 @@ from protocol.messages import (
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.verifier import Verifier
 from tests.support.chi_square import assert_law
+from tests.support.examples import examples
 from tests.support.reference import SAMPLINGS, for_the_cpu, plain, said, tiny_verifier
 from tests.support.tiny_models import FAMILIES, RECURRENT
 
@@ -148,7 +149,7 @@ def test_trees_commit_the_tokens_of_plain_decoding(family: str, sampling: Sampli
     Stream(family, PROMPTS[0], sampling).play(FORKED)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     wanted=st.lists(shapes, min_size=1, max_size=6),
     family=st.sampled_from(["llama", "sliding", "gemma2", "gemma3", "qwen3", "yarn", "gemma4"]),
@@ -212,7 +213,7 @@ def alone(
     return found
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     wanted=st.lists(shapes, min_size=1, max_size=4),
     options=st.sampled_from(SHAPED),

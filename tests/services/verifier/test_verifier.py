@@ -8,7 +8,7 @@ from itertools import count
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ProtocolError
@@ -29,6 +29,7 @@ from services.batching import chunked_prefill
 from services.runtime.inbox import Work
 from services.verifier.spare_cores import SpareCores
 from services.verifier.verifier import Verifier
+from tests.support.examples import examples
 from tests.support.reference import SAMPLINGS, plain, tiny_verifier
 from tests.support.tiny_models import EOS, FAMILIES
 
@@ -130,7 +131,7 @@ def test_chains_commit_the_tokens_of_plain_decoding(family: str, sampling: Sampl
     check_rounds(family, "long", sampling, wanted)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     wanted=st.lists(drafts, min_size=1, max_size=12),
     family=st.sampled_from(["sliding", "gemma3", "llama3"]),

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.decoding.gumbel import gumbel
@@ -26,6 +26,7 @@ from services.drafter.backends.mlx import MlxBackend
 from services.kv.prefix_cache import PrefixCache
 from services.mlx.loader import compute_unit
 from services.runtime.sequence_table import SequenceTable
+from tests.support.examples import examples
 from tests.support.families.layered import RECURRENT_DRAFTERS
 from tests.support.reference import SAMPLINGS, Reference, said, tiny_folder
 from tests.support.tiny_models import DRAFTERS, FAMILIES, RECURRENT, write_tiny_model
@@ -313,7 +314,7 @@ def test_drafts_equal_fresh_drafting(family: str, sampling: str) -> None:
     setup_of(family).backend.close(line.number)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(
     family=st.sampled_from(["llama", "sliding", "gemma3"]),
     sampling=st.sampled_from(list(SAMPLINGS.values())),

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from protocol.messages import LogitsOptions, Sampling, Tokens
@@ -26,6 +26,7 @@ from tests.services.drafter.backends.test_mlx import (
     rounds,
     trimmed,
 )
+from tests.support.examples import examples
 from tests.support.reference import SAMPLINGS, said, tiny_folder
 
 NUMBERS = count(20_000)
@@ -65,7 +66,7 @@ def test_drafts_equal_fresh_drafting(family: str, sampling: str) -> None:
     setup_of(family).backend.close(line.number)
 
 
-@settings(max_examples=30, phases=(Phase.generate,))
+@examples(30, phases=(Phase.generate,))
 @given(
     family=st.sampled_from(["llama", "sliding"]),
     sampling=st.sampled_from(list(SAMPLINGS.values())),

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from orchestrator.sequence.limits import Limits
@@ -27,6 +27,7 @@ from services.verifier.verifier import Verifier
 from tests.services.drafter.backends import test_mlx_trees
 from tests.services.drafter.backends.test_mlx import PROMPT, SCRIPT, Line, Round, Setup, rounds
 from tests.services.drafter.backends.test_mlx_ahead import LEAVES, as_on_a_cpu, as_on_a_gpu
+from tests.support.examples import examples
 from tests.support.lockstep import Lockstep
 from tests.support.reference import SAMPLINGS, Reference, plain, said, tiny_folder
 
@@ -90,7 +91,7 @@ def test_drafts_equal_fresh_drafting(family: str, sampling: Sampling, replayed: 
     setup_of(family).backend.close(line.number)
 
 
-@settings(max_examples=30, phases=(Phase.generate,))
+@examples(30, phases=(Phase.generate,))
 @given(
     sampling=st.sampled_from(list(SAMPLINGS.values())),
     script=st.lists(rounds, min_size=1, max_size=8),

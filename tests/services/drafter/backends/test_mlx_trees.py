@@ -4,13 +4,14 @@ from dataclasses import dataclass, field
 from itertools import count, cycle
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import Outcome, RoundOptions, TreeLayer
 from tests.services.drafter.backends.test_mlx import PROMPT, Law, Setup, setup_of
+from tests.support.examples import examples
 from tests.support.reference import SAMPLINGS, said
 from tests.support.tiny_models import DRAFTERS
 
@@ -132,7 +133,7 @@ def test_trees_are_what_fresh_drafting_gives(family: str, sampling: Sampling) ->
     line.setup.backend.close(line.number)
 
 
-@settings(max_examples=10, phases=(Phase.generate,))
+@examples(10, phases=(Phase.generate,))
 @given(data=st.data())
 def test_random_rounds_of_trees(data: st.DataObject) -> None:
     """Hits on any row, and trees of any part of the branch that was hit."""
