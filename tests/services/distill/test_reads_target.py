@@ -120,6 +120,7 @@ def by_token(
 
 
 @pytest.mark.parametrize("way", READING_WAYS)
+@pytest.mark.wide
 def test_training_teaches_it_to_read(target: Path, tmp_path: Path, way: str) -> None:
     """The loss falls, the reader's own weights move, and the figures count lags."""
     settings = settings_for(target, tmp_path / "out", reads_target=way, layers=1)

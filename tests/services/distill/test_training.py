@@ -99,6 +99,7 @@ def test_the_loss_falls(done: Run) -> None:
     assert {e["objective"] for e in done.report["log"]} == {"ce", "tv"}
 
 
+@pytest.mark.wide
 def test_interrupted_and_resumed_is_uninterrupted(done: Run, tmp_path: Path) -> None:
     """Stopped after 7 and after 20 more steps, then resumed: the same weights, moments, log.
 
@@ -158,6 +159,7 @@ class Ticking:
         return self._looks / 100
 
 
+@pytest.mark.wide
 def test_minutes_are_for_the_whole_run(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,14 @@ def prelaunching_verifier() -> Verifier:
     return verifier
 
 
-either = pytest.mark.parametrize("new", [new_verifier, replaying_verifier, prelaunching_verifier])
+either = pytest.mark.parametrize(
+    "new",
+    [
+        new_verifier,
+        pytest.param(replaying_verifier, marks=pytest.mark.kernel),
+        pytest.param(prelaunching_verifier, marks=pytest.mark.kernel),
+    ],
+)
 New = Callable[[], Verifier]
 
 

@@ -174,6 +174,7 @@ def test_missing_and_wrong_states_change_no_token(
 
 
 @pytest.mark.parametrize("nodes", [None, 12], ids=["chains", "trees"])
+@pytest.mark.wide
 def test_trees_of_any_size_change_no_token(name: str, head: Path, nodes: int | None) -> None:
     """With filters, and a temperature of the drafter's own."""
     sampling = Sampling(temperature=1.0, top_p=0.9, top_k=20, seed=3, draft_temperature=0.5)
