@@ -10,7 +10,7 @@ from zlib import crc32
 import pytest
 
 from services.mlx.blas import load_blas
-from tests.support.examples import load_profile
+from tests.properties import load_profile
 
 # The same BLAS as in the processes, before any test imports MLX.
 load_blas(threads=1)

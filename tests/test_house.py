@@ -227,7 +227,7 @@ QUAINT = re.compile(
 """Words that are to go from docstrings, comments and messages."""
 
 OPENINGS = re.compile(r"(What|Whether|Of|As|The same|See)\b")
-"""A docstring begins with an imperative verb, or with a noun phrase that defines, not with these."""
+"""Words that no docstring begins with: it is an imperative sentence, or defines something."""
 
 # They may only fall: whoever rewrites a room lowers its numbers.
 MOST_QUAINT_LINES = {"protocol": 58, "services": 230, "orchestrator": 116, "launch": 76}

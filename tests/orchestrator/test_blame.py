@@ -29,7 +29,7 @@ from protocol.messages import (
 )
 from tests.orchestrator.test_registry import changed
 from tests.orchestrator.test_server import DRAFTER, VERIFIER, FakePoller, FakeTokenizer, House
-from tests.support.examples import examples
+from tests.properties import examples
 
 POISON = 13
 

@@ -25,7 +25,7 @@ from protocol.transport.channel import STRANGER_BYTES
 from protocol.transport.codec import MAX_MESSAGE_BYTES, encode
 from tests.orchestrator.test_registry import changed
 from tests.orchestrator.test_server import DRAFTER, VERIFIER, FakePoller, House
-from tests.support.examples import examples
+from tests.properties import examples
 from tests.support.fakes import Stack, Target
 
 PREPARE = Prepare(

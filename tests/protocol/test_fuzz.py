@@ -24,8 +24,8 @@ from services.gateway.errors import ApiError
 from services.gateway.task import TaskPlanner
 from services.gateway.template import ModelText
 from services.mlx.loader import load
+from tests.properties import examples
 from tests.protocol.transport.test_codec import DECODERS, MEMBERS, example, pack
-from tests.support.examples import examples
 from tests.support.reference import tiny_folder
 
 

@@ -13,8 +13,8 @@ from launch.serving.models_file import read_models
 from launch.settings.settings import StackSettings
 from protocol.errors import UsageError
 from protocol.messages import SwapDrafter
+from tests.properties import examples
 from tests.protocol.test_fuzz import damaged
-from tests.support.examples import examples
 
 
 def write(folder: Path, text: str) -> Path:

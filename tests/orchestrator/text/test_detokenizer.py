@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from orchestrator.text.detokenizer import Detokenizer, TextStream
-from tests.support.examples import examples
+from orchestrator.text.stop_strings import StoppableText
+from protocol.messages import TokenLogprobs
+from tests.properties import examples
 
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _WORDS = ["\u2581the", "\u2581fox", "x", "\u2581", "\u2581\u2581", "\u4e16", "##y", "end</w>", "z"]
@@ -121,7 +123,7 @@ def entries_of(stream: TextStream, tokens: list[int], stop: list[str]) -> tuple[
 
 
 @pytest.mark.parametrize("kind", list(_KINDS))
-@settings(max_examples=50)
+@examples(50)
 @given(
     tokens=st.lists(st.sampled_from([*range(0, 270, 3), *range(255, 272)]), max_size=30),
     stop=st.sampled_from([[], ["the"], ["\u4e16"], ["x", "fo"]]),

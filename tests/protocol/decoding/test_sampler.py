@@ -17,7 +17,7 @@ from protocol.decoding.sampler import (
     score_margin,
 )
 from protocol.messages import Sampling
-from tests.support.examples import examples
+from tests.properties import examples
 
 Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]

@@ -15,7 +15,7 @@ from protocol import messages
 from protocol.errors import ProtocolError
 from protocol.messages import Message
 from protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, encode
-from tests.support.examples import examples
+from tests.properties import examples
 
 UNIONS: dict[str, Any] = {
     name: union for name, union in vars(messages).items() if isinstance(union, UnionType)

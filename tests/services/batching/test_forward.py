@@ -28,7 +28,7 @@ from services.kv.cache import KVStore, windows_of
 from services.mlx import launching
 from services.mlx.loader import compute_unit, load
 from services.verifier.verifier import Verifier
-from tests.support.examples import examples
+from tests.properties import examples
 from tests.support.reference import SAMPLINGS, for_the_cpu, plain, said, tiny_folder, tiny_verifier
 from tests.support.tiny_models import DRAFTERS, FAMILIES, SLOTTED
 

@@ -11,8 +11,8 @@ from protocol.decoding.sampler import Floats
 from protocol.messages import Tokens
 from services.coreml.model import ConvertedModel, Feed, causal, chain_feed
 from services.sampling.candidates import Top
+from tests.properties import examples
 from tests.support.converted import BRANCHES, CHUNK, HEAD, SLOTS, converted_folder, converted_model
-from tests.support.examples import examples
 from tests.support.reference import reference
 
 FAMILIES = ("llama", "llama3", "linear", "qwen2", "qwen3", "yarn", "quantized")

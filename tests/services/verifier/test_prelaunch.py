@@ -15,6 +15,7 @@ from services.kv.cache import KVStore
 from services.mlx.tracing.traced_forward import TREE_ROWS, TracedForward
 from services.verifier.prelaunch import Prelauncher, choose_rows
 from services.verifier.verifier import Verifier
+from tests.properties import examples
 from tests.services.verifier.fake_doorbell import FakeDoorbell
 from tests.services.verifier.test_trees import (
     NUMBERS,
@@ -23,7 +24,6 @@ from tests.services.verifier.test_trees import (
     Stream,
     shapes,
 )
-from tests.support.examples import examples
 from tests.support.reference import said, tiny_verifier
 
 GREEDY = Sampling()

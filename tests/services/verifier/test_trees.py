@@ -27,8 +27,8 @@ from protocol.messages import (
 )
 from services.verifier.acceptance import AcceptanceRule
 from services.verifier.verifier import Verifier
+from tests.properties import examples
 from tests.support.chi_square import assert_law
-from tests.support.examples import examples
 from tests.support.reference import SAMPLINGS, for_the_cpu, plain, said, tiny_verifier
 from tests.support.tiny_models import FAMILIES, RECURRENT
 

@@ -29,7 +29,7 @@ from services.batching import chunked_prefill
 from services.runtime.inbox import Work
 from services.verifier.spare_cores import SpareCores
 from services.verifier.verifier import Verifier
-from tests.support.examples import examples
+from tests.properties import examples
 from tests.support.reference import SAMPLINGS, plain, tiny_verifier
 from tests.support.tiny_models import EOS, FAMILIES
 

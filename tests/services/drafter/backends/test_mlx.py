@@ -26,7 +26,7 @@ from services.drafter.backends.mlx import MlxBackend
 from services.kv.prefix_cache import PrefixCache
 from services.mlx.loader import compute_unit
 from services.runtime.sequence_table import SequenceTable
-from tests.support.examples import examples
+from tests.properties import examples
 from tests.support.families.layered import RECURRENT_DRAFTERS
 from tests.support.reference import SAMPLINGS, Reference, said, tiny_folder
 from tests.support.tiny_models import DRAFTERS, FAMILIES, RECURRENT, write_tiny_model

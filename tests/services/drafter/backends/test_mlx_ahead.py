@@ -15,6 +15,7 @@ from protocol.messages import LogitsOptions, Sampling, Tokens
 from services.drafter.backends import mlx_ahead
 from services.drafter.backends.base import DraftedToken, RoundOptions, TreeLayer
 from services.drafter.backends.mlx import MlxBackend
+from tests.properties import examples
 from tests.services.drafter.backends import test_mlx_trees
 from tests.services.drafter.backends.test_mlx import (
     PROMPT,
@@ -26,7 +27,6 @@ from tests.services.drafter.backends.test_mlx import (
     rounds,
     trimmed,
 )
-from tests.support.examples import examples
 from tests.support.reference import SAMPLINGS, said, tiny_folder
 
 NUMBERS = count(20_000)

@@ -24,10 +24,10 @@ from services.mlx.tracing import trace_trial
 from services.sampling.device import guess
 from services.sampling.rules import write_rules
 from services.verifier.verifier import Verifier
+from tests.properties import examples
 from tests.services.drafter.backends import test_mlx_trees
 from tests.services.drafter.backends.test_mlx import PROMPT, SCRIPT, Line, Round, Setup, rounds
 from tests.services.drafter.backends.test_mlx_ahead import LEAVES, as_on_a_cpu, as_on_a_gpu
-from tests.support.examples import examples
 from tests.support.lockstep import Lockstep
 from tests.support.reference import SAMPLINGS, Reference, plain, said, tiny_folder
 

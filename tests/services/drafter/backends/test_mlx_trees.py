@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from protocol.decoding.token_tree import TokenTree, read_tree
 from protocol.messages import Sampling, Tokens
 from services.drafter.backends.base import Outcome, RoundOptions, TreeLayer
+from tests.properties import examples
 from tests.services.drafter.backends.test_mlx import PROMPT, Law, Setup, setup_of
-from tests.support.examples import examples
 from tests.support.reference import SAMPLINGS, said
 from tests.support.tiny_models import DRAFTERS
 
