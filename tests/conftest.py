@@ -41,6 +41,7 @@ REPRESENTATIVES = {"llama", "gemma3", "mamba", "hybrid", "dynamic"}
 COMPUTING = [
     Path(__file__).parent / name
     for name in (
+        "orchestrator/simulation",
         "pipeline",
         "services/batching",
         "services/coreml",
@@ -53,7 +54,7 @@ COMPUTING = [
         "services/verifier",
     )
 ]
-"""Folders whose tests run models: `make test` takes few cases of each."""
+"""Folders whose tests run models or simulate: `make test` takes few cases of each."""
 
 CASES = 4
 """Cases of a test in these folders that `make test` takes; where families differ, one of each."""
