@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 "$(BIN)/python" -m pip install --quiet --quiet
 EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,dev,cpu)
 
-.PHONY: demo test test-all test-gpu check audit bench gate gate-gpu glossary chaos soak hostile clean
+.PHONY: demo test test-all test-gpu check audit bench gate gate-gpu chaos soak hostile clean
 
 demo: $(VENV)/.pair
 	@"$(BIN)/ssd" demo $(FLAGS)
@@ -42,10 +42,6 @@ check: $(VENV)/.installed
 # Known holes in the dependencies, where the public list can be reached.
 audit: $(VENV)/.installed
 	"$(BIN)/python" -m tests.tools.audit
-
-# docs/glossary.md from the words of protocol/glossary.py.
-glossary:
-	$(PYTHON) -m tests.tools.glossary_page
 
 bench: $(VENV)/.pair
 	"$(BIN)/ssd" bench
