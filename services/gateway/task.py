@@ -27,8 +27,8 @@ from services.gateway.errors import invalid, refuse_value
 from services.gateway.reasoning import ThoughtLimit
 from services.gateway.template import ModelText
 from services.gateway.tools.calls import ToolFunction, call_grammar, close_objects
-from services.gateway.tools.generic import describe_tools, join_turns
 from services.gateway.transcript import AnswerFormat, Transcript, find_answer_format
+from services.gateway.turns import TurnFitter
 
 UNLIMITED = 2**31 - 1
 """Tokens of an answer that may grow until the context is full."""
@@ -144,6 +144,7 @@ class TaskPlanner:
         self._numbers = itertools.count(1)
         self._text = text
         self._format = find_answer_format(text)
+        self._turns = TurnFitter(text)
 
     def plan(self, task: Task) -> list[Choice]:
         """The requests that a task takes, prompt by prompt; each choice has a seed of its own.
@@ -211,10 +212,7 @@ class TaskPlanner:
         options: dict[str, Any],
         answer_start: str,
     ) -> Generate:
-        messages, tools = prompt.messages, [f.describe() for f in task.functions]
-        if messages and not self._text.knows_tools:
-            messages, tools = describe_tools(messages, task.functions), []
-        messages = self._fit_system(messages)
+        messages, tools = self._turns.fit(prompt.messages, task.functions)
         try:
             return Generate(
                 request=next(self._numbers),
@@ -246,19 +244,6 @@ class TaskPlanner:
             why = "this model has no tokens for filling in; leave it out to continue the prompt"
             raise refuse_value("suffix", why)
         return text
-
-    def _fit_system(self, messages: list[ChatMessage]) -> list[ChatMessage]:
-        """System messages where the template takes them; elsewhere they are the user's."""
-        roles = [message.role for message in messages]
-        if "system" in roles[1:] and not self._text.accepts("user", "system", "user"):
-            late = [
-                replace(message, role="user") if message.role == "system" else message
-                for message in messages[1:]
-            ]
-            messages = join_turns([messages[0], *late])
-        if messages and messages[0].role == "system" and not self._text.accepts("system", "user"):
-            messages = join_turns([replace(messages[0], role="user"), *messages[1:]])
-        return messages
 
     def _template_options(self, task: Task, *, constrained: bool) -> dict[str, Any]:
         """The variables of the chat template, those about thinking included."""

@@ -4,13 +4,15 @@ Read from the model folder, without `transformers`. The orchestrator renders pro
 the question is answered how a prompt ends, because an answer may begin within a thought.
 """
 
+import itertools
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jinja2
 import msgspec
 
 from protocol.decoding.chat_template import compile_template, limit_work
@@ -33,6 +35,34 @@ _FILL_IN = (
 """Tokens by which models fill in a text, and how they stand."""
 
 _PROBE = "What is the answer to this question?"
+_CALLS = {"call": 1, "calls": 2, "said": 1}
+_PROBES = {"calls": 2, "said": 2, "empty": 0}
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"question": {"type": "string"}}},
+    },
+}
+
+
+class ProbeStyle(NamedTuple):
+    """How calls and results of a conversation are written."""
+
+    has_tools: bool = False
+    """Whether the request has tools."""
+    short_ids: bool = False
+    """Whether ids have nine letters and digits, as Mistral's templates insist."""
+    named: bool = False
+    """Whether results name the tool."""
+
+    def make_id(self, number: int) -> str:
+        """The id of a call."""
+        return f"probe{number:04}" if self.short_ids else f"call_probe_{number:012}"
+
+
+PLAIN = ProbeStyle()
 
 
 class _AddedToken(msgspec.Struct):
@@ -64,6 +94,12 @@ class ModelText:
         return "tools" in self.template
 
     @cached_property
+    def _names_tools(self) -> bool:
+        """Return whether a plain prompt lists the tools by name."""
+        text = _render(self.template, ("user",), b"{}", ProbeStyle(has_tools=True))
+        return str(_TOOL["function"]["name"]) in text
+
+    @cached_property
     def added_tokens(self) -> dict[str, bool]:
         """Tokens beside the vocabulary proper, and whether each is special (hidden in text)."""
         if self._tokenizer_file is None or not self._tokenizer_file.is_file():
@@ -91,31 +127,74 @@ class ModelText:
         encoded = msgspec.json.encode(options, order="sorted")
         return _render(self.template, ("user",), encoded).rpartition(_PROBE)[2]
 
-    def accepts(self, *roles: str) -> bool:
-        """Whether a conversation may have these roles, one after the other."""
+    def shows(self, *turns: str, style: ProbeStyle = PLAIN) -> bool:
+        """Return whether a conversation of these turns is taken, and nothing in it left out.
+
+        Args:
+            turns: roles; `call` and `calls` are the assistant's with one call or two, `said` one
+                with a text before the call, `empty` one with nothing.
+            style: how calls and results are written.
+        """
         if not self.template:
             return True
-        return _render(self.template, roles, b"{}").count(_PROBE) == len(roles)
+        text = _render(self.template, turns, b"{}", style)
+        if style.has_tools and self._names_tools and _TOOL["function"]["name"] not in text:
+            return False
+        return text.count(_PROBE) == sum(_PROBES.get(turn, 1) for turn in turns)
 
 
-@lru_cache(maxsize=256)
-def _render(template: str, roles: tuple[str, ...], options: bytes) -> str:
+@lru_cache(maxsize=1024)
+def _render(
+    template: str, turns: tuple[str, ...], options: bytes, style: ProbeStyle = PLAIN
+) -> str:
     """A prompt in which each turn is the probe; empty if there is none."""
     if not template:
         return ""
     try:
         with limit_work(_RENDER_S, _RENDER_BYTES):
-            text = compile_template(template).render(
-                messages=[{"role": role, "content": _PROBE} for role in roles],
+            text = _compile(template).render(
+                messages=_write_turns(turns, style),
                 add_generation_prompt=True,
+                tools=[_TOOL] if style.has_tools else None,
                 **msgspec.json.decode(options),
             )
     # A template is a program of the model's makers: anything may go wrong in it.
     except Exception as error:  # noqa: BLE001
         why = str(error) or type(error).__name__
-        _log.info("the chat template refuses the roles %s: %s", ", ".join(roles), why)
+        _log.info("the chat template refuses the turns %s: %s", ", ".join(turns), why)
         return ""
     return text
+
+
+@lru_cache(maxsize=8)
+def _compile(template: str) -> jinja2.Template:
+    return compile_template(template)
+
+
+def _write_turns(turns: Sequence[str], style: ProbeStyle) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    ids = itertools.count()
+    results = itertools.count()
+    for turn in turns:
+        role = "assistant" if turn in ("empty", *_CALLS) else turn
+        message: dict[str, Any] = {
+            "role": role,
+            "content": "" if turn in ("call", "calls", "empty") else _PROBE,
+        }
+        if turn in _CALLS:
+            message["tool_calls"] = [
+                _write_call(style.make_id(next(ids))) for _ in range(_CALLS[turn])
+            ]
+        if turn == "tool":
+            message["tool_call_id"] = style.make_id(next(results))
+            message |= {"name": "probe"} if style.named else {}
+        messages.append(message)
+    return messages
+
+
+def _write_call(call_id: str) -> dict[str, Any]:
+    function = {"name": "probe", "arguments": {"question": _PROBE}}
+    return {"type": "function", "id": call_id, "function": function}
 
 
 def _read_template(folder: Path, config: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ from services.gateway.tools.calls import ToolFunction
 
 
 class CalledCustom(Fields, frozen=True, kw_only=True):
-    """What the assistant called that takes a text."""
+    """A call of a tool that takes a text."""
 
     name: str
     input: str = ""

@@ -71,7 +71,7 @@ def _read_text_part(part: Part, ignored: list[str], where: str) -> str:
 
 
 def is_opaque(field: str) -> bool:
-    """Whether a field of this name says nothing to a model."""
+    """Return whether a field of this name says nothing to a model."""
     return bool(_OPAQUE.fullmatch(field))
 
 

@@ -47,11 +47,19 @@ def join_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     return joined
 
 
-def _flatten(message: ChatMessage) -> ChatMessage:
-    if message.role == "tool":
-        return ChatMessage("user", f"<tool_response>\n{message.content}\n</tool_response>")
-    if not message.tool_calls:
-        return message
+def write_result(message: ChatMessage) -> ChatMessage:
+    """The result of a call as text of the user's."""
+    return ChatMessage("user", f"<tool_response>\n{message.content}\n</tool_response>")
+
+
+def write_calls(message: ChatMessage) -> ChatMessage:
+    """A turn whose calls are a part of its text."""
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.tool_calls]
     written = "\n".join(f"{CALL_START}\n{call}\n{CALL_END}" for call in calls)
     return ChatMessage(message.role, f"{message.content}\n{written}".strip())
+
+
+def _flatten(message: ChatMessage) -> ChatMessage:
+    if message.role == "tool":
+        return write_result(message)
+    return write_calls(message) if message.tool_calls else message
