@@ -12,6 +12,7 @@ from protocol.decoding.sampling_params import (
     PRESETS,
     PresetName,
     check_sampling,
+    fit_filters,
     get_preset,
 )
 from protocol.errors import UsageError
@@ -116,7 +117,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return request
 
     def _sampling(self) -> dict[str, Any]:
-        return {
+        return fit_filters({
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -128,7 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "saguaro": self.saguaro_c,
             "logits_options": self._shape(),
             "logprobs": self.logprobs,
-        }
+        })  # fmt: skip
 
     def _shape(self) -> dict[str, Any] | None:
         asked = {

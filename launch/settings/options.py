@@ -221,7 +221,7 @@ def sampling_options(*, measures: bool = False) -> Callable[[F], F]:
     def default(value: float) -> str:
         return f"  [default: {value:g}]" if measures else "  [default: the preset's]"
 
-    below, share = click.FloatRange(0, 1, max_open=True), click.FloatRange(0, 1, min_open=True)
+    share = click.FloatRange(0, 1)
     return _all_of(_group(
         "Sampling",
         _flag("--temp", "--temperature", type=click.FloatRange(0, 100),
@@ -230,14 +230,14 @@ def sampling_options(*, measures: bool = False) -> Callable[[F], F]:
               "probability." + default(d.top_p)),
         _flag("--top-k", type=click.IntRange(min=0),
               help="Only this many most likely tokens; 0: all." + default(d.top_k)),
-        _flag("--min-p", type=below, help="Only tokens at least this likely relative to the most "
+        _flag("--min-p", type=share, help="Only tokens at least this likely relative to the most "
               "likely one." + default(d.min_p)),
         _flag("--preset", type=click.Choice(PRESETS), default="default", show_default=True,
               help=f"A starting point; the flags above override it. default: {recommends}."),
         _flag("--seed", type=click.IntRange(-1, 2**63 - 1),
               help="Same seed, same answer; -1 draws one.  [default: drawn, and reported]"),
-        _flag("--repetition-penalty", type=click.FloatRange(0, 10, min_open=True),
-              help="Penalise tokens of prompt and answer; 1 is off.  [default: 1]"),
+        _flag("--repetition-penalty", type=click.FloatRange(0, 10),
+              help="Penalise tokens of prompt and answer; 1 and 0 are off.  [default: 1]"),
         _flag("--presence-penalty", type=click.FloatRange(-2, 2),
               help="Penalise tokens of the answer once; 0 is off.  [default: 0]"),
         _flag("--frequency-penalty", type=click.FloatRange(-2, 2),

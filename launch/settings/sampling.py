@@ -10,7 +10,7 @@ from launch.terminal import console
 from launch.terminal.generate import new_seed
 from protocol.decoding.grammar import check_grammar, json_grammar
 from protocol.decoding.model_sampling import merge_options, read_model_sampling
-from protocol.decoding.sampling_params import PresetName, check_sampling, get_preset
+from protocol.decoding.sampling_params import PresetName, check_sampling, fit_filters, get_preset
 from protocol.errors import UsageError
 from protocol.messages import Sampling
 
@@ -77,7 +77,7 @@ def take_sampling_choice(options: dict[str, Any]) -> SamplingChoice:
     }
     return SamplingChoice(
         preset=options.pop("preset"),
-        given={name: value for name, value in given.items() if value is not None},
+        given=fit_filters({name: value for name, value in given.items() if value is not None}),
         logits_options=_take_logits_options(options),
         seed=None if seed == -1 else seed,
     )
@@ -93,6 +93,8 @@ def _take_logits_options(options: dict[str, Any]) -> dict[str, Any]:
     penalties = {name: options.pop(name) for name in names}
     schema: Path | None = options.pop("json_schema")
     asked = {name: value for name, value in penalties.items() if value is not None}
+    if asked.get("repetition_penalty") == 0:
+        asked["repetition_penalty"] = 1.0  # off, as for mlx-lm
     if schema is not None:
         asked["grammar"] = json_grammar(_read_schema(schema))
         check_grammar(asked["grammar"])

@@ -33,6 +33,8 @@ _PRESETS: dict[PresetName, Preset] = {
 PRESETS: tuple[PresetName, ...] = tuple(_PRESETS)
 
 _COLDEST = 1e-4
+_EPSILON = 1e-6
+"""How far filters stay from what keeps no token but the best."""
 
 _SUM_TOLERANCE = 1e-3
 """A distribution may come from float32 arithmetic; it is normalised again before use."""
@@ -85,6 +87,18 @@ def _check_ranges(sampling: Sampling) -> None:
         msgspec.convert(msgspec.to_builtins(sampling), Sampling)
     except msgspec.ValidationError as error:
         raise UsageError(describe(error).removeprefix("logits_options.")) from error
+
+
+def fit_filters(given: dict[str, Any]) -> dict[str, Any]:
+    """The same with values of `Sampling` for a top-p of 0 and a min-p of 1: the best token alone.
+
+    None, for a field that is not given, stays.
+    """
+    fitted = dict(given)
+    for name, least, most in (("top_p", _EPSILON, 1.0), ("min_p", 0.0, 1.0 - _EPSILON)):
+        if fitted.get(name) in (0, 1):
+            fitted[name] = min(max(fitted[name], least), most)
+    return fitted
 
 
 def is_valid_distribution(distribution: DraftDistribution, token: int) -> bool:

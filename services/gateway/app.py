@@ -32,6 +32,7 @@ from services.gateway.errors import ApiError, ClientLeft, find_prompt_length, to
 from services.gateway.generation import generate
 from services.gateway.metrics import Metrics
 from services.gateway.models import STATUS_S, Connect, Lease, ServedModel, ServedModels
+from services.gateway.paths import Paths
 from services.gateway.request_log import RequestLog
 from services.gateway.server_info import ServerInfo
 from services.gateway.stream import EventStream, wait_for_disconnect, watch_events
@@ -82,6 +83,7 @@ class Gateway:
                 expose_headers=[_IGNORED],
             )
             middleware.insert(0, cors)
+        middleware.insert(0, Middleware(Paths))
         return Starlette(
             routes=self._routes(),
             middleware=middleware,
@@ -268,6 +270,7 @@ def _take(choice: Choice, event: Text | Finished, log: RequestLog) -> None:
 _IGNORED = "X-Ignored-Fields"
 
 _REFUSED = {
+    "/completion": "llama.cpp's own API is not spoken here: use /v1/completions",
     "/v1/embeddings": "embeddings are not computed here: the models served only generate text",
     "/v1/batches": "there are no batches: send the requests themselves, several at once",
     "/v1/files": "there are no files: send texts in the requests themselves",

@@ -6,6 +6,7 @@ servers). They are left out and named in the answer's header and once in the log
 """
 
 import asyncio
+import codecs
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -62,7 +63,7 @@ async def read_body(request: Request, at_most: int) -> bytes:
         raise ApiError(408, reason, code="request_timeout") from error
     except ClientDisconnect as error:
         raise ClientLeft from error
-    return bytes(body)
+    return bytes(body).removeprefix(codecs.BOM_UTF8)
 
 
 def _too_large(limit: int) -> ApiError:

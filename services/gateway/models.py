@@ -62,7 +62,7 @@ class ServedModel(Closeable):
 
     def check_drafter(self, wanted: str | None, status: Status) -> None:
         """Raises ApiError if a request wants a drafter that is not there."""
-        if wanted is None or wanted in self.drafters:
+        if wanted in (None, _MLX_LM_DEFAULT) or wanted in self.drafters:
             return
         drafter = next((s for s in status.services if s.role == "drafter"), None)
         here = {drafter.model, _last(drafter.model), drafter.backend} - {""} if drafter else set()
@@ -122,7 +122,7 @@ class ServedModels(Closeable):
 
     def find(self, name: str | None) -> ServedModel:
         """The model of this name, the first without one; raises ApiError if there is none."""
-        if name is None:
+        if name is None or name == _MLX_LM_DEFAULT:
             return self._models[0]
         model = self._by_name.get(name)
         if model is None:
@@ -165,6 +165,10 @@ class ServedModels(Closeable):
             model.close()
         if self._server is not None:
             self._server.close()
+
+
+_MLX_LM_DEFAULT = "default_model"
+"""What clients of mlx-lm name the model, or drafter, that the server was started with."""
 
 
 def _last(path: str) -> str:

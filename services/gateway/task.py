@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from protocol.decoding.grammar import MAX_GRAMMAR_BYTES, json_grammar
 from protocol.decoding.model_sampling import merge_options
-from protocol.decoding.sampling_params import check_sampling
+from protocol.decoding.sampling_params import check_sampling, fit_filters
 from protocol.errors import RuntimeFailure, UsageError
 from protocol.messages import (
     ChatMessage,
@@ -321,5 +321,5 @@ def make_sampling(
         # -1 is a random one, as for llama.cpp.
         seed=secrets.randbits(31) if seed in (None, -1) else seed % 2**63,
         logits_options=merge_options(defaults.logits_options, asked),
-        **chosen,
+        **fit_filters(chosen),
     )

@@ -23,7 +23,7 @@ from services.gateway.dialects.openai import (
     read_sampling,
     system_first,
 )
-from services.gateway.errors import ApiError, invalid, refuse_value
+from services.gateway.errors import invalid, refuse_value
 from services.gateway.task import PromptInput, Task, Thinking
 from services.gateway.tools.calls import ToolFunction
 
@@ -144,6 +144,10 @@ class ThinkingFields(Fields, frozen=True, kw_only=True):
     budget_tokens: int | None = None
 
 
+TopLogprobs = Annotated[int, msgspec.Meta(ge=-1, le=20)]
+"""-1 is none, as for mlx-lm."""
+
+
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """The fields of a request."""
 
@@ -153,11 +157,13 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=16)] | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    n_predict: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    """llama.cpp's name of it."""
+    logprobs: bool | Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required", "any"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -181,19 +187,23 @@ def parse_chat(
     """The task in a body; raises ApiError for what cannot be honoured."""
     request, unknown = decode_body(body, ChatRequest, strict=strict)
     if request.stream_options and not request.stream:
-        raise refuse_value("stream_options", "only with stream")
+        unknown.append("stream_options")
     functions, must_call = _choose_tools(request, unknown)
     task = Task(
         prompts=[_read_prompt(request, unknown)],
         model=request.model,
         sampling=read_sampling(request, defaults, logprobs=_read_logprobs(request)),
-        max_tokens=read_max_tokens(request.max_completion_tokens, request.max_tokens),
+        max_tokens=read_max_tokens(
+            max_completion_tokens=request.max_completion_tokens,
+            max_tokens=request.max_tokens,
+            n_predict=request.n_predict,
+        ),
         stop=list_stops(request.stop),
         choices=request.n or 1,
         functions=functions,
         must_call=must_call,
         one_call=request.parallel_tool_calls is False,
-        schema=_read_schema(request.response_format),
+        schema=_read_schema(request.response_format) or request.json_schema,
         thinking=_read_thinking(request),
         template_options=request.chat_template_kwargs or {},
         stream=bool(request.stream),
@@ -206,16 +216,18 @@ def parse_chat(
     )
 
 
-def read_max_tokens(new: int | None, old: int | None) -> int | None:
-    """OpenAI's name of today comes before the one that it had; -1 is no limit."""
-    limit = old if new is None else new
-    if limit == 0:
-        raise invalid("max_tokens", "at least 1 (or -1 for no limit)")
-    return None if limit is None or limit < 0 else limit
+def read_max_tokens(**fields: int | None) -> int | None:
+    """The limit of the first of these fields that is given; -1 is no limit."""
+    for name, limit in fields.items():
+        if limit == 0:
+            raise invalid(name, "at least 1 (or -1 for no limit)")
+        if limit is not None:
+            return None if limit < 0 else limit
+    return None
 
 
 def _read_prompt(request: ChatRequest, unknown: list[str]) -> PromptInput:
-    messages = [_read_turn(n, turn, unknown) for n, turn in enumerate(request.messages)]
+    messages = [_read_turn(turn, unknown) for turn in request.messages]
     refuse_media_alone(request.messages[-1].content, f"messages[{len(messages) - 1}].content")
     answer_start = ""
     if request.continue_final_message and messages[-1].role == "assistant":
@@ -225,14 +237,11 @@ def _read_prompt(request: ChatRequest, unknown: list[str]) -> PromptInput:
     return PromptInput(messages=system_first(messages, unknown), answer_start=answer_start)
 
 
-def _read_turn(index: int, turn: Turn, unknown: list[str]) -> ChatMessage:
+def _read_turn(turn: Turn, unknown: list[str]) -> ChatMessage:
     role = {"developer": "system", "function": "tool"}.get(turn.role, turn.role)
     content = join_text(turn.content, unknown, "messages[].content[]")
     calls = [*(turn.tool_calls or []), EarlierCall(function=turn.function_call)]
     described = [call for call in map(_describe_earlier, calls) if call is not None]
-    if turn.content is None and not described and turn.role != "assistant":
-        where = f"messages[{index}].content"
-        raise ApiError(400, f"message {index} has no content", code="invalid_value", param=where)
     return ChatMessage(
         role,
         "\n".join(filter(None, (content, turn.refusal))),
@@ -266,10 +275,12 @@ def _choose_tools(request: ChatRequest, unknown: list[str]) -> tuple[list[ToolFu
             )
         )
     match request.tool_choice:
-        case "none":
+        case "none" | ToolChoice(type="none"):
             return [], False
-        case "required":
+        case "required" | "any" | ToolChoice(type="required" | "any"):
             return functions, True
+        case "auto" | ToolChoice(type="auto"):
+            return functions, False
         case ToolChoice(allowed_tools=AllowedTools(mode=mode, tools=tools)):
             names = [tool.function.name for tool in tools if tool.function]
             return choose_functions(functions, names, "tool_choice"), mode == "required"
@@ -304,6 +315,14 @@ def _read_thinking(request: ChatRequest) -> Thinking:
 
 
 def _read_logprobs(request: ChatRequest) -> int | None:
-    if not request.logprobs and request.top_logprobs:
-        raise refuse_value("top_logprobs", "ask for logprobs too")
-    return (request.top_logprobs or 0) if request.logprobs else None
+    return read_logprobs(request.logprobs, request.top_logprobs)
+
+
+def read_logprobs(wanted: bool | int | None, best: int | None) -> int | None:  # noqa: FBT001
+    """How many of the best tokens are reported; None: no log-probabilities at all."""
+    if wanted is None or wanted is False:
+        if (best or 0) > 0:
+            raise refuse_value("top_logprobs", "ask for logprobs too")
+        return None
+    number = 0 if wanted is True else wanted
+    return max(0, number if best is None else best)

@@ -10,7 +10,12 @@ from protocol.gateway import GatewaySettings
 from protocol.messages import Logprobs, Sampling, ShownToken
 from services.gateway.body import decode_body
 from services.gateway.dialects.base import Reading, Reply, encode_event
-from services.gateway.dialects.chat import StreamOptions, read_max_tokens
+from services.gateway.dialects.chat import (
+    StreamOptions,
+    TopLogprobs,
+    read_logprobs,
+    read_max_tokens,
+)
 from services.gateway.dialects.chat_reply import CompletionsReply, finish_reason
 from services.gateway.dialects.openai import (
     Fields,
@@ -38,7 +43,10 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=16)] | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
+    n_predict: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    logprobs: bool | Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
+    top_logprobs: TopLogprobs | None = None
+    """mlx-lm's, where `logprobs` is true."""
 
 
 class CompletionOptions(Fields, frozen=True, kw_only=True):
@@ -57,21 +65,28 @@ def parse_completion(
     """The task in a body; raises ApiError for what cannot be honoured."""
     request, unknown = decode_body(body, CompletionRequest, strict=strict)
     if request.stream_options and not request.stream:
-        raise refuse_value("stream_options", "only with stream")
+        unknown.append("stream_options")
     if (request.best_of or 1) > (request.n or 1):
         raise refuse_value("best_of", "choices are not ranked here; ask for n of them")
     prompts = _read_prompts(request.prompt, request.suffix or "")
     choices = request.n or 1
     if len(prompts) * choices > MAX_ANSWERS:
         raise invalid("prompt", f"more than {MAX_ANSWERS} answers to one request")
-    limit = read_max_tokens(request.max_completion_tokens, request.max_tokens)
+    limit = read_max_tokens(
+        max_completion_tokens=request.max_completion_tokens,
+        max_tokens=request.max_tokens,
+        n_predict=request.n_predict,
+    )
     task = Task(
         prompts=prompts,
         model=request.model,
-        sampling=read_sampling(request, defaults, logprobs=request.logprobs),
+        sampling=read_sampling(
+            request, defaults, logprobs=read_logprobs(request.logprobs, request.top_logprobs)
+        ),
         max_tokens=limit,
         stop=list_stops(request.stop),
         choices=choices,
+        schema=request.json_schema,
         stream=bool(request.stream),
         unknown=unknown,
         **read_drafting(request),
@@ -82,7 +97,7 @@ def parse_completion(
 def _read_options(
     request: CompletionRequest, prompts: list[PromptInput], choices: int
 ) -> CompletionOptions:
-    if request.echo and request.logprobs is not None:
+    if request.echo and request.logprobs not in (None, False):
         raise refuse_value("echo", "log-probabilities of the prompt are not computed here")
     if request.echo and not all(prompt.text for prompt in prompts):
         raise refuse_value("echo", "only for prompts given as text")

@@ -102,7 +102,7 @@ def parse_messages(body: bytes, defaults: Sampling, *, strict: bool = False) -> 
         defaults,
         seed=None,
         temperature=request.temperature,
-        top_p=request.top_p or None,
+        top_p=request.top_p,
         top_k=request.top_k,
     )
     return replace(

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 
 from protocol.messages import Acceptance, ChatMessage, Finished, Generate, Sampling, Status
-from services.gateway.errors import refuse_value
+from services.gateway.errors import invalid, refuse_value
 from services.gateway.task import EFFORTS, Choice, Effort, make_sampling
 from services.gateway.tools.calls import ToolFunction, complete_json
 
@@ -17,6 +17,9 @@ NAME_PATTERN = r"^[A-Za-z0-9_.:/-]{1,128}$"
 Count = Annotated[int, msgspec.Meta(ge=1)]
 StopString = Annotated[str, msgspec.Meta(max_length=1024)]
 Stop = StopString | Annotated[list[StopString], msgspec.Meta(max_length=16)]
+Penalty = Annotated[float, msgspec.Meta(ge=0, le=10)]
+"""0 and 1 are off; else at least 0.1."""
+Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 FunctionName = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
 
 
@@ -30,24 +33,27 @@ class SamplingFields(Fields, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
     seed: int | None = None
     logit_bias: (
-        Annotated[
-            dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
-            msgspec.Meta(max_length=1024),
-        ]
+        Annotated[dict[str, Bias], msgspec.Meta(max_length=1024)]
+        | Annotated[list[tuple[int | str, Bias | bool]], msgspec.Meta(max_length=1024)]
         | None
     ) = None
+    """llama.cpp's are pairs, of which false bans a token."""
 
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.1, le=10)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Penalty | None = None
+    repeat_penalty: Penalty | None = None
+    """llama.cpp's name of it."""
+    json_schema: dict[str, Any] | None = None
+    """llama.cpp's: what the answer must follow."""
     draft_model: str | msgspec.UnsetType | None = msgspec.UNSET
     """null: plain decoding."""
-    num_draft_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
+    num_draft_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """0: plain decoding."""
     acceptance: Acceptance | None = None
     """coupled: the tokens of plain decoding; rejection: their distribution."""
@@ -61,12 +67,15 @@ def read_sampling(
     fields: SamplingFields, defaults: Sampling, *, logprobs: int | None = None
 ) -> Sampling:
     """The sampling parameters of a request."""
+    repetition = fields.repetition_penalty
     return make_sampling(
         defaults,
         seed=fields.seed,
-        bias=fields.logit_bias,
+        bias=_read_bias(fields.logit_bias),
         penalties={
-            "repetition_penalty": fields.repetition_penalty,
+            "repetition_penalty": _read_repetition(
+                fields.repeat_penalty if repetition is None else repetition
+            ),
             "presence_penalty": fields.presence_penalty,
             "frequency_penalty": fields.frequency_penalty,
         },
@@ -82,13 +91,31 @@ def read_sampling(
     )
 
 
+def _read_bias(bias: dict[str, float] | list[Any] | None) -> dict[str, float] | None:
+    if not isinstance(bias, list):
+        return bias
+    known = ((str(token), value) for token, value in bias if value is not True)
+    return {token: _BAN if value is False else value for token, value in known}
+
+
+def _read_repetition(penalty: float | None) -> float | None:
+    if penalty is not None and 0 < penalty < _LEAST_PENALTY:
+        raise invalid("repetition_penalty", f"at least {_LEAST_PENALTY:g}, or 0 for none")
+    return 1.0 if penalty == 0 else penalty
+
+
+_MOST_DRAFT_TOKENS = 64
+_BAN = -100.0
+_LEAST_PENALTY = 0.1
+
+
 def read_drafting(fields: SamplingFields) -> dict[str, Any]:
     """The fields of a `Task` that say how to draft."""
     named = fields.draft_model if isinstance(fields.draft_model, str) else None
     return {
         "plain": fields.draft_model is None or fields.num_draft_tokens == 0,
         "drafter": named,
-        "num_draft_tokens": fields.num_draft_tokens or 0,
+        "num_draft_tokens": min(fields.num_draft_tokens or 0, _MOST_DRAFT_TOKENS),
     }
 
 

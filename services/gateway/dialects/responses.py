@@ -71,7 +71,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     max_output_tokens: Count | None = None
     stop: str | list[str] | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required", "any"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -138,7 +138,7 @@ def _choose_tools(request: ResponsesRequest, unknown: list[str]) -> tuple[list[T
     match request.tool_choice:
         case "none":
             return [], False
-        case "required":
+        case "required" | "any":
             return functions, True
         case ResponsesToolChoice(type="allowed_tools", mode=mode, tools=tools):
             names = [_full_name(tool) for tool in tools if tool.name]

@@ -69,7 +69,7 @@ def call_grammar(functions: Sequence[ToolFunction], *, several: bool = False) ->
             "type": "object",
             "properties": {
                 "name": {"const": function.name},
-                "arguments": close_objects(function.parameters or {"type": "object"}),
+                "arguments": _describe_arguments(function.parameters or {}),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
@@ -79,6 +79,15 @@ def call_grammar(functions: Sequence[ToolFunction], *, several: bool = False) ->
     rule = json_rule({"anyOf": kinds})
     more = f' ("\\n{CALL_START}\\n" call "\\n{CALL_END}")*' if several else ""
     return f'start: "{CALL_START}\\n" call "\\n{CALL_END}"{more}\ncall: {rule}'
+
+
+def _describe_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a forced call's arguments: `{}` for a function without parameters."""
+    named = parameters.get("properties") or _OPENING & parameters.keys()
+    if named or {"anyOf", "oneOf", "const", "enum"} & parameters.keys():
+        closed: dict[str, Any] = close_objects(parameters)
+        return closed
+    return {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def close_objects(schema: Any) -> Any:

@@ -1,0 +1,33 @@
+"""Paths as clients write them: a slash at the end, no /v1 or two of them."""
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+_VERSIONED = {"chat", "completions", "messages", "responses", "models"}
+"""First parts of paths below /v1."""
+
+
+class Paths:
+    """Hands requests on with the path that the routes know.
+
+    mlx-lm and llama.cpp answer without /v1, and a client whose base URL ends in it may add it
+    once more.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand a request on."""
+        if scope["type"] == "http":
+            scope = {**scope, "path": normalise_path(scope["path"])}
+        await self._app(scope, receive, send)
+
+
+def normalise_path(path: str) -> str:
+    """The path that the routes know."""
+    path = "/" + path.strip("/")
+    while path.startswith("/v1/v1/"):
+        path = path.removeprefix("/v1")
+    if path == "/v1/health":
+        return "/health"
+    return f"/v1{path}" if path.split("/")[1] in _VERSIONED else path
