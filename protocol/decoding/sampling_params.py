@@ -90,7 +90,7 @@ def _check_ranges(sampling: Sampling) -> None:
 
 
 def fit_filters(given: dict[str, Any]) -> dict[str, Any]:
-    """The same with values of `Sampling` for a top-p of 0 and a min-p of 1: the best token alone.
+    """Replace a top-p of 0 and a min-p of 1 by values that keep the best token alone.
 
     None, for a field that is not given, stays.
     """

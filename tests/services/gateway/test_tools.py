@@ -6,17 +6,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
+from protocol.decoding.grammar import Grammar
 from protocol.messages import ChatMessage
 from services.gateway.template import ModelText
-from services.gateway.tools.calls import ParsedCall, ToolFunction, close_objects, complete_json
+from services.gateway.tools.calls import (
+    ParsedCall,
+    ToolFunction,
+    call_grammar,
+    close_objects,
+    complete_json,
+)
 from services.gateway.tools.formats import ToolFormat, find_tool_format, load_parsers
 from services.gateway.tools.generic import describe_tools
 from services.gateway.tools.reader import Found, ToolReader
 from tests.services.gateway.scripted import write_template
+from tests.support.tiny_models import EOS, tokenizer_json
 
 FUNCTIONS = [
     ToolFunction(
@@ -251,6 +261,24 @@ OPEN: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}
 def test_objects_are_closed(schema: dict[str, Any], closed: dict[str, Any]) -> None:
     """Unless they say otherwise: a model that may invent properties does not stop."""
     assert close_objects(schema) == closed
+
+
+def test_a_forced_call_without_parameters_has_none(tmp_path: Path) -> None:
+    """However a tool says that it takes none, the grammar allows `{}` and nothing else."""
+    wishes: list[Any] = [None, {}, {"type": "object"}, {"type": "object", "properties": {}},
+                         {"properties": {}, "required": [], "additionalProperties": False}]  # fmt: skip
+    grammars = {call_grammar([ToolFunction(name="a", parameters=wish)]) for wish in wishes}
+    [grammar] = grammars
+    begun = '<tool_call>\n{"name": "a", "arguments": {'
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
+    state = Grammar.start(grammar, tmp_path, [EOS])
+    tokenizer: Any = Tokenizer.from_str(tokenizer_json())
+    for token in tokenizer.encode(begun, add_special_tokens=False).ids:
+        assert state.advance(token)
+    allowed = [tokenizer.decode([int(token)]) for token in np.flatnonzero(state.compute_mask())]
+    assert {text.strip()[:1] for text in allowed} == {"}", ""}
+    free = {"type": "object", "additionalProperties": True}
+    assert call_grammar([ToolFunction(name="a", parameters=free)]) != grammar
 
 
 def test_a_template_without_tools_gets_them_as_text() -> None:
