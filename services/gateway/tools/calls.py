@@ -83,8 +83,8 @@ def call_grammar(functions: Sequence[ToolFunction], *, several: bool = False) ->
 
 def _describe_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
     """The schema of a forced call's arguments: `{}` for a function without parameters."""
-    named = parameters.get("properties") or _OPENING & parameters.keys()
-    if named or {"anyOf", "oneOf", "const", "enum"} & parameters.keys():
+    ways = {"properties", "anyOf", "oneOf", "const", "enum", "minProperties", *_OPENING}
+    if any(parameters.get(way) for way in ways):
         closed: dict[str, Any] = close_objects(parameters)
         return closed
     return {"type": "object", "properties": {}, "additionalProperties": False}

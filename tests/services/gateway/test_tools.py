@@ -265,8 +265,8 @@ def test_objects_are_closed(schema: dict[str, Any], closed: dict[str, Any]) -> N
 
 def test_a_forced_call_without_parameters_has_none(tmp_path: Path) -> None:
     """However a tool says that it takes none, the grammar allows `{}` and nothing else."""
-    wishes: list[Any] = [None, {}, {"type": "object"}, {"type": "object", "properties": {}},
-                         {"properties": {}, "required": [], "additionalProperties": False}]  # fmt: skip
+    closed = {"properties": {}, "required": [], "additionalProperties": False}
+    wishes: list[Any] = [None, {}, {"type": "object"}, {"type": "object", "properties": {}}, closed]
     grammars = {call_grammar([ToolFunction(name="a", parameters=wish)]) for wish in wishes}
     [grammar] = grammars
     begun = '<tool_call>\n{"name": "a", "arguments": {'
